@@ -22,7 +22,9 @@ from training.data.chat import render, renderings, template_key
 from training.data.files import check_text, described, quoted
 from training.data.tokens import end_of_turn, opening_tokens
 
+Columns = tuple[tuple[str, ...], ...]  # alternatives, each the columns that a record needs to have
 ANSWERS = ("chosen", "rejected", "response", "completion")
+TURN = "\n\nAssistant:"  # with which an answer begins in dialogues that are written as one text, like Anthropic/hh-rlhf
 # Roles as templates name them, by what data sets call them, in small letters; any other is left as it is.
 ROLES = {name: name for name in ("user", "assistant", "system", "developer", "tool")} | {
     "human": "user",
@@ -40,343 +42,10 @@ NOT_THE_TEMPLATES = frozenset(
     + ("return_assistant_tokens_mask", "processor_kwargs")
 )
 OTHER_TEMPLATE = "another template (--chat_template FILE)"
-
 NO_BEGINNING = (
     "the chat template does not begin an answer when it is asked to (add_generation_prompt): what it puts before one "
     f"is learned as a part of it. Give {OTHER_TEMPLATE} that does"
 )
-
-
-def messages_on_both_sides(record: dict) -> dict:
-    """The record with messages on both sides where one side has them.
-
-    A text beside messages becomes one message: a prompt the user's, an answer the assistant's. Where the answers are
-    dialogues from their beginning, which hold the prompt, a prompt given as text is left out.
-    """
-    listed = [record[name] for name in ANSWERS if is_dialogue(record.get(name))]
-    if listed and isinstance(record.get("prompt"), str):
-        begins = [_role(messages[0]) for messages in listed]
-        if len(begins) == 2 and "assistant" not in begins:
-            return {name: value for name, value in record.items() if name != "prompt"}
-        return {**record, "prompt": [{"role": "user", "content": record["prompt"]}]}
-    if isinstance(record.get("prompt"), list):
-        return record | {
-            name: [{"role": "assistant", "content": record[name]}]
-            for name in ANSWERS
-            if isinstance(record.get(name), str)
-        }
-    return record
-
-
-def messages_as_texts(
-    where: str, record: dict, names: tuple[str, ...], tokenizer, answers: bool
-) -> tuple[dict[str, str], tuple[str, ...]]:
-    """(the texts of the columns `names`, which hold messages; notes on what the model is not shown).
-
-    answers: whether the answers are learned from; otherwise there is a prompt alone. A column `tools` is given to the
-    template, and what `chat_template_kwargs` holds. Where the last message of a column `prompt` is the assistant's, the
-    answer goes on with it.
-
-    Raises: UserError, with place and column, for messages that the template refuses, and where what would be answered
-    or learned is not in the text that it makes.
-    """
-    columns = {name: _checked(where, name, record[name]) for name in names}
-    if not getattr(tokenizer, "chat_template", None):
-        raise UserError(
-            f"{where}, column {names[0]}: found messages, and the tokenizer of "
-            f"{getattr(tokenizer, 'name_or_path', None) or 'the model'} has no chat template to make a text of them. "
-            "Give --chat_template FILE (docs/data.md has one for any tokenizer), set chat_template in its "
-            "tokenizer_config.json, or give texts instead of messages."
-        )
-    if names == ("messages",):
-        context, followed = _last_turn(where, columns["messages"], answers)
-    elif names == ("chosen", "rejected"):
-        context, followed = _shared_turns(where, columns["chosen"], columns["rejected"])
-    else:
-        context, followed = columns["prompt"], {name: columns[name] for name in names if name != "prompt"}
-    if not context:
-        raise UserError(
-            f"{where}, column {names[0]}: found no message that an assistant answers. Begin with one of "
-            "the user, or take the record out."
-        )
-    options = _options(where, record)
-    begun = context[-1] if names[0] == "prompt" and context[-1]["role"] == "assistant" else None
-    asked = {"continue_final_message": True} if begun else {"add_generation_prompt": True}
-    place = f"{where}, column {names[0]}"
-    wanted = [(context, place, {**asked, **options})]
-    answered = followed if answers else {}
-    for name, answer in answered.items():
-        placed = f"{where}, column {name if name in names else names[0]}"
-        _check_is_answer(placed, answer)
-        whole = [*context, *answer]
-        if begun:
-            content = (begun["content"] or "") + (answer[0]["content"] or "")
-            whole = [*context[:-1], {**begun, **answer[0], "content": content}, *answer[1:]]
-        wanted.append((whole, placed, options))
-    prompt, *dialogues = renderings(tokenizer, wanted)
-    check_text(where, f"{names[0]}, by the chat template", prompt)
-    notes = _notes(place, prompt, context, options.get("tools") or [], tokenizer)
-    texts = {"prompt": prompt}
-    for (name, answer), dialogue, (_, placed, _) in zip(answered.items(), dialogues, wanted[1:], strict=True):
-        _check_begins(placed, dialogue, prompt, tokenizer)
-        texts[name] = _answer_text(placed, dialogue, len(prompt), answer, tokenizer)
-        at_once = texts[name].lstrip().startswith((answer[0]["content"] or "").strip())
-        if not begun and not at_once and render(tokenizer, context, placed, **options) == prompt:
-            notes = (*notes, NO_BEGINNING)
-    return texts, tuple(dict.fromkeys(notes))
-
-
-def _check_is_answer(place: str, answer: list[dict]) -> None:
-    if not answer or answer[0]["role"] != "assistant":
-        raise UserError(
-            f"{place}: found {described(answer)}, which is no answer to the messages before: it does not begin with a "
-            "message of the assistant. Mend the record or take it out."
-        )
-    if answer[-1]["role"] != "assistant":
-        raise UserError(
-            f"{place}: its last message is of the role {answer[-1]['role']!r}. An answer ends with a message of the "
-            "assistant, at whose end it is judged. Leave out what follows that, or take the record out."
-        )
-
-
-def _check_begins(place: str, dialogue: str, prompt: str, tokenizer) -> None:
-    """Raise UserError where the template does not begin an answer as it asks for one."""
-    if dialogue.startswith(prompt):
-        return
-    same = sum(1 for _ in takewhile(lambda two: two[0] == two[1], zip(prompt, dialogue)))
-    asked, made = (quoted(text[max(same - 20, 0) :]) for text in (prompt, dialogue))
-    raise UserError(
-        f"{place}: the chat template of {getattr(tokenizer, 'name_or_path', None) or 'the model'} asks for an answer "
-        f"with {asked} and writes an answer that is there as {made}. Step 3 would go on from another text than is "
-        "learned here. The record is in order; give prompt and answer as texts that go together, or "
-        f"{OTHER_TEMPLATE} that begins answers as it asks for them (add_generation_prompt)."
-    )
-
-
-def _answer_text(place: str, dialogue: str, start: int, answer: list[dict], tokenizer) -> str:
-    """What the template makes of the answer, up to and with the token at which step 3 stops.
-
-    Raises: UserError where a part of the answer is not in it.
-    """
-    lost, end = _left_out(dialogue, answer, start)
-    if lost:
-        _, what, piece = lost[0]
-        raise UserError(
-            f"{place}: the chat template leaves {what} of the answer out ({quoted(piece)}), which would be what is "
-            f"learned. Give prompt and answer as texts, or {OTHER_TEMPLATE} that keeps it."
-        )
-    closing = _closing(tokenizer, template_key(tokenizer))
-    behind = dialogue.rfind(closing, end) if closing else -1
-    return dialogue[start:].rstrip() if behind < 0 else dialogue[start : behind + len(closing)]
-
-
-def _notes(place: str, prompt: str, context: list[dict], tools: list, tokenizer) -> tuple[str, ...]:
-    """What the template leaves out of a prompt; raises UserError where that is the message to be answered."""
-    lost, _ = _left_out(prompt, context)
-    notes = []
-    for message, what, piece in lost:
-        role = message["role"]
-        if what == "reasoning":
-            notes.append("the chat template leaves out the reasoning of earlier answers")
-        elif message is context[-1]:
-            raise UserError(
-                f"{place}: the chat template leaves out the message that is to be answered, of the role {role!r} "
-                f"({quoted(piece)}). Name its role as the template does, or give {OTHER_TEMPLATE}."
-            )
-        else:
-            what = "tool calls" if what == "tool call" else "messages"
-            remedy = " or give them as system" if role == "developer" else ""
-            notes.append(
-                f"the chat template leaves out {what} of the role {role!r}, which no model is shown. Name the role as "
-                f"the template does,{remedy} or give {OTHER_TEMPLATE}"
-            )
-    if any(_end_of(prompt, name, 0) < 0 for name in _tool_names(tools)):
-        notes.append(f"the chat template leaves out `tools`, which no model is shown. Give {OTHER_TEMPLATE}")
-    opening = _opening(tokenizer)
-    if opening and not prompt.startswith(opening):
-        notes.append(
-            f"messages do not begin with {opening}: the chat template writes none, as apply_chat_template has it; "
-            "texts get it from the tokenizer"
-        )
-    return tuple(dict.fromkeys(notes))
-
-
-def _left_out(text: str, messages: list[dict], start: int = 0) -> tuple[list[tuple[dict, str, str]], int]:
-    """([(message, what of it, the words) that is not in text], the position behind the last that is).
-
-    What users, assistants and tools say is looked for in this order. Other messages may be moved: some templates write
-    the system's into the last question.
-    """
-    lost, end = [], start
-    for message in messages:
-        begin, in_order = end, message["role"] in ("user", "assistant", "tool")
-        for what, piece in _pieces(message):
-            behind = _end_of(text, piece, begin if in_order else start)
-            if behind < 0:
-                lost.append((message, what, piece))
-            elif in_order:
-                end = max(end, behind)
-    return lost, end
-
-
-def _pieces(message: dict) -> Iterator[tuple[str, str]]:
-    """(what it is, words) that the template has to write of a message, without blanks around."""
-    content = message["content"] or ""
-    for key in REASONING:
-        if isinstance(message.get(key), str) and message[key].strip():
-            yield "reasoning", message[key].strip()
-            break
-    *thoughts, said = content.split("</think>")
-    for kind, part in [*(("reasoning", thought) for thought in thoughts), ("the text", said)]:
-        yield from ((kind, piece.strip()) for piece in part.split("<think>") if piece.strip())
-    for call in message.get("tool_calls") or []:
-        function = call.get("function", call) if isinstance(call, dict) else {}
-        parts = (function.get("name"), function.get("arguments"))
-        yield from (("tool call", part if isinstance(part, str) else json.dumps(part)) for part in parts if part)
-
-
-def _end_of(text: str, value: object, start: int) -> int:
-    """Where a value ends in the text, from `start` on; -1 where it is not there.
-
-    A text counts as it is, as JSON writes it, once or twice, with other blanks between its words, or, being JSON
-    itself, by the texts in it; so does an object, wherever its texts stand. Numbers are not looked for.
-    """
-    if isinstance(value, str):
-        forms = [value.strip()]
-        for ascii_only in (False, True):
-            once = json.dumps(forms[0], ensure_ascii=ascii_only)[1:-1]
-            forms += [once, json.dumps(once, ensure_ascii=ascii_only)[1:-1]]
-        for form in forms:
-            if (found := text.find(form, start)) >= 0:
-                return found + len(form)
-        if spaced := re.compile(r"\s+".join(map(re.escape, value.split()))).search(text, start):
-            return spaced.end()
-        value = _parsed(value) if forms[0][:1] in ("{", "[") else None
-        if not isinstance(value, (dict, list)):
-            return -1
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    ends = [_end_of(text, one, start) for one in inner if isinstance(one, (str, dict, list))]
-    return -1 if -1 in ends else max(ends, default=start)
-
-
-@functools.lru_cache(maxsize=8)
-def _closing(tokenizer, template: str) -> str:
-    """The token with which the template ends a turn, as it is written; empty where it has none."""
-    token = end_of_turn(tokenizer)
-    return "" if token is None else tokenizer.convert_ids_to_tokens(token)
-
-
-@functools.lru_cache(maxsize=8)
-def _opening(tokenizer) -> str:
-    """What the tokenizer itself puts before a text, as it is written."""
-    return "".join(tokenizer.convert_ids_to_tokens(opening_tokens(tokenizer)))
-
-
-def _options(where: str, record: dict) -> dict:
-    """What the record gives the template beside its messages."""
-    tools, others = (_parsed(record.get(name)) for name in ("tools", "chat_template_kwargs"))
-    options = {}
-    if tools:
-        if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-            raise UserError(
-                f"{where}, column tools: found {described(tools)}; needed a list of objects (JSON schemas), or that as "
-                "a JSON text. Mend the record or take it out."
-            )
-        options["tools"] = tools
-    if others:
-        if not isinstance(others, dict) or (wrong := sorted(NOT_THE_TEMPLATES.intersection(others))):
-            found = described(others) if not isinstance(others, dict) else ", ".join(wrong)
-            raise UserError(
-                f"{where}, column chat_template_kwargs: found {found}; needed an object of arguments that the chat "
-                "template itself knows, such as enable_thinking. Mend the record or take it out."
-            )
-        options |= {name: value for name, value in others.items() if value is not None}
-    return options
-
-
-def _parsed(value: object) -> object:
-    try:
-        return json.loads(value) if isinstance(value, str) else value
-    except ValueError:
-        return value
-
-
-def _tool_names(tools: list[dict]) -> list[str]:
-    functions = [tool["function"] if isinstance(tool.get("function"), dict) else tool for tool in tools]
-    return [name for function in functions if isinstance(name := function.get("name"), str) and name]
-
-
-def _last_turn(where: str, messages: list[dict], answers: bool) -> tuple[list[dict], dict[str, list[dict]]]:
-    """(the messages before the assistant's last one, {"response": [that one]}).
-
-    Where the last message is not the assistant's and need not be: (all messages, {}), for it is still to be answered.
-    """
-    turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
-    if answers and not turns:
-        raise UserError(
-            f"{where}, column messages: found no message of the assistant, which is what would be learned. "
-            "Add one or take the record out."
-        )
-    if not answers and messages[-1]["role"] != "assistant":
-        return messages, {}
-    return messages[: turns[-1]], {"response": messages[turns[-1] : turns[-1] + 1]}
-
-
-def _shared_turns(where: str, chosen: list[dict], rejected: list[dict]) -> tuple[list[dict], dict[str, list[dict]]]:
-    """(the messages that both begin with, up to the assistant's in which they differ, {column: those that follow})."""
-
-    def same(one: dict, other: dict) -> bool:
-        return all(one.get(key) == other.get(key) for key in SAME)
-
-    count = sum(1 for _ in takewhile(lambda two: same(*two), zip(chosen[:-1], rejected[:-1])))
-    if count == 0 and chosen[0]["role"] != "assistant":
-        raise UserError(
-            f"{where}, columns chosen and rejected: they differ in their first message ({described(chosen[0])} and "
-            f"{described(rejected[0])}); without a column prompt they are dialogues with the same beginning. Mend the "
-            "record or take it out."
-        )
-    while count > 0 and not chosen[count]["role"] == rejected[count]["role"] == "assistant":
-        count -= 1
-    return chosen[:count], {"chosen": chosen[count:], "rejected": rejected[count:]}
-
-
-def is_dialogue(value: object) -> bool:
-    """Whether this is a list of messages, whatever they hold."""
-    return isinstance(value, list) and bool(value) and all(isinstance(message, dict) for message in value)
-
-
-def _role(message: dict) -> object:
-    """The message's role by the name that templates know it by."""
-    role = message.get("role")
-    return ROLES.get(role.lower(), role) if isinstance(role, str) else role
-
-
-def _checked(where: str, column: str, messages: object) -> list[dict]:
-    """The messages, with their roles by the names that templates know; what is null is left out, but for contents."""
-    if not isinstance(messages, list) or not messages:
-        raise UserError(
-            f"{where}, column {column}: found {described(messages)}; needed a list of messages, each with "
-            "role and content. Mend the record or take it out."
-        )
-    found = []
-    for number, message in enumerate(messages, start=1):
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise UserError(
-                f"{where}, column {column}, message {number}: found {described(message)}; needed an object "
-                "with role and content. Mend the record or take it out."
-            )
-        if message.get("content") is not None or not message.get("tool_calls"):
-            check_text(where, f"{column}, message {number}, content", message.get("content"), may_be_blank=True)
-        kept = {
-            key: value for key, value in message.items() if value is not None and (key, value) != ("tool_calls", [])
-        }
-        found.append({**kept, "role": _role(message), "content": message.get("content")})
-    return found
-
-
-Columns = tuple[tuple[str, ...], ...]  # alternatives, each the columns that a record needs to have
-
-TURN = "\n\nAssistant:"  # with which an answer begins in dialogues that are written as one text, like Anthropic/hh-rlhf
 
 
 class Row(dict):
@@ -455,7 +124,6 @@ PROMPTS = Form(
     lambda record, texts: {**record, "prompt": texts["prompt"]},
     answers=False,
 )
-
 TEXTS = Form("pretraining text", (("text",),), lambda record, texts: texts, may_be_blank=True)  # sets have empty lines
 
 
@@ -545,3 +213,330 @@ def _messages(value: Any) -> Any:
 
 def _is_turn(value: object) -> bool:
     return isinstance(value, dict) and isinstance(value.get("from"), str) and "value" in value
+
+
+def messages_on_both_sides(record: dict) -> dict:
+    """The record with messages on both sides where one side has them.
+
+    A text beside messages becomes one message: a prompt the user's, an answer the assistant's. Where the answers are
+    dialogues from their beginning, which hold the prompt, a prompt given as text is left out.
+    """
+    listed = [record[name] for name in ANSWERS if is_dialogue(record.get(name))]
+    if listed and isinstance(record.get("prompt"), str):
+        begins = [_role(messages[0]) for messages in listed]
+        if len(begins) == 2 and "assistant" not in begins:
+            return {name: value for name, value in record.items() if name != "prompt"}
+        return {**record, "prompt": [{"role": "user", "content": record["prompt"]}]}
+    if isinstance(record.get("prompt"), list):
+        return record | {
+            name: [{"role": "assistant", "content": record[name]}]
+            for name in ANSWERS
+            if isinstance(record.get(name), str)
+        }
+    return record
+
+
+def is_dialogue(value: object) -> bool:
+    """Whether this is a list of messages, whatever they hold."""
+    return isinstance(value, list) and bool(value) and all(isinstance(message, dict) for message in value)
+
+
+def messages_as_texts(
+    where: str, record: dict, names: tuple[str, ...], tokenizer, answers: bool
+) -> tuple[dict[str, str], tuple[str, ...]]:
+    """(the texts of the columns `names`, which hold messages; notes on what the model is not shown).
+
+    answers: whether the answers are learned from; otherwise there is a prompt alone. A column `tools` is given to the
+    template, and what `chat_template_kwargs` holds. Where the last message of a column `prompt` is the assistant's, the
+    answer goes on with it.
+
+    Raises: UserError, with place and column, for messages that the template refuses, and where what would be answered
+    or learned is not in the text that it makes.
+    """
+    columns = {name: _checked(where, name, record[name]) for name in names}
+    if not getattr(tokenizer, "chat_template", None):
+        raise UserError(
+            f"{where}, column {names[0]}: found messages, and the tokenizer of "
+            f"{getattr(tokenizer, 'name_or_path', None) or 'the model'} has no chat template to make a text of them. "
+            "Give --chat_template FILE (docs/data.md has one for any tokenizer), set chat_template in its "
+            "tokenizer_config.json, or give texts instead of messages."
+        )
+    if names == ("messages",):
+        context, followed = _last_turn(where, columns["messages"], answers)
+    elif names == ("chosen", "rejected"):
+        context, followed = _shared_turns(where, columns["chosen"], columns["rejected"])
+    else:
+        context, followed = columns["prompt"], {name: columns[name] for name in names if name != "prompt"}
+    if not context:
+        raise UserError(
+            f"{where}, column {names[0]}: found no message that an assistant answers. Begin with one of "
+            "the user, or take the record out."
+        )
+    options = _options(where, record)
+    begun = context[-1] if names[0] == "prompt" and context[-1]["role"] == "assistant" else None
+    asked = {"continue_final_message": True} if begun else {"add_generation_prompt": True}
+    place = f"{where}, column {names[0]}"
+    wanted = [(context, place, {**asked, **options})]
+    answered = followed if answers else {}
+    for name, answer in answered.items():
+        placed = f"{where}, column {name if name in names else names[0]}"
+        _check_is_answer(placed, answer)
+        whole = [*context, *answer]
+        if begun:
+            content = (begun["content"] or "") + (answer[0]["content"] or "")
+            whole = [*context[:-1], {**begun, **answer[0], "content": content}, *answer[1:]]
+        wanted.append((whole, placed, options))
+    prompt, *dialogues = renderings(tokenizer, wanted)
+    check_text(where, f"{names[0]}, by the chat template", prompt)
+    notes = _notes(place, prompt, context, options.get("tools") or [], tokenizer)
+    texts = {"prompt": prompt}
+    for (name, answer), dialogue, (_, placed, _) in zip(answered.items(), dialogues, wanted[1:], strict=True):
+        _check_begins(placed, dialogue, prompt, tokenizer)
+        texts[name] = _answer_text(placed, dialogue, len(prompt), answer, tokenizer)
+        at_once = texts[name].lstrip().startswith((answer[0]["content"] or "").strip())
+        if not begun and not at_once and render(tokenizer, context, placed, **options) == prompt:
+            notes = (*notes, NO_BEGINNING)
+    return texts, tuple(dict.fromkeys(notes))
+
+
+def _checked(where: str, column: str, messages: object) -> list[dict]:
+    """The messages, with their roles by the names that templates know; what is null is left out, but for contents."""
+    if not isinstance(messages, list) or not messages:
+        raise UserError(
+            f"{where}, column {column}: found {described(messages)}; needed a list of messages, each with "
+            "role and content. Mend the record or take it out."
+        )
+    found = []
+    for number, message in enumerate(messages, start=1):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise UserError(
+                f"{where}, column {column}, message {number}: found {described(message)}; needed an object "
+                "with role and content. Mend the record or take it out."
+            )
+        if message.get("content") is not None or not message.get("tool_calls"):
+            check_text(where, f"{column}, message {number}, content", message.get("content"), may_be_blank=True)
+        kept = {
+            key: value for key, value in message.items() if value is not None and (key, value) != ("tool_calls", [])
+        }
+        found.append({**kept, "role": _role(message), "content": message.get("content")})
+    return found
+
+
+def _role(message: dict) -> object:
+    """The message's role by the name that templates know it by."""
+    role = message.get("role")
+    return ROLES.get(role.lower(), role) if isinstance(role, str) else role
+
+
+def _last_turn(where: str, messages: list[dict], answers: bool) -> tuple[list[dict], dict[str, list[dict]]]:
+    """(the messages before the assistant's last one, {"response": [that one]}).
+
+    Where the last message is not the assistant's and need not be: (all messages, {}), for it is still to be answered.
+    """
+    turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+    if answers and not turns:
+        raise UserError(
+            f"{where}, column messages: found no message of the assistant, which is what would be learned. "
+            "Add one or take the record out."
+        )
+    if not answers and messages[-1]["role"] != "assistant":
+        return messages, {}
+    return messages[: turns[-1]], {"response": messages[turns[-1] : turns[-1] + 1]}
+
+
+def _shared_turns(where: str, chosen: list[dict], rejected: list[dict]) -> tuple[list[dict], dict[str, list[dict]]]:
+    """(the messages that both begin with, up to the assistant's in which they differ, {column: those that follow})."""
+
+    def same(one: dict, other: dict) -> bool:
+        return all(one.get(key) == other.get(key) for key in SAME)
+
+    count = sum(1 for _ in takewhile(lambda two: same(*two), zip(chosen[:-1], rejected[:-1])))
+    if count == 0 and chosen[0]["role"] != "assistant":
+        raise UserError(
+            f"{where}, columns chosen and rejected: they differ in their first message ({described(chosen[0])} and "
+            f"{described(rejected[0])}); without a column prompt they are dialogues with the same beginning. Mend the "
+            "record or take it out."
+        )
+    while count > 0 and not chosen[count]["role"] == rejected[count]["role"] == "assistant":
+        count -= 1
+    return chosen[:count], {"chosen": chosen[count:], "rejected": rejected[count:]}
+
+
+def _options(where: str, record: dict) -> dict:
+    """What the record gives the template beside its messages."""
+    tools, others = (_parsed(record.get(name)) for name in ("tools", "chat_template_kwargs"))
+    options = {}
+    if tools:
+        if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+            raise UserError(
+                f"{where}, column tools: found {described(tools)}; needed a list of objects (JSON schemas), or that as "
+                "a JSON text. Mend the record or take it out."
+            )
+        options["tools"] = tools
+    if others:
+        if not isinstance(others, dict) or (wrong := sorted(NOT_THE_TEMPLATES.intersection(others))):
+            found = described(others) if not isinstance(others, dict) else ", ".join(wrong)
+            raise UserError(
+                f"{where}, column chat_template_kwargs: found {found}; needed an object of arguments that the chat "
+                "template itself knows, such as enable_thinking. Mend the record or take it out."
+            )
+        options |= {name: value for name, value in others.items() if value is not None}
+    return options
+
+
+def _parsed(value: object) -> object:
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
+
+
+def _check_is_answer(place: str, answer: list[dict]) -> None:
+    if not answer or answer[0]["role"] != "assistant":
+        raise UserError(
+            f"{place}: found {described(answer)}, which is no answer to the messages before: it does not begin with a "
+            "message of the assistant. Mend the record or take it out."
+        )
+    if answer[-1]["role"] != "assistant":
+        raise UserError(
+            f"{place}: its last message is of the role {answer[-1]['role']!r}. An answer ends with a message of the "
+            "assistant, at whose end it is judged. Leave out what follows that, or take the record out."
+        )
+
+
+def _check_begins(place: str, dialogue: str, prompt: str, tokenizer) -> None:
+    """Raise UserError where the template does not begin an answer as it asks for one."""
+    if dialogue.startswith(prompt):
+        return
+    same = sum(1 for _ in takewhile(lambda two: two[0] == two[1], zip(prompt, dialogue)))
+    asked, made = (quoted(text[max(same - 20, 0) :]) for text in (prompt, dialogue))
+    raise UserError(
+        f"{place}: the chat template of {getattr(tokenizer, 'name_or_path', None) or 'the model'} asks for an answer "
+        f"with {asked} and writes an answer that is there as {made}. Step 3 would go on from another text than is "
+        "learned here. The record is in order; give prompt and answer as texts that go together, or "
+        f"{OTHER_TEMPLATE} that begins answers as it asks for them (add_generation_prompt)."
+    )
+
+
+def _answer_text(place: str, dialogue: str, start: int, answer: list[dict], tokenizer) -> str:
+    """What the template makes of the answer, up to and with the token at which step 3 stops.
+
+    Raises: UserError where a part of the answer is not in it.
+    """
+    lost, end = _left_out(dialogue, answer, start)
+    if lost:
+        _, what, piece = lost[0]
+        raise UserError(
+            f"{place}: the chat template leaves {what} of the answer out ({quoted(piece)}), which would be what is "
+            f"learned. Give prompt and answer as texts, or {OTHER_TEMPLATE} that keeps it."
+        )
+    closing = _closing(tokenizer, template_key(tokenizer))
+    behind = dialogue.rfind(closing, end) if closing else -1
+    return dialogue[start:].rstrip() if behind < 0 else dialogue[start : behind + len(closing)]
+
+
+def _notes(place: str, prompt: str, context: list[dict], tools: list, tokenizer) -> tuple[str, ...]:
+    """What the template leaves out of a prompt; raises UserError where that is the message to be answered."""
+    lost, _ = _left_out(prompt, context)
+    notes = []
+    for message, what, piece in lost:
+        role = message["role"]
+        if what == "reasoning":
+            notes.append("the chat template leaves out the reasoning of earlier answers")
+        elif message is context[-1]:
+            raise UserError(
+                f"{place}: the chat template leaves out the message that is to be answered, of the role {role!r} "
+                f"({quoted(piece)}). Name its role as the template does, or give {OTHER_TEMPLATE}."
+            )
+        else:
+            what = "tool calls" if what == "tool call" else "messages"
+            remedy = " or give them as system" if role == "developer" else ""
+            notes.append(
+                f"the chat template leaves out {what} of the role {role!r}, which no model is shown. Name the role as "
+                f"the template does,{remedy} or give {OTHER_TEMPLATE}"
+            )
+    if any(_end_of(prompt, name, 0) < 0 for name in _tool_names(tools)):
+        notes.append(f"the chat template leaves out `tools`, which no model is shown. Give {OTHER_TEMPLATE}")
+    opening = _opening(tokenizer)
+    if opening and not prompt.startswith(opening):
+        notes.append(
+            f"messages do not begin with {opening}: the chat template writes none, as apply_chat_template has it; "
+            "texts get it from the tokenizer"
+        )
+    return tuple(dict.fromkeys(notes))
+
+
+def _tool_names(tools: list[dict]) -> list[str]:
+    functions = [tool["function"] if isinstance(tool.get("function"), dict) else tool for tool in tools]
+    return [name for function in functions if isinstance(name := function.get("name"), str) and name]
+
+
+def _left_out(text: str, messages: list[dict], start: int = 0) -> tuple[list[tuple[dict, str, str]], int]:
+    """([(message, what of it, the words) that is not in text], the position behind the last that is).
+
+    What users, assistants and tools say is looked for in this order. Other messages may be moved: some templates write
+    the system's into the last question.
+    """
+    lost, end = [], start
+    for message in messages:
+        begin, in_order = end, message["role"] in ("user", "assistant", "tool")
+        for what, piece in _pieces(message):
+            behind = _end_of(text, piece, begin if in_order else start)
+            if behind < 0:
+                lost.append((message, what, piece))
+            elif in_order:
+                end = max(end, behind)
+    return lost, end
+
+
+def _pieces(message: dict) -> Iterator[tuple[str, str]]:
+    """(what it is, words) that the template has to write of a message, without blanks around."""
+    content = message["content"] or ""
+    for key in REASONING:
+        if isinstance(message.get(key), str) and message[key].strip():
+            yield "reasoning", message[key].strip()
+            break
+    *thoughts, said = content.split("</think>")
+    for kind, part in [*(("reasoning", thought) for thought in thoughts), ("the text", said)]:
+        yield from ((kind, piece.strip()) for piece in part.split("<think>") if piece.strip())
+    for call in message.get("tool_calls") or []:
+        function = call.get("function", call) if isinstance(call, dict) else {}
+        parts = (function.get("name"), function.get("arguments"))
+        yield from (("tool call", part if isinstance(part, str) else json.dumps(part)) for part in parts if part)
+
+
+def _end_of(text: str, value: object, start: int) -> int:
+    """Where a value ends in the text, from `start` on; -1 where it is not there.
+
+    A text counts as it is, as JSON writes it, once or twice, with other blanks between its words, or, being JSON
+    itself, by the texts in it; so does an object, wherever its texts stand. Numbers are not looked for.
+    """
+    if isinstance(value, str):
+        forms = [value.strip()]
+        for ascii_only in (False, True):
+            once = json.dumps(forms[0], ensure_ascii=ascii_only)[1:-1]
+            forms += [once, json.dumps(once, ensure_ascii=ascii_only)[1:-1]]
+        for form in forms:
+            if (found := text.find(form, start)) >= 0:
+                return found + len(form)
+        if spaced := re.compile(r"\s+".join(map(re.escape, value.split()))).search(text, start):
+            return spaced.end()
+        value = _parsed(value) if forms[0][:1] in ("{", "[") else None
+        if not isinstance(value, (dict, list)):
+            return -1
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    ends = [_end_of(text, one, start) for one in inner if isinstance(one, (str, dict, list))]
+    return -1 if -1 in ends else max(ends, default=start)
+
+
+@functools.lru_cache(maxsize=8)
+def _closing(tokenizer, template: str) -> str:
+    """The token with which the template ends a turn, as it is written; empty where it has none."""
+    token = end_of_turn(tokenizer)
+    return "" if token is None else tokenizer.convert_ids_to_tokens(token)
+
+
+@functools.lru_cache(maxsize=8)
+def _opening(tokenizer) -> str:
+    """What the tokenizer itself puts before a text, as it is written."""
+    return "".join(tokenizer.convert_ids_to_tokens(opening_tokens(tokenizer)))

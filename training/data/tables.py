@@ -41,50 +41,15 @@ from engine.errors import UserError
 from engine.files import os_errors
 
 Item = TypeVar("Item")
+Result = TypeVar("Result")
 FIRST, LAST = 15.0, 300.0  # seconds between lines, at the beginning and at most
 LINES = 50  # between the two, a line for each such share of the time passed
 EACH = 1000  # items between looks at the clock
-
-
-def say(line: str) -> None:
-    """Print the line on stderr, on rank 0."""
-    if os.environ.get("RANK", "0") == "0":
-        print(line, file=sys.stderr, flush=True)
-
-
-class Progress:
-    """Counts items that are gone through, and says how fast that goes and how long it will take.
-
-    what: is done to the items. noun: what they are.
-    """
-
-    def __init__(self, total: int, what: str, noun: str = "rows", clock: Callable[[], float] = time.monotonic):
-        self.total, self.what, self.noun, self.clock = total, what, noun, clock
-        self.done = 0
-        self._started = clock()
-        self._due = self._started + FIRST
-
-    def over(self, items: Iterable[Item]) -> Iterator[Item]:
-        """The items, counted as they are asked for."""
-        for item in items:
-            yield item
-            self.done += 1
-            if self.done % EACH == 0 and self.clock() >= self._due:
-                self._line()
-
-    def _line(self) -> None:
-        passed = self.clock() - self._started
-        self._due = self.clock() + min(max(passed / LINES, FIRST), LAST)
-        rate = self.done / passed
-        left = timedelta(seconds=round((self.total - self.done) / rate))
-        say(
-            f"{self.what}: {self.done:,} of {self.total:,} {self.noun} ({self.done / self.total:.0%}), "
-            f"{rate:,.0f} {self.noun}/s, {left} left"
-        )
-
-
 DIGEST = 64  # bytes of the hash at the beginning of a file; a multiple of 8 keeps Arrow's columns aligned
 BATCH = 10_000  # examples that are put into Arrow's format at once
+IDS = pyarrow.large_list(pyarrow.int32())  # a column of token ids
+FORMAT = 5  # to be raised when the same rows are to become other tables, or these other files
+DAY = 86_400  # seconds
 
 
 class MadeTable:
@@ -109,6 +74,93 @@ class MadeTable:
     def metadata(self) -> dict[str, str]:
         """The counts as Arrow's metadata."""
         return {name: str(count) for name, count in self.counts.items()}
+
+
+def cache_folder(given: str | None) -> Path:
+    """The folder given, or else the user's own: four-engine-rlhf in $XDG_CACHE_HOME or ~/.cache."""
+    if given is not None:
+        return Path(given).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "four-engine-rlhf"
+
+
+def cached_table(made: MadeTable, folder: Path | None, rows, tokenizer, **settings) -> pyarrow.Table:
+    """The table that was made from the same rows, tokenizer and settings before, or else a new one, which is kept.
+
+    Without a folder, or where it cannot be written (one line says so), the table is in a temporary file of this process
+    alone. Raises: UserError where that finds no room, either.
+    """
+    path = folder / f"{cache_key(rows, tokenizer, **settings)}.arrow" if folder else None
+    table = read_table(path) if path else None
+    if table is None and isinstance(rows, KnownRows):
+        raise NotHandedOver
+    if table is None and path:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            _remove_unfinished(folder)
+            write_table(made, path)
+            table = read_table(path)
+        except OSError as error:
+            say(
+                f"warning: tokenised data are not kept: {folder} cannot be written ({error.strerror or error}); give "
+                "another --data_output_path"
+            )
+    if table is not None:
+        return table
+    if _recording is not None:
+        _recording.kept = False
+    try:
+        with tempfile.TemporaryFile() as file:
+            _write(made, file)
+            return _table(mapped(file))
+    except OSError as error:
+        raise no_room(error.strerror or str(error)) from None
+
+
+def _remove_unfinished(folder: Path) -> None:
+    """Remove what killed runs have left half written, a day later: until then it may be in the middle of being made."""
+    for file in folder.glob("*.tmp"):
+        with contextlib.suppress(OSError):  # another process was quicker
+            if file.stat().st_mtime < time.time() - DAY:
+                file.unlink()
+
+
+def cache_key(rows, tokenizer, **settings) -> str:
+    """A hash over the rows (their `fingerprint`, or themselves if they are a list), the tokenizer and the settings."""
+    content = getattr(rows, "fingerprint", None) or json.dumps(list(rows), default=str)
+    versions = {"format": FORMAT, **{name: version(name) for name in ("transformers", "tokenizers")}}
+    parts = [content, tokenizer_hash(tokenizer), json.dumps({**versions, **settings}, sort_keys=True)]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+def tokenizer_hash(tokenizer) -> str:
+    """A hash of all that the tokenizer would save, chat template included, except how it last padded and cut."""
+    try:
+        folder = tempfile.TemporaryDirectory()
+        with os_errors():
+            tokenizer.save_pretrained(folder.name)
+    except OSError as error:
+        raise UserError(
+            f"the tokenizer cannot be written into a temporary folder ({error.strerror or error}). Set TMPDIR to "
+            "a folder where there is room."
+        ) from None
+    total = hashlib.sha256()
+    with folder:
+        for file in sorted(file for file in Path(folder.name).rglob("*") if file.is_file()):
+            content = file.read_bytes()
+            if file.name == "tokenizer.json":
+                content = json.dumps(json.loads(content) | {"padding": None, "truncation": None}).encode()
+            total.update(f"{file.name} {len(content)}\n".encode() + content)
+    return total.hexdigest()
+
+
+def ids_at(table: pyarrow.Table, column: str, index: int) -> list[int]:
+    """The token ids of one example."""
+    return table[column][index].values.to_numpy().tolist()
+
+
+def count_of(table: pyarrow.Table, name: str) -> int:
+    """What was counted under this name when the table was built; 0 if nothing was."""
+    return int(table.schema.metadata.get(name.encode(), 0))
 
 
 def write_table(made: MadeTable, path: Path) -> None:
@@ -171,9 +223,6 @@ def no_room(reason: str) -> UserError:
         f"{tempfile.gettempdir()}: a temporary file of data cannot be written ({reason}). Set TMPDIR to a folder where "
         "there is room."
     )
-
-
-Result = TypeVar("Result")
 
 
 class NotHandedOver(Exception):
@@ -249,93 +298,38 @@ def handed_over(read: Callable[..., tuple[Sequence, ...]]) -> Callable[..., tupl
     return rows
 
 
-IDS = pyarrow.large_list(pyarrow.int32())  # a column of token ids
-FORMAT = 5  # to be raised when the same rows are to become other tables, or these other files
-DAY = 86_400  # seconds
+def say(line: str) -> None:
+    """Print the line on stderr, on rank 0."""
+    if os.environ.get("RANK", "0") == "0":
+        print(line, file=sys.stderr, flush=True)
 
 
-def cache_folder(given: str | None) -> Path:
-    """The folder given, or else the user's own: four-engine-rlhf in $XDG_CACHE_HOME or ~/.cache."""
-    if given is not None:
-        return Path(given).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "four-engine-rlhf"
+class Progress:
+    """Counts items that are gone through, and says how fast that goes and how long it will take.
 
-
-def cache_key(rows, tokenizer, **settings) -> str:
-    """A hash over the rows (their `fingerprint`, or themselves if they are a list), the tokenizer and the settings."""
-    content = getattr(rows, "fingerprint", None) or json.dumps(list(rows), default=str)
-    versions = {"format": FORMAT, **{name: version(name) for name in ("transformers", "tokenizers")}}
-    parts = [content, tokenizer_hash(tokenizer), json.dumps({**versions, **settings}, sort_keys=True)]
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
-
-
-def tokenizer_hash(tokenizer) -> str:
-    """A hash of all that the tokenizer would save, chat template included, except how it last padded and cut."""
-    try:
-        folder = tempfile.TemporaryDirectory()
-        with os_errors():
-            tokenizer.save_pretrained(folder.name)
-    except OSError as error:
-        raise UserError(
-            f"the tokenizer cannot be written into a temporary folder ({error.strerror or error}). Set TMPDIR to "
-            "a folder where there is room."
-        ) from None
-    total = hashlib.sha256()
-    with folder:
-        for file in sorted(file for file in Path(folder.name).rglob("*") if file.is_file()):
-            content = file.read_bytes()
-            if file.name == "tokenizer.json":
-                content = json.dumps(json.loads(content) | {"padding": None, "truncation": None}).encode()
-            total.update(f"{file.name} {len(content)}\n".encode() + content)
-    return total.hexdigest()
-
-
-def cached_table(made: MadeTable, folder: Path | None, rows, tokenizer, **settings) -> pyarrow.Table:
-    """The table that was made from the same rows, tokenizer and settings before, or else a new one, which is kept.
-
-    Without a folder, or where it cannot be written (one line says so), the table is in a temporary file of this process
-    alone. Raises: UserError where that finds no room, either.
+    what: is done to the items. noun: what they are.
     """
-    path = folder / f"{cache_key(rows, tokenizer, **settings)}.arrow" if folder else None
-    table = read_table(path) if path else None
-    if table is None and isinstance(rows, KnownRows):
-        raise NotHandedOver
-    if table is None and path:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            _remove_unfinished(folder)
-            write_table(made, path)
-            table = read_table(path)
-        except OSError as error:
-            say(
-                f"warning: tokenised data are not kept: {folder} cannot be written ({error.strerror or error}); give "
-                "another --data_output_path"
-            )
-    if table is not None:
-        return table
-    if _recording is not None:
-        _recording.kept = False
-    try:
-        with tempfile.TemporaryFile() as file:
-            _write(made, file)
-            return _table(mapped(file))
-    except OSError as error:
-        raise no_room(error.strerror or str(error)) from None
 
+    def __init__(self, total: int, what: str, noun: str = "rows", clock: Callable[[], float] = time.monotonic):
+        self.total, self.what, self.noun, self.clock = total, what, noun, clock
+        self.done = 0
+        self._started = clock()
+        self._due = self._started + FIRST
 
-def _remove_unfinished(folder: Path) -> None:
-    """Remove what killed runs have left half written, a day later: until then it may be in the middle of being made."""
-    for file in folder.glob("*.tmp"):
-        with contextlib.suppress(OSError):  # another process was quicker
-            if file.stat().st_mtime < time.time() - DAY:
-                file.unlink()
+    def over(self, items: Iterable[Item]) -> Iterator[Item]:
+        """The items, counted as they are asked for."""
+        for item in items:
+            yield item
+            self.done += 1
+            if self.done % EACH == 0 and self.clock() >= self._due:
+                self._line()
 
-
-def ids_at(table: pyarrow.Table, column: str, index: int) -> list[int]:
-    """The token ids of one example."""
-    return table[column][index].values.to_numpy().tolist()
-
-
-def count_of(table: pyarrow.Table, name: str) -> int:
-    """What was counted under this name when the table was built; 0 if nothing was."""
-    return int(table.schema.metadata.get(name.encode(), 0))
+    def _line(self) -> None:
+        passed = self.clock() - self._started
+        self._due = self.clock() + min(max(passed / LINES, FIRST), LAST)
+        rate = self.done / passed
+        left = timedelta(seconds=round((self.total - self.done) / rate))
+        say(
+            f"{self.what}: {self.done:,} of {self.total:,} {self.noun} ({self.done / self.total:.0%}), "
+            f"{rate:,.0f} {self.noun}/s, {left} left"
+        )
