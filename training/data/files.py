@@ -50,7 +50,7 @@ WORKER = Path(__file__).with_name("table_worker.py")  # decodes Parquet
 class Records(Protocol):
     """The records of one file or split, as (where, record): the place that messages name, and any JSON value.
 
-    fingerprint: a hash of the content. Caches and restart points know the data by it.
+    fingerprint: a hash of the content. Caches and checkpoints know the data by it.
     """
 
     fingerprint: str
