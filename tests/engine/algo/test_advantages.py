@@ -65,12 +65,6 @@ def test_lambda_0_is_the_one_step_error():
     np.testing.assert_allclose(advantages.numpy(), r + 0.9 * following - v, rtol=0, atol=1e-6)
 
 
-def test_gamma_0_sees_the_present_reward_alone():
-    advantages, returns = gae(REWARDS, VALUES, 0.0, 0.95)
-    assert torch.equal(advantages, REWARDS - VALUES)
-    torch.testing.assert_close(returns, REWARDS, rtol=0, atol=1e-6)
-
-
 @pytest.mark.parametrize("more", [1, 6])
 def test_wider_padding_changes_nothing(more):
     padded = gae(*(torch.nn.functional.pad(part, (0, more)) for part in (REWARDS, VALUES)), 1.0, 0.95)
@@ -91,13 +85,6 @@ def test_rloo_by_hand():
     # 1 2 6: less 4, 3.5, 1.5. 0 3 0: less 1.5, 0, 1.5.
     advantages = rloo(torch.tensor([1.0, 2.0, 6.0, 0.0, 3.0, 0.0]), 3)
     assert advantages.tolist() == [-3.0, -1.5, 4.5, -1.5, 3.0, -1.5]
-
-
-def test_rloo_of_two_is_their_difference():
-    rewards = torch.tensor(RNG.normal(size=8), dtype=torch.float32)
-    advantages = rloo(rewards, 2)
-    torch.testing.assert_close(advantages[::2], rewards[::2] - rewards[1::2], rtol=0, atol=1e-6)
-    torch.testing.assert_close(advantages[1::2], -advantages[::2], rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("group", [2, 3, 4])
@@ -154,13 +141,6 @@ def test_groups_of_valid_responses_alone():
     # 2 x 6.25 over 1, or over 2
     assert group_deviations(rewards, 3, valid).tolist() == pytest.approx([12.5**0.5] * 3 + [0.0] * 6)
     assert group_deviations(rewards, 3, valid, unbiased=False).tolist() == pytest.approx([2.5] * 3 + [0.0] * 6)
-
-
-@pytest.mark.parametrize("group", [2, 3, 4])
-def test_less_the_groups_mean_is_a_part_of_rloo(group):
-    rewards = torch.tensor(RNG.normal(size=12), dtype=torch.float32)
-    part = rloo(rewards, group) * (group - 1) / group
-    torch.testing.assert_close(group_advantages(rewards, group), part, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("function", [group_means, group_advantages, group_deviations])

@@ -79,13 +79,6 @@ def test_both_sides_of_the_adaptive_controller_are_clipped(kl, error):
     assert controller.value == pytest.approx(0.1 * (1 + error * 0.1), rel=1e-12)
 
 
-def test_adaptive_updates_compound():
-    controller = AdaptiveKL(0.1, target=6, horizon=1000)
-    controller.update(60.0, 500)  # x 1.1
-    controller.update(0.0, 250)  # x 0.95
-    assert controller.value == pytest.approx(0.1045, rel=1e-12)
-
-
 def test_an_adaptive_coefficient_survives_a_restart_and_a_fixed_one_stays_what_was_given():
     first, second = AdaptiveKL(0.1, 6, 1000), AdaptiveKL(0.7, 6, 1000)
     first.update(60.0, 500)

@@ -60,14 +60,6 @@ def test_policy_loss_by_hand_on_all_four_sides():
     assert sums.ratio_max.item() == pytest.approx(1.5, abs=1e-6)
 
 
-def test_the_policy_gradient_is_cut_exactly_where_the_clip_wins():
-    # d/dlp of -A rho is -A rho; nothing flows where the clipped side is larger.
-    old = torch.zeros(1, 4)
-    new = row(1.5, 0.5, 1.5, 0.5).log().requires_grad_()
-    policy_loss(new, old, row(1, 1, -1, -1), everywhere(old), 0.2).loss.backward()
-    torch.testing.assert_close(new.grad, row(0.0, -0.5, 1.5, 0.0), rtol=0, atol=1e-6)
-
-
 def test_the_policy_gradient_by_finite_differences():
     rng = np.random.default_rng(0)
     old, advantages = (torch.tensor(rng.normal(size=(3, 6))) for _ in range(2))
@@ -136,12 +128,6 @@ def test_without_a_clip_range_the_value_loss_is_the_squared_error():
     sums.loss.backward()
     assert sums.loss.item() == pytest.approx(5.81 / 2, abs=1e-5) and sums.clipped.item() == 0
     torch.testing.assert_close(values.grad, row(-0.9, -0.5, -1.5, 0.5, 1.5), rtol=0, atol=1e-6)
-
-
-def test_the_value_gradient_is_the_error_where_the_plain_side_wins():
-    values = row(1.1, 1.5, 0.5, 0.5, 1.5).requires_grad_()
-    value_loss(values, torch.ones(1, 5), row(2, 2, 2, 0, 0), everywhere(values), 0.2).loss.backward()
-    torch.testing.assert_close(values.grad, row(-0.9, 0.0, -1.5, 0.0, 1.5), rtol=0, atol=1e-6)
 
 
 def test_the_value_gradient_by_finite_differences():

@@ -400,9 +400,6 @@ class TestFiles:
         assert not (tmp_path / "it_ran").exists()
 
 
-ACTOR_FLAG = "--actor_model_name_or_path"
-
-
 def flip(path: Path, place: int) -> None:
     """Change one byte."""
     with path.open("r+b") as file:

@@ -188,29 +188,17 @@ PARITY_MASK = torch.ones_like(PARITY_SEQUENCES)
 
 
 class DeepSpeedChatLinear(nn.Module):
-    """The linear layer with factors, as DeepSpeed-Chat computes it; fused: with the update in its weight."""
+    """The linear layer with factors, as DeepSpeed-Chat computes it."""
 
     def __init__(self, linear: nn.Linear, dim: int, scaling: float = 1.0):
         super().__init__()
         self.weight, self.bias = linear.weight.requires_grad_(False), linear.bias
         rows, columns = linear.weight.shape
         self.right, self.left = nn.Parameter(torch.zeros(columns, dim)), nn.Parameter(torch.zeros(dim, rows))
-        nn.init.kaiming_uniform_(self.right, a=math.sqrt(5))
-        self.scaling, self.fused = scaling / dim, False
+        self.scaling = scaling / dim
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out = F.linear(x, self.weight, self.bias)
-        return out if self.fused else out + (x @ self.right @ self.left) * self.scaling
-
-    @torch.no_grad()
-    def fuse(self) -> None:
-        self.weight += self.scaling * torch.matmul(self.left.t(), self.right.t())
-        self.fused = True
-
-    @torch.no_grad()
-    def unfuse(self) -> None:
-        self.weight -= self.scaling * torch.matmul(self.left.t(), self.right.t())
-        self.fused = False
+        return F.linear(x, self.weight, self.bias) + (x @ self.right @ self.left) * self.scaling
 
 
 def deepspeed_chat_model(folder: str, family: str) -> tuple[nn.Module, dict[str, DeepSpeedChatLinear]]:
@@ -282,29 +270,13 @@ def test_outputs_and_gradients_are_the_same(both):
         assert error < CLOSE * max(rest[name].grad.norm().item(), 1.0), name
 
 
-def test_fused_weights_are_the_same_and_compute_the_same(both):
-    policy, theirs, layers = both
-    before, separate = {name: layer.weight.clone() for name, layer in layers.items()}, their_logprobs(theirs)
+def test_merged_weights_are_the_same(both):
+    policy, _, layers = both
     for name, layer in layers.items():
-        layer.fuse()
         ours = policy.model.get_submodule(name)
         merged = ours.get_base_layer().weight + ours.get_delta_weight("actor")
-        assert relative(merged, layer.weight) < CLOSE, name
-    assert relative(their_logprobs(theirs), separate) < 10 * CLOSE  # their own rounding, of another order of sums
-    for name, layer in layers.items():
-        layer.unfuse()
-        assert relative(layer.weight, before[name]) < CLOSE
-
-
-def test_factors_start_from_the_same_distribution():
-    """Uniform, as far to both sides, with the variance of that: bound^2 / 3."""
-    linear = nn.Linear(400, 300)
-    theirs = DeepSpeedChatLinear(linear, 16)
-    bound = 1 / math.sqrt(16)
-    assert not theirs.left.any() and theirs.right.abs().max() <= bound
-    assert theirs.right.abs().max() > 0.99 * bound and theirs.right.var().item() == pytest.approx(
-        bound**2 / 3, rel=0.05
-    )
+        fused = layer.weight + layer.scaling * torch.matmul(layer.left.t(), layer.right.t())
+        assert relative(merged, fused) < CLOSE, name
 
 
 def test_our_factors_start_within_the_same_bounds(tmp_path):

@@ -122,6 +122,7 @@ def test_weights_that_are_not_contiguous_in_their_file_are_compared(tmp_path):
     assert load_policy(str(folder), torch.float32).model.lm_head.weight.equal(state["lm_head.weight"])
 
 
+@pytest.mark.slow
 def test_engines_refuse_another_model_than_the_folder_has(tmp_path):
     folder = make_folder(tmp_path, tie_word_embeddings=True)
     write_stage_files(tmp_path)

@@ -130,7 +130,7 @@ def test_the_probe():
 
 
 def test_the_server_and_the_requests_of_the_page():
-    page = (Path(__file__).parents[2] / "docs" / "reward_server.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[3] / "docs" / "reward_server.md").read_text(encoding="utf-8")
     (source,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     named = {"__name__": "page"}
     exec(source, named)

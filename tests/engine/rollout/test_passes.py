@@ -64,8 +64,7 @@ def taken(model: nn.Module, decoding: str) -> Passes:
         return passes_of(model, SlotCache(), takes_slot_masks(model), decoding)
 
 
-@pytest.mark.parametrize("rows_at_once", (None, 3))
-@pytest.mark.parametrize("family", sorted(READY))
+@pytest.mark.parametrize("family, rows_at_once", [("llama", None), *((family, 3) for family in sorted(READY))])
 def test_recorded_passes_answer_alike(models, family, rows_at_once):
     """For any number of rows and slots, moved to the left or not, and with the weights as they are by then."""
     model, sampler = models[family], Sampler(make_tokenizer(), rows_at_once, decoding="recorded")
@@ -293,12 +292,12 @@ def prompts(rows: int, width: int) -> PromptBatch:
 
 
 def test_evaluations_have_fewer_rows_and_prompts_grow(graphed_models):
-    """4 rows, 24 of which 8 wait, 4, 24; of a run whose lengths are known each shape is captured once."""
+    """4 rows, 24 of which 8 wait, 4; of a run whose lengths are known each shape is captured once."""
     model, capture = graphed_models["llama"], Captured()
     sampler, plain = sampler_with(model, capture, 16, ROOM), Sampler(make_tokenizer())
     long = replace(SAMPLING, max_new_tokens=40, stop_token_ids=())
-    for width in (3, 30, 60):
-        for rows in (4, 24, 4, 24):
+    for width in (3, 60):
+        for rows in (4, 24, 4):
             batch = prompts(rows, width)
             found, expected = (each.responses(model, batch, long) for each in (sampler, plain))
             assert torch.equal(found.sequences, expected.sequences)

@@ -43,12 +43,12 @@ def test_a_point_holds_the_numbers_of_its_step(tmp_path):
 
 @pytest.mark.parametrize("asynchronous", [True, False])
 def test_training_goes_on_while_a_point_is_written_unless_that_is_not_wanted(tmp_path, monkeypatch, asynchronous):
-    going_on = saving.threading.Event()
+    unwritten_noted = saving.threading.Event()
     write = saving.write_shards
 
     def write_later(path, shards):
         if asynchronous:
-            going_on.wait(60)
+            unwritten_noted.wait(60)
         return write(path, shards)
 
     monkeypatch.setattr(saving, "write_shards", write_later)
@@ -57,7 +57,7 @@ def test_training_goes_on_while_a_point_is_written_unless_that_is_not_wanted(tmp
     run.checkpoints.save_if_due(1)
     assert names(tmp_path) == (["step_000001.partial"] if asynchronous else ["step_000001"])
     run.model.matrix.fill_(7.0)  # the next step
-    going_on.set()
+    unwritten_noted.set()
     run.checkpoints.wait()
     point = tmp_path / "checkpoints" / "step_000001"
     assert ShardFiles(point / "actor").whole("weights/matrix").tolist() == [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]

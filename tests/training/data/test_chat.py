@@ -385,8 +385,8 @@ def test_a_broken_template(name):
 
 @pytest.mark.parametrize("name", ENDLESS)
 def test_a_template_that_never_ends_is_stopped_in_its_own_process(name, monkeypatch):
-    monkeypatch.setattr(chat, "SECONDS", 1)
-    with pytest.raises(UserError, match="had not ended a question and its reply after 1 seconds. Mend"):
+    monkeypatch.setattr(chat, "SECONDS", 0.4)
+    with pytest.raises(UserError, match="had not ended a question and its reply after 0.4 seconds. Mend"):
         encoder(ENDLESS[name])
 
 
@@ -428,10 +428,10 @@ def dialogue_file(tmp_path, content: str):
     [
         ("{{ raise_exception('no z') }}", r"line 1, column messages: .*refuses these messages \(no z\)\. Mend the rec"),
         ("{{ 1 + 'a' }}", r"line 1, column messages: the chat template of the model fails with these messages \(unsup"),
-        (ENDLESS["loops"], r"line 1, column messages: .* had not ended these messages after 1 seconds"),
+        (ENDLESS["loops"], r"line 1, column messages: .* had not ended these messages after 0.4 seconds"),
         (
             "{{ 10 ** (messages | length * 10 ** 9) }}",
-            r"line 1, column messages: .* had not ended these messages after 1 seconds",
+            r"line 1, column messages: .* had not ended these messages after 0.4 seconds",
         ),
         (GROWING["text"], r"line 1, column messages: .* takes more than 1 GB of memory for these messages"),
         (
@@ -442,7 +442,7 @@ def dialogue_file(tmp_path, content: str):
 )
 def test_a_template_that_fails_with_one_record(tmp_path, monkeypatch, then, message):
     if "had not ended" in message:  # the others end by themselves, on a busy machine after more than a second
-        monkeypatch.setattr(chat, "SECONDS", 1)
+        monkeypatch.setattr(chat, "SECONDS", 0.4)
     monkeypatch.setattr(chat, "LONGEST", 2000)
     tokenizer = chat_tokenizer("{% if messages[0].content == 'z' %}" + then + "{% endif %}" + GOOD)
     assert rows_of(dialogue_file(tmp_path, "a"), PROMPTS, tokenizer)[0]["prompt"] == "user : a<|im_end|>"
@@ -453,12 +453,12 @@ def test_a_template_that_fails_with_one_record(tmp_path, monkeypatch, then, mess
 
 def test_of_a_record_with_which_the_template_does_not_end_the_column_is_told(tmp_path, monkeypatch):
     """Its prompt and its answers are asked for at once, and it is one of these."""
-    monkeypatch.setattr(chat, "SECONDS", 1)
+    monkeypatch.setattr(chat, "SECONDS", 0.4)
     path, turn = tmp_path / "pairs.jsonl", {"role": "assistant", "content": "a"}
     sides = {"chosen": [turn], "rejected": [{**turn, "content": "z"}]}
     path.write_text(json.dumps({"prompt": [{"role": "user", "content": "q"}], **sides}))
     tokenizer = chat_tokenizer("{% if messages[-1].content == 'z' %}" + ENDLESS["loops"] + "{% endif %}" + GOOD)
-    with pytest.raises(UserError, match="line 1, column rejected: .* had not ended these messages after 1 seconds"):
+    with pytest.raises(UserError, match="line 1, column rejected: .* had not ended these messages after 0.4 seconds"):
         rows_of(path, PAIRS, tokenizer)
 
 
@@ -493,14 +493,14 @@ def test_a_record_of_which_the_template_makes_nothing(tmp_path):
 
 def test_in_a_thread(monkeypatch):
     """Where no signal can be caught, the limits are the same."""
-    monkeypatch.setattr(chat, "SECONDS", 1)
+    monkeypatch.setattr(chat, "SECONDS", 0.4)
     tokenizer = chat_tokenizer("{% if messages[0].content == 'z' %}" + ENDLESS["loops"] + "{% endif %}" + GOOD)
     with ThreadPoolExecutor(1) as thread:
         good, endless = (
             thread.submit(chat.render, tokenizer, [{"role": "user", "content": content}]) for content in "az"
         )
     assert good.result() == "user : a<|im_end|>"
-    with pytest.raises(UserError, match="had not ended these messages after 1 seconds"):
+    with pytest.raises(UserError, match="had not ended these messages after 0.4 seconds"):
         endless.result()
 
 

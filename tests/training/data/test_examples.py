@@ -34,8 +34,7 @@ from training.data.forms import PAIRS, PROMPTS, SFT
 from training.data.order import PromptOrder
 from training.data.rows import load_rows
 from training.data.tokens import EMPTY, TextEncoder, stop_token_ids
-from training.reporting.shown_rows import shown_rows
-from training.runtime.first_lines import counted
+from training.runtime.first_lines import counted, shown_rows
 
 ANSWERED = {"prompt": "a b", "response": " c d"}
 
@@ -174,11 +173,6 @@ def test_pair_batch():
     ]
     assert batch.first_difference.tolist() == [1, 2, 0]
     assert batch.first_difference.dtype == batch.sequences.dtype == torch.int64
-
-
-def test_an_unknown_way_with_long_prompts_is_refused():
-    with pytest.raises(UserError, match="overlong is 'cut'; choose 'cut_prompt', 'cut_answer', 'drop'"):
-        Prompts([{"prompt": "a"}], word_tokenizer(), 4, overlong="cut")
 
 
 def test_long_prompts_are_cut_on_the_left_behind_the_bos():

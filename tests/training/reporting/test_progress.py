@@ -9,11 +9,10 @@ import psutil
 import pytest
 
 from tests.training.reporting.metric_rows import write
-from training.reporting.progress import ProgressBar, short
-from training.reporting.sinks import MetricWriter
-from training.reporting.wall_clock import WallClock, seconds_after, seconds_by_part, time_lines
-from training.runtime import phases
-from training.runtime.phases import OUTSIDE, Place, phase
+from training.reporting.sinks import MetricWriter, ProgressBar, WallClock, seconds_after, short
+from training.reporting.summary import seconds_by_part, time_lines
+from training.runtime import processes
+from training.runtime.processes import OUTSIDE, Place, phase
 
 SHOWN = {"score": "objective/scores", "lr": "policy/lr"}
 METRICS = {"objective/scores": 1.25, "policy/lr": 3e-4}
@@ -129,10 +128,10 @@ def test_numbers_have_three_digits(value, text):
 def now(monkeypatch):
     """A clock that stands still until it is set, and a place of this process that began at 100."""
     clock = {"now": 100.0}
-    monkeypatch.setattr("training.runtime.phases.time.monotonic", lambda: clock["now"])
+    monkeypatch.setattr("training.runtime.processes.time.monotonic", lambda: clock["now"])
     place = Place(_counted=100.0)
-    monkeypatch.setattr("training.runtime.phases.place", place)
-    monkeypatch.setattr("training.reporting.wall_clock.place", place)
+    monkeypatch.setattr("training.runtime.processes.place", place)
+    monkeypatch.setattr("training.reporting.summary.place", place)
     return lambda seconds: clock.update(now=seconds)
 
 
@@ -144,14 +143,14 @@ def test_seconds_of_phases_add_up_to_all_that_passed(now):
             now(110.0)
         now(111.0)
     now(111.5)
-    assert phases.place.take_seconds() == {OUTSIDE: 3.5, "reading data": 6.0, "writing": 2.0}
+    assert processes.place.take_seconds() == {OUTSIDE: 3.5, "reading data": 6.0, "writing": 2.0}
     now(112.0)
-    assert phases.place.take_seconds() == {OUTSIDE: 0.5}
+    assert processes.place.take_seconds() == {OUTSIDE: 0.5}
 
 
 def test_a_process_began_before_its_imports():
     lived = time.time() - psutil.Process().create_time()
-    assert lived - 1.0 < time.monotonic() - phases._began() < lived + 60.0
+    assert lived - 1.0 < time.monotonic() - processes._began() < lived + 60.0
 
 
 def test_what_passed_since_the_line_before(now):
@@ -180,7 +179,7 @@ def test_the_lines_of_a_run_that_goes_on_have_the_time_of_the_steps_that_are_don
     writer.close()
     assert seconds_after(tmp_path / "metrics.jsonl", 1) == 8.0
     now(150.0)
-    phases.place.take_seconds()  # as in a new process
+    processes.place.take_seconds()  # as in a new process
     now(155.0)
     writer = MetricWriter(tmp_path, total_steps=3, tensorboard=False, resume_step=1)
     now(156.0)

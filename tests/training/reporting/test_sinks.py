@@ -15,11 +15,11 @@ import torch
 
 from engine.errors import RunStopped, UserError
 from scripts.harness.programs import metric_lines
-from training.reporting import metrics_file, sinks, views
-from training.reporting.metrics_file import JsonlSink, read_lines, truncate_after
-from training.reporting.sinks import MetricWriter, TensorBoardSink, check_wandb, flattened
-from training.runtime import unwritten
-from training.runtime.unwritten import check_all_written
+from training.reporting import records, sinks
+from training.reporting.records import read_lines
+from training.reporting.sinks import JsonlSink, MetricWriter, TensorBoardSink, check_wandb, flattened, truncate_after
+from training.runtime import stopping
+from training.runtime.stopping import check_all_written
 
 
 def test_jsonl_lines_are_valid_json_and_there_at_once(tmp_path):
@@ -62,7 +62,7 @@ def test_a_failed_truncation_leaves_the_file_as_it_was(tmp_path, monkeypatch):
     def fail(*_):
         raise OSError("disk full")
 
-    monkeypatch.setattr(metrics_file.os, "fsync", fail)
+    monkeypatch.setattr(records.os, "fsync", fail)
     with pytest.raises(OSError):
         truncate_after(path, 1)
     assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
@@ -219,7 +219,7 @@ def events_in(log_dir):
 
 
 def _sink(log_dir, **options) -> TensorBoardSink:
-    return TensorBoardSink(log_dir, **{"name": "ppo (out)", "view": views.PPO, **options})
+    return TensorBoardSink(log_dir, **{"name": "ppo (out)", "view": sinks.PPO_VIEW, **options})
 
 
 def test_what_came_after_the_restart_step_is_hidden(tmp_path):
@@ -276,7 +276,7 @@ def _sections(log_dir) -> dict[str, dict[str, object]]:
 def test_curves_are_grouped_by_exact_names(tmp_path):
     _sink(tmp_path).close()
     sections = _sections(tmp_path)
-    assert list(sections) == [*views.PPO.held_out, *views.PPO.charts]
+    assert list(sections) == [*sinks.PPO_VIEW.held_out, *sinks.PPO_VIEW.charts]
     (kl,) = (chart for title, chart in sections["score and KL"].items() if title.startswith("KL to the reference"))
     names = ("objective/kl", "objective/kl_coef", "objective/kl_per_token", "eval/kl", "eval/ema_kl")
     # the plugin asks re.match for each tag, as here
@@ -285,7 +285,7 @@ def test_curves_are_grouped_by_exact_names(tmp_path):
 
 def test_held_out_metrics_have_margins_of_two_standard_errors(tmp_path):
     """Such charts are not smoothed. One needs a value and both bounds at the same steps, or it shows an error."""
-    sink = _sink(tmp_path, view=views.averaged(views.PPO))
+    sink = _sink(tmp_path, view=sinks.averaged_view(sinks.PPO_VIEW))
     sink.log(0, 0, {"eval/score": 1.0, "eval/score_se": 0.25, "eval/distinct_bigrams": 700.0})
     sink.log(1, 8, {"objective/scores": 1.0})
     sink.log(2, 16, {"eval/score": 2.0, "eval/score_se": 0.5, "eval/ema_score": 1.5, "eval/distinct_bigrams": 600.0})
@@ -310,7 +310,7 @@ def test_charts_of_one_step_draw_nothing_of_another(tmp_path):
     drawn = [
         {name for charts in view.charts.values() for names in charts.values() for name in names}
         | {name for charts in view.held_out.values() for name in charts.values()}
-        for view in (views.SFT, views.REWARD)
+        for view in (sinks.SFT_VIEW, sinks.REWARD_VIEW)
     ]
     shared = {name for name in drawn[0] & drawn[1] if not name.startswith("time/")}
     assert shared == {"train/lr", "train/grad_norm", "memory/peak_gb"}
@@ -360,7 +360,7 @@ def test_settings_become_one_flat_row():
     assert flattened(settings) == {"a": 1, "b/c/d": False, "f": "(1, 2)"}
 
 
-@pytest.mark.parametrize("view", [views.PPO, views.SFT, views.REWARD])
+@pytest.mark.parametrize("view", [sinks.PPO_VIEW, sinks.SFT_VIEW, sinks.REWARD_VIEW])
 def test_no_curve_stands_in_two_charts_of_a_view(view):
     names = [name for charts in view.charts.values() for names in charts.values() for name in names]
     names += [name for charts in view.held_out.values() for name in charts.values()]
@@ -370,9 +370,9 @@ def test_no_curve_stands_in_two_charts_of_a_view(view):
 
 @pytest.fixture(autouse=True)
 def nothing_noted():
-    unwritten.forget()
+    stopping.forget_unwritten()
     yield
-    unwritten.forget()
+    stopping.forget_unwritten()
 
 
 @contextlib.contextmanager

@@ -8,10 +8,10 @@ import torch
 
 from training.reporting.standard_errors import (
     Estimate,
-    chance_told,
-    change_told,
+    chance_text,
+    change_text,
     gathered,
-    metrics_told,
+    metrics_text,
     with_error,
     with_errors,
     within_noise,
@@ -75,13 +75,13 @@ def test_noise_is_two_standard_errors():
 
 def test_last_words():
     metrics = {"a": 12.3456, "a_se": 0.2134, "a_change": -1.5, "a_change_se": 0.5, "b": 1.0}
-    assert metrics_told(metrics) == "a 12.35 ± 0.21, b 1"
-    assert change_told(metrics, "a") == " (changed by -1.5 ± 0.5)"
+    assert metrics_text(metrics) == "a 12.35 ± 0.21, b 1"
+    assert change_text(metrics, "a") == " (changed by -1.5 ± 0.5)"
     assert (
-        change_told(metrics | {"a_change": 0.75}, "a") == " (changed by +0.75 ± 0.5, within noise (2 standard errors))"
+        change_text(metrics | {"a_change": 0.75}, "a") == " (changed by +0.75 ± 0.5, within noise (2 standard errors))"
     )
-    assert change_told(metrics, "b") == ""
-    assert change_told({"a": 0.5, "a_change": 0.0, "a_change_se": 0.0}, "a") == " (unchanged)"
+    assert change_text(metrics, "b") == ""
+    assert change_text({"a": 0.5, "a_change": 0.0, "a_change_se": 0.0}, "a") == " (unchanged)"
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_last_words():
 )
 def test_a_share_that_is_no_better_than_chance(value, error, told):
     """0.5 + 2 * 0.1 is 0.7."""
-    assert chance_told({"a": value, "a_se": error}, "a", 0.5) == ("; no better than chance (0.5)" if told else "")
+    assert chance_text({"a": value, "a_se": error}, "a", 0.5) == ("; no better than chance (0.5)" if told else "")
 
 
 def test_what_rounds_to_nothing_has_no_sign():

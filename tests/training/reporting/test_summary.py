@@ -9,11 +9,11 @@ import pytest
 
 from engine.errors import RunStopped, UserError
 from tests.training.reporting.metric_rows import ROWS, write
+from training.reporting.guards import Kind, Verdict, conclude, of_ppo, of_reward, of_sft
 from training.reporting.health import Finding, health
-from training.reporting.metrics_file import read_metrics
+from training.reporting.records import read_metrics
 from training.reporting.standard_errors import Estimate, paired, with_errors, without_scores
 from training.reporting.summary import RunSummary, summary_text
-from training.reporting.verdict import Kind, Verdict, conclude, of_ppo, of_reward, of_sft
 from training.runtime.session import held_out_scores
 
 

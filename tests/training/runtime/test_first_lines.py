@@ -15,15 +15,22 @@ from training.checkpoints.files import Schedule
 from training.config.step3 import RLHFFlags
 from training.config.supervised import RewardFlags, SFTFlags
 from training.data.examples import PairExamples, Prompts, SFTExamples
-from training.reporting.shown_rows import shown_rows
 from training.runtime import dry_run
-from training.runtime.first_lines import Course, counted, dialect_lines, score_lines, supervised_lines, too_long
+from training.runtime.first_lines import (
+    RunSchedule,
+    counted,
+    dialect_lines,
+    score_lines,
+    shown_rows,
+    supervised_lines,
+    too_long,
+)
 from training.runtime.models import model_notes
 from training.step2_reward import first_lines
 
 
 def said_of_course(count: int, epochs: float = 1.0, evaluates=None, **schedule) -> list[str]:
-    return Course(count, epochs, Schedule(**schedule), evaluates).lines()
+    return RunSchedule(count, epochs, Schedule(**schedule), evaluates).lines()
 
 
 def test_steps_evaluations_and_points_are_counted():
@@ -33,9 +40,9 @@ def test_steps_evaluations_and_points_are_counted():
 
 
 def test_a_point_of_the_last_step_is_none_before_the_end():
-    assert Course(40, 2, Schedule(steps=20)).points == 1
-    assert Course(40, 2, Schedule(steps=40)).points == 0
-    assert Course(41, 2, Schedule(steps=20)).points == 2
+    assert RunSchedule(40, 2, Schedule(steps=20)).points == 1
+    assert RunSchedule(40, 2, Schedule(steps=40)).points == 0
+    assert RunSchedule(41, 2, Schedule(steps=20)).points == 2
 
 
 def test_points_that_are_asked_for_and_never_come_are_warned_of():
@@ -44,7 +51,7 @@ def test_points_that_are_asked_for_and_never_come_are_warned_of():
         "warning: no restart point before the last step (--save_steps 100, and the run has 59): a run that dies begins "
         "anew. Give --save_steps 14, or --save_minutes."
     )
-    assert Course(59, 1, Schedule(steps=14)).points == 4
+    assert RunSchedule(59, 1, Schedule(steps=14)).points == 4
 
 
 def test_a_run_without_points_says_so_in_its_line():

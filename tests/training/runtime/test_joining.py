@@ -26,10 +26,9 @@ from scripts.harness.programs import Tiny, command_line
 from training import step3_rlhf
 from training.config.step3 import RLHFFlags
 from training.data.tables import Found, KnownRows, handed_over
-from training.runtime import import_errors, joining, startup, watch
-from training.runtime.agreement import agreed, checked
-from training.runtime.joining import MeetingPoint
-from training.runtime.phases import phase
+from training.runtime import agreement, import_errors, startup, watch
+from training.runtime.agreement import MeetingPoint, agreed, checked
+from training.runtime.processes import phase
 from training.runtime.watch import JOINING, Watch
 from training.tools.preflight import preflight
 
@@ -39,7 +38,7 @@ ERROR = ("error: on gpu2: rank 1 sees no GPU", 2)
 @pytest.fixture
 def ranks(monkeypatch) -> list[MeetingPoint]:
     """Two that are to meet, and look at each call."""
-    monkeypatch.setattr(joining, "LOOK_EVERY", 0.0)
+    monkeypatch.setattr(agreement, "LOOK_EVERY", 0.0)
     place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     return [MeetingPoint({**place, "RANK": rank}) for rank in ("0", "1")]
 
@@ -75,7 +74,7 @@ def test_rank_0_hears_of_another_that_fails(ranks, beside, monkeypatch):
     announced = beside(one.announce, *ERROR)
     assert heard(zero) == ERROR
     assert not announced.done()  # it waits for rank 0 to print
-    monkeypatch.setattr(joining, "LOOK_EVERY", 30.0)
+    monkeypatch.setattr(agreement, "LOOK_EVERY", 30.0)
     began = time.monotonic()
     zero.let_others_hear()
     assert time.monotonic() - began < 30.0  # both have heard
@@ -111,13 +110,13 @@ def test_what_failed_before_torchrun_started_the_ranks_anew_is_over(ranks, besid
 
 
 def test_where_nobody_is(ranks, monkeypatch):
-    monkeypatch.setattr(joining, "PATIENCE", 0.5)
+    monkeypatch.setattr(agreement, "PATIENCE", 0.5)
     assert ranks[1].failure() is None
     assert ranks[1].announce(*ERROR) is False
 
 
 def test_a_process_alone_meets_nobody(monkeypatch):
-    monkeypatch.setattr(joining, "LOOK_EVERY", 0.0)
+    monkeypatch.setattr(agreement, "LOOK_EVERY", 0.0)
     assert MeetingPoint({}).failure() is None
     assert MeetingPoint({}).announce(*ERROR) is False
 
@@ -163,8 +162,8 @@ def test_a_rank_that_waits_ends_with_the_code_of_the_one_that_failed(monkeypatch
 @pytest.fixture
 def second_of_two_hosts(monkeypatch) -> dict[str, str]:
     """Has this process be rank 1; gives its environment."""
-    monkeypatch.setattr(joining, "LOOK_EVERY", 0.0)
-    monkeypatch.setattr(joining, "PATIENCE", 1.0)
+    monkeypatch.setattr(agreement, "LOOK_EVERY", 0.0)
+    monkeypatch.setattr(agreement, "PATIENCE", 1.0)
     monkeypatch.setattr(socket, "gethostname", lambda: "gpu2")
     monkeypatch.setattr(os, "_exit", sys.exit)
     told = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
@@ -188,7 +187,7 @@ EXPECTED = (
 
 
 def test_the_rank_that_waits_is_told(second_of_two_hosts, capfd, monkeypatch):
-    monkeypatch.setattr(joining, "PATIENCE", 60.0)
+    monkeypatch.setattr(agreement, "PATIENCE", 60.0)
     served = distributed.key_value_store("127.0.0.1", int(second_of_two_hosts["MASTER_PORT"]), serve=True)
     first = MeetingPoint({**second_of_two_hosts, "RANK": "0"})
     with ThreadPoolExecutor() as pool:
@@ -262,7 +261,7 @@ def test_a_file_that_one_host_lacks_is_told_where_the_others_wait(tmp_path, monk
     for name, value in {**place, "MASTER_PORT": str(free_port())}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(socket, "gethostname", lambda: "gpu02")
-    monkeypatch.setattr(joining, "LOOK_EVERY", 0.0)
+    monkeypatch.setattr(agreement, "LOOK_EVERY", 0.0)
     served = distributed.key_value_store("127.0.0.1", int(os.environ["MASTER_PORT"]), serve=True)
     first, missing = MeetingPoint({**os.environ, "RANK": "0"}), tmp_path / "none.yaml"
     flags = Tiny(tmp_path).flags(3, output_dir=tmp_path / "out", config=missing)

@@ -4,10 +4,9 @@ folders in which a run had only begun; and a stranger's lists and links, which r
 
 import itertools
 import json
+import multiprocessing
 import os
 import shutil
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -15,24 +14,9 @@ import pytest
 
 from engine.errors import RunStopped, UserError
 from training.checkpoints.files import point_folder
-from training.runtime import model_folders, output_folder, unwritten
+from training.runtime import model_folders, output_folder, stopping
 from training.runtime.output_folder import COMPLETE, LOCK_FILE, POINTS, STALE, Written, finish_interrupted
 from training.runtime.processes import start_of
-
-HOLD = """
-import sys
-from pathlib import Path
-from training.runtime.output_folder import take_lock
-from engine.errors import UserError
-print("ready", flush=True)
-sys.stdin.readline()
-try:
-    take_lock(Path(sys.argv[1]))
-    print("taken", flush=True)
-except UserError as error:
-    print(error, flush=True)
-sys.stdin.readline()
-"""
 
 
 @pytest.fixture(autouse=True)
@@ -41,18 +25,15 @@ def given_back():
     output_folder.release_lock()
 
 
-def start(folder: Path) -> subprocess.Popen:
-    """A process that takes the folder at the first line on its stdin, says what came of it, and lives to the second."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdout.readline() == "ready\n"
-    return process
-
-
-def go(process: subprocess.Popen) -> None:
-    process.stdin.write("\n")
-    process.stdin.flush()
+def hold(folder: Path, begin, said, end) -> None:
+    """Run by a process of its own: take the folder when all do, say what came of it, and live to the end."""
+    begin.wait()
+    try:
+        output_folder.take_lock(folder)
+        said.send("taken")
+    except UserError as error:
+        said.send(str(error))
+    end.wait()
 
 
 def write_lock(folder: Path, **changes) -> Path:
@@ -72,27 +53,30 @@ def test_of_many_at_once_one_takes_it_and_it_goes_with_a_killed_process(tmp_path
     folder = tmp_path / "out"
     folder.mkdir()
     write_lock(folder, pid=2**22 + 1)
-    processes = [start(folder) for _ in range(4)]
+    forked = multiprocessing.get_context("fork")
+    begin, end = forked.Barrier(4), forked.Event()
+    ends = [forked.Pipe(duplex=False) for _ in range(4)]
+    processes = [forked.Process(target=hold, args=(folder, begin, said, end)) for _, said in ends]
     try:
         for process in processes:
-            go(process)
-        said = [process.stdout.readline() for process in processes]
-        assert sorted(line == "taken\n" for line in said) == [False, False, False, True]
-        holder = processes[said.index("taken\n")]
-        for line in said:
-            assert line == "taken\n" or f"process {holder.pid} on this machine since" in line
+            process.start()
+        said = [heard.recv() for heard, _ in ends]
+        assert sorted(words == "taken" for words in said) == [False, False, False, True]
+        holder = processes[said.index("taken")]
+        for words in said:
+            assert words == "taken" or f"process {holder.pid} on this machine since" in words
         with pytest.raises(
             UserError, match=f"--output_dir {folder}: another run writes there, process {holder.pid} on"
         ):
             output_folder.take_lock(folder)
         holder.kill()
-        holder.wait()
+        holder.join()
         output_folder.take_lock(folder)
         assert output_folder.read_lock(folder / LOCK_FILE)["pid"] == os.getpid()
     finally:
         for process in processes:
             process.kill()
-            process.wait()
+            process.join()
     assert [path.name for path in folder.iterdir()] == [LOCK_FILE]
 
 
@@ -316,8 +300,8 @@ def test_a_model_whose_place_cannot_be_written_goes_elsewhere_and_is_told(tmp_pa
     said = capsys.readouterr().err
     assert f"WARNING: {tmp_path}/actor (2.5 MB) cannot be written (File exists)" in said and str(place) in said
     with pytest.raises(RunStopped, match=r"not all of it is on the disk: .*actor \(2.5 MB\)"):
-        unwritten.check_all_written()
-    unwritten.forget()
+        stopping.check_all_written()
+    stopping.forget_unwritten()
 
 
 def test_with_no_place_at_all_it_is_tried_again_and_then_given_up(tmp_path, monkeypatch):
@@ -332,7 +316,7 @@ def test_with_no_place_at_all_it_is_tried_again_and_then_given_up(tmp_path, monk
     with pytest.raises(OSError, match="No space left"):
         model_folders._save_somewhere(full, tmp_path, "actor", 1)
     assert tries.count(tmp_path / "actor.partial") > 1
-    unwritten.forget()
+    stopping.forget_unwritten()
 
 
 def begun(folder) -> None:

@@ -16,14 +16,14 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from engine.errors import SharedError
 from scripts.harness import ROOT
 from training.runtime import watch
+from training.runtime.environment import ERROR_FILE, print_line, write_error_file
 from training.runtime.heartbeats import Reporter, Verdict
 from training.runtime.processes import is_another_rank, start_of, state_of, this_machine
-from training.runtime.startup import _told
-from training.runtime.terminal import ERROR_FILE, print_line, write_error_file
+from training.runtime.startup import _print_error
 
 PRINTS = """
 import sys
-from training.runtime.terminal import flush_all, keep_printing
+from training.runtime.environment import flush_all, keep_printing
 keep_printing()
 for number in range(1000):
     print("x" * 100, flush=number % 2 == 0)
@@ -77,7 +77,7 @@ def test_the_report_ends_with_our_message(monkeypatch, tmp_path, capsys):
     file = tmp_path / "error.json"
     monkeypatch.setenv(ERROR_FILE, str(file))
     assert "To enable traceback" in report_of(file)
-    assert _told(SharedError("--max_steps -3: must be at least 1.")) == 2
+    assert _print_error(SharedError("--max_steps -3: must be at least 1.")) == 2
     assert capsys.readouterr().err == "error: --max_steps -3: must be at least 1.\n"
     assert "  traceback : error: --max_steps -3: must be at least 1.\n" in report_of(file)
     assert "To enable traceback" not in report_of(file)

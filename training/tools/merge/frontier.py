@@ -8,8 +8,8 @@ from engine.errors import UserError
 from engine.models.weight_files import stored_name
 from engine.reward.base import CombinedReward, RewardModel, RewardSource
 from training.config.reward import MODEL, function_source, load_function, names
-from training.reporting.plot import BLUE, ORANGE
 from training.reporting.standard_errors import NOISE
+from training.reporting.summary import BLUE, ORANGE
 from training.tools.measuring import HeldOut, Measuring, policy_measures
 from training.tools.merge.flags import MergeFlags
 from training.tools.merge.weights import MergedWeights

@@ -92,7 +92,7 @@ const document = { createElementNS: (_, tag) => element(tag), createElement: ele
 """
 """As much of a browser's document as charts.js asks for."""
 
-pytestmark = pytest.mark.skipif(NODE is None, reason="node is not here")
+needs_node = pytest.mark.skipif(NODE is None, reason="node is not here")
 
 
 def said(expression: str):
@@ -114,6 +114,7 @@ def labels(points) -> list[str]:
     return said(texts)[:-1]  # without the word step
 
 
+@needs_node
 @pytest.mark.parametrize(
     ("low", "high", "count", "expected"),
     [
@@ -130,12 +131,14 @@ def test_ticks_are_round_numbers_and_come_to_an_end(low, high, count, expected):
     assert expected is None or found == pytest.approx(expected)
 
 
+@needs_node
 def test_a_curve_that_is_constant_but_for_rounding_is_drawn_as_a_constant():
     rounded = labels([[0, 0.3, None], [1, 0.1 + 0.2, None], [2, 0.3, None]])
     assert rounded == labels([[0, 0.3, None], [1, 0.3, None], [2, 0.3, None]])
     assert rounded[:4] == ["0.25", "0.3", "0.35", "0"]  # a quarter to either side: 0.225 to 0.375
 
 
+@needs_node
 def test_zooming_ends_at_a_step():
     zoomed = said(
         f"(() => {{ const made = {chart([[step, step, None] for step in range(9)])};"

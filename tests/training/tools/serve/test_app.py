@@ -6,16 +6,12 @@ import re
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, normalizers, processors
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from engine.experience import position_ids
 from engine.models.loading import load_scorer
 from engine.reward.server import Servers, ServerSettings, probe
 from scripts.harness.models import BOS, EOS, PAD
-from tests.training.data.tiny_tokenizers import SPECIAL, word_tokenizer
-from training.data.tokens import TextEncoder
-from training.tools.serve.app import query_ids
 
 pytestmark = pytest.mark.slow
 PROMPT = "w05 w09 w33"
@@ -268,37 +264,3 @@ def test_of_a_long_name_the_beginning_is_told(service, body):
 def test_a_body_that_a_page_of_any_origin_may_send_is_not_read_as_json(service):
     status, answer, _ = service.request("POST", "/v1/scores", {"items": []}, {"Content-Type": "text/plain"})
     assert status == 400 and "Content-Type: application/json" in answer["error"]["message"]
-
-
-pytest.importorskip("fastapi", reason="the service needs fastapi: pip install .[serve]")
-
-
-SPACE, A, B, SPACE_A = 10, 11, 12, 13
-
-
-def spelling_tokenizer() -> PreTrainedTokenizerFast:
-    """Characters, a space before each text and before what follows a special token, as SentencePiece has it."""
-    vocabulary = {token: place for place, token in enumerate(SPECIAL.values())}
-    vocabulary |= {"\u2581": SPACE, "a": A, "b": B, "\u2581a": SPACE_A}
-    tokenizer = Tokenizer(models.BPE(vocabulary, [("\u2581", "a")], unk_token="<unk>"))
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
-    tokenizer.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
-    tokenizer.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", BOS)])
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **SPECIAL)
-
-
-def test_the_space_that_a_tokenizer_writes_behind_bos_is_no_token():
-    encoder = TextEncoder(spelling_tokenizer())
-    written = [BOS, SPACE_A, B, SPACE_A, EOS]
-    text = encoder.tokenizer.decode(written)
-    assert text == "<s> ab a</s>"
-    assert encoder.prompt(text) == [BOS, SPACE, *written[1:]]  # as the text alone is read
-    assert query_ids(encoder, text) == query_ids(encoder, text.removesuffix("</s>")) == written
-
-
-@pytest.mark.parametrize("before", ["", "<s>"])
-def test_where_words_are_tokens_the_space_is_none_either_way(before):
-    encoder = TextEncoder(word_tokenizer(before))
-    assert query_ids(encoder, "<s> a b </s>") == [BOS, 10, 11, EOS]
-    assert query_ids(encoder, "<s> a b <pad> </s> </s>") == [BOS, 10, 11, EOS]
-    assert query_ids(encoder, "a b") == [*([BOS] if before else []), 10, 11, EOS]

@@ -2,7 +2,6 @@
 that leave, say nothing or come under another name; and how the service ends, and how it does not begin.
 """
 
-import asyncio
 import contextlib
 import http.client
 import importlib.util
@@ -13,17 +12,15 @@ import socket
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from pydantic import ValidationError
 
 from engine.errors import UserError
 from scripts.harness.models import make_causal_lm, make_scorer
 from tests.serving import make_endless, serving, until
-from training.tools.serve import app as requests
 from training.tools.serve.__main__ import main
-from training.tools.serve.server import HELD, Gate, begin_to_listen, is_own_name, listening_socket
-from training.tools.serve.service import RequestError
+from training.tools.serve.server import begin_to_listen, is_own_name, listening_socket
 
-pytestmark = pytest.mark.slow
+pytest.importorskip("fastapi", reason="the service needs fastapi: pip install .[serve]")
+
 LONG = {"prompt": "w05 w09", "temperature": 0, "max_tokens": 3000}
 
 
@@ -55,6 +52,7 @@ def health(service) -> dict:
     return service.request("GET", "/health")[1]
 
 
+@pytest.mark.slow
 def test_64_clients_at_once_are_answered_as_they_would_be_alone(service):
     bodies = [{"prompt": f"w{4 + i % 60:02d} w09", "seed": i, "max_tokens": 5 + i % 30} for i in range(64)]
     alone = [service.request("PUT", "/", body) for body in bodies[::8]]
@@ -67,6 +65,7 @@ def test_64_clients_at_once_are_answered_as_they_would_be_alone(service):
         assert one == other and all(a == pytest.approx(b, abs=1e-5) for a, b in scores)
 
 
+@pytest.mark.slow
 def test_a_body_that_is_too_large_is_refused_by_its_announced_length(service):
     with socket.create_connection(("127.0.0.1", service.port), 30) as connection:
         connection.sendall(b"POST /v1/scores HTTP/1.1\r\nHost: localhost\r\nContent-Length: 10000000\r\n\r\n{")
@@ -75,11 +74,13 @@ def test_a_body_that_is_too_large_is_refused_by_its_announced_length(service):
         assert answer.status == 413 and b"--max_body_mb" in answer.read()
 
 
+@pytest.mark.slow
 def test_a_client_that_writes_all_before_it_reads_sees_why(service):
     status, found, _ = service.request("POST", "/v1/scores", b"x" * 10_000_000)
     assert status == 413 and "100,000 bytes" in found["error"]["message"]
 
 
+@pytest.mark.slow
 def test_a_body_without_length_is_read_up_to_the_limit(service):
     connection = http.client.HTTPConnection("127.0.0.1", service.port, timeout=30)
     pieces = (b"x" * 10_000 for _ in range(100))
@@ -88,12 +89,14 @@ def test_a_body_without_length_is_read_up_to_the_limit(service):
     connection.close()
 
 
+@pytest.mark.slow
 def test_a_body_that_never_comes_is_not_waited_for(service):
     with socket.create_connection(("127.0.0.1", service.port), 30) as connection:
         connection.sendall(b"POST /v1/scores HTTP/1.1\r\nHost: localhost\r\nContent-Length: 10\r\n\r\n{")
         assert connection.recv(65536).startswith(b"HTTP/1.1 408 ")
 
 
+@pytest.mark.slow
 def test_what_is_no_http_does_no_harm(service):
     with socket.create_connection(("127.0.0.1", service.port), 30) as connection:
         connection.sendall(b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" * 20 + b"\r\n\r\n")
@@ -101,6 +104,7 @@ def test_what_is_no_http_does_no_harm(service):
     assert health(service)["status"] == "ok"
 
 
+@pytest.mark.slow
 def test_beyond_the_queue_requests_are_sent_away_and_the_others_answered(slow):
     body = {**LONG, "max_tokens": 1500}
     with ThreadPoolExecutor(6) as clients:
@@ -114,6 +118,7 @@ def test_beyond_the_queue_requests_are_sent_away_and_the_others_answered(slow):
     assert [(status, found["endless"]["tokens"]) for status, found, _ in answers] == [(200, 1500)] * 6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_leaves_costs_no_more(slow, stream):
     before = health(slow)["tokens_drawn"]
@@ -129,6 +134,7 @@ def test_a_client_that_leaves_costs_no_more(slow, stream):
     assert 0 < state["tokens_drawn"] - before < LONG["max_tokens"] and state["asked_for"] == 0
 
 
+@pytest.mark.slow
 def test_a_template_that_takes_time_or_memory_holds_up_nobody_else(hostile):
     service, path = hostile
 
@@ -147,6 +153,7 @@ def test_a_template_that_takes_time_or_memory_holds_up_nobody_else(hostile):
     assert path not in json.dumps(found) and asked("w07")[0] == 200
 
 
+@pytest.mark.slow
 def test_a_client_that_waits_and_leaves_is_never_begun(slow):
     before = health(slow)["tokens_drawn"]
     first = [slow.open_stream("/", LONG) for _ in range(2)]
@@ -159,6 +166,7 @@ def test_a_client_that_waits_and_leaves_is_never_begun(slow):
     assert health(slow)["tokens_drawn"] - before < 2 * LONG["max_tokens"]
 
 
+@pytest.mark.slow
 def test_at_term_what_was_accepted_is_finished_and_nothing_new_begun(slow):
     """The last test of this service, which it ends."""
     body = {**LONG, "max_tokens": 2000}
@@ -262,84 +270,6 @@ def test_an_answer_that_nobody_reads_is_given_up(impatient):
         until(lambda: impatient.request("GET", "/health")[1]["asked_for"] == 0, 60)
     assert "its client read nothing of it for 1 seconds" in impatient.log.read_text()
     until(lambda: impatient.request("GET", "/health")[1]["decoding"] == 0, 30)
-
-
-pytest.importorskip("fastapi", reason="the service needs fastapi: pip install .[serve]")
-
-
-ITEM = {"id": 1, "prompt": "", "response": ""}
-MESSAGE = {"role": "user", "content": "w05"}
-LISTS = {  # form, field, what is wrong as an item, what is right
-    "stop": (requests.CompareRequest, "stop", 1, "w05"),
-    "messages": (requests.CompareRequest, "messages", {}, MESSAGE),
-    "models": (requests.CompareRequest, "models", 1, "one"),
-    "items": (requests.ScoresRequest, "items", {}, ITEM),
-    "queries": (requests.OpenRLHFRequest, "query", 1, "w05"),
-}
-OTHERS = {"messages": {}, "stop": {"prompt": "w05"}, "models": {"prompt": "w05"}, "items": {}, "queries": {}}
-
-
-@pytest.mark.parametrize("name", LISTS)
-def test_the_first_wrong_item_of_a_list_ends_its_reading(name):
-    form, field, wrong, _ = LISTS[name]
-    with pytest.raises(ValidationError) as caught:
-        form.model_validate_json(json.dumps(OTHERS[name] | {field: [wrong] * 1000}))
-    assert caught.value.error_count() < 10
-
-
-@pytest.mark.parametrize("name", LISTS)
-def test_a_list_of_more_than_10000_items_is_refused(name):
-    form, field, _, right = LISTS[name]
-    with pytest.raises(RequestError, match=f"^{field}: List should have at most 10000 items"):
-        requests.read(form, json.dumps(OTHERS[name] | {field: [right] * 10_001}).encode())
-
-
-def test_a_body_of_very_many_lists_is_refused_and_brackets_within_texts_are_none():
-    for within in ('"x": [%s[]]' % ("[]," * 100_000), '"x\\"": [%s{}]' % ("{}," * 100_000)):
-        with pytest.raises(RequestError, match="more than 100,000 lists and objects"):
-            requests.read(requests.CompareRequest, f'{{"prompt": "w05", {within}}}'.encode())
-    text = '[{\\"' * 100_000
-    assert requests.read(requests.OpenRLHFRequest, json.dumps({"query": [text, text]}).encode()).query == [text, text]
-
-
-def test_bodies_beyond_what_may_be_held_at_once_are_refused_and_requests_without_one_are_not():
-    async def answers() -> list[int]:
-        found, done = [], asyncio.Event()
-
-        async def app(scope, receive, send):
-            await send({"type": "http.response.start", "status": 200, "headers": []})
-
-        async def ask(pieces: list[bytes], waits: bool) -> None:
-            begun = False
-
-            async def receive():
-                nonlocal begun
-                if begun and not pieces:
-                    await done.wait()
-                begun = True
-                return {"type": "http.request", "body": pieces.pop() if pieces else b"", "more_body": waits}
-
-            async def send(message):
-                if message["type"] == "http.response.start":
-                    found.append(message["status"])
-
-            await gate({"type": "http", "method": "POST", "path": "/", "headers": []}, receive, send)
-
-        gate = Gate(app, max_body=10, body_seconds=30)
-        held = [asyncio.create_task(ask([b"x" * 10], True)) for _ in range(HELD)]
-        await asyncio.sleep(0.01)
-        await ask([b"x"], False)
-        await ask([], False)
-        for each in held:
-            each.cancel()
-        await asyncio.gather(*held, return_exceptions=True)
-        await ask([b"x" * 10], False)
-        return found
-
-    assert asyncio.run(answers()) == [503, 200, 200]
-
-
-pytest.importorskip("fastapi", reason="the service needs fastapi: pip install .[serve]")
 
 
 @pytest.mark.slow

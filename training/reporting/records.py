@@ -1,14 +1,18 @@
-"""The record of a run, run.json in its output folder: what would be needed to run it again, and where it ran.
+"""What a run's folder says of the run: run.json, written and read, and metrics.jsonl, read.
 
     write_run_record(output_dir, flags=vars(args), dialect=dataclasses.asdict(dialect),
                      ds_configs={"actor": {...}, "critic": {...}}, resumed=False)
+    rows = read_metrics(output_dir / METRICS_FILE)
 
-It holds {"starts": [...]}, one entry for each time the run was started: a resumed run adds its own behind the earlier
-ones. Flags and dialect are the resolved ones, the DeepSpeed configurations those that the engines get.
+run.json holds what would be needed to run it again, and where it ran: {"starts": [...]}, one entry for each time the
+run was started. A resumed run adds its own behind the earlier ones. Flags and dialect are the resolved ones, the
+DeepSpeed configurations those that the engines get. metrics.jsonl has one JSON object a line, with `step`, `samples`
+and the metrics of a step; `JsonlSink` of sinks.py writes it.
 """
 
 import importlib.metadata
 import json
+import math
 import os
 import platform
 import socket
@@ -160,3 +164,48 @@ def machine() -> dict[str, str | int]:
     """The main rank's host, the number of ranks, and the accelerator that they compute on."""
     accelerator = torch.cuda.get_device_name() if on_gpu() else distributed.device().type
     return {"host": socket.gethostname(), "world_size": distributed.world_size(), "accelerator": accelerator}
+
+
+METRICS_FILE = "metrics.jsonl"
+
+
+def read_lines(path: str | Path) -> list[tuple[str, dict]]:
+    """The lines of a metrics file, each with the object it holds.
+
+    A last line without its newline was being written when the run was killed, or is being written now: left out.
+
+    Raises:
+        UserError: a line is no JSON object with a step, or holds something else than numbers.
+    """
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines(keepends=True)
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: no text ({error}); move it away, or remove the lines that are broken") from error
+    found = []
+    for number, line in enumerate(lines, start=1):
+        if not line.endswith("\n"):
+            break
+        try:
+            record = parsed_json(line)
+        except ValueError as error:
+            raise UserError(f"{path}, line {number}: no JSON ({error}); remove the line") from error
+        if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+            raise UserError(f"{path}, line {number}: expected an object with a whole number as step; remove the line")
+        other = next((name for name, value in record.items() if not isinstance(value, int | float | None)), None)
+        if other is not None:
+            raise UserError(f"{path}, line {number}: {other} is {shortened(record[other])}, no number; remove the line")
+        found.append((line, record))
+    return found
+
+
+def read_metrics(path: str | Path) -> list[dict]:
+    """The records of a metrics.jsonl in the order written; null, which stands for a non-finite number, as NaN.
+
+    Raises:
+        UserError: no such file, or a line of it is no record of metrics.
+    """
+    if not Path(path).is_file():
+        raise UserError(f"{path}: no such file; give the metrics.jsonl of a run")
+    return [
+        {name: math.nan if value is None else value for name, value in record.items()} for _, record in read_lines(path)
+    ]
