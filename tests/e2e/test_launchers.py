@@ -22,7 +22,8 @@ from training.config.parsing import parse_flags
 from training.config.step3 import MemoryFlags, RLHFFlags
 from training.config.supervised import RewardFlags, SFTFlags
 from training.runtime import dry_run
-from training.runtime.first_lines import POINTS, RunSchedule, supervised_schedule, workload
+from training.runtime.first_lines import POINTS, RunSchedule, supervised_schedule
+from training.runtime.memory_lines import workload
 from training.runtime.plan import count_steps
 
 
