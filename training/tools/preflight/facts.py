@@ -30,7 +30,7 @@ from training.config.step3 import RLHFFlags
 from training.data.sources import DEEPSPEED_CHAT_FILES, is_path
 from training.data.tables import cache_folder
 from training.reporting.records import versions
-from training.runtime.first_lines import planned_model, setting_here
+from training.runtime.memory_lines import planned_model, setting_here
 from training.runtime.stopping import reason_of
 
 MEMORY = "host memory"  # a row that nodes are compared in by its amount
