@@ -1,7 +1,10 @@
-"""What a run prints first: its dialect, score, data, steps and engines, and changes since a restart point.
+"""What a run says first: its dialect, score, data, steps and engines, and changes since a checkpoint.
 
-Of its course: epochs, steps, and when it evaluates and writes restart points. Of its data: how many rows are kept, cut
-and dropped, what to do about it, and some of them.
+Of its steps: how many, in how many epochs, and when it evaluates and writes checkpoints. Of its data: how many rows are
+kept, cut and dropped, what to do about it, and some of them as the model is shown them:
+
+    cut, hh.jsonl, line 7: 256 of 412 tokens
+      [156 tokens cut] '\\n\\nHuman: Can you help me?\\n\\nAssistant:' -> ' Of course.</s>'
 """
 
 from collections.abc import Callable, Sequence
@@ -16,9 +19,8 @@ from training.config.flags import DataFlags
 from training.config.reward import score_parts
 from training.config.step3 import RLHFFlags
 from training.config.supervised import SupervisedFlags
-from training.data.examples import NOTED, FittedRows
-from training.data.tokens import CUT, DROPPED, EMPTY
-from training.reporting.shown_rows import shown_rows
+from training.data.examples import NOTED, FittedRows, place_of
+from training.data.tokens import CUT, DROPPED, EMPTY, EQUAL, WHOLE, Fit
 from training.runtime.models import adapted_lines, adapted_roles, is_pretrained_critic, model_notes, most_tokens
 from training.runtime.plan import Plan, server_lines
 
@@ -28,7 +30,7 @@ NO_POINTS = "no restart points: a run that dies begins anew (--save_steps, --sav
 
 
 @dataclass(frozen=True, slots=True)
-class Course:
+class RunSchedule:
     """The steps of a run, counted from 1, of which no model has to be there to know them.
 
     steps: how many. epochs: passes over the rows that they come to. schedule: of restart points. evaluates: whether
@@ -53,37 +55,30 @@ class Course:
     def lines(self) -> list[str]:
         """All of it in one line; and a warning where restart points are asked for and none comes before the end."""
         schedule = self.schedule
-        when = [f"{_counted(self.points, 'restart point')} before the end, {_every(schedule.steps)}"]
-        when = when if schedule.steps else []
+        when = []
+        if schedule.steps:
+            often = "every step" if schedule.steps == 1 else f"every {schedule.steps} steps"
+            when.append(f"{_counted(self.points, 'restart point')} before the end, {often}")
         if schedule.minutes:
             when.append(f"a restart point every {schedule.minutes:g} minutes")
         if schedule.keep_best:
             when.append("one wherever an evaluation finds a better score")
         said = f"{_counted(self.evaluations, 'evaluation')}; {' and '.join(when) or NO_POINTS}"
-        told = [f"the run: {_counted(self.steps, 'step')}, {_epochs(self.epochs)}; {said}"]
+        epochs = f"{self.epochs:.2f}".rstrip("0").rstrip(".")
+        line = f"the run: {_counted(self.steps, 'step')}, {epochs} epoch{'' if epochs == '1' else 's'}; {said}"
         if self.points or schedule.minutes or schedule.keep_best or not schedule.steps:
-            return told
+            return [line]
         why = f"--save_steps {schedule.steps}, and the run has {self.steps}"
         often = max(1, self.steps // (POINTS + 1))
         advice = f"Give --save_steps {often}, or --save_minutes" if self.steps > 1 else "Give --save_minutes"
         return [
-            *told,
+            line,
             f"warning: no restart point before the last step ({why}): a run that dies begins anew. {advice}.",
         ]
 
 
 def _counted(count: int, noun: str) -> str:
     return f"{count or 'no'} {noun}{'' if count == 1 else 's'}"
-
-
-def _every(steps: int) -> str:
-    return "every step" if steps == 1 else f"every {steps} steps"
-
-
-def _epochs(epochs: float) -> str:
-    """ "1 epoch", "0.37 epochs"; a run's last rows that are too few for a step do not count against it."""
-    told = f"{epochs:.2f}".rstrip("0").rstrip(".")
-    return f"{told} epoch{'' if told == '1' else 's'}"
 
 
 ARROW = {"texts": "what is learned begins", "pairs": "an answer begins", "prompts": "the actor goes on"}
@@ -141,16 +136,16 @@ def supervised_lines(
     return [
         f"{counted(examples, noun, held_out)}; {args.total_steps(len(examples))} steps on "
         f"{distributed.ranks_in_words()}",
-        *supervised_course(args, len(examples)).lines(),
+        *supervised_schedule(args, len(examples)).lines(),
         *too_long(examples, noun, "--max_seq_len", args, tokenizer, [args.model_name_or_path]),
         *model_notes(args, "model_name_or_path"),
     ]
 
 
-def supervised_course(args: SupervisedFlags, examples: int) -> Course:
+def supervised_schedule(args: SupervisedFlags, examples: int) -> RunSchedule:
     """The steps of a whole run over so many examples, also of one that goes on."""
     total, an_epoch = args.total_steps(examples), args.steps_per_epoch(examples)
-    return Course(total, total / an_epoch, args.schedule(), lambda step: args.evaluates(step, examples))
+    return RunSchedule(total, total / an_epoch, args.schedule(), lambda step: args.evaluates(step, examples))
 
 
 def first_lines(args: RLHFFlags, plan: Plan, changed: dict) -> str:
@@ -218,7 +213,7 @@ def plan_lines(args: RLHFFlags, plan: Plan) -> list[str]:
     return [
         f"{counted(plan.prompts, 'prompts', plan.held_out, args.num_eval_prompts)}{blocks}; {plan.total_steps} steps "
         f"of {args.rows_per_rank * distributed.world_size()} responses on {distributed.ranks_in_words()}",
-        *course(args, plan).lines(),
+        *run_schedule(args, plan).lines(),
         *dynamic_sampling_line(plan.dialect),
         *pretraining_lines(args),
         *too_long(
@@ -251,7 +246,7 @@ def pretraining_lines(args: RLHFFlags) -> list[str]:
     return [f"before the first step the critic is pretrained: {steps} steps of {responses} responses of the SFT model"]
 
 
-def course(args: RLHFFlags, plan: Plan) -> Course:
+def run_schedule(args: RLHFFlags, plan: Plan) -> RunSchedule:
     """The steps of the whole run, also of one that goes on."""
 
     def evaluates(step: int) -> bool:
@@ -259,7 +254,7 @@ def course(args: RLHFFlags, plan: Plan) -> Course:
 
     drawn = args.per_device_generation_batch_size * args.generation_batches * distributed.world_size()
     epochs = plan.last_step * drawn / len(plan.prompts)
-    return Course(plan.last_step, epochs, args.schedule(), evaluates if plan.held_out is not None else None)
+    return RunSchedule(plan.last_step, epochs, args.schedule(), evaluates if plan.held_out is not None else None)
 
 
 def changes_since(plan: Plan) -> list[str]:
@@ -267,3 +262,62 @@ def changes_since(plan: Plan) -> list[str]:
     if plan.resume is None:
         return []
     return plan.resume.lines() + plan.conditions.changes_since(Conditions.read(plan.resume.state))
+
+
+# Rows as the model is shown them.
+
+LONGEST = 160  # characters of one text; what is longer loses its middle
+SIDES = ("chosen", "rejected")
+
+
+def shown_rows(
+    rows: FittedRows, tokenizer, each: int, kinds: Sequence[str] = (WHOLE, CUT, DROPPED, EQUAL, EMPTY)
+) -> list[str]:
+    """Lines on the first `each` rows (at most NOTED of fitted_rows.py) of each of these kinds."""
+    return [
+        line
+        for kind in kinds
+        for number in rows.noted.get(kind, [])[:each]
+        for line in _shown_lines(kind, place_of(rows.source, number), rows.fit(rows.source[number]), tokenizer)
+    ]
+
+
+def _shown_lines(kind: str, place: str, fit: Fit, tokenizer) -> list[str]:
+    left = len(fit.prompt) + max(map(len, fit.answers), default=0)
+    size = {CUT: f"{left:,} of {fit.needed:,} tokens", WHOLE: f"{fit.needed:,} tokens"}.get(kind, fit.reason)
+    cut, ends = _cut(fit.gap, fit.lost), fit.ends_lost or [0] * len(fit.answers)
+    if kind == EMPTY:
+        texts = []
+    elif not fit.answers:
+        texts = [_marked(fit.prompt, cut, tokenizer) + " ->"]
+    elif len(fit.answers) == 1:
+        (ids,) = fit.sequences
+        texts = [_marked(ids, [*cut, (fit.learned, "->"), *_cut(len(ids), ends[0])], tokenizer)]
+    else:
+        texts = ["prompt: " + _marked(fit.prompt, cut, tokenizer)] + [
+            f"{side}: -> " + _marked(ids, _cut(len(ids), lost), tokenizer, len(fit.prompt))
+            for side, ids, lost in zip(SIDES, fit.sequences, ends)
+        ]
+    return [f"{kind}, {place}: {size}", *(f"  {text}" for text in texts)]
+
+
+def _cut(position: int, count: int) -> list[tuple[int, str]]:
+    return [(position, f"[{count:,} token{'s' * (count > 1)} cut]")] if count else []
+
+
+def _marked(ids: list[int], marks: list[tuple[int, str]], tokenizer, start: int = 0) -> str:
+    """The text of the ids from position `start` on, with the words of `marks` put in at their positions."""
+    words, told = [], 0
+    for position in sorted({start, *(position for position, _ in marks), len(ids)}):
+        text = tokenizer.decode(ids[:position], clean_up_tokenization_spaces=False)  # not alone: spaces would be lost
+        words += [_shortened(text[told:])] * (position > start and len(text) > told)
+        words += [word for place, word in marks if place == position]
+        told = len(text)
+    return " ".join(words)
+
+
+def _shortened(text: str) -> str:
+    if len(text) > LONGEST:
+        half = LONGEST // 2
+        return f"{text[:half]!r} ... {text[-half:]!r}"
+    return repr(text)
