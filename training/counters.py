@@ -2,8 +2,8 @@
 
 import math
 
+from engine.algo.schedules import lr_factor
 from engine.algorithms import Dialect
-from engine.optim import lr_factor
 
 
 class Counters:
