@@ -33,8 +33,8 @@ setup(
     package_data={
         DS_CONFIGS: ["*.json"],
         PAGES: ["from_*.md"],
-        "training.pages": ["*.css", "*.js"],
-        "training.serve": ["page.html"],
+        "training.tools.pages": ["*.css", "*.js"],
+        "training.tools.serve": ["page.html"],
     },
     python_requires=">=3.11",
     install_requires=[

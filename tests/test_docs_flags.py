@@ -8,14 +8,14 @@ import pytest
 
 from engine.algorithms import Dialect
 from tests.training.config.command_lines import REQUIRED_FLAGS
-from training.compare.flags import CompareFlags
 from training.config import other_systems
 from training.config.other_systems import HEADINGS, rows
 from training.config.parsing import STEPS, parse_flags
 from training.config.step3 import MemoryFlags, RLHFFlags
 from training.config.supervised import RewardFlags, SFTFlags
-from training.merge.flags import MergeFlags
-from training.serve.flags import ServeFlags
+from training.tools.compare.flags import CompareFlags
+from training.tools.merge.flags import MergeFlags
+from training.tools.serve.flags import ServeFlags
 
 DOCS = Path(__file__).parents[1] / "docs"
 PAGES = (

@@ -20,12 +20,12 @@ from engine.models.loading import load_policy
 from engine.rlhf_engine import RLHFEngine
 from scripts.comparison.tasks import known_words
 from training.config.step3 import RLHFFlags
-from training.measuring import policy_measures
 from training.reporting.evaluation import Evaluator
 from training.runtime.agreement import agreed
 from training.runtime.plan import make_plan
 from training.runtime.startup import leave, run
 from training.step3_rlhf import build_evaluator, build_trainer, choose_rollouts
+from training.tools.measuring import policy_measures
 
 
 def put_weights(models: RLHFEngine, sft: dict[str, Tensor], folder: str, scale: float) -> None:

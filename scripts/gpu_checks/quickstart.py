@@ -4,7 +4,7 @@ from pathlib import Path
 
 from scripts.gpu_checks.check import Trial
 from scripts.gpu_checks.models import metrics_of, program
-from training.toy import model, reviews
+from training.tools.toy import model, reviews
 
 LEAST_RISE = 1.0  # of the held-out score, in its standard deviations over the SFT model's responses
 STEPS = 30

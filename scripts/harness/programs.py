@@ -114,7 +114,7 @@ def launch_words(step: int, words: list[str], ranks: int = 2) -> Result:
 
 
 def launch_module(module: str, flags: dict, ranks: int) -> Result:
-    """The same of a program that is a module, `deepspeed --module training.merge`; raises TimeoutError."""
+    """The same of a program that is a module, `deepspeed --module training.tools.merge`; raises TimeoutError."""
     return ended(begun(by_deepspeed("--module", [module, *command_line(flags)], ranks), ranks, **PIPES))
 
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 from engine.models.reading import read_tokenizer
 from engine.zero.config import EngineConfig
-from training.measuring import read_held_out
-from training.merge.flags import MergeFlags
-from training.merge.frontier import Frontier
-from training.merge.weights import MergedWeights, stored_weights
+from training.tools.measuring import read_held_out
+from training.tools.merge.flags import MergeFlags
+from training.tools.merge.frontier import Frontier
+from training.tools.merge.weights import MergedWeights, stored_weights
 
 
 def reward(prompts: list[str], responses: list[str]) -> list[float]:

@@ -13,7 +13,7 @@ from engine.distributed import RankGroup
 from engine.errors import UserError
 from training.config.parsing import parse_flags
 from training.config.step3 import RLHFFlags
-from training.preflight import facts, preflight
+from training.tools.preflight import facts, preflight
 
 
 def looked(words: list[str], broken: list[str]) -> dict[str, tuple[int | str | None, str]]:

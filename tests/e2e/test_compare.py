@@ -14,8 +14,8 @@ from engine.experience_maker import ExperienceMaker
 from scripts.harness.models import make_adapter, make_causal_lm
 from scripts.harness.programs import Result, assert_one_message, command_line, launch_module, run_here, snapshot
 from tests.distributed import plain
-from training.compare import __main__ as compare
 from training.runtime.startup import run
+from training.tools.compare import __main__ as compare
 
 
 @pytest.fixture(scope="module")

@@ -11,8 +11,8 @@ from transformers import AutoTokenizer
 from engine.models.loading import new_scorer
 from engine.models.saving import save_model
 from engine.zero.gathering import full_state
-from training.toy import model as builtin_model
-from training.toy import reviews as builtin_reviews
+from training.tools.toy import model as builtin_model
+from training.tools.toy import reviews as builtin_reviews
 
 README = Path(__file__).parents[2] / "README.md"
 

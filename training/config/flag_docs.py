@@ -8,13 +8,13 @@ import types
 import typing
 
 from engine.algorithms import Dialect
-from training.compare.flags import CompareFlags
 from training.config.algorithm import DIALECT_FLAGS
 from training.config.flags import REQUIRED, ProgramFlags
 from training.config.step3 import RLHFFlags
 from training.config.supervised import RewardFlags, SFTFlags
-from training.merge.flags import MergeFlags
-from training.serve.flags import ServeFlags
+from training.tools.compare.flags import CompareFlags
+from training.tools.merge.flags import MergeFlags
+from training.tools.serve.flags import ServeFlags
 
 HEAD = """# Flags
 

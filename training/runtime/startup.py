@@ -71,7 +71,7 @@ def run(main: Callable, arguments_class: type, description: str, argv: Sequence[
         environment.check_meeting_point()
         environment.check_gpus()
         if args.preflight:
-            from training.preflight import preflight
+            from training.tools.preflight import preflight
 
             return preflight.run(args)
     except UserError as error:
@@ -86,7 +86,7 @@ def run(main: Callable, arguments_class: type, description: str, argv: Sequence[
 def _in_group(main: Callable, args: RunFlags, watch: Watch) -> int:
     """Join the process group and call `main(args)`; no end but the run's own passes for success."""
     from engine.zero.communication import init
-    from training.preflight import preflight
+    from training.tools.preflight import preflight
 
     try:
         with phase(JOINING):

@@ -8,13 +8,13 @@ import pytest
 from engine.errors import UserError
 from scripts.harness.models import make_causal_lm
 from tests.training.config.command_lines import REQUIRED_FLAGS, parse, refusal
-from training.compare.flags import CompareFlags
 from training.config.flags import TokenizerFlags
 from training.config.step3 import RLHFFlags
 from training.config.supervised import RewardFlags, SFTFlags
-from training.merge.flags import MergeFlags
-from training.preflight.facts import inputs_of
-from training.serve.flags import ServeFlags
+from training.tools.compare.flags import CompareFlags
+from training.tools.merge.flags import MergeFlags
+from training.tools.preflight.facts import inputs_of
+from training.tools.serve.flags import ServeFlags
 
 OWN = "own {% for m in messages %}{{ m.content }}{% endfor %}"
 GIVEN = "given {% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"

@@ -12,9 +12,9 @@ from scripts.harness import free_port
 from scripts.harness.programs import Tiny, command_line
 from training import step3_rlhf
 from training.config.step3 import RLHFFlags
-from training.preflight import preflight
 from training.runtime import joining, startup, watch
 from training.runtime.joining import MeetingPoint
+from training.tools.preflight import preflight
 
 
 def test_a_file_that_one_host_lacks_is_told_where_the_others_wait(tmp_path, monkeypatch, capfd):

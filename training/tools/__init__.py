@@ -1,0 +1,1 @@
+"""Programs beside the three steps: nothing of these imports them, but for --preflight of a run."""

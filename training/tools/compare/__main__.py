@@ -1,0 +1,229 @@
+"""Compare: which of several models is better, at what, and how sure that is; all answer the same held-out prompts.
+
+    python -m training.compare --models sft=out/sft ppo=out/ppo ema=out/ppo/actor_ema --data_path prompts.jsonl \\
+        --reward_model_name_or_path out/reward --output_dir comparison
+
+    deepspeed --num_gpus 8 --module training.tools.compare ...                      # on several ranks, the same flags
+
+Writes OUTPUT_DIR/comparison.json and comparison.html, a page that needs nothing beside it.
+"""
+
+import gc
+import json
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+
+import training.runtime.import_errors  # noqa: F401  before what may not be there
+from engine import distributed
+from engine.models.places import base_of
+from engine.models.reading import read_config
+from engine.models.weight_files import weights_folder
+from engine.reward.base import CombinedReward, RewardModel, RewardSource
+from engine.rollout import RolloutBackend
+from engine.whole_files import write_whole
+from engine.zero.accelerator import on_gpu
+from engine.zero.engines import FrozenModel
+from engine.zero.gathering import full_shape
+from training.config.reward import check_columns, function_source, load_given
+from training.runtime.agreement import agreed, checked
+from training.runtime.models import check_positions
+from training.runtime.output_folder import check_shared
+from training.runtime.phases import phase
+from training.runtime.startup import check_run, leave, run
+from training.tools.compare.flags import CompareFlags
+from training.tools.compare.measures import Sample
+from training.tools.compare.models import Model, config_of, exported, located, named
+from training.tools.compare.report import Comparison, content, page, table
+from training.tools.measuring import (
+    HeldOut,
+    Measuring,
+    check_answering,
+    check_same_tokens,
+    check_scoring,
+    read_held_out,
+    stored_names,
+)
+from training.tools.merge.weights import stored_weights
+
+DATA, PAGE = "comparison.json", "comparison.html"
+OF_FILES = {"_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype", "use_cache"}
+"""What configurations of one architecture may differ in."""
+
+
+def main(args: CompareFlags) -> None:
+    """Check everything, have each model answer, compare, write."""
+    models = checked(lambda: check(args))
+    if args.dry_run:
+        print(f"{len(models)} models with one tokenizer; a dry run compares and writes nothing")
+        return
+    check_shared(args.output_dir)
+    with phase("saving models"), exported(models, args.output_dir) as folders:
+        checked(lambda: check_models(args, folders))
+        comparison = measure(args, folders)
+    if distributed.is_main():
+        report(args, comparison)
+
+
+def check(args: CompareFlags) -> list[Model]:
+    """Where the models stand, after a look at all that can be wrong; by one process. Raises: UserError."""
+    check_run(args)
+    models = [located(name, path) for name, path in named(args.models).items()]
+    first, *others = [(model.what, config_of(model)) for model in models]
+    for other in others:
+        why = "Models are compared by what they make of the same tokens: give models with one tokenizer."
+        check_same_tokens(first, other, why, args.trust_remote_code)
+    check_models(args, models)
+    check_scoring(args, args.read_tokenizer(first[1], first[0]))
+    functions_of(args)
+    return models
+
+
+def check_models(args: CompareFlags, models: Sequence[Model]) -> None:
+    """Raise UserError where one cannot answer; of a restart point only what can be seen before it is exported."""
+    for model in models:
+        if model.is_point:
+            config = read_config(config_of(model), model.what, args.trust_remote_code)
+            check_positions(config, f"{model.what} {model.given}", **args.lengths)
+        else:
+            check_answering(args, model.path, model.what)
+
+
+def measure(args: CompareFlags, models: Sequence[Model]) -> Comparison:
+    """Every model's responses, and what they say of it; a line for each as it comes (all ranks call this)."""
+    first = models[0]
+    with phase("reading data"):
+        tokenizer = args.read_tokenizer(first.path, first.what)
+        held_out = agreed(lambda: read_held_out(args, tokenizer))
+        checked(lambda: check_columns(functions_of(args), {"the held-out prompts": held_out.prompts}))
+    with phase("loading models"):
+        answering = Answering(args, held_out, first)
+    samples, prompts = {}, []
+    for model in models:
+        with phase("evaluating"):
+            prompts, samples[model.name] = answering.samples(model)
+        if distributed.is_main():
+            print(f"{model.name}: {len(samples[model.name]):,} responses to {len(prompts):,} prompts", flush=True)
+    return Comparison(args, models, answering.rewards, prompts, samples)
+
+
+class Answering(Measuring):
+    """Every model's responses to the held-out prompts, scored, with their KL to the first model.
+
+    The first model stays loaded, since it is asked for log-probs of all others' responses. The others take turns:
+    weights of one architecture are put into one engine, each read once; a model of another one gets an engine of its
+    own.
+
+    rewards: names, in the order of the flags.
+    """
+
+    args: CompareFlags
+
+    def __init__(self, args: CompareFlags, held_out: HeldOut, first: Model):
+        super().__init__(args, args.spec_of(first.path), held_out)
+        self.first, self.rewards = first, reward_names(args)
+        tokenizer, rows = held_out.tokenizer, held_out.rows
+        sources: list[RewardSource] = [
+            *(RewardModel(scorer) for scorer in self.scorers),
+            *(function_source(function, given, tokenizer, rows) for given, function in functions_of(args).items()),
+        ]
+        # The score is the first one's; the others are measured beside it.
+        self.reward = CombinedReward({str(place): (one, float(place == 0)) for place, one in enumerate(sources)})
+        self.policy: FrozenModel | None = None
+        self.rollouts: RolloutBackend | None = None
+
+    def samples(self, model: Model) -> tuple[list[str], list[Sample]]:
+        """The prompts, and a model's samples by prompt and then by number, the same on all ranks (all call this).
+
+        Raises: RunStopped for scores or KL that are not finite.
+        """
+        policy = self._policy(model)
+        if self.rollouts is None:
+            self.rollouts = self.rollouts_of(policy, decoding="auto")
+        evaluator = self.evaluator_of(
+            policy,
+            model.path,
+            self.reward,
+            self.rollouts,
+            forward_passes=True,
+            greedy=self.args.greedy,
+            samples=self.args.num_samples_per_prompt,
+        )
+        answers = evaluator.answers(1)
+        samples = [
+            Sample(
+                response=row["response"],
+                scores={name: row[f"reward_{place}"] for place, name in enumerate(self.rewards)},
+                kl=row["kl"],
+                tokens=row["tokens"],
+                ended=ended,
+            )
+            for row, ended in zip(answers.rows, answers.ended, strict=True)
+        ]
+        return [row["prompt"] for row in answers.rows[:: evaluator.samples]], samples
+
+    def _policy(self, model: Model) -> FrozenModel:
+        """An engine with this model's weights."""
+        if model == self.first:
+            return self.reference
+        if self.policy is None or not self._taken(self.policy, model):
+            self.policy = self.rollouts = None
+            for one in (self.reference, *self.scorers):
+                one.copies = None  # which may hold the weights of the engine that goes
+            gc.collect()
+            if on_gpu():
+                torch.cuda.empty_cache()
+            self.policy = self.loaded(model.path, "actor")
+        return self.policy
+
+    def _taken(self, policy: FrozenModel, model: Model) -> bool:
+        """Whether the engine could take this model's weights in place of its own, and has done so."""
+        trusted, module = self.args.trust_remote_code, policy.module.model
+        config = read_config(model.path, model.what, trusted)
+        one, other = (
+            {name: value for name, value in each.to_dict().items() if name not in OF_FILES}
+            for each in (config, module.config)
+        )
+        if one != other or not weights_folder(base_of(model.path, model.what)):
+            return False
+        weights = stored_weights(model.path, model.what, trusted)
+        names = stored_names(module, weights)
+        if names is None or any(weights[names[name]].shape != full_shape(p) for name, p in module.named_parameters()):
+            return False
+        policy.take(lambda name: weights[names[name]])
+        return True
+
+
+def reward_names(args: CompareFlags) -> list[str]:
+    """How each reward is called: by its model's folder, or its function; with a number where another has the name."""
+    found: list[str] = []
+    functions = [re.sub(r"\W", "_", given.rpartition(":")[2]) for given in args.reward_function]
+    for name in [*(Path(path).name for path in args.reward_models), *functions]:
+        same = sum(other == name or other.startswith(f"{name} (") for other in found)
+        found.append(f"{name} ({same + 1})" if same else name)
+    return found
+
+
+def functions_of(args: CompareFlags) -> dict[str, Callable]:
+    """The reward functions, as they are given. Raises: UserError for one that cannot be loaded."""
+    return {given: load_given(given, args) for given in args.reward_function}
+
+
+def report(args: CompareFlags, comparison: Comparison) -> None:
+    """Print the table and write the files."""
+    folder = Path(args.output_dir)
+    write_whole(folder / DATA, json.dumps(content(comparison), indent=1, ensure_ascii=False) + "\n")
+    write_whole(folder / PAGE, page(comparison))
+    print(f"\n{table(comparison)}\n\n{folder / PAGE} shows it with all responses, {DATA} has all numbers")
+
+
+def program() -> NoReturn:
+    """Compare by this process's command line, and end the process."""
+    leave(run(main, CompareFlags, __doc__.splitlines()[0]))
+
+
+if __name__ == "__main__":
+    program()

@@ -1,0 +1,84 @@
+"""The flags of the comparison program."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from engine.errors import UserError
+from training.config.flags import REQUIRED, flag
+from training.config.models import check_format, refuse_twice
+from training.tools.compare.models import named
+from training.tools.flags import MeasuringFlags
+
+
+@dataclass(kw_only=True)
+class CompareFlags(MeasuringFlags):
+    """Which models are compared, on which prompts, and by which rewards."""
+
+    program: ClassVar[str] = "comparison"
+
+    num_eval_prompts: int = flag(
+        256, "how many held-out prompts are answered by each model", least=2, group="measuring"
+    )
+    models: list[str] = flag(
+        REQUIRED,
+        "two or more, NAME=PATH or PATH: saved folders of whole models or adapters, restart points, output folders of "
+        "runs (their actor), or names on the Hub. The others are compared with the first",
+        group="models",
+    )
+    num_samples_per_prompt: int = flag(1, "responses of each model to each prompt", least=1)
+    greedy: bool = flag(False, "take the most likely token, and draw none")
+
+    reward_model_name_or_path: list[str] = flag(
+        [],
+        "reward models; each has scores and win rates of its own, and the first one decides the order",
+        group="rewards",
+    )
+    reward_function: list[str] = flag(
+        [], "functions or RewardSource classes, or built-in ones, as in step 3; they come behind the reward models"
+    )
+    answer_column: str | None = flag(
+        None,
+        "the column with the right answers, for math_verify; by default answer",
+        only_with="reward_function=math_verify",
+    )
+    response_format: str | None = flag(
+        None,
+        "the regular expression that whole responses have to match, for format",
+        only_with="reward_function=format",
+    )
+
+    def validate(self) -> None:
+        """Raise UserError for values that cannot work, alone or together."""
+        super().validate()
+        paths = named(self.models)
+        if len(paths) < 2:
+            raise UserError(
+                f"--models {' '.join(self.models)}: that is one model. Give two or more, the first of "
+                "which the others are compared with."
+            )
+        if self.greedy and self.temperature != 1.0:
+            raise UserError(
+                f"--greedy and --temperature {self.temperature:g}: greedily nothing is drawn. Give one of them."
+            )
+        if self.greedy and self.num_samples_per_prompt > 1:
+            raise UserError(
+                f"--greedy with --num_samples_per_prompt {self.num_samples_per_prompt}: all of them would be the same. "
+                "Leave one of them out."
+            )
+        if not self.reward_models and not self.reward_function:
+            raise UserError(
+                "there is nothing to judge by: give --reward_model_name_or_path, --reward_function, or both."
+            )
+        refuse_twice(self, "reward_model_name_or_path")
+        refuse_twice(self, "reward_function")
+        check_format(self.response_format)
+
+    @property
+    def reward_models(self) -> Sequence[str]:
+        """Their paths."""
+        return self.reward_model_name_or_path
+
+    def read_paths(self) -> dict[str, list[str]]:
+        """The compared models, too."""
+        return {"models": list(named(self.models).values()), **super().read_paths()}

@@ -1,0 +1,231 @@
+"""Finished models that answer held-out prompts and are scored: what merging and comparing models have in common.
+
+measuring = Measuring(args, args.spec_of("out/sft"), read_held_out(args, tokenizer))
+policy = measuring.loaded("out/actor", "actor")
+evaluator = measuring.evaluator_of(policy, "out/actor", reward, measuring.rollouts_of(policy))
+metrics, rows = evaluator.run(1)
+"""
+
+import dataclasses
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch.utils.data import ConcatDataset
+from transformers import PreTrainedModel
+
+from engine.algorithms import Algorithm, Dialect, end_token_id
+from engine.engine_spec import EngineSpec
+from engine.errors import UserError
+from engine.experience_maker import ExperienceMaker
+from engine.models.checking import check_policy, check_scorer, check_vocabularies
+from engine.models.checking import check_rows as check_embedding
+from engine.models.loading import load_policy, load_scorer
+from engine.models.reading import CLASSIFIER, LANGUAGE_MODEL, read_config, read_tokenizer, vocabulary_size
+from engine.models.weight_files import listed, stored_name
+from engine.reference import EngineReference
+from engine.reward.base import RewardSource
+from engine.rlhf_engine import frozen_model
+from engine.rollout import RolloutBackend, SamplingConfig, build_rollouts
+from engine.rollout.families import check_attention
+from engine.zero.communication import init
+from engine.zero.engines import FrozenModel
+from training.data.examples import Prompts, prompt_fit
+from training.data.forms import PROMPTS, SFT
+from training.data.rows import load_rows
+from training.reporting.evaluation import Evaluator
+from training.reporting.variety import distinct_bigrams, known_share, words_of
+from training.runtime.models import check_positions, generation_stops
+from training.tools.flags import MeasuringFlags
+
+DIALECT = Dialect(name="measured", critic_start="none", critic_lr=0.0, advantage_estimator="rloo", samples_per_prompt=2)
+"""Responses up to EOS, and log-probs at the temperature that they are drawn at. Nothing is learned by its estimator."""
+REWARD_MODEL = "--reward_model_name_or_path"
+
+
+@dataclass(frozen=True, slots=True)
+class HeldOut:
+    """The prompts that are answered, the tokenizer, what stands before them for a reward function, known words."""
+
+    prompts: Prompts
+    tokenizer: object
+    rows: ConcatDataset
+    first_index: int
+    known: frozenset[str]
+
+
+def check_answering(args: MeasuringFlags, path: str, what: str) -> None:
+    """Raise UserError, naming `what` (a flag), where a model cannot answer prompts as these flags have them."""
+    trusted = args.trust_remote_code
+    config = check_policy(path, what, trusted)
+    check_embedding(args.read_tokenizer(path, what), config, path, what)
+    check_attention(path, what, trusted)
+    args.check_attention(path, LANGUAGE_MODEL, what)
+    check_positions(config, f"{what} {path}", **args.lengths)
+
+
+def check_scoring(args: MeasuringFlags, tokenizer) -> None:
+    """Raise UserError where a reward model cannot score responses of this tokenizer's."""
+    trusted = args.trust_remote_code
+    for path in args.reward_models:
+        check_scorer(path, REWARD_MODEL, trusted)
+        check_vocabularies(tokenizer, path, REWARD_MODEL, trusted)
+        args.check_attention(path, CLASSIFIER, REWARD_MODEL)
+        check_positions(read_config(path, REWARD_MODEL, trusted), f"{REWARD_MODEL} {path}", **args.lengths)
+
+
+def read_held_out(args: MeasuringFlags, tokenizer, known_texts: Sequence[str] = ()) -> HeldOut:
+    """The held-out prompts that step 3 has with the same flags of data, and the words that are known.
+
+    known_texts: data sets as step 1 reads them, whose words are known beside those of the prompts.
+    Raises: UserError for data that are not there, cannot be read or are too few.
+    """
+    fit = prompt_fit(tokenizer, args.max_prompt_seq_len, args.overlong)
+    parts = args.load_rows(
+        PROMPTS,
+        tokenizer,
+        fit,
+        held_out=args.num_eval_prompts,
+        eval_limit=args.num_eval_prompts,
+        held_out_flag="--num_eval_prompts",
+    )
+    rest, held_out = (
+        Prompts(rows, tokenizer, args.max_prompt_seq_len, args.overlong, args.cache) if len(rows) else None
+        for rows in parts
+    )
+    assert held_out is not None, "load_rows gives as many as are asked for, or says that they are too few"
+    known = words_of(row["prompt"] for rows in parts for row in rows)
+    for path in known_texts:
+        texts, _ = load_rows(path, SFT, tokenizer, phase=args.phase, seed=args.seed)
+        known |= words_of(text for row in texts for text in row.values())
+    rows = ConcatDataset([prompts.rows for prompts in (rest, held_out) if prompts is not None])
+    return HeldOut(held_out, tokenizer, rows, len(rest) if rest is not None else 0, frozenset(known))
+
+
+class Measuring:
+    """Finished models that answer the held-out prompts and are scored.
+
+    reference: the model at `spec.actor_path`, to which KL is measured. scorers: the reward models, in the flags' order.
+    """
+
+    def __init__(self, args: MeasuringFlags, spec: EngineSpec, held_out: HeldOut):
+        init()
+        self.args, self.spec, self.held_out = args, spec, held_out
+        self.reference = self.loaded(spec.actor_path, "reference")
+        self.scorers = [self.loaded(path, "reward", load_scorer) for path in args.reward_models]
+
+    def loaded(self, path: str, role: str, load: Callable = load_policy) -> FrozenModel:
+        """An engine of what stands at `path`, configured as the spec has this role."""
+        return frozen_model(load, path, getattr(self.spec, role), self.spec)
+
+    def rollouts_of(self, policy: FrozenModel, decoding: str = "plain") -> RolloutBackend:
+        """How responses are drawn from a policy. decoding: as in Sampler."""
+        return build_rollouts(
+            "auto",
+            policy,
+            self.held_out.tokenizer,
+            others=[one for one in (self.reference, *self.scorers) if one is not policy],
+            rows_at_once=self.args.per_device_eval_batch_size,
+            row_length=self.args.max_prompt_seq_len + self.args.max_answer_seq_len,
+            decoding=decoding,
+            training=0,
+        )
+
+    def evaluator_of(
+        self,
+        policy: FrozenModel,
+        path: str,
+        reward: RewardSource,
+        rollouts: RolloutBackend,
+        *,
+        forward_passes: bool = False,
+        greedy: bool = False,
+        samples: int = 1,
+    ) -> Evaluator:
+        """What has a policy answer the held-out prompts and its responses scored.
+
+        path: where the policy stands, whose generation_config says what ends a response. forward_passes: whether
+        log-probs are a forward pass's though the sampler's would be the same within rounding. greedy: the most likely
+        token is taken and none drawn; log-probs are those at temperature 1. samples: responses to each prompt.
+        """
+        tokenizer, dialect = self.held_out.tokenizer, dataclasses.replace(DIALECT, temperature=self.args.temperature)
+        algorithm = Algorithm(
+            dialect, pad_token_id=tokenizer.pad_token_id, end_token_id=end_token_id(tokenizer, dialect)
+        )
+        maker = ExperienceMaker(
+            actor=policy,
+            critic=None,
+            reference=EngineReference(self.reference),
+            reward=reward,
+            algorithm=algorithm,
+            micro_batch_size=self.args.per_device_eval_batch_size,
+            exact_sampler=not forward_passes and self.args.dtype == "fp32" and rollouts.computes_as_actor,
+            padded=not policy.module.packs,
+        )
+        sampling = SamplingConfig.of(
+            dialect,
+            generation_stops(path, tokenizer, self.args.trust_remote_code),
+            str(self.args.dtype),
+            max_new_tokens=self.args.max_answer_seq_len,
+            pad_token_id=tokenizer.pad_token_id,
+            stop_strings=tuple(self.args.stop),
+            seed=self.args.seed,
+            vocabulary_size=vocabulary_size(tokenizer),
+        )
+        return Evaluator(
+            self.held_out.prompts,
+            rollouts=rollouts,
+            experience_maker=maker,
+            sampling=dataclasses.replace(sampling, temperature=0.0) if greedy else sampling,
+            tokenizer=tokenizer,
+            first_index=self.held_out.first_index,
+            samples=samples,
+        )
+
+
+def stored_names(model: PreTrainedModel, weights: Collection[str]) -> dict[str, str] | None:
+    """By which names files have a model's parameters; None where they are arranged otherwise. weights: the files'
+    names."""
+    found = {}
+    for name, _ in model.named_parameters():
+        stored = stored_name(name, model, weights)
+        if stored is None:
+            return None
+        found[name] = stored
+    return found
+
+
+def check_same_tokens(one: tuple[str, str], other: tuple[str, str], why: str, trust_remote_code: bool = False) -> None:
+    """Raise UserError where the model `other` reads texts as other tokens than `one`; each is (flag, path).
+
+    why: what is to be done, the message's last sentence.
+    """
+    (own_flag, own_path), (flag, path) = one, other
+    own, found = (
+        read_tokenizer(place, name, trust_remote_code=trust_remote_code).get_vocab() for name, place in (one, other)
+    )
+    if own != found:
+        differing = sorted(token for token in own.keys() | found.keys() if own.get(token) != found.get(token))
+        raise UserError(
+            f"{flag} {path}: its vocabulary is another one than that of {own_flag} {own_path} ({len(found)} and "
+            f"{len(own)} tokens; {listed(differing)}). {why}"
+        )
+
+
+def policy_measures(metrics: Mapping[str, float], rows: Sequence[dict], known: Collection[str]) -> dict[str, float]:
+    """What is kept of an evaluation.
+
+    metrics, rows: of the Evaluator. known: words that are known. Returns: score and KL with standard errors; tokens of
+    a response; distinct_bigrams: distinct pairs of neighbouring words for each token drawn; known_words: the share of
+    all words that are known.
+    """
+    responses = [row["response"] for row in rows]
+    tokens = sum(row["tokens"] for row in rows)
+    return {
+        "score": metrics["eval/score"],
+        "score_se": metrics.get("eval/score_se", 0.0),
+        "kl": metrics["eval/kl"],
+        "kl_se": metrics.get("eval/kl_se", 0.0),
+        "tokens": metrics["eval/response_length"],
+        "distinct_bigrams": distinct_bigrams(responses) / max(tokens, 1),
+        "known_words": known_share(responses, known),
+    }

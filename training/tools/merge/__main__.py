@@ -1,0 +1,169 @@
+"""Merge: SFT + scale x change of one or several trained models; measure scales on held-out prompts, save one of them.
+
+    python -m training.merge --sft_model_name_or_path sft --trained_model_name_or_path out/actor \\
+        --data_path prompts.jsonl --reward_model_name_or_path reward --max_kl 10 --output_dir merged
+
+    deepspeed --num_gpus 8 --module training.tools.merge ...                        # on several ranks, the same flags
+    python -m training.merge ... --scale 1.3 --output_dir merged              # without prompts: merge and save
+
+Writes OUTPUT_DIR/frontier.json, frontier.png, samples/scale_S.jsonl, and model/ where --scale or --max_kl chooses one.
+"""
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+import training.runtime.import_errors  # noqa: F401  before what may not be there
+from engine import distributed
+from engine.errors import RunStopped
+from engine.models.checking import check_policy
+from engine.whole_files import write_whole
+from training.config.reward import load_function
+from training.reporting.evaluation import write_rows
+from training.runtime.agreement import agreed, checked
+from training.runtime.output_folder import check_shared
+from training.runtime.phases import phase
+from training.runtime.startup import check_run, leave, run
+from training.tools.measuring import check_answering, check_same_tokens, check_scoring, read_held_out
+from training.tools.merge.flags import MergeFlags
+from training.tools.merge.frontier import Frontier, Point, best_within, draw, table
+from training.tools.merge.weights import (
+    MODEL,
+    SFT,
+    TRAINED,
+    MergedWeights,
+    check_change,
+    check_paths,
+    check_weights,
+    save_merged,
+    stored_weights,
+)
+
+
+def main(args: MergeFlags) -> None:
+    """Check everything, measure what is to be measured, choose, save."""
+    checked(lambda: check(args))
+    sft, trained = agreed(lambda: read_weights(args))
+    if args.dry_run:
+        print(f"{len(trained)} trained, {len(sft)} weights each, all of one kind; a dry run measures and saves nothing")
+        return
+    check_shared(args.output_dir)
+    points = measure(args, sft, trained) if args.data_path else []
+    choose_and_save(args, sft, trained, points)
+
+
+def check(args: MergeFlags) -> None:
+    """What can be wrong with files and models; looked at by one process. Raises: UserError."""
+    check_run(args)
+    sft, trusted = args.sft_model_name_or_path, args.trust_remote_code
+    check_paths(sft, args.trained_model_name_or_path)
+    for name, path in ((SFT, sft), *((TRAINED, path) for path in args.trained_model_name_or_path)):
+        check_policy(path, name, trusted)
+    for path in args.trained_model_name_or_path:
+        why = "Only models that were trained from one model can be merged."
+        check_same_tokens((SFT, sft), (TRAINED, path), why, trusted)
+    if not args.data_path:
+        return
+    check_answering(args, sft, SFT)
+    check_scoring(args, args.read_tokenizer(sft, SFT))
+    if args.reward_function is not None:
+        load_function(args.reward_function)
+
+
+def read_weights(args: MergeFlags) -> tuple[dict, list[dict]]:
+    """The weights of the SFT model and of the trained ones, by name and without their numbers.
+
+    Raises: UserError where they cannot be merged.
+    """
+    path, trusted = args.sft_model_name_or_path, args.trust_remote_code
+    sft = stored_weights(path, SFT, trusted)
+    trained = [(other, stored_weights(other, TRAINED, trusted)) for other in args.trained_model_name_or_path]
+    check_weights((path, sft), trained, trusted)
+    if distributed.is_main():
+        check_change(sft, trained)
+    return sft, [weights for _, weights in trained]
+
+
+def measure(args: MergeFlags, sft: dict, trained: Sequence[dict]) -> list[Point]:
+    """Each scale's point, printed as it comes, written when all are there (all ranks call this)."""
+    with phase("reading data"):
+        tokenizer = args.read_tokenizer(args.sft_model_name_or_path, SFT)
+        held_out = agreed(lambda: read_held_out(args, tokenizer, args.known_texts_path))
+    with phase("loading models"):
+        frontier = Frontier(args, held_out)
+    points, folder = [], Path(args.output_dir)
+    for scale in args.measured_scales:
+        with phase("evaluating"):
+            point, rows = frontier.at(MergedWeights(sft, trained, scale, args.method))
+        points.append(point)
+        write_rows(folder / "samples" / f"scale_{scale:g}.jsonl", rows)
+        if distributed.is_main():
+            print(f"scale {scale:g}: score {point.score:.3f}, KL {point.kl:.2f} nats a response", flush=True)
+            found = {**source(args), "points": [dataclasses.asdict(point) for point in points]}
+            write_whole(folder / "frontier.json", json.dumps(found, indent=2) + "\n")
+    if distributed.is_main():
+        draw(points, folder / "frontier.png")
+    return points
+
+
+def source(args: MergeFlags) -> dict[str, object]:
+    """What is merged, for files that say so."""
+    return {
+        "sft": args.sft_model_name_or_path,
+        "trained": args.trained_model_name_or_path,
+        "method": args.method,
+        "prompts": args.eval_data_path or args.data_path,
+        "reward_model": args.reward_model_name_or_path,
+        "reward_function": args.reward_function,
+        "seed": args.seed,
+    }
+
+
+def choose_and_save(args: MergeFlags, sft: dict, trained: Sequence[dict], points: Sequence[Point]) -> None:
+    """Print the table; save the model that was asked for (rank 0 does; all ranks call this).
+
+    Raises: RunStopped where no scale is within --max_kl.
+    """
+    scale = args.scale
+    if args.max_kl is not None:
+        best = best_within(points, args.max_kl)
+        scale = best.scale if best is not None else None
+    if distributed.is_main() and points:
+        print(f"\n{table(points, scale)}\n{args.output_dir}/frontier.json and frontier.png have it too", flush=True)
+    if args.max_kl is not None and scale is None:
+        raise RunStopped(
+            f"no scale but 0 is within --max_kl {args.max_kl:g} nats a response, and nothing was saved. Give smaller "
+            "--scales, or raise --max_kl."
+        )
+    if scale is None:
+        if distributed.is_main():
+            print("nothing is saved: --scale S saves one of them, --max_kl K the best within it", flush=True)
+        return
+    point = next((point for point in points if point.scale == scale), None)
+    measured = point and {"score": point.score, "score_se": point.score_se, "kl": point.kl, "kl_se": point.kl_se}
+    note = {**source(args), "scale": scale, "measured": measured}
+    with phase("saving models"):
+        saved = checked(
+            lambda: save_merged(
+                MergedWeights(sft, trained, scale, args.method),
+                args.sft_model_name_or_path,
+                args.read_tokenizer(args.sft_model_name_or_path, SFT),
+                Path(args.output_dir) / MODEL,
+                note,
+                args.max_shard_size,
+                args.trust_remote_code,
+            )
+        )
+    if distributed.is_main():
+        print(f"saved: {saved}, SFT + {scale:g} x the {args.method} change of {len(trained)}", flush=True)
+
+
+def program() -> NoReturn:
+    """Merge by this process's command line, and end the process."""
+    leave(run(main, MergeFlags, __doc__.splitlines()[0]))
+
+
+if __name__ == "__main__":
+    program()

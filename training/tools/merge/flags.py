@@ -1,0 +1,104 @@
+"""The flags of the merge program."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from engine.algo.weight_changes import METHODS
+from engine.engine_spec import EngineSpec
+from engine.errors import UserError
+from training.config.flags import REQUIRED, flag
+from training.tools.flags import MeasuringFlags
+
+FRONTIER = [0.0, 0.25, 0.5, 0.75, 1.0, 1.25, 1.5]
+
+
+@dataclass(kw_only=True)
+class MergeFlags(MeasuringFlags):
+    """Which models are merged, at which scales they are measured and on what, and which one is saved."""
+
+    program: ClassVar[str] = "merge"
+
+    data_path: list[str] = flag(
+        [],
+        "prompts, as in step 3; held-out ones are answered at each scale. Without, nothing is measured, and --scale "
+        "says what is saved",
+        group="data",
+    )
+    sft_model_name_or_path: str = flag(REQUIRED, "the model that training started from", group="models")
+    trained_model_name_or_path: list[str] = flag(
+        REQUIRED, "what was trained from it: saved folders, of whole models or of adapters"
+    )
+    method: str = flag(
+        "linear",
+        "how the changes of several models become one: their mean (linear), or one as long as theirs, along the arc "
+        "between them (slerp; WARP)",
+        choices=METHODS,
+    )
+    scales: list[float] = flag(
+        FRONTIER, "where the line is measured: 0 is the SFT model, 1 the trained one or the mean of several"
+    )
+    scale: float | None = flag(None, "save the model at this scale", group="what is saved")
+    max_kl: float | None = flag(
+        None,
+        "save the model with the best score among those within so many nats a response of the SFT model",
+        above=0,
+        only_with="data_path",
+    )
+    max_shard_size: str = flag("50GB", "larger weight files are split")
+
+    reward_model_name_or_path: str | None = flag(None, "the reward model", only_with="data_path", group="rewards")
+    reward_function: str | None = flag(
+        None,
+        "a function or RewardSource class, as in step 3; with a reward model, scores add up",
+        only_with="data_path",
+    )
+    known_texts_path: list[str] = flag(
+        [],
+        "texts whose words count as known, beside those of the prompts: data sets as step 1 reads them, such as the "
+        "SFT model's own",
+        only_with="data_path",
+    )
+
+    def validate(self) -> None:
+        """Raise UserError for values that cannot work, alone or together."""
+        super().validate()
+        bad = [scale for scale in self.scales if not abs(scale) < 1e6]
+        if bad:
+            raise UserError(f"--scales {bad[0]}: give finite numbers.")
+        shown = [f"{scale:g}" for scale in self.scales]  # as files are named by them
+        if len(set(shown)) < len(shown):
+            raise UserError(f"--scales {' '.join(shown)}: a scale is given twice, in six digits.")
+        if self.scale is not None and self.scale not in self.scales and f"{self.scale:g}" in shown:
+            raise UserError(f"--scale {self.scale!r} and --scales {self.scale:g} are one in six digits. Give the same.")
+        self._validate_choice()
+
+    def _validate_choice(self) -> None:
+        if self.scale is not None and self.max_kl is not None:
+            raise UserError(
+                f"--scale {self.scale:g} and --max_kl {self.max_kl:g} both choose a model. Give one of them."
+            )
+        if self.scale == 0.0:
+            raise UserError("--scale 0: that is the SFT model, which is there already. Give another scale.")
+        if self.data_path:
+            if self.reward_model_name_or_path is None and self.reward_function is None:
+                raise UserError(
+                    "--data_path without a reward: give --reward_model_name_or_path, --reward_function, or both."
+                )
+        elif self.scale is None:
+            raise UserError("there is nothing to do: give --data_path to measure scales, --scale to save one, or both.")
+
+    @property
+    def measured_scales(self) -> list[float]:
+        """In rising order, with that of the SFT model, and of the model that is to be saved."""
+        chosen = [] if self.scale is None else [self.scale]
+        return sorted({0.0, *self.scales, *chosen}) if self.data_path else []
+
+    @property
+    def reward_models(self) -> Sequence[str]:
+        """The one, if there is one."""
+        return [] if self.reward_model_name_or_path is None else [self.reward_model_name_or_path]
+
+    def engine_spec(self) -> EngineSpec:
+        """What the engines are to be that measure."""
+        return self.spec_of(self.sft_model_name_or_path)

@@ -1,0 +1,138 @@
+"""Score, KL to the SFT model and variety of a policy at each scale, on held-out prompts; as a table and a picture."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from engine.errors import UserError
+from engine.reward.base import CombinedReward, RewardModel, RewardSource
+from training.config.reward import MODEL, function_source, load_function, names
+from training.reporting.plot import BLUE, ORANGE
+from training.reporting.standard_errors import NOISE
+from training.tools.measuring import HeldOut, Measuring, policy_measures, stored_names
+from training.tools.merge.flags import MergeFlags
+from training.tools.merge.weights import MergedWeights
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """What was measured at one scale: means over the held-out responses, and standard errors of score and KL.
+
+    kl: nats a response, to the SFT model. bigrams: distinct pairs of words, a token. known: share of the words that
+    occur in the prompts or the known texts.
+    """
+
+    scale: float
+    score: float
+    score_se: float
+    kl: float
+    kl_se: float
+    tokens: float
+    bigrams: float
+    known: float
+
+
+class Frontier(Measuring):
+    """A policy whose weights are exchanged for those of each scale, beside its SFT model and what scores."""
+
+    def __init__(self, args: MergeFlags, held_out: HeldOut):
+        super().__init__(args, args.engine_spec(), held_out)
+        sft = args.sft_model_name_or_path
+        self.policy = self.loaded(sft, "actor")
+        self.evaluator = self.evaluator_of(self.policy, sft, self._reward(args), self.rollouts_of(self.policy))
+
+    def _reward(self, args: MergeFlags) -> RewardSource:
+        """What scores responses: the reward model, the function, or the sum of both."""
+        model = RewardModel(self.scorers[0]) if self.scorers else None
+        if args.reward_function is None:
+            assert model is not None, "MergeFlags.validate"
+            return model
+        function, held_out = load_function(args.reward_function), self.held_out
+        source = function_source(function, args.reward_function, held_out.tokenizer, held_out.rows)
+        if model is None:
+            return source
+        return CombinedReward({MODEL: (model, 1.0), names([args.reward_function])[0]: (source, 1.0)})
+
+    def at(self, weights: MergedWeights) -> tuple[Point, list[dict]]:
+        """What is measured with these weights, and a row for each prompt, the same on all ranks (all call this).
+
+        Raises: UserError where the policy has a weight that files do not name; RunStopped for scores or KL that are not
+        finite.
+        """
+        model = self.policy.module.model
+        names = stored_names(model, weights)
+        if names is None:
+            raise UserError(
+                f"{type(model).__name__}: its files do not hold all weights as the model has them, so that a scale "
+                "cannot be measured. Leave --data_path out, save a model with --scale, and give that to python -m "
+                "training.compare."
+            )
+        self.policy.take(lambda name: weights[names[name]])
+        metrics, rows = self.evaluator.run(1)
+        found = policy_measures(metrics, rows, self.held_out.known)
+        known, bigrams = found.pop("known_words"), found.pop("distinct_bigrams")
+        return Point(scale=weights.scale, bigrams=bigrams, known=known, **found), rows
+
+
+def best_within(points: Iterable[Point], max_kl: float) -> Point | None:
+    """The point with the best score within so many nats a response, without the SFT model's; None if there is none."""
+    within = [point for point in points if point.scale != 0.0 and point.kl <= max_kl]
+    return max(within, key=lambda point: point.score, default=None)
+
+
+def table(points: Sequence[Point], chosen: float | None = None) -> str:
+    """A line for each scale, in columns; the chosen one is marked."""
+    head = ("scale", "score", "", "KL", "", "tokens", "bigrams", "known", "")
+    lines = [
+        (
+            f"{point.scale:g}",
+            f"{point.score:.3f}",
+            f"± {NOISE * point.score_se:.3f}",
+            f"{point.kl:.2f}".replace("-0.00", "0.00"),  # of a model to itself, within rounding
+            f"± {NOISE * point.kl_se:.2f}",
+            f"{point.tokens:.1f}",
+            f"{point.bigrams:.3f}",
+            f"{point.known:.1%}",
+            "saved" if point.scale == chosen else "the SFT model" if point.scale == 0.0 else "",
+        )
+        for point in points
+    ]
+    widths = [max(map(len, column)) for column in zip(head, *lines, strict=True)]
+    rows = ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in (head, *lines)]
+    note = (
+        f"KL: nats a response, to the SFT model; ±: {NOISE:g} standard errors; bigrams: distinct pairs of words, a "
+        "token; known: share of words that occur in the prompts and the known texts"
+    )
+    return "\n".join([*(row.rstrip() for row in rows), note])
+
+
+def draw(points: Sequence[Point], path: Path) -> None:
+    """Score over KL, a point for each scale, and beside it the variety; a PNG."""
+    # Without pyplot, so no window and no global state; imported here to spare every rank a second at its start.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 5), layout="constrained", facecolor="white")
+    FigureCanvasAgg(figure)
+    score, variety = figure.subplots(1, 2)
+    kl = [point.kl for point in points]
+    bars = {"xerr": [NOISE * point.kl_se for point in points], "yerr": [NOISE * point.score_se for point in points]}
+    score.errorbar(kl, [point.score for point in points], **bars, color=BLUE, marker="o", linewidth=1.2, capsize=2)
+    for point in points:
+        score.annotate(
+            f"{point.scale:g}", (point.kl, point.score), textcoords="offset points", xytext=(6, -11), fontsize=9
+        )
+    score.set_ylabel("score")
+    score.set_title("score against KL, by scale", loc="left", fontweight="bold")
+    variety.plot(kl, [point.bigrams for point in points], color=BLUE, marker="o", label="distinct bigrams, a token")
+    variety.plot(kl, [point.known for point in points], color=ORANGE, marker="o", label="share of known words")
+    variety.set_ylim(bottom=0.0)
+    variety.legend(frameon=False)
+    variety.set_title("variety", loc="left", fontweight="bold")
+    for axes in (score, variety):
+        axes.set_xlabel("KL to the SFT model, nats a response")
+        axes.grid(True, color="#e6e6e6", linewidth=0.8)
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.supxlabel(f"bars: {NOISE:g} standard errors to either side", fontsize=9, x=0.01, ha="left")
+    figure.savefig(str(path), dpi=110)

@@ -1,0 +1,214 @@
+"""What ranks tell rank 0 of themselves before there is a process group, by the key-value store where they are to meet.
+
+    rank 0                                          another rank
+    exchange = Exchange.served("preflight")         exchange = Exchange.reached("preflight", seconds)
+    exchange.publish("look", {...})                 exchange.published("look")
+    exchange.facts(own, world, seconds)  <--------  exchange.post({...})
+    exchange.publish("verdict", {...})              exchange.published("verdict")
+
+No collective call and no library but torch: a rank with another version of something can still say so. torch's store
+lets in whoever reaches its port, and there is no key yet by which ranks could know each other (docs/security.md): what
+stands in it is parsed as a stranger's, can only end the run with a message and code 2, and is never executed.
+"""
+
+import base64
+import json
+import os
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict
+
+import psutil
+
+from engine import distributed
+from engine.errors import UserError
+from engine.files import parsed_json
+from engine.zero.accelerator import on_gpu
+from training.config.flags import RunFlags
+from training.runtime.environment import slurm_hosts
+from training.runtime.joining import open_store, start_key
+from training.tools.preflight.facts import Fact, facts_of_node, own_gpu
+from training.tools.preflight.table import Node
+
+BETWEEN = 0.1  # seconds between looks, of each rank
+ANSWER = 45.0  # seconds in which the store answers each of many ranks that ask at once
+LINGER = 5.0  # seconds that rank 0 goes on serving the store for others to read its verdict
+WORLD_INFO = "--world_info="  # a flag of DeepSpeed's launcher on each node
+
+
+class Exchange:
+    """Facts of ranks, and what rank 0 publishes.
+
+    store: torch's. name: of what is compared; keys are each start's own, as torchrun keeps the store when it starts the
+    ranks anew.
+    """
+
+    def __init__(self, store, name: str, environment: Mapping[str, str]):
+        self._store, self._name, self._environment = store, start_key(name, environment), environment
+
+    @classmethod
+    def served(cls, name: str, environment: Mapping[str, str] = os.environ) -> "Exchange":
+        """Rank 0's side; raises UserError where another process listens at MASTER_PORT."""
+        try:
+            return cls(open_store(environment, serve=True, seconds=ANSWER), name, environment)
+        except (RuntimeError, OSError) as error:
+            raise UserError(
+                f"MASTER_PORT {environment['MASTER_PORT']} cannot be listened at ({str(error).splitlines()[0]}). Give "
+                "another port (--master_port)."
+            ) from None
+
+    @classmethod
+    def reached(cls, name: str, seconds: float, environment: Mapping[str, str] = os.environ) -> "Exchange":
+        """Another rank's side; raises UserError where rank 0 does not serve it within so many seconds."""
+        deadline, reason = time.monotonic() + seconds, "nobody listens there"
+        while time.monotonic() < deadline:
+            try:
+                return cls(open_store(environment, seconds=ANSWER), name, environment)
+            except (RuntimeError, OSError) as error:
+                reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
+            time.sleep(0.2)
+        raise UserError(f"no answer from rank 0 at {_place(environment)} within {seconds:.0f} s ({reason})")
+
+    def post(self, own: dict) -> None:
+        """Tell rank 0 the facts of this rank; raises UserError where it has gone or is cut off."""
+        self._ask(self._store.set, f"{self._name}/{self._environment['RANK']}", json.dumps(own))
+        self._ask(self._store.add, f"{self._name}/posted", 1)
+
+    def facts(self, own: dict, world: int, seconds: float, over: Callable[[], bool] = lambda: False) -> dict[int, dict]:
+        """By rank 0: the facts of all ranks, with its own; or of those that have posted them when for so many seconds
+        no other has, or when `over` says that the others need not be waited for."""
+        found, deadline, counted = {0: own}, time.monotonic() + seconds, 0
+        while len(found) < world and time.monotonic() < deadline and not over():
+            posted = self._ask(self._store.add, f"{self._name}/posted", 0)
+            for rank in set(range(world)) - set(found) if posted != counted else ():
+                if (text := self._read(str(rank))) is not None:
+                    found[rank], deadline = text, time.monotonic() + seconds
+            counted = posted
+            time.sleep(BETWEEN)
+        return found
+
+    def publish(self, what: str, words: dict) -> None:
+        """By rank 0: tell all others."""
+        self._store.set(f"{self._name}/{what}", json.dumps(words))
+
+    def published(self, what: str) -> dict:
+        """What rank 0 has published, once it has; raises UserError where it has gone or is cut off."""
+        while (words := self._read(what)) is None:
+            time.sleep(BETWEEN)
+        self._ask(self._store.add, f"{self._name}/heard {what}", 1)
+        return words
+
+    def linger(self, what: str, ranks: int) -> None:
+        """By rank 0, before it ends: serve the store until so many have read this."""
+        deadline = time.monotonic() + LINGER
+        while self._store.add(f"{self._name}/heard {what}", 0) < ranks and time.monotonic() < deadline:
+            time.sleep(BETWEEN)
+
+    def _read(self, what: str) -> dict | None:
+        """The object at a key; None while there is none, or something that no rank has written."""
+        key = f"{self._name}/{what}"
+        if not self._ask(self._store.check, [key]):
+            return None
+        try:
+            found = parsed_json(self._ask(self._store.get, key))
+        except ValueError:
+            return None
+        return found if isinstance(found, dict) else None
+
+    def _ask(self, call: Callable, *words):
+        """The store's answer. torch waits for ever for a host that is cut off: a thread does so, and this one ends."""
+        answers: queue.SimpleQueue = queue.SimpleQueue()
+
+        def ask() -> None:
+            try:
+                answers.put((call(*words), None))
+            except RuntimeError as error:
+                answers.put((None, str(error).splitlines()[0]))
+
+        threading.Thread(target=ask, daemon=True).start()
+        try:
+            answer, reason = answers.get(timeout=ANSWER)
+        except queue.Empty:
+            where = _place(self._environment)
+            raise UserError(f"no answer from rank 0 at {where} within {ANSWER:.0f} s") from None
+        if reason is not None:
+            raise UserError(f"rank 0 has gone ({reason}). Look at what it has printed.")
+        return answer
+
+
+def _place(environment: Mapping[str, str]) -> str:
+    return f"{environment['MASTER_ADDR']}:{environment['MASTER_PORT']}"
+
+
+def facts_of_rank(args: RunFlags, thorough: bool = True) -> dict:
+    """What this rank posts: its host, its GPU where facts are `thorough`, and by the first rank of each host the facts
+    of the node."""
+    own: dict = {"host": socket.gethostname()}
+    if thorough and on_gpu():
+        own["gpu"] = asdict(own_gpu(distributed.local_rank()))
+    if distributed.local_rank() == 0:
+        own["facts"] = {row: asdict(fact) for row, fact in facts_of_node(args, thorough).items()}
+    return own
+
+
+def nodes_of(posted: Mapping[int, dict]) -> list[Node]:
+    """The nodes of which facts were posted, in the order of their ranks. posted: by rank.
+
+    Several may have one name, as containers do, and launchers that share a host: each node's first rank is followed by
+    its others.
+
+    Raises: UserError for facts that this version has not posted.
+    """
+    ranks: dict[int, list[int]] = {}  # of each node, by its first
+    latest: dict[str, int] = {}  # first rank of a name
+    try:
+        for rank in sorted(posted):
+            host = posted[rank]["host"]
+            if "facts" in posted[rank]:
+                latest[host], ranks[rank] = rank, []
+            if host in latest:
+                ranks[latest[host]].append(rank)
+        nodes = []
+        for first, own in ranks.items():
+            facts = {row: Fact(**fact) for row, fact in posted[first]["facts"].items()}
+            if found := [Fact(**posted[rank]["gpu"]) for rank in own if "gpu" in posted[rank]]:  # the worst is shown
+                facts["GPU memory"] = min(found, key=lambda gpu: (not gpu.problem, gpu.warning, gpu.amount or 0))
+            nodes.append(Node(str(posted[first]["host"]), tuple(own), facts))
+        return nodes
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise UserError(
+            f"the facts that ranks have posted cannot be read ({type(error).__name__}: {error}). Another version of "
+            "this program runs on a host, or another program writes where they meet (MASTER_PORT)."
+        ) from None
+
+
+def hosts_by_rank(world: int, lines: Iterable[list[str]] | None = None) -> dict[int, str]:
+    """The host that each rank is to be on, as far as the launcher tells, for ranks that post nothing; "" where it is
+    not known.
+
+    lines: command lines of the launchers above this process, by default those that there are.
+    """
+    found = dict.fromkeys(range(world), "")
+    for words in _command_lines_above() if lines is None else lines:
+        for word in words:
+            if word.startswith(WORLD_INFO):  # {host: [slots]}, as JSON in base 64
+                try:
+                    slots = json.loads(base64.urlsafe_b64decode(word.removeprefix(WORLD_INFO)))
+                    return found | dict(enumerate(host for host, numbers in slots.items() for _ in numbers))
+                except (ValueError, AttributeError, TypeError):
+                    return found
+    tasks = slurm_hosts(os.environ)
+    return found | tasks if len(tasks) == world else found  # of another launcher, which srun has started
+
+
+def _command_lines_above() -> list[list[str]]:
+    found = []
+    for process in psutil.Process().parents():
+        try:
+            found.append(process.cmdline())
+        except psutil.Error:
+            continue
+    return found

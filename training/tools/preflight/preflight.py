@@ -1,0 +1,282 @@
+"""Nodes that are fit for a run: all of it by --preflight, and in short at the start of each run on several hosts.
+
+    run(args)      each rank tells rank 0 its facts, rank 0 compares and prints a table, and healthy nodes join and time
+                   an all-reduce; nothing is loaded
+    agree(args)    what is known without measuring is compared, and a run whose nodes differ is refused
+
+Both come before the process group: a node that has another version of something, or that NCCL does not reach, can still
+say what it has.
+"""
+
+import contextlib
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from engine import distributed
+from engine.distributed import RankGroup
+from engine.errors import SharedError, UserError
+from engine.zero.accelerator import on_gpu, ranks_of_this_machine
+from training.config.flags import RunFlags
+from training.runtime.environment import on_several_hosts
+from training.runtime.joining import USER_ERROR, MeetingPoint
+from training.runtime.phases import phase
+from training.runtime.terminal import harmless
+from training.runtime.watch import JOINING, watching
+from training.tools.preflight.exchange import Exchange, facts_of_rank, hosts_by_rank, nodes_of
+from training.tools.preflight.facts import Fact, nearest
+from training.tools.preflight.table import (
+    Finding,
+    Node,
+    absent,
+    cannot_begin,
+    findings,
+    hosts_in_short,
+    lines_of,
+    table,
+    verdict,
+)
+
+REPORTS = 45.0  # seconds without a further report, after which those that are missing are missed
+OTHERS = 15.0  # seconds that others are waited for when one cannot begin
+LOOKS = 3.0  # seconds that a node looks for what rank 0 has written
+STUCK = 3.0  # minutes in which no rank moves while bandwidth is measured
+SIZES_GPU = (1 << 10, 1 << 20, 1 << 25, 1 << 28)  # bytes of an all-reduce
+SIZES_CPU = (1 << 10, 1 << 16, 1 << 20, 1 << 23)
+A_SIZE, MOST = 0.4, 20  # seconds for one size, and calls
+ENOUGH = 2.0  # seconds of one call, after which no larger size is tried
+
+
+def run(args: RunFlags) -> int:
+    """Look at all nodes; returns the exit code, 0 where they are healthy and 2 where one is at fault."""
+    try:
+        return _follow(args) if distributed.rank() else _lead(args)
+    except UserError as error:
+        print(harmless(f"error: on {socket.gethostname()}: {error}"), file=sys.stderr, flush=True)
+        return USER_ERROR
+
+
+def agree(args: RunFlags) -> Exchange | None:
+    """At the start of a run on several hosts (all ranks call this, before they join): compare what is known without
+    measuring, print what differs, and raise SharedError on all ranks where they cannot work together.
+
+    Returns: what is to be kept until the process group stands. Ranks that do not come are missed by the watch.
+    """
+    if not on_several_hosts():
+        return None
+    own = facts_of_rank(args, thorough=False)
+    if distributed.rank():
+        exchange = Exchange.reached("start", float("inf"))
+        exchange.post(own)
+        refusal = str(exchange.published("verdict").get("refusal", ""))
+    else:
+        exchange = Exchange.served("start")
+        nodes = nodes_of(exchange.facts(own, distributed.world_size(), float("inf")))
+        found = findings(nodes)
+        versions = ", ".join(f"{name} {nodes[0].fact(name).shown}" for name in ("torch", "deepspeed"))
+        _print(f"{len(nodes)} nodes ({hosts_in_short([node.host for node in nodes])}): {versions}")
+        _print(*lines_of([one for one in found if one.warning]))
+        faults = [f"{hosts_in_short(one.hosts)}: {one.text}" for one in found if not one.warning]
+        refusal = "; ".join(faults)
+        exchange.publish("verdict", {"refusal": refusal})
+        if refusal:
+            exchange.linger("verdict", distributed.world_size() - 1)
+    if refusal:
+        raise SharedError(f"the nodes of this run do not fit together: {refusal}.")
+    return exchange
+
+
+# --preflight
+
+
+def _lead(args: RunFlags) -> int:
+    """By rank 0."""
+    world, failed = distributed.world_size(), _CannotBegin()
+    exchange = Exchange.served("preflight") if world > 1 else None
+    with _file_beside(Path(args.output_dir)) as file:
+        if exchange:
+            exchange.publish("look", {"file": file})
+        own = facts_of_rank(args)
+        if file and exchange:
+            own["facts"]["output shared"] = asdict(Fact(shown="written"))
+        posted = exchange.facts(own, world, REPORTS, failed.known_for_a_while) if exchange else {0: own}
+    nodes = nodes_of(posted)
+    silent = absent(hosts_by_rank(world), posted, REPORTS)
+    told = {host for one in failed.findings for host in one.hosts}
+    silent = [*failed.findings, *(one for one in silent if not told.intersection(one.hosts))]
+    found = [*silent, *findings(nodes)]
+    _print(*table(nodes, found), "", *lines_of(found))
+    fault = any(not one.warning for one in found)
+    if exchange:
+        exchange.publish("verdict", {"fault": fault})
+        if not fault:
+            found += _measured(args, nodes)
+        else:
+            _print("bandwidth: not measured, since a node is at fault")
+            exchange.linger("verdict", len(posted) - 1)
+            failed.let_others_hear()
+    _print(verdict(len(nodes), found))
+    return USER_ERROR if fault else 0
+
+
+def _follow(args: RunFlags) -> int:
+    """By the other ranks."""
+    own = facts_of_rank(args)
+    exchange = Exchange.reached("preflight", REPORTS)
+    file = str(exchange.published("look").get("file", ""))
+    if "facts" in own and file:
+        own["facts"]["output shared"] = asdict(_sees(Path(file)))
+    exchange.post(own)
+    if exchange.published("verdict").get("fault", True):
+        return USER_ERROR
+    _measured(args, [])
+    return 0
+
+
+class _CannotBegin:
+    """What a rank has said whose program cannot begin (training/runtime/joining.py), and whether others need be waited
+    for."""
+
+    def __init__(self) -> None:
+        self.findings: list[Finding] = []
+        self._meeting_point, self._since = MeetingPoint(), float("inf")
+
+    def known_for_a_while(self) -> bool:
+        """Whether it is known for OTHERS seconds, in which others may have come."""
+        if not self.findings and (failure := self._meeting_point.failure()) is not None:
+            self.findings, self._since = [cannot_begin(failure[0])], time.monotonic()
+        return time.monotonic() > self._since + OTHERS
+
+    def let_others_hear(self) -> None:
+        """The rank need not print it."""
+        if self.findings:
+            self._meeting_point.let_others_hear()
+
+
+@contextlib.contextmanager
+def _file_beside(output_dir: Path) -> Iterator[str]:
+    """A file for others to look for, where a run would write; "" where nothing can be written, which the table says."""
+    with contextlib.ExitStack() as stack:
+        try:
+            place = nearest(output_dir.absolute())
+            file = stack.enter_context(tempfile.NamedTemporaryFile(dir=place, prefix=".preflight_")).name
+        except OSError:
+            file = ""
+        yield file
+
+
+def _sees(file: Path) -> Fact:
+    """Whether this node sees what rank 0 has written, which may take a network's file system a moment."""
+    deadline = time.monotonic() + LOOKS
+    while not file.exists():
+        if time.monotonic() > deadline:
+            problem = "does not see what rank 0 writes beside --output_dir, which has to be one folder for all nodes"
+            return Fact(shown="no", problem=problem)
+        time.sleep(0.1)
+    return Fact(shown="yes")
+
+
+def _print(*lines: str) -> None:
+    if lines:
+        print(harmless("\n".join(lines)), flush=True)
+
+
+# Bandwidth, where nothing is at fault
+
+
+def _measured(args: RunFlags, nodes: Sequence[Node]) -> list[Finding]:
+    """Join the process group and time an all-reduce within each node and between all ranks; rank 0 prints, and gets the
+    nodes that are slow (all ranks call this).
+
+    A host that is cut off meanwhile is named by the watch, which then ends this process with code 1.
+    """
+    from engine.zero.communication import init
+
+    with watching(args.grace_seconds, STUCK) as watch:
+        with phase(JOINING):
+            init(STUCK * 10)
+            watch.join()
+        with phase("measuring bandwidth"):
+            everywhere, within = bandwidth()
+        found = []
+        if distributed.is_main():
+            slow = "its ranks exchange at less than half of the others' rate"
+            found = [Finding((nodes[one].host,), "bandwidth", slow, warning=True) for one in slower(within)]
+            named = zip((f"within {node.host}" for node in nodes), within, strict=False)
+            between = f"between {len(nodes)} nodes" if len(nodes) > 1 else f"within {nodes[0].host}"
+            lines = [f"  {name}, {one}" for name, one in [*named, (between, everywhere)]]
+            _print("bandwidth of each rank's link, by all-reduce:", *lines, *lines_of(found))
+        distributed.barrier()
+        watch.leave(0)
+        distributed.shutdown()
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """All-reduce between so many ranks. seconds: of a call, by the bytes that each rank has."""
+
+    ranks: int
+    seconds: dict[int, float]
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes a second through each rank's link with the largest size: in a ring 2 (n - 1) / n of the bytes pass it
+        (NVIDIA/nccl-tests, doc/PERFORMANCE.md, 03a204a1f38aaea17f1a777885bb2d9600ba7eff)."""
+        size = max(self.seconds)
+        return 2 * (self.ranks - 1) / self.ranks * size / self.seconds[size]
+
+    def __str__(self) -> str:
+        sizes = ((f"{size >> 20} MiB" if size >= 1 << 20 else f"{size >> 10} KiB") for size in self.seconds)
+        times = ", ".join(f"{size} {1e3 * one:.3g} ms" for size, one in zip(sizes, self.seconds.values(), strict=True))
+        return f"{self.ranks} ranks: {self.bandwidth / 1e9:.3g} GB/s ({times})"
+
+
+def bandwidth() -> tuple[Timed, list[Timed]]:
+    """(between all ranks, within each node in the order of nodes); nothing within nodes that have one rank, or not all
+    the same number (all ranks call this)."""
+    world, local = distributed.world_size(), ranks_of_this_machine()
+    within = []
+    if 1 < local < world and len(set(distributed.all_gather_objects(local))) == 1:
+        within = distributed.all_gather_objects(timed(RankGroup(local)))[::local]
+    return timed(RankGroup(world)), within
+
+
+def timed(group: RankGroup) -> Timed:
+    """How long an all-reduce takes, by the rank of the group that takes longest (all ranks of the group call this)."""
+
+    def slowest(tensor: torch.Tensor, times: int) -> float:
+        finish()
+        group.all_objects(None)  # all are here
+        began = time.perf_counter()
+        for _ in range(times):
+            group.sum_(tensor)
+        finish()
+        return max(1e-9, *group.all_objects((time.perf_counter() - began) / times))
+
+    def finish() -> None:
+        if on_gpu():
+            torch.cuda.synchronize()
+
+    seconds: dict[int, float] = {}
+    for size in SIZES_GPU if on_gpu() else SIZES_CPU:
+        tensor = torch.zeros(size // 4, device=distributed.device())
+        for _ in range(2):  # the first call makes connections
+            once = slowest(tensor, 1)
+        seconds[size] = slowest(tensor, max(1, min(MOST, int(A_SIZE / once))))
+        if once > ENOUGH:
+            break
+    return Timed(group.size, seconds)
+
+
+def slower(within: Sequence[Timed]) -> list[int]:
+    """The places of nodes within which ranks exchange at less than half of what they do in most."""
+    speeds = [one.bandwidth for one in within]
+    typical = sorted(speeds)[len(speeds) // 2] if speeds else 0.0
+    return [number for number, speed in enumerate(speeds) if speed < typical / 2]

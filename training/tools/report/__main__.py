@@ -1,0 +1,57 @@
+"""A report of a run, or of several beside each other, as one HTML file that needs nothing beside it.
+
+    python -m training.report out/ppo                                    # writes out/ppo/report.html
+    python -m training.report out/ppo out/other --output both.html
+
+Reads metrics.jsonl, samples/ and run.json, also of a run that broke off or still goes on. Nothing is overwritten unless
+--overwrite is given.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from engine.errors import UserError
+from engine.whole_files import write_whole
+from training.tools.report.page import page, read_runs
+
+PAGE = "report.html"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command line; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m training.report", description=__doc__.splitlines()[0])
+    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="output folders of step 1, 2 or 3")
+    parser.add_argument("--output", type=Path, help=f"the file; by default {PAGE} in the folder of a single run")
+    parser.add_argument("--overwrite", action="store_true", help="replace the file if it is there")
+    args = parser.parse_args(arguments)
+    try:
+        output = _output(args)
+        made = page(read_runs(args.runs))
+        write_whole(output, made)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"error: {error.filename or args.output}: {error.strerror or error}", file=sys.stderr)
+        return 2
+    print(f"{output}: {len(made.encode()) / 1e6:.2f} MB")
+    return 0
+
+
+def _output(args: argparse.Namespace) -> Path:
+    """Where the page goes; raises UserError where that is not said, or something is there."""
+    if args.output is None and len(args.runs) > 1:
+        raise UserError(f"several runs have no folder in common. Say where the page goes: --output {PAGE}.")
+    output = args.output or args.runs[0] / PAGE
+    if output.is_dir():
+        raise UserError(f"--output {output}: is a folder. Give a file, {output / PAGE}.")
+    if args.output and not output.parent.is_dir():
+        raise UserError(f"--output {output}: there is no folder {output.parent}. Make it, or give another file.")
+    if output.exists() and not args.overwrite:
+        raise UserError(f"{output}: is there already. Give --overwrite to replace it, or another --output.")
+    return output
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,420 @@
+"""A run, or several beside each other, as a page: held-out numbers, health, curves, samples, and how it was made.
+
+    page(read_runs([Path("out/ppo")]))
+
+`read_runs` reads what the output folders hold: metrics, samples, and the record of how the run was started.
+"""
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from html import escape
+from pathlib import Path
+
+from engine.algorithms import get_dialect
+from engine.errors import UserError
+from engine.files import parsed_json, without_links
+from training.reporting.health import health
+from training.reporting.metrics_file import METRICS_FILE, read_metrics
+from training.reporting.run_record import RUN_FILE, read_run_record
+from training.reporting.standard_errors import scored_otherwise, with_error, within_noise
+from training.reporting.views import PPO, REWARD, SFT, View, averaged
+from training.tools.pages.page import Response, SampleRow, Samples, document, dot, sample_data, sample_section, table
+
+NUMBER = int | float
+SHOWN = {"prompt": str, "response": str, "score": NUMBER, "kl": NUMBER, "tokens": NUMBER}  # of a sample
+BEFORE, AFTER = "before", "after"
+VIEWS = {"step 1": SFT, "step 2": REWARD, "step 3": averaged(PPO)}
+POINTS = 1500  # of a curve at most: more than a screen is wide
+SEVERITIES = {"alarm": "worse", "look": "even", "fine": "better"}
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """kind: which step wrote it, of VIEWS. rows: of metrics.jsonl. starts: of run.json, the last start last. samples:
+    rows by the file's name without its ending, in the order of steps. missing: what the folder does not hold."""
+
+    name: str
+    folder: Path
+    kind: str
+    rows: Sequence[Mapping]
+    starts: Sequence[Mapping]
+    samples: Mapping[str, Sequence[Mapping]] = field(default_factory=dict)
+    missing: Sequence[str] = ()
+
+    @property
+    def start(self) -> Mapping:
+        """The last start, or nothing where there is no run.json."""
+        return self.starts[-1] if self.starts else {}
+
+    @property
+    def flags(self) -> Mapping:
+        """By name."""
+        return self.start.get("flags") or {}
+
+    @property
+    def view(self) -> View:
+        """Which metrics its charts show."""
+        return VIEWS[self.kind]
+
+    @property
+    def steps(self) -> int:
+        """The last step in metrics.jsonl."""
+        return max((row["step"] for row in self.rows), default=0)
+
+
+def read_runs(folders: Sequence[Path]) -> list[Run]:
+    """Each folder's run, named by the folder, with as many of those above it as tell them apart.
+
+    Raises: UserError for a folder that holds no run, and for runs of different steps.
+    """
+    resolved = [without_links(folder) for folder in folders]
+    if len(set(resolved)) < len(resolved):
+        twice = next(str(folder) for folder, path in zip(folders, resolved) if resolved.count(path) > 1)
+        raise UserError(f"{twice} is given twice. Give each run once.")
+    runs = [read_run(folder, name) for folder, name in zip(folders, _told_apart(resolved), strict=True)]
+    if len({run.kind for run in runs}) > 1:
+        kinds = ", ".join(f"{run.name} of {run.kind}" for run in runs)
+        raise UserError(f"the runs are of different steps ({kinds}). Give runs of one step.")
+    return runs
+
+
+def kind_of(rows: Sequence[Mapping]) -> str:
+    """Which program wrote these metrics."""
+    names = {name for row in rows for name in row}
+    if any(name.startswith(("objective/", "critic_pretrain/")) for name in names) or "eval/kl" in names:
+        return "step 3"
+    return "step 2" if {"train/pair_loss", "eval/pair_loss"} & names else "step 1"
+
+
+def _told_apart(paths: Sequence[Path]) -> list[str]:
+    """The fewest last parts of paths that are all different."""
+    count = 1
+    while len({path.parts[-count:] for path in paths}) < len(paths):
+        count += 1
+    return ["/".join(path.parts[-count:]) for path in paths]
+
+
+def read_run(folder: Path, name: str) -> Run:
+    """The run in a folder; raises UserError where there is no metrics.jsonl with a step in it."""
+    metrics = folder / METRICS_FILE
+    if not metrics.is_file():
+        raise UserError(f"{folder}: holds no {METRICS_FILE}. Give the --output_dir of a run.")
+    rows = read_metrics(metrics)
+    if not rows:
+        raise UserError(f"{metrics}: holds no step yet. Wait for the first one.")
+    bare = next((row["step"] for row in rows if "samples" not in row), None)
+    if bare is not None:
+        raise UserError(f"{metrics}: step {bare} does not say after how many samples. Remove its line.")
+    missing = []
+    record = folder / RUN_FILE
+    starts = read_run_record(record) if record.is_file() else []
+    if not starts:
+        missing.append(f"{RUN_FILE}: how it was started is not known")
+    samples = read_samples(folder / "samples")
+    if any("eval/score" in row for row in rows):
+        missing += [f"samples/{each}.jsonl" for each in (BEFORE, AFTER) if each not in samples]
+    return Run(name, folder, kind_of(rows), rows, starts, samples, missing)
+
+
+def read_samples(folder: Path) -> dict[str, list[dict]]:
+    """Rows of each file of held-out samples: before, the steps in between, after. Raises: UserError."""
+    found = {path.stem: path for path in sorted(folder.glob("*.jsonl")) if path.is_file()}
+    order = [BEFORE, *(name for name in found if re.fullmatch(r"step_\d+", name, re.ASCII)), AFTER]
+    return {name: _sample_rows(found[name]) for name in order if name in found}
+
+
+def _sample_rows(path: Path) -> list[dict]:
+    """Of each line what the page shows; a last line without its newline is still being written: left out."""
+    rows = []
+    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
+        if not line.endswith(b"\n"):
+            break
+        try:
+            row = parsed_json(line)
+            if not all(isinstance(row[name], kind) for name, kind in SHOWN.items()):
+                raise TypeError
+            rows.append({name: row[name] for name in SHOWN})
+        except (ValueError, KeyError, TypeError):
+            raise UserError(f"{path}, line {number}: is no sample. Mend the file, or move it away.") from None
+    return rows
+
+
+def named(name: str) -> str:
+    """What a page calls a file of samples."""
+    return f"step {int(name.removeprefix('step_')):,}" if name.startswith("step_") else name
+
+
+def scored_as_first(run: Run, name: str) -> bool:
+    """Whether a file of samples was scored by the reward that scored the first one."""
+    step = int(name.removeprefix("step_")) if name.startswith("step_") else 0 if name == BEFORE else run.steps
+    rows = [row for row in run.rows if "eval/score" in row and row["step"] <= step]
+    return not (rows and scored_otherwise(rows[-1]))
+
+
+def page(runs: Sequence[Run]) -> str:
+    """The whole file. runs: at least one, all of one step."""
+    charts = list(_charts(runs))
+    samples = _samples(runs)
+    body = [_missing(runs), _held_out(runs), _health(runs), _curves(charts)]
+    data: dict[str, object] = {"curves": [chart["data"] for chart in charts]}
+    scripts = ["charts.js"]
+    if samples is not None:
+        body.append(sample_section(samples))
+        data["samples"] = sample_data(samples)
+        scripts.append("samples.js")
+    body += [_choices(runs), _origin(runs)]
+    title = f"Report: {', '.join(run.name for run in runs)}"
+    told = "; ".join(
+        f"{run.name}: {run.kind}, {run.steps:,} steps, {run.rows[-1]['samples']:,} samples" for run in runs
+    )
+    return document(title, told, "\n".join(filter(None, body)), data, scripts)
+
+
+def _missing(runs: Sequence[Run]) -> str:
+    lines = [f"<li>{escape(run.name)}: not there: {escape(each)}</li>" for run in runs for each in run.missing]
+    return f'<ul class="verdicts">{"".join(lines)}</ul>' if lines else ""
+
+
+def evaluations(run: Run) -> tuple[Mapping, Mapping]:
+    """The rows of metrics before the first step and of the last evaluation behind it; empty where there is none."""
+    metrics = [metric for _, metric in _measured(run)]
+    found = [row for row in run.rows if any(metric in row for metric in metrics)]
+    first = next((row for row in found if row["step"] == 0), {})
+    last = next((row for row in reversed(found) if row["step"] > 0), {})
+    return first, last
+
+
+def _measured(run: Run) -> list[tuple[str, str]]:
+    """Titles and metrics of what is measured on held-out examples."""
+    return [(title, metric) for charts in run.view.held_out.values() for title, metric in charts.items()]
+
+
+def _held_out(runs: Sequence[Run]) -> str:
+    """A table of the held-out metrics before and after, and their change; of each run."""
+    rows = []
+    for title, metric in _measured(runs[0]):
+        if metric.endswith("_change"):
+            continue
+        for place, run in enumerate(runs):
+            first, last = evaluations(run)
+            if metric not in last and metric not in first:
+                continue
+            if metric == "eval/score" and scored_otherwise(last):  # another reward's: nothing to compare with
+                first = {}
+            cells = [_told(first, metric), _told(last, metric), _change(first, last, metric)]
+            name = [dot(run.name, place + 1)] if len(runs) > 1 else []
+            rows.append([escape(title), *name, *cells, f"{last.get('step', 0):,}"])
+    if not rows:
+        return "<section><h2>Held out</h2><p>Nothing was held out, or not measured yet.</p></section>"
+    head = ["", *(["run"] if len(runs) > 1 else []), "before", "after", "change", "at step"]
+    return f"""<section>
+<h2>Held out, before and after</h2>
+{table(head, rows, "held-out metrics before and after")}
+<p class="soft">± is one standard error; a change's is paired, example by example. (noise): within two of them.</p>
+</section>"""
+
+
+def _told(row: Mapping, metric: str) -> str:
+    return with_error(row[metric], row.get(f"{metric}_se")) if metric in row else ""
+
+
+def _change(first: Mapping, last: Mapping, metric: str) -> str:
+    if metric not in first or metric not in last:
+        return ""
+    change, error = last.get(f"{metric}_change", last[metric] - first[metric]), last.get(f"{metric}_change_se")
+    noise = " (noise)" if error is not None and within_noise(change, error) else ""
+    return with_error(change, error, sign="+") + noise
+
+
+def _health(runs: Sequence[Run]) -> str:
+    """What the curves of a PPO run say in words, and what to try."""
+    if runs[0].kind != "step 3":
+        return ""
+    lines = [
+        f'<li class="{SEVERITIES[finding.severity]}">'
+        f"{f'{escape(run.name)}: ' if len(runs) > 1 else ''}<strong>{escape(finding.severity)}</strong> "
+        f"{escape(finding.text)}</li>"
+        for run in runs
+        for finding in health(run.rows)
+    ]
+    return f'<section><h2>Health</h2><ul class="verdicts">{"".join(lines)}</ul></section>' if lines else ""
+
+
+def _charts(runs: Sequence[Run]) -> Iterator[dict]:
+    """section, title and data of each chart of which a run has values."""
+    view = runs[0].view
+    held_out = {section: {t: (metric,) for t, metric in charts.items()} for section, charts in view.held_out.items()}
+    for section, charts in {**held_out, **view.charts}.items():
+        for title, metrics in charts.items():
+            lines = list(_lines(runs, metrics))
+            if lines:
+                yield {"section": section, "title": title, "data": {"title": title, "lines": lines}}
+
+
+def _lines(runs: Sequence[Run], metrics: Sequence[str]) -> Iterator[dict]:
+    """Several runs have a colour each, and a metric a dash; of one run each metric has a colour."""
+    for place, run in enumerate(runs):
+        for number, metric in enumerate(metrics):
+            points = [
+                (row["step"], row[metric], row.get(f"{metric}_se"))
+                for row in run.rows
+                if math.isfinite(row.get(metric, math.nan))
+            ]
+            if points:
+                one = len(runs) == 1
+                label = metric if one else run.name if len(metrics) == 1 else f"{run.name}, {metric}"
+                colours = number + 1 if one else place + 1
+                yield {"label": label, "color": colours % 8, "dash": 0 if one else number, "points": thinned(points)}
+
+
+def thinned(points: Sequence[tuple]) -> list[tuple]:
+    """At most about POINTS of them, evenly, the last one included."""
+    every = -(-len(points) // POINTS)
+    kept = list(points[::every])
+    return kept if kept[-1] == points[-1] else [*kept, points[-1]]
+
+
+def _curves(charts: Sequence[Mapping]) -> str:
+    sections: dict[str, list[str]] = {}
+    for number, chart in enumerate(charts):
+        made = f'<div id="chart-{number}"><h4>{escape(chart["title"])}</h4></div>'
+        sections.setdefault(chart["section"], []).append(made)
+    made = "".join(
+        f'<h3>{escape(name)}</h3><div class="charts">{"".join(each)}</div>' for name, each in sections.items()
+    )
+    return f"""<section>
+<h2>Curves</h2>
+<p class="soft">Drag over a part of a curve to see it larger; with a curve focused arrow keys read its values, + and -
+zoom, 0 shows all. Bars are two standard errors to either side. metrics.jsonl has all numbers.</p>
+{made}
+<noscript>The curves need JavaScript; curves.png and metrics.jsonl have them, too.</noscript>
+</section>"""
+
+
+Answers = Mapping[tuple[str, int], Mapping]
+"""Samples by `_by_prompt`."""
+
+
+def _samples(runs: Sequence[Run]) -> Samples | None:
+    """Responses to the held-out prompts side by side, each with its change from what its own run answered first; none
+    where another reward scored that. None without such files."""
+    columns = list(_one_runs_columns(runs[0]) if len(runs) == 1 else _last_columns(runs))
+    shared = [key for key in next(iter(columns), ("", {}, None))[1] if all(key in rows for _, rows, _ in columns)]
+    if len(columns) < 2 or not shared:
+        return None
+    rows = []
+    for place, key in enumerate(shared):
+        responses = []
+        for _, answers, start in columns:
+            row, first = answers[key], (start or {}).get(key)
+            change = None if first is None else row["score"] - first["score"]
+            responses.append(Response(row["response"], [row["score"]], row["kl"], row["tokens"], True, [change]))
+        rows.append(SampleRow(key[0], place, 0, responses))
+    return Samples([name for name, _, _ in columns], ["score"], 1, rows, f"samples/{AFTER}.jsonl")
+
+
+def _one_runs_columns(run: Run) -> Iterator[tuple[str, Answers, Answers | None]]:
+    """A run's samples before, in between and after: name, answers, and those that their scores are compared with."""
+    first = _by_prompt(next(iter(run.samples.values()), []))
+    for name, rows in run.samples.items():
+        yield named(name), _by_prompt(rows), first if scored_as_first(run, name) else None
+
+
+def _last_columns(runs: Sequence[Run]) -> Iterator[tuple[str, Answers, Answers | None]]:
+    """What each of several runs ended with, beside what the first one began with."""
+    start = next((_by_prompt(run.samples[BEFORE]) for run in runs if BEFORE in run.samples), None)
+    if start is not None:
+        yield (BEFORE if BEFORE not in {run.name for run in runs} else f"{BEFORE} training"), start, start
+    for run in runs:
+        *_, last = ("", *run.samples)
+        if last not in ("", BEFORE):
+            own = _by_prompt(run.samples[BEFORE]) if BEFORE in run.samples and scored_as_first(run, last) else None
+            yield run.name, _by_prompt(run.samples[last]), own
+
+
+def _by_prompt(rows: Sequence[Mapping]) -> dict[tuple[str, int], Mapping]:
+    """By the prompt, and how many rows before have the same: data may hold a prompt several times."""
+    seen: Counter[str] = Counter()
+    found = {}
+    for row in rows:
+        found[row["prompt"], seen[row["prompt"]]] = row
+        seen[row["prompt"]] += 1
+    return found
+
+
+def departures(resolved: Mapping) -> list[tuple[str, object, object]]:
+    """In which fields a run's dialect departs from the one that it names: field, the named one's value, the run's."""
+    try:
+        usual = get_dialect(str(resolved.get("name")))
+    except UserError:  # one of the run's own
+        return []
+    plain = {name: getattr(usual, name) for name in resolved if hasattr(usual, name)}
+    plain = {name: list(value) if isinstance(value, tuple) else value for name, value in plain.items()}
+    return [(name, plain[name], value) for name, value in resolved.items() if name in plain and plain[name] != value]
+
+
+def _choices(runs: Sequence[Run]) -> str:
+    """What departs from the dialect; between several runs what differs; all flags behind a fold."""
+    made = []
+    for place, run in enumerate(runs):
+        dialect = run.start.get("dialect")
+        if dialect:
+            rows = [[escape(name), _value(usual), _value(own)] for name, usual, own in departures(dialect)]
+            made.append(f"<h3>{dot(run.name, place + 1)}: dialect {escape(str(dialect.get('name')))}</h3>")
+            made.append(
+                table(["field", "the dialect's", "this run's"], rows, "departures") if rows else "<p>as it is</p>"
+            )
+    if len(runs) > 1:
+        rows = [
+            [escape(name), *(_value(flat(run).get(name)) for run in runs)]
+            for name in dict.fromkeys(name for run in runs for name in flat(run))
+            if len({_value(flat(run).get(name)) for run in runs}) > 1
+        ]
+        made.append("<h3>What differs between the runs</h3>")
+        made.append(table(["", *(run.name for run in runs)], rows, "differences") if rows else "<p>Nothing.</p>")
+    for run in runs:
+        rows = [[escape(name), _value(value)] for name, value in flat(run).items()]
+        made.append(
+            f"<details><summary>all flags and fields of {escape(run.name)}</summary>"
+            f"{table(['', 'value'], rows, f'flags and fields of {run.name}')}</details>"
+        )
+    return f'<section class="wrap"><h2>Configuration</h2>{"".join(made)}</section>'
+
+
+def flat(run: Run) -> dict[str, object]:
+    """Flags, and the fields of the dialect behind `dialect/`, by name."""
+    fields = {f"dialect/{name}": value for name, value in (run.start.get("dialect") or {}).items()}
+    return {**run.flags, **fields}
+
+
+def _value(value: object) -> str:
+    return "-" if value is None else escape(str(value))
+
+
+def _origin(runs: Sequence[Run]) -> str:
+    """Command, commit, versions and machine of each start."""
+    made = []
+    for run in runs:
+        for number, start in enumerate(run.starts, 1):
+            again = f", start {number} of {len(run.starts)}" if len(run.starts) > 1 else ""
+            git = start.get("git")
+            own = " with changes of its own" if git and git.get("dirty") else ""
+            commit = f"{git['commit']}{own}" if git and "commit" in git else "not known"
+            versions = ", ".join(
+                f"{name} {version}" for name, version in (start.get("versions") or {}).items() if version
+            )
+            machine = start.get("machine") or {}
+            rows = [
+                ["started", _value(start.get("started"))],
+                ["commit", escape(commit)],
+                ["versions", escape(versions)],
+                ["ranks", f"{machine.get('world_size', '-')}, {_value(machine.get('accelerator'))}"],
+            ]
+            made.append(
+                f"<h3>{escape(run.name)}{again}</h3><pre>{escape(start.get('command') or '')}</pre>"
+                + table(["", ""], rows, f"how {run.name} was made")
+            )
+    return f'<section class="wrap"><h2>Made with</h2>{"".join(made)}</section>' if made else ""

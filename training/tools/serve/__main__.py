@@ -1,0 +1,76 @@
+"""Serve: models answer side by side over HTTP, a reward model scores; a page, and scores for training runs.
+
+    python -m training.serve --models base=BASE sft=out/sft ppo=out/ppo/actor --reward_model_name_or_path out/reward
+
+    curl -X PUT localhost:8000 -H 'Content-Type: application/json' -d '{"prompt": "Review : the film"}'
+
+docs/serve.md has all requests and what is answered. It needs fastapi and uvicorn: pip install .[serve]
+"""
+
+import importlib.util
+import sys
+import warnings
+from collections.abc import Sequence
+
+from engine.errors import UserError
+from training.config.parsing import parse_flags
+from training.reporting.sample_tables import visible
+from training.runtime.startup import leave, quiet_libraries
+from training.tools.serve.flags import ServeFlags
+
+NEEDED = ("fastapi", "uvicorn")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serve by a command line until it is ended; returns the exit code."""
+    try:
+        args = parse_flags(ServeFlags, sys.argv[1:] if argv is None else argv, __doc__.splitlines()[0])
+        check_installed()
+        return run(args)
+    except UserError as error:
+        print(f"error: {visible(str(error))}", file=sys.stderr, flush=True)
+        return 2
+
+
+def check_installed() -> None:
+    """Raise UserError where the packages that only the service needs are not there."""
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UserError(
+            f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed, which the service needs. "
+            "Run: pip install '.[serve]' -c constraints.txt"
+        )
+
+
+def run(args: ServeFlags) -> int:
+    """Load the models and answer; returns the exit code."""
+    quiet_libraries()
+    from transformers.utils import logging
+
+    from training.tools.serve.models import load_models
+    from training.tools.serve.server import begin_to_listen, listening_socket, serve
+    from training.tools.serve.service import Service
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    listening = listening_socket(args.host, args.port)  # before minutes of loading
+    models = load_models(args)
+    begin_to_listen(listening)
+    if not args.is_local:
+        print(
+            f"WARNING: --host {args.host} lets other machines in, and there is no password. Put a proxy before it that "
+            "asks for one, or leave --host out and use ssh -L.",
+            file=sys.stderr,
+            flush=True,
+        )
+    service = Service(models, args.rows_at_once, args.queue_size, min(args.max_answer_seq_len, models.context - 1))
+    host, port = listening.getsockname()[:2]
+    named = f"[{host}]" if ":" in host else host
+    told = [*models.by_name, *(["a reward model"] if models.scorer is not None else [])]
+    print(f"serves {', '.join(told)} at http://{named}:{port}, {models.context} tokens each", flush=True)
+    return serve(service, args, listening)
+
+
+if __name__ == "__main__":
+    leave(main())

@@ -1,0 +1,167 @@
+"""The models of the service, from wherever step 3's may come, and from restart points; checked before any is loaded."""
+
+import contextlib
+import json
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from engine.errors import UserError
+from engine.models.checking import check_policy, check_rows, check_scorer, check_vocabularies
+from engine.models.loading import DTYPES, load_policy, load_scorer
+from engine.models.places import base_of
+from engine.models.policy import Scorer
+from engine.models.reading import has_tokenizer, read_config, vocabulary_size
+from engine.rollout.families import check_attention
+from engine.zero import accelerator
+from training.checkpoints.export import export
+from training.checkpoints.files import STATE_FILE, holds_point
+from training.data.tokens import TextEncoder
+from training.runtime.models import generation_stops
+from training.tools.serve.decoder import Decoder
+from training.tools.serve.flags import ServeFlags
+
+REWARD = "--reward_model_name_or_path"
+OF_POINTS = {"policy": ("actor", "model"), "scorer": ("model",)}  # of step 3, and of step 1; of step 2
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """A model that answers. ends: the ids of tokens that end its responses. longest_token: in characters."""
+
+    name: str
+    tokenizer: PreTrainedTokenizerBase
+    encoder: TextEncoder
+    ends: frozenset[int]
+    decoder: Decoder
+    longest_token: int
+
+    @property
+    def has_template(self) -> bool:
+        """Whether its tokenizer has a chat template."""
+        return bool(self.tokenizer.chat_template)
+
+
+@dataclass(frozen=True, slots=True)
+class ServedScorer:
+    """The reward model, and how texts become its tokens. longest_token: in characters."""
+
+    scorer: Scorer
+    encoder: TextEncoder
+    pad_id: int
+    longest_token: int
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModels:
+    """All of them. context: the most tokens of a prompt and its response, for which all have positions."""
+
+    by_name: dict[str, ServedModel]
+    scorer: ServedScorer | None
+    context: int
+
+
+def load_models(args: ServeFlags) -> ServedModels:
+    """Check all models, then load them. Raises: UserError."""
+    device = _device(args)
+    dtype = DTYPES[args.dtype or ("fp32" if device.type == "cpu" else accelerator.natural_dtype())]
+    with contextlib.ExitStack() as stack:
+        paths = {
+            name: stack.enter_context(_as_folder(path, f"--models {name}", "policy"))
+            for name, path in args.paths_by_name().items()
+        }
+        reward = args.reward_model_name_or_path
+        if reward is not None:
+            reward = stack.enter_context(_as_folder(reward, REWARD, "scorer"))
+        context = _check(args, paths, reward)
+        models = {name: _model(args, name, path, dtype, device, context) for name, path in paths.items()}
+        tokenizer = next(iter(models.values())).tokenizer if models else None
+        scorer = _scorer(args, reward, dtype, device, tokenizer) if reward is not None else None
+    return ServedModels(models, scorer, context)
+
+
+def _device(args: ServeFlags) -> torch.device:
+    device = torch.device(args.device) if args.device is not None else accelerator.device()
+    if device.type == "cuda" and (not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count()):
+        raise UserError(
+            f"--device {device}: torch sees {torch.cuda.device_count()} GPUs here. Leave it out, or give cpu."
+        )
+    return device
+
+
+def _check(args: ServeFlags, paths: dict[str, str], reward: str | None) -> int:
+    """Look at configurations, tokenizers and headers; returns the context. Raises: UserError."""
+    trusted, positions = args.trust_remote_code, [args.max_seq_len]
+    for name, path in paths.items():
+        what = f"--models {name}"
+        config = check_policy(path, what, trusted)
+        tokenizer = args.read_tokenizer(path, what)
+        check_rows(tokenizer, config, path, what)
+        check_attention(path, what, trusted)
+        positions.append(getattr(config, "max_position_embeddings", None) or args.max_seq_len)
+        if reward is not None:
+            check_vocabularies(tokenizer, reward, REWARD, trusted)
+    if reward is not None:
+        check_scorer(reward, REWARD, trusted)
+        config = read_config(reward, REWARD, trusted)
+        positions.append(getattr(config, "max_position_embeddings", None) or args.max_seq_len)
+    return min(positions)
+
+
+def _model(
+    args: ServeFlags, name: str, path: str, dtype: torch.dtype, device: torch.device, context: int
+) -> ServedModel:
+    what = f"--models {name}"
+    tokenizer = args.read_tokenizer(path, what)
+    model = load_policy(path, dtype, what=what, trust_remote_code=args.trust_remote_code).model
+    model = model.to(device).requires_grad_(False).eval()
+    pad_id, known = tokenizer.pad_token_id, vocabulary_size(tokenizer)
+    try:
+        decoder = Decoder(model, pad_id, known, args.rows_at_once, context, args.decoding)
+    except torch.OutOfMemoryError:
+        raise UserError(
+            f"{what} {path}: there is no memory for it. Serve fewer models, or lower --rows_at_once."
+        ) from None
+    ends = frozenset(generation_stops(path, tokenizer, args.trust_remote_code))
+    tokenizer.name_or_path = name  # what its mistakes are told by: clients are told no paths
+    return ServedModel(name, tokenizer, TextEncoder(tokenizer), ends, decoder, max(map(len, tokenizer.get_vocab())))
+
+
+def _scorer(
+    args: ServeFlags, path: str, dtype: torch.dtype, device: torch.device, policys: PreTrainedTokenizerBase | None
+) -> ServedScorer:
+    """policys: the models' tokenizer, which is the reward model's where that brings none."""
+    scorer = load_scorer(path, dtype, what=REWARD, trust_remote_code=args.trust_remote_code)
+    brings_none = not any(has_tokenizer(folder) for folder in (path, base_of(path, REWARD)) if Path(folder).is_dir())
+    if policys is not None and Path(path).is_dir() and brings_none:
+        tokenizer = policys
+    else:
+        tokenizer = args.read_tokenizer(path, REWARD)
+    scorer = scorer.to(device).requires_grad_(False).eval()
+    longest = max(map(len, tokenizer.get_vocab()))
+    return ServedScorer(scorer, TextEncoder(tokenizer), tokenizer.pad_token_id, longest)
+
+
+@contextlib.contextmanager
+def _as_folder(path: str, what: str, kind: str) -> Iterator[str]:
+    """A model's path as it is; of a restart point a folder that its model is exported to, for as long as this lasts."""
+    if not holds_point(Path(path)):
+        yield path
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            state = json.loads((Path(path) / STATE_FILE).read_text(encoding="utf-8"))
+            model = next((name for name in OF_POINTS[kind] if name in state["models"]), OF_POINTS[kind][0])
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            raise UserError(
+                f"{what} {path}: a restart point without a {STATE_FILE} that can be read ({error})."
+            ) from None
+        try:
+            exported = export(path, f"{folder}/model", model=model)
+        except UserError as error:
+            raise UserError(f"{what} {path}: {error}") from None
+        yield str(exported)

@@ -1,0 +1,323 @@
+"""The service from its first connection to its last.
+
+Before the app stand a connection that waits for no client without end (`Connection`), and a gate that looks at a
+request's size, time and host before it is read (`Gate`).
+"""
+
+import asyncio
+import contextlib
+import errno
+import ipaddress
+import json
+import logging
+import signal
+import socket
+import sys
+import time
+from typing import ClassVar
+from urllib.parse import urlsplit
+
+import h11
+import uvicorn
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from engine.errors import UserError
+from training.tools.serve.app import make_app
+from training.tools.serve.flags import ServeFlags
+from training.tools.serve.service import Service, error_body, log_error
+
+GONE = 499  # in the log, where nobody reads an answer
+NOT_FINISHED = 1  # exit code, where requests that were accepted took longer than --drain_seconds
+HELD = 8  # bodies of the largest size that may be there at once
+LINGERING = 5.0  # seconds, and bytes, of a body that is too large and thrown away after the answer: a client that
+LINGERING_BYTES = 64 << 20  # writes all before it reads would lose the answer if its connection were closed at once
+
+
+def listening_socket(host: str, port: int) -> socket.socket:
+    """A socket of this address, which does not listen before the models are there. Raises: UserError where it cannot be
+    had."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        found = socket.socket(family, kind, protocol)
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        found.bind(address)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise _taken(port) from None
+        raise UserError(f"--host {host} --port {port}: {error.strerror or error}. Give another one.") from None
+    return found
+
+
+def begin_to_listen(found: socket.socket) -> None:
+    """Have a socket of `listening_socket` listen. Raises: UserError where another program was faster, which may have
+    had its own socket of the address by then."""
+    try:
+        found.listen(2048)
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise
+        raise _taken(found.getsockname()[1]) from None
+
+
+def _taken(port: int) -> UserError:
+    return UserError(f"--port {port}: another program listens there. Give another one, or 0 for a free one.")
+
+
+def serve(service: Service, args: ServeFlags, listening: socket.socket) -> int:
+    """Answer until TERM or Ctrl-C; returns the exit code."""
+    logging.getLogger("asyncio").setLevel(logging.ERROR)  # it warns of each write to a client that has gone
+    server = Server(service, args)
+    server.run(sockets=[listening])
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    print("ended" if not server.lost else f"ended, {server.lost} requests unfinished", flush=True)
+    return NOT_FINISHED if server.lost else 0
+
+
+class Server(uvicorn.Server):
+    """A uvicorn server that ends in good order: at TERM or Ctrl-C new requests get 503, those that were accepted are
+    finished, for --drain_seconds at most; a second signal ends it at once.
+
+    lost: how many were not finished.
+    """
+
+    def __init__(self, service: Service, args: ServeFlags):
+        self.service, self.drain_seconds = service, args.drain_seconds
+        self.gate = Gate(make_app(service), int(args.max_body_mb * 1e6), args.body_seconds, args.is_local)
+        self.lost = 0
+        self._draining: asyncio.Task | None = None
+        config = uvicorn.Config(
+            self.gate,
+            host=args.host,
+            port=args.port,
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            limit_concurrency=args.max_connections + 1,
+            timeout_graceful_shutdown=5,
+            lifespan="on",
+            ws="none",
+            http=Connection.with_patience(args.body_seconds),
+            loop="asyncio",
+        )
+        super().__init__(config)
+
+    def handle_exit(self, sig: int, frame) -> None:
+        """Begin to end; called in the main thread. The signal is not raised again, as uvicorn's own server would, so
+        that the exit code says how it ended."""
+        if self.gate.closing:
+            self.should_exit = self.force_exit = True
+        self.gate.closing = True
+
+    async def on_tick(self, counter: int) -> bool:
+        """Called ten times a second; returns whether all is done."""
+        if self.gate.closing and self._draining is None:
+            print(f"ends: {self.gate.open} requests are under way, new ones get 503", flush=True)
+            self._draining = asyncio.create_task(self._drain())
+        return await super().on_tick(counter)
+
+    async def _drain(self) -> None:
+        end = time.monotonic() + self.drain_seconds
+        while self.gate.open and time.monotonic() < end:
+            await asyncio.sleep(0.05)
+        self.lost = self.gate.open
+        if self.lost:
+            print(
+                f"not finished within --drain_seconds {self.drain_seconds:g}: {self.lost}", file=sys.stderr, flush=True
+            )
+            self.service.abort()
+        self.should_exit = True
+
+
+class Connection(H11Protocol):
+    """uvicorn's, which waits for both without end: connections that say nothing would take all places, and answers that
+    nobody reads the room of others' responses.
+
+    seconds: for each of the two; beyond, the connection is broken off.
+    """
+
+    seconds: ClassVar[float] = 30.0
+
+    @classmethod
+    def with_patience(cls, seconds: float) -> type["Connection"]:
+        """The class with so many seconds."""
+        return type(cls.__name__, (cls,), {"seconds": seconds})
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """As asyncio has it."""
+        self._timers: dict[str, asyncio.TimerHandle] = {}
+        super().connection_made(transport)
+        self._await_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """As asyncio has it."""
+        self._end("head")
+        self._end("unread")
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """As asyncio has it."""
+        super().data_received(data)
+        self._await_head()
+
+    def pause_writing(self) -> None:
+        """Called once the client is far behind with reading."""
+        super().pause_writing()
+        self._timers["unread"] = self.loop.call_later(self.seconds, self._unread)
+
+    def resume_writing(self) -> None:
+        """Called once it has caught up."""
+        self._end("unread")
+        super().resume_writing()
+
+    def _await_head(self) -> None:
+        """After an answer uvicorn's own, shorter time runs until the next request begins."""
+        if self.conn.their_state is not h11.IDLE:
+            self._end("head")
+        elif "head" not in self._timers:
+            self._timers["head"] = self.loop.call_later(self.seconds, self.transport.abort)
+
+    def _unread(self) -> None:
+        log_error("an answer", GONE, f"its client read nothing of it for {self.seconds:g} seconds")
+        self.transport.abort()
+
+    def _end(self, timer: str) -> None:
+        if timer in self._timers:
+            self._timers.pop(timer).cancel()
+
+
+class Gate:
+    """Refuses requests before the app sees them, and knows how many it has let in.
+
+    A body over the limit is answered 413, by its announced length before any of it is read; one that does not arrive in
+    time 408; one for which others leave no room 503, and so is any request once `closing` is set. One whose length is
+    told in two ways, of which a proxy may have taken the other, is answered 400. Where the service is for this machine
+    alone, a request for another host is answered 421: a page whose own name leads to this machine (DNS rebinding) could
+    read the answers.
+
+    open: requests that were let in and are not answered whole. held: bytes of their bodies.
+    """
+
+    def __init__(self, app: ASGIApp, max_body: int, body_seconds: float, is_local: bool = False):
+        self.app, self.max_body, self.body_seconds, self.is_local = app, max_body, body_seconds, is_local
+        self.open, self.held, self.closing = 0, 0, False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """As ASGI has it."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        if self.closing:
+            await _refuse(scope, send, 503, "the service is ending; ask another one", {"retry-after": "5"})
+            return
+        headers = dict(scope["headers"])
+        if b"content-length" in headers and b"transfer-encoding" in headers:
+            await _refuse(scope, send, 400, "give Content-Length or Transfer-Encoding, not both")
+            return
+        host = headers.get(b"host", b"localhost").decode("latin-1")
+        if self.is_local and not is_own_name(host):
+            told = f"this service is for its own machine, and not for {host!r}. A proxy before it: send Host: localhost"
+            await _refuse(scope, send, 421, told)
+            return
+        self.open += 1
+        body = bytearray()
+        try:
+            if await self._arrived(body, scope, receive, send):
+                await self._answered(bytes(body), scope, receive, send)
+        finally:
+            self.open -= 1
+            self.held -= len(body)
+
+    async def _answered(self, body: bytes, scope: Scope, receive: Receive, send: Send) -> None:
+        """Have the app answer; it is cancelled once the client has gone."""
+        given = False
+
+        async def received() -> Message:
+            nonlocal given
+            if given:
+                await asyncio.Event().wait()  # without end: who has gone is looked at here
+            given = True
+            return {"type": "http.request", "body": body, "more_body": False}
+
+        async def until_gone() -> None:
+            while (await receive())["type"] != "http.disconnect":
+                pass
+
+        task, gone = asyncio.ensure_future(self.app(scope, received, send)), asyncio.ensure_future(until_gone())
+        try:
+            await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                task.result()  # raises what the app did not answer, which uvicorn logs
+        finally:
+            for each in (task, gone):
+                each.cancel()
+            await asyncio.gather(task, gone, return_exceptions=True)
+
+    async def _arrived(self, body: bytearray, scope: Scope, receive: Receive, send: Send) -> bool:
+        """Whether the whole body has come, into `body`; otherwise the request has been answered, or its client has
+        gone."""
+        announced = dict(scope["headers"]).get(b"content-length", b"0")
+        too_large, no_room, more = announced.isdigit() and int(announced) > self.max_body, False, True
+        try:
+            async with asyncio.timeout(self.body_seconds):
+                while more and not (too_large or no_room):
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        return False
+                    piece = message.get("body", b"")
+                    body += piece
+                    self.held += len(piece)
+                    too_large, more = len(body) > self.max_body, message.get("more_body", False)
+                    no_room = bool(piece) and self.held > HELD * self.max_body
+        except TimeoutError:
+            told = f"the body did not arrive within {self.body_seconds:g} seconds"
+            await _refuse(scope, send, 408, told)
+            return False
+        if not (too_large or no_room):
+            return True
+        self.held -= len(body)
+        body.clear()
+        if too_large:
+            told = f"the body is larger than the {self.max_body:,} bytes that are taken here (--max_body_mb)"
+            await _refuse(scope, send, 413, told, linger=receive)
+        else:
+            told = "the bodies of other requests leave no room for this one's. Try again"
+            await _refuse(scope, send, 503, told, {"retry-after": "1"}, linger=receive)
+        return False
+
+
+def is_own_name(host: str) -> bool:
+    """Whether a Host header may be that of a request to this machine: localhost, or an address, which no page's name
+    is."""
+    try:
+        name = (urlsplit(f"//{host}").hostname or "").rstrip(".")
+        return name == "localhost" or name.endswith(".localhost") or bool(ipaddress.ip_address(name))
+    except ValueError:
+        return False
+
+
+async def _refuse(
+    scope: Scope,
+    send: Send,
+    status: int,
+    message: str,
+    headers: dict[str, str] | None = None,
+    linger: Receive | None = None,
+) -> None:
+    """Answer without the app, and close the connection; linger: throw away what still comes, for a while."""
+    log_error(f"{scope['method']} {scope['path']}", status, message)
+    content = json.dumps(error_body(message)).encode()
+    named = {"content-type": "application/json", "content-length": str(len(content)), "connection": "close"}
+    pairs = [(name.encode(), value.encode()) for name, value in (named | (headers or {})).items()]
+    await send({"type": "http.response.start", "status": status, "headers": pairs})
+    await send({"type": "http.response.body", "body": content, "more_body": True})
+    if linger is not None:
+        left = LINGERING_BYTES
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LINGERING):
+                while left > 0:
+                    piece = await linger()
+                    left -= len(piece.get("body", b""))
+                    if piece["type"] == "http.disconnect" or not piece.get("more_body", False):
+                        break
+    await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -1,0 +1,129 @@
+"""The starting point of step 1 in the quickstart: a word tokenizer and a small Llama with random weights.
+
+    python -m training.toy.model --data data/sft.jsonl data/pairs.jsonl --output_dir data/base
+
+A word is one token together with the space before it, so that a response of the built-in corpus is about 15 tokens,
+any text of known words comes back exactly, and prompt + response has the tokens of the prompt and then those of the
+response. With --characters a token is a character. Real models come with their own tokenizer; this file is for a run
+that downloads nothing.
+"""
+
+import argparse
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from engine.errors import UserError
+from training.data.forms import Form
+from training.data.rows import load_rows
+from training.runtime.startup import quiet_libraries
+from training.tools.toy.reviews import refuse_non_empty
+
+SPECIAL_TOKENS = ("<pad>", "<s>", "</s>", "<unk>")  # in the order of their ids, 0 to 3
+TEXTS = Form(  # of the files of all three steps
+    "any text",
+    (("prompt", "chosen", "rejected"), ("prompt", "response"), ("text",), ("prompt",)),
+    lambda record, texts: texts,
+)
+MAX_POSITIONS = 256
+
+
+def read_texts(paths: Sequence[Path]) -> list[str]:
+    """All texts of the given files: SFT texts, preference pairs and prompts may stand side by side."""
+    files = [load_rows(str(path), TEXTS, None, phase=1, seed=0)[0] for path in paths]
+    return [text for rows in files for row in rows for text in row.values()]
+
+
+def train_tokenizer(texts: Iterable[str], characters: bool = False):
+    """A `PreTrainedTokenizerFast` whose tokens are the words of `texts`, each with the space before it; or characters.
+
+    It adds no special tokens of its own: where a text begins and ends is for the trainer to say, and with a BOS before
+    the response, prompt + response would no longer have the tokens of the two.
+    """
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.WordLevel(unk_token="<unk>"))
+    split = r"[\s\S]" if characters else r" ?\S+|\s"
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(split), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()  # without it a second space is put between words
+    trainer = trainers.WordLevelTrainer(special_tokens=list(SPECIAL_TOKENS), show_progress=False)
+    tokenizer.train_from_iterator(texts, trainer)
+    pad, bos, eos, unk = SPECIAL_TOKENS
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=pad,
+        bos_token=bos,
+        eos_token=eos,
+        unk_token=unk,
+        padding_side="left",
+        clean_up_tokenization_spaces=False,
+        model_max_length=MAX_POSITIONS,
+    )
+
+
+def make_model(tokenizer, *, hidden_size: int, num_layers: int, num_heads: int, seed: int):
+    """A `LlamaForCausalLM` with random weights; its vocabulary is the tokenizer's, rounded up to a multiple of 8.
+
+    The weights' scale follows the width: Llama's own 0.02 suits models of thousands of channels, and one of 64 starts
+    so close to zero with it that it learns late.
+    """
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    if min(hidden_size, num_layers, num_heads) < 1 or hidden_size % (2 * num_heads):
+        raise UserError(
+            f"--hidden_size {hidden_size} --num_layers {num_layers} --num_heads {num_heads}: all must be 1 "
+            "or more, and the hidden size a multiple of twice the number of heads."
+        )
+    config = LlamaConfig(
+        vocab_size=-(-len(tokenizer) // 8) * 8,
+        hidden_size=hidden_size,
+        intermediate_size=3 * hidden_size,
+        num_hidden_layers=num_layers,
+        num_attention_heads=num_heads,
+        max_position_embeddings=MAX_POSITIONS,
+        tie_word_embeddings=True,
+        initializer_range=0.4 * hidden_size**-0.5,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    torch.manual_seed(seed)
+    return LlamaForCausalLM(config)
+
+
+def make_base(args: argparse.Namespace) -> None:
+    """Train the tokenizer, make the model, and save both into one folder."""
+    quiet_libraries()
+    refuse_non_empty(args.output_dir, args.overwrite)
+    tokenizer = train_tokenizer(read_texts(args.data), args.characters)
+    sizes = {"hidden_size": args.hidden_size, "num_layers": args.num_layers, "num_heads": args.num_heads}
+    model = make_model(tokenizer, **sizes, seed=args.seed)
+    tokenizer.save_pretrained(args.output_dir)
+    model.save_pretrained(args.output_dir)
+    print(f"{args.output_dir}: {model.num_parameters():,} parameters, {len(tokenizer)} tokens")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m training.toy.model", description=__doc__.splitlines()[0])
+    parser.add_argument("--data", type=Path, nargs="+", required=True, help="JSON lines to take the words from")
+    parser.add_argument("--output_dir", type=Path, required=True)
+    parser.add_argument("--overwrite", action="store_true", help="write into a folder that is not empty")
+    parser.add_argument("--characters", action="store_true", help="one token a character, as for sums")
+    parser.add_argument("--seed", type=int, default=0, help="of the random weights")
+    parser.add_argument("--hidden_size", type=int, default=64)
+    parser.add_argument("--num_layers", type=int, default=3)
+    parser.add_argument("--num_heads", type=int, default=4)
+    args = parser.parse_args(arguments)
+    try:
+        make_base(args)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,184 @@
+"""The small generated corpus of the quickstart: film reviews from a grammar, and a judge that parses them.
+
+    python -m training.toy.reviews make --output_dir data [--seed 0]
+    python -m training.toy.reviews judge before.jsonl after.jsonl
+
+A generated corpus needs no download, and the grammar that wrote a review (grammar.py) can tell exactly
+whether a sample is well formed and whether it is positive, which no reward model can. Whether a policy became positive
+by giving up variety, `distinct_bigrams` shows.
+"""
+
+import argparse
+import json
+import random
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from engine.errors import UserError
+from training.data.forms import Form
+from training.data.rows import load_rows
+from training.reporting.variety import distinct_bigrams
+from training.tools.toy.grammar import EITHER, derive, pattern
+
+SAMPLES = Form("sample", (("prompt", "response"),), lambda record, texts: texts, may_be_blank=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Review:
+    """A text of the grammar: its words are `prompt + response`, and the response begins with a space."""
+
+    prompt: str
+    response: str
+    positive: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What the judge found. A text of mixed opinions, or of none, is neither positive nor negative."""
+
+    grammatical: bool
+    positive: bool
+    negative: bool
+
+
+_REVIEW = re.compile(pattern("prompt", EITHER) + pattern("response", EITHER))
+# One expression for both sentiments, so that "hardly moved us" is taken before "moved us" can be seen inside it.
+_OPINION = re.compile(rf"(?<!\S)(?:(?P<positive>{pattern('opinion', '+')})|(?P<negative>{pattern('opinion', '-')}))")
+
+
+def generate_review(rng: random.Random, positive: bool) -> Review:
+    """One random review of the given sentiment."""
+    sign = "+" if positive else "-"
+    prompt, response = (" ".join(derive(rng, symbol, sign)) for symbol in ("prompt", "response"))
+    return Review(prompt, " " + response, positive)
+
+
+def generate_reviews(count: int, seed: int, positive_fraction: float = 0.5) -> list[Review]:
+    """`count` random reviews in random order, of which `positive_fraction`, rounded, are positive."""
+    rng = random.Random(seed)
+    sentiments = [i < round(count * positive_fraction) for i in range(count)]
+    rng.shuffle(sentiments)
+    return [generate_review(rng, positive) for positive in sentiments]
+
+
+def judge(prompt: str, response: str) -> Verdict:
+    """Whether the two together are a text of the grammar, and what all opinions in the response agree on.
+
+    The two questions are independent: a fluent review of mixed opinions is grammatical, and an opinion counts wherever
+    it stands, so that one slip elsewhere does not hide a sample's sentiment.
+    """
+    grammatical = _REVIEW.fullmatch(prompt + response + " ") is not None
+    opinions = {match.lastgroup for match in _OPINION.finditer(response + " ")}
+    return Verdict(grammatical, positive=opinions == {"positive"}, negative=opinions == {"negative"})
+
+
+def summarize_responses(prompts: Sequence[str], responses: Sequence[str]) -> dict[str, float]:
+    """The fractions of positive, negative and grammatical responses, and their distinct bigrams."""
+    if not responses or len(prompts) != len(responses):
+        raise ValueError(f"need one prompt per response and at least one, got {len(prompts)} and {len(responses)}")
+    verdicts = [judge(prompt, response) for prompt, response in zip(prompts, responses)]
+    fractions = {
+        name: sum(getattr(verdict, name) for verdict in verdicts) / len(verdicts)
+        for name in ("positive", "negative", "grammatical")
+    }
+    return fractions | {"distinct_bigrams": distinct_bigrams(responses)}
+
+
+def make_corpus(seed: int, sft: int, pairs: int, prompts: int, eval_prompts: int) -> dict[str, list[dict[str, str]]]:
+    """The records of each file; the arguments after the seed say how many. No two files share a random stream."""
+    streams = {name: random.Random(f"{seed} {name}") for name in ("sft", "pairs", "prompts", "eval_prompts")}
+
+    def reviews(name: str, count: int) -> list[Review]:
+        return generate_reviews(count, streams[name].getrandbits(64))
+
+    def pair(prompt: str) -> dict[str, str]:
+        chosen = generate_review(streams["pairs"], positive=True).response
+        return {"prompt": prompt, "chosen": chosen, "rejected": _not_positive(streams["pairs"], prompt)}
+
+    return {
+        "sft.jsonl": [{"prompt": review.prompt, "response": review.response} for review in reviews("sft", sft)],
+        "pairs.jsonl": [pair(review.prompt) for review in reviews("pairs", pairs)],
+        "prompts.jsonl": [{"prompt": review.prompt} for review in reviews("prompts", prompts)],
+        "eval_prompts.jsonl": [{"prompt": review.prompt} for review in reviews("eval_prompts", eval_prompts)],
+    }
+
+
+def _not_positive(rng: random.Random, prompt: str) -> str:
+    """A response whose opinions are negative or mixed: without mixed ones, a reward model never learns to mind them."""
+    while True:
+        response = " " + " ".join(derive(rng, "response", EITHER))
+        if not judge(prompt, response).positive:
+            return response
+
+
+def refuse_non_empty(directory: Path, overwrite: bool) -> None:
+    """Raise if `directory` holds anything, unless the user said that it may be written over."""
+    if directory.exists() and not directory.is_dir():
+        raise UserError(f"--output_dir {directory} is a file. Name a folder.")
+    if not overwrite and directory.is_dir() and any(directory.iterdir()):
+        raise UserError(f"--output_dir {directory} is not empty. Name another folder or add --overwrite.")
+
+
+def run_make(args: argparse.Namespace) -> None:
+    """Write the four files of the corpus."""
+    refuse_non_empty(args.output_dir, args.overwrite)
+    args.output_dir.mkdir(parents=True, exist_ok=True)
+    for name, records in make_corpus(args.seed, args.sft, args.pairs, args.prompts, args.eval_prompts).items():
+        lines = "".join(json.dumps(record) + "\n" for record in records)
+        (args.output_dir / name).write_text(lines, encoding="utf-8")
+        print(f"{args.output_dir / name}: {len(records)} records")
+
+
+def read_samples(path: Path) -> list[dict]:
+    """The rows of a file of prompts and responses; unlike in training data, a response may be empty."""
+    samples, _ = load_rows(str(path), SAMPLES, None, phase=3, seed=0)
+    return list(samples)
+
+
+def run_judge(args: argparse.Namespace) -> None:
+    """Print one column of numbers per file, and how much of the first file's variety the second one has."""
+    files = [read_samples(path) for path in args.files]
+    summaries = [
+        {"responses": len(rows)} | summarize_responses(*zip(*((r["prompt"], r["response"]) for r in rows)))
+        for rows in files
+    ]
+    width = max(12, *(len(path.name) + 2 for path in args.files))
+    print(" " * 16 + "".join(f"{path.name:>{width}}" for path in args.files))
+    for name in summaries[0]:
+        cells = [summary[name] for summary in summaries]
+        print(f"{name:16}" + "".join(f"{c:{width}.3f}" if isinstance(c, float) else f"{c:{width}}" for c in cells))
+    if len(files) == 2:
+        count = min(map(len, files))
+        before, after = (distinct_bigrams(row["response"] for row in rows[:count]) for rows in files)
+        ratio = f"{after / before:.3f}" if before else "undefined"
+        print(f"distinct bigrams of the first {count} responses, second file to first: {ratio}")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m training.toy.reviews", description=__doc__.splitlines()[0])
+    commands = parser.add_subparsers(required=True)
+    make = commands.add_parser("make", help="write sft.jsonl, pairs.jsonl, prompts.jsonl and eval_prompts.jsonl")
+    make.add_argument("--output_dir", type=Path, required=True)
+    make.add_argument("--seed", type=int, default=0)
+    make.add_argument("--overwrite", action="store_true", help="write even into a folder that is not empty")
+    for name, count in (("sft", 8000), ("pairs", 3000), ("prompts", 4000), ("eval_prompts", 512)):
+        make.add_argument(f"--{name}", type=int, default=count, help=f"records of {name}.jsonl (default %(default)s)")
+    make.set_defaults(run=run_make)
+    judge_parser = commands.add_parser("judge", help="count positive, negative and grammatical responses")
+    judge_parser.add_argument("files", type=Path, nargs="+", help="JSON lines with prompt and response")
+    judge_parser.set_defaults(run=run_judge)
+    args = parser.parse_args(arguments)
+    try:
+        args.run(args)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,111 @@
+"""Two-digit sums: data with answers, a checker as a reward function, and the accuracy of models.
+
+    python -m training.toy.sums make --output_dir data
+    ... training/step3_rlhf.py --data_path data/prompts.jsonl --reward_function training.toy.sums:right ...
+    python -m training.toy.sums accuracy --data data/eval_prompts.jsonl sft ppo/actor rloo/actor
+
+Of all 8,100 sums each stands in one file alone: those that step 1 learns with their answers, those that step 3 asks, of
+which it says only whether an answer is right, and those held out.
+"""
+
+import argparse
+import json
+import random
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from engine.errors import UserError
+from training.data.forms import PROMPTS
+from training.data.rows import load_rows
+from training.runtime.startup import quiet_libraries
+from training.tools.toy.reviews import refuse_non_empty
+
+NEW_TOKENS = 4  # three digits and EOS
+
+
+def right(prompts: list[str], responses: list[str], answer: list[int]) -> list[float]:
+    """1 where a response is the answer and nothing else, else 0; a space before it does not matter."""
+    return [float(response.strip() == str(number)) for response, number in zip(responses, answer, strict=True)]
+
+
+def make_sums(seed: int, sft: int, eval_prompts: int) -> dict[str, list[dict]]:
+    """The records of each file: so many for SFT, so many held out, and all others as prompts."""
+    sums = [(first, second) for first in range(10, 100) for second in range(10, 100)]
+    random.Random(seed).shuffle(sums)
+    records = [{"prompt": f"{first}+{second}=", "answer": first + second} for first, second in sums]
+    learned, held_out, asked = records[:sft], records[sft : sft + eval_prompts], records[sft + eval_prompts :]
+    return {
+        "sft.jsonl": [{"prompt": each["prompt"], "response": str(each["answer"])} for each in learned],
+        "prompts.jsonl": asked,
+        "eval_prompts.jsonl": held_out,
+    }
+
+
+def run_make(args: argparse.Namespace) -> None:
+    """Write the three files."""
+    refuse_non_empty(args.output_dir, args.overwrite)
+    args.output_dir.mkdir(parents=True, exist_ok=True)
+    for name, records in make_sums(args.seed, args.sft, args.eval_prompts).items():
+        lines = "".join(json.dumps(record) + "\n" for record in records)
+        (args.output_dir / name).write_text(lines, encoding="utf-8")
+        print(f"{args.output_dir / name}: {len(records)} records")
+
+
+def accuracy(folder: Path, rows: Sequence[dict], sampled: bool, seed: int = 0) -> float:
+    """The share of right answers, greedy or drawn from the model as it is, of prompts that are equally long."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
+    torch.manual_seed(seed)
+    prompts = torch.tensor(tokenizer([row["prompt"] for row in rows])["input_ids"])
+    drawn = {"do_sample": True, "top_k": 0} if sampled else {"do_sample": False}
+    whole = model.generate(prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=NEW_TOKENS, **drawn)
+    responses = tokenizer.batch_decode(whole[:, prompts.shape[1] :], skip_special_tokens=True)
+    return sum(right([], responses, [row["answer"] for row in rows])) / len(rows)
+
+
+def run_accuracy(args: argparse.Namespace) -> None:
+    """Print a table in Markdown, a line a model; a model's name is its folder's, or that around `actor`."""
+    quiet_libraries()
+    rows = load_rows(str(args.data), PROMPTS, None, phase=3, seed=0)[0]
+    found = [rows[place] for place in range(len(rows))]
+    for folder in args.models:
+        if not (folder / "config.json").is_file():
+            raise UserError(f"{folder}: there is no model's folder here, for there is no config.json in it. Name one.")
+    print("| model | greedy | sampled |\n| --- | --- | --- |")
+    for folder in args.models:
+        name = folder.parent.name if folder.name == "actor" else folder.name
+        greedy, sampled = (accuracy(folder, found, sampled) for sampled in (False, True))
+        print(f"| {name} | {greedy:.1%} | {sampled:.1%} |", flush=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m training.toy.sums", description=__doc__.splitlines()[0])
+    commands = parser.add_subparsers(required=True)
+    make = commands.add_parser("make", help="write sft.jsonl, prompts.jsonl and eval_prompts.jsonl")
+    make.add_argument("--output_dir", type=Path, required=True)
+    make.add_argument("--seed", type=int, default=0)
+    make.add_argument("--overwrite", action="store_true", help="write even into a folder that is not empty")
+    make.add_argument("--sft", type=int, default=4000, help="records of sft.jsonl (default %(default)s)")
+    make.add_argument("--eval_prompts", type=int, default=500, help="records held out (default %(default)s)")
+    make.set_defaults(run=run_make)
+    table = commands.add_parser("accuracy", help="print the share of right answers, greedy and sampled")
+    table.add_argument("models", type=Path, nargs="+", help="folders of models")
+    table.add_argument("--data", type=Path, required=True, help="JSON lines with prompt and answer")
+    table.set_defaults(run=run_accuracy)
+    args = parser.parse_args(arguments)
+    try:
+        args.run(args)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
