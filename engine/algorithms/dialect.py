@@ -30,7 +30,7 @@ class Dialect:
     kl_coef: float = choice(0.1, "coefficient of the KL penalty", least=0, group="KL penalty")
     kl_estimator: str = choice("k1", "estimator of the KL of a token", choices=("k1", "k2", "k3"))
     kl_in: str = choice(
-        "reward", "penalty in the reward of each token, or in the policy's loss", choices=("reward", "loss")
+        "reward", "the penalty stands in the reward of each token, or in the policy's loss", choices=("reward", "loss")
     )
     kl_times_ratio: bool = choice(False, "in the loss, each estimate times the policy's ratio")
     kl_controller: str = choice(

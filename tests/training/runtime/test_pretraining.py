@@ -20,7 +20,7 @@ class Notes:
         self.said = []
         self.steps, self.done = steps, done
         self.trainer = SimpleNamespace(steps_done=done - steps)
-        self.plan = SimpleNamespace(last_step=9, dialect=step3().resolved_dialect()[0])
+        self.plan = SimpleNamespace(last_step=9, dialect=step3().resolved.dialect)
         self.args = step3(critic_pretrain_steps=steps)
         self.models, self.own_tokenizer, self.output_dir = SimpleNamespace(critic="critic"), None, folder
         self.writer, self.checkpoints, self.view = self, self, SimpleNamespace(bar={"kl": "objective/kl"})
@@ -127,6 +127,6 @@ def test_a_critic_is_no_reward_model(tmp_path, monkeypatch):
     for name in ("check_attention", "read_tokenizer"):
         monkeypatch.setattr(type(args), name, lambda *given: None)
     with pytest.raises(UserError, match="--critic_model_name_or_path .*: that is a pretrained critic"):
-        check_models(args, args.resolved_dialect()[0])
+        check_models(args, args.resolved.dialect)
     args = step3(critic_model_name_or_path=str(tmp_path), reward_model_name_or_path="reward")
-    check_models(args, args.resolved_dialect()[0])
+    check_models(args, args.resolved.dialect)

@@ -2,7 +2,6 @@
 
 import pytest
 
-from engine.algorithms import get_dialect
 from tests.training.config.command_lines import parse
 from training.config.step3 import RLHFFlags
 from training.runtime.first_lines import score_lines
@@ -13,7 +12,7 @@ SCALED = ("score_scaling=running", "score_order=clip_scale", "missing_end=replac
 
 def lines(*words: str) -> list[str]:
     args = parse(*words, flags_class=RLHFFlags)
-    return score_lines(args, args.resolved_dialect()[0])
+    return score_lines(args, args.resolved.dialect)
 
 
 @pytest.mark.parametrize(
@@ -63,5 +62,4 @@ def test_the_flags_that_are_told_mix_half_and_half():
     words = ("--reward_function", "rules.py:right", "format")
     told = lines(*words)[-1].partition("give ")[2].split()
     assert lines(*words, *told) == ["score = 0.5 reward model + 0.25 right + 0.25 format, clipped at 5"]
-    dialect = get_dialect("default")
-    assert parse(*words, *told, flags_class=RLHFFlags).engine_spec(dialect).reward_path == "reward"
+    assert parse(*words, *told, flags_class=RLHFFlags).spec.reward_path == "reward"

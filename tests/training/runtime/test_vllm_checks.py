@@ -26,7 +26,7 @@ def test_a_missing_vllm_is_told_with_the_files(path, tmp_path, monkeypatch):
     monkeypatch.setattr("engine.rollout.vllm_engine.metadata.version", fake_vllm.version(None))
     args = asked(path, "--output_dir", str(tmp_path / "out"), "--data_path", "no.jsonl", "--dtype", "fp32")
     with pytest.raises(UserError, match="vLLM is not installed here"):
-        check_files(args, args.resolved_dialect()[0], None)
+        check_files(args, args.resolved.dialect, None)
 
 
 def test_heads_that_it_cannot_compute_or_divide_are_told(path, monkeypatch):
