@@ -125,11 +125,11 @@ FLAGS = [
     ((3,), {"dialect": "trl_rloo", "num_samples_per_prompt": 1}, ["samples_per_prompt 1", "RLOO", "2 or more"]),
     ((3,), {"dialect": "trl_rloo", "critic_learning_rate": 1e-5}, ["--critic_learning_rate 1e-05", "no critic", "0"]),
     ((3,), {"kl_controller": "adaptive"}, ["--kl_controller", "Give --set kl_controller=adaptive."]),
-    ((3,), {"set": "ema_decay=0.5"}, ["--set ema_decay=0.5 needs --enable_ema."]),
+    ((3,), {"set": "ema_decay=0.5"}, ["--set ema_decay=0.5 needs --enable_ema or --reference ema.", "leave it out"]),
     (
         (3,),
         {"dialect": "deepspeed_chat_2023", "set": "missing_end_value=1"},
-        ["missing_end_value is given", "missing_end is 'none'", "Set missing_end"],
+        ["missing_end_value 1.0: it has no effect where", "missing_end is 'none'", "Change that"],
     ),
     (
         (3,),
