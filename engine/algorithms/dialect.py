@@ -328,9 +328,9 @@ class Dialect:
         check_relations(self)
 
     @classmethod
-    def choices(cls, field: str) -> Collection[str] | None:
-        """The values that a field may have, where there is a list of them."""
-        return choices_of(cls.__dataclass_fields__[field])
+    def choices(cls, field: str) -> Collection[str]:
+        """The values that a field may have; none where there is no list of them."""
+        return choices_of(cls.__dataclass_fields__[field]) or ()
 
     def override(self, **values) -> "Dialect":
         """This dialect with some fields replaced; values of None leave theirs as they are.
