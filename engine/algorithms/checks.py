@@ -56,8 +56,7 @@ def check_relations(dialect: "Dialect") -> None:
     if dialect.sampling_temperature <= 0:
         divisor = dialect.sampling_temperature
         refuse(
-            "temperature_offset",
-            f"logits would be divided by {divisor}. The sum with temperature should be over 0.",
+            "temperature_offset", f"logits would be divided by {divisor}. The sum with temperature should be over 0."
         )
     if dialect.truncate_after > 0 and not dialect.truncate_token:
         refuse("truncate_after", "it says from where on truncate_token counts, and there is none.")
@@ -82,8 +81,7 @@ def check_relations(dialect: "Dialect") -> None:
         )
     if sampler and dialect.length_rule == "not_pad":
         refuse(
-            "old_logprobs",
-            "length_rule 'not_pad' hides pad tokens, which the sampler did not. Set it to 'forward'.",
+            "old_logprobs", "length_rule 'not_pad' hides pad tokens, which the sampler did not. Set it to 'forward'."
         )
     if sampler and dialect.measures_prompts:
         refuse(
@@ -94,8 +92,7 @@ def check_relations(dialect: "Dialect") -> None:
     # groups of responses to one prompt
     if grouped and not in_groups:
         refuse(
-            "samples_per_prompt",
-            f"{its_name} compares the responses to one prompt with each other. Give 2 or more.",
+            "samples_per_prompt", f"{its_name} compares the responses to one prompt with each other. Give 2 or more."
         )
     if dialect.dynamic_sampling > 1 and not in_groups:
         refuse(
@@ -174,10 +171,7 @@ def check_effect(dialect: "Dialect", given: Collection[str]) -> None:
             "score_order", "scores are not both scaled and clipped. Set score_scaling and score_clip, or leave it out."
         )
     if "clip_range_high" in given and dialect.clip_range_high == dialect.clip_range:
-        refuse(
-            "clip_range_high",
-            "clip_range is the same, upwards and downwards. Give another value, or leave it out.",
-        )
+        refuse("clip_range_high", "clip_range is the same, upwards and downwards. Give another value, or leave it out.")
     if dialect.ppo_epochs * dialect.mini_batches == 1 and dialect.old_logprobs != "sampler":
         for field in ("clip_range_high", "dual_clip"):
             if field in given and getattr(dialect, field) is not None:
@@ -188,8 +182,7 @@ def check_effect(dialect: "Dialect", given: Collection[str]) -> None:
                 )
     if "early_stop_kl" in given and dialect.early_stop_kl is not None and dialect.ppo_epochs == 1:
         refuse(
-            "early_stop_kl",
-            "ppo_epochs is 1, and no later epoch could be left out. Give ppo_epochs, or leave it out.",
+            "early_stop_kl", "ppo_epochs is 1, and no later epoch could be left out. Give ppo_epochs, or leave it out."
         )
     if "temperature_in_logprobs" in given and dialect.sampling_temperature == 1.0:
         refuse(

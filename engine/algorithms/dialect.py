@@ -41,10 +41,7 @@ class Dialect:
     )
     kl_target: float = choice(6.0, "nats a response", above=0, only_with="kl_controller=adaptive")
     kl_horizon: float = choice(
-        10000.0,
-        "responses in which the coefficient can change by a fifth",
-        above=0,
-        only_with="kl_controller=adaptive",
+        10000.0, "responses in which the coefficient can change by a fifth", above=0, only_with="kl_controller=adaptive"
     )
     kl_measure: str = choice(
         "k1",
@@ -150,10 +147,7 @@ class Dialect:
         0.0, "the score of a response without end, or what it loses", only_with="missing_end", resume=SAME
     )
     overlong_buffer: float = choice(
-        0.0,
-        "the last share of the longest response, in which a score falls by up to overlong_penalty",
-        least=0,
-        most=1,
+        0.0, "the last share of the longest response, in which a score falls by up to overlong_penalty", least=0, most=1
     )
     overlong_penalty: float = choice(
         1.0, "what a response of the full length loses", above=0, only_with="overlong_buffer"
@@ -270,10 +264,7 @@ class Dialect:
     ppo_epochs: int = choice(4, "passes over each step's responses", above=0, resume=SAME, group="optimization")
     mini_batches: int = choice(1, "optimizer steps in each pass", above=0, resume=SAME)
     critic_epochs: int | None = choice(
-        None,
-        "the critic's own passes, made before the actor's; none: as ppo_epochs",
-        above=0,
-        only_with="critic_start",
+        None, "the critic's own passes, made before the actor's; none: as ppo_epochs", above=0, only_with="critic_start"
     )
     critic_mini_batches: int | None = choice(
         None, "the critic's optimizer steps in each pass; none: as mini_batches", above=0, only_with="critic_start"

@@ -192,9 +192,7 @@ class RunFlags(TokenizerFlags):
         "folder in which this run's TensorBoard files get a folder of their own; by default OUTPUT_DIR/tensorboard",
     )
     wandb_project: str | None = flag(
-        None,
-        "Weights & Biases project to send the same to (pip install wandb)",
-        only_with="enable_tensorboard=true",
+        None, "Weights & Biases project to send the same to (pip install wandb)", only_with="enable_tensorboard=true"
     )
     grace_seconds: float = flag(
         25.0,

@@ -152,9 +152,7 @@ class RoleLoraFlags(LoraFlags):
     lora_models: ClassVar[tuple[str, ...]] = ("actor_", "critic_")
 
     actor_lora_dim: int = flag(
-        0,
-        "rank of the factors that train in place of the actor's matrices; 0: no LoRA, all its weights train",
-        least=0,
+        0, "rank of the factors that train in place of the actor's matrices; 0: no LoRA, all its weights train", least=0
     )
     critic_lora_dim: int = flag(0, "the same, of the critic", least=0)
     actor_lora_module_name: str | None = flag(

@@ -107,9 +107,7 @@ class RLHFFlags(HubFlags, RestartFlags, RolloutFlags, ModelFlags):
     num_train_epochs: int = flag(1, "passes over the prompts", least=1)
     max_steps: int | None = flag(None, "steps to train, instead of --num_train_epochs", least=1)
     enable_test_mode: bool = flag(
-        False,
-        "end after --test_stop_step steps, with learning rates as for the whole run",
-        only_with="test_stop_step",
+        False, "end after --test_stop_step steps, with learning rates as for the whole run", only_with="test_stop_step"
     )
     test_stop_step: int = flag(
         0, "after how many steps --enable_test_mode ends the run", least=0, only_with="enable_test_mode"

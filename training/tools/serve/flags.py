@@ -56,9 +56,7 @@ class ServeFlags(TokenizerFlags):
         least=2,
     )
     max_answer_seq_len: int = flag(
-        256,
-        "most tokens of a response; also how many it may have where a request does not say",
-        least=1,
+        256, "most tokens of a response; also how many it may have where a request does not say", least=1
     )
     rows_at_once: int = flag(
         16,
@@ -66,9 +64,7 @@ class ServeFlags(TokenizerFlags):
         least=1,
     )
     queue_size: int = flag(
-        512,
-        "responses and texts to score that may be in the making or wait, over all requests; beyond, 429",
-        least=1,
+        512, "responses and texts to score that may be in the making or wait, over all requests; beyond, 429", least=1
     )
     max_connections: int = flag(512, "connections at once; beyond, 503", least=1)
     max_body_mb: float = flag(4.0, "largest body of a request, in MB; beyond, 413", above=0)
