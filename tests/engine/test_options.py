@@ -78,7 +78,7 @@ def test_lists_are_nobody_elses():
 )
 def test_conditions_name_options_and_values_that_are_there(options):
     """A condition on a name that no class has would be met by nothing, and asked of nobody."""
-    fields = options.__dataclass_fields__
+    fields = {spec.name: spec for spec in dataclasses.fields(options)}
     for spec in fields.values():
         conditions = [condition.partition("=") for condition in spec.metadata["only_with"]]
         known = [(name, values) for name, _, values in conditions if name in fields]
