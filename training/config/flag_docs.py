@@ -137,7 +137,7 @@ def _value(spec: dataclasses.Field, hint) -> str:
     many = typing.get_origin(hint) in (list, tuple)
     kind = typing.get_args(hint)[0] if many else hint
     names = {str: "text", int: "whole number", float: "number", bool: "true or false"}
-    limits = [f"{words} {spec.metadata[key]:g}" for key, words, _ in LIMITS if spec.metadata[key] is not None]
+    limits = [f"{words} {spec.metadata[key]}" for key, words, _ in LIMITS if spec.metadata[key] is not None]
     pair = ", two" if typing.get_origin(hint) is tuple else ", one or more" if many else ""
     return ", ".join([names[kind] + pair, *limits])
 
