@@ -38,6 +38,7 @@ def flag(
     *,
     group: str = "",
     adds_up: bool = False,
+    was: str = "",
     old_values: Mapping[str, str] | None = None,
     field: str | None = None,
     **more,
@@ -45,10 +46,12 @@ def flag(
     """A dataclass field that is a flag; `default` REQUIRED for one that must be given.
 
     group: the heading that it stands under, and those after it until the next heading. adds_up: a list that grows each
-    time the flag is given, where otherwise the last one counts. old_values: values that are none any more, and what to
-    do instead. field: of the dialect, that it gives a value. more: as `option` has it.
+    time the flag is given, where otherwise the last one counts. was: its former name. old_values: values that are none
+    any more, and what to do instead. field: of the dialect, that it gives a value. more: as `option` has it.
     """
-    return option(default, help, group=group, adds_up=adds_up, old_values=old_values or {}, field=field, **more)
+    return option(
+        default, help, group=group, adds_up=adds_up, was=was, old_values=old_values or {}, field=field, **more
+    )
 
 
 def by_group(options: type) -> dict[str, list[dataclasses.Field]]:
@@ -399,6 +402,8 @@ class DataFlags(RunFlags):
         "turns (cut_prompt); texts lose their end, and prompts of step 3 are left out (cut_answer); rows are left out "
         "(drop)",
         choices=OVERLONG,
+        was="overlong_prompts",
+        old_values={"truncate": "give cut_prompt."},
         resume=SAME,
     )
     data_output_path: str | None = flag(

@@ -207,6 +207,7 @@ class RewardFunctionFlags(AlgorithmFlags):
         [],
         "the weight of each function in the score, and then of the reward server, by default 1; one of weight 0 is "
         "measured alone. The reward model's is --reward_model_weight",
+        was="reward_function_weight",
         only_with=("reward_function", "reward_url"),
     )
     answer_column: str | None = flag(
@@ -236,11 +237,6 @@ class RewardFunctionFlags(AlgorithmFlags):
         super().validate()
         refuse_twice(self, "reward_function")
         check_format(self.response_format)
-
-    @classmethod
-    def no_flag(cls, name: str, value: str) -> str | None:
-        """Also for the name that --reward_weights had when there was one function."""
-        return f"Give --reward_weights {value}." if name == "reward_function_weight" else super().no_flag(name, value)
 
 
 def refuse_twice(args: ProgramFlags, name: str) -> None:

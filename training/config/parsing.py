@@ -185,6 +185,10 @@ def _refuse_unknown(arguments_class: type[ProgramFlags], argv: Sequence[str], kn
 
 def _hint(arguments_class: type[ProgramFlags], name: str, value: str, names: Sequence[str], dashes: str) -> str:
     """What is to be done about an unknown flag or key."""
+    for spec in dataclasses.fields(arguments_class):
+        if spec.metadata["was"] == name:
+            old_value = spec.metadata["old_values"].get(value)
+            return f" It is called {dashes}{spec.name} now.{f' {value}: {old_value}' if old_value else ''}"
     sentence = arguments_class.no_flag(name, _shortened(value)) or flag_of_other_steps(arguments_class, name)
     step = step_of(arguments_class)
     if not sentence and step is not None:

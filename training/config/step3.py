@@ -166,13 +166,6 @@ class RLHFFlags(HubFlags, RestartFlags, RolloutFlags, ModelFlags):
                 "truncate_after=N."
             )
 
-    @classmethod
-    def no_flag(cls, name: str, value: str) -> str | None:
-        """Also for the name that --overlong had when step 3 alone had it."""
-        if name == "overlong_prompts":
-            return f"Give --overlong {'cut_prompt' if value == 'truncate' else value}, which all three steps have."
-        return super().no_flag(name, value)
-
 
 SEARCHES = ("batch", "gpus")
 LEAST_HOST = 10**9  # bytes; a smaller number was given without its unit

@@ -40,8 +40,8 @@ def test_a_missing_end_is_one_rule():
             "--actor_lr. actor_lr is a field of the dialect. Give --actor_learning_rate 1e-5, or --set actor_lr=1e-5.",
         ),
         (("--kl_coeff", "1"), "--kl_coeff. Did you mean --kl_coef?"),
-        (("--overlong_prompts", "truncate"), "--overlong_prompts. Give --overlong cut_prompt, which all three steps"),
-        (("--overlong_prompts=drop",), "--overlong_prompts. Give --overlong drop, which all three steps have."),
+        (("--overlong_prompts", "truncate"), "--overlong_prompts. It is called --overlong now. truncate: give cut_"),
+        (("--overlong_prompts=drop",), "--overlong_prompts. It is called --overlong now."),
         (("--name", "mine"), "--name."),
     ],
 )
