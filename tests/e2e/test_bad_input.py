@@ -153,7 +153,7 @@ FLAGS = [
     ((3,), {"rollout_backend": "hybrid"}, ["--rollout_backend hybrid", "layer_past", "auto or replica"]),
     ((3,), {"decoding": "recorded", "rollout_backend": "zero3"}, ["--decoding recorded", "--rollout_backend zero3"]),
     ((3,), {"decoding": "recorded", "replicas_between_steps": "free"}, ["--replicas_between_steps free"]),
-    ((3,), {"profile_steps": [2, 0]}, ["--profile_steps 0: steps are counted from 1"]),
+    ((3,), {"profile_steps": [2, 0]}, ["--profile_steps 2 0: each must be at least 1."]),
     ((3,), {"profile_steps": [4, 2, 3]}, ["--profile_steps 4 3: this run trains steps 1 to 2"]),
     ((3,), {"profile_steps": 2, "enable_test_mode": True, "test_stop_step": 1}, ["--profile_steps 2", "steps 1 to 1"]),
     ((1, 2), {"offload": True}, ["--offload", "--zero_stage 0", "stage 1, 2 or 3"]),
