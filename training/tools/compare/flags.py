@@ -7,8 +7,8 @@ from typing import ClassVar
 from engine.errors import UserError
 from training.config.flags import REQUIRED, flag
 from training.config.models import check_format, refuse_twice
-from training.tools.compare.models import named
 from training.tools.flags import MeasuringFlags
+from training.tools.models import named
 
 
 @dataclass(kw_only=True)
@@ -22,7 +22,7 @@ class CompareFlags(MeasuringFlags):
     )
     models: list[str] = flag(
         REQUIRED,
-        "two or more, NAME=PATH or PATH: saved folders of whole models or adapters, restart points, output folders of "
+        "two or more, NAME=PATH or PATH: saved folders of whole models or adapters, checkpoints, output folders of "
         "runs (their actor), or names on the Hub. The others are compared with the first",
         group="models",
     )
