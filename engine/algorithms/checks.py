@@ -1,19 +1,16 @@
 """What fields of a dialect ask of each other, and of a run's sizes and models, found before any model is loaded.
 
-What a field may be by itself, and the one field without which it has no effect, stand with the field (dialect.py).
+What a field may be by itself, and the one field without which it has no effect, stand with the field (dialect.py), which
+asks for these relations when a Dialect is made.
 """
 
 import dataclasses
 from collections.abc import Collection
 from functools import partial
-from typing import TYPE_CHECKING
 
 from engine.algo.advantages import ESTIMATORS
 from engine.errors import UserError
 from engine.options import unmet
-
-if TYPE_CHECKING:
-    from engine.algorithms.dialect import Dialect
 
 
 class FieldError(UserError):
@@ -24,11 +21,11 @@ class FieldError(UserError):
         self.field, self.reason = field, reason
 
 
-def _refuse(dialect: "Dialect", field: str, reason: str) -> None:
+def _refuse(dialect, field: str, reason: str) -> None:
     raise FieldError(field, getattr(dialect, field), reason)
 
 
-def check_relations(dialect: "Dialect") -> None:
+def check_relations(dialect) -> None:
     """Raises: FieldError for fields that contradict each other."""
     refuse = partial(_refuse, dialect)
     estimator, critic = ESTIMATORS[dialect.advantage_estimator], dialect.has_critic
@@ -148,7 +145,7 @@ def check_relations(dialect: "Dialect") -> None:
         )
 
 
-def check_effect(dialect: "Dialect", given: Collection[str]) -> None:
+def check_effect(dialect, given: Collection[str]) -> None:
     """Raises: FieldError for a field that a user gave a value, of `given`, that changes nothing in this dialect."""
     refuse = partial(_refuse, dialect)
     for spec in dataclasses.fields(dialect):
@@ -192,7 +189,7 @@ def check_effect(dialect: "Dialect", given: Collection[str]) -> None:
 
 
 def check_sizes(
-    dialect: "Dialect",
+    dialect,
     *,
     rows_per_rank: int,
     mini_batches: int = 1,
