@@ -1,7 +1,7 @@
 """What fields of a dialect ask of each other, and of a run's sizes and models, found before any model is loaded.
 
-What a field may be by itself, and the one field without which it has no effect, stand with the field (dialect.py), which
-asks for these relations when a Dialect is made.
+What a field may be by itself, and the one field without which it has no effect, stand with the field (dialect.py). The
+relations are looked at when a Dialect is made.
 """
 
 import dataclasses
