@@ -5,8 +5,8 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 from engine.models.loading import load_policy, load_scorer, new_scorer
-from engine.zero.gathering import full_state
 from scripts.harness.models import EOS, PAD
+from scripts.harness.weights import full_state
 from tests.distributed.harness import run_ranks
 from tests.distributed.work_model_files import HEAD_SEED, what_they_say
 from tests.engine.models.deepspeed_chat_models import deepspeed_chat_actor, deepspeed_chat_reward

@@ -24,7 +24,6 @@ from engine.experience import position_ids
 from engine.models.loading import load_policy, load_scorer, new_scorer
 from engine.models.policy import Policy
 from engine.models.saving import save_model
-from engine.zero.gathering import full_state
 from scripts.harness.models import (
     BOS,
     EOS,
@@ -37,6 +36,7 @@ from scripts.harness.models import (
     make_scorer,
     save_random,
 )
+from scripts.harness.weights import full_state
 from tests.distributed.harness import run_ranks
 from tests.distributed.work_families import INDICES, LEARNING_RATE, PROMPTS, SEED, one_step
 

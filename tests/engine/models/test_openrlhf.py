@@ -13,8 +13,8 @@ from engine.experience import position_ids
 from engine.models.checking import check_policy, check_scorer
 from engine.models.loading import load_scorer, new_scorer
 from engine.models.saving import save_model
-from engine.zero.gathering import full_state
 from scripts.harness.models import EOS, PAD, make_scorer
+from scripts.harness.weights import full_state
 
 SEQUENCES = torch.tensor([[5, 9, 33, 17, 40, EOS], [41, 7, 63, 22, 4, EOS]])
 MEAN, STD = 2.5, 4.0

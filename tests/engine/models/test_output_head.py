@@ -12,8 +12,8 @@ from engine.memory.blueprint import module_on_paper
 from engine.models.loading import empty_like, load_policy
 from engine.models.reading import LANGUAGE_MODEL, read_config, read_tokenizer
 from engine.models.saving import save_model
-from engine.zero.gathering import full_state
 from scripts.harness.models import make_causal_lm
+from scripts.harness.weights import full_state
 from tests.distributed.conftest import write_stage_files
 from tests.distributed.harness import run_ranks
 

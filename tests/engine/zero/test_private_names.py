@@ -8,8 +8,8 @@ from dataclasses import replace
 import deepspeed
 import pytest
 
-from engine.zero.private_names import PRIVATE_NAMES, PrivateName
 from tests.distributed.harness import run_ranks
+from tests.engine.zero.private_names import PRIVATE_NAMES, PrivateName
 
 
 def moved(entry: PrivateName) -> str | None:
