@@ -1,7 +1,7 @@
 """Run by ranks: training with master weights, gradients and moments in bfloat16."""
 
 from engine import distributed
-from engine.zero.adam_state import MOMENTS, moment_of
+from engine.zero.shards import MOMENTS, moment_of
 from tests.distributed.tiny_run import TinyPrompts, build_trainer, engine_spec
 from tests.distributed.work_precision import STEADY
 from tests.engine.zero.inspecting import masters, weights

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from engine.optim import TensorFlowAdam
-from engine.zero.adam_state import MOMENTS, moment_of, set_steps, settle, steps_of
+from engine.zero.shards import MOMENTS, moment_of, set_steps, settle, steps_of
 
 
 def adams(parameter) -> dict[str, torch.optim.Optimizer]:
