@@ -20,8 +20,7 @@ from engine.rollout.base import RolloutBackend
 from engine.rollout.cache import cache_bytes
 from engine.rollout.decode import slots_of_a_row
 from engine.rollout.passes import resolved_decoding
-from engine.rollout.vllm_backend import VLLMRollouts
-from engine.rollout.vllm_engine import vllm_version
+from engine.rollout.vllm_rollouts import VLLMRollouts, vllm_version
 from engine.zero import accelerator
 from engine.zero.engines import TrainedModel
 from engine.zero.gathering import full_numel

@@ -26,7 +26,7 @@ from engine.reference import EngineReference
 from engine.reward.base import RewardSource
 from engine.rlhf_engine import frozen_model
 from engine.rollout import RolloutBackend, SamplingConfig, build_rollouts
-from engine.rollout.families import check_attention
+from engine.rollout.passes import check_attention
 from engine.zero.communication import init
 from engine.zero.engines import FrozenModel
 from training.data.examples import Prompts, prompt_fit

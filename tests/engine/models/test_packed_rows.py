@@ -20,7 +20,7 @@ from engine.models.loading import check_rows, empty_like, load_policy, load_scor
 from engine.models.lora import LoraSpec
 from engine.models.reading import LANGUAGE_MODEL
 from engine.models.trunk import ScoringRole, make_trunk
-from engine.rollout.families import takes_slot_masks
+from engine.rollout.passes import takes_slot_masks
 from scripts.harness.models import VOCABULARY, make_causal_lm, make_config, make_scorer, save_random
 from tests.fake_flash import FakeFlash
 

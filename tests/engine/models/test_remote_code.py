@@ -17,7 +17,7 @@ from engine.models.checking import check_policy
 from engine.models.loading import empty_like, load_policy
 from engine.models.reading import read_config, read_tokenizer
 from engine.models.saving import save_model
-from engine.rollout.families import check_attention
+from engine.rollout.passes import check_attention
 from scripts.harness import model_damages as damages
 from scripts.harness.models import make_causal_lm, make_tokenizer
 from scripts.harness.weights import full_state

@@ -18,8 +18,7 @@ from transformers import (
 from engine.errors import UserError
 from engine.rollout.cache import SlotCache
 from engine.rollout.decode import Sampler
-from engine.rollout.families import check_attention, takes_slot_masks
-from engine.rollout.passes import Passes, RecordedPasses, passes_of
+from engine.rollout.passes import Passes, RecordedPasses, check_attention, passes_of, takes_slot_masks
 from scripts.harness.models import EOS, make_causal_lm, make_tokenizer
 from tests.engine.rollout.test_decode import (
     BATCH,
