@@ -12,7 +12,9 @@ from engine.zero.config import EngineConfig
 class OptimizerSpec:
     """Adam's settings, the maximal gradient norm (0: no clipping) and the peak learning rate.
 
-    form, decay: as `build_optimizer` has them.
+    form: "adamw", or "tf_adam" for TensorFlowAdam; that one has no weight decay. decay: which weights `weight_decay`
+    shrinks: "matrices", so neither biases nor norms; "all", as PyTorch's AdamW does when given all parameters as one;
+    "deepspeed_chat", by engine.optim.NOT_DECAYED_BY_DEEPSPEED_CHAT.
     """
 
     lr: float

@@ -113,6 +113,11 @@ class Adapters:
         }
 
 
+def is_factor(name: str) -> bool:
+    """Whether a parameter of this name is one of the two factors of a LoRA update."""
+    return ".lora_A." in name or ".lora_B." in name
+
+
 def inject(model: Any, configs: Mapping[str, LoraConfig]) -> None:
     """Put adapters of these names and descriptions into a model; their factors are still to be filled in."""
     with warnings.catch_warnings():

@@ -18,9 +18,8 @@ from engine import distributed
 from engine.files import os_errors
 from engine.lazy import Lazy
 from engine.models.adapter_folders import HEAD, PREFIX, WEIGHTS, AdapterFolder, peft_files
-from engine.models.adapters import Adapters, merged, update
+from engine.models.adapters import Adapters, is_factor, merged, update
 from engine.models.policy import Backbone, Policy, Scorer
-from engine.optim import is_factor
 from engine.whole_files import file_order, write_safetensors
 from engine.zero.gathering import gathered_params, set_parameter, whole_weights
 
