@@ -20,14 +20,14 @@ from engine.errors import UserError
 from engine.host_memory import freed_memory_given_back
 from engine.models.adapter_folders import AdapterFolder, read_adapter
 from engine.models.hydra import check_hydra, load_hydra
-from engine.models.loading import DTYPES, check_results, check_rows, load_policy, load_scorer, new_critic
+from engine.models.loading import DTYPES, check_padding, check_results, load_policy, load_scorer, new_critic
 from engine.models.lora import LoraSpec, adapt
 from engine.models.places import base_of, same_model
 from engine.models.policy import Policy, Scorer
 from engine.models.reading import classifier_pad_token_id, read_config, read_tokenizer
 from engine.models.trunk import ScoringRole, make_trunk, owner
 from engine.optim import build_optimizer, optimizer_groups, optimizer_of
-from engine.reference import EMA, EngineReference, MovingReference, Reference
+from engine.reference import EMA, MovingReference, Reference
 from engine.reward.base import RewardModel
 from engine.zero.communication import init
 from engine.zero.config import EngineConfig, build_ds_config, refuse_offload_of_roles
@@ -164,7 +164,7 @@ class RLHFEngine:
         trained = shared_trunk(spec).roles if spec.share_trunk else _trained_models(spec)
         reference: Reference | None = None
         if not spec.reference_moves:
-            reference = EngineReference(_frozen("reference", load_policy, spec.actor_path, spec, trained))
+            reference = Reference(_frozen("reference", load_policy, spec.actor_path, spec, trained))
         reward, reward_path = None, spec.reward_path or spec.critic_path
         if spec.with_reward_model and reward_path is not None:
             reward = RewardModel(_frozen("reward", load_scorer, reward_path, spec, trained))
@@ -306,6 +306,6 @@ def _probe(model: TrainedModel | FrozenModel) -> None:
         with torch.no_grad(), model.on_device():
             model(tokens, probe=True)
     with model.on_device():
-        check_rows(model.module, model, f"{model.role} model")
+        check_padding(model.module, model, f"{model.role} model")
         check_results(model.module, model, f"{model.role} model")
     gc.collect(1)  # the loader's full copy of the weights goes before the next model comes; old objects are left out

@@ -23,7 +23,7 @@ from engine.experience import Rollout
 from engine.experience_maker import ExperienceMaker
 from engine.models import heads
 from engine.models.policy import Policy, Scorer
-from engine.reference import EngineReference
+from engine.reference import Reference
 from engine.reward.base import RewardModel
 from tests.engine.fake_models import Resident, rollout_of
 from tests.engine.meters import LiveBytes
@@ -90,7 +90,7 @@ def judging(policy: Policy, scorer: Scorer, rows: int) -> int:
     maker = ExperienceMaker(
         actor=actor,
         critic=critic,
-        reference=EngineReference(actor),
+        reference=Reference(actor),
         reward=RewardModel(critic),
         algorithm=Algorithm(Dialect(), pad_token_id=0),
         micro_batch_size=rows,

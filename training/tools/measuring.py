@@ -22,7 +22,7 @@ from engine.models.checking import check_rows as check_embedding
 from engine.models.loading import load_policy, load_scorer
 from engine.models.reading import CLASSIFIER, LANGUAGE_MODEL, read_config, read_tokenizer, vocabulary_size
 from engine.models.weight_files import listed, stored_name
-from engine.reference import EngineReference
+from engine.reference import Reference
 from engine.reward.base import RewardSource
 from engine.rlhf_engine import frozen_model
 from engine.rollout import RolloutBackend, SamplingConfig, build_rollouts
@@ -154,7 +154,7 @@ class Measuring:
         maker = ExperienceMaker(
             actor=policy,
             critic=None,
-            reference=EngineReference(self.reference),
+            reference=Reference(self.reference),
             reward=reward,
             algorithm=algorithm,
             micro_batch_size=self.args.per_device_eval_batch_size,
