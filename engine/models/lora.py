@@ -118,7 +118,7 @@ def adapter_config(model: PreTrainedModel, start: AdapterFolder | None, spec: Lo
         )
     if spec is not None and start.config.r != spec.dim:
         raise UserError(
-            f"{start.told} has dimension {start.config.r}, and LoRA is asked for with {spec.dim}. Give "
+            f"{start.label} has dimension {start.config.r}, and LoRA is asked for with {spec.dim}. Give "
             f"{start.config.r} to go on with it, or no dimension: then it is merged, and all weights train."
         )
     config = unset(start.config)
@@ -260,7 +260,7 @@ class AdaptedModel:
             scorer=scorer,
         )
 
-    def told(self) -> str:
+    def summary(self) -> str:
         """One line: rank and rate, how much trains, and which layers have factors."""
         spec = self.spec
         kinds = list(dict.fromkeys(name.rpartition(".")[2] for name in self.layers))

@@ -237,7 +237,7 @@ class VLLMEngine:
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Take weights, by the names of the configuration's Hugging Face model, all of them, in its order."""
         self._wake("weights")
-        self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": _told(weights)})
+        self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": _noted(weights)})
         if not self.on_gpu:
             self._llm.apply_model(_pack_tied_head)
 
@@ -350,7 +350,7 @@ def _unlink_queue() -> None:
         queue.buffer.is_creator = False
 
 
-def _told(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+def _noted(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """The weights; while vLLM has one, and not while the next are gathered, "vLLM takes weights" was begun last."""
     for name, weight in weights:
         moved("vLLM takes weights")

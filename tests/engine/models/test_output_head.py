@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from engine.memory.blueprint import module_on_paper
+from engine.memory.blueprint import module_on_meta
 from engine.models.loading import empty_like, load_policy
 from engine.models.reading import LANGUAGE_MODEL, read_config, read_tokenizer
 from engine.models.saving import save_model
@@ -81,7 +81,7 @@ def test_the_default_of_a_family_counts_where_config_json_is_silent(tmp_path):
 def test_whatever_is_built_has_the_head_and_it_is_saved(tmp_path):
     folder = make_folder(tmp_path, tie_word_embeddings=True)
     policy = load_policy(str(folder), torch.float32)
-    for module in (empty_like(policy, torch.device("cpu")), module_on_paper(str(folder), LANGUAGE_MODEL, "fp32", "")):
+    for module in (empty_like(policy, torch.device("cpu")), module_on_meta(str(folder), LANGUAGE_MODEL, "fp32", "")):
         assert "lm_head.weight" in dict(module.model.named_parameters())
     save_model(policy, full_state(policy.model), read_tokenizer(str(folder), "model"), tmp_path / "saved")
     assert json.loads((tmp_path / "saved" / "config.json").read_text())["tie_word_embeddings"] is False
