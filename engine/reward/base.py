@@ -1,4 +1,4 @@
-"""Where scores come from: the protocol `RewardSource`, a frozen reward model, and a score made of several parts.
+"""Where scores come from: the base class `RewardSource`, a frozen reward model, and a score made of several parts.
 
     reward = CombinedReward({"model": (models.reward, 1.0), "function": (FunctionReward(f, tokenizer), 0.5)},
                             length_penalty=0.01)
@@ -66,8 +66,8 @@ class RewardSource(Protocol):
         return {"scores": self.score(rollout).float()}
 
     def weights(self) -> Mapping[str, float]:
-        """By which number each part is still to be multiplied, by its name, where that makes the score; none by
-        default. What such a part is before it is measured, too, as that of what follows "scores_" in its name."""
+        """The numbers by which parts are still to be multiplied to make the score, by the parts' names; by default none
+        is. A part "scores_NAME" that has one is also measured without it, as NAME's."""
         return {}
 
     def begin(self, rollout: Rollout) -> None:

@@ -3,9 +3,10 @@
     settings = ServerSettings(urls=["http://10.0.0.7:8000/score"], form="items", columns=["answer"])
     reward = ServerReward(settings, tokenizer, rows=ConcatDataset([training_rows, held_out_rows]))
 
-From below: one exchange by the standard library, which tells what went wrong apart by whether to ask again (proxies are
-taken from the environment as urllib does, never for addresses of this machine); the two forms of request and answer;
-servers that share the requests of a rank, and are asked again after faults that may pass; and the source of scores.
+The file goes from one exchange (`exchange`: by the standard library, with a time limit for the whole request; what
+goes wrong is a `Fault`, after which the server is asked again, or a `Mistake`) over the two forms of request and answer
+(`FORMS`) and the servers that share a rank's requests (`Servers`) to the source of scores (`ServerReward`). Proxies are
+taken from the environment as urllib does, never for addresses of this machine.
 
 items is a form of ours, in which ids say which score is whose:
 
