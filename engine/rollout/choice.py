@@ -81,25 +81,7 @@ def build_rollouts(
     if name == "vllm":
         return _vllm_rollouts(models, tokenizer, rows_at_once or 1, row_length, tensor_parallel or 1, sampler)
     cache = cache_bytes(actor.module.model, (rows_at_once or 1) * slots_of_a_row(row_length, waiting=True))
-    ranks = tensor_parallel or 1
-    asked = (ranks,) if name == "replica" and ranks > 1 else ()
-    sizes = asked or group_sizes(accelerator.ranks_of_this_machine(), tensor_parallel)
-
-    def divide(place: int) -> tuple[Mapping[int, int], str | None]:
-        return divided_bytes(models[place].module, sizes, generates=place == 0)
-
-    if name == "auto":
-        free = -distributed.largest(-accelerator.free_memory())
-        decided = place_copies([copy_need(model) for model in models], cache, free, between_steps, divide, training)
-        if any(model.stage == 3 for model in models):
-            note = why_no_group(accelerator.ranks_of_this_machine(), tensor_parallel)
-            decided = replace(decided, why=decided.why + note)
-    elif asked:
-        decided = copies_together([copy_need(model) for model in models], ranks, between_steps, divide)
-    else:
-        everything = tuple(range(len(models))) if name == "replica" else ()
-        decided = Copies(everything, "as asked", between_steps=between_steps)
-    placed = _placement(models, decided, cache, sizes if name == "auto" else ())
+    placed = _placement(name, models, cache, between_steps, tensor_parallel, training)
     for model in models:
         model.copies = placed.of(model)
         if isinstance(model.copies, TensorParallelCopies) and model.module.adapters is not None:
@@ -150,11 +132,34 @@ def _vllm_rollouts(
     return rollouts
 
 
-def _placement(models: Sequence[Model], decided: Copies, cache: int, sizes: Sequence[int]) -> Placement:
-    """The copies that were decided on, the same on all ranks.
+def _placement(
+    name: str,
+    models: Sequence[Model],
+    cache: int,
+    between_steps: str,
+    tensor_parallel: int | None,
+    training: int | str,
+) -> Placement:
+    """The copies of these models, the first of which is the actor, by "auto", "replica" or "zero3"; the same on all
+    ranks. cache: bytes of keys and values. The rest as in `build_rollouts`."""
+    ranks = tensor_parallel or 1
+    asked = (ranks,) if name == "replica" and ranks > 1 else ()
+    sizes = asked or group_sizes(accelerator.ranks_of_this_machine(), tensor_parallel)
 
-    cache: bytes of keys and values. sizes: of groups of ranks that may hold a copy of which a whole one does not fit.
-    """
+    def divide(place: int) -> tuple[Mapping[int, int], str | None]:
+        return divided_bytes(models[place].module, sizes, generates=place == 0)
+
+    if name == "auto":
+        free = -distributed.largest(-accelerator.free_memory())
+        decided = place_copies([copy_need(model) for model in models], cache, free, between_steps, divide, training)
+        if any(model.stage == 3 for model in models):
+            note = why_no_group(accelerator.ranks_of_this_machine(), tensor_parallel)
+            decided = replace(decided, why=decided.why + note)
+    elif asked:
+        decided = copies_together([copy_need(model) for model in models], ranks, between_steps, divide)
+    else:
+        whole = tuple(range(len(models))) if name == "replica" else ()
+        decided = Copies(whole, "as asked", between_steps=between_steps)
     kept = [models[place] for place in decided.models if place not in decided.freed]
     freed = [models[place] for place in decided.models if place in decided.freed]
     others = "free" if decided.freed else decided.between_steps
@@ -162,7 +167,7 @@ def _placement(models: Sequence[Model], decided: Copies, cache: int, sizes: Sequ
     parts: list[tuple[PlainCopies, Sequence[Model]]] = []
     for kind, whose in ((decided.between_steps, kept), (others, freed)):
         if whose or not parts:
-            smaller = _Smaller(models[0], cache, sizes, kind, together)
+            smaller = _Smaller(models[0], cache, sizes if name == "auto" else (), kind, together)
             parts.append((WholeCopies(kind, decided.shared, smaller), whose))
     if together is not None:
         parts.append((together, [models[place] for place in decided.divided]))
