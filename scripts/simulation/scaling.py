@@ -20,7 +20,7 @@ from pathlib import Path
 
 from engine.engine_spec import EngineSpec
 from engine.errors import UserError
-from engine.memory import Cluster, Workload, plan
+from engine.memory import Cluster, Workload
 from engine.memory.blueprint import blueprints
 from engine.memory.gpus import DataSheet, Link, data_sheet, gpu_bytes
 from engine.memory.planning import Planner
@@ -155,7 +155,7 @@ def fitting(task: Task, cluster: Cluster) -> Step | None:
     decoded = [most >> halvings for halvings in range(most.bit_length()) if most >> halvings >= min(8, most)]
     passes = sorted({min(size, task.rows // task.mini_batches) for size in (8, 4, 2, 1)}, reverse=True)
     for offloaded in OFFLOADS:
-        if not plan(*task.asked(decoded[-1], passes[-1], offloaded), cluster).fits:
+        if not Planner(*task.asked(decoded[-1], passes[-1], offloaded), cluster).plan().fits:
             continue  # nor does anything larger
         for at_once, micro_batch in itertools.product(decoded, passes):
             spec, load = task.asked(at_once, micro_batch, offloaded)
