@@ -35,9 +35,9 @@ from scripts.harness.models import (
     make_tokenizer,
     save_random,
 )
+from scripts.harness.ranks import run_ranks
 from scripts.harness.weights import full_state
 from tests.distributed.conftest import write_stage_files
-from tests.distributed.harness import run_ranks
 from training.config.step3 import RLHFFlags
 from training.runtime.plan import sampling_config
 

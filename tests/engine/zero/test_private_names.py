@@ -9,7 +9,7 @@ from dataclasses import replace
 import deepspeed
 import pytest
 
-from tests.distributed.harness import run_ranks
+from scripts.harness.ranks import run_ranks
 from tests.engine.zero.private_names import PRIVATE_NAMES, PrivateName
 
 
