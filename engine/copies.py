@@ -296,11 +296,15 @@ class WholeCopies(PlainCopies):
         if ready is None or held == wanted:
             return None if ready is None else ready[0]
         self._held.pop(key, None)
+        module, names = ready
         with stopped_if_out_of_memory(model, "it was filled"):
-            _fill(*ready, model.module, anew=held is None or held.model != wanted.model)
-        module = self.attempt(model, "adapters were merged", lambda: _merged(ready[0])) if wanted.merged else ready[0]
-        if module is not None:
-            self._held[key] = wanted
+            if names is None or names:
+                copy_weights(model.module, module, names)
+            if held is None or held.model != wanted.model:
+                module.take_settings_of(model.module)
+        if wanted.merged and self.attempt(model, "adapters were merged", partial(_merged, module)) is None:
+            return None
+        self._held[key] = wanted
         return module
 
     def holding(self, model: Model) -> Backbone | None:
@@ -346,14 +350,6 @@ def _missing(module: Backbone, source: Backbone, held: _Held | None, wanted: _He
     if not changed and held.version != wanted.version:  # a frozen model that has taken other weights
         return None
     return frozenset(unmerged + (changed if held.version != wanted.version else []))
-
-
-def _fill(module: Backbone, names: frozenset[str] | None, source: Backbone, anew: bool) -> None:
-    """Gather weights of these names, None for all, into the module. anew: it held another model, or none."""
-    if names is None or names:
-        copy_weights(source, module, names)
-    if anew:
-        module.take_settings_of(source)
 
 
 def _merged(module: Backbone) -> Backbone:

@@ -12,7 +12,9 @@ from engine.zero.config import EngineConfig
 class OptimizerSpec:
     """Adam's settings, the maximal gradient norm (0: no clipping) and the peak learning rate.
 
-    form, decay: as `build_optimizer` has them.
+    form: "adamw", or "tf_adam" for TensorFlowAdam; that one has no weight decay. decay: which weights `weight_decay`
+    shrinks: "matrices", so neither biases nor norms; "all", as PyTorch's AdamW does when given all parameters as one;
+    "deepspeed_chat", by engine.optim.NOT_DECAYED_BY_DEEPSPEED_CHAT.
     """
 
     lr: float
@@ -98,10 +100,8 @@ class EngineSpec:
 
     @property
     def hosts(self) -> dict[str, str]:
-        """Which frozen models are not loaded: what their engine would compute, a trained model's engine computes too.
-
-        Returns: the trained models' roles, by the frozen models'.
-        """
+        """The frozen models that have no engine of their own: each role, with that of the trained model whose engine
+        computes it."""
         only_factors = {
             role: lora is not None and lora.only
             for role, lora in (("actor", self.actor_lora), ("critic", self.critic_lora))
@@ -118,8 +118,8 @@ class EngineSpec:
 
     @property
     def plays(self) -> dict[str, str]:
-        """Which frozen model a trained one's module goes on computing as, by the trained one's role: `hosts` without a
-        reference that moves, which is other weights in that module."""
+        """The frozen model that a trained model's module also computes, by the trained one's role. A reference that
+        moves is none: it is other weights in that module."""
         return {
             host: frozen for frozen, host in self.hosts.items() if not (frozen == "reference" and self.reference_moves)
         }

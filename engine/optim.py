@@ -2,11 +2,14 @@
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import nn
 
 from engine.algorithms.dialect import Dialect
+from engine.engine_spec import OptimizerSpec
+from engine.models.adapters import is_factor
 from engine.zero.accelerator import on_gpu
 from engine.zero.extensions import offloaded_adamw
 from engine.zero.gathering import full_shape
@@ -69,43 +72,27 @@ class TensorFlowAdam(torch.optim.Optimizer):
 
 
 def build_optimizer(
-    module: nn.Module,
-    lr: float,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-    offload: bool,
-    form: str = "adamw",
-    decay: str = "matrices",
-    lora_lr: float | None = None,
+    module: nn.Module, spec: OptimizerSpec, offload: bool, lora_lr: float | None = None
 ) -> torch.optim.Optimizer:
-    """AdamW, fused; DeepSpeed's C++ one where the optimizer's state lives in host memory beside a GPU.
+    """The optimizer of a module's parameters that train.
 
-    Args:
-        lora_lr: the rate of LoRA factors, in groups of their own, whose "lr_ratio" it gives to `lr`.
-        form: "adamw", or "tf_adam" for TensorFlowAdam, wherever its state lives; that one has no weight decay.
-        decay: which weights `weight_decay` shrinks: "matrices", so neither biases nor norms; "all", as PyTorch's AdamW
-            does when given all parameters as one; "deepspeed_chat", by NOT_DECAYED_BY_DEEPSPEED_CHAT.
+    offload: whether its state lives in host memory beside a GPU. lora_lr: the rate of LoRA factors, in groups of their
+    own, whose "lr_ratio" it gives to `spec.lr`.
     """
     trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
-    groups = optimizer_groups(trained, lr, weight_decay, form, decay, lora_lr)
-    return optimizer_of(groups, lr, betas, eps, offload, form)
+    return optimizer_of(optimizer_groups(trained, spec, lora_lr), spec, offload)
 
 
 def optimizer_groups(
-    trained: Mapping[str, nn.Parameter],
-    lr: float,
-    weight_decay: float,
-    form: str = "adamw",
-    decay: str = "matrices",
-    lora_lr: float | None = None,
+    trained: Mapping[str, nn.Parameter], spec: OptimizerSpec, lora_lr: float | None = None
 ) -> list[dict]:
     """Parameters, by name, in groups of one weight decay and one ratio to the learning rate; as `build_optimizer`."""
+    form, decay = spec.form, spec.decay
     if form not in OPTIMIZERS:
         raise ValueError(f"optimizer {form!r}: known are {', '.join(OPTIMIZERS)}")
     if decay not in DECAYS:
         raise ValueError(f"decay {decay!r}: known are {', '.join(DECAYS)}")
-    assert form == "adamw" or not weight_decay, f"weight decay {weight_decay} with {form}, which has none"
+    assert form == "adamw" or not spec.weight_decay, f"weight decay {spec.weight_decay} with {form}, which has none"
 
     def decays(name: str, parameter: nn.Parameter) -> bool:
         if form == "tf_adam":
@@ -114,7 +101,7 @@ def optimizer_groups(
             return not any(part in name.lower() for part in NOT_DECAYED_BY_DEEPSPEED_CHAT)
         return len(full_shape(parameter)) > 1
 
-    if lora_lr is not None and lr == 0:
+    if lora_lr is not None and spec.lr == 0:
         raise ValueError(f"LoRA factors learn at {lora_lr} where other weights learn at 0, of which it is no multiple")
     kinds: dict[tuple[bool, bool], list] = {(lora, matrix): [] for lora in (False, True) for matrix in (True, False)}
     for name, parameter in trained.items():
@@ -122,25 +109,20 @@ def optimizer_groups(
     return [
         {
             "params": parameters,
-            "weight_decay": weight_decay if decays_too or decay == "all" else 0.0,
-            "lr_ratio": lora_lr / lr if lora and lora_lr is not None else 1.0,
+            "weight_decay": spec.weight_decay if decays_too or decay == "all" else 0.0,
+            "lr_ratio": lora_lr / spec.lr if lora and lora_lr is not None else 1.0,
         }
         for (lora, decays_too), parameters in kinds.items()
         if parameters
     ]
 
 
-def optimizer_of(
-    groups: list[dict], lr: float, betas: tuple[float, float], eps: float, offload: bool, form: str = "adamw"
-) -> torch.optim.Optimizer:
-    """The optimizer of this form over groups of parameters; as `build_optimizer`."""
-    if form == "tf_adam":
-        return TensorFlowAdam(groups, lr=lr, betas=betas, eps=eps)
+def optimizer_of(groups: list[dict], spec: OptimizerSpec, offload: bool) -> torch.optim.Optimizer:
+    """The optimizer over groups of parameters: AdamW, fused; DeepSpeed's C++ one where its state lives in host memory
+    beside a GPU; or TensorFlowAdam, wherever its state lives."""
+    settings: dict[str, Any] = {"lr": spec.lr, "betas": spec.betas, "eps": spec.eps}
+    if spec.form == "tf_adam":
+        return TensorFlowAdam(groups, **settings)
     if offload and on_gpu():
-        return offloaded_adamw(groups, lr=lr, betas=betas, eps=eps)
-    return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)
-
-
-def is_factor(name: str) -> bool:
-    """Whether a parameter of this name is one of the two factors of a LoRA update."""
-    return ".lora_A." in name or ".lora_B." in name
+        return offloaded_adamw(groups, **settings)
+    return torch.optim.AdamW(groups, fused=True, **settings)

@@ -1,11 +1,7 @@
-"""Where the reference log-probs come from: a frozen model, or a moving average of the actor's weights (`EMA`).
-
-`Reference` is a Protocol, since a reference need not be a model of its own.
-"""
+"""Where the reference log-probs come from: a frozen model, or a moving average of the actor's weights (`EMA`)."""
 
 import contextlib
 from collections.abc import Iterator
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -64,60 +60,47 @@ class EMA:
         read(source, self.actor.state.held(self.name, self.means))
 
 
-class Reference(Protocol):
-    """Log-probs of a rollout's tokens under the policy that training started from, or one that follows the actor.
+class Reference:
+    """Log-probs of a rollout's tokens under the policy that training started from: a frozen model in an engine of its
+    own, or what the actor's engine still has of it.
 
     models: the engines of its own that it has.
     """
 
-    models: list[FrozenModel]
-
-    def ref_logprobs(self, rollout: Rollout, temperature: float) -> Tensor:
-        """(B, T) float32. All ranks call this together."""
-
-    def on_device(self) -> contextlib.AbstractContextManager:
-        """Context in which whatever is needed is on the device."""
-
-    def after_step(self, steps: int) -> None:
-        """So many PPO steps have been trained. All ranks call this together."""
-
-    def moves(self, steps: int) -> int | None:
-        """How often it has moved by the time that so many PPO steps have been trained; None for one that never does."""
-
-    def is_actor(self, steps: int) -> bool:
-        """Whether after so many PPO steps it has the weights that the actor has."""
-
-
-class EngineReference:
-    """The SFT model: a frozen copy in an engine of its own, or what the actor's engine still has of it."""
-
-    def __init__(self, model: FrozenModel | FrozenRole):
+    def __init__(self, model: FrozenModel | FrozenRole | TrainedModel | TrainedRole):
         self.model = model
         self.models = [model] if isinstance(model, FrozenModel) else []
 
     @traced("reference")
     @torch.no_grad()
     def ref_logprobs(self, rollout: Rollout, temperature: float) -> Tensor:
-        """(B, T) float32."""
-        return _logprobs(self.model, rollout, temperature)
+        """(B, T) float32; within `on_device`. All ranks call this together."""
+        logprobs, _ = self.model(
+            rollout.sequences,
+            rollout.attention_mask,
+            rollout.position_ids,
+            response_length=rollout.response_length,
+            temperature=temperature,
+        )
+        return logprobs
 
     def on_device(self) -> contextlib.AbstractContextManager:
-        """Context in which the weights are on the device."""
+        """Context in which whatever is needed is on the device (all ranks enter it)."""
         return self.model.on_device()
 
     def after_step(self, steps: int) -> None:
-        """Nothing changes: it is frozen."""
+        """So many PPO steps have been trained: a frozen model stays as it is. All ranks call this together."""
 
     def moves(self, steps: int) -> int | None:
-        """None."""
+        """How often it has moved by the time that so many PPO steps have been trained; None for one that never does."""
         return None
 
     def is_actor(self, steps: int) -> bool:
-        """Before the first step."""
+        """Whether after so many PPO steps it has the weights that the actor has: a frozen one before the first."""
         return steps == 0
 
 
-class MovingReference:
+class MovingReference(Reference):
     """A reference that follows the actor: averaged weights, which take the place of the actor's own in its engine.
 
         reference = MovingReference(ema)                                    # the moving average: WARP's anchor
@@ -137,20 +120,13 @@ class MovingReference:
     """
 
     def __init__(self, average: EMA, refresh_steps: int | None = None):
+        super().__init__(average.actor)
         self.average, self.refresh_steps = average, refresh_steps
-        self.model: TrainedModel | TrainedRole = average.actor
-        self.models: list[FrozenModel] = []
 
     @property
     def kept(self) -> EMA | None:
         """The average, where nobody but the reference has it."""
         return self.average if self.refresh_steps is not None else None
-
-    @traced("reference")
-    @torch.no_grad()
-    def ref_logprobs(self, rollout: Rollout, temperature: float) -> Tensor:
-        """(B, T) float32; within `on_device`."""
-        return _logprobs(self.model, rollout, temperature)
 
     def on_device(self) -> contextlib.AbstractContextManager:
         """Context in which the actor's engine computes with the reference's weights (all ranks enter it)."""
@@ -169,16 +145,3 @@ class MovingReference:
         """Before the first step, and after a refresh that takes the actor's weights as they are."""
         refreshed = self.refresh_steps is not None and steps % self.refresh_steps == 0
         return steps == 0 or (refreshed and self.average.decay == 0.0)
-
-
-def _logprobs(
-    model: FrozenModel | FrozenRole | TrainedModel | TrainedRole, rollout: Rollout, temperature: float
-) -> Tensor:
-    logprobs, _ = model(
-        rollout.sequences,
-        rollout.attention_mask,
-        rollout.position_ids,
-        response_length=rollout.response_length,
-        temperature=temperature,
-    )
-    return logprobs

@@ -20,14 +20,14 @@ from engine.errors import UserError
 from engine.host_memory import freed_memory_given_back
 from engine.models.adapter_folders import AdapterFolder, read_adapter
 from engine.models.hydra import check_hydra, load_hydra
-from engine.models.loading import DTYPES, check_results, check_rows, load_policy, load_scorer, new_critic
+from engine.models.loading import DTYPES, check_padding, check_results, load_policy, load_scorer, new_critic
 from engine.models.lora import LoraSpec, adapt
 from engine.models.places import base_of, same_model
 from engine.models.policy import Policy, Scorer
 from engine.models.reading import classifier_pad_token_id, read_config, read_tokenizer
 from engine.models.trunk import ScoringRole, make_trunk, owner
 from engine.optim import build_optimizer, optimizer_groups, optimizer_of
-from engine.reference import EMA, EngineReference, MovingReference, Reference
+from engine.reference import EMA, MovingReference, Reference
 from engine.reward.base import RewardModel
 from engine.zero.communication import init
 from engine.zero.config import EngineConfig, build_ds_config, refuse_offload_of_roles
@@ -47,15 +47,8 @@ def shared_trunk(spec: EngineSpec) -> SharedModel:
     ds_config = build_ds_config(spec.actor, dtype=spec.dtype, micro_batch_size=spec.micro_batch_size)
     refuse_offload_of_roles(ds_config)
     scoring = scoring_roles(spec)
-    policy = load_policy(
-        spec.actor_path,
-        DTYPES[spec.dtype],
-        ds_config,
-        what="actor model",
-        trust_remote_code=spec.trust_remote_code,
-        merge=False,
-        attention=spec.attention,
-    )
+    policy = _loaded(partial(load_policy, merge=False), spec.actor_path, ds_config, spec.actor, spec)
+    assert isinstance(policy, Policy)
     trunk = make_trunk(policy, spec.actor_lora, scoring)
     if spec.actor_gradient_checkpointing or spec.critic_gradient_checkpointing:
         trunk.checkpoint_activations()
@@ -66,15 +59,12 @@ def shared_trunk(spec: EngineSpec) -> SharedModel:
     groups = []
     for role, (optimizer, lora) in settings.items():
         own = {name: parameter for name, parameter in trained.items() if owner(name) == role}
-        found = optimizer_groups(own, optimizer.lr, optimizer.weight_decay, optimizer.form, optimizer.decay, lora.lr)
-        groups += [{**group, "role": role} for group in found]
-    adam = spec.actor_optimizer
-    return SharedModel(
-        trunk,
-        ds_config,
-        optimizer_of(groups, adam.lr, adam.betas, adam.eps, False, adam.form),
-        {role: optimizer.max_grad_norm for role, (optimizer, _) in settings.items()},
-    )
+        groups += [{**group, "role": role} for group in optimizer_groups(own, optimizer, lora.lr)]
+    adam = optimizer_of(groups, spec.actor_optimizer, offload=False)
+    limits = {role: optimizer.max_grad_norm for role, (optimizer, _) in settings.items()}
+    model = SharedModel(trunk, ds_config, adam, limits)
+    _probe(model)
+    return model
 
 
 def scoring_roles(
@@ -170,10 +160,11 @@ class RLHFEngine:
         """Load the models and wrap each in an engine; joins the process group if that has not been done."""
         init()
         tokenizer = read_tokenizer(spec.actor_path, "actor", spec.pad_token, spec.trust_remote_code, spec.chat_template)
-        trained = _trained_trunk(spec) if spec.share_trunk else _trained_models(spec)
+        trained: Mapping[str, TrainedModel | TrainedRole]
+        trained = shared_trunk(spec).roles if spec.share_trunk else _trained_models(spec)
         reference: Reference | None = None
         if not spec.reference_moves:
-            reference = EngineReference(_frozen("reference", load_policy, spec.actor_path, spec, trained))
+            reference = Reference(_frozen("reference", load_policy, spec.actor_path, spec, trained))
         reward, reward_path = None, spec.reward_path or spec.critic_path
         if spec.with_reward_model and reward_path is not None:
             reward = RewardModel(_frozen("reward", load_scorer, reward_path, spec, trained))
@@ -212,13 +203,6 @@ def _trained_models(spec: EngineSpec) -> Mapping[str, TrainedModel | TrainedRole
         spec.actor_lora,
     )
     return {"actor": actor} | ({"critic": critic_model(spec)} if spec.with_critic else {})
-
-
-def _trained_trunk(spec: EngineSpec) -> Mapping[str, TrainedModel | TrainedRole]:
-    """The same within one engine."""
-    model = shared_trunk(spec)
-    _probe(model)
-    return model.roles
 
 
 def critic_model(spec: EngineSpec) -> TrainedModel:
@@ -269,17 +253,7 @@ def wrap_trained(
     if gradient_checkpointing:
         module.checkpoint_activations()
     offload = "offload_optimizer" in ds_config["zero_optimization"]
-    adam = build_optimizer(
-        module,
-        optimizer.lr,
-        optimizer.betas,
-        optimizer.eps,
-        optimizer.weight_decay,
-        offload,
-        optimizer.form,
-        optimizer.decay,
-        lora.lr if lora is not None else None,
-    )
+    adam = build_optimizer(module, optimizer, offload, lora.lr if lora is not None else None)
     model = TrainedModel(module, ds_config, adam, config.role)
     _probe(model)
     return model
@@ -332,6 +306,6 @@ def _probe(model: TrainedModel | FrozenModel) -> None:
         with torch.no_grad(), model.on_device():
             model(tokens, probe=True)
     with model.on_device():
-        check_rows(model.module, model, f"{model.role} model")
+        check_padding(model.module, model, f"{model.role} model")
         check_results(model.module, model, f"{model.role} model")
     gc.collect(1)  # the loader's full copy of the weights goes before the next model comes; old objects are left out

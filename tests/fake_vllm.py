@@ -16,7 +16,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine import trace
-from engine.rollout import vllm_engine
+from engine.rollout import vllm_rollouts
 
 READ_AT_ONCE = 6  # tokens of a prompt
 QUEUE = SimpleNamespace(buffer=None)
@@ -207,7 +207,7 @@ class LLM:
 
 def install(monkeypatch) -> None:
     """Have `import vllm` give this."""
-    for name, value in (vllm_engine._SETTINGS | vllm_engine._SETTINGS_ON_CPU).items():
+    for name, value in (vllm_rollouts._SETTINGS | vllm_rollouts._SETTINGS_ON_CPU).items():
         monkeypatch.setenv(name, "" if name == "TORCH_COMPILE_DISABLE" else value)  # and none of them stays
     parts = {
         "vllm": {"LLM": LLM, "SamplingParams": SamplingParams},
@@ -226,7 +226,7 @@ def install(monkeypatch) -> None:
         module = ModuleType(name)
         vars(module).update(contents)
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr(vllm_engine.metadata, "version", version("0.32.0"))
+    monkeypatch.setattr(vllm_rollouts.metadata, "version", version("0.32.0"))
 
 
 def version(installed: str | None):

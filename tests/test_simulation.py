@@ -178,14 +178,16 @@ def planned(monkeypatch):
     asked = []
 
     def use(fits, copies=lambda offloaded: True):
-        def plan(spec, load, cluster):
+        def planner(spec, load, cluster):
             offloaded = sum(config.offload for config in spec.engine_configs)
             asked.append((load.generated, load.micro_batch, offloaded))
             placed = Copies((0, 2) if copies(offloaded) else (), "", between_steps="free", divided=(1,), ranks=4)
             placed = placed if copies(offloaded) else Copies((), "")
-            return SimpleNamespace(fits=fits(*asked[-1]), placed=placed, own=frozenset(), kept={})
+            found = SimpleNamespace(fits=fits(*asked[-1]))
+            needs = [SimpleNamespace(role=role, kind=role) for role in ROLES]
+            return SimpleNamespace(plan=lambda: found, copies=placed, needs=needs, engines={}, kept={})
 
-        monkeypatch.setattr(scaling, "plan", plan)
+        monkeypatch.setattr(scaling, "Planner", planner)
         return asked
 
     return use

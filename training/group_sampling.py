@@ -29,7 +29,7 @@ from engine.algorithms import Dialect
 from engine.experience import PromptBatch, Rollout
 from engine.experience_maker import ExperienceMaker, Scores
 from engine.rollout.base import RolloutBackend, SamplingConfig
-from engine.rollout.joined import copied, joined
+from engine.rollout.request import copied, joined
 from training.reporting.metrics import Accumulator
 from training.reporting.step_metrics import StepLog
 

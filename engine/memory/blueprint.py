@@ -175,7 +175,7 @@ def _trunk(spec: EngineSpec) -> Blueprint:
     """Of the one engine that serves all roles."""
     assert spec.actor_lora is not None
     actor, critic, reward = (f"--{role}_model_name_or_path" for role in ("actor", "critic", "reward"))
-    policy = module_on_paper(
+    policy = module_on_meta(
         spec.actor_path, LANGUAGE_MODEL, spec.dtype, actor, spec.trust_remote_code, attention=spec.attention
     )
     assert isinstance(policy, Policy)
@@ -213,7 +213,7 @@ def built(
     """
     flag = "--actor_model_name_or_path" if kind == LANGUAGE_MODEL else f"--{role}_model_name_or_path"
     start = read_adapter(path, flag)
-    module = module_on_paper(path, kind, dtype, flag, trust_remote_code, start if lora is None else None, attention)
+    module = module_on_meta(path, kind, dtype, flag, trust_remote_code, start if lora is None else None, attention)
     with torch.device("meta"):
         if hydra_layers:
             module = HydraPolicy(module.model, layers=hydra_layers)
@@ -228,7 +228,7 @@ def built(
     return Blueprint(role, path, module, trained, checkpointing)
 
 
-def module_on_paper(
+def module_on_meta(
     path: str,
     kind: str,
     dtype: str,
@@ -249,7 +249,7 @@ def module_on_paper(
     if merged is not None and kind == LANGUAGE_MODEL and merged.changes_tied_head(config, made):
         config.tie_word_embeddings = False  # as the loader does
     with torch.device("meta"):
-        model = made._from_config(config, dtype=DTYPES[dtype], **attention.arguments_on_paper)
+        model = made._from_config(config, dtype=DTYPES[dtype], **attention.arguments_on_meta)
         return Policy(model) if kind == LANGUAGE_MODEL else Scorer(model)
 
 

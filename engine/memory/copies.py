@@ -129,6 +129,20 @@ def place_copies(
     return Copies(whole, why, shared, between_steps, divided, ranks, freed)
 
 
+def copies_together(needs: Sequence[CopyNeed], ranks: int, between_steps: str, divide: Divide) -> Copies:
+    """Copies that so many ranks hold together, of all models that can be divided so; the others' are whole."""
+    whole: list[int] = []
+    divided: list[int] = []
+    obstacles = ""
+    for place, need in enumerate(needs):
+        parts, obstacle = divide(place) if need.stage == 3 else ({}, None)
+        (divided if ranks in parts else whole).append(place)
+        if obstacle is not None:
+            obstacles += f"; each rank has a whole copy of the {need.role}: {obstacle}"
+    why = f"as asked; {ranks} ranks hold a copy together" if divided else "as asked"
+    return Copies(tuple(whole), why + obstacles, True, between_steps, tuple(divided), ranks)
+
+
 def _given_back(
     needs: Sequence[CopyNeed], whole: tuple[int, ...], divided: tuple[int, ...], most: float
 ) -> tuple[str, tuple[int, ...]]:

@@ -4,11 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from engine.memory.copies import Copies
 from engine.memory.gpus import FRAGMENTS, reserved
 from engine.memory.workload import Cluster
 from engine.memory.zero_memory import KINDS, Bytes, ZeroMemory
-from engine.zero.long_batch import Kept
 
 PHASES = ("load", "generate", "experience", "train", "save")
 ROLES = ("model", "actor", "critic", "reference", "reward", "ema", "copies")
@@ -34,10 +32,8 @@ class MemoryPlan:
     """Bytes at the moments of a step, from the second one on, when Adam has its moments; and of loading and saving.
 
     copies: which models compute through whole copies, in words. adam: bytes on the device of Adam's moments, which a
-    run that begins does not have before it trains. engines: by role. placed: the copies themselves, by the engines'
-    places. own: roles whose copies no other model fills. kept: by role, what stays whole over the passes of an
-    optimizer step. training: bytes on the device that training takes at its peak, beyond the engines as they are loaded
-    and beside copies, keys and values.
+    run that begins does not have before it trains. engines: by role. training: bytes on the device that training takes
+    at its peak, beyond the engines as they are loaded and beside copies, keys and values.
     """
 
     moments: tuple[Moment, ...]
@@ -45,9 +41,6 @@ class MemoryPlan:
     copies: str
     adam: int = 0
     engines: Mapping[str, ZeroMemory] = field(default_factory=dict)
-    placed: Copies = field(default_factory=lambda: Copies((), ""))
-    own: frozenset[str] = frozenset()
-    kept: Mapping[str, Kept] = field(default_factory=dict)
     training: int = 0
 
     @property

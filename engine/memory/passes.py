@@ -193,11 +193,6 @@ class LiveBytes(TorchDispatchMode):
         self.live[kind] -= size
         self._now -= size
 
-    def leave_out(self, tensor: Tensor) -> None:
-        """Do not count a tensor from now on: it is counted elsewhere."""
-        if id(tensor.untyped_storage()) in self._storages:
-            self._forget(id(tensor.untyped_storage()))
-
 
 def _experts_product(first: Tensor, second: Tensor, *others, **settings) -> Tensor:
     """`torch._grouped_mm`, which the meta device has of bfloat16 alone."""

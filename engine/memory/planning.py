@@ -10,7 +10,7 @@ from functools import cached_property
 from engine.copies import divided_bytes, group_sizes, why_no_group
 from engine.engine_spec import EngineSpec, OptimizerSpec
 from engine.memory.blueprint import Blueprint, blueprints, built
-from engine.memory.copies import UNPLANNED, Copies, CopyNeed, copies_bytes, place_copies
+from engine.memory.copies import UNPLANNED, Copies, CopyNeed, copies_bytes, copies_together, place_copies
 from engine.memory.memory_plan import MemoryPlan, Moment
 from engine.memory.passes import Rows, decoding_passes, scoring_pass, training_pass
 from engine.memory.workload import Cluster, Workload
@@ -29,11 +29,17 @@ def plan(spec: EngineSpec, workload: Workload, cluster: Cluster) -> MemoryPlan:
 
     Raises: UserError where a model's config.json cannot be read, or a DeepSpeed file is wrong.
     """
-    return _Planner(spec, workload, cluster).plan()
+    return Planner(spec, workload, cluster).plan()
 
 
 @dataclass
-class _Planner:
+class Planner:
+    """How a plan is made.
+
+    engines: by role. needs: what a whole copy of each takes. copies: which models have one. kept: by the engines'
+    roles, what stays whole over the passes of an optimizer step, once there is a plan.
+    """
+
     spec: EngineSpec
     workload: Workload
     cluster: Cluster
@@ -80,22 +86,18 @@ class _Planner:
         )
 
     def plan(self) -> MemoryPlan:
+        """The plan of the run."""
         self._load()
         self._generate()
         self._experience()
         self._train()
         self._save()
-        kinds = [self._needs[place].kind for place in (*self.copies.models, *self.copies.divided)]
-        shared = {need.role for need in self._needs if self.copies.shared and kinds.count(need.kind) > 1}
         return MemoryPlan(
             tuple(self.moments),
             self.cluster,
             self.copies.why,
             adam=self.rest.total - self._at_rest(stepped=False)[0].total,
             engines=self.engines,
-            placed=self.copies,
-            own=frozenset(self.engines.keys() - shared),
-            kept=self.kept,
             training=self.training,
         )
 
@@ -114,7 +116,8 @@ class _Planner:
         return (device, host + averages) if self.averages.on_host else (device + averages, host)
 
     @cached_property
-    def _needs(self) -> list[CopyNeed]:
+    def needs(self) -> list[CopyNeed]:
+        """In the engines' order."""
         needs = []
         for role, engine in self.engines.items():
             model = engine.model
@@ -126,11 +129,11 @@ class _Planner:
         return needs
 
     def _copies(self) -> Copies:
-        needs, between_steps = self._needs, self.workload.between_steps
+        needs, between_steps = self.needs, self.workload.between_steps
         if self.workload.backend != "auto":
             chosen = tuple(range(len(needs))) if self.workload.backend == "replica" else ()
             if chosen and (ranks := self.workload.group or 1) > 1:
-                return self._asked_together(ranks)
+                return copies_together(needs, ranks, between_steps, self._divide)
             why = {"vllm": "the actor's, in vLLM", "zero3": "none"}.get(self.workload.backend, "as asked")
             return Copies(chosen, why, between_steps=between_steps)
         room = self.cluster.room
@@ -163,19 +166,12 @@ class _Planner:
             self._divided[place] = divided_bytes(model.module, sizes, role == "actor")
         return self._divided[place]
 
-    def _asked_together(self, ranks: int) -> Copies:
-        """Copies that so many ranks hold together, of all models that can be divided so."""
-        places = range(len(self._needs))
-        divided = tuple(place for place in places if self._needs[place].stage == 3 and ranks in self._divide(place)[0])
-        whole = tuple(place for place in places if place not in divided)
-        return Copies(whole, "as asked", True, self.workload.between_steps, divided, ranks)
-
     def _copy_bytes(self, roles: Iterable[str]) -> Bytes:
         """Of the copies that there are once these models have been computed with."""
         copies = self.copies
-        whole = [self._needs[place] for place in copies.models if self._needs[place].role in roles]
-        divided = [place for place in copies.divided if self._needs[place].role in roles]
-        parts = {self._needs[place].kind: self._divide(place)[0][copies.ranks] for place in divided}
+        whole = [self.needs[place] for place in copies.models if self.needs[place].role in roles]
+        divided = [place for place in copies.divided if self.needs[place].role in roles]
+        parts = {self.needs[place].kind: self._divide(place)[0][copies.ranks] for place in divided}
         return Bytes().add("copies", "weights", copies_bytes(whole, copies.shared) + sum(parts.values()))
 
     def _copied(self, role: str, generates: bool = False) -> bool:
@@ -191,8 +187,7 @@ class _Planner:
         """Whether in all passes of a step the weights are those of a copy, which no other model has filled since."""
         place, copies = list(self.engines).index(role), self.copies
         alone = (
-            not copies.shared
-            or [self._needs[other].kind for other in copies.models].count(self._needs[place].kind) == 1
+            not copies.shared or [self.needs[other].kind for other in copies.models].count(self.needs[place].kind) == 1
         )
         updates = max(map(self.workload.updates_of, ("actor", "critic") if self.spec.share_trunk else (role,)))
         return place in copies.models and alone and copies.kept(place) and updates == 1
@@ -393,4 +388,4 @@ def plan_one_model(one: OneModel, cluster: Cluster) -> MemoryPlan:
         Moment("train", "the optimizer's step", rest + engine.held + step, host + step_host, Bytes()),
         Moment("save", "the model is written", rest + saved, host, tensor),
     )
-    return MemoryPlan(moments, cluster, "", engines={"model": engine}, kept={"model": kept})
+    return MemoryPlan(moments, cluster, "", engines={"model": engine})

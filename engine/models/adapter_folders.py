@@ -172,7 +172,7 @@ class AdapterFolder:
             inject(model, {"default": peft_config})
         except Exception as error:  # whatever broken values lead peft to
             raise UserError(
-                f"{self.told} does not fit its base {self.base} ({one_line(error)[:300]}). {_OF_ITS_BASE}"
+                f"{self.label} does not fit its base {self.base} ({one_line(error)[:300]}). {_OF_ITS_BASE}"
             ) from None
         expected = {
             name.replace(".default.", "."): tuple(parameter.shape)
@@ -188,24 +188,24 @@ class AdapterFolder:
         matrices = tuple(name for name in misfit.left_over if name.endswith(".base_layer.weight"))
         if matrices and misfit == Misfit((), matrices, ()):
             raise UserError(
-                f"{self.told} holds a matrix of its base too ({listed(matrices)}), as peft writes it beside an adapted "
-                "head. Save it with save_pretrained(..., save_embedding_layers=False)."
+                f"{self.label} holds a matrix of its base too ({listed(matrices)}), as peft writes it beside an "
+                "adapted head. Save it with save_pretrained(..., save_embedding_layers=False)."
             )
-        if misfit.told:
-            raise UserError(f"{self.told} does not fit its base {self.base}: {misfit.told}. {_OF_ITS_BASE}")
+        if misfit.difference:
+            raise UserError(f"{self.label} does not fit its base {self.base}: {misfit.difference}. {_OF_ITS_BASE}")
 
     def changes_tied_head(self, config: PretrainedConfig, model_class) -> bool:
         """Whether it changes the output head of a model of this class and configuration, and that one is the embedding
         too; no weights are read."""
-        model, head = self._on_paper(config, model_class)
+        model, head = self._on_meta(config, model_class)
         return head is not None and model.get_output_embeddings().weight is model.get_input_embeddings().weight
 
     def adapted_head(self, config: PretrainedConfig, model_class) -> str | None:
         """The name of the output head of a model of this class and configuration, where it changes that one; no weights
         are read."""
-        return self._on_paper(config, model_class)[1]
+        return self._on_meta(config, model_class)[1]
 
-    def _on_paper(self, config: PretrainedConfig, model_class):
+    def _on_meta(self, config: PretrainedConfig, model_class):
         with torch.device("meta"):
             model = model_class._from_config(config)
         if self.config.target_modules is None:
@@ -214,7 +214,7 @@ class AdapterFolder:
         return model, next((name for name in heads if check_target_module_exists(self.config, name)), None)
 
     @property
-    def told(self) -> str:
+    def label(self) -> str:
         """How a message names it."""
         return f"{self.what}: the adapter in {self.path}"
 
@@ -232,10 +232,10 @@ def read_adapter(path: str, what: str, base: str | None = None) -> AdapterFolder
     if not is_adapter(path):
         return None
     base, file = base or base_of(path, what), Path(path) / ADAPTER_CONFIG
-    told = f"{what}: the adapter in {path}"
+    label = f"{what}: the adapter in {path}"
     kind = json.loads(file.read_text(encoding="utf-8")).get("peft_type")
     if kind != "LORA":
-        raise UserError(f"{told} is of kind {shortened(kind)} and no LoRA. {_MERGE} where that can be done.")
+        raise UserError(f"{label} is of kind {shortened(kind)} and no LoRA. {_MERGE} where that can be done.")
     try:
         config = LoraConfig.from_pretrained(path)
         check_config(config)
@@ -253,7 +253,7 @@ def read_adapter(path: str, what: str, base: str | None = None) -> AdapterFolder
     if whole:
         other.append(f"whole modules (modules_to_save: {', '.join(whole)})")
     if other:
-        raise UserError(f"{told} has {', '.join(other)} beside or instead of LoRA's plain factors. {_MERGE}.")
+        raise UserError(f"{label} has {', '.join(other)} beside or instead of LoRA's plain factors. {_MERGE}.")
     refuse_pointers([Path(path) / WEIGHTS, Path(path) / PICKLED_WEIGHTS], what)
     return AdapterFolder(path, base, config, what)
 

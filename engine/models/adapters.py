@@ -2,7 +2,7 @@
 
 import warnings
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -16,9 +16,9 @@ from engine.models.heads import AdaptedLogProbHead, LogProbHead
 class Adapters:
     """What makes of one model several: adapters, and the roles that compute with them.
 
-    own: the role that trains, whose adapter has its name. configs: peft's descriptions, by the adapters' names. active:
-    by other roles' names, the adapters that they compute with; a role that is not in it computes with none, which is
-    the model as it was loaded. merged: the names of the layers whose matrices hold the own role's updates at present.
+    An adapter has the name of the role that computes with it. own: the role that trains. configs: peft's descriptions,
+    by role. frozen: other roles that compute with an adapter here; all that are not among these compute with none, as
+    the model was loaded. merged: the names of the layers whose matrices hold the own role's updates at present.
     """
 
     def __init__(
@@ -26,10 +26,9 @@ class Adapters:
         model: Any,
         own: str,
         configs: Mapping[str, LoraConfig],
-        active: Mapping[str, Sequence[str]] | None = None,
+        frozen: Collection[str] = (),
     ):
-        self.model, self.own, self.configs = model, own, dict(configs)
-        self.active = {own: [own]} | {role: list(names) for role, names in (active or {}).items()}
+        self.model, self.own, self.configs, self.frozen = model, own, dict(configs), tuple(frozen)
         self.layers: dict[str, Any] = {
             name: layer for name, layer in model.named_modules() if isinstance(layer, LoraLayer)
         }
@@ -39,7 +38,7 @@ class Adapters:
         """Adapters like these in another model of the architecture, which gets them; their factors are still to be
         filled in."""
         inject(model, self.configs)
-        return Adapters(model, self.own, self.configs, self.active)
+        return Adapters(model, self.own, self.configs, self.frozen)
 
     def take(self, role: str | None) -> None:
         """Compute as this role (None: the own one) from now on.
@@ -50,7 +49,8 @@ class Adapters:
         assert not self.merged or role in (None, self.own), (
             f"asked to be the {role}, with the {self.own}'s updates merged"
         )
-        names = self.active.get(role or self.own, [])
+        role = role or self.own
+        names = [role] if role == self.own or role in self.frozen else []
         for name, layer in self.layers.items():
             # peft's own setter makes what is inactive untrained
             layer._active_adapter = [] if name in self.merged else names
@@ -65,8 +65,9 @@ class Adapters:
         uses = Counter(weight for part in self.model.modules() for weight in part.parameters(recurse=False))
         for name, layer in self.layers.items():
             weight = layer.get_base_layer().weight
-            if uses[weight] == 1:
-                weight.copy_(weight + self.update(name))
+            if uses[weight] == 1 and self.own in layer.lora_A:
+                a, b = layer.lora_A[self.own].weight, layer.lora_B[self.own].weight
+                weight.copy_(merged(weight, update(a, b, layer.scaling[self.own], layer.fan_in_fan_out)))
                 self.merged |= {name}
         self.take(None)
 
@@ -77,16 +78,16 @@ class Adapters:
         return names
 
     @torch.no_grad()
-    def update(self, name: str) -> Tensor:
-        """What the own role adds to the matrix of a layer, in that one's layout and float32."""
-        layer, total = self.layers[name], torch.zeros(())
-        for adapter in self.active[self.own]:
-            if adapter not in layer.lora_A:  # another role's alone
-                continue
-            a, b = layer.lora_A[adapter].weight, layer.lora_B[adapter].weight
-            change = update(a, b, layer.scaling[adapter], layer.fan_in_fan_out)
-            total = total.to(change) + change
-        return total
+    def merged_matrix(
+        self, name: str, matrix: Tensor, factors: Mapping[str, Tensor], role: str | None = None
+    ) -> Tensor:
+        """The matrix of a layer with a role's update (by default the own one's); as it is, where that role has none
+        there. factors: of the model, by name."""
+        role, layer = role or self.own, self.layers[name]
+        if role not in layer.lora_A:
+            return matrix
+        a, b = (factors[f"{name}.lora_{factor}.{role}.weight"] for factor in "AB")
+        return merged(matrix, update(a, b, layer.scaling[role], layer.fan_in_fan_out))
 
     @property
     def tied_head(self) -> str | None:
@@ -112,6 +113,11 @@ class Adapters:
         }
 
 
+def is_factor(name: str) -> bool:
+    """Whether a parameter of this name is one of the two factors of a LoRA update."""
+    return ".lora_A." in name or ".lora_B." in name
+
+
 def inject(model: Any, configs: Mapping[str, LoraConfig]) -> None:
     """Put adapters of these names and descriptions into a model; their factors are still to be filled in."""
     with warnings.catch_warnings():
@@ -123,6 +129,11 @@ def inject(model: Any, configs: Mapping[str, LoraConfig]) -> None:
     head = model.get_output_embeddings()
     if isinstance(head, LoraLayer) and isinstance(head.get_base_layer(), LogProbHead):
         head.__class__ = AdaptedLogProbHead  # in place, as the head itself
+
+
+def merged(weight: Tensor, change: Tensor) -> Tensor:
+    """The sum of a matrix and its update, in the matrix's dtype."""
+    return (weight.float() + change.to(weight.device)).to(weight.dtype)
 
 
 def update(a: Tensor, b: Tensor, scaling: float, transposed: bool) -> Tensor:

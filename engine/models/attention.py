@@ -178,7 +178,7 @@ class Attention:
         return {} if self.implementation == "auto" else {"attn_implementation": self.implementation}
 
     @property
-    def arguments_on_paper(self) -> dict[str, str]:
+    def arguments_on_meta(self) -> dict[str, str]:
         """The same for models without memory, for which there are no kernels: fused ones allocate what sdpa does."""
         fused = self._by_row or self.implementation in (*_PACKAGES, "flex_attention")
         return {"attn_implementation": "sdpa"} if fused else self.arguments

@@ -55,7 +55,7 @@ def check_policy(path: str, what: str, trust_remote_code: bool = False):
     check_weights(base, config, kind, what)
     if adapter is not None:
         if adapter.has_head:
-            raise UserError(f"{adapter.told} is a reward model's. Give the SFT model, or an adapter of one.")
+            raise UserError(f"{adapter.label} is a reward model's. Give the SFT model, or an adapter of one.")
         _check_fit(adapter, config, kind)
     return config
 
@@ -83,7 +83,7 @@ def check_trunk(path: str, what: str, trust_remote_code: bool = False):
         head = adapter.adapted_head(config, kind) if kind not in (classifier, trunk) else None
         if head is not None:
             raise UserError(
-                f"{adapter.told} changes the output head too ({head}), of which a model with a new score head has "
+                f"{adapter.label} changes the output head too ({head}), of which a model with a new score head has "
                 "none. Give the model that the adapter is merged into (step 1 writes it around the adapter's folder; "
                 "peft's merge_and_unload makes it), or an adapter without the head."
             )
@@ -106,14 +106,14 @@ def check_scorer(path: str, what: str, trust_remote_code: bool = False) -> str:
         form = _check_whole_scorer(adapter.base, what, trust_remote_code)
     elif not adapter.has_head:
         raise UserError(
-            f"{adapter.told} is a language model's: neither it nor its base {adapter.base} has a score head. Give a "
+            f"{adapter.label} is a language model's: neither it nor its base {adapter.base} has a score head. Give a "
             "reward model, or an adapter of one (task_type SEQ_CLS)."
         )
     else:
         check_trunk(adapter.base, what, trust_remote_code)
     pad, rows = adapter.settings().get("pad_token_id"), getattr(config.get_text_config(), "vocab_size", None)
     if pad is not None and rows is not None and pad >= rows:
-        raise UserError(f"{adapter.told} has the pad token {pad} in its {SCORE}, and its model knows {rows}. Mend it.")
+        raise UserError(f"{adapter.label} has the pad token {pad} in its {SCORE}, and its model knows {rows}. Mend it.")
     _check_fit(adapter, config, kind)
     return form
 
@@ -307,7 +307,7 @@ def check_base(adapter: AdapterFolder) -> None:
         raise UserError(f"{adapter.what}: {file} is broken ({type(error).__name__}: {error}). Copy it again.") from None
     if contents(adapter.base, adapter.what) not in (None, known):
         raise UserError(
-            f"{adapter.told} is not of the weights in its base {adapter.base}: it was trained on those that stood in "
+            f"{adapter.label} is not of the weights in its base {adapter.base}: it was trained on those that stood in "
             f"{model}, and weights or config.json are others now. Put that model there, or write where it stands as "
             f"base_model_name_or_path of its {ADAPTER_CONFIG}. If you know the two to be the same, delete {file}."
         )

@@ -5,7 +5,7 @@ With `merge` False the base stays as it is, and the module's `start` says which 
 
 Loading passes through transformers and, under ZeRO-3, through partitions of every weight. `other_weights` compares
 numbers of every weight with the files, whatever the model's size, at the end of a load. `check_results` compares what a
-small model computes within its engine with what transformers alone computes with the same folder. `check_rows` asks
+small model computes within its engine with what transformers alone computes with the same folder. `check_padding` asks
 whether a model reads a row the same alone, beside longer ones, and without padding.
 """
 
@@ -467,7 +467,7 @@ SHORT, LONG = 5, 8  # tokens of the row that is asked for, and of the one beside
 
 
 @torch.no_grad()
-def check_rows(module: Backbone, call: Callable[..., Tensor | tuple[Tensor, Tensor]], what: str) -> None:
+def check_padding(module: Backbone, call: Callable[..., Tensor | tuple[Tensor, Tensor]], what: str) -> None:
     """Compare the three, unless attention is torch's own of padded rows, as it usually is (all ranks call this).
 
     Args:

@@ -18,7 +18,7 @@ from typing import Self
 
 import torch
 from peft import LoraConfig
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
@@ -87,51 +87,43 @@ def adapt(module: Backbone, spec: LoraSpec, role: str, frozen_role: str | None =
     model, start = module.model, module.start
     if module.base is not None:  # now, since its folder may be written anew before the adapter is saved
         module.base_contents = contents(module.base, role)
-    if start is not None:
-        check_dim(start, spec)
-    config = lora_config(model, spec) if start is None else start_config(start, spec)
-    kept = [frozen_role] if start is not None and frozen_role is not None else []
-    configs = dict.fromkeys((role, *kept), config)
+    config = adapter_config(model, start, spec)
+    frozen = [frozen_role] if start is not None and frozen_role is not None else []
+    configs = dict.fromkeys((role, *frozen), config)
     inject(model, configs)
-    module.adapters = Adapters(model, role, configs, {name: [name] for name in kept})
-    if start is None:
-        for name, (a, b) in module.adapters.factors().items():
-            draw(a, b, spec, name)
-    else:
-        _start_from(module.adapters, start)
+    module.adapters = Adapters(model, role, configs, frozen)
+    for adapter in configs:
+        fill_factors(module.adapters, adapter, start, spec)
     _choose_trained(module, spec)
     module.adapters.take(None)
 
 
-def lora_config(model: PreTrainedModel, spec: LoraSpec) -> LoraConfig:
-    """peft's description of the adapter that `spec` asks for.
+def adapter_config(model: PreTrainedModel, start: AdapterFolder | None, spec: LoraSpec | None) -> LoraConfig:
+    """peft's description of an adapter: the one in the folder `start`, or else a new one.
 
-    Raises: UserError as `target_names` does.
+    spec: how it trains; None where it is frozen.
+
+    Raises: UserError as `target_names` does, and where `spec.dim` is not the dimension of `start`.
     """
-    names = target_names(model, spec.targets)
-    return LoraConfig(
-        r=spec.dim,
-        lora_alpha=spec.alpha,  # type: ignore[arg-type]  # peft multiplies with it; a whole number is a habit
-        lora_dropout=spec.dropout,
-        target_modules=names,
-        fan_in_fan_out=any(isinstance(model.get_submodule(name), Conv1D) for name in names),
-        init_lora_weights=False,  # `draw` does that
-    )
-
-
-def check_dim(start: AdapterFolder, spec: LoraSpec) -> None:
-    """Raise UserError unless training can go on with an adapter at the dimension that `spec` gives."""
-    if start.config.r != spec.dim:
+    if start is None:
+        assert spec is not None, "what is frozen has a folder"
+        names = target_names(model, spec.targets)
+        return LoraConfig(
+            r=spec.dim,
+            lora_alpha=spec.alpha,  # type: ignore[arg-type]  # peft multiplies with it; a whole number is a habit
+            lora_dropout=spec.dropout,
+            target_modules=names,
+            fan_in_fan_out=any(isinstance(model.get_submodule(name), Conv1D) for name in names),
+            init_lora_weights=False,  # `fill_factors` does that
+        )
+    if spec is not None and start.config.r != spec.dim:
         raise UserError(
-            f"{start.told} has dimension {start.config.r}, and LoRA is asked for with {spec.dim}. Give "
+            f"{start.label} has dimension {start.config.r}, and LoRA is asked for with {spec.dim}. Give "
             f"{start.config.r} to go on with it, or no dimension: then it is merged, and all weights train."
         )
-
-
-def start_config(start: AdapterFolder, spec: LoraSpec) -> LoraConfig:
-    """peft's description of the adapter that training goes on with."""
     config = unset(start.config)
-    config.lora_dropout = spec.dropout
+    # A frozen model's scores and log-probs are to be the same each time.
+    config.lora_dropout = spec.dropout if spec is not None else 0.0
     return config
 
 
@@ -169,27 +161,22 @@ def target_names(model: PreTrainedModel, targets: str | tuple[str, ...]) -> list
 _LINEAR = ("Linear", "Conv1D", "LogProbHead", "ScoreHead")
 
 
-def draw(a: Tensor, b: Tensor, spec: LoraSpec, name: str) -> None:
-    """A within +-1 / sqrt(dim), from the seed and the layer's name alone; B zeros."""
-    if a.is_meta:
-        return
-    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) ^ spec.seed)
-    drawn = 2 * torch.rand(a.shape, generator=generator) - 1
-    with torch.no_grad():
-        a.copy_(drawn / math.sqrt(spec.dim))
-        b.zero_()
-
-
 @torch.no_grad()
-def _start_from(adapters: Adapters, start: AdapterFolder) -> None:
-    """Fill all adapters with the factors of a folder; those on the meta device hold no numbers, and none are read."""
-    if any(a.is_meta for a, _ in adapters.factors().values()):
+def fill_factors(adapters: Adapters, role: str, start: AdapterFolder | None, spec: LoraSpec | None) -> None:
+    """Give a role's factors the numbers that they start with: those of the folder `start`, or else A within
+    +-1 / sqrt(dim), from the seed and the layer's name alone, and B zeros. On the meta device there are none."""
+    factors = adapters.factors(role)
+    if any(a.is_meta for a, _ in factors.values()):
         return
-    found = start.factors()
-    for adapter in adapters.configs:
-        for name, pair in adapters.factors(adapter).items():
-            for factor, value in zip(pair, found[name], strict=True):
-                factor.copy_(value)
+    found = {} if start is None else start.factors()
+    for name, (a, b) in factors.items():
+        if start is not None:
+            a.copy_(found[name][0])
+            b.copy_(found[name][1])
+        elif spec is not None:
+            generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) ^ spec.seed)
+            a.copy_((2 * torch.rand(a.shape, generator=generator) - 1) / math.sqrt(spec.dim))
+            b.zero_()
 
 
 def _choose_trained(module: Backbone, spec: LoraSpec) -> None:
@@ -245,7 +232,6 @@ class AdaptedModel:
         kind = model_class(config, CLASSIFIER if scorer else LANGUAGE_MODEL, path, what, trust_remote_code)
         start = read_adapter(path, what) if goes_on else None
         if start is not None:
-            check_dim(start, spec)
             spec = replace(spec, alpha=start.config.lora_alpha)
         if scorer:
             config.num_labels = 1
@@ -274,7 +260,7 @@ class AdaptedModel:
             scorer=scorer,
         )
 
-    def told(self) -> str:
+    def summary(self) -> str:
         """One line: rank and rate, how much trains, and which layers have factors."""
         spec = self.spec
         kinds = list(dict.fromkeys(name.rpartition(".")[2] for name in self.layers))

@@ -18,9 +18,8 @@ from engine import distributed
 from engine.files import os_errors
 from engine.lazy import Lazy
 from engine.models.adapter_folders import HEAD, PREFIX, WEIGHTS, AdapterFolder, peft_files
-from engine.models.adapters import Adapters, update
+from engine.models.adapters import Adapters, is_factor, merged, update
 from engine.models.policy import Backbone, Policy, Scorer
-from engine.optim import is_factor
 from engine.whole_files import file_order, write_safetensors
 from engine.zero.gathering import gathered_params, set_parameter, whole_weights
 
@@ -137,13 +136,13 @@ def merged_state(module: Backbone, state: Mapping[str, Tensor], role: str | None
         layer, within, rest = name.rpartition(BASE)
         if within:
             del found[name]
-            fill = partial(_fill_merged, adapters, tensor, state, layer, role or adapters.own)
+            fill = partial(_fill_merged, adapters, tensor, state, layer, role)
             found[f"{layer}.{rest}"] = Lazy.of(tuple(tensor.shape), tensor.dtype, fill) if rest == "weight" else tensor
     head = adapters.tied_head
     if head is not None:  # whose matrix came by the embedding's name, which keeps it as it is
         shared = adapters.layers[head].get_base_layer().weight
         tensor = state[next(name for name, weight in module.model.named_parameters() if weight is shared)]
-        fill = partial(_fill_merged, adapters, tensor, state, head, role or adapters.own)
+        fill = partial(_fill_merged, adapters, tensor, state, head, role)
         found[f"{head}.weight"] = Lazy.of(tuple(tensor.shape), tensor.dtype, fill)
     return found
 
@@ -159,29 +158,19 @@ def merged_weights(module: Backbone) -> Iterator[tuple[str, Tensor]]:
     if adapters is None:
         yield from whole_weights(model)
         return
-    own = adapters.active[adapters.own]
-    names = [name for name, _ in model.named_parameters()]
-    factors = dict(whole_weights(model, {name for name in names if is_factor(name) and name.split(".")[-2] in own}))
-
-    def changed(layer: str, weight: Tensor) -> Tensor:
-        adapted = adapters.layers[layer]
-        for adapter in own:
-            if adapter in adapted.lora_A:
-                a, b = (factors[f"{layer}.lora_{factor}.{adapter}.weight"] for factor in "AB")
-                weight = merged(weight, update(a, b, adapted.scaling[adapter], adapted.fan_in_fan_out))
-        return weight
-
+    names, ending = [name for name, _ in model.named_parameters()], f".{adapters.own}.weight"
+    factors = dict(whole_weights(model, {name for name in names if is_factor(name) and name.endswith(ending)}))
     head = adapters.tied_head
     shared = None if head is None else adapters.layers[head].get_base_layer().weight
     tied = next((name for name, weight in model.named_parameters() if weight is shared), None)
     for name, weight in whole_weights(model, {name for name in names if not is_factor(name)}):
         layer, within, rest = name.rpartition(BASE)
         if within:
-            yield f"{layer}.{rest}", changed(layer, weight) if rest == "weight" else weight
+            yield f"{layer}.{rest}", adapters.merged_matrix(layer, weight, factors) if rest == "weight" else weight
         else:
             yield name, weight
         if head is not None and name == tied:
-            yield f"{head}.weight", changed(head, weight)
+            yield f"{head}.weight", adapters.merged_matrix(head, weight, factors)
         del weight  # before the next bucket is gathered
 
 
@@ -203,20 +192,10 @@ def adapter_holds_all(module: Backbone) -> bool:
     return all(is_factor(name) or name.startswith(f"{HEAD}.") for name in trained)
 
 
-def merged(weight: Tensor, change: Tensor) -> Tensor:
-    """The sum of a matrix and its update, in the matrix's dtype."""
-    return (weight.float() + change.to(weight.device)).to(weight.dtype)
-
-
 @torch.no_grad()
 def _fill_merged(
-    adapters: Adapters, matrix: Tensor, state: Mapping[str, Tensor], name: str, role: str, target: Tensor
+    adapters: Adapters, matrix: Tensor, state: Mapping[str, Tensor], name: str, role: str | None, target: Tensor
 ) -> None:
-    layer, weight = adapters.layers[name], torch.empty_like(target, device="cpu")
+    weight = torch.empty_like(target, device="cpu")
     weight.copy_(matrix)
-    for adapter in adapters.active[role]:
-        if adapter not in layer.lora_A:  # of another role's layers
-            continue
-        a, b = (state[f"{name}.lora_{factor}.{adapter}.weight"].float() for factor in "AB")
-        weight = merged(weight, update(a, b, layer.scaling[adapter], layer.fan_in_fan_out))
-    target.copy_(weight)
+    target.copy_(adapters.merged_matrix(name, weight, state, role))

@@ -19,10 +19,10 @@ from peft import LoraConfig
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from engine.models.adapter_folders import HEAD, AdapterFolder, unset
+from engine.models.adapter_folders import HEAD, AdapterFolder
 from engine.models.adapters import Adapters, inject
 from engine.models.checking import contents
-from engine.models.lora import LoraSpec, ask_for_gradient, check_dim, decoder_stack, draw, lora_config, start_config
+from engine.models.lora import LoraSpec, adapter_config, ask_for_gradient, decoder_stack, fill_factors
 from engine.models.policy import Backbone, Policy, Scorer
 from engine.models.reading import CLASSIFIER, model_class
 
@@ -83,8 +83,7 @@ class Trunk(Policy):
     def give_adapters(self, configs: Mapping[str, LoraConfig]) -> None:
         """Put adapters, by the roles that they are of, into the model."""
         inject(self.model, configs)
-        kept = {"reference": ["reference"]} if "reference" in configs else {}
-        self.adapters = Adapters(self.model, "actor", configs, kept)
+        self.adapters = Adapters(self.model, "actor", configs, ["reference"] if "reference" in configs else [])
         for role, scorer in self.scorers.items():
             scorer.adapters = Adapters(scorer.model, role, configs)
 
@@ -124,10 +123,12 @@ def make_trunk(policy: Policy, actor: LoraSpec, scoring: Mapping[str, ScoringRol
     if kept is not None:
         starts["reference"], specs["reference"] = kept, None
     alone = {role: scorer.model for role, scorer in scorers.items()}  # without the language model's head
-    trunk.give_adapters({role: _described(alone.get(role, model), starts[role], specs[role]) for role in starts})
+    trunk.give_adapters({role: adapter_config(alone.get(role, model), starts[role], specs[role]) for role in starts})
+    assert trunk.adapters is not None
+    for role, start in starts.items():
+        fill_factors(trunk.adapters, role, start, specs[role])
     trunk.direct_head, trunk.start = policy.direct_head, kept
     trunk.pack(policy.packs)
-    _fill(trunk, starts, specs)
     _choose_trained(trunk, [role for role, spec in specs.items() if spec is not None])
     return trunk
 
@@ -135,35 +136,6 @@ def make_trunk(policy: Policy, actor: LoraSpec, scoring: Mapping[str, ScoringRol
 def owner(name: str) -> str:
     """Which role a parameter that trains is of, by its name within a Trunk."""
     return "critic" if name.startswith("heads.critic.") or ".critic." in name else "actor"
-
-
-def _described(model: PreTrainedModel, start: AdapterFolder | None, spec: LoraSpec | None) -> LoraConfig:
-    """peft's description of a role's adapter."""
-    if start is None:
-        assert spec is not None, "what is frozen has a folder"
-        return lora_config(model, spec)
-    if spec is None:
-        config = unset(start.config)
-        config.lora_dropout = 0.0  # a frozen model's scores and log-probs are to be the same each time
-        return config
-    check_dim(start, spec)
-    return start_config(start, spec)
-
-
-@torch.no_grad()
-def _fill(trunk: Trunk, starts: Mapping[str, AdapterFolder | None], specs: Mapping[str, LoraSpec | None]) -> None:
-    """Give all factors the numbers that they start with; on the meta device they have none."""
-    assert trunk.adapters is not None
-    if any(a.is_meta for a, _ in trunk.adapters.factors().values()):
-        return
-    for role, start in starts.items():
-        found, spec = start.factors() if start is not None else {}, specs[role]
-        for name, (a, b) in trunk.adapters.factors(role).items():
-            if start is not None:
-                a.copy_(found[name][0])
-                b.copy_(found[name][1])
-            elif spec is not None:
-                draw(a, b, spec, name)
 
 
 def _choose_trained(trunk: Trunk, roles: list[str]) -> None:

@@ -323,7 +323,7 @@ class Misfit:
         return cls(missing, left_over, misshapen)
 
     @property
-    def told(self) -> str:
+    def difference(self) -> str:
         """What differs, with the first few names; "" where nothing does."""
         parts = []
         if self.missing:
@@ -337,10 +337,10 @@ class Misfit:
 
     def refuse(self, path: str, what: str) -> None:
         """Raise UserError, naming `what` (a flag) and the tensors, if there are any."""
-        if self.told:
+        if self.difference:
             raise UserError(
                 f"{what}: the weights in {path} are not those of the model that its config.json describes: "
-                f"{self.told}. {'What is missing would be random numbers. ' if self.missing else ''}Give the "
+                f"{self.difference}. {'What is missing would be random numbers. ' if self.missing else ''}Give the "
                 "config.json and the weights that were written together."
             )
 

@@ -1,4 +1,4 @@
-"""Where scores come from: the protocol `RewardSource`, a frozen reward model, and a score made of several parts.
+"""Where scores come from: the base class `RewardSource`, a frozen reward model, and a score made of several parts.
 
     reward = CombinedReward({"model": (models.reward, 1.0), "function": (FunctionReward(f, tokenizer), 0.5)},
                             length_penalty=0.01)
@@ -66,8 +66,8 @@ class RewardSource(Protocol):
         return {"scores": self.score(rollout).float()}
 
     def weights(self) -> Mapping[str, float]:
-        """By which number each part is still to be multiplied, by its name, where that makes the score; none by
-        default. What such a part is before it is measured, too, as that of what follows "scores_" in its name."""
+        """The numbers by which parts are still to be multiplied to make the score, by the parts' names; by default none
+        is. A part "scores_NAME" that has one is also measured without it, as NAME's."""
         return {}
 
     def begin(self, rollout: Rollout) -> None:
@@ -84,6 +84,12 @@ class RewardSource(Protocol):
     def on_device(self) -> contextlib.AbstractContextManager:
         """Context in which whatever is needed is on the device; by default nothing is."""
         return contextlib.nullcontext()
+
+
+def keys_of(rollout: Rollout) -> list[tuple[int, int]]:
+    """By what each response is told from all others of a step: its prompt's index, and its number among the prompt's
+    samples."""
+    return list(zip(rollout.indices.tolist(), rollout.samples.tolist(), strict=True))
 
 
 def decoded(rollout: Rollout, tokenizer, special_tokens: bool = False) -> tuple[list[str], list[str]]:
@@ -120,15 +126,10 @@ class AgreedReward(RewardSource):
     @classmethod
     def made(cls, source: Callable[[Any], RewardSource], tokenizer, name: str) -> "AgreedReward":
         """Make the source of the tokenizer; raises RunStopped on all ranks where that fails on one."""
-        made = problem = None
-        try:
-            made = source(tokenizer)
-        except RunStopped:
-            raise  # on all ranks
-        except BaseException as error:  # whatever the user's code raises, sys.exit too
-            problem = f"raised {described(error)} as it was made"
-        stop_together(problem, name, "It is made of the tokenizer, once on each rank. Mend it.")
-        assert made is not None
+        made, problem = _called(partial(source, tokenizer))
+        stop_together(
+            problem and f"{problem} as it was made", name, "It is made of the tokenizer, once on each rank. Mend it."
+        )
         return cls(made, name)
 
     def score(self, rollout: Rollout) -> Tensor:
@@ -148,11 +149,7 @@ class AgreedReward(RewardSource):
         """The source's own, if it has one; raises RunStopped on all ranks where it fails on one."""
         if type(self.source).prepare is RewardSource.prepare:
             return
-        problem = None
-        try:
-            self.source.prepare(rollout)
-        except BaseException as error:  # whatever the user's code raises, sys.exit too
-            problem = f"raised {described(error)}"
+        _, problem = _called(partial(self.source.prepare, rollout))
         stop_together(problem, self.name, "It is told which responses come next. Mend it.")
 
     def on_device(self) -> contextlib.AbstractContextManager:
@@ -160,18 +157,21 @@ class AgreedReward(RewardSource):
         return self.source.on_device()
 
     def _agreed(self, call: Callable, rollout: Rollout) -> dict[str, Tensor]:
-        parts: dict[str, Tensor] = {}
-        problem = None
-        try:
-            returned = call(rollout)
-            parts = returned if isinstance(returned, dict) else {"scores": returned}
-            problem = _misshapen(parts, len(rollout))
-        except RunStopped:
-            raise  # on all ranks
-        except BaseException as error:  # whatever the user's code raises, sys.exit too
-            problem = f"raised {described(error)}"
+        returned, problem = _called(partial(call, rollout))
+        parts = returned if isinstance(returned, dict) else {"scores": returned}
+        problem = problem or _misshapen(parts, len(rollout))
         stop_together(problem, self.name, "Its score gives one number a response, a tensor (B,). Mend it.")
         return {name: values.float() for name, values in parts.items()}
+
+
+def _called(call: Callable[[], Any]) -> tuple[Any, str | None]:
+    """What the user's code returns, or what it raised, in words; RunStopped, which is raised on all ranks, goes on."""
+    try:
+        return call(), None
+    except RunStopped:
+        raise
+    except BaseException as error:  # whatever the user's code raises, sys.exit too
+        return None, f"raised {described(error)}"
 
 
 def _misshapen(parts: dict, count: int) -> str | None:
@@ -268,10 +268,6 @@ class RewardModel(RewardSource):
         """(B,) float32, with the stored normalisation."""
         token_scores = self.model(rollout.sequences, rollout.attention_mask, rollout.position_ids)
         return self.model.module.sequence_scores(token_scores, rollout.sequences, rollout.attention_mask)
-
-    def parts(self, rollout: Rollout) -> dict[str, Tensor]:
-        """The score alone."""
-        return {"scores": self.score(rollout)}
 
     def on_device(self):
         """Context in which the weights are on the device."""

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from engine.errors import shortened
 from engine.experience import Rollout
-from engine.reward.base import EarlyCalls, Numbers, RewardSource, decoded, described, stop_together
+from engine.reward.base import EarlyCalls, Numbers, RewardSource, decoded, described, keys_of, stop_together
 from engine.trace import traced
 
 
@@ -57,7 +57,7 @@ class FunctionReward(RewardSource):
         Raises: RunStopped on all ranks where the function fails on one.
         """
         indices, texts = rollout.indices.tolist(), list(zip(*decoded(rollout, self.tokenizer), strict=True))
-        values, problem = self._early.taken(_keys(rollout), texts)
+        values, problem = self._early.taken(keys_of(rollout), texts)
         left = [place for place in range(len(texts)) if place not in values]
         if left and not problem:
             called, problem = self._called([texts[place] for place in left], [indices[place] for place in left])
@@ -72,7 +72,7 @@ class FunctionReward(RewardSource):
         """As in RewardSource: the function is called in a thread of its own. Texts that `score` is then asked for may
         be others, where a dialect cuts responses: for those it is called again."""
         texts = list(zip(*decoded(rollout, self.tokenizer), strict=True))
-        self._early.begin(_keys(rollout), texts, partial(self._called, texts, rollout.indices.tolist()))
+        self._early.begin(keys_of(rollout), texts, partial(self._called, texts, rollout.indices.tolist()))
 
     def _called(self, texts: list[tuple[str, str]], indices: list[int]) -> Numbers:
         prompts, responses = [prompt for prompt, _ in texts], [response for _, response in texts]
@@ -85,10 +85,6 @@ class FunctionReward(RewardSource):
             return _numbers(self.function(*positional, **named), len(responses))
         except BaseException as error:  # whatever the user's code raises, sys.exit too
             return [], f"raised {described(error)}"
-
-
-def _keys(rollout: Rollout) -> list[tuple[int, int]]:
-    return list(zip(rollout.indices.tolist(), rollout.samples.tolist(), strict=True))
 
 
 def _numbers(returned, count: int) -> Numbers:

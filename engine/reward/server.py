@@ -3,9 +3,10 @@
     settings = ServerSettings(urls=["http://10.0.0.7:8000/score"], form="items", columns=["answer"])
     reward = ServerReward(settings, tokenizer, rows=ConcatDataset([training_rows, held_out_rows]))
 
-From below: one exchange by the standard library, which tells what went wrong apart by whether to ask again (proxies are
-taken from the environment as urllib does, never for addresses of this machine); the two forms of request and answer;
-servers that share the requests of a rank, and are asked again after faults that may pass; and the source of scores.
+The file goes from one exchange (`exchange`: by the standard library, with a time limit for the whole request; what
+goes wrong is a `Fault`, after which the server is asked again, or a `Mistake`) over the two forms of request and answer
+(`FORMS`) and the servers that share a rank's requests (`Servers`) to the source of scores (`ServerReward`). Proxies are
+taken from the environment as urllib does, never for addresses of this machine.
 
 items is a form of ours, in which ids say which score is whose:
 
@@ -39,8 +40,6 @@ import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from email.utils import parsedate_to_datetime
 from functools import partial
 from typing import TypeVar
 from urllib.parse import parse_qsl, urljoin, urlsplit
@@ -52,7 +51,7 @@ from engine import distributed, trace
 from engine.errors import UserError, shortened, without_query
 from engine.experience import Rollout
 from engine.files import RepeatedName, unique_names
-from engine.reward.base import EarlyCalls, Numbers, RewardSource, decoded, stop_together
+from engine.reward.base import EarlyCalls, Numbers, RewardSource, decoded, keys_of, stop_together
 from engine.trace import traced
 
 PIECE = 1 << 16  # bytes read at once
@@ -103,17 +102,9 @@ def is_this_machine(url: str) -> bool:
     return address.is_loopback or address.is_unspecified
 
 
-def retry_after(value: str | None, now: datetime) -> float | None:
-    """Seconds, of a Retry-After header (RFC 9110, 10.2.3: seconds or a date); None where it says nothing."""
-    if value is None:
-        return None
-    if value.strip().isdecimal():
-        return float(value)
-    try:
-        date = parsedate_to_datetime(value)
-    except (ValueError, OverflowError):  # the latter of years and offsets beyond all calendars
-        return None
-    return max(0.0, (date.replace(tzinfo=date.tzinfo or UTC) - now).total_seconds())
+def retry_after(value: str | None) -> float | None:
+    """Seconds, of a Retry-After header (RFC 9110, 10.2.3); None where it says none, or a date, as few servers do."""
+    return float(value) if value is not None and value.strip().isdecimal() else None
 
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
@@ -219,7 +210,7 @@ def _of_status(error: urllib.error.HTTPError) -> Fault | Mistake:
     )
     said = f"answered {error.code} {reason}" + (f" {shortened(told)}" if told else "")
     if error.code == 429 or error.code >= 500:
-        return Fault(said, retry_after(error.headers.get("Retry-After"), datetime.now(UTC)))
+        return Fault(said, retry_after(error.headers.get("Retry-After")))
     if 300 <= error.code < 400:
         return Mistake(f"{said}, and would have it asked at {elsewhere}: give that URL")
     return Mistake(said)
@@ -399,7 +390,7 @@ class Servers:
     (`delay`), in which the others do its work; with none left the request waits. It is made again until `patience`
     seconds have passed since it was first made, and once at their end. From then on all requests fail.
 
-    form: of `server_forms.FORMS`. timeout: seconds for one attempt. clock, wait: for tests; by default waiting ends
+    form: of FORMS. timeout: seconds for one attempt. clock, wait: for tests; by default waiting ends
     where another thread's request has failed for good.
     """
 
@@ -427,7 +418,10 @@ class Servers:
 
         Raises: ServerError where no server gives scores in time, at once where one refuses or answers nonsense.
         """
-        body = self._body(items)
+        try:
+            body = encoded_request(self.form, items)
+        except ValueError as error:
+            raise ServerError(f"{self._servers[0]} was not asked: {error}") from None
         first = turn % len(self)
         order = [*self._servers[first:], *self._servers[:first]]
         return self._until_answered(order, lambda server: self._answer(server, body, items), f"sent {_shown(body)}")
@@ -472,7 +466,9 @@ class Servers:
                 if passed >= self.patience:
                     self._fail(f"{server} {fault} (attempt {attempts} in {passed:.1f} s; {what})")
             else:
-                self._recovered(server)
+                if server.faults:
+                    server.faults, server.due = 0, 0.0
+                    _say(f"the reward server {server} answers again")
                 return answer
         raise ServerError(self._failure)
 
@@ -481,25 +477,17 @@ class Servers:
             self._failure = why
             self._failed.set()
 
-    def _body(self, items: Sequence[Item]) -> bytes:
-        try:
-            return encoded_request(self.form, items)
-        except ValueError as error:
-            raise ServerError(f"{self._servers[0]} was not asked: {error}") from None
-
     def _answer(self, server: _Server, body: bytes, items: Sequence[Item]) -> list[float]:
         answer, whole = exchange(server.url, body, self.timeout, BYTES + BYTES_AN_ITEM * len(items))
+        if not whole:
+            try:
+                parsed(answer)
+            except WrongAnswer as wrong:  # the server may have died in the middle of it
+                raise Fault(f"{wrong}, or not all of it") from None
         try:
-            if not whole:
-                _refuse_part(answer)
             return decoded_scores(self.form, answer, items)
         except WrongAnswer as wrong:
             raise Mistake(str(wrong)) from None
-
-    def _recovered(self, server: _Server) -> None:
-        if server.faults:
-            server.faults, server.due = 0, 0.0
-            _say(f"the reward server {server} answers again")
 
     def _back_off(self, server: _Server, fault: Fault) -> None:
         server.faults += 1
@@ -515,14 +503,6 @@ def delay(faults: int, retry_after: float | None) -> float:
     return max(usual, min(retry_after or 0.0, LONGEST_RETRY_AFTER))
 
 
-def _refuse_part(answer: bytes) -> None:
-    """Raise Fault for what is no JSON, of a server that may have died in the middle of it."""
-    try:
-        parsed(answer)
-    except WrongAnswer as wrong:
-        raise Fault(f"{wrong}, or not all of it") from None
-
-
 def _shown(body: bytes) -> str:
     return f"{len(body)} bytes, {shortened(body[:200].decode('ascii'), 160)}"
 
@@ -536,7 +516,7 @@ PROBE_SECONDS = 10.0  # that a server may take to be there before a run is refus
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSettings:
-    """urls: of servers that say the same, and share the work. form: of `server_forms.FORMS`. columns: of the data, sent
+    """urls: of servers that say the same, and share the work. form: of FORMS. columns: of the data, sent
     along. batch_size: the most responses in a request. timeout, patience: seconds, as in `Servers`."""
 
     urls: Sequence[str]
@@ -589,7 +569,7 @@ class ServerReward(RewardSource):
         self.prepare(rollout)
 
     def _items(self, rollout: Rollout) -> tuple[list[tuple[int, int]], list[Item]]:
-        keys = list(zip(rollout.indices.tolist(), rollout.samples.tolist(), strict=True))
+        keys = keys_of(rollout)
         texts = zip(*decoded(rollout, self.tokenizer, FORMS[self.settings.form].special_tokens), strict=True)
         rows = self.rows if self.settings.columns else None
         items = [

@@ -4,7 +4,7 @@ from engine.rollout.backends import ReplicaRollouts, Zero3Rollouts
 from engine.rollout.base import RolloutBackend, SamplingConfig
 from engine.rollout.choice import ROLLOUT_BACKENDS, build_rollouts
 from engine.rollout.passes import DECODING
-from engine.rollout.vllm_backend import SAMPLERS, VLLMRollouts
+from engine.rollout.vllm_rollouts import SAMPLERS, VLLMRollouts
 
 __all__ = [
     "DECODING",

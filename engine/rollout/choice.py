@@ -1,7 +1,7 @@
 """Which models compute through a whole copy of their weights, and by which backend the actor generates, and why."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from engine import distributed
 from engine.copies import (
@@ -14,14 +14,13 @@ from engine.copies import (
     group_sizes,
     why_no_group,
 )
-from engine.memory.copies import CopyNeed, place_copies
+from engine.memory.copies import Copies, CopyNeed, copies_together, place_copies
 from engine.rollout.backends import ReplicaRollouts, Zero3Rollouts
 from engine.rollout.base import RolloutBackend
 from engine.rollout.cache import cache_bytes
 from engine.rollout.decode import slots_of_a_row
 from engine.rollout.passes import resolved_decoding
-from engine.rollout.vllm_backend import VLLMRollouts
-from engine.rollout.vllm_engine import vllm_version
+from engine.rollout.vllm_rollouts import VLLMRollouts, vllm_version
 from engine.zero import accelerator
 from engine.zero.engines import TrainedModel
 from engine.zero.gathering import full_numel
@@ -82,12 +81,7 @@ def build_rollouts(
     if name == "vllm":
         return _vllm_rollouts(models, tokenizer, rows_at_once or 1, row_length, tensor_parallel or 1, sampler)
     cache = cache_bytes(actor.module.model, (rows_at_once or 1) * slots_of_a_row(row_length, waiting=True))
-    if name == "auto":
-        placed = _placement(models, cache, between_steps, tensor_parallel, training)
-    elif name == "replica" and (tensor_parallel or 1) > 1:
-        placed = _asked_together(models, cache, between_steps, tensor_parallel or 1)
-    else:
-        placed = Placement("as asked", [(WholeCopies(between_steps), models if name == "replica" else ())])
+    placed = _placement(name, models, cache, between_steps, tensor_parallel, training)
     for model in models:
         model.copies = placed.of(model)
         if isinstance(model.copies, TensorParallelCopies) and model.module.adapters is not None:
@@ -139,19 +133,33 @@ def _vllm_rollouts(
 
 
 def _placement(
-    models: Sequence[Model], cache: int, between_steps: str, tensor_parallel: int | None, training: int | str
+    name: str,
+    models: Sequence[Model],
+    cache: int,
+    between_steps: str,
+    tensor_parallel: int | None,
+    training: int | str,
 ) -> Placement:
-    """What `place_copies` decides for these models, the same on all ranks. cache: bytes of keys and values."""
-    free = -distributed.largest(-accelerator.free_memory())
-    sizes = group_sizes(accelerator.ranks_of_this_machine(), tensor_parallel)
-    decided = place_copies(
-        [copy_need(model) for model in models],
-        cache,
-        free,
-        between_steps,
-        lambda place: divided_bytes(models[place].module, sizes, generates=place == 0),
-        training,
-    )
+    """The copies of these models, the first of which is the actor, by "auto", "replica" or "zero3"; the same on all
+    ranks. cache: bytes of keys and values. The rest as in `build_rollouts`."""
+    ranks = tensor_parallel or 1
+    asked = (ranks,) if name == "replica" and ranks > 1 else ()
+    sizes = asked or group_sizes(accelerator.ranks_of_this_machine(), tensor_parallel)
+
+    def divide(place: int) -> tuple[Mapping[int, int], str | None]:
+        return divided_bytes(models[place].module, sizes, generates=place == 0)
+
+    if name == "auto":
+        free = -distributed.largest(-accelerator.free_memory())
+        decided = place_copies([copy_need(model) for model in models], cache, free, between_steps, divide, training)
+        if any(model.stage == 3 for model in models):
+            note = why_no_group(accelerator.ranks_of_this_machine(), tensor_parallel)
+            decided = replace(decided, why=decided.why + note)
+    elif asked:
+        decided = copies_together([copy_need(model) for model in models], ranks, between_steps, divide)
+    else:
+        whole = tuple(range(len(models))) if name == "replica" else ()
+        decided = Copies(whole, "as asked", between_steps=between_steps)
     kept = [models[place] for place in decided.models if place not in decided.freed]
     freed = [models[place] for place in decided.models if place in decided.freed]
     others = "free" if decided.freed else decided.between_steps
@@ -159,13 +167,11 @@ def _placement(
     parts: list[tuple[PlainCopies, Sequence[Model]]] = []
     for kind, whose in ((decided.between_steps, kept), (others, freed)):
         if whose or not parts:
-            smaller = _Smaller(models[0], cache, sizes, kind, together)
+            smaller = _Smaller(models[0], cache, sizes if name == "auto" else (), kind, together)
             parts.append((WholeCopies(kind, decided.shared, smaller), whose))
     if together is not None:
         parts.append((together, [models[place] for place in decided.divided]))
-    partitioned = any(model.stage == 3 for model in models)
-    why = decided.why + (why_no_group(accelerator.ranks_of_this_machine(), tensor_parallel) if partitioned else "")
-    return Placement(why, parts)
+    return Placement(decided.why, parts)
 
 
 class _Smaller:
@@ -194,29 +200,6 @@ class _Smaller:
         if parts and self.together is None:
             self.together = TensorParallelCopies(max(parts), self.between_steps, self.cache)
         return self.together if parts else None
-
-
-def _asked_together(models: Sequence[Model], cache: int, between_steps: str, ranks: int) -> Placement:
-    """Copies that so many ranks hold together, of all models that can be divided so; the others' are whole.
-
-    cache: bytes of keys and values.
-    """
-    obstacles = [
-        divided_bytes(model.module, (ranks,), generates=place == 0)[1]
-        if model.stage == 3
-        else "its own module computes"
-        for place, model in enumerate(models)
-    ]
-    whole = [model for model, obstacle in zip(models, obstacles, strict=True) if obstacle is not None]
-    divided = [model for model, obstacle in zip(models, obstacles, strict=True) if obstacle is None]
-    why = f"as asked; {ranks} ranks hold a copy together" if divided else "as asked"
-    for model, obstacle in zip(models, obstacles, strict=True):
-        if obstacle is not None and model.stage == 3:
-            why += f"; each rank has a whole copy of the {model.role}: {obstacle}"
-    parts: list[tuple[PlainCopies, Sequence[Model]]] = [(WholeCopies(between_steps), whole)]
-    if divided:
-        parts.append((TensorParallelCopies(ranks, between_steps, cache), divided))
-    return Placement(why, parts)
 
 
 def copy_need(model: Model) -> CopyNeed:

@@ -1,10 +1,10 @@
 """The decoding loop: prompts are read once, then a token at a time; rows that have ended make room for others."""
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from engine import distributed
 from engine.copies import first_sentence
@@ -12,11 +12,8 @@ from engine.distributed import RankGroup
 from engine.experience import PromptBatch, Rollout
 from engine.rollout.base import SamplingConfig
 from engine.rollout.cache import Batch, SlotCache
-from engine.rollout.draws import Draws
-from engine.rollout.families import takes_slot_masks
-from engine.rollout.joined import prompts_of_group
-from engine.rollout.passes import Passes, passes_of
-from engine.rollout.request import Ends, Request, Schedule, requests_of
+from engine.rollout.passes import Passes, passes_of, takes_slot_masks
+from engine.rollout.request import Draws, Ends, Request, Schedule, prompts_of_group, requests_of, rollout_of
 
 Finished = Callable[[Rollout], None] | None
 CHECK_EVERY = 8  # tokens between two looks of the host at what was drawn
@@ -233,28 +230,6 @@ class _Loop:
         """Make forward passes for nothing, since other ranks' passes wait for this rank's."""
         for _ in range(passes):
             self.passes.for_nothing(self.prompts.input_ids[:1, -1:])
-
-
-def rollout_of(
-    prompts: PromptBatch, requests: Sequence[Request], pad_token_id: int, recorded: Mapping[str, Tensor] | None = None
-) -> Rollout:
-    """The rollout of requests that are finished, one for each row of the prompts, in their order.
-
-    recorded: columns (B, T or more) float32 by the names of Rollout's fields.
-    """
-    device, width = prompts.input_ids.device, max(len(request.tokens) for request in requests)
-    responses = torch.tensor([request.tokens + [pad_token_id] * (width - len(request.tokens)) for request in requests])
-    lengths = torch.tensor([len(request.tokens) for request in requests], device=device)
-    response_mask = torch.arange(width, device=device) < lengths.unsqueeze(1)
-    return Rollout(
-        sequences=torch.cat([prompts.input_ids, responses.to(device)], 1),
-        attention_mask=torch.cat([prompts.attention_mask, response_mask.long()], 1),
-        response_mask=response_mask,
-        ended=torch.tensor([request.ended for request in requests], device=device),
-        indices=prompts.indices,
-        samples=prompts.samples,
-        **{name: torch.where(response_mask, column[:, :width], 0.0) for name, column in (recorded or {}).items()},
-    )
 
 
 def slots_of_a_row(tokens: int, waiting: bool) -> int:

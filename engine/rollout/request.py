@@ -1,9 +1,19 @@
-"""Responses in the making: what each has so far, what ends it, and which are decoded side by side."""
+"""From prompts to rollouts: requests for responses, what ends them and which are decoded side by side; how their tokens
+are drawn, each response with random numbers of its own; and prompts and rollouts of several calls or ranks as one.
+"""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 
-from engine.experience import PromptBatch
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.algo.logprobs import token_logprobs
+from engine.algo.sampling import keyed_uniforms, sample_tokens
+from engine.distributed import RankGroup
+from engine.experience import PromptBatch, Rollout
+from engine.rollout.base import SamplingConfig
 
 
 class Ends:
@@ -121,3 +131,135 @@ def rows_to_move(stays: Sequence[bool]) -> tuple[list[int], list[int], int]:
     targets = [row for row in range(kept) if not stays[row]]
     sources = [row for row in range(kept, len(stays)) if stays[row]]
     return sources, targets, kept
+
+
+class Draws:
+    """Draws the tokens of a call's responses, and records what the dialect asks for.
+
+    `recorded` has, under the names of Rollout's fields, (len(prompts), places) float32; nothing where `sampling` asks
+    for no log-probs. places: tokens that may be drawn for a response, those behind its end included.
+    """
+
+    def __init__(self, prompts: PromptBatch, sampling: SamplingConfig, places: int):
+        device = prompts.input_ids.device
+        self.sampling = sampling
+        self.uniforms = keyed_uniforms(
+            sampling.seed,
+            prompts.indices.unsqueeze(1),
+            prompts.samples.unsqueeze(1),
+            torch.arange(places, device=device),
+        )
+        self.never_drawn = torch.tensor(sampling.never_drawn, dtype=torch.int64, device=device)
+        names = ["logprobs"] * (sampling.logprob_temperature is not None) + ["entropy"] * sampling.with_entropy
+        self.recorded = {name: torch.zeros(len(prompts), places, device=device) for name in names}
+
+    def draw(self, logits: Tensor, rows: Tensor, places: Tensor) -> Tensor:
+        """(B, 1) int64, the tokens at these places (B,) of the responses to these rows (B,) of the prompts.
+
+        logits: (B, V) in any float dtype.
+        """
+        sampling = self.sampling
+        choice = self._without_never_drawn(logits)[:, : sampling.vocabulary_size]
+        if sampling.temperature == 0.0:
+            tokens = choice.argmax(-1)
+        else:
+            tokens = sample_tokens(choice, self.uniforms[rows, places], sampling.temperature)
+        self.record(logits, tokens, rows, places)
+        return tokens.unsqueeze(1)
+
+    def record(self, logits: Tensor, tokens: Tensor, rows: Tensor, places: Tensor) -> None:
+        """Note what the dialect asks for of the tokens (B,) that these logits were drawn as, by whatever sampler.
+        Arguments as of `draw`."""
+        sampling = self.sampling
+        if sampling.logprob_temperature is not None:
+            found = token_logprobs(logits, tokens, sampling.logprob_temperature, sampling.with_entropy)
+            for column, values in zip(self.recorded.values(), found):
+                column[rows, places] = values
+
+    def possible(self, logits: Tensor) -> Tensor:
+        """The logits (B, V), with -inf for what is not to be drawn, in a new tensor: for another sampler."""
+        unknown = torch.arange(logits.shape[1], device=logits.device) >= (self.sampling.vocabulary_size or torch.inf)
+        return self._without_never_drawn(logits).masked_fill(unknown, -torch.inf)
+
+    def _without_never_drawn(self, logits: Tensor) -> Tensor:
+        return logits.index_fill(1, self.never_drawn, -torch.inf) if len(self.never_drawn) else logits
+
+
+def rollout_of(
+    prompts: PromptBatch, requests: Sequence[Request], pad_token_id: int, recorded: Mapping[str, Tensor] | None = None
+) -> Rollout:
+    """The rollout of requests that are finished, one for each row of the prompts, in their order.
+
+    recorded: columns (B, T or more) float32 by the names of Rollout's fields.
+    """
+    device, width = prompts.input_ids.device, max(len(request.tokens) for request in requests)
+    responses = torch.tensor([request.tokens + [pad_token_id] * (width - len(request.tokens)) for request in requests])
+    lengths = torch.tensor([len(request.tokens) for request in requests], device=device)
+    response_mask = torch.arange(width, device=device) < lengths.unsqueeze(1)
+    return Rollout(
+        sequences=torch.cat([prompts.input_ids, responses.to(device)], 1),
+        attention_mask=torch.cat([prompts.attention_mask, response_mask.long()], 1),
+        response_mask=response_mask,
+        ended=torch.tensor([request.ended for request in requests], device=device),
+        indices=prompts.indices,
+        samples=prompts.samples,
+        **{name: torch.where(response_mask, column[:, :width], 0.0) for name, column in (recorded or {}).items()},
+    )
+
+
+def prompts_of_group(prompts: PromptBatch, group: RankGroup) -> tuple[PromptBatch, slice]:
+    """The prompts of all ranks of the group, the same on each of them, and which rows are this rank's."""
+    if group.size == 1:
+        return prompts, slice(0, len(prompts))
+    by_rank = group.all_objects(prompts.to("cpu"))
+    first = sum(len(one) for one in by_rank[: group.place])
+    return _joined_prompts(by_rank).to(prompts.input_ids.device), slice(first, first + len(prompts))
+
+
+def _joined_prompts(batches: Sequence[PromptBatch]) -> PromptBatch:
+    """Batches one after the other, padded on the left to one width; what is padded with is masked."""
+    width = max(batch.input_ids.shape[1] for batch in batches)
+
+    def columns(name: str) -> Tensor:
+        parts = [getattr(batch, name) for batch in batches]
+        return torch.cat([F.pad(part, (width - part.shape[1], 0)) for part in parts])
+
+    return PromptBatch(
+        columns("input_ids"),
+        columns("attention_mask"),
+        torch.cat([batch.indices for batch in batches]),
+        torch.cat([batch.samples for batch in batches]),
+    )
+
+
+def copied(rollout: Rollout, device: torch.device | str) -> Rollout:
+    """The same rows on this device, in memory of their own: what is sent of a view is all that it is a view of."""
+    columns = {column.name: getattr(rollout, column.name) for column in fields(rollout)}
+    return replace(
+        rollout, **{name: tensor.to(device, copy=True) for name, tensor in columns.items() if tensor is not None}
+    )
+
+
+def joined(rollouts: Sequence[Rollout], pad_token_id: int) -> Rollout:
+    """The rows of all, one behind the other, as wide as the longest prompt and the longest response among them.
+
+    All have the sampler's log-probs and entropy, or none has.
+    """
+    pieces = [rollout.select(slice(None)) for rollout in rollouts]
+    prompt = max(piece.prompt_length for piece in pieces)
+    response = max(piece.response_length for piece in pieces)
+
+    columns: dict[str, Tensor] = {}
+    for name in [column.name for column in fields(Rollout)]:
+        found = []
+        for piece in pieces:
+            tensor = getattr(piece, name)
+            left, right = prompt - piece.prompt_length, response - piece.response_length
+            if tensor is not None and tensor.dim() == 2:
+                whole = name in ("sequences", "attention_mask")
+                fill = pad_token_id if name == "sequences" else 0
+                tensor = F.pad(tensor, (left if whole else 0, right), value=fill)
+            found.append(tensor)
+        if found[0] is not None:
+            columns[name] = torch.cat(found)
+    return Rollout(**columns)

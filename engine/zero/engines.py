@@ -3,7 +3,7 @@
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import deepspeed
 import torch
@@ -20,7 +20,6 @@ from engine.zero.long_batch import LongBatch
 from engine.zero.shards import Shard, ShardSource, TrainingState
 from engine.zero.stages import stage_of
 
-Result = TypeVar("Result")
 FLOOR_OVERFLOWS = 16
 """So many overflows in a row that leave the fp16 loss scale where it is end the run. One may be an odd batch, and with
 DeepSpeed's hysteresis the first few lower nothing; after these the model does not fit into fp16."""
@@ -35,11 +34,58 @@ class Copies(Protocol):
     def holding(self, model: Any) -> nn.Module | None:
         """The module that holds the model's own weights as they are now, if one does."""
 
-    def together(self, model: Any, make: Callable[[], Result]) -> Result:
-        """What several passes of the model give; ranks agree on memory once."""
+
+class LearningModel:
+    """What is asked of a model that learns, in an engine of its own or beside others in one (`host`).
+
+    state: its weights, moments and counters by name.
+    """
+
+    host: Any  # a TrainedModel
+    state: TrainingState
+
+    def master_shards(self) -> list[Tensor]:
+        """This rank's master weights: the tensors that the optimizer updates, each on one rank (stage 0: on all); in
+        float32, or in bfloat16 where its file says so."""
+        return [master.tensor.data for master in self.state.stage.masters()]
+
+    def weights_finite(self) -> bool:
+        """Whether all weights, over all ranks, are numbers of the dtype that is computed in (all ranks call this).
+
+        Reads each float32 master weight once, a fraction of what an optimizer step reads.
+        """
+        return self.host.are_finite(self.master_shards())
+
+    def swapped(self, shards: list[Tensor]) -> contextlib.AbstractContextManager:
+        """Within this context the model computes with other float32 weights, given like `master_shards`.
+
+        On leaving all is as before, bit by bit. Both are exchanged in place, so it takes the memory of one more shard;
+        16-bit master weights, which could not hold the others exactly, are kept aside instead.
+        """
+        return self.host.exchanged(self.master_shards(), shards)
+
+    def shards(self) -> list[Shard]:
+        """This rank's part of the training state, as views; over all ranks each number comes exactly once."""
+        return self.state.shards()
+
+    def scalars(self) -> dict:
+        """The rest of the training state, the same on all ranks: step counts and the loss scale, as JSON has them."""
+        return self.state.scalars()
+
+    def forget_moments(self) -> None:
+        """Have Adam be as before its first step; weights and loss scale stay (all ranks call this)."""
+        self.state.set_steps(0)
+
+    def load_shards(self, source: ShardSource, scalars: Mapping) -> None:
+        """Put back what `shards` and `scalars` gave, on whatever ranks and at whatever stage (all ranks call this).
+
+        Adam's settings stay those of this run. Raises: UserError where the state is another model's.
+        """
+        self.state.load(source, scalars)
+        self.host.version += 1
 
 
-class TrainedModel:
+class TrainedModel(LearningModel):
     """A module that learns: forward, backward over micro-batches, one optimizer step, whatever the ZeRO stage.
 
         with model.accumulating(len(micro_batches)):
@@ -159,34 +205,12 @@ class TrainedModel:
         """The fp16 loss scale; 1 in other dtypes."""
         return float(self.ds_engine.optimizer.loss_scale) if self.scales_loss else 1.0
 
-    def weights_finite(self) -> bool:
-        """Whether all weights, over all ranks, are numbers of the dtype that is computed in (all ranks call this).
-
-        Reads each float32 master weight once, a fraction of what an optimizer step reads.
-        """
-        return self.are_finite(self.master_shards())
-
     def are_finite(self, shards: list[Tensor]) -> bool:
         """Whether these tensors, over all ranks, are numbers of the dtype that is computed in (all ranks call this)."""
         limit = torch.finfo(torch.float16 if self.scales_loss else torch.float32).max
         ends = [torch.stack(torch.aminmax(shard)) for shard in shards if shard.numel()]
         bad = ~(torch.stack(ends).abs() <= limit).all() if ends else False  # NaN compares false
         return not distributed.any_rank(bad)
-
-    def master_shards(self) -> list[Tensor]:
-        """This rank's master weights: the tensors that the optimizer updates, each on one rank (stage 0: on all); in
-        float32, or in bfloat16 where its file says so."""
-        return [master.tensor.data for master in self._by_stage.masters()]
-
-    @contextlib.contextmanager
-    def swapped(self, shards: list[Tensor]) -> Iterator[None]:
-        """Within this context the model computes with other float32 weights, given like `master_shards`.
-
-        On leaving all is as before, bit by bit. Both are exchanged in place, so it takes the memory of one more shard;
-        16-bit master weights, which could not hold the others exactly, are kept aside instead.
-        """
-        with self.exchanged(self.master_shards(), shards):
-            yield
 
     @contextlib.contextmanager
     def exchanged(self, masters: list[Tensor], shards: list[Tensor]) -> Iterator[None]:
@@ -209,26 +233,6 @@ class TrainedModel:
                 own.copy_(other)
                 other.copy_(before)
         self._by_stage.refresh_from_masters()
-        self.version += 1
-
-    def shards(self) -> list[Shard]:
-        """This rank's part of the training state, as views; over all ranks each number comes exactly once."""
-        return self.state.shards()
-
-    def scalars(self) -> dict:
-        """The rest of the training state, the same on all ranks: step counts and the loss scale, as JSON has them."""
-        return self.state.scalars()
-
-    def forget_moments(self) -> None:
-        """Have Adam be as before its first step; weights and loss scale stay (all ranks call this)."""
-        self.state.forget_moments()
-
-    def load_shards(self, source: ShardSource, scalars: Mapping) -> None:
-        """Put back what `shards` and `scalars` gave, on whatever ranks and at whatever stage (all ranks call this).
-
-        Adam's settings stay those of this run. Raises: UserError where the state is another model's.
-        """
-        self.state.load(source, scalars)
         self.version += 1
 
 

@@ -155,12 +155,6 @@ def lent_state(module: nn.Module) -> Iterator[dict[str, Tensor]]:
             distributed.broadcast_object(None)
 
 
-def full_state(module: nn.Module) -> dict[str, Tensor]:
-    """The module's full weights in host memory on the main rank, and {} on others (all ranks call this)."""
-    with lent_state(module) as state:
-        return {name: torch.empty(value.shape, dtype=value.dtype).copy_(value) for name, value in state.items()}
-
-
 @traced("gather of weights")
 @torch.no_grad()
 def copy_weights(source: nn.Module, target: nn.Module, names: Collection[str] | None = None) -> None:

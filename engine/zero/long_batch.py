@@ -140,11 +140,11 @@ class LongBatch:
             kept = Kept(weights=kept.weights)
         if distributed.is_main():
             why = f"; gradients are added up in {str(self.sums).removeprefix('torch.')}" if elsewhere else ""
-            print(f"{self.role}: {_told(kept, weights, gradients, free)}{why}", flush=True)
+            print(f"{self.role}: {_in_words(kept, weights, gradients, free)}{why}", flush=True)
         return kept
 
 
-def _told(kept: Kept, weights: int, gradients: int, free: int) -> str:
+def _in_words(kept: Kept, weights: int, gradients: int, free: int) -> str:
     """What is kept and why, in words."""
     if kept.gradients:
         what = "weights are gathered once and gradients are reduced once for all passes of an update"

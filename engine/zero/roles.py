@@ -1,7 +1,6 @@
 """Several models that learn within one engine, each with parameters of its own, and that step together."""
 
-import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -9,9 +8,8 @@ from torch import Tensor, nn
 
 from engine import distributed
 from engine.trace import traced
-from engine.zero.adam_state import scaled_gradients
-from engine.zero.engines import Copies, HostedRole, TrainedModel
-from engine.zero.shards import Master, Shard, ShardSource, TrainingState
+from engine.zero.engines import Copies, HostedRole, LearningModel, TrainedModel
+from engine.zero.shards import Master, Shard, TrainingState, scaled_gradients
 
 
 class SharedModel(TrainedModel):
@@ -94,7 +92,7 @@ class SharedModel(TrainedModel):
         return min(1.0, limit / (norm + 1e-6)) if limit else 1.0
 
 
-class TrainedRole(HostedRole):
+class TrainedRole(HostedRole, LearningModel):
     """One of the models that learn within a SharedModel. It is called and asked like a TrainedModel."""
 
     host: SharedModel
@@ -136,38 +134,6 @@ class TrainedRole(HostedRole):
     def step(self, lr: float, overflow: bool = False, skip: bool = False) -> bool:
         """A step of this role alone; as in `TrainedModel`."""
         return self.host.step_roles({self.role: lr}, overflow, skip)
-
-    def weights_finite(self) -> bool:
-        """Whether all weights that this role trains are numbers of the dtype that is computed in (all ranks call
-        this)."""
-        return self.host.are_finite(self.master_shards())
-
-    def master_shards(self) -> list[Tensor]:
-        """This rank's float32 weights of what this role trains."""
-        return [master.tensor.data for master in self.host.masters_of(self.role)]
-
-    @contextlib.contextmanager
-    def swapped(self, shards: list[Tensor]) -> Iterator[None]:
-        """As `TrainedModel.swapped`, of this role's weights."""
-        with self.host.exchanged(self.master_shards(), shards):
-            yield
-
-    def shards(self) -> list[Shard]:
-        """This rank's part of the role's training state, as views; over all ranks each number comes exactly once."""
-        return self.state.shards()
-
-    def scalars(self) -> dict:
-        """The rest of it, the same on all ranks: the role's step count, and the loss scale that all roles have."""
-        return self.state.scalars()
-
-    def forget_moments(self) -> None:
-        """As `TrainedModel.forget_moments`, for this role alone."""
-        self.state.forget_moments()
-
-    def load_shards(self, source: ShardSource, scalars: Mapping) -> None:
-        """As `TrainedModel.load_shards`, for this role alone (all ranks call this)."""
-        self.state.load(source, scalars)
-        self.host.version += 1
 
 
 class _RoleMasters:

@@ -16,12 +16,11 @@ from deepspeed import DeepSpeedEngine
 from torch import Tensor
 
 from engine import distributed
-from engine.zero.adam_state import without_gradients
 from engine.zero.gathering import forget_second_copies, own_run
-from engine.zero.shards import Master, Span
+from engine.zero.shards import Master, Masters, Span, without_gradients
 
 
-class Stage(Protocol):
+class Stage(Masters, Protocol):
     """A DeepSpeed optimizer between the last backward pass of an optimizer step and the weights that come of it."""
 
     @property
@@ -40,24 +39,11 @@ class Stage(Protocol):
     def drop(self) -> None:
         """A step that changes neither weights nor moments, and after which there are no gradients."""
 
-    @property
-    def replicated(self) -> bool:
-        """Whether every rank holds all masters."""
-
-    def masters(self) -> list[Master]:
-        """This rank's float32 weights, the tensors that the optimizer updates, and whose numbers lie where in them."""
-
     def gradients(self) -> list[list[Tensor]]:
         """For each master what this rank has of its gradient after the last backward pass, times the loss scale."""
 
     def forget_gradients(self) -> None:
         """After a step: parameters without a gradient in the next first backward pass begin at 0."""
-
-    def loss_scaler(self) -> Any:
-        """DeepSpeed's object that has the loss scale and its counters; None where it is a constant."""
-
-    def refresh_from_masters(self) -> None:
-        """Give the module the weights that its float32 masters hold. All ranks call this together."""
 
 
 def stage_of(ds_engine: DeepSpeedEngine) -> Stage:

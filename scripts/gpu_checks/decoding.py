@@ -12,8 +12,8 @@ from engine.models.loading import DTYPES, load_policy
 from engine.models.reading import read_tokenizer
 from engine.rollout.base import RolloutBackend
 from engine.rollout.decode import Sampler
-from engine.rollout.draws import Draws
 from engine.rollout.passes import Passes, RecordedPasses
+from engine.rollout.request import Draws
 from scripts.gpu_checks.check import Trial
 from scripts.gpu_checks.machine import device
 from scripts.gpu_checks.models import prompts, random_models, sampling

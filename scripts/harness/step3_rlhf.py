@@ -32,7 +32,7 @@ from safetensors.torch import save_file
 from engine import distributed
 from engine.rlhf_engine import RLHFEngine
 from engine.zero.extensions import load_extension
-from engine.zero.gathering import full_state
+from scripts.harness.weights import full_state
 from training import step3_rlhf
 from training.checkpoints.files import rank_file, write_shards
 from training.checkpoints.saving import PendingPoint

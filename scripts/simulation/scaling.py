@@ -20,9 +20,10 @@ from pathlib import Path
 
 from engine.engine_spec import EngineSpec
 from engine.errors import UserError
-from engine.memory import Cluster, Workload, plan
+from engine.memory import Cluster, Workload
 from engine.memory.blueprint import blueprints
 from engine.memory.gpus import DataSheet, Link, data_sheet, gpu_bytes
+from engine.memory.planning import Planner
 from engine.zero.config import EngineConfig
 from scripts.simulation.step import INFINIBAND_8X200G, LINKS, Decoder, Machines, Part, Rates, Step, assumed
 
@@ -154,14 +155,16 @@ def fitting(task: Task, cluster: Cluster) -> Step | None:
     decoded = [most >> halvings for halvings in range(most.bit_length()) if most >> halvings >= min(8, most)]
     passes = sorted({min(size, task.rows // task.mini_batches) for size in (8, 4, 2, 1)}, reverse=True)
     for offloaded in OFFLOADS:
-        if not plan(*task.asked(decoded[-1], passes[-1], offloaded), cluster).fits:
+        if not Planner(*task.asked(decoded[-1], passes[-1], offloaded), cluster).plan().fits:
             continue  # nor does anything larger
         for at_once, micro_batch in itertools.product(decoded, passes):
             spec, load = task.asked(at_once, micro_batch, offloaded)
-            planned = plan(spec, load, cluster)
-            if not planned.fits:
+            planner = Planner(spec, load, cluster)
+            if not planner.plan().fits:
                 continue
-            placed = planned.placed
+            placed, needs = planner.copies, planner.needs
+            kinds = [needs[place].kind for place in (*placed.models, *placed.divided)]
+            shared = {need.role for need in needs if placed.shared and kinds.count(need.kind) > 1}
             step = Step(
                 decoders={role: Decoder.of(model) for role, model in blueprints(spec).items()},
                 rows=task.rows,
@@ -171,11 +174,11 @@ def fitting(task: Task, cluster: Cluster) -> Step | None:
                 micro_batch=micro_batch,
                 mini_batches=task.mini_batches,
                 updates=task.mini_batches,
-                kept=planned.kept,
+                kept=planner.kept,
                 whole=frozenset(ROLES[place] for place in placed.models),
                 divided=frozenset(ROLES[place] for place in placed.divided),
                 group=placed.ranks,
-                own=planned.own - {ROLES[place] for place in placed.freed},
+                own=frozenset(planner.engines.keys() - shared - {ROLES[place] for place in placed.freed}),
                 stays=placed.between_steps == "keep",
                 checkpointed=True,
                 offloaded=frozenset(offloaded),

@@ -10,7 +10,7 @@ from engine.engine_spec import EngineSpec
 from engine.experience import Rollout
 from engine.models.loading import load_policy, load_scorer
 from engine.models.lora import LoraSpec
-from engine.reference import EngineReference
+from engine.reference import Reference
 from engine.reward.base import RewardModel
 from engine.rlhf_engine import RLHFEngine, frozen_model
 from engine.rollout import SamplingConfig, build_rollouts
@@ -112,7 +112,7 @@ def own_models(spec: EngineSpec, folder: str) -> SimpleNamespace:
         return frozen_model(load, path, config, spec)
 
     return SimpleNamespace(
-        reference=EngineReference(engine("reference", load_policy, spec.actor_path)),
+        reference=Reference(engine("reference", load_policy, spec.actor_path)),
         reward=RewardModel(engine("reward", load_scorer, spec.critic_path)),
     )
 

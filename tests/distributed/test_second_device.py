@@ -28,8 +28,8 @@ def test_the_sampler_waits_once_in_8_tokens(folder):
             assert seen["copies"] == {
                 "engine/rollout/decode.py _Loop._draw": rounds,  # rows, lengths and tokens drawn, in one
                 "engine/rollout/decode.py _Loop._join": 1,  # rows that begin
-                "engine/rollout/draws.py Draws.__init__": 1,  # what is never drawn
-                "engine/rollout/decode.py rollout_of": 3,  # tokens, lengths, which have ended
+                "engine/rollout/request.py Draws.__init__": 1,  # what is never drawn
+                "engine/rollout/request.py rollout_of": 3,  # tokens, lengths, which have ended
             }
 
 
@@ -88,9 +88,9 @@ COPIES = {
     # rows that begin
     "engine/rollout/decode.py _Loop._join": [1, 1, 1, 1, 1, 1, 1, 1, 1],
     # tokens, lengths, which have ended
-    "engine/rollout/decode.py rollout_of": [3, 3, 3, 3, 3, 3, 3, 3, 3],
+    "engine/rollout/request.py rollout_of": [3, 3, 3, 3, 3, 3, 3, 3, 3],
     # what is never drawn
-    "engine/rollout/draws.py Draws.__init__": [1, 1, 1, 1, 1, 1, 1, 1, 1],
+    "engine/rollout/request.py Draws.__init__": [1, 1, 1, 1, 1, 1, 1, 1, 1],
     # 2 * U * M: DeepSpeed's clipping
     "engine/zero/stages.py Stage0.step": [8, 8, 4, 8, 16, 4, 2, 4, 4],
     # U: which rows

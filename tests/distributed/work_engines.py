@@ -11,7 +11,7 @@ import torch
 from engine.experience import PromptBatch, Rollout
 from engine.models.hydra import load_hydra
 from engine.models.loading import load_policy
-from engine.reference import EngineReference
+from engine.reference import Reference
 from engine.rlhf_engine import EngineSpec, OptimizerSpec, RLHFEngine, frozen_model, trained_model
 from engine.zero.config import EngineConfig
 from engine.zero.engines import FrozenRole, TrainedModel
@@ -73,7 +73,7 @@ def families(folders: dict[str, str], config: str) -> dict[str, dict]:
 def _family(path: str, choice: EngineConfig) -> dict:
     spec = EngineSpec(actor_path=path, critic_path="")
     actor = trained_model(partial(load_hydra, layers=1), path, choice, OptimizerSpec(lr=LR), spec)
-    own = EngineReference(frozen_model(load_policy, path, replace(choice, role="reference"), spec))
+    own = Reference(frozen_model(load_policy, path, replace(choice, role="reference"), spec))
     rollout = whole_rollout(prompt_batch([0, 1, 2, 3]))
     before = weights(actor)
     for _ in range(2):
@@ -83,7 +83,7 @@ def _family(path: str, choice: EngineConfig) -> dict:
         "after": weights(actor),
         "parts": actor.module.names,
         "actor": _actor_logprobs(actor, rollout),
-        "reference": EngineReference(FrozenRole(actor, "reference")).ref_logprobs(rollout, 1.0),
+        "reference": Reference(FrozenRole(actor, "reference")).ref_logprobs(rollout, 1.0),
         "untouched": own.ref_logprobs(rollout, 1.0),
     }
 

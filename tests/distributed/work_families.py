@@ -10,8 +10,8 @@ from engine.experience import PromptBatch, Rollout
 from engine.rlhf_engine import EngineSpec, RLHFEngine
 from engine.rollout import SamplingConfig, build_rollouts
 from engine.zero.config import EngineConfig
-from engine.zero.gathering import full_state
 from scripts.harness.models import EOS, PAD
+from scripts.harness.weights import full_state
 from training.ppo_trainer import PPOConfig, PPOTrainer
 
 PROMPTS = ([5, 9, 33], [17], [40, 41, 42, 43, 44], [6, 60])

@@ -7,7 +7,7 @@ import torch
 
 from engine.experience import Rollout
 from engine.models.loading import load_policy
-from engine.reference import EngineReference
+from engine.reference import Reference
 from engine.rlhf_engine import EngineSpec, RLHFEngine, frozen_model
 from engine.zero.config import EngineConfig
 from engine.zero.engines import TrainedModel
@@ -56,7 +56,7 @@ def one_run(
 
     trainer = new_trainer()
     engine = trainer.models
-    own = EngineReference(
+    own = Reference(
         frozen_model(
             load_policy,
             f"{folder}/{actor}",
@@ -102,7 +102,7 @@ def one_run(
 
 
 @torch.no_grad()
-def judged(engine: RLHFEngine, own: EngineReference, rollout: Rollout) -> dict:
+def judged(engine: RLHFEngine, own: Reference, rollout: Rollout) -> dict:
     """Log-probs of a rollout by the actor, by the hydra's reference, and by the untouched model in its own engine."""
     inputs = rollout.sequences, rollout.attention_mask, rollout.position_ids
     actor, _ = engine.actor(*inputs, response_length=rollout.response_length, temperature=TEMPERATURE)

@@ -11,8 +11,8 @@ from engine.models.loading import load_policy, load_scorer, new_scorer
 from engine.rlhf_engine import EngineSpec, frozen_model
 from engine.zero.communication import init
 from engine.zero.config import EngineConfig
-from engine.zero.gathering import full_state
 from scripts.harness.models import PAD, make_tokenizer
+from scripts.harness.weights import full_state
 from training.runtime import model_folders
 
 HEAD_SEED = 5

@@ -16,9 +16,9 @@ from transformers import AutoTokenizer
 
 from engine.models.loading import new_scorer
 from engine.models.saving import save_model
-from engine.zero.gathering import full_state
 from scripts.harness import ROOT
 from scripts.harness.programs import command_line
+from scripts.harness.weights import full_state
 from training.tools.toy import model as builtin_model
 from training.tools.toy import reviews as builtin_reviews
 

@@ -48,13 +48,13 @@ class Resident(RewardSource):
         return self.answer(rollout, temperature)
 
     def after_step(self, steps: int) -> None:
-        """As engine.reference.EngineReference."""
+        """As engine.reference.Reference."""
 
     def moves(self, steps: int) -> None:
-        """As engine.reference.EngineReference."""
+        """As engine.reference.Reference."""
 
     def is_actor(self, steps: int) -> bool:
-        """As engine.reference.EngineReference."""
+        """As engine.reference.Reference."""
         return steps == 0
 
     def score(self, rollout: Rollout) -> Tensor:

@@ -213,8 +213,9 @@ def test_responses_are_the_actors_whatever_was_asked_last(tmp_path, stage, decod
         rollouts.copies.of(actor)(TOKENS, MASK, position_ids(MASK), response_length=5, role="reference")
         found = answers(rollouts.generate(BATCH, SAMPLING))
         with torch.no_grad():
-            for name, matrix in policy.adapters.layers.items():
-                fresh = matrix.get_base_layer().weight + policy.adapters.update(name)
+            for name, (a, b) in policy.adapters.factors().items():
+                layer = policy.adapters.layers[name]
+                fresh = layer.get_base_layer().weight + layer.scaling["actor"] * (b @ a)
                 before.model.get_submodule(name).weight.copy_(fresh)
         assert found == answers(plain.generate(BATCH, SAMPLING))
     assert type(rollouts.sampler._passes).__name__ == ("RecordedPasses" if decoding == "recorded" else "Passes")

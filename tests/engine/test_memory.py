@@ -35,7 +35,7 @@ from engine.models import heads
 from engine.models.loading import load_policy
 from engine.models.lora import LoraSpec, adapt
 from engine.models.policy import Policy, Scorer
-from engine.reference import EngineReference
+from engine.reference import Reference
 from engine.reward.base import RewardModel
 from engine.rollout import Zero3Rollouts, build_rollouts
 from engine.rollout.decode import Draws, Sampler
@@ -106,7 +106,7 @@ def judging(policy: Policy, scorer: Scorer, rows: int) -> int:
     maker = ExperienceMaker(
         actor=actor,
         critic=critic,
-        reference=EngineReference(actor),
+        reference=Reference(actor),
         reward=RewardModel(critic),
         algorithm=Algorithm(Dialect(), pad_token_id=0),
         micro_batch_size=rows,

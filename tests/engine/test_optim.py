@@ -16,6 +16,7 @@ from engine.algo.logprobs import token_logprobs
 from engine.algo.losses import policy_loss
 from engine.algo.schedules import SCHEDULES, depends_on_total, lr_factor
 from engine.algorithms import get_dialect
+from engine.engine_spec import OptimizerSpec
 from engine.optim import TensorFlowAdam, build_optimizer
 from engine.zero.gathering import full_shape
 from scripts.harness.models import make_config
@@ -70,8 +71,7 @@ class Small(nn.Module):
 
 
 def build(module: nn.Module, **changed) -> torch.optim.Optimizer:
-    settings = {"lr": 0.1, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.5, "offload": False}
-    return build_optimizer(module, **{**settings, **changed})
+    return build_optimizer(module, OptimizerSpec(**{"lr": 0.1, "weight_decay": 0.5, **changed}), offload=False)
 
 
 def test_matrices_are_decayed_and_vectors_are_not():

@@ -10,7 +10,7 @@ from engine.errors import UserError
 from engine.experience import PromptBatch, Rollout
 from engine.experience_maker import ExperienceMaker
 from engine.rollout import SamplingConfig
-from engine.rollout.joined import copied, joined
+from engine.rollout.request import copied, joined
 from tests.engine.fake_models import PrefixModels, rollout_of
 from tests.training.given_rollouts import next_step, untrained
 from training.group_sampling import GroupSampler, Sampled

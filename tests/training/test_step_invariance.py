@@ -9,7 +9,7 @@ import torch
 from engine.algorithms import Dialect, get_dialect
 from engine.experience import Rollout, TrainingBatch
 from engine.models.loading import load_policy, load_scorer
-from engine.reference import EngineReference
+from engine.reference import Reference
 from engine.reward.base import RewardModel
 from scripts.harness.models import EOS, PAD, make_causal_lm, make_scorer
 from tests.engine.fake_models import PrefixModels, Resident, rollout_of
@@ -125,7 +125,7 @@ def test_real_models_see_no_padding_either(family, tmp_path):
 
     roles = {
         "actor": policy(0),
-        "reference": EngineReference(policy(1)),
+        "reference": Reference(policy(1)),
         "critic": scorer(2),
         "reward": RewardModel(scorer(3)),
     }

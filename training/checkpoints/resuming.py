@@ -19,16 +19,15 @@ from engine.errors import UserError
 from engine.files import parsed_json, without_links
 from engine.lazy import Lazy
 from engine.models.adapter_folders import CLASSIFIER, HEAD, PREFIX, AdapterFolder, read_adapter
-from engine.models.adapters import update
+from engine.models.adapters import is_factor, merged, update
 from engine.models.checking import check_policy, check_trunk, fingerprint
 from engine.models.loading import load_policy, load_scorer, new_scorer
 from engine.models.places import is_adapter
 from engine.models.reading import CLASSIFIER as SCORER
 from engine.models.reading import LANGUAGE_MODEL, model_class
 from engine.models.reward_formats import is_deepspeed_chat_scorer
-from engine.models.saving import BASE, merged
+from engine.models.saving import BASE
 from engine.models.weight_files import stored_name, tensors_of, weight_files, weights_folder
-from engine.optim import is_factor
 from engine.reference import EMA
 from engine.whole_files import file_order, remove_folder
 from engine.zero.engines import TrainedModel

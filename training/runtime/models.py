@@ -99,7 +99,7 @@ def is_pretrained_critic(path: str) -> bool:
 
 def adapted_lines(found: dict[str, AdaptedModel]) -> list[str]:
     """A line for each of them; found: by the models' names in the line."""
-    return [f"LoRA of the {name}: {model.told()}" for name, model in found.items()]
+    return [f"LoRA of the {name}: {model.summary()}" for name, model in found.items()]
 
 
 def adapted_model(args: SupervisedFlags, scorer: bool) -> dict[str, AdaptedModel]:

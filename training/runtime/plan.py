@@ -15,8 +15,8 @@ from engine.models.reading import CLASSIFIER, LANGUAGE_MODEL, pad_token_line, re
 from engine.reward.server import FORMS, probe
 from engine.rlhf_engine import scoring_roles
 from engine.rollout import SamplingConfig
-from engine.rollout.families import check_attention
-from engine.rollout.vllm_engine import check_heads, vllm_version
+from engine.rollout.passes import check_attention
+from engine.rollout.vllm_rollouts import check_heads, vllm_version
 from engine.zero.accelerator import on_gpu
 from engine.zero.extensions import refuse_missing
 from training.checkpoints.conditions import Conditions

@@ -21,11 +21,11 @@ from engine.models.checking import check_rows as check_embedding
 from engine.models.loading import load_policy, load_scorer
 from engine.models.reading import CLASSIFIER, LANGUAGE_MODEL, read_config, read_tokenizer, vocabulary_size
 from engine.models.weight_files import listed
-from engine.reference import EngineReference
+from engine.reference import Reference
 from engine.reward.base import RewardSource
 from engine.rlhf_engine import frozen_model
 from engine.rollout import RolloutBackend, SamplingConfig, build_rollouts
-from engine.rollout.families import check_attention
+from engine.rollout.passes import check_attention
 from engine.zero.communication import init
 from engine.zero.engines import FrozenModel
 from training.data.examples import Prompts, prompt_fit
@@ -152,7 +152,7 @@ class Measuring:
         maker = ExperienceMaker(
             actor=policy,
             critic=None,
-            reference=EngineReference(self.reference),
+            reference=Reference(self.reference),
             reward=reward,
             algorithm=algorithm,
             micro_batch_size=self.args.per_device_eval_batch_size,

@@ -5,8 +5,8 @@ from transformers import AutoModelForSequenceClassification
 
 from engine.experience import position_ids
 from engine.models.saving import save_model
-from engine.zero.gathering import full_state
 from scripts.harness.models import EOS, PAD, make_tokenizer
+from scripts.harness.weights import full_state
 
 ROWS = ([5, 9, 33, 7, EOS], [41, 7, EOS], [60])
 

@@ -21,11 +21,11 @@ from engine.memory.blueprint import blueprints
 from engine.models import attention as attention_module
 from engine.models.attention import BY_ROW, IMPLEMENTATIONS, Attention, PackedRows
 from engine.models.hydra import load_hydra
-from engine.models.loading import check_rows, empty_like, load_policy, load_scorer, new_scorer
+from engine.models.loading import check_padding, empty_like, load_policy, load_scorer, new_scorer
 from engine.models.lora import LoraSpec
 from engine.models.reading import CLASSIFIER, LANGUAGE_MODEL
 from engine.models.trunk import ScoringRole, make_trunk
-from engine.rollout.families import takes_slot_masks
+from engine.rollout.passes import takes_slot_masks
 from scripts.harness.models import PAD, VOCABULARY, make_causal_lm, make_config, make_scorer, save_random
 from tests.fake_flash import FakeFlash
 
@@ -299,20 +299,20 @@ def test_a_model_that_attends_to_padding_is_refused(tmp_path):
         (load_scorer, make_scorer(tmp_path / "rm", "llama")),
     ):
         module = load(path, torch.float32, attention=Attention("eager"))
-        check_rows(module, module, "actor model")
+        check_padding(module, module, "actor model")
         module.model.config._attn_implementation = "sdpa_blind"
         with pytest.raises(SharedError, match="^actor model: with --attn_implementation sdpa_blind .* attends to pad"):
-            check_rows(module, module, "actor model")
+            check_padding(module, module, "actor model")
 
 
 def test_a_model_that_is_not_told_of_rows_is_refused(tmp_path):
     module = load_policy(make_causal_lm(tmp_path / "sft", "llama"), torch.float32, attention=PACKED)
     module.train()
-    check_rows(module, module, "actor model")
+    check_padding(module, module, "actor model")
     assert module.packs and module.training
     module.packed_inputs = lambda *args: {**type(module).packed_inputs(module, *args), "row_lengths": [13]}
     with pytest.raises(SharedError, match="^actor model: .* rows without padding otherwise .* --packing padded"):
-        check_rows(module, module, "actor model")
+        check_padding(module, module, "actor model")
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,6 @@ from engine.experience import position_ids
 from engine.models.loading import load_policy, load_scorer, new_scorer
 from engine.models.policy import Policy
 from engine.models.saving import save_model
-from engine.zero.gathering import full_state
 from scripts.harness.models import (
     BOS,
     EOS,
@@ -38,6 +37,7 @@ from scripts.harness.models import (
     save_random,
 )
 from scripts.harness.ranks import run_ranks
+from scripts.harness.weights import full_state
 from tests.distributed.work_families import INDICES, LEARNING_RATE, PROMPTS, SEED, one_step
 from tests.made import Made
 

@@ -139,7 +139,7 @@ def test_parameters_are_counted(path):
     assert (scorer.trained, scorer.total) == (4 * FACTORS + 32, MATRICES + REST - 64 * 32 + 32 + 4 * FACTORS)
     some = AdaptedModel.of(path, LoraSpec(dim=2, alpha=3, only=True, lr=1e-3, targets=("q_proj",)), "--x")
     assert some.trained == 2 * 2 * (32 + 32) and some.layers == [f"model.layers.{i}.self_attn.q_proj" for i in (0, 1)]
-    assert some.told().startswith(
+    assert some.summary().startswith(
         "rank 2, alpha 3, learning rate 0.001, in 2 layers (q_proj); 256 of 19,872 parameters train (1.3 %), all else"
     )
 

@@ -16,15 +16,14 @@ from transformers.integrations import hub_kernels
 
 from engine.algorithms import get_dialect
 from engine.errors import UserError
-from engine.memory.blueprint import module_on_paper
+from engine.memory.blueprint import module_on_meta
 from engine.models import reading
 from engine.models.checking import check_policy, check_vocabularies
 from engine.models.loading import empty_like, load_policy
 from engine.models.reading import LANGUAGE_MODEL, pad_token_line, read_config, read_tokenizer
 from engine.models.saving import save_model
 from engine.rlhf_engine import RLHFEngine
-from engine.rollout.families import check_attention
-from engine.zero.gathering import full_state
+from engine.rollout.passes import check_attention
 from scripts.harness import model_damages as damages
 from scripts.harness.models import (
     EOS,
@@ -37,6 +36,7 @@ from scripts.harness.models import (
     save_random,
 )
 from scripts.harness.ranks import run_ranks
+from scripts.harness.weights import full_state
 from tests.distributed.conftest import write_stage_files
 from training.config.step3 import RLHFFlags
 from training.runtime.plan import sampling_config
@@ -105,7 +105,7 @@ def test_the_default_of_a_family_counts_where_config_json_is_silent(tmp_path):
 def test_whatever_is_built_has_the_head_and_it_is_saved(tmp_path):
     folder = make_folder(tmp_path, tie_word_embeddings=True)
     policy = load_policy(str(folder), torch.float32)
-    for module in (empty_like(policy, torch.device("cpu")), module_on_paper(str(folder), LANGUAGE_MODEL, "fp32", "")):
+    for module in (empty_like(policy, torch.device("cpu")), module_on_meta(str(folder), LANGUAGE_MODEL, "fp32", "")):
         assert "lm_head.weight" in dict(module.model.named_parameters())
     save_model(policy, full_state(policy.model), read_tokenizer(str(folder), "model"), tmp_path / "saved")
     assert json.loads((tmp_path / "saved" / "config.json").read_text())["tie_word_embeddings"] is False

@@ -9,7 +9,6 @@ import socket
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
-from datetime import UTC, datetime
 from http.server import ThreadingHTTPServer
 from pathlib import Path
 
@@ -335,15 +334,12 @@ def test_addresses_of_this_machine(url, expected):
     [
         (None, None),
         ("12", 12.0),
-        ("Wed, 21 Oct 2015 07:28:30 GMT", 30.0),
-        ("Wed, 21 Oct 2015 07:27:00 GMT", 0.0),
         ("soon", None),
-        ("Mon, 01 Jan 2024 00:00:00 +99999999999999999999", None),
-        ("Mon, 01 Jan 99999999999999999999 00:00:00 GMT", None),
+        ("Wed, 21 Oct 2015 07:28:30 GMT", None),
     ],
 )
 def test_retry_after(value, expected):
-    assert retry_after(value, datetime(2015, 10, 21, 7, 28, tzinfo=UTC)) == expected
+    assert retry_after(value) == expected
 
 
 def test_delays_double_up_to_half_a_minute_and_vary():

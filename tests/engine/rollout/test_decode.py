@@ -19,7 +19,7 @@ from engine.experience import PromptBatch, Rollout
 from engine.models.loading import load_policy
 from engine.models.reading import read_tokenizer
 from engine.rlhf_engine import EngineSpec, frozen_model
-from engine.rollout import ReplicaRollouts, decode, draws
+from engine.rollout import ReplicaRollouts, decode, request
 from engine.rollout.base import SamplingConfig
 from engine.rollout.cache import SlotCache
 from engine.rollout.decode import Sampler, takes_slot_masks
@@ -475,7 +475,7 @@ def test_rows_times_steps_are_at_most_five_fourths_of_the_tokens(model, monkeypa
 
     sampler = Sampler(make_tokenizer(), rows_at_once)
     sampler.responses(model, batch([1]), sampling(1))  # what is found out about masks is found out
-    monkeypatch.setattr(draws, "keyed_uniforms", numbers)
+    monkeypatch.setattr(request, "keyed_uniforms", numbers)
     passes = []
     hook = model.register_forward_pre_hook(
         lambda _, args, named: passes.append(tuple(named["input_ids"].shape)), with_kwargs=True
@@ -551,8 +551,8 @@ def test_questions_for_each_token_would_be_seen(model, monkeypatch):
     Sampler(make_tokenizer()).responses(model, batch([5, 9, 1]), how)
     assert asked.counts == [8, 8] and min(asked.questions) >= 8
     monkeypatch.setattr(decode, "takes_slot_masks", lambda model: True)
-    find, asked.questions[:] = draws.sample_tokens, []
-    monkeypatch.setattr(draws, "sample_tokens", lambda *args: find(*args) if find(*args).sum() >= 0 else None)
+    find, asked.questions[:] = request.sample_tokens, []
+    monkeypatch.setattr(request, "sample_tokens", lambda *args: find(*args) if find(*args).sum() >= 0 else None)
     Sampler(make_tokenizer()).responses(model, batch([5, 9, 1]), how)
     assert asked.questions == [9, 9]
 

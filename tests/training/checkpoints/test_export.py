@@ -7,10 +7,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from engine.models.adapters import is_factor
 from engine.models.loading import load_policy
 from engine.models.lora import LoraSpec, adapt
 from engine.models.saving import adapter_files, merged_state
-from engine.optim import is_factor
 from engine.zero.shards import Shard
 from scripts.harness.models import make_causal_lm
 from tests.training.checkpoints.tiny_points import TinyRun, flip_bit

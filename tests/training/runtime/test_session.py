@@ -149,14 +149,14 @@ def with_vllm(path: str, *words: str) -> RLHFFlags:
 
 
 def test_a_missing_vllm_is_told_with_the_files(path, tmp_path, monkeypatch):
-    monkeypatch.setattr("engine.rollout.vllm_engine.metadata.version", fake_vllm.version(None))
+    monkeypatch.setattr("engine.rollout.vllm_rollouts.metadata.version", fake_vllm.version(None))
     args = with_vllm(path, "--output_dir", str(tmp_path / "out"), "--data_path", "no.jsonl", "--dtype", "fp32")
     with pytest.raises(UserError, match="vLLM is not installed here"):
         check_files(args, args.resolved.dialect, None)
 
 
 def test_heads_that_it_cannot_compute_or_divide_are_told(path, monkeypatch):
-    monkeypatch.setattr("engine.rollout.vllm_engine.metadata.version", fake_vllm.version("0.32.1"))
+    monkeypatch.setattr("engine.rollout.vllm_rollouts.metadata.version", fake_vllm.version("0.32.1"))
     with pytest.raises(UserError, match=f"{re.escape(path)} has attention heads of 8 numbers; on CPUs"):
         check_vllm(with_vllm(path))
     monkeypatch.delenv("RANK", raising=False)  # of a group that other tests joined

@@ -23,10 +23,10 @@ from engine.algo.weight_changes import METHODS
 from engine.errors import UserError
 from engine.lazy import Lazy
 from engine.models.adapter_folders import AdapterFolder, read_adapter
-from engine.models.adapters import update
+from engine.models.adapters import merged, update
 from engine.models.places import base_of, same_model
 from engine.models.reading import LANGUAGE_MODEL, model_class, read_config
-from engine.models.saving import merged, save_tokenizer
+from engine.models.saving import save_tokenizer
 from engine.models.weight_files import headers, listed, stored_name, tensors_of, weight_files, weights_folder
 from engine.whole_files import PARTIAL, file_order, sync_tree
 from training.checkpoints.export import write_weights

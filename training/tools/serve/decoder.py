@@ -18,8 +18,7 @@ from transformers import PreTrainedModel
 
 from engine.algo.sampling import keyed_uniforms, sample_tokens
 from engine.rollout.cache import Batch, SlotCache
-from engine.rollout.families import takes_slot_masks
-from engine.rollout.passes import passes_of
+from engine.rollout.passes import passes_of, takes_slot_masks
 from engine.rollout.request import rows_to_move
 from training.data.tokens import padded
 

@@ -13,7 +13,7 @@ from engine.models.loading import DTYPES, load_policy, load_scorer
 from engine.models.places import base_of
 from engine.models.policy import Scorer
 from engine.models.reading import has_tokenizer, read_config, vocabulary_size
-from engine.rollout.families import check_attention
+from engine.rollout.passes import check_attention
 from engine.zero import accelerator
 from training.checkpoints.files import holds_point
 from training.data.tokens import TextEncoder

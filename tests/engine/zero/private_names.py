@@ -170,7 +170,7 @@ PRIVATE_NAMES = (
     ),
     PrivateName("deepspeed.runtime.fp16.loss_scaler.LossScaleConfig", "cur_iter", "counting a step once", "none"),
     PrivateName(_MASTERS, "_update_scale", "changing the scale after the step and not within", "none"),
-    # engine/zero/shards.py and adam_state.py
+    # engine/zero/shards.py
     *(
         PrivateName(
             "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler", name, "restart points", "none gives the counters"
