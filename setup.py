@@ -15,13 +15,13 @@ PAGES = "training.config.pages"  # and where it finds the pages of other systems
 
 setup(
     name="four-engine-rlhf",
-    version="0.1.0",
+    version="0.2.0",
     description="RLHF with PPO: actor, critic, reference and reward model as four DeepSpeed engines",
     long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license_expression="Apache-2.0",
     license_files=["LICENSE"],
-    keywords=["RLHF", "PPO", "DeepSpeed", "ZeRO", "language models"],
+    keywords=["RLHF", "PPO", "DeepSpeed", "ZeRO", "language models", "LLM", "reinforcement learning", "LoRA"],
     classifiers=[
         "Intended Audience :: Science/Research",
         "Operating System :: POSIX :: Linux",
