@@ -45,7 +45,7 @@ def test_tokens_behind_an_end_are_not_taken():
 
 
 def test_tokens_stay_those_that_were_drawn():
-    """A tokenizer would write "b" and "c" as one token: the policy drew two, and their log-probs are what is learned."""
+    """A tokenizer would write "bc" as one token: the policy drew two, and learns their log-probs."""
     merging = SimpleNamespace(decode=LETTERS.decode, encode=lambda text, **options: [8] if text == "bc" else [])
     request = Request(row=0, prompt_length=5, most=2)
     request.look([1, 2], Ends(merging, tokens=(9,), strings=("xyz",)))
