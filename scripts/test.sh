@@ -3,7 +3,7 @@
 # have started. Arguments go to pytest:
 #   scripts/test.sh                    everything
 #   scripts/test.sh --quick            those of one process, in under two minutes
-#   scripts/test.sh tests/algo -k gae  some
+#   scripts/test.sh tests/engine/algo -k gae  some
 #   scripts/test.sh -n 0 --pdb         all in one process
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"

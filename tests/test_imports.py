@@ -1,6 +1,7 @@
 """The direction of imports and the owners of names, read from the syntax trees; and that a breach would be seen."""
 
 import ast
+import functools
 import graphlib
 import sys
 from pathlib import Path
@@ -59,6 +60,10 @@ def layer_of(module: str) -> int | None:
     return next((number for number, names in enumerate(LAYERS) if any(within(module, name) for name in names)), None)
 
 
+parsed = functools.cache(ast.parse)
+
+
+@functools.cache
 def imported_names(tree: ast.Module) -> set[str]:
     """All that is imported anywhere in the file, "a.b" for `from a import b`; relative ones begin with a dot."""
     names = set()
@@ -71,6 +76,7 @@ def imported_names(tree: ast.Module) -> set[str]:
     return names
 
 
+@functools.cache
 def mentioned_names(tree: ast.Module) -> set[str]:
     """All dotted names in the file, imports and expressions, with what the file calls them by undone."""
     called = {}
@@ -89,6 +95,7 @@ def mentioned_names(tree: ast.Module) -> set[str]:
     return imported_names(tree) | {dotted(node) or "" for node in ast.walk(tree)}
 
 
+@functools.cache
 def words(tree: ast.Module) -> set[str]:
     """Every name, attribute and whole string in the file, and every part of what it imports."""
     found = {part for name in imported_names(tree) for part in name.split(".")}
@@ -125,7 +132,7 @@ def breaches(modules: dict[str, str]) -> list[str]:
     found, graph = [], {}
     siblings = {module.split(".")[1] for module in modules if module.startswith("training.")}
     for module, source in modules.items():
-        tree = ast.parse(source)
+        tree = parsed(source)
         imports, mentions = imported_names(tree), mentioned_names(tree)
         targets = {own_module(name, modules) for name in imports} - {None, module}
         graph[module] = targets
@@ -173,7 +180,7 @@ def test_the_project_keeps_its_direction():
 
 
 def test_the_owners_do_name_what_they_own():
-    modules = {name: ast.parse(source) for name, source in project().items()}
+    modules = {name: parsed(source) for name, source in project().items()}
     for name, owner in OWNERS.items():
         own = [tree for module, tree in modules.items() if within(module, owner)]
         assert any(within(mention, name) for tree in own for mention in mentioned_names(tree)), name
@@ -186,7 +193,7 @@ def test_tests_and_scripts_look_into_deepspeed_by_the_tests_of_engine_zero_alone
     breaches = {}
     for path in [*(ROOT / "tests").rglob("*.py"), *(ROOT / "scripts").rglob("*.py")]:
         module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
-        named = names_of_others(module, ast.parse(path.read_text(encoding="utf-8")))
+        named = names_of_others(module, parsed(path.read_text(encoding="utf-8")))
         inner = [name for name in named if name in OWNED_WORDS or within(name, "deepspeed")]
         if inner and not within(module, "tests.engine.zero") and path != Path(__file__):
             breaches[module] = inner
@@ -199,7 +206,7 @@ PRODUCT = ("harness", "benchmark_", "comparison", "compare_dialects", "gpu_check
 def test_no_script_imports_a_test_and_no_test_a_script_that_is_only_a_trial():
     breaches = {}
     for path in [*(ROOT / "tests").rglob("*.py"), *(ROOT / "scripts").rglob("*.py")]:
-        names = imported_names(ast.parse(path.read_text(encoding="utf-8")))
+        names = imported_names(parsed(path.read_text(encoding="utf-8")))
         if path.is_relative_to(ROOT / "scripts"):
             wrong = [name for name in names if within(name, "tests")]
         else:

@@ -20,9 +20,8 @@ from dataclasses import replace
 from engine import distributed
 from engine.algorithms import Algorithm
 from engine.experience import PromptBatch, TrainingBatch
-from training.counters import Counters
 from training.group_sampling import PromptFeed
-from training.learner import Learner, mini_batch_rows
+from training.learner import Counters, Learner, mini_batch_rows
 from training.ppo_trainer import PPOTrainer, StepReport
 from training.reporting.guards import stop_unless_finite, stop_unless_weights_finite
 from training.reporting.metrics import Accumulator

@@ -22,13 +22,11 @@ from engine.experience_maker import ExperienceMaker
 from engine.reward.base import RewardSource
 from engine.rlhf_engine import RLHFEngine
 from engine.rollout.base import RolloutBackend, SamplingConfig
-from training.counters import Counters
 from training.group_sampling import GroupSampler, PromptFeed, Sampled
-from training.learner import Learner, MixedPretraining, TextFeed, mini_batch_rows
-from training.reporting.arithmetic import Arithmetic
+from training.learner import Counters, Learner, MixedPretraining, TextFeed, mini_batch_rows
 from training.reporting.guards import Guards
 from training.reporting.metrics import Accumulator
-from training.reporting.step_metrics import STEP_METRICS, StepLog, StepMetric, add_parts
+from training.reporting.step_metrics import STEP_METRICS, Arithmetic, StepLog, StepMetric, add_parts
 
 CRITIC = 0xC817  # in the keys of a critic's own mini-batches, which are drawn apart from the actor's
 

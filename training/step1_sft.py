@@ -19,11 +19,11 @@ from training.checkpoints.resuming import ResumePoint
 from training.config.supervised import SFTFlags
 from training.data.examples import SFTBatch, SFTExamples, collate_sft, sft_fit
 from training.data.forms import SFT
-from training.reporting import views
+from training.reporting.guards import conclude, of_sft
 from training.reporting.metrics import Accumulator
-from training.reporting.metrics_file import read_metrics
-from training.reporting.standard_errors import Estimate, Units, change_told, value_told, with_errors
-from training.reporting.verdict import conclude, of_sft
+from training.reporting.records import read_metrics
+from training.reporting.sinks import SFT_VIEW
+from training.reporting.standard_errors import Estimate, Units, change_text, value_text, with_errors
 from training.runtime import dry_run
 from training.runtime.agreement import agreed, checked
 from training.runtime.first_lines import supervised_lines
@@ -31,7 +31,7 @@ from training.runtime.hub import check_hub, push
 from training.runtime.models import adapted_lines, adapted_model, check_positions, generation_stops
 from training.runtime.output_folder import check_shared
 from training.runtime.startup import check_run, leave, run
-from training.runtime.stopping import models_told
+from training.runtime.stopping import saved_models_named
 from training.supervised import SupervisedTrainer
 
 
@@ -89,17 +89,17 @@ def main(args: SFTFlags) -> None:
         summarize=held_out_loss,
         collate=lambda rows: collate_sft(rows, tokenizer.pad_token_id),
         count=lambda batch: int(batch.loss_mask.sum()),
-        view=views.SFT,
+        view=SFT_VIEW,
         tokenizer=tokenizer,
         conditions=conditions,
         point=point,
     )
     if distributed.is_main():
         print(*first_lines(args, tokenizer, examples, held_out), sep="\n", flush=True)
-    with models_told(trainer.saved):
+    with saved_models_named(trainer.saved):
         found = trainer.fit()
         trainer.end(
-            f"held-out perplexity {value_told(found, 'eval/perplexity')} a token{change_told(found, 'eval/perplexity')}"
+            f"held-out perplexity {value_text(found, 'eval/perplexity')} a token{change_text(found, 'eval/perplexity')}"
         )
     vocabulary = vocabulary_size(tokenizer)
     conclude(lambda: of_sft(read_metrics(trainer.metrics_path), vocabulary), args.output_dir)

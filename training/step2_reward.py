@@ -8,8 +8,6 @@ mean 0 and variance 1 on responses that the SFT model samples. What is saved ope
 AutoModelForSequenceClassification; its score plus `score_offset` of config.json is ours.
 """
 
-from collections.abc import Mapping
-
 import training.runtime.import_errors  # noqa: F401  before what may not be there
 
 # isort: split
@@ -19,31 +17,38 @@ from torch import Tensor
 
 from engine import distributed
 from engine.algo.losses import pairwise_loss, pairwise_loss_from_difference
+from engine.algo.masked import mean_and_variance, moments
+from engine.engine_spec import EngineSpec, OptimizerSpec, frozen_stage
+from engine.errors import RunStopped
 from engine.experience import position_ids
 from engine.models.checking import check_policy, check_rows, check_trunk, check_vocabularies
-from engine.models.loading import DTYPES, new_scorer
-from engine.models.reading import CLASSIFIER, classifier_pad_token_id
-from engine.rlhf_engine import wrap_trained
-from engine.zero.engines import TrainedModel
+from engine.models.loading import DTYPES, load_policy, new_scorer
+from engine.models.reading import CLASSIFIER, classifier_pad_token_id, vocabulary_size
+from engine.rlhf_engine import frozen_model, wrap_trained
+from engine.rollout import SamplingConfig, build_rollouts
+from engine.zero.config import EngineConfig
+from engine.zero.engines import FrozenModel, TrainedModel
 from training.checkpoints.conditions import Conditions, supervised_conditions
 from training.checkpoints.resuming import ResumePoint
 from training.config.supervised import RewardFlags
-from training.data.examples import PairBatch, PairExamples, Prompts, collate_pairs, pair_fit
-from training.data.forms import PAIRS
-from training.reporting import views
+from training.data.examples import PairBatch, PairExamples, Prompts, collate_pairs, collate_prompts, pair_fit
+from training.data.forms import PAIRS, PROMPTS
+from training.data.order import epoch_permutation
+from training.data.rows import load_rows
+from training.reporting.guards import conclude, of_reward
 from training.reporting.metrics import Accumulator
-from training.reporting.metrics_file import read_metrics
-from training.reporting.standard_errors import Estimate, Units, chance_told, change_told, value_told, with_errors
-from training.reporting.verdict import conclude, of_reward
+from training.reporting.records import read_metrics
+from training.reporting.sinks import REWARD_VIEW, ProgressBar
+from training.reporting.standard_errors import Estimate, Units, chance_text, change_text, value_text, with_errors
 from training.runtime import dry_run
 from training.runtime.agreement import agreed, checked
 from training.runtime.first_lines import supervised_lines, warnings
 from training.runtime.hub import check_hub, push
 from training.runtime.models import adapted_lines, adapted_model, check_positions, generation_stops
 from training.runtime.output_folder import check_shared
+from training.runtime.processes import phase
 from training.runtime.startup import check_run, leave, run
-from training.runtime.stopping import models_told
-from training.score_normalization import normalization_prompts, score_statistics, starting_scale
+from training.runtime.stopping import saved_models_named
 from training.supervised import SupervisedTrainer
 
 
@@ -80,38 +85,17 @@ def main(args: RewardFlags) -> None:
     if distributed.is_main():
         print(*first_lines(args, tokenizer, examples, held_out, prompts), sep="\n", flush=True)
     module.model.config.score_offset = 0.0
-    with models_told(trainer.saved):  # what was trained is kept whatever becomes of its normalisation
+    with saved_models_named(trainer.saved):  # what was trained is kept whatever becomes of its normalisation
         found = trainer.fit()
         normalize(args, trainer, prompts)
+        chance = chance_text(found, "eval/accuracy", 0.5)
+        advice = f"{chance}: step 3 would follow noise; more pairs or epochs, or see docs/metrics.md" if chance else ""
         trainer.end(
-            f"held-out pair accuracy {value_told(found, 'eval/accuracy')}{change_told(found, 'eval/accuracy')}; "
-            f"margin {value_told(found, 'eval/margin')} before normalisation{_chance_told(found)}"
+            f"held-out pair accuracy {value_text(found, 'eval/accuracy')}{change_text(found, 'eval/accuracy')}; "
+            f"margin {value_text(found, 'eval/margin')} before normalisation{advice}"
         )
     conclude(lambda: of_reward(read_metrics(trainer.metrics_path)), args.output_dir)
     push(args, trainer.saved)
-
-
-def _chance_told(found: Mapping[str, float]) -> str:
-    """What to do about held-out pairs that are told apart no better than by a coin; else nothing."""
-    told = chance_told(found, "eval/accuracy", 0.5)
-    return told and f"{told}: step 3 would follow noise; more pairs or epochs, or see docs/metrics.md"
-
-
-def normalize(args: RewardFlags, trainer: "RewardTrainer", prompts: Prompts | None) -> None:
-    """Save the model once more, with what makes its scores of the SFT model's responses have mean 0 and variance 1."""
-    model, tokenizer = trainer.model, trainer.tokenizer
-    if prompts is None:
-        return
-    mean, variance = score_statistics(args, model, tokenizer, prompts)
-    gain, offset = variance**-0.5, -mean * variance**-0.5
-    if distributed.is_main():
-        print(
-            f"scores of {args.normalization_samples} responses of the SFT model: mean {mean:.3f}, standard "
-            f"deviation {variance**0.5:.3f}; stored so that their mean becomes 0 and their standard deviation 1",
-            flush=True,
-        )
-    model.module.model.config.score_offset = offset
-    trainer.save(edit=lambda state: state.update({"score.weight": state["score.weight"] * gain}))
 
 
 class RewardTrainer(SupervisedTrainer):
@@ -138,7 +122,7 @@ class RewardTrainer(SupervisedTrainer):
             summarize=held_out_pairs,
             collate=lambda pairs: collate_pairs(pairs, tokenizer.pad_token_id),
             count=lambda batch: len(batch.first_difference),
-            view=views.REWARD,
+            view=REWARD_VIEW,
             tokenizer=tokenizer,
             conditions=conditions,
             point=point,
@@ -186,6 +170,144 @@ def held_out_pairs(units: Units, before: Units | None) -> dict[str, float]:
     found = values(units)
     spreads = {"eval/pair_loss_std": found["eval/pair_loss"].std(), "eval/margin_std": found["eval/margin"].std()}
     return with_errors(estimates(units), before and estimates(before)) | {k: float(v) for k, v in spreads.items()}
+
+
+# Normalisation: what scores are scaled by.
+
+
+def normalize(args: RewardFlags, trainer: "RewardTrainer", prompts: Prompts | None) -> None:
+    """Save the model once more, with what makes its scores of the SFT model's responses have mean 0 and variance 1."""
+    model, tokenizer = trainer.model, trainer.tokenizer
+    if prompts is None:
+        return
+    mean, variance = score_statistics(args, model, tokenizer, prompts)
+    gain, offset = variance**-0.5, -mean * variance**-0.5
+    if distributed.is_main():
+        print(
+            f"scores of {args.normalization_samples} responses of the SFT model: mean {mean:.3f}, standard "
+            f"deviation {variance**0.5:.3f}; stored so that their mean becomes 0 and their standard deviation 1",
+            flush=True,
+        )
+    model.module.model.config.score_offset = offset
+    trainer.save(edit=lambda state: state.update({"score.weight": state["score.weight"] * gain}))
+
+
+def starting_scale(args: RewardFlags, tokenizer, prompts: Prompts, pad_token_id: int | None) -> float:
+    """What the new head is multiplied by, so that it scores the SFT model's responses with variance 1 from the start.
+
+    Their mean stays what it is: pairs are compared by differences, which an offset does not change.
+
+    Source: openai/lm-human-preferences cbfd210b, train_reward.py, `normalize_before`.
+    """
+
+    def load(path: str, dtype: torch.dtype, ds_config: dict, what: str, **how):
+        return new_scorer(path, dtype, pad_token_id, args.seed, ds_config, what, **how)
+
+    spec = EngineSpec(
+        actor_path="",
+        critic_path=args.model_name_or_path,
+        dtype=args.dtype,
+        trust_remote_code=args.trust_remote_code,
+        attention=args.attention,
+    )
+    model = frozen_model(
+        load, args.model_name_or_path, EngineConfig("reward", frozen_stage(args.engine_config())), spec
+    )
+    mean, variance = score_statistics(args, model, tokenizer, prompts)
+    if distributed.is_main():
+        print(
+            f"before training: scores of these responses have mean {mean:.3f}, standard deviation "
+            f"{variance**0.5:.3f}; the new head is scaled so that this is 1",
+            flush=True,
+        )
+    return variance**-0.5
+
+
+@phase("normalising")
+@torch.no_grad()
+def score_statistics(
+    args: RewardFlags, model: TrainedModel | FrozenModel, tokenizer, prompts: Prompts
+) -> tuple[float, float]:
+    """Mean and variance of this model's scores of responses that the SFT model samples, over all ranks.
+
+    Raises: RunStopped if all scores are the same, which nothing can scale to variance 1.
+    """
+    if distributed.is_main():
+        print(
+            f"scoring {args.normalization_samples} responses of up to {args.max_answer_seq_len} tokens, to normalise: "
+            "--normalization_samples, --max_answer_seq_len",
+            flush=True,
+        )
+    spec = EngineSpec(
+        actor_path=args.sft_path,
+        critic_path="",
+        dtype=args.dtype,
+        actor_optimizer=OptimizerSpec(lr=0.0),
+        trust_remote_code=args.trust_remote_code,
+        attention=args.attention,
+    )
+    choice = EngineConfig("reference", frozen_stage(args.engine_config()))
+    policy = frozen_model(load_policy, args.sft_path, choice, spec)
+    rollouts = build_rollouts(
+        "auto",
+        policy,
+        tokenizer,
+        rows_at_once=args.per_device_eval_batch_size,
+        row_length=args.max_prompt_seq_len + args.max_answer_seq_len,
+        training=0,
+    )
+    sampling = SamplingConfig(
+        max_new_tokens=args.max_answer_seq_len,
+        pad_token_id=tokenizer.pad_token_id,
+        stop_token_ids=generation_stops(args.sft_path, tokenizer, args.trust_remote_code),
+        temperature=args.temperature,
+        seed=args.seed,
+        vocabulary_size=vocabulary_size(tokenizer),
+    )
+    world, size = distributed.world_size(), args.per_device_eval_batch_size
+    # The first prompts of one data set; of several, which stand one behind the other, some of each.
+    several = len(args.normalization_data_path or args.data_path) > 1
+    order = torch.from_numpy(epoch_permutation(len(prompts), args.seed, 0)) if several else torch.arange(len(prompts))
+    totals = torch.zeros(3, dtype=torch.float64, device=distributed.device())
+    starts = range(0, args.normalization_samples, size * world)
+    bar = ProgressBar(len(starts), shown={}, unit="batch") if distributed.is_main() else None
+    for done, start in enumerate(starts, start=1):
+        by_turns = torch.arange(start, start + size * world).view(size, world).T.flatten()  # one by one to each rank
+        numbers = by_turns[distributed.rank_share(size * world)]
+        indices, samples = order[numbers % len(prompts)], numbers // len(prompts)
+        batch = collate_prompts([prompts[index] for index in indices.tolist()], indices, samples, sampling.pad_token_id)
+        rollout = rollouts.generate(batch.to(distributed.device()), sampling)
+        token_scores = model(rollout.sequences, rollout.attention_mask, rollout.position_ids)
+        scores = model.module.sequence_scores(token_scores, rollout.sequences, rollout.attention_mask)
+        totals += moments(scores, (numbers < args.normalization_samples).to(scores.device))
+        if bar:
+            bar.log(done, done * size * world, {})
+    if bar:
+        bar.close()
+    mean, variance = (value.item() for value in mean_and_variance(distributed.all_reduce_sum(totals)))
+    if not variance > 0:
+        raise RunStopped(
+            f"all {args.normalization_samples} responses of the SFT model score {mean:.4g}: nothing can "
+            "be normalised. Look at eval/accuracy and the learning rate, or give "
+            "--normalization_samples 0."
+        )
+    return mean, variance
+
+
+def normalization_prompts(args: RewardFlags, tokenizer) -> Prompts:
+    """The prompts whose responses normalise the scores; raises UserError with file and line."""
+    rows, _ = load_rows(
+        args.normalization_data_path or args.data_path,
+        PROMPTS,
+        tokenizer,
+        phase=args.phase,
+        seed=args.seed,
+        split=None if args.normalization_data_path else args.data_split,
+    )
+    return Prompts(rows, tokenizer, args.max_prompt_seq_len, args.overlong, args.cache)
+
+
+# What is checked and said before a model is loaded.
 
 
 def load_examples(args: RewardFlags) -> tuple:

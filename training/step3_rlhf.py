@@ -29,20 +29,19 @@ from training.config.step3 import RLHFFlags
 from training.critic_pretraining import SEED, CriticPretraining
 from training.data.order import ShuffledPrompts, ShuffledTexts
 from training.ppo_trainer import PPOConfig, PPOTrainer
-from training.reporting import profiling
+from training.reporting import step_metrics
 from training.reporting.evaluation import Evaluator
 from training.reporting.guards import rounding_bound
 from training.reporting.standard_errors import without_scores
 from training.runtime import dry_run, stopping
 from training.runtime.agreement import agreed, checked
-from training.runtime.first_lines import first_lines
-from training.runtime.memory_lines import memory_compared, training_bytes
+from training.runtime.first_lines import first_lines, memory_compared, training_bytes
 from training.runtime.output_folder import begin_output_dir, check_shared
-from training.runtime.phases import phase, place
 from training.runtime.plan import Plan, check_files, check_server, make_plan
+from training.runtime.processes import phase, place
 from training.runtime.session import Session, pretrain
 from training.runtime.startup import leave, run
-from training.runtime.stopping import models_told
+from training.runtime.stopping import saved_models_named
 
 
 def main(args: RLHFFlags) -> None:
@@ -169,7 +168,7 @@ def resume_or_clear(args: RLHFFlags, plan: Plan, trainer: PPOTrainer) -> None:
     begin_output_dir(args, resumed)
     if resumed:
         set_aside_newer(Path(args.output_dir), trainer.steps_done)
-        profiling.set_aside_newer(Path(args.output_dir), trainer.steps_done)
+        step_metrics.set_aside_newer_traces(Path(args.output_dir), trainer.steps_done)
 
 
 def build_evaluator(plan: Plan, trainer: PPOTrainer) -> Evaluator | None:
@@ -203,9 +202,9 @@ def prompt_feed(args: RLHFFlags, plan: Plan, seed: int) -> ShuffledPrompts:
 def train(args: RLHFFlags, plan: Plan, trainer: PPOTrainer, session: Session) -> None:
     """Every step up to the last, and what surrounds them."""
     counters = trainer.counters
-    profiler = profiling.Profiler(args.profile_steps, Path(args.output_dir), say=session.writer.write)
+    profiler = step_metrics.Profiler(args.profile_steps, Path(args.output_dir), say=session.writer.write)
     with (
-        models_told(session.saved),
+        saved_models_named(session.saved),
         contextlib.closing(session.writer),  # of a run that stops, too: its last steps are written out, its bar ends
         last_good_named(session.checkpoints, lambda: counters.steps_done if counters.weights_are_whole else None),
     ):
@@ -226,7 +225,7 @@ def train(args: RLHFFlags, plan: Plan, trainer: PPOTrainer, session: Session) ->
                 first_step = contextlib.nullcontext()
                 session.after_step(report)
         session.checkpoints.wait()
-    with models_told(session.saved):
+    with saved_models_named(session.saved):
         session.end()
     session.judge()
 

@@ -22,20 +22,18 @@ from training.checkpoints.saving import Checkpoints, last_good_named
 from training.config.supervised import SupervisedFlags
 from training.data.order import EpochBatches, epoch_batches
 from training.learner import accumulate_gradients
-from training.reporting.arithmetic import TrainingArithmetic
 from training.reporting.guards import stop_unless_weights_finite
 from training.reporting.metrics import Accumulator
-from training.reporting.metrics_file import METRICS_FILE, read_metrics
-from training.reporting.model_card import renew_cards
-from training.reporting.run_record import RUN_FILE, write_run_record
-from training.reporting.standard_errors import Units, gathered, metrics_told
-from training.reporting.step_metrics import peak_memory_gb, phase_memory
-from training.reporting.views import View
-from training.reporting.wall_clock import seconds_by_part, time_lines
+from training.reporting.records import METRICS_FILE, RUN_FILE, read_metrics, write_run_record
+from training.reporting.sinks import View
+from training.reporting.standard_errors import Units, gathered, metrics_text
+from training.reporting.step_metrics import TrainingArithmetic, peak_memory_gb, phase_memory
+from training.reporting.summary import seconds_by_part, time_lines
 from training.runtime import model_folders, output_folder, stopping
+from training.runtime.hub import renew_cards
 from training.runtime.output_folder import begin_output_dir, open_writer
-from training.runtime.phases import phase, place
-from training.runtime.unwritten import check_all_written, going_on
+from training.runtime.processes import phase, place
+from training.runtime.stopping import check_all_written, unwritten_noted
 
 
 class SupervisedTrainer:
@@ -148,7 +146,7 @@ class SupervisedTrainer:
     def end(self, line: str) -> None:
         """Print how long the run took and what came of it; raises RunStopped if something could not be written."""
         if distributed.is_main():
-            with going_on("the time"):
+            with unwritten_noted("the time"):
                 seconds = seconds_by_part([*read_metrics(self.metrics_path), self.writer.take_time()])
                 print("\n".join(time_lines(f"{self.total_steps} steps", seconds)), flush=True)
             print(line, flush=True)
@@ -156,7 +154,7 @@ class SupervisedTrainer:
         check_all_written()
 
     def _fit(self) -> dict[str, float]:
-        with going_on(self.output_dir / RUN_FILE):
+        with unwritten_noted(self.output_dir / RUN_FILE):
             write_run_record(
                 self.output_dir,
                 flags=self.args.as_dict(),
@@ -207,7 +205,7 @@ class SupervisedTrainer:
         if found:
             epoch = f"epoch {self.steps_done // self.steps_per_epoch}"
             where = epoch if self.steps_done % self.steps_per_epoch == 0 else f"step {self.steps_done}"
-            self.writer.write(f"{where}: {metrics_told(found)}")
+            self.writer.write(f"{where}: {metrics_text(found)}")
         size = self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps
         samples = self.steps_done * size * distributed.world_size()
         self.writer.log(self.steps_done, samples, {**(self.owed or {}), **(found or {})})

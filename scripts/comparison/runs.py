@@ -28,7 +28,7 @@ from scripts.comparison.frontier import Point
 from scripts.comparison.tasks import HELD_OUT, ROOT, Task
 from training.checkpoints.export import export
 from training.checkpoints.files import CHECKPOINTS
-from training.reporting.metrics_file import METRICS_FILE, read_metrics
+from training.reporting.records import METRICS_FILE, read_metrics
 
 OF_LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 """Variables that each process does without: two with one port could not run side by side."""

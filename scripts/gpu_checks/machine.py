@@ -8,7 +8,7 @@ from torch.utils.cpp_extension import CUDA_HOME
 from engine.memory.gpus import data_sheet
 from engine.memory.memory_plan import gb
 from scripts.gpu_checks.check import Skipped, Trial
-from training.reporting.run_record import versions
+from training.reporting.records import versions
 
 COPIED = 1 << 30  # bytes
 

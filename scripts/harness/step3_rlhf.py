@@ -37,7 +37,7 @@ from training import step3_rlhf
 from training.checkpoints.files import rank_file, write_shards
 from training.checkpoints.saving import PendingPoint
 from training.ppo_trainer import StepReport
-from training.runtime.phases import Place
+from training.runtime.processes import Place
 
 WRITING = "writing beside training"
 

@@ -12,27 +12,27 @@ from scripts.harness.models import PAD
 from tests.distributed import plain
 from tests.distributed.harness import run_ranks
 from tests.distributed.work_systems import MICRO_BATCH, MINI_BATCHES, SCORE_WEIGHT, moved
-from tests.engine.algorithms.test_systems import CLIP, EOS, STOPS, SYSTEMS, dialect_of, gae, row_of, whitened
+from tests.engine.algorithms.test_systems import CLIP, STOPS, SYSTEM_EOS, SYSTEMS, dialect_of, gae, row_of, whitened
 
 T = 7
 PROMPTS = [[11, 12, 13], [14], [15, 16], [15, 16], [17, 18, 19, 20], [21, 22], [23], [24, 25, 26]]
 STOPPED = [
-    [5, 6, 7, EOS],
+    [5, 6, 7, SYSTEM_EOS],
     [8, 9, 10, 11, 12, 13],
-    [5, EOS],
-    [4, 30, 31, 32, 33, 34, EOS],
-    [40, 41, EOS],
-    [42, 43, 44, 45, EOS],
+    [5, SYSTEM_EOS],
+    [4, 30, 31, 32, 33, 34, SYSTEM_EOS],
+    [40, 41, SYSTEM_EOS],
+    [42, 43, 44, 45, SYSTEM_EOS],
     [46, 47, 48, 49, 50, 51],
-    [52, EOS],
+    [52, SYSTEM_EOS],
 ]
 FIXED = [
-    [5, 6, 7, EOS, 8, 9, 10],
+    [5, 6, 7, SYSTEM_EOS, 8, 9, 10],
     [8, 9, 10, 11, 12, 13, 14],
-    [5, EOS, 30, 31, EOS, 32, 33],
-    [4, 30, 31, 32, 33, 34, EOS],
-    [40, 41, EOS, 42, 43, 44, 45],
-    [42, 43, 44, 45, EOS, 46, 47],
+    [5, SYSTEM_EOS, 30, 31, SYSTEM_EOS, 32, 33],
+    [4, 30, 31, 32, 33, 34, SYSTEM_EOS],
+    [40, 41, SYSTEM_EOS, 42, 43, 44, 45],
+    [42, 43, 44, 45, SYSTEM_EOS, 46, 47],
     [46, 47, 48, 49, 50, 51, 52],
     [52, 53] * 3 + [54],
 ]
@@ -44,16 +44,16 @@ CLOSE = 1e-5
 def tokens_of(system: str) -> list[list[int]]:
     """All ranks' responses, as the system's sampler gives them."""
     if system == "deepspeed_chat_2023":  # never gives EOS
-        return [[3 if token == EOS else token for token in row] for row in FIXED]
+        return [[3 if token == SYSTEM_EOS else token for token in row] for row in FIXED]
     return STOPPED if system in STOPS else FIXED
 
 
 def cut(system: str, row: list[int]) -> list[int]:
     """What of a row is scored: dialect_of gives those that cut EOS as their token, openai from slot 2 on."""
     after = 2 if system == "openai" else 0
-    if system not in ("openai", "summarize", "trl_ppo", "trl_rloo") or EOS not in row[after:]:
+    if system not in ("openai", "summarize", "trl_ppo", "trl_rloo") or SYSTEM_EOS not in row[after:]:
         return row
-    return row[: row.index(EOS, after) + 1]
+    return row[: row.index(SYSTEM_EOS, after) + 1]
 
 
 def dealt(world: int, rows: int = len(PROMPTS)) -> list[range]:
@@ -70,7 +70,7 @@ def rollout_of(rows: list[list[int]], numbers: range, prompts: list[list[int]] =
     mask = torch.tensor(
         [[0] * (left - len(p)) + [1] * (len(p) + len(r)) + [0] * (right - len(r)) for p, r in zip(prompts, responses)]
     )
-    ended = torch.tensor([row[-1] == EOS for row in responses])
+    ended = torch.tensor([row[-1] == SYSTEM_EOS for row in responses])
     return Rollout(
         torch.tensor(ids),
         mask,

@@ -10,9 +10,8 @@ import yaml
 from scripts.harness.models import make_causal_lm
 from scripts.harness.programs import command_line, run_caught, run_here
 from training.checkpoints.export import main as export
-from training.reporting import model_card
-from training.reporting.model_card import CARD, is_edited, known_names, signed
-from training.runtime import output_folder
+from training.runtime import hub, output_folder
+from training.runtime.hub import CARD, is_edited, known_names, signed
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +67,7 @@ def test_a_card_that_fails_costs_no_model(tiny, tmp_path, capfd, monkeypatch):
     def broken(run, name):
         raise KeyError("flags")
 
-    monkeypatch.setattr(model_card, "model_card", broken)
+    monkeypatch.setattr(hub, "model_card", broken)
     result = run_here(1, tiny.flags(1, output_dir=tmp_path / "out"), capfd)
     assert (tmp_path / "out" / "model.safetensors").is_file() and not (tmp_path / "out" / CARD).exists()
     assert result.code == 1 and "README.md cannot be written" in result.stderr

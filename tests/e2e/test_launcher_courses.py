@@ -7,7 +7,7 @@ from tests.e2e.test_launcher_plans import rows, words_of
 from training.config.parsing import parse_flags
 from training.config.step3 import RLHFFlags
 from training.config.supervised import RewardFlags, SFTFlags
-from training.runtime.first_lines import POINTS, Course, supervised_course
+from training.runtime.first_lines import POINTS, RunSchedule, supervised_schedule
 from training.runtime.plan import count_steps
 
 FLAGS = {1: SFTFlags, 2: RewardFlags, 3: RLHFFlags}
@@ -15,7 +15,7 @@ RM_STATIC = 76_256
 """Rows of Dahoas/rm-static's training split, by the card of the data set."""
 
 
-def course_of(launcher: str, step: int, hardware: str, folder, monkeypatch) -> Course:
+def course_of(launcher: str, step: int, hardware: str, folder, monkeypatch) -> RunSchedule:
     """The course of a launcher's step, on this hardware."""
     words = words_of(launcher, step, hardware, folder)
     args = parse_flags(FLAGS[step], words, "")
@@ -24,9 +24,9 @@ def course_of(launcher: str, step: int, hardware: str, folder, monkeypatch) -> C
     assert words[words.index("--data_split") + 1] == "2,4,4"
     if step < 3:
         share = two if step == 1 else four
-        return supervised_course(args, share - int(share * args.held_out))
+        return supervised_schedule(args, share - int(share * args.held_out))
     steps = count_steps(args, four)
-    return Course(steps, 1.0, args.schedule())
+    return RunSchedule(steps, 1.0, args.schedule())
 
 
 @pytest.mark.parametrize("launcher, hardware", sorted(rows()))

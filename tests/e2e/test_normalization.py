@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 from scripts.harness.programs import command_line, metric_lines, run_here, run_words
-from training import score_normalization, step2_reward
+from training import step2_reward
 
 SAMPLES, RATE = 24, 1e-3
 
@@ -18,7 +18,7 @@ class Recorder:
     """Keeps the responses that the program samples: a list for each time that it builds something to sample with."""
 
     def __init__(self):
-        self.calls, self.build = [], score_normalization.build_rollouts
+        self.calls, self.build = [], step2_reward.build_rollouts
 
     def build_rollouts(self, *args, **kwargs):
         backend, found = self.build(*args, **kwargs), []
@@ -42,7 +42,7 @@ def trained(request, tiny, tmp_path_factory):
         return wrap(module, *args, **kwargs)
 
     with (
-        mock.patch.object(score_normalization, "build_rollouts", recorder.build_rollouts),
+        mock.patch.object(step2_reward, "build_rollouts", recorder.build_rollouts),
         mock.patch.object(step2_reward, "wrap_trained", wrapped),
     ):
         flags = tiny.flags(

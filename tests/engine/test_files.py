@@ -1,6 +1,7 @@
-"""Paths that lead nowhere. What Rust libraries raise of a file system is an OSError; what else they raise is left."""
+"""Paths that lead nowhere, what Rust libraries raise of a file system, and what cannot be put on the disk."""
 
 import errno
+import os
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from tokenizers import Tokenizer, models
 
 from engine.errors import UserError
 from engine.files import expanded, os_errors, without_links
+from engine.whole_files import remove_folder, restored, sync, write_whole
 
 
 def test_a_link_to_itself_stays(tmp_path):
@@ -45,3 +47,37 @@ def test_a_folder_that_is_not_there(tmp_path, write):
 def test_what_is_no_matter_of_files():
     with pytest.raises(KeyError, match="a"), os_errors():
         {}["a"]
+
+
+@pytest.mark.parametrize(
+    "number, of_folder, of_file",
+    [(errno.EINVAL, None, OSError), (errno.ENOTSUP, None, OSError), (errno.EIO, OSError, OSError)],
+)
+def test_only_a_folder_that_knows_no_such_call_is_let_pass(number, of_folder, of_file, tmp_path, monkeypatch):
+    def fails(descriptor):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("os.fsync", fails)
+    (tmp_path / "file").write_text("a")
+    for path, raised in ((tmp_path, of_folder), (tmp_path / "file", of_file)):
+        if raised is None:
+            sync(path)
+            continue
+        with pytest.raises(raised) as error:
+            sync(path)
+        assert error.value.errno == number
+
+
+def test_a_link_goes_and_what_it_leads_to_stays(tmp_path):
+    folder, other = tmp_path / "folder", tmp_path / "other"
+    folder.mkdir()
+    other.mkdir()
+    (other / "theirs").write_text("theirs")
+    (folder / "file.tmp").symlink_to(other / "theirs")
+    write_whole(folder / "file", "ours")
+    (folder / "actor.partial").symlink_to(other)
+    remove_folder(folder / "actor.partial")
+    assert [path.name for path in folder.iterdir()] == ["file"]
+    assert (folder / "file").read_text() == "ours" and (other / "theirs").read_text() == "theirs"
+    (folder / "actor.old").symlink_to(other)
+    assert not restored(folder / "actor") and not (folder / "actor").exists()

@@ -9,7 +9,7 @@ from engine.algorithms import Dialect
 from engine.rollout import SamplingConfig
 from tests.engine.fake_models import Row, TableModels, rollout_of
 from tests.training.given_rollouts import GivenRollouts
-from tests.training.test_mini_batches import NoteTaker
+from tests.training.test_learner import NoteTaker
 from training.critic_pretraining import CriticPretraining
 from training.ppo_trainer import PPOConfig, PPOTrainer
 

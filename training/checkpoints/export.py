@@ -33,7 +33,7 @@ from engine.models.places import ADAPTER_CONFIG, is_adapter
 from engine.whole_files import file_order, sync
 from training.checkpoints.files import CONFIG, EMA, PARTIAL, ShardFiles, write_bytes, write_tensors
 from training.checkpoints.resuming import OF_MODELS, AdapterPoint, ResumePoint
-from training.reporting.model_card import add_card
+from training.runtime.hub import add_card
 
 FLOATS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 INDEX = "model.safetensors.index.json"
@@ -195,7 +195,10 @@ def write_weights(tensors: Any, max_shard_size: str, folder: Path) -> None:
     tensors: a mapping in the order of a file, with `shape_and_dtype(name)` and `only(names)`. Raises: UserError for a
     size that is none.
     """
-    described = {name: torch.empty(shape, dtype=kind, device="meta") for name, shape, kind in _described(tensors)}
+    described = {}
+    for name in tensors:
+        shape, dtype = tensors.shape_and_dtype(name)
+        described[name] = torch.empty(shape, dtype=dtype, device="meta")
     try:
         split = split_torch_state_dict_into_shards(described, max_shard_size=max_shard_size)
     except ValueError:
@@ -205,11 +208,6 @@ def write_weights(tensors: Any, max_shard_size: str, folder: Path) -> None:
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         write_bytes(folder / INDEX, json.dumps(index, indent=2, sort_keys=True).encode() + b"\n")
-
-
-def _described(tensors: Any) -> Iterator[tuple[str, tuple[int, ...], torch.dtype]]:
-    for name in tensors:
-        yield name, *tensors.shape_and_dtype(name)
 
 
 def _write_config(source: Path, dtype: str | None, folder: Path, left_out: Sequence[str]) -> None:

@@ -93,7 +93,8 @@ class ResumePoint:
                 state = checked(partial(_read, folder / STATE_FILE, with_ema))
                 in_output_dir = without_links(folder).parent.parent == without_links(output_dir)
                 return cls(folder, state, in_output_dir, tuple(passed_over))
-            passed_over.append(f"the restart point {folder} is damaged: {_shortened(found)}")
+            more = f", and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
+            passed_over.append(f"the restart point {folder} is damaged: {', '.join(found[:SHOWN])}{more}")
             if by_name:
                 older = _newest_whole_before(folder)
                 instead = f"Give the older one, {older}" if older else "There is no older whole one beside it"
@@ -146,11 +147,6 @@ def _newest_whole_before(damaged: Path) -> Path | None:
         return None
     older = checked(lambda: [point for point in points_in(output_dir) if (step_of(point) or 0) < step])
     return next((point for point in reversed(older) if not damages(point)), None)
-
-
-def _shortened(found: list[str]) -> str:
-    more = f", and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
-    return ", ".join(found[:SHOWN]) + more
 
 
 def _read(path: Path, with_ema: bool) -> dict:

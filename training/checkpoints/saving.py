@@ -52,8 +52,8 @@ from training.checkpoints.files import (
     write_bytes,
     write_shards,
 )
-from training.runtime.joining import from_here
-from training.runtime.phases import phase
+from training.runtime.agreement import from_here
+from training.runtime.processes import phase
 
 LOOKING_FOR_RANKS = 0.05  # seconds between rank 0's looks for what the others have written
 

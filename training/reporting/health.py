@@ -1,6 +1,6 @@
 """What a PPO run's curves say, in words: what was seen, with its numbers, and what to try.
 
-    for finding in health(read_metrics(output_dir / "metrics.jsonl")):  # of training.reporting.metrics_file
+    for finding in health(read_metrics(output_dir / "metrics.jsonl")):  # of training.reporting.records
         print(finding.severity, finding.text)
 
 Each rule takes a run's records and gives a Finding, or None where it sees nothing or the run lacks its metrics. Simple

@@ -1,7 +1,7 @@
 """Where a run's metrics go: a file of JSON lines, the terminal, TensorBoard, and from there Weights & Biases.
 
     check_wandb(project)                                         # before any work
-    writer = MetricWriter(output_dir, total_steps=200, view=views.PPO)
+    writer = MetricWriter(output_dir, total_steps=200, view=PPO_VIEW)
     writer.hparams({"lr": 1e-5, "dialect": "default"})
     writer.log(step, samples, metrics.reduce())
     writer.samples(step, rows)                                   # see sample_tables.py
@@ -9,28 +9,180 @@
 
 Every rank may hold a MetricWriter; on all but the main one it does nothing. `resume_step` is the last step that counts
 when a run goes on from a checkpoint: what an earlier process logged after it is dropped, so no step counts twice.
+
+A View says what a program shows, and in which order. The names are those of docs/metrics.md. A chart may list metrics
+that a run does not have (no critic): it shows those that it has. One TensorBoard may show the runs of all three steps:
+sections of one title become one, charts that are equal one chart, and a metric is drawn for every run that has it.
 """
 
+import dataclasses
 import importlib.util
 import json
+import math
+import os
 import re
 import shutil
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from io import FileIO
 from pathlib import Path
 
 import torch
+from tqdm import tqdm
 
 from engine.distributed import is_main
 from engine.errors import UserError
-from training.reporting.metrics_file import METRICS_FILE, JsonlSink
-from training.reporting.progress import ProgressBar
+from engine.whole_files import write_whole
+from training.reporting.records import METRICS_FILE, read_lines, read_metrics
 from training.reporting.sample_tables import MIN_WIDTH, samples_markdown, samples_table
 from training.reporting.standard_errors import NOISE
-from training.reporting.views import PPO, View
-from training.reporting.wall_clock import WallClock, seconds_after
-from training.runtime.unwritten import note
+from training.runtime.processes import place
+from training.runtime.stopping import note_unwritten, note_written
+
+
+@dataclass(frozen=True, kw_only=True)
+class View:
+    """What stands behind the progress bar, in TensorBoard's HPARAMS table, and in its Custom Scalars tab.
+
+    bar: label -> metric. tuned: the settings seen first in the table, where the others are columns to be ticked.
+    compared: the metrics by which it compares runs. charts: section -> chart -> its metrics; three charts make a row.
+    held_out: the same, a metric a chart: drawn as measured, with its margin of error.
+    """
+
+    bar: Mapping[str, str]
+    tuned: tuple[str, ...]
+    compared: tuple[str, ...]
+    charts: Mapping[str, Mapping[str, tuple[str, ...]]]
+    held_out: Mapping[str, Mapping[str, str]]
+
+
+_TIME_AND_MEMORY = {
+    "seconds a step": ("time/step", "time/generate", "time/make_experience", "time/train", "time/checkpoint"),
+    "peak memory, 10^9 bytes": ("memory/peak_gb",),
+}
+
+PPO_VIEW = View(
+    bar={"score": "objective/scores", "kl": "objective/kl", "length": "rollout/response_length"},
+    tuned=("seed", *(f"resolved_dialect/{field}" for field in ("name", "kl_coef", "actor_lr", "critic_lr"))),
+    compared=(
+        "eval/score",
+        "eval/kl",
+        "eval/response_length",
+        "eval/distinct_bigrams",
+        "objective/scores",
+        "objective/kl",
+    ),
+    charts={
+        "score and KL": {
+            "score": ("objective/scores",),
+            "KL to the reference, nats a response": ("objective/kl",),
+            "reward: score with the KL penalty, the penalty alone": (
+                "objective/rlhf_reward",
+                "objective/non_score_reward",
+            ),
+            "KL coefficient": ("objective/kl_coef",),
+            "KL, nats a token": ("objective/kl_per_token",),
+            "entropy, nats a token": ("objective/entropy",),
+        },
+        "responses": {
+            "length, tokens": ("rollout/response_length",),
+            "share that ended by itself": ("rollout/eos_rate",),
+        },
+        "policy": {
+            "clip fraction": ("policy/clipfrac",),
+            "approximate KL of the updates": ("policy/approxkl",),
+            "loss": ("policy/loss",),
+        },
+        "value": {
+            "explained variance: of the returns, of what really followed": (
+                "value/explained_variance",
+                "value/explained_outcome",
+            ),
+            "loss": ("value/loss",),
+            "values and returns": ("value/mean", "returns/mean"),
+            "calibration: what followed, by value (1 is right)": ("value/slope",),
+            "bias: value less what followed": ("value/bias",),
+        },
+        "critic's pretraining, steps up to 0": {
+            "explained variance, pretraining": ("critic_pretrain/explained_variance",),
+            "loss, pretraining": ("critic_pretrain/loss",),
+            "calibration, pretraining (1 is right)": ("critic_pretrain/slope",),
+        },
+        "optimizers": {
+            "learning rates": ("policy/lr", "value/lr"),
+            "gradient norms": ("policy/grad_norm", "value/grad_norm"),
+            "advantages before whitening, standard deviation": ("advantages/std",),
+        },
+        "time and memory": _TIME_AND_MEMORY | {"tokens generated per second": ("rollout/tokens_per_second",)},
+    },
+    held_out={
+        "held-out prompts": {
+            "score, held out": "eval/score",
+            "KL to the reference, held out": "eval/kl",
+            "score, change since before training": "eval/score_change",
+            "length, held out": "eval/response_length",
+            "distinct bigrams, held out": "eval/distinct_bigrams",
+            "compressed together, bytes a token": "eval/compressed_bytes",
+            "new words, share": "eval/new_words",
+        },
+    },
+)
+
+
+def averaged_view(view: View) -> View:
+    """With the held-out charts of the averaged weights, too."""
+    sections = {
+        f"{section}, EMA": {f"{title}, EMA": name.replace("eval/", "eval/ema_") for title, name in charts.items()}
+        for section, charts in view.held_out.items()
+    }
+    return dataclasses.replace(view, held_out={**view.held_out, **sections})
+
+
+_SUPERVISED = {
+    "optimizer": {"learning rate": ("train/lr",), "gradient norm": ("train/grad_norm",)},
+    "time and memory": _TIME_AND_MEMORY,
+}
+_TUNED = ("learning_rate", "model_name_or_path", "num_train_epochs", "per_device_train_batch_size", "seed")
+
+SFT_VIEW = View(
+    bar={"loss": "train/loss", "lr": "train/lr"},
+    tuned=_TUNED,
+    compared=("eval/loss", "eval/perplexity", "train/loss"),
+    charts={
+        "texts": {"loss, nats a token": ("train/loss",)},
+        **_SUPERVISED,
+    },
+    held_out={
+        "held-out texts": {"loss, nats a token, held out": "eval/loss", "perplexity, held out": "eval/perplexity"}
+    },
+)
+
+REWARD_VIEW = View(
+    bar={"loss": "train/pair_loss", "accuracy": "train/accuracy", "lr": "train/lr"},
+    tuned=_TUNED,
+    compared=("eval/accuracy", "eval/margin", "train/pair_loss"),
+    charts={
+        "pairs": {
+            "accuracy": ("train/accuracy",),
+            "loss, nats a pair": ("train/pair_loss",),
+            "margin": ("train/margin",),
+            "margin, standard deviation": ("train/margin_std",),
+        },
+        **_SUPERVISED,
+    },
+    held_out={
+        "held-out pairs": {
+            "accuracy, held out": "eval/accuracy",
+            "loss, nats a pair, held out": "eval/pair_loss",
+            "margin, held out": "eval/margin",
+            "margin, standard deviation, held out": "eval/margin_std",
+        },
+    },
+)
 
 
 class MetricWriter:
@@ -46,7 +198,7 @@ class MetricWriter:
         *,
         total_steps: int,
         resume_step: int | None = None,
-        view: View = PPO,
+        view: View = PPO_VIEW,
         tensorboard: bool = True,
         tensorboard_dir: str | Path | None = None,
         wandb_project: str | None = None,
@@ -71,7 +223,7 @@ class MetricWriter:
                     self._tensorboard_dir, view=view, name=name, resume_step=resume_step
                 )
             except Exception as error:
-                note(self._tensorboard_dir, error)
+                note_unwritten(self._tensorboard_dir, error)
         self.count(total_steps, shown=view.bar, first_step=max(0, resume_step or 0))
 
     def log(self, step: int, samples: int, metrics: Mapping[str, float]) -> None:
@@ -133,7 +285,7 @@ class MetricWriter:
                 write(self._tensorboard)
             except Exception as error:  # of the library's thread, too, whichever kind that raises
                 self._tensorboard = None
-                note(self._tensorboard_dir, error)
+                note_unwritten(self._tensorboard_dir, error)
 
 
 def run_name(output_dir: Path) -> str:
@@ -158,6 +310,83 @@ def check_wandb(project: str | None, *, tensorboard: bool = True) -> None:
             f"--wandb_project {project}: W&B takes over what is written for TensorBoard, which is switched "
             "off. Switch it on, or leave the flag out."
         )
+
+
+class JsonlSink:
+    """One JSON object a line: `step`, `samples`, then the metrics. Each line is written at once: a killed run keeps its
+    curves.
+
+    NaN and infinities are written as null, since JSON has no word for them and most readers refuse Python's. A line
+    that cannot be written (a full disk) is kept and written with the next one that can. Where the folder is moved or
+    deleted while the run goes, the file is made again at its place, with all that it held.
+    """
+
+    def __init__(self, path: str | Path, *, resume_step: int | None = None):
+        self._path, self._file, self._unwritten = Path(path), None, b""
+        if resume_step is not None:
+            truncate_after(path, resume_step)
+        self._write()
+
+    def log(self, step: int, samples: int, metrics: Mapping[str, float]) -> None:
+        numbers = {name: float(value) for name, value in metrics.items()}
+        numbers = {name: value if math.isfinite(value) else None for name, value in numbers.items()}
+        line = json.dumps({"step": step, "samples": samples, **numbers}, allow_nan=False) + "\n"
+        self._unwritten += line.encode()
+        self._write()
+
+    def close(self) -> None:
+        """Write what could not be written before, if that can be done now."""
+        self._write()
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _write(self) -> None:
+        try:
+            file = self._at_its_place()
+            before = file.seek(0, os.SEEK_END)
+            try:
+                while self._unwritten:
+                    self._unwritten = self._unwritten[file.write(self._unwritten) :]
+            except OSError:
+                written = file.seek(0, os.SEEK_END) - before
+                file.seek(before)
+                self._unwritten = file.read(written) + self._unwritten
+                file.truncate(before)  # no half a line may stand there
+                raise
+        except OSError as error:
+            note_unwritten(self._path, error)
+        else:
+            note_written(self._path)
+
+    def _at_its_place(self) -> FileIO:
+        """The open file, which stands under the path."""
+        before = self._file
+        if before is not None:
+            if self._path.exists() and self._path.stat().st_ino == os.fstat(before.fileno()).st_ino:
+                return before
+            self._file = None
+            print(
+                f"WARNING: {self._path.parent} was moved or deleted. The run goes on in a new folder of this name.",
+                file=sys.stderr,
+                flush=True,
+            )
+            before.seek(0)
+            self._unwritten = before.read() + self._unwritten
+            before.close()
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = self._path.open("ab+", buffering=0)
+        return self._file
+
+
+def truncate_after(path: str | Path, step: int) -> None:
+    """Drop the lines of a metrics file whose step is greater than `step`; nothing to do where there is no file.
+
+    A kill in between leaves either the old file or the new one.
+    """
+    path = Path(path)
+    if path.exists():
+        write_whole(path, "".join(line for line, record in read_lines(path) if record["step"] <= step))
 
 
 class TensorBoardSink:
@@ -280,3 +509,115 @@ def flattened(settings: Mapping, prefix: str = "") -> dict[str, bool | int | flo
         elif value is not None:
             flat[prefix + name] = value if isinstance(value, (bool, int, float, str)) else str(value)
     return flat
+
+
+FIRST_INTERVAL, LAST_INTERVAL = 15.0, 600.0
+"""Seconds between lines in a log file, at a run's start and at most."""
+LINES_A_RUN = 100
+"""Between the two, a line for each such share of the time passed: some hundred lines a day, never thousands."""
+
+
+PHASES = {
+    "time/critic_pretrain": "pretraining the critic",
+    "time/evaluate": "evaluating",
+    "time/normalize": "normalising",
+    "time/save": "saving models",
+}
+
+
+class WallClock:
+    """Seconds of this process by what they went into; what has passed before this is made is its start-up.
+
+    redone: seconds of earlier processes whose lines do not count any more, because their steps are done again.
+    """
+
+    def __init__(self, redone: float = 0.0):
+        self._first = {"time/start": sum(place.take_seconds().values())}
+        if redone:
+            self._first["time/redone"] = redone
+
+    def take(self) -> dict[str, float]:
+        """What passed since the last call, as metrics: all of it is time/wall."""
+        phases, first = place.take_seconds(), self._first
+        self._first = {}
+        metrics = {"time/wall": sum(phases.values()) + sum(first.values()), **first}
+        return metrics | {name: phases[phase] for name, phase in PHASES.items() if phase in phases}
+
+
+def seconds_after(path: Path, step: int | None) -> float:
+    """What the lines of a metrics file beyond this step took; 0 where there is no file, or no step is given."""
+    rows = read_metrics(path) if step is not None and path.is_file() else []
+    return sum(row.get("time/wall", 0.0) for row in rows if row["step"] > step)
+
+
+class ProgressBar:
+    """The run's progress on stderr: a bar in a terminal; elsewhere (a log file) plain lines, ever less often.
+
+    Both show the rate and the time left, from the steps of this process only: those before a resume took none of its
+    time. `shown`: label -> metric. unit: what is counted. below: by how much steps are numbered lower than they count.
+    """
+
+    def __init__(
+        self,
+        total_steps: int,
+        *,
+        shown: Mapping[str, str],
+        first_step: int = 0,
+        unit: str = "step",
+        below: int = 0,
+        stream=None,
+        clock=time.monotonic,
+    ):
+        self._stream = sys.stderr if stream is None else stream
+        self._total, self._first, self._shown, self._clock = total_steps, first_step, shown, clock
+        self._unit, self._below = unit, below
+        self._started = self._due = clock()
+        self._bar = None
+        if self._stream.isatty():
+            self._bar = tqdm(total=total_steps, initial=first_step, unit=unit, file=self._stream, dynamic_ncols=True)
+
+    def log(self, step: int, samples: int, metrics: Mapping[str, float]) -> None:
+        """Show how far the run has come, and the shown ones of its metrics."""
+        step += self._below
+        shown = {label: short(metrics[name]) for label, name in self._shown.items() if name in metrics}
+        if self._bar is None:
+            self._log_line(step, shown)
+            return
+        if shown:
+            # As one text: given numbers in texts, tqdm would write them anew in its own way.
+            self._bar.set_postfix_str(", ".join(f"{label} {value}" for label, value in shown.items()), refresh=False)
+        self._bar.update(step - self._bar.n)
+        self._bar.refresh()
+
+    def _log_line(self, step: int, shown: Mapping[str, str]) -> None:
+        now = self._clock()
+        if now < self._due and step < self._total:
+            return
+        passed = now - self._started
+        self._due = now + min(max(passed / LINES_A_RUN, FIRST_INTERVAL), LAST_INTERVAL)
+        line = f"{self._unit} {step}/{self._total} ({step / max(self._total, 1):.0%})"
+        if step > self._first:
+            seconds = passed / (step - self._first)
+            left = timedelta(seconds=round(seconds * (self._total - step)))
+            line += f", {short(seconds)} s/{self._unit}, {left} left"
+        self.write(", ".join([line, *(f"{label} {value}" for label, value in shown.items())]))
+
+    def write(self, text: str) -> None:
+        """Print `text` above the bar."""
+        if self._bar is None:
+            print(text, file=self._stream, flush=True)
+        else:
+            self._bar.write(text, file=self._stream)
+
+    def close(self) -> None:
+        """Leave the bar as it stands."""
+        if self._bar is not None:
+            self._bar.close()
+
+
+def short(value: float) -> str:
+    """`value` with three significant digits: 1.25, 24.0, 3.00e-04; whole numbers up to 99999 in full."""
+    size = abs(value)
+    if size and not 1e-3 <= size < 1e5:
+        return f"{value:.2e}"
+    return f"{value:.0f}" if size >= 100 or not size else f"{value:#.3g}".rstrip(".")

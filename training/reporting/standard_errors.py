@@ -111,13 +111,13 @@ def with_error(value: float, error: float | None, sign: str = "") -> str:
     return f"{value:{sign}.{digits}f}" + ("" if error is None else f" ± {error:.{digits}f}")
 
 
-def value_told(metrics: Mapping[str, float], name: str) -> str:
+def value_text(metrics: Mapping[str, float], name: str) -> str:
     """12.34 ± 0.21: a metric with its error, if it has one."""
     error = metrics.get(f"{name}_se")
     return f"{metrics[name]:.4g}" + ("" if error is None else f" ± {error:.2g}")
 
 
-def change_told(metrics: Mapping[str, float], name: str) -> str:
+def change_text(metrics: Mapping[str, float], name: str) -> str:
     """How it has changed since before the first step, and whether that is noise; nothing where that is not known."""
     change, error = metrics.get(f"{name}_change"), metrics.get(f"{name}_change_se")
     if change is None or error is None:
@@ -128,17 +128,17 @@ def change_told(metrics: Mapping[str, float], name: str) -> str:
     return f" (changed by {change:+.3g} ± {error:.2g}{noise})"
 
 
-def chance_told(metrics: Mapping[str, float], name: str, chance: float) -> str:
+def chance_text(metrics: Mapping[str, float], name: str, chance: float) -> str:
     """That a share is no better than `chance`, where it is not above it by more than noise; else nothing."""
     if metrics[name] - chance > NOISE * metrics.get(f"{name}_se", 0.0):
         return ""
     return f"; no better than chance ({chance:g})"
 
 
-def metrics_told(metrics: Mapping[str, float]) -> str:
+def metrics_text(metrics: Mapping[str, float]) -> str:
     """All of them on a line, each with its error and without its change."""
     names = [name for name in metrics if not name.endswith(ENDINGS)]
-    return ", ".join(f"{name} {value_told(metrics, name)}" for name in names)
+    return ", ".join(f"{name} {value_text(metrics, name)}" for name in names)
 
 
 OF_RESPONSES = ("kl", "response_length", "new_words")

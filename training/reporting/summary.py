@@ -1,20 +1,28 @@
-"""What a finished run says at its end: scores before and after, KL, time by phase, and its health.
+"""What a finished run says at its end: scores before and after, KL, time by part, its health; and its curves.
 
     rows = read_metrics(output_dir / "metrics.jsonl")
+    plot_curves(output_dir / "metrics.jsonl", output_dir / "curves.png")
     print(summary_text(RunSummary.from_metrics(rows, saved={"actor": actor_dir}, curves=output_dir / "curves.png")))
 
-It reads metrics.jsonl and nothing else, so it also works on a run that was resumed, killed or is still going on.
+All of it reads metrics.jsonl and nothing else, so it also works on a run that was resumed, killed or is still going on.
+The panels of the picture are one table, PANELS; what a run did not log is left out of it.
 """
 
+import math
 import os
 import textwrap
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 
+import numpy as np
+
+from engine.errors import UserError
 from training.reporting.health import Finding, health
+from training.reporting.records import read_metrics
 from training.reporting.standard_errors import ENDINGS, NOISE, scored_otherwise, with_error, within_noise
-from training.reporting.wall_clock import seconds_by_part, time_lines
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,3 +174,271 @@ def _short(path: str | Path) -> str:
     """`path` seen from the working directory where it lies below that."""
     relative = os.path.relpath(path)
     return str(path) if relative.startswith(os.pardir) else relative
+
+
+# Parts of a run that lie outside of its steps, by the names of their metrics, and how they are called in words.
+BEFORE = {"redone": "steps done again", "start": "start-up", "critic_pretrain": "critic's pretraining"}
+BETWEEN = {
+    "evaluate": "evaluations",
+    "checkpoint": "restart points",
+    "normalize": "normalisation",
+    "save": "saving models",
+}
+
+
+def seconds_by_part(rows: Sequence[Mapping]) -> dict[str, float]:
+    """What the lines of a run took, by part, in the order to be shown: they add up to the whole time.
+
+    A step's phases are those of the slowest rank each; where these are together more than the steps took, they are
+    shares of that. What is in no part is "other".
+    """
+    totals = Counter()
+    for row in rows:
+        totals.update({name.removeprefix("time/"): row[name] for name in row if name.startswith("time/")})
+    whole, steps = totals.pop("wall", 0.0), totals.pop("step", 0.0)
+    before, between = ({name: totals.pop(name) for name in names if name in totals} for names in (BEFORE, BETWEEN))
+    inside = dict(sorted(totals.items())) or ({"train": steps} if steps else {})
+    scale = min(1.0, steps / sum(inside.values())) if steps else 1.0
+    parts = before | {name: seconds * scale for name, seconds in inside.items()} | between
+    other = whole - sum(parts.values())
+    if round(other, 1) > 0:  # less is what rounding leaves, and would be shown as 0.0 s
+        parts["other"] = other
+    return parts
+
+
+def time_lines(what: str, parts: Mapping[str, float]) -> list[str]:
+    """What was done and in which time, and a line for each part with its share."""
+    total = sum(parts.values())
+    lines = [f"{what}, {timedelta(seconds=round(total))}"]
+    for name, seconds in parts.items():
+        label = (BEFORE | BETWEEN).get(name, name)
+        lines.append(f"  {label:<22}{seconds:>10.1f} s{seconds / total if total else 0.0:>12.1%}")
+    return lines
+
+
+SMOOTH_FROM = 24
+"""Curves with at least this many points are drawn faintly, with a running mean over them; shorter ones with dots."""
+FLAT = 0.01
+"""Values that differ by less than this share of the largest are drawn on an axis from 0: as a flat line, not as their
+last digits."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curve:
+    """One metric of a panel. `dots`: measured now and then, never smoothed; `right`: on the right-hand axis."""
+
+    metric: str
+    label: str
+    color: str
+    dots: bool = False
+    right: bool = False
+
+
+BLUE, ORANGE, GREEN, PURPLE = "#2f6db5", "#e07b1a", "#2e9257", "#7d55b0"
+
+PANELS: tuple[tuple[str, tuple[Curve, ...]], ...] = (
+    (
+        "score",
+        (
+            Curve(metric="objective/scores", label="training prompts", color=BLUE),
+            Curve(metric="eval/score", label="held out", color=ORANGE, dots=True),
+            Curve(metric="eval/ema_score", label="held out, EMA", color=GREEN, dots=True),
+        ),
+    ),
+    (
+        "KL to the reference",
+        (
+            Curve(metric="objective/kl", label="training prompts", color=BLUE),
+            Curve(metric="eval/kl", label="held out", color=ORANGE, dots=True),
+            Curve(metric="eval/ema_kl", label="held out, EMA", color=GREEN, dots=True),
+            Curve(metric="objective/kl_coef", label="coefficient", color=PURPLE, right=True),
+        ),
+    ),
+    (
+        "response",
+        (
+            Curve(metric="rollout/response_length", label="length (tokens)", color=BLUE),
+            Curve(metric="rollout/eos_rate", label="EOS rate", color=ORANGE, right=True),
+        ),
+    ),
+    (
+        "policy",
+        (
+            Curve(metric="policy/loss", label="loss", color=BLUE),
+            Curve(metric="policy/clipfrac", label="clip fraction", color=ORANGE, right=True),
+            Curve(metric="policy/approxkl", label="approximate KL", color=GREEN, right=True),
+        ),
+    ),
+    (
+        "value",
+        (
+            Curve(metric="value/loss", label="loss", color=BLUE),
+            Curve(metric="value/explained_variance", label="explained variance", color=ORANGE, right=True),
+        ),
+    ),
+)
+SCATTER = ("objective/kl", "objective/scores")
+HELD_OUT_SCATTER = (
+    ("eval/kl", "eval/score", "held out", ORANGE),
+    ("eval/ema_kl", "eval/ema_score", "held out, EMA", GREEN),
+)
+SCATTER_PLACE = 2
+"""The place of the score-against-KL panel in the grid, after score and KL."""
+
+
+def plot_curves(metrics_path: str | Path, png_path: str | Path) -> None:
+    """Draw the curves of a run, over the responses it had seen, into a PNG.
+
+    Raises:
+        UserError: the file is missing, or holds none of the metrics that are drawn.
+    """
+    # Without pyplot, so no window and no global state; imported here to spare every rank a second at its start.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    rows = read_metrics(metrics_path)
+    drawers = [(title, _draw_curves, curves) for title, curves in PANELS if any(_has(rows, c.metric) for c in curves)]
+    if _has(rows, *SCATTER):
+        drawers.insert(SCATTER_PLACE, ("score against KL", _draw_scatter, SCATTER))
+    if not drawers:
+        raise UserError(f"{metrics_path}: holds no metrics to draw; has the run finished a step?")
+    figure = Figure(figsize=(15, 8), layout="constrained", facecolor="white")
+    FigureCanvasAgg(figure)
+    figure.get_layout_engine().set(w_pad=0.15, h_pad=0.15)
+    grid = figure.subplots(2, 3).flatten()
+    for axes, (title, draw, what) in zip(grid, drawers):
+        axes.set_title(title, loc="left", fontsize=12, fontweight="bold", pad=22)
+        axes.grid(True, color="#e6e6e6", linewidth=0.8)
+        axes.set_axisbelow(True)
+        axes.tick_params(labelsize=9)
+        axes.spines[["top", "right"]].set_visible(False)
+        draw(axes, rows, what)
+    for axes in grid[len(drawers) :]:
+        axes.set_axis_off()
+    if any(_has(rows, curve.metric, f"{curve.metric}_se") for _, curves in PANELS for curve in curves):
+        figure.supxlabel(f"bars: {NOISE:g} standard errors to either side", fontsize=9, x=0.01, ha="left")
+    figure.savefig(str(png_path), dpi=110)
+
+
+def _has(rows: Sequence[Mapping], *metrics: str) -> bool:
+    """Whether all of `metrics` are finite in at least one row."""
+    return any(all(math.isfinite(row.get(metric, math.nan)) for metric in metrics) for row in rows)
+
+
+def _series(rows: Sequence[Mapping], *metrics: str) -> list[np.ndarray]:
+    """The columns of `metrics` for the rows where all of them are finite."""
+    table = [[row.get(metric, math.nan) for metric in metrics] for row in rows]
+    table = np.array([line for line in table if all(map(math.isfinite, line))], dtype=float)
+    return list(table.T)
+
+
+def _bars(rows: Sequence[Mapping], metric: str, *others: str) -> np.ndarray:
+    """Half an error bar's length for each row where `metric` and `others` are finite; NaN where it was not measured."""
+    rows = [row for row in rows if _has([row], metric, *others)]
+    return NOISE * np.array([row.get(f"{metric}_se", math.nan) for row in rows], dtype=float)
+
+
+def _ends(rows: Sequence[Mapping], metric: str) -> np.ndarray:
+    """The values of `metric` and the ends of their bars."""
+    (values,) = _series(rows, metric)
+    bars = np.nan_to_num(_bars(rows, metric))
+    return np.concatenate([values - bars, values + bars])
+
+
+def _draw_curves(axes, rows: Sequence[Mapping], curves: Sequence[Curve]) -> None:
+    present = [curve for curve in curves if _has(rows, curve.metric)]
+    right = axes.twinx() if any(c.right for c in present) and not all(c.right for c in present) else axes
+    handles = []
+    for target in dict.fromkeys((axes, right)):
+        own = [curve for curve in present if right is axes or curve.right == (target is right)]
+        handles += [_draw_curve(target, rows, curve) for curve in own]
+        target.margins(y=0.1)
+        _keep_flat(target.set_ylim, *(_ends(rows, curve.metric) for curve in own))
+    axes.set_xlabel("responses", fontsize=9)
+    if right is not axes:
+        right.spines["top"].set_visible(False)
+        right.tick_params(labelsize=9)
+        left_curves = [curve for curve in present if not curve.right]
+        _label_axis(axes, left_curves if len(left_curves) == 1 else [])
+        _label_axis(right, [curve for curve in present if curve.right])
+    _legend(axes, handles)
+
+
+def _draw_curve(axes, rows: Sequence[Mapping], curve: Curve):
+    """Draw one curve; returns what stands for it in the legend."""
+    x, y = _series(rows, "samples", curve.metric)
+    bars = _bars(rows, curve.metric)
+    if np.isfinite(bars).any():
+        axes.errorbar(x, y, yerr=bars, fmt="none", ecolor=curve.color, elinewidth=1.0, capsize=2.5)
+    few = curve.dots or len(y) < SMOOTH_FROM
+    if not few:
+        axes.plot(x, y, color=curve.color, linewidth=0.8, alpha=0.3)
+        y = smooth(y)
+    style, width = ("o-", 1.2) if few else ("-", 1.8)
+    (line,) = axes.plot(x, y, style, color=curve.color, label=curve.label, markersize=4, linewidth=width)
+    return line
+
+
+def _keep_flat(set_limits, *values: np.ndarray) -> None:
+    """Give an axis whose values hardly differ (FLAT) limits from 0 to a little beyond them."""
+    together = np.concatenate(values)
+    low, high = together.min(), together.max()
+    size = max(abs(low), abs(high))
+    if high - low <= FLAT * size:
+        far = 1.25 * (size or 1.0)
+        set_limits((-far, 0.05 * far) if high < 0 else (-0.05 * far, far))
+
+
+def _legend(axes, handles: Sequence) -> None:
+    """Name what a panel shows, in the line under its title."""
+    axes.legend(
+        handles=handles,
+        fontsize=8.5,
+        frameon=False,
+        ncols=4,
+        loc="lower left",
+        bbox_to_anchor=(-0.02, 0.995),
+        borderaxespad=0.2,
+        handlelength=1.2,
+        columnspacing=1.2,
+    )
+
+
+def _label_axis(axes, curves: Sequence[Curve]) -> None:
+    """Name what an axis measures, in the curve's colour where it is only one."""
+    axes.set_ylabel(
+        ", ".join(curve.label for curve in curves), fontsize=9, color=curves[0].color if len(curves) == 1 else "black"
+    )
+
+
+def _draw_scatter(axes, rows: Sequence[Mapping], metrics: tuple[str, str]) -> None:
+    """One dot a step: how much score the policy bought with its distance from the reference, and when; and what came
+    of it on held-out prompts."""
+    from matplotlib.ticker import MaxNLocator
+
+    step, kl, score = _series(rows, "step", *metrics)
+    dots = axes.scatter(kl, score, c=step, cmap="viridis", s=22, alpha=0.85, linewidths=0, label="training prompts")
+    handles = [dots]
+    held_out = [what for what in HELD_OUT_SCATTER if _has(rows, *what[:2])]
+    for kl_metric, score_metric, label, color in held_out:
+        x, y = _series(rows, kl_metric, score_metric)
+        bars = {"xerr": _bars(rows, kl_metric, score_metric), "yerr": _bars(rows, score_metric, kl_metric)}
+        if np.isfinite(bars["yerr"]).any():
+            axes.errorbar(x, y, **bars, fmt="none", ecolor=color, elinewidth=1.0, capsize=2.5)
+        handles += axes.plot(x, y, "o-", color=color, label=label, markersize=4, linewidth=1.2)
+    axes.margins(0.1)
+    for set_limits, place in ((axes.set_xlim, 0), (axes.set_ylim, 1)):
+        _keep_flat(set_limits, *(_ends(rows, what[place]) for what in (metrics, *held_out)))
+    _legend(axes, handles)
+    axes.set_xlabel("KL to the reference", fontsize=9)
+    axes.set_ylabel("score", fontsize=9)
+    bar = axes.figure.colorbar(dots, cax=axes.inset_axes([1.02, 0.0, 0.035, 1.0]), ticks=MaxNLocator(integer=True))
+    bar.set_label("step", fontsize=9)
+    bar.ax.tick_params(labelsize=9)
+    bar.outline.set_visible(False)
+
+
+def smooth(values: np.ndarray) -> np.ndarray:
+    """The centred running mean over a tenth of the values; at the ends over those that exist, nothing is invented."""
+    half = len(values) // 20
+    return np.array([values[max(0, i - half) : i + half + 1].mean() for i in range(len(values))])

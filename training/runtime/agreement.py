@@ -1,12 +1,133 @@
-"""Verdicts that all ranks share: what one rank finds wrong, all of them raise."""
+"""What ranks tell each other so that all of them end alike: before their process group stands, and within it.
 
+Ranks meet at a key-value store at MASTER_ADDR:MASTER_PORT, which rank 0 serves, or torchrun. A rank that cannot join
+says why there, the watch threads of the others look for that every few seconds, and rank 0 prints it. Once the group
+stands, what one rank finds wrong, all of them raise (`checked`, `agreed`).
+"""
+
+import contextlib
+import json
+import os
 import socket
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
+from engine import distributed
 from engine.errors import SharedError, UserError
-from training.data.tables import Found, recorded, repeated
-from training.runtime.joining import first_of, from_here
+from training.runtime.environment import AGENTS_STORE, on_several_hosts
+
+LOOK_EVERY = 5.0  # seconds; with a connection of its own each time, which rank 0 need not hold for every rank
+PATIENCE = 30.0  # seconds; the imports of others may take longer than this rank's
+BETWEEN, LINGER = 0.2, 1.0  # seconds between looks of one who waits, and for which rank 0 then goes on serving
+USER_ERROR = 2  # the exit code of a mistake of the user's
+
+
+def from_here(message: str) -> str:
+    """The message with this host's name, where there are others: "on gpu07: there is no folder X"."""
+    return f"on {socket.gethostname()}: {message}" if on_several_hosts() else message
+
+
+def first_of(messages: Sequence[str | None], hosts: Sequence[str]) -> str | None:
+    """The first rank's message that is one, with the names of the hosts that have it, unless all have; None without.
+
+    messages, hosts: of each rank.
+    """
+    first = next((message for message in messages if message is not None), None)
+    if first is None:
+        return None
+    having = list(dict.fromkeys(host for host, message in zip(hosts, messages, strict=True) if message == first))
+    return first if len(having) == len(set(hosts)) else f"on {', '.join(having)}: {first}"
+
+
+def start_key(name: str, environment: Mapping[str, str]) -> str:
+    """A key of this start of the ranks: torchrun keeps the store when it starts them anew."""
+    return f"four_engine_rlhf/{environment.get('TORCHELASTIC_RESTART_COUNT', '0')}/{name}"
+
+
+def open_store(environment: Mapping[str, str], serve: bool = False, seconds: float = 5.0):
+    """torch's store where the ranks meet. serve: be rank 0, which holds it unless torchrun does. seconds: after which
+    it does not answer any more.
+
+    Raises: OSError or RuntimeError where nobody serves it; RuntimeError where this process cannot.
+    """
+    host, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
+    serve = serve and environment.get(AGENTS_STORE) != "True"
+    if not serve:
+        socket.create_connection((host, port), timeout=1.0).close()  # torch warns of each try that fails
+    return distributed.key_value_store(host, port, serve, seconds)
+
+
+class MeetingPoint:
+    """Where the ranks meet, as this one sees it.
+
+    environment: with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. A process alone says and hears nothing.
+    """
+
+    def __init__(self, environment: Mapping[str, str] = os.environ):
+        self._environment = environment
+        self._rank, self._world = int(environment.get("RANK", 0)), int(environment.get("WORLD_SIZE", 1))
+        self._failed, self._printed, self._heard = (
+            start_key(name, environment) for name in ("failed", "printed", "heard")
+        )
+        self._next_look = time.monotonic() + LOOK_EVERY
+
+    def failure(self) -> tuple[str, int] | None:
+        """The message and the exit code of a rank that cannot join; None while none is known.
+
+        It is to be printed by rank 0, which then calls `let_others_hear`.
+        """
+        if self._world == 1 or time.monotonic() < self._next_look:
+            return None
+        self._next_look = time.monotonic() + LOOK_EVERY
+        try:
+            store = open_store(self._environment)
+            if not store.check([self._failed]):
+                return None
+            message, code = json.loads(store.get(self._failed))
+            store.add(self._heard, 1)
+        except (OSError, RuntimeError, ValueError, TypeError):  # nobody serves it now, or no rank has written that
+            return None
+        return str(message), code if code in (1, USER_ERROR) else 1
+
+    def let_others_hear(self) -> None:
+        """By rank 0, which may serve the store: say that the failure is printed, and wait until all have heard of it,
+        but not for longer than they take for a look or two."""
+        deadline = time.monotonic() + 2 * LOOK_EVERY
+        with contextlib.suppress(OSError, RuntimeError):
+            store = open_store(self._environment)
+            store.set(self._printed, "")
+            while time.monotonic() < deadline and store.add(self._heard, 0) < self._world:
+                time.sleep(BETWEEN)
+            time.sleep(LINGER)
+
+    def announce(self, message: str, code: int) -> bool:
+        """Say why this rank does not come; returns whether rank 0 has printed a failure, so that this rank need not.
+
+        Waits at most PATIENCE: for rank 0 to print a failure, or, on rank 0, for all others to hear of its own, which
+        it has printed. What was said first stays.
+        """
+        store, said, deadline = None, False, time.monotonic() + PATIENCE
+        while self._world > 1 and time.monotonic() < deadline:
+            try:
+                store = store or open_store(self._environment, serve=self._rank == 0)
+                if not said:
+                    if not store.check([self._failed]):
+                        store.set(self._failed, json.dumps([message, code]))
+                    if self._rank == 0:
+                        store.set(self._printed, "")
+                    store.add(self._heard, 1)
+                    said = True
+                if self._rank != 0 and store.check([self._printed]):
+                    return True
+                if self._rank == 0 and store.add(self._heard, 0) >= self._world:
+                    time.sleep(LINGER)
+                    return True
+            except (OSError, RuntimeError):
+                store = None
+            time.sleep(BETWEEN)
+        return False
+
 
 Result = TypeVar("Result")
 
@@ -17,18 +138,16 @@ def checked(check: Callable[[], Result]) -> Result:
     For checks that read files: one process looks, and none goes on before the verdict is known. With several hosts the
     message says on which it looked.
     """
-    from engine import distributed  # here, so that a program can quiet libraries before they are imported
-
     result = message = None
     if distributed.is_main():
         try:
             result = check()
         except UserError as error:
             message = from_here(str(error))
-    message = distributed.broadcast_object(message)
+    message, result = distributed.broadcast_object((message, result))
     if message is not None:
         raise SharedError(message)
-    return distributed.broadcast_object(result)
+    return result
 
 
 def agreed(load: Callable[[], Result]) -> Result:
@@ -38,10 +157,10 @@ def agreed(load: Callable[[], Result]) -> Result:
     name. One rank of each node goes first; the others take over what it has found of data sets, with the tables that it
     has put into the cache. They wait for as long as it takes: a rank that dies meanwhile ends the run (heartbeats.py).
     """
-    from engine import distributed
+    from training.data.tables import recorded, repeated  # not before: a host without its packages has to say so
 
     host, result = socket.gethostname(), None
-    found: dict[str, Found | None] = {}
+    found: dict = {}
     for turn in (True, False):
         message = noted = None
         if (distributed.local_rank() == 0) == turn:

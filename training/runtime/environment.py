@@ -1,19 +1,26 @@
-"""The environment that a launcher, or a script in its place, has given this process: what it lacks, what cannot be.
+"""What a process was given: the variables of its launcher, or of a script in its place, and where it prints.
 
     srun --nodes 4 --ntasks-per-node 8 python training/step3_rlhf.py ...
 
 srun is a launcher, too, one task a rank: what SLURM tells a task becomes the variables that torch's launchers set. What
 is set already stays, by a launcher that runs within the task or by the user, who may give MASTER_ADDR and MASTER_PORT
 where the first node or the port is not to be used.
+
+What is printed must not end a run: the pipe behind standard output may be gone, and the disk that a log is written to
+full. Then it is lost.
 """
 
+import contextlib
 import errno
+import json
 import os
 import re
 import socket
 import sys
 import sysconfig
+import time
 from collections.abc import Mapping
+from pathlib import Path
 
 from engine.errors import SharedError, UserError
 
@@ -188,3 +195,70 @@ def _given(environment: Mapping[str, str], *names: str) -> str:
             "(srun --export=ALL), or set RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_SIZE, MASTER_ADDR and MASTER_PORT."
         )
     return value
+
+
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # in torchrun's environment of ranks
+
+
+class Unfailing:
+    """A stream whose write and flush never raise; what cannot be written is lost."""
+
+    def __init__(self, stream):
+        self.stream, self.lost = stream, False
+
+    def write(self, text: str) -> int:
+        """Write the text if that can be done."""
+        try:
+            return self.stream.write(text)
+        except (OSError, ValueError):  # ValueError: it was closed
+            self.lost = True
+            return len(text)
+
+    def flush(self) -> None:
+        """Flush if that can be done."""
+        try:
+            self.stream.flush()
+        except (OSError, ValueError):
+            self.lost = True
+
+    def __getattr__(self, name: str):
+        return getattr(self.stream, name)
+
+
+def keep_printing() -> None:
+    """From here on nothing that is printed raises."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is not None and not isinstance(stream, Unfailing):  # None: it was closed when the process began
+            setattr(sys, name, Unfailing(stream))
+
+
+def flush_all(code: int) -> None:
+    """Flush what was printed; end the process with the code at once where some of it was lost, since Python's own end
+    would try again and fail."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            stream.flush()
+    if any(getattr(stream, "lost", False) for stream in (sys.stdout, sys.stderr)):
+        os._exit(code)
+
+
+def harmless(text: str) -> str:
+    """The text with what a terminal would obey as escapes (\\x1b), for what another process may have written."""
+    return "".join(char if char.isprintable() or char in "\n\t" else repr(char)[1:-1] for char in text)
+
+
+def print_line(message: str) -> None:
+    """Print on standard error, `harmless`, if somebody is there to read it."""
+    with contextlib.suppress(OSError):
+        print(harmless(message), file=sys.stderr, flush=True)
+
+
+def write_error_file(message: str) -> None:
+    """Have torchrun's report of a failure end with this message, in place of a link to its manual; without torchrun,
+    nothing."""
+    path = os.environ.get(ERROR_FILE)
+    if path:
+        extra = {"py_callstack": message, "timestamp": str(int(time.time()))}
+        with contextlib.suppress(OSError):
+            Path(path).write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}), encoding="utf-8")

@@ -26,10 +26,9 @@ from dataclasses import dataclass, field
 
 from engine import trace
 from engine.errors import UserError
-from training.runtime.joining import USER_ERROR, first_of
-from training.runtime.phases import ALONE, place
-from training.runtime.processes import state_of, this_machine
-from training.runtime.terminal import print_line, write_error_file
+from training.runtime.agreement import USER_ERROR, first_of
+from training.runtime.environment import print_line, write_error_file
+from training.runtime.processes import ALONE, place, state_of, this_machine
 
 ROUND = 1.0  # seconds
 SETTLE = 2  # rounds before the first sign of a failure is judged: the cause may come behind its effects

@@ -1,26 +1,516 @@
-"""The trained model on the Hugging Face Hub: what can be looked at before a run, and the upload behind its end.
+"""The trained model on the Hugging Face Hub: its model card, and the upload behind the end of a run.
+
+    add_card(folder, output_dir, "actor")                # with the model
+    renew_cards(output_dir, {"actor": folder})           # at the run's end, with its last evaluation
+    push(args, {"actor": folder})
+
+A card is the README.md of a saved model, made from the run's record and its metrics. It may be published: it names
+models and data of the Hub, and says of those on the user's disk only that they are local. Paths, file names, commands,
+host names and names of the user's functions stay in run.json. A card ends with the hash of what stands above it. One
+with another hash has been edited by the user, and is kept.
 
 An upload that fails costs nothing: the model is saved by then, and the run's exit code stays 0, since the same command
 need not be run again for it, as code 1 would have schedulers do. The command that tries again stands in the warning.
 """
 
 import contextlib
+import hashlib
 import json
+import re
 import shlex
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import huggingface_hub
 from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
 
 from engine import distributed
+from engine.algorithms import get_dialect
 from engine.errors import UserError
-from engine.models.places import ADAPTER_CONFIG, is_adapter, one_line
+from engine.files import read_text
+from engine.models.places import ADAPTER_CONFIG, base_of, is_adapter, one_line
+from engine.whole_files import write_whole
 from training.config.flags import HubFlags
-from training.reporting.model_card import is_hub_name
+from training.data.files import ENDINGS as DATA_ENDINGS
+from training.data.sources import DEEPSPEED_CHAT_FILES
+from training.reporting.health import FINE
+from training.reporting.records import METRICS_FILE, RUN_FILE, git_state, read_metrics, read_run_record, versions
+from training.reporting.standard_errors import ENDINGS, with_error
+from training.reporting.summary import EVALUATED, RunSummary
 from training.runtime.output_folder import WRITTEN_FILE, Written
-from training.runtime.phases import phase
+from training.runtime.processes import phase
+from training.runtime.stopping import note_unwritten
+
+CARD = "README.md"
+TEMPLATE = """\
+---
+{front}
+---
+
+# {title}
+
+{about}
+
+## Made from
+
+{origins}
+
+## How
+
+{how}
+
+## Held out
+
+{held_out}
+
+## How to load it
+
+{loading}
+
+## Limits
+
+{limits}
+
+## Made with
+
+{made_with}
+"""
+
+
+class Role(NamedTuple):
+    """What a model is: the card's title, a sentence or two, and the tags and the task that it has on the Hub."""
+
+    title: str
+    about: str
+    tags: tuple[str, ...]
+    task: str | None = "text-generation"
+
+
+ROLES = {
+    "sft": Role(
+        "A supervised fine-tuned language model",
+        "Fine-tuned on texts, or on prompts and their responses: step 1 of RLHF.",
+        ("sft",),
+    ),
+    "reward": Role(
+        "A reward model",
+        "Scores a prompt with a response by one number; trained on pairs of responses, of which one was preferred: "
+        "step 2 of RLHF. The score is the classifier's plus `score_offset` of config.json.",
+        ("reward-model",),
+        "text-classification",
+    ),
+    "actor": Role(
+        "A language model trained by PPO",
+        "The policy of a PPO run, which maximised a reward and was held to its SFT model by a KL penalty.",
+        ("ppo",),
+    ),
+    "actor_ema": Role(
+        "A language model trained by PPO: the moving average of its weights",
+        "The exponential moving average over the training of a PPO run's policy.",
+        ("ppo",),
+    ),
+    "critic": Role(
+        "A critic of PPO",
+        "Estimates what reward is still to come at each token. It gives no scores: it is no reward model.",
+        ("ppo", "critic"),
+        None,
+    ),
+    "critic_pretrained": Role(
+        "A critic, pretrained before the first step of PPO",
+        "Estimates what reward is still to come at each token, of the SFT model's own responses.",
+        ("ppo", "critic"),
+        None,
+    ),
+    "merged": Role(
+        "A language model on the line through its SFT model and what was trained from it",
+        "Merged from the weights of other models, not trained.",
+        ("merge",),
+    ),
+}
+
+# How a saved model is loaded: Python that runs as it stands in the model's folder.
+GENERATE = """from transformers import pipeline
+
+generate = pipeline("text-generation", FOLDER, tokenizer=FOLDER)
+print(generate("PROMPT", max_new_tokens=64, do_sample=True)[0]["generated_text"])"""
+_SCORES = """texts = ["PROMPT" + "RESPONSE" + tokenizer.eos_token]  # or several
+inputs = tokenizer(texts, padding=True, padding_side="right", return_tensors="pt", return_token_type_ids=False)
+last = inputs["attention_mask"].sum(1) - 1
+with torch.no_grad():
+    by_token = model.score(model.base_model(**inputs)[0])[:, :, 0]
+scores = by_token[torch.arange(len(texts)), last] + offset
+print(scores.tolist())"""
+SCORE = f"""import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained(FOLDER)
+model = AutoModelForSequenceClassification.from_pretrained(FOLDER)
+offset = model.config.score_offset
+{_SCORES}"""
+SCORE_BY_ADAPTER = f"""import json
+from pathlib import Path
+
+import torch
+from peft import AutoPeftModelForSequenceClassification
+from transformers import AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained(FOLDER)
+model = AutoPeftModelForSequenceClassification.from_pretrained(FOLDER, num_labels=1).get_base_model()
+offset = json.loads((Path(FOLDER) / "score.json").read_text())["score_offset"]
+{_SCORES}"""
+PADDING = """The score stands at the last token that is not padding, EOS included: this code reads it there, of any
+number of texts. The model's own `logits` (the score without its offset) are right for one text at a time. For several
+they are right only where the tokenizer does not pad with EOS. Where it does, `pad_token_id` is null on purpose: with
+EOS there, `logits` would be read one token before EOS, without a word."""
+CRITIC = "It is what `--critic_model_name_or_path` of another run's step 3 takes, from this folder on a disk."
+
+MODEL_FLAGS = {
+    "model_name_or_path": "started from",
+    "actor_model_name_or_path": "SFT model",
+    "critic_model_name_or_path": "critic began as",
+    "reward_model_name_or_path": "reward model",
+}
+DATA_FLAGS = {"data_path": "data", "unsupervised_dataset_name": "texts for mixed pretraining"}
+SHOWN_FLAGS = (
+    *("max_seq_len", "max_prompt_seq_len", "max_answer_seq_len", "per_device_train_batch_size"),
+    *("per_device_generation_batch_size", "generation_batches", "per_device_training_batch_size"),
+    *("gradient_accumulation_steps", "num_train_epochs", "learning_rate", "lr_scheduler_type", "num_warmup_steps"),
+    *("weight_decay", "zero_stage", "actor_zero_stage", "critic_zero_stage", "enable_ema", "lora_dim"),
+    *("actor_lora_dim", "critic_lora_dim", "only_optimize_lora", "critic_pretrain_steps", "pairwise_loss"),
+    *("normalization_samples", "dtype", "seed"),
+)
+"""A run's flags that its card lists, where they are given and not 0."""
+HELD_OUT = {
+    "sft": (("loss, nats a token", "loss"), ("perplexity", "perplexity")),
+    "reward": (("accuracy on pairs", "accuracy"), ("loss, nats a pair", "pair_loss"), ("margin", "margin")),
+    "ppo": EVALUATED,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFacts:
+    """What a card is made from.
+
+    start: the last entry of run.json. rows: metrics.jsonl's. steps: after how many of them the model was taken.
+    known: Hub names of models on disk, by path, where their own cards give them.
+    """
+
+    start: Mapping
+    rows: Sequence[Mapping] = ()
+    steps: int | None = None
+    known: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, output_dir: Path, steps: int | None = None) -> "RunFacts | None":
+        """Those of the run in a folder, up to so many steps; None without a run.json.
+
+        Raises: OSError, and UserError where run.json is no record.
+        """
+        if not (output_dir / RUN_FILE).is_file():
+            return None
+        start, metrics = read_run_record(output_dir / RUN_FILE)[-1], output_dir / METRICS_FILE
+        rows = read_metrics(metrics) if metrics.is_file() else []
+        rows = [row for row in rows if steps is None or row["step"] <= steps]
+        known = known_names([start["flags"].get(name) for name in MODEL_FLAGS])
+        return cls(start=start, rows=rows, steps=steps, known=known)
+
+    @property
+    def kind(self) -> str:
+        """Of the run: sft, reward or ppo."""
+        if "actor_model_name_or_path" in self.start["flags"]:
+            return "ppo"
+        return "reward" if "pairwise_loss" in self.start["flags"] else "sft"
+
+
+def model_card(run: RunFacts, name: str) -> str:
+    """The card of the model that the run saved as the folder `name` ("." for the output folder itself)."""
+    role, adapter = name.removesuffix("_adapter") if run.kind == "ppo" else run.kind, name.endswith("adapter")
+    flags = run.start["flags"]
+    data = hub_names(path for flag in DATA_FLAGS for path in _listed(flags.get(flag)))
+    start = flags.get("model_name_or_path") or flags["actor_model_name_or_path"]
+    base = [] if role.startswith("critic") else hub_names([start], run.known)
+    about = ROLES[role].about + (" This folder holds the adapter alone; peft loads its base with it." * adapter)
+    return TEMPLATE.format(
+        front=_front_matter(ROLES[role], base[0] if base else None, "finetune", adapter, data),
+        title=ROLES[role].title + ", LoRA adapter" * adapter,
+        about=about,
+        origins="\n".join(_origins(run)),
+        how="\n".join(_how(run)),
+        held_out="\n".join(_held_out(run, averaged=role == "actor_ema")),
+        loading=loading(ROLES[role].task, adapter),
+        limits="\n".join(f"- {text}" for text in _limits(run, role)),
+        made_with=_made_with(run.start.get("versions") or {}, run.start.get("git")),
+    )
+
+
+def merge_card(
+    source: Mapping, versions: Mapping[str, str | None], git: Mapping | None, known: Mapping[str, str] | None = None
+) -> str:
+    """The card of a merged model.
+
+    source: the note (`training.merge`'s merged_from.json). versions, git: as run.json has them. known: as of RunFacts.
+    """
+    sft, trained, measured = source["sft"], source["trained"], source.get("measured")
+    held_out = "Not measured."
+    if measured:
+        score, kl = (with_error(measured[name], measured.get(f"{name}_se")) for name in ("score", "kl"))
+        held_out = (
+            f"| | |\n| --- | --- |\n| score | {score} |\n| KL to the SFT model, nats a response | {kl} |\n\n"
+            "± is one standard error. Scores are of the reward that chose it, in its own units."
+        )
+    base = hub_names([sft, *trained], known) or None
+    origins = [("SFT model", sft), *(("trained from it", path) for path in trained)]
+    return TEMPLATE.format(
+        front=_front_matter(ROLES["merged"], base, "merge"),
+        title=ROLES["merged"].title,
+        about=ROLES["merged"].about,
+        origins="\n".join(f"- {label}: {publicly(path, 'model', known)}" for label, path in origins),
+        how=f"SFT model + {source['scale']:g} x the {source['method']} change of {len(trained)}.",
+        held_out=held_out,
+        loading=loading(ROLES["merged"].task, adapter=False),
+        limits="- The licence and the limits of the models that it was made from are its own, too. None is given here.",
+        made_with=_made_with(versions, git),
+    )
+
+
+def _front_matter(
+    role: Role, base: str | list[str] | None, relation: str, adapter: bool = False, data: Sequence[str] = ()
+) -> str:
+    found: dict[str, Any] = {"library_name": "peft" if adapter else "transformers"}
+    found["tags"] = ["rlhf", *role.tags, *(["lora"] if adapter else [])]
+    if role.task:
+        found["pipeline_tag"] = role.task
+    if base:
+        found |= {"base_model": base, "base_model_relation": "adapter" if adapter else relation}
+    if data:
+        found["datasets"] = list(data)
+    return huggingface_hub.ModelCardData(**found).to_yaml()
+
+
+def _origins(run: RunFacts) -> Iterator[str]:
+    flags = run.start["flags"]
+    for name, label in MODEL_FLAGS.items():
+        if flags.get(name) is not None:
+            yield f"- {label}: {publicly(flags[name], 'model', run.known)}"
+    if flags.get("reward_function"):
+        yield "- reward: by a function, alone or beside the model"
+    for name, label in DATA_FLAGS.items():
+        for path in _listed(flags.get(name)):
+            yield f"- {label}: {publicly(path, 'data')}"
+
+
+def _how(run: RunFacts) -> Iterator[str]:
+    dialect = run.start["dialect"] if run.kind == "ppo" else None
+    if dialect:
+        yield f"Dialect `{dialect['name']}`{_departures(dialect)}.\n"
+    last = run.rows[-1] if run.rows else {}
+    machine = run.start["machine"]
+    yield "| | |\n| --- | --- |"
+    yield f"| steps | {last.get('step', 0) if run.steps is None else run.steps} |"
+    yield f"| {'responses' if dialect else 'examples'} learned from | {last.get('samples', 0)} |"
+    yield f"| ranks | {machine['world_size']}, {machine['accelerator']} |"
+    for name in SHOWN_FLAGS:
+        value = run.start["flags"].get(name)
+        if value not in (None, False) and (value or not name.endswith("lora_dim")):
+            yield f"| `{name}` | {value} |"
+    if dialect:
+        trained = [row for row in run.rows if "objective/kl_coef" in row]
+        for label, name in (("KL coefficient", "kl_coef"), ("KL of a step's responses, nats a response", "kl")):
+            values = [row[f"objective/{name}"] for row in trained if f"objective/{name}" in row]
+            if values:
+                yield f"| {label}, first and last | {values[0]:.4g}, {values[-1]:.4g} |"
+        for name in ("actor_lr", "critic_lr", "ppo_epochs", "mini_batches", "samples_per_prompt"):
+            yield f"| {name} | {dialect[name]} |"
+
+
+def _departures(resolved: Mapping) -> str:
+    """In which fields a run's dialect departs from the one that it names."""
+    try:
+        named = get_dialect(resolved["name"])
+    except UserError:
+        return ", one of the run's own"
+
+    def plain(value: object) -> object:
+        return list(value) if isinstance(value, tuple) else value  # as JSON has it
+
+    changed = [
+        f"`{name}={value}` ({getattr(named, name)})"
+        for name, value in resolved.items()
+        if hasattr(named, name) and plain(getattr(named, name)) != plain(value)
+    ]
+    return f", but (the dialect's in brackets) {', '.join(changed)}" if changed else ", as it is"
+
+
+def _held_out(run: RunFacts, averaged: bool) -> Iterator[str]:
+    """The table of the evaluations before the first step and after the last. averaged: of the averaged weights."""
+    measured = [row for row in run.rows if any(n.startswith("eval/") and not n.endswith(ENDINGS) for n in row)]
+    first = next((row for row in measured if row["step"] == 0), {})
+    last = next((row for row in reversed(measured) if row["step"] > 0), {})
+    if not measured:
+        yield "Not measured."
+        return
+
+    def number(row: Mapping, name: str) -> str:
+        sign = "+" if name.endswith("_change") else ""
+        return with_error(row[name], row.get(f"{name}_se"), sign=sign) if name in row else ""
+
+    other_reward = RunSummary.from_metrics(run.rows).other_reward
+    yield "| | before | after | change |\n| --- | --- | --- | --- |"
+    for label, key in HELD_OUT[run.kind]:
+        before = "" if other_reward and key == "score" else number(first, f"eval/{key}")
+        after = number(last, f"eval/{'ema_' * averaged}{key}")
+        change = "" if averaged else number(last, f"eval/{key}_change")
+        if before or after or change:
+            yield f"| {label} | {before} | {after} | {change} |"
+    yield "\n± is one standard error; a change's is paired, of the differences example by example."
+    if not last:
+        yield "After training nothing was measured yet when this was written."
+
+
+def loading(task: str | None, adapter: bool) -> str:
+    """How a model for this task is loaded, whole or an adapter alone, as Markdown."""
+    if task is None:
+        return CRITIC
+    scores = task == "text-classification"
+    code = (SCORE_BY_ADAPTER if adapter else SCORE) if scores else GENERATE
+    text = f'```python\nFOLDER = "."  # this folder, or its name on the Hub\n{code}\n```'
+    return f"{text}\n\n{PADDING}" if scores else text
+
+
+def _limits(run: RunFacts, role: str) -> Iterator[str]:
+    if run.kind == "ppo":
+        yield (
+            "Scores are of this run's own reward, in its own units: they compare with this table alone, and a policy "
+            "that is trained on a reward finds what the reward is wrong about."
+        )
+        for finding in RunSummary.from_metrics(run.rows).findings:
+            if finding.severity != FINE:
+                yield f"The run's health report: {finding.seen}."
+    if role == "reward":
+        yield "It was trained and judged on one kind of pairs; how it scores other texts was not measured."
+    yield "Held-out rows are of the same source as the training data."
+    yield "The licence and the limits of the model and data that it began with are its own, too. None is given here."
+
+
+def _made_with(versions: Mapping[str, str | None], git: Mapping | None) -> str:
+    versions = dict(versions)
+    own = f"four-engine-rlhf {versions.pop('four-engine-rlhf', None) or 'not installed'}"
+    commit = f", commit {git['commit']}{' with changes of its own' if git['dirty'] else ''}" if git else ""
+    return f"{own}{commit}; {', '.join(f'{name} {version}' for name, version in versions.items() if version)}"
+
+
+def _listed(value: str | Sequence[str] | None) -> list[str]:
+    return [value] if isinstance(value, str) else list(value or [])
+
+
+# Names on the Hub. A run's flags have absolute paths for all that stands on the disk
+# (training/config/flags.py), so that what could be a name on the Hub is one.
+_NAME = re.compile(r"\w[\w.-]{0,95}(/\w[\w.-]{0,95})?")
+
+
+def is_hub_name(given: str) -> bool:
+    """Whether a model's or data set's value of a run's flags is a name on the Hub."""
+    found = _NAME.fullmatch(given) is not None and given != DEEPSPEED_CHAT_FILES
+    return found and not given.removesuffix(".gz").removesuffix(".zst").endswith(DATA_ENDINGS)
+
+
+def hub_names(given: Iterable[str], known: Mapping[str, str] | None = None) -> list[str]:
+    """Those that are names on the Hub, each once; for a folder that is `known` by a name, that."""
+    names = [(known or {}).get(path, path) for path in given]
+    return list(dict.fromkeys(name for name in names if is_hub_name(name)))
+
+
+def publicly(given: str, what: str, known: Mapping[str, str] | None = None) -> str:
+    """What may be said of a model or (`what` "data") a data set, in Markdown."""
+    if is_hub_name(given):
+        return f"[{given}](https://huggingface.co/{'datasets/' if what == 'data' else ''}{given})"
+    if known and given in known:
+        name = known[given]
+        return f"a local {what}, not on the Hub, which began as [{name}](https://huggingface.co/{name})"
+    return f"{'local files' if what == 'data' else f'a local {what}'}, not on the Hub"
+
+
+def known_names(paths: Iterable[str | None]) -> dict[str, str]:
+    """By path, the Hub's name of what a model on the disk began as, where the card says so that this program wrote."""
+    found = {}
+    for path in paths:
+        if path is None or is_hub_name(path):
+            continue
+        with contextlib.suppress(OSError, UserError, ValueError):
+            name = base_of(path, "model")
+            if name == path and _SIGNED.search(text := read_text(Path(path) / CARD)):
+                name = huggingface_hub.ModelCard(text).data.to_dict().get("base_model")
+            if isinstance(name, str) and is_hub_name(name):
+                found[path] = name
+    return found
+
+
+# Cards beside saved models.
+_SIGNED = re.compile(r"<!-- card of four-engine-rlhf ([0-9a-f]{64}): .* -->\n\Z")
+
+
+def signed(text: str) -> str:
+    """A card's text with the line by which it is known as made by the program."""
+    return f"{text}\n<!-- card of four-engine-rlhf {_digest(text)}: a later save replaces it, if nobody edits it -->\n"
+
+
+def is_edited(path: Path) -> bool:
+    """Whether a README.md stands there that is not, or not any more, as this program wrote it. Raises: OSError."""
+    if not path.is_file():
+        return False
+    text = path.read_bytes().decode(errors="replace")
+    found = _SIGNED.search(text)
+    return found is None or found[1] != _digest(text[: found.start() - 1])
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode(errors="replace")).hexdigest()
+
+
+def add_card(folder: Path, output_dir: Path, name: str, steps: int | None = None) -> None:
+    """Write the card of the model that the run in `output_dir` saves as `name` into `folder`.
+
+    steps: of a model that is exported from the checkpoint after so many. Where no run.json tells of its run (the
+    checkpoint was moved, say), it has no card, and that is said.
+    """
+    with _failures_noted(folder if steps is not None else output_dir / name):
+        if (run := RunFacts.read(output_dir, steps)) is not None:
+            write_whole(folder / CARD, signed(model_card(run, name)))
+        elif steps is not None:
+            print(f"no model card: {output_dir / RUN_FILE}, which tells of the run, is not there", file=sys.stderr)
+
+
+def add_merge_card(folder: Path, source: Mapping) -> None:
+    """The same for a merged model; source: what its note says of where it comes from."""
+    with _failures_noted(folder):
+        known = known_names([source["sft"], *source["trained"]])
+        text = merge_card(source, versions(), git_state(Path(__file__).parent), known)
+        write_whole(folder / CARD, signed(text))
+
+
+def renew_cards(output_dir: Path, saved: Mapping[str, Path]) -> None:
+    """Write the cards of saved models once more, with what was measured since; one that was edited stays (one process
+    calls this)."""
+    for name, folder in saved.items():
+        with _failures_noted(folder):
+            if (folder / CARD).is_file() and not is_edited(folder / CARD):
+                add_card(folder, output_dir, name)
+
+
+@contextlib.contextmanager
+def _failures_noted(model: Path) -> Iterator[None]:
+    """Note a card that cannot be made, and go on: hours of training stand against a page of text."""
+    try:
+        yield
+    except Exception as error:  # of what a file holds, too
+        note_unwritten(f"the model card {model / CARD}", error)
+
+
+# The upload.
 
 UPLOADED = ("actor", "actor_adapter", ".", "adapter")
 """The folder that is uploaded: the first of these that was saved, the whole model before the adapter."""
@@ -51,7 +541,7 @@ def check_hub(args: HubFlags) -> None:
         user = api.whoami()["name"]
         with contextlib.suppress(RepositoryNotFoundError):
             if _is_public(api, args):
-                raise UserError(f"{given}: {_public(args)}")
+                raise UserError(f"{given}: {_public_refusal(args)}")
     except UserError:
         raise
     except Exception as error:  # the HTTP library's own kinds too, whichever that is
@@ -79,7 +569,7 @@ def push(args: HubFlags, saved: Mapping[str, Path]) -> None:
                 files = Written.read(output_dir).models.get(name)
                 if not files:
                     raise NotUploaded(f"{output_dir / WRITTEN_FILE} does not say which files are the model's")
-                again = f" To try again:\n  {command(args, folder, files)}"
+                again = f" To try again:\n  {upload_command(args, folder, files)}"
                 print(f"uploaded: {upload(args, folder, files)}", flush=True)
             except Exception as error:  # the HTTP library's own kinds, the Hub's, a file that cannot be read
                 _say(f"WARNING: the model was not uploaded ({one_line(error)}). It is saved in {folder}.{again}")
@@ -97,7 +587,7 @@ def upload(args: HubFlags, folder: Path, files: list[str]) -> str:
     api = huggingface_hub.HfApi(endpoint=huggingface_hub.constants.ENDPOINT)
     address = api.create_repo(str(args.hub_model_id), private=args.hub_private, exist_ok=True)
     if _is_public(api, args):
-        raise NotUploaded(_public(args))
+        raise NotUploaded(_public_refusal(args))
     api.upload_folder(
         repo_id=str(args.hub_model_id),
         folder_path=folder,
@@ -111,11 +601,11 @@ def _is_public(api: huggingface_hub.HfApi, args: HubFlags) -> bool:
     return args.hub_private and not api.model_info(str(args.hub_model_id)).private
 
 
-def _public(args: HubFlags) -> str:
+def _public_refusal(args: HubFlags) -> str:
     return f"{args.hub_model_id} is there and public. Give another name, or --hub_private false."
 
 
-def command(args: HubFlags, folder: Path, files: list[str]) -> str:
+def upload_command(args: HubFlags, folder: Path, files: list[str]) -> str:
     """The command line of the Hub's own program that uploads the same."""
     words = ["hf", "upload", str(args.hub_model_id), str(folder), "."]
     words += ["--private" if args.hub_private else "--no-private"]

@@ -14,8 +14,7 @@ import traceback
 from types import TracebackType
 
 from engine.errors import UserError
-from training.runtime.environment import of_srun, on_several_hosts
-from training.runtime.terminal import print_line, write_error_file
+from training.runtime.environment import of_srun, on_several_hosts, print_line, write_error_file
 
 
 def tell_all_hosts(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -45,7 +44,7 @@ def tell_all_hosts(kind: type[BaseException], error: BaseException, trace: Trace
     if printed:
         print_line(message)
     with contextlib.suppress(ImportError):
-        from training.runtime.joining import MeetingPoint  # which needs torch
+        from training.runtime.agreement import MeetingPoint  # which needs torch
 
         printed = MeetingPoint(environment).announce(message, 2) or printed  # by rank 0, where it is reached
     if not printed:

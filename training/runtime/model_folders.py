@@ -25,10 +25,10 @@ from engine.models.saving import adapter_holds_all, adapter_state, merged_state,
 from engine.whole_files import PARTIAL, exchange, remove_folder, sync_tree
 from engine.zero.engines import TrainedModel
 from engine.zero.gathering import full_numel, lent_state
-from training.reporting.model_card import CARD, add_card, is_edited
-from training.reporting.run_record import RUN_FILE, record_models
+from training.reporting.records import RUN_FILE, record_models
 from training.runtime import output_folder
-from training.runtime.unwritten import going_on, note, reason_of
+from training.runtime.hub import CARD, add_card, is_edited
+from training.runtime.stopping import note_unwritten, reason_of, unwritten_noted
 
 ROOM = 1.1  # of the disk's free space to the size of merged models that are to be written without being asked for
 PATIENCE, INTERVAL = 600.0, 10.0  # seconds that a save waits for space, and between two tries
@@ -137,7 +137,7 @@ def _save_somewhere(write: Callable[[Path], None], output_dir: Path, name: str, 
             _replace(write, output_dir, name)
             return output_dir / name
         except OSError as error:
-            note(f"{output_dir / name} ({size / 1e6:,.1f} MB)", error)
+            note_unwritten(f"{output_dir / name} ({size / 1e6:,.1f} MB)", error)
             failed = error
         for folder in dict.fromkeys((Path(tempfile.gettempdir()), Path.home(), Path.cwd())):
             other = folder / f"trained_model_{uuid.uuid4().hex[:8]}" / (output_dir.name if name == "." else name)
@@ -210,7 +210,7 @@ def finish(output_dir: Path, saved: dict[str, Path], step: int, kept: Iterable[s
     if not distributed.is_main():
         return
     if all(place == output_dir / name for name, place in saved.items()):
-        with going_on(output_dir):
+        with unwritten_noted(output_dir):
             output_folder.remove_other_models(output_dir, {*saved, *kept})
-    with going_on(output_dir / RUN_FILE):
+    with unwritten_noted(output_dir / RUN_FILE):
         record_models(output_dir, saved, step)

@@ -41,16 +41,14 @@ from engine.errors import RunStopped, SharedError, UserError, shown_command
 from engine.files import parsed_json, read_text, without_links
 from engine.models.places import base_of, is_adapter
 from engine.whole_files import OLD, PARTIAL, remove_folder, restored, sync, write_whole
-from training.checkpoints.files import AUTO, CHECKPOINTS, MANIFEST, files_in, points_in
+from training.checkpoints.files import AUTO, CHECKPOINTS, MANIFEST, files_in, holds_point, points_in
 from training.config.flags import RunFlags
-from training.reporting.metrics_file import METRICS_FILE
-from training.reporting.profiling import PROFILE
-from training.reporting.run_record import RUN_FILE
-from training.reporting.sinks import MetricWriter
-from training.reporting.views import View
+from training.reporting.records import METRICS_FILE, RUN_FILE
+from training.reporting.sinks import MetricWriter, View
+from training.reporting.step_metrics import PROFILE
 from training.runtime.agreement import checked
 from training.runtime.processes import start_of, this_machine
-from training.runtime.unwritten import reason_of
+from training.runtime.stopping import reason_of
 
 LOCK_FILE = "run.lock"
 REFRESHED, STALE = 15.0, 300.0  # seconds
@@ -272,7 +270,11 @@ def check_shared(output_dir: str) -> None:
         if problem:
             ranks.setdefault((host, own, problem), []).append(rank)
     if ranks:
-        (writer, written, _), told = found[0], [_told(*where, numbers) for where, numbers in ranks.items()]
+        writer, written, _ = found[0]
+        told = []  # "node-b (8 ranks, 8 to 15), which looks in /out, does not see that"
+        for (host, own, problem), having in ranks.items():
+            numbers = f"rank {having[0]}" if len(having) == 1 else f"{len(having)} ranks, {having[0]} to {having[-1]}"
+            told.append(f"{host} ({numbers}), which looks in {own}, {problem}")
         more = f"; and {len(told) - SHOWN_HOSTS} more" if len(told) > SHOWN_HOSTS else ""
         raise SharedError(
             f"--output_dir {output_dir} is not one folder for all ranks. Rank 0 on {writer} writes in {written}; "
@@ -295,16 +297,10 @@ def _problem(folder: Path, token: str) -> str:
     return ""
 
 
-def _told(host: str, folder: str, problem: str, ranks: list[int]) -> str:
-    """ "node-b (ranks 8 to 15), which looks in /out, does not see that"."""
-    numbers = f"rank {ranks[0]}" if len(ranks) == 1 else f"{len(ranks)} ranks, {ranks[0]} to {ranks[-1]}"
-    return f"{host} ({numbers}), which looks in {folder}, {problem}"
-
-
 WRITTEN_FILE = "written.json"
 POINTS = "checkpoints/step_*"
 """Restart points are known by what they hold, since they are renamed when they are set aside."""
-OWN_FILES = (WRITTEN_FILE, "run.lock")
+OWN_FILES = (WRITTEN_FILE, LOCK_FILE)
 COMPLETE = "model.complete"  # a whole model on its way to the output folder itself; see model_folders.py
 KEPT = ".kept"  # the ending that a user's file gets which has a name that the run writes
 PRETRAINED = ("critic_pretrained", "critic_pretrained_adapter")
@@ -550,7 +546,7 @@ def is_point(path: Path) -> bool:
         return False
     if re.fullmatch(r"step_-?\d+(\.\w+)?", path.name) is None:
         return False
-    return path.suffix == PARTIAL or any((path / name).is_file() for name in ("trainer_state.json", MANIFEST))
+    return path.suffix == PARTIAL or holds_point(path)
 
 
 def kept_place(path: Path) -> Path:

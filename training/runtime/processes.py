@@ -1,12 +1,81 @@
-"""What the kernel says of processes: whose numbers mean the same, one's state and beginning, and whether the launchers
-that have started this one are still there."""
+"""What is known of processes: where this one is in its run, and what the kernel says of it and of others.
 
+`place` has the phase, since when, and the step, for messages about this process, and how long phases took. The kernel
+says whose process numbers mean the same, what state a process is in and when it began, and whether the launchers that
+have started this one are still there.
+"""
+
+import contextlib
 import os
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
+
+OUTSIDE = "outside of training"
+# Phases in which one rank may be busy for as long as it takes, while the others wait for it.
+# Normalising, ranks sample responses apart.
+ALONE = (
+    OUTSIDE,
+    "reading data",
+    "loading models",
+    "writing a restart point",
+    "normalising",
+    "saving models",
+    "uploading",
+)
+
+
+@dataclass
+class Place:
+    """step: the one being trained, from 1; 0 before. since: by time.time(). changed: called with each new phase."""
+
+    phase: str = OUTSIDE
+    step: int = 0
+    since: float = field(default_factory=time.time)
+    changed: Callable[[], None] = field(default=lambda: None)
+    _seconds: dict[str, float] = field(default_factory=dict)
+    _counted: float = field(default_factory=time.monotonic)
+
+    def enter(self, phase: str) -> None:
+        """Go on with a phase."""
+        self._count()
+        self.phase, self.since = phase, time.time()
+        self.changed()
+
+    def take_seconds(self) -> dict[str, float]:
+        """Seconds of each phase since the last call, or since the process began; they add up to all that have passed.
+
+        Time in a phase within another one is the inner one's.
+        """
+        self._count()
+        taken, self._seconds = self._seconds, {}
+        return taken
+
+    def _count(self) -> None:
+        now = time.monotonic()
+        self._seconds[self.phase] = self._seconds.get(self.phase, 0.0) + now - self._counted
+        self._counted = now
+
+
+# Counted from when this process began, by time.monotonic(): its imports are part of the run.
+place = Place(_counted=time.monotonic() - max(0.0, time.time() - psutil.Process().create_time()))
+"""This process's."""
+
+
+@contextlib.contextmanager
+def phase(name: str) -> Iterator[None]:
+    """Name what the block does; what was done before goes on behind it."""
+    before = place.phase
+    place.enter(name)
+    try:
+        yield
+    finally:
+        place.enter(before)
+
 
 RUNNERS = ("deepspeed", "ds", "deepspeed.launcher.runner", "runner.py")
 PER_NODE = "deepspeed.launcher.launch"

@@ -19,23 +19,20 @@ from training.config.step3 import RLHFFlags
 from training.critic_pretraining import CriticPretraining
 from training.group_sampling import PromptFeed
 from training.ppo_trainer import PPOTrainer, StepReport
-from training.reporting import views
 from training.reporting.evaluation import Evaluator, sample_rows, write_rows
-from training.reporting.metrics_file import METRICS_FILE, read_metrics
-from training.reporting.model_card import renew_cards
-from training.reporting.plot import plot_curves
-from training.reporting.run_record import RUN_FILE, write_run_record
+from training.reporting.guards import conclude, of_ppo
+from training.reporting.records import METRICS_FILE, RUN_FILE, read_metrics, write_run_record
+from training.reporting.sinks import PPO_VIEW, averaged_view
 from training.reporting.standard_errors import comparable_scores
 from training.reporting.step_metrics import distributions
-from training.reporting.summary import RunSummary, summary_text
-from training.reporting.verdict import conclude, of_ppo
+from training.reporting.summary import RunSummary, plot_curves, summary_text
 from training.runtime import model_folders, output_folder, stopping
-from training.runtime.hub import push
+from training.runtime.hub import push, renew_cards
 from training.runtime.models import PRETRAINING_RECORD
 from training.runtime.output_folder import open_writer
-from training.runtime.phases import phase, place
 from training.runtime.plan import Plan
-from training.runtime.unwritten import check_all_written, going_on
+from training.runtime.processes import phase, place
+from training.runtime.stopping import check_all_written, unwritten_noted
 
 SCORE = "eval/score"
 
@@ -50,7 +47,7 @@ class Session:
         self.own_tokenizer = args.read_tokenizer(args.actor_model_name_or_path, "--actor_model_name_or_path")
         self.owed: dict | None = plan.resume.state.get(OWED) if plan.resume else None
         logged = trainer.steps_done - (self.owed is not None)
-        self.view = views.averaged(views.PPO) if self.models.ema is not None else views.PPO
+        self.view = averaged_view(PPO_VIEW) if self.models.ema is not None else PPO_VIEW
         self.writer = open_writer(
             args,
             total_steps=plan.last_step,
@@ -84,7 +81,7 @@ class Session:
     def begin(self) -> None:
         """Settings into run.json and TensorBoard."""
         flags, dialect = self.args.as_dict(), dataclasses.asdict(self.plan.dialect)
-        with going_on(self.output_dir / RUN_FILE):
+        with unwritten_noted(self.output_dir / RUN_FILE):
             write_run_record(
                 self.output_dir,
                 flags=flags,
@@ -173,7 +170,7 @@ class Session:
     def write_samples(self, name: str, rows: list[dict]) -> None:
         """Write held-out samples into a file of this name; a run goes on where that cannot be done."""
         path = f"samples/{name}.jsonl"
-        with going_on(self.output_dir / path):
+        with unwritten_noted(self.output_dir / path):
             if distributed.is_main():
                 output_folder.announce(self.output_dir, path)
                 write_rows(self.output_dir / path, rows)
@@ -215,9 +212,9 @@ class Session:
             self.saved |= self.save_models()
         if distributed.is_main():
             metrics, curves = self.output_dir / METRICS_FILE, self.output_dir / "curves.png"
-            with going_on(curves):
+            with unwritten_noted(curves):
                 plot_curves(metrics, curves)
-            with going_on("the summary"):
+            with unwritten_noted("the summary"):
                 summary = RunSummary.from_metrics(
                     read_metrics(metrics),
                     since=self.writer.take_time(),
@@ -307,7 +304,7 @@ def _save(session: Session, pretraining: CriticPretraining, metrics: dict[str, f
         **metrics,
     }
     for name, folder in saved.items():
-        with going_on(folder / PRETRAINING_RECORD):
+        with unwritten_noted(folder / PRETRAINING_RECORD):
             output_folder.list_model(output_dir, name, [PRETRAINING_RECORD])
             write_whole(folder / PRETRAINING_RECORD, json.dumps(record, indent=2) + "\n")
     explained = metrics.get("critic_pretrain/explained_variance")

@@ -26,11 +26,11 @@ from training.config.flags import RunFlags, make_paths_absolute
 from training.config.parsing import parse_flags
 from training.reporting.sample_tables import visible
 from training.reporting.sinks import check_wandb
-from training.runtime import environment, output_folder, stopping, unwritten
-from training.runtime.joining import USER_ERROR, MeetingPoint, from_here
+from training.runtime import environment, output_folder, stopping
+from training.runtime.agreement import USER_ERROR, MeetingPoint, from_here
+from training.runtime.environment import flush_all, keep_printing, print_line, write_error_file
 from training.runtime.output_folder import check_output_dirs
-from training.runtime.phases import phase
-from training.runtime.terminal import flush_all, keep_printing, print_line, write_error_file
+from training.runtime.processes import phase
 from training.runtime.watch import ENDED_EARLY, JOINING, STOPPED, Watch, watching
 
 COLLECTIVES = 7 * 24 * 60.0  # minutes, of a collective call: those that hang are ended by the watch, which knows more
@@ -43,7 +43,7 @@ def run(main: Callable, arguments_class: type, description: str, argv: Sequence[
     once: by rank 0, or by the rank that it befell alone.
     """
     try:
-        unwritten.forget()
+        stopping.forget_unwritten()
         _leave_stdin()
         keep_printing()
         quiet_libraries()
@@ -51,12 +51,12 @@ def run(main: Callable, arguments_class: type, description: str, argv: Sequence[
         os.environ.update(environment.of_srun(os.environ))
         environment.check_launch()
     except UserError as error:
-        return _told(error)
+        return _print_error(error)
     try:
         args = _parse(arguments_class, sys.argv[1:] if argv is None else argv, description)
         make_paths_absolute(args)
     except UserError as error:
-        return _told_to_all(error)
+        return _print_error_on_all_hosts(error)
     try:
         if not args.dry_run:
             environment.check_port()
@@ -75,7 +75,7 @@ def run(main: Callable, arguments_class: type, description: str, argv: Sequence[
 
             return preflight.run(args)
     except UserError as error:
-        return _told(error)
+        return _print_error(error)
     try:
         with watching(args.grace_seconds, args.timeout_minutes) as watch:
             return _in_group(main, args, watch)
@@ -86,11 +86,14 @@ def run(main: Callable, arguments_class: type, description: str, argv: Sequence[
 def _in_group(main: Callable, args: RunFlags, watch: Watch) -> int:
     """Join the process group and call `main(args)`; no end but the run's own passes for success."""
     from engine.zero.communication import init
-    from training.tools.preflight import preflight
 
+    exchange = None
     try:
         with phase(JOINING):
-            exchange = preflight.agree(args)
+            if environment.on_several_hosts():
+                from training.tools.preflight import preflight
+
+                exchange = preflight.agree(args)
             init(COLLECTIVES)
             watch.join()
             del exchange  # which served the others until all have joined
@@ -103,7 +106,7 @@ def _in_group(main: Callable, args: RunFlags, watch: Watch) -> int:
     except SharedError as error:
         stopping.let_through()  # a launcher that ends the ranks behind the first to go does not change why they end
         watch.leave(USER_ERROR)
-        return _told(error)
+        return _print_error(error)
     except UserError as error:
         watch.tell(visible(str(error)), USER_ERROR)
         return USER_ERROR
@@ -146,7 +149,7 @@ def _parse(arguments_class: type, argv: Sequence[str], description: str):
         raise SharedError(str(error)) from None  # all ranks were given the same flags
 
 
-def _told(error: UserError) -> int:
+def _print_error(error: UserError) -> int:
     """Print a mistake once, by rank 0 or the rank that it befell alone; returns the exit code."""
     if os.environ.get("RANK", "0") == "0" or not isinstance(error, SharedError):
         text = visible(str(error))
@@ -158,14 +161,14 @@ def _told(error: UserError) -> int:
     return USER_ERROR
 
 
-def _told_to_all(error: UserError) -> int:
+def _print_error_on_all_hosts(error: UserError) -> int:
     """Print a mistake in flags; of a run on several hosts the ranks that do not have it, since a file that a flag names
     is on their host, hear of it where all are to meet. Returns the exit code."""
     if not environment.on_several_hosts() or not os.environ.get("MASTER_ADDR") or not os.environ.get("MASTER_PORT"):
-        return _told(error)
+        return _print_error(error)
     text = visible(str(error))
     if os.environ["RANK"] == "0":
-        _told(error)
+        _print_error(error)
         MeetingPoint().announce(f"error: {text}", USER_ERROR)
     elif not MeetingPoint().announce(f"error: {from_here(text)}", USER_ERROR):
         print_line(f"error: {from_here(text)}")

@@ -1,5 +1,4 @@
-"""How a run ends before its time: requests to end, what asks and when it is followed; and what a run says that stops
-when its models are saved already.
+"""How a run ends: requests to end before its time, and what is told at its end.
 
 TERM, HUP, one INT (Ctrl-C) and a launcher that has gone ask the run to finish its step, save and end within
 --grace_seconds; USR1 asks the same without haste. A second INT ends the process at once. The ranks agree on a request
@@ -9,10 +8,15 @@ A request is followed
     at once         before the first step, when there is nothing to save: the process ends
     at a border     while training: `agreed()` is true on all ranks from the next border on
     not any more    while the finished models are being saved: that is let through
+
+What a run could not write, and went on without, is told at once, and once more at its end, which then is no success. A
+run that stops when its models are saved already says where they are.
 """
 
 import contextlib
+import errno
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -22,7 +26,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from engine import distributed
-from engine.errors import EndedEarly, RunStopped
+from engine.errors import EndedEarly, RunStopped, UserError
 
 
 class Reason(IntEnum):
@@ -162,7 +166,7 @@ def end_early(reason: Reason, step: int, last_step: int, point: Path | None) -> 
 
 
 @contextlib.contextmanager
-def models_told(saved: Mapping[str, Path]) -> Iterator[None]:
+def saved_models_named(saved: Mapping[str, Path]) -> Iterator[None]:
     """Have what goes wrong in this block say where the trained models are, where `saved` holds any by then.
 
     Raises: RunStopped for a stop, for an error of the system (a full disk) and for an exit from within; another
@@ -183,3 +187,46 @@ def models_told(saved: Mapping[str, Path]) -> Iterator[None]:
 
 def _where(saved: Mapping[str, Path]) -> str:
     return "Training was done by then, and its models are saved: " + ", ".join(map(str, saved.values())) + "."
+
+
+_noted: dict[str, str] = {}
+
+
+def reason_of(error: BaseException) -> str:
+    """Why something could not be written, in words; a full disk's with the space that is left."""
+    words = getattr(error, "strerror", None) or str(error) or type(error).__name__
+    return f"{words}: free some space" if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) else words
+
+
+def note_unwritten(what: str | Path, error: BaseException) -> None:
+    """Print, once for each `what`, that it cannot be written and that the run goes on."""
+    if str(what) not in _noted:
+        _noted[str(what)] = reason_of(error)
+        print(f"WARNING: {what} cannot be written ({reason_of(error)}). The run goes on.", file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def unwritten_noted(what: str | Path) -> Iterator[None]:
+    """Note what cannot be written in this block, or read back, and go on behind it."""
+    try:
+        yield
+    except (OSError, UserError) as error:
+        note_unwritten(what, error)
+
+
+def note_written(what: str | Path) -> None:
+    """Take back a note: what was missing stands there by now."""
+    if _noted.pop(str(what), None) is not None:
+        print(f"{what} could be written again; nothing of it is missing.", file=sys.stderr, flush=True)
+
+
+def forget_unwritten() -> None:
+    """Begin a run in which everything could be written so far."""
+    _noted.clear()
+
+
+def check_all_written() -> None:
+    """Raise RunStopped on all ranks, with a list, if rank 0 could not write something (all ranks call this)."""
+    missing = distributed.broadcast_object("; ".join(f"{what} ({reason})" for what, reason in _noted.items()))
+    if missing:
+        raise RunStopped(f"the run came to its end, but not all of it is on the disk: {missing}.")

@@ -17,12 +17,11 @@ from collections.abc import Iterator
 
 from engine import distributed
 from training.runtime import output_folder
+from training.runtime.agreement import USER_ERROR, MeetingPoint, from_here
+from training.runtime.environment import print_line, write_error_file
 from training.runtime.heartbeats import EVERYWHERE, Monitor, Reporter, Verdict, meeting_address
-from training.runtime.joining import USER_ERROR, MeetingPoint, from_here
-from training.runtime.phases import place
-from training.runtime.processes import Launchers, is_another_rank
+from training.runtime.processes import Launchers, is_another_rank, place
 from training.runtime.stopping import SIGNALS, Followed, Reason, StopRequest, listening
-from training.runtime.terminal import print_line, write_error_file
 
 SECONDS = 1.0  # between looks
 LAST_LOOK = 3.0  # seconds that a request waits before the first step: another rank's end may be what brought it
@@ -83,7 +82,7 @@ class Watch:
         if host == EVERYWHERE:
             host = "127.0.0.1" if distributed.is_main() else own
         self.reporter = Reporter(distributed.rank(), (host, port), key)
-        place.told = self._say_place
+        place.changed = self._say_place
 
     def _say_place(self) -> None:
         """Say where this rank is at once, and not with the next look."""
@@ -118,7 +117,7 @@ class Watch:
     def stop(self) -> None:
         """End the thread."""
         self._stopped.set()
-        place.told = lambda: None
+        place.changed = lambda: None
         if threading.current_thread() is threading.main_thread():
             signal.set_wakeup_fd(self._wakeup_before)
         self._wake.send(b"\0")

@@ -1,17 +1,33 @@
-"""Which code computes attention: that it is what was asked for wherever a model is made, and what is refused early."""
+"""Which code computes attention: that it is what was asked for wherever a model is made, and what is refused early.
+Sequences without padding: log-probs, values and gradients are those of padded ones, for less arithmetic.
+"""
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import (
+    AttentionInterface,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+)
 
 from engine.engine_spec import EngineSpec
-from engine.errors import UserError
+from engine.errors import SharedError, UserError
+from engine.experience import position_ids
 from engine.memory.blueprint import blueprints
-from engine.models import attention as module
-from engine.models.attention import IMPLEMENTATIONS, Attention
+from engine.models import attention as attention_module
+from engine.models.attention import BY_ROW, IMPLEMENTATIONS, Attention, PackedRows
 from engine.models.hydra import load_hydra
-from engine.models.loading import empty_like, load_policy, load_scorer, new_scorer
+from engine.models.loading import check_rows, empty_like, load_policy, load_scorer, new_scorer
+from engine.models.lora import LoraSpec
 from engine.models.reading import CLASSIFIER, LANGUAGE_MODEL
-from scripts.harness.models import PAD, make_causal_lm, make_scorer
+from engine.models.trunk import ScoringRole, make_trunk
+from engine.rollout.families import takes_slot_masks
+from scripts.harness.models import PAD, VOCABULARY, make_causal_lm, make_config, make_scorer, save_random
+from tests.fake_flash import FakeFlash
 
 EAGER = Attention("eager")
 
@@ -68,10 +84,10 @@ def test_kernels_of_gpus_are_refused_on_cpus(tmp_path, kernel):
 
 def test_flash_attention_is_refused_where_it_is_not_installed_or_the_dtype_is_not_its(tmp_path, monkeypatch):
     path = make_causal_lm(tmp_path / "sft", "llama")
-    monkeypatch.setattr(module, "on_gpu", lambda: True)
+    monkeypatch.setattr(attention_module, "on_gpu", lambda: True)
     with pytest.raises(UserError, match="the package flash-attn is not installed"):
         Attention("flash_attention_2").check(path, LANGUAGE_MODEL, "bf16", "--actor")
-    monkeypatch.setattr(module.import_utils, "is_flash_attn_2_available", lambda: True)
+    monkeypatch.setattr(attention_module.import_utils, "is_flash_attn_2_available", lambda: True)
     with pytest.raises(UserError, match="computes in fp16 or bf16, and this run in fp32"):
         Attention("flash_attention_2").check(path, LANGUAGE_MODEL, "fp32", "--actor")
     Attention("flash_attention_2").check(path, LANGUAGE_MODEL, "bf16", "--actor")
@@ -79,14 +95,14 @@ def test_flash_attention_is_refused_where_it_is_not_installed_or_the_dtype_is_no
 
 def test_flash_attention_is_refused_on_gpus_that_it_has_no_kernels_for(tmp_path, monkeypatch):
     path = make_causal_lm(tmp_path / "sft", "llama")
-    monkeypatch.setattr(module, "on_gpu", lambda: True)
-    monkeypatch.setattr(module.import_utils, "is_flash_attn_2_available", lambda: True)
-    monkeypatch.setattr(module, "capability", lambda: (7, 0))  # V100
+    monkeypatch.setattr(attention_module, "on_gpu", lambda: True)
+    monkeypatch.setattr(attention_module.import_utils, "is_flash_attn_2_available", lambda: True)
+    monkeypatch.setattr(attention_module, "capability", lambda: (7, 0))  # V100
     with pytest.raises(UserError, match="of compute capability 8.0 and newer, and this one has 7.0. Leave it out"):
         Attention("flash_attention_2").check(path, LANGUAGE_MODEL, "fp16", "--actor")
     for usual in ("auto", "sdpa", "eager"):
         Attention(usual).check(path, LANGUAGE_MODEL, "fp16", "--actor")
-    monkeypatch.setattr(module, "capability", lambda: (8, 0))
+    monkeypatch.setattr(attention_module, "capability", lambda: (8, 0))
     Attention("flash_attention_2").check(path, LANGUAGE_MODEL, "fp16", "--actor")
 
 
@@ -107,3 +123,205 @@ def test_all_implementations_can_be_named():
         "flash_attention_3",
         "flex_attention",
     }
+
+
+PADDED, PACKED = Attention("sdpa"), Attention("sdpa", "packed")
+LENGTHS = [8, 96, 40, 17, 64, 9, 81, 30]  # tokens of each row, half of them the response's
+
+
+def ragged(lengths: list[int]) -> tuple[Tensor, Tensor, int]:
+    """(sequences, attention mask, response width): prompts padded on the left, responses on the right."""
+    width = max(-(-length // 2) for length in lengths), max(length // 2 for length in lengths)
+    mask = torch.zeros(len(lengths), sum(width), dtype=torch.int64)
+    for row, length in enumerate(lengths):
+        mask[row, width[0] - -(-length // 2) : width[0] + length // 2] = 1
+    generator = torch.Generator().manual_seed(3)
+    return torch.randint(4, VOCABULARY, mask.shape, generator=generator) * mask, mask, width[1]
+
+
+def long_model(folder, family: str, scorer: bool = False) -> str:
+    """A model with as many positions as the longest row has tokens, and no more."""
+    config = make_config(family)
+    config.max_position_embeddings, config.num_labels = max(LENGTHS), 1
+    kind = AutoModelForSequenceClassification if scorer else AutoModelForCausalLM
+    return save_random(kind.from_config(config), folder)
+
+
+def computed(policy, scorer, **how) -> dict[str, Tensor]:
+    """What a policy and a scorer say of ragged rows where it counts, and the gradients of a loss on it, by name."""
+    sequences, mask, width = ragged(LENGTHS)
+    counted = mask[:, -width:].float()
+    weights = torch.rand(counted.shape, generator=torch.Generator().manual_seed(4)) * counted
+    given = sequences, mask, position_ids(mask)
+    logprobs, entropy = policy(*given, response_length=width, temperature=0.7, with_entropy=True, **how)
+    values = scorer(*given)[:, -width - 1 : -1]
+    (((logprobs + values) * weights).sum() / counted.sum()).backward()
+    found = {"logprobs": logprobs * counted, "entropy": entropy * counted, "values": values * counted}
+    for kind, module in (("policy", policy), ("scorer", scorer)):
+        found |= {f"{kind} {name}": p.grad for name, p in module.named_parameters() if p.grad is not None}
+    return found
+
+
+def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert list(found) == list(expected) and len(found) > 20
+    for name, tensor in expected.items():
+        assert (tensor - found[name]).abs().max() <= 1e-5 * tensor.abs().max().clamp(min=1.0), name
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "opt"])
+def test_gradients_of_ragged_rows_are_those_of_padded_ones_for_half_the_arithmetic(tmp_path, family):
+    paths = long_model(tmp_path / "sft", family), long_model(tmp_path / "rm", family, scorer=True)
+    found, arithmetic = {}, {}
+    for attention in (PADDED, PACKED):
+        models = [
+            load(path, torch.float32, attention=attention)
+            for load, path in zip((load_policy, load_scorer), paths, strict=True)
+        ]
+        models[0].checkpoint_activations()
+        models[0].train()  # or they are kept
+        with FlopCounterMode(display=False) as flops, sdpa_kernel(SDPBackend.MATH):  # whose products are counted
+            found[attention.packing] = computed(*models)
+        arithmetic[attention.packing] = flops.get_total_flops()
+    assert_equal(found["packed"], found["auto"])
+    # 345 of 768 tokens are real, and 22,807 of 73,728 pairs of tokens stand in one row.
+    assert 22_807 / 73_728 < arithmetic["packed"] / arithmetic["auto"] < 345 / 768
+
+
+def test_what_is_said_of_rows(tmp_path):
+    mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 0], [0, 0, 0, 0, 0], [0, 1, 0, 1, 1]])
+    tokens = torch.arange(20).view(4, 5)
+    rows = PackedRows(mask)
+    assert rows.packed(tokens).tolist() == [[2, 3, 4, 5, 6, 7, 8, 16, 18, 19]]
+    assert rows.padded(rows.packed(tokens)).equal(tokens * mask)
+    assert rows.arguments(BY_ROW) == {"row_lengths": [3, 4, 3]}
+    told = rows.arguments("flash_attention_2")
+    assert told.pop("cu_seq_lens_q").tolist() == told.pop("cu_seq_lens_k").tolist() == [0, 3, 7, 10]
+    assert told == {"max_length_q": 4, "max_length_k": 4}
+    slots, before = rows.predicted(3)
+    assert slots.tolist() == [[0, 1, 1], [1, 1, 0], [0, 0, 0], [0, 0, 1]] and before.tolist() == [0, 1, 4, 5, 8]
+
+
+@pytest.mark.parametrize("name", ["flash_attention_2", "flash_attention_3"])
+def test_transformers_own_support_of_rows_without_padding_is_told_what_it_needs(tmp_path, monkeypatch, name):
+    flash = FakeFlash(monkeypatch)
+    paths = long_model(tmp_path / "sft", "qwen2"), long_model(tmp_path / "rm", "opt", scorer=True)
+
+    def loaded():
+        return load_policy(paths[0], torch.float32), load_scorer(paths[1], torch.float32)
+
+    expected = computed(*loaded())
+    for packs in (False, True):
+        models = loaded()
+        for one in models:
+            one.model.config._attn_implementation = name
+            one.pack(packs)
+        assert_equal(computed(*models), expected)
+    assert flash.calls and set(flash.calls) == {(len(LENGTHS), max(LENGTHS))}
+
+
+def test_only_flash_attention_packs_by_itself():
+    assert [Attention(name).packs for name in ("auto", "sdpa", "eager", "flex_attention")] == [False] * 4
+    assert [Attention(f"flash_attention_{n}").packs for n in (2, 3)] == [True] * 2
+    assert PACKED.packs and not Attention("flash_attention_2", "padded").packs
+
+
+def test_copies_hydras_and_sliding_windows_pack_too(tmp_path):
+    path, reward = make_causal_lm(tmp_path / "sft", "mistral"), make_scorer(tmp_path / "rm", "mistral", offset=0.3)
+    sequences, mask, width = ragged([5, 9, 30])
+    given = sequences, mask, position_ids(mask)
+    counted = mask[:, -width:].bool()
+
+    def said(attention: Attention) -> list[Tensor]:
+        hydra = load_hydra(path, torch.float32, layers=1, attention=attention)
+        scorer = load_scorer(reward, torch.float32, attention=attention)
+        other = load_policy(path, torch.float32, attention=attention)
+        for one in (hydra, scorer, other):
+            one.model.config.sliding_window = 4
+            for part in one.modules():
+                if hasattr(part, "sliding_window"):
+                    part.sliding_window = 4
+        other.direct_head = False  # as of models that change their logits
+        copy = empty_like(scorer, torch.device("cpu"))
+        copy.load_state_dict(scorer.state_dict())
+        assert copy.packs == scorer.packs == hydra.packs == attention.packs
+        policies = [one(*given, response_length=width)[0][counted] for one in (hydra, other)]
+        policies.append(hydra(*given, response_length=width, role="reference")[0][counted])
+        return [*policies, scorer(*given)[mask.bool()], copy(*given)[mask.bool()]]
+
+    for found, expected in zip(said(PACKED), said(PADDED), strict=True):
+        assert torch.allclose(found, expected, atol=1e-5)
+
+
+def test_all_roles_of_a_trunk_with_adapters_pack(tmp_path):
+    path, lora = make_causal_lm(tmp_path, "qwen2"), LoraSpec(dim=4, only=True)
+    sequences, mask, width = ragged([5, 9, 30])
+    given, counted = (sequences, mask, position_ids(mask)), mask[:, -width:].bool()
+    config = make_config("qwen2")
+    config.num_labels, found = 1, {}
+    for attention in (PADDED, PACKED):
+        policy = load_policy(path, torch.float32, merge=False, attention=attention)
+        trunk = make_trunk(policy, lora, {"critic": ScoringRole(config=config, lora=lora)})
+        trained = {name: weight for name, weight in trunk.named_parameters() if weight.requires_grad}
+        for seed, weight in enumerate(trained.values()):
+            weight.data.copy_(0.3 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(seed)))
+        by_role = [trunk(*given, response_length=width, role=role)[0][counted] for role in (None, "reference")]
+        assert (by_role[0] - by_role[1]).abs().max() > 0.1
+        by_role.append(trunk(*given, role="critic")[mask.bool()])
+        by_role[2].mean().backward()
+        gradients = [weight.grad for name, weight in trained.items() if weight.grad is not None]
+        found[trunk.packs] = by_role + gradients
+    assert len(found[True]) == len(found[False]) > 20
+    for packed, padded in zip(found[True], found[False], strict=True):
+        assert torch.allclose(packed, padded, atol=1e-5)
+
+
+def test_padded_rows_and_single_tokens_are_computed_as_without_it(tmp_path):
+    path = make_causal_lm(tmp_path / "sft", "llama")
+    sequences, mask, width = ragged([5, 9, 30])
+    usual, ours = (load_policy(path, torch.float32, attention=attention) for attention in (PADDED, PACKED))
+    ours.pack(False)
+    given = sequences, mask, position_ids(mask)
+    assert ours(*given, response_length=width)[0].equal(usual(*given, response_length=width)[0])
+    assert takes_slot_masks(ours.model)
+
+
+def blind(module, query, key, value, attention_mask, **how):
+    """Attention that looks at padding."""
+    groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    return F.scaled_dot_product_attention(query, key, value, is_causal=True).transpose(1, 2), None
+
+
+def test_a_model_that_attends_to_padding_is_refused(tmp_path):
+    AttentionInterface.register("sdpa_blind", blind)
+    for load, path in (
+        (load_policy, make_causal_lm(tmp_path / "sft", "llama")),
+        (load_scorer, make_scorer(tmp_path / "rm", "llama")),
+    ):
+        module = load(path, torch.float32, attention=Attention("eager"))
+        check_rows(module, module, "actor model")
+        module.model.config._attn_implementation = "sdpa_blind"
+        with pytest.raises(SharedError, match="^actor model: with --attn_implementation sdpa_blind .* attends to pad"):
+            check_rows(module, module, "actor model")
+
+
+def test_a_model_that_is_not_told_of_rows_is_refused(tmp_path):
+    module = load_policy(make_causal_lm(tmp_path / "sft", "llama"), torch.float32, attention=PACKED)
+    module.train()
+    check_rows(module, module, "actor model")
+    assert module.packs and module.training
+    module.packed_inputs = lambda *args: {**type(module).packed_inputs(module, *args), "row_lengths": [13]}
+    with pytest.raises(SharedError, match="^actor model: .* rows without padding otherwise .* --packing padded"):
+        check_rows(module, module, "actor model")
+
+
+@pytest.mark.parametrize(
+    ("family", "attention", "message"),
+    [
+        ("llama", Attention("eager", "packed"), "--packing packed with --attn_implementation eager: .*give sdpa"),
+        ("bloom", Attention("auto", "packed"), "--packing packed: --actor .*'bloom', .* give padded"),
+    ],
+)
+def test_rows_without_padding_are_refused_where_they_cannot_be(tmp_path, family, attention, message):
+    with pytest.raises(UserError, match=message):
+        attention.check(make_causal_lm(tmp_path, family), LANGUAGE_MODEL, "fp32", "--actor")

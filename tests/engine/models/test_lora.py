@@ -1,19 +1,27 @@
-"""LoRA in a Policy: what trains, where it starts, and that it computes W + alpha / dim * B A."""
+"""LoRA in a Policy: what trains, where it starts, that it computes W + alpha / dim * B A, and what is known of it from
+the configuration alone. Against DeepSpeed-Chat's layer, whose formulas are written out here, in Llamas and OPTs.
+
+Source of the formulas: microsoft/DeepSpeedExamples 83757d9c, dschat/utils/module/lora.py, LinearLayer_LoRA and
+convert_linear_layer_to_lora. Its factors lie transposed: right (in, dim) is A^T, left (dim, out) is B^T.
+"""
 
 import math
 from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine.algo import logprobs as logprob_module
 from engine.algo.logprobs import head_logprobs
 from engine.errors import UserError
 from engine.experience import position_ids
-from engine.models.loading import load_policy
-from engine.models.lora import LoraSpec, adapt, target_names
+from engine.models.loading import load_policy, load_scorer
+from engine.models.lora import AdaptedModel, LoraSpec, adapt, target_names
 from engine.models.policy import Policy
-from scripts.harness.models import make_causal_lm
+from scripts.harness.models import VOCABULARY, make_causal_lm, make_config, make_scorer
 
 SEQUENCES = torch.arange(3, 19).view(2, 8)
 MASK = torch.ones_like(SEQUENCES)
@@ -104,3 +112,177 @@ def test_a_heads_adapter_is_the_heads_alone_and_logits_are_computed_in_chunks(ti
         for factor, own in ((a, 1.5 * b.detach().T @ gradient), (b, 1.5 * gradient @ a.detach().T)):
             assert (factor.grad - own).norm() < 1e-5 * own.norm()
     assert torch.equal(logprobs(adapted, role="reference"), logprobs(load_policy(base, torch.float32)))
+
+
+# The tiny Llama, 32 wide: queries and output 32 x 32, keys and values 16 x 32, three matrices of 32 x 48.
+MATRICES = 2 * (2 * 32 * 32 + 2 * 16 * 32 + 3 * 32 * 48)
+FACTORS = 2 * (2 * (32 + 32) + 2 * (16 + 32) + 3 * (32 + 48))  # for each rank
+REST = 2 * 64 * 32 + 5 * 32  # embedding, head, norms
+
+
+@pytest.fixture
+def path(tmp_path) -> str:
+    """A folder with a configuration and no weights."""
+    make_config("llama").save_pretrained(tmp_path)
+    config = AutoConfig.from_pretrained(tmp_path)
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(tmp_path)
+    return str(tmp_path)
+
+
+def test_parameters_are_counted(path):
+    only = AdaptedModel.of(path, LoraSpec(dim=4, only=True), "--actor_model_name_or_path")
+    assert (only.trained, only.total) == (4 * FACTORS, MATRICES + REST + 4 * FACTORS)
+    more = AdaptedModel.of(path, LoraSpec(dim=4), "--actor_model_name_or_path")
+    assert (more.trained, more.total) == (4 * FACTORS + REST, MATRICES + REST + 4 * FACTORS)
+    scorer = AdaptedModel.of(path, LoraSpec(dim=4, only=True), "--critic_model_name_or_path", scorer=True)
+    assert (scorer.trained, scorer.total) == (4 * FACTORS + 32, MATRICES + REST - 64 * 32 + 32 + 4 * FACTORS)
+    some = AdaptedModel.of(path, LoraSpec(dim=2, alpha=3, only=True, lr=1e-3, targets=("q_proj",)), "--x")
+    assert some.trained == 2 * 2 * (32 + 32) and some.layers == [f"model.layers.{i}.self_attn.q_proj" for i in (0, 1)]
+    assert some.told().startswith(
+        "rank 2, alpha 3, learning rate 0.001, in 2 layers (q_proj); 256 of 19,872 parameters train (1.3 %), all else"
+    )
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "opt", "bloom"])
+def test_it_is_what_loading_makes(family, tmp_path):
+    for scorer, make, load in ((False, make_causal_lm, load_policy), (True, make_scorer, load_scorer)):
+        folder = make(tmp_path / f"{family}_{scorer}", family)
+        for only in (True, False):
+            spec = LoraSpec(dim=2, only=only)
+            module = load(folder, torch.float32)
+            adapt(module, spec, "model")
+            found = AdaptedModel.of(folder, spec, "--x", scorer)
+            assert found.layers == module.adapters.targets()
+            assert found.total == sum(p.numel() for p in module.model.parameters())
+            assert found.trained == sum(p.numel() for p in module.model.parameters() if p.requires_grad)
+
+
+def test_a_name_that_is_nowhere_is_refused_beside_one_that_is_found(path):
+    with pytest.raises(UserError) as caught:
+        AdaptedModel.of(path, LoraSpec(dim=2, targets=("q_proj", "v_prjo")), "--lora_target_modules q_proj v_prjo: --m")
+    assert str(caught.value) == (
+        f"--lora_target_modules q_proj v_prjo: --m {path}: no linear layer of LlamaForCausalLM has a name with "
+        "'v_prjo'. Did you mean 'v_proj'? There are, for example, model.layers.0.self_attn.q_proj, "
+        "model.layers.0.self_attn.k_proj, model.layers.0.self_attn.v_proj; 'all-linear' takes all but the output head."
+    )
+    with pytest.raises(UserError, match="no linear layer of LlamaForSequenceClassification has a name with 'score'"):
+        AdaptedModel.of(path, LoraSpec(dim=2, targets="score"), "--x", scorer=True)
+
+
+def test_a_dimension_larger_than_every_adapted_matrix_is_refused(path):
+    AdaptedModel.of(path, LoraSpec(dim=32), "--x")  # keys' and values' matrices are 16 x 32
+    AdaptedModel.of(path, LoraSpec(dim=16, targets=("k_proj",)), "--x")
+    for targets, side in (("all-linear", 32), (("k_proj",), 16)):
+        with pytest.raises(UserError) as caught:
+            AdaptedModel.of(path, LoraSpec(dim=side + 1, targets=targets), "--lora_dim: --x")
+        assert str(caught.value).startswith(
+            f"--lora_dim: --x {path}: the dimension {side + 1} is larger than {side}, the smaller side of the largest"
+        )
+
+
+DIM, CLOSE = 4, 5e-6  # rounding, of processors that sum in another order, too
+MODULE_NAMES = {"llama": "layers.", "opt": "decoder.layers."}
+PARITY_SEQUENCES = torch.arange(3, 3 + 2 * 9).view(2, 9) % VOCABULARY
+PARITY_MASK = torch.ones_like(PARITY_SEQUENCES)
+
+
+class DeepSpeedChatLinear(nn.Module):
+    """The linear layer with factors, as DeepSpeed-Chat computes it."""
+
+    def __init__(self, linear: nn.Linear, dim: int, scaling: float = 1.0):
+        super().__init__()
+        self.weight, self.bias = linear.weight.requires_grad_(False), linear.bias
+        rows, columns = linear.weight.shape
+        self.right, self.left = nn.Parameter(torch.zeros(columns, dim)), nn.Parameter(torch.zeros(dim, rows))
+        self.scaling = scaling / dim
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight, self.bias) + (x @ self.right @ self.left) * self.scaling
+
+
+def deepspeed_chat_model(folder: str, family: str) -> tuple[nn.Module, dict[str, DeepSpeedChatLinear]]:
+    """The model with every nn.Linear replaced whose name contains the module name, and these layers by name."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    linears = [(name, part) for name, part in model.named_modules() if isinstance(part, nn.Linear)]
+    replaced = {}
+    for name, linear in linears:
+        if MODULE_NAMES[family] in name:
+            replaced[name] = DeepSpeedChatLinear(linear, DIM)
+            model.set_submodule(name, replaced[name])
+    return model, replaced
+
+
+def their_logprobs(model: nn.Module) -> torch.Tensor:
+    """(2, 8) float32, of every token but the first."""
+    logits = model(input_ids=PARITY_SEQUENCES, attention_mask=PARITY_MASK).logits
+    return logits[:, :-1].log_softmax(-1).gather(-1, PARITY_SEQUENCES[:, 1:, None]).squeeze(-1)
+
+
+@pytest.fixture(params=MODULE_NAMES)
+def both(request, tmp_path):
+    """Our Policy and DeepSpeed-Chat's model with the same factors, none of them 0, and its layers by name."""
+    folder = make_causal_lm(tmp_path / request.param, request.param)
+    policy = load_policy(folder, torch.float32).train()
+    adapt(policy, LoraSpec(dim=DIM, targets=MODULE_NAMES[request.param]), "actor")
+    theirs, layers = deepspeed_chat_model(folder, request.param)
+    generator = torch.Generator().manual_seed(5)
+    ours = policy.adapters.factors()
+    assert ours.keys() == layers.keys() and len(layers) == {"llama": 14, "opt": 12}[request.param]
+    with torch.no_grad():
+        for name, (a, b) in ours.items():
+            b.copy_(torch.randn(b.shape, generator=generator))
+            layers[name].right.copy_(a.T)
+            layers[name].left.copy_(b.T)
+    return policy, theirs, layers
+
+
+def own_logprobs(policy) -> torch.Tensor:
+    return policy(
+        PARITY_SEQUENCES, PARITY_MASK, position_ids(PARITY_MASK), response_length=PARITY_SEQUENCES.shape[1] - 1
+    )[0]
+
+
+def relative(got: torch.Tensor, wanted: torch.Tensor) -> float:
+    return ((got - wanted).norm() / wanted.norm()).item()
+
+
+def test_outputs_and_gradients_are_the_same(both):
+    """Without only_optimize_lora: of factors, biases, norms and embeddings."""
+    policy, theirs, layers = both
+    got, wanted = own_logprobs(policy), their_logprobs(theirs)
+    assert relative(got, wanted) < CLOSE
+    weight = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(6))
+    (got * weight).sum().backward()
+    (wanted * weight).sum().backward()
+    ours = policy.adapters.factors()
+    for name, layer in layers.items():
+        assert relative(ours[name][0].grad.T, layer.right.grad) < CLOSE, name
+        assert relative(ours[name][1].grad.T, layer.left.grad) < CLOSE, name
+    rest = {name: p for name, p in theirs.named_parameters() if p.requires_grad and ".right" not in name}
+    own = {name.replace(".base_layer", ""): p for name, p in policy.model.named_parameters() if p.requires_grad}
+    trained = {name for name in rest if not name.endswith(".left")}
+    assert trained == {name for name in own if ".lora_" not in name}
+    for (
+        name
+    ) in trained:  # that of a key's bias is 0, as it moves all scores of a query alike: nothing is relative to it
+        error = (own[name].grad - rest[name].grad).norm().item()
+        assert error < CLOSE * max(rest[name].grad.norm().item(), 1.0), name
+
+
+def test_merged_weights_are_the_same(both):
+    policy, _, layers = both
+    for name, layer in layers.items():
+        ours = policy.model.get_submodule(name)
+        merged = ours.get_base_layer().weight + ours.get_delta_weight("actor")
+        fused = layer.weight + layer.scaling * torch.matmul(layer.left.t(), layer.right.t())
+        assert relative(merged, fused) < CLOSE, name
+
+
+def test_our_factors_start_within_the_same_bounds(tmp_path):
+    policy = load_policy(make_causal_lm(tmp_path / "llama"), torch.float32)
+    adapt(policy, LoraSpec(dim=16), "actor")
+    bound = 1 / math.sqrt(16)
+    for a, b in policy.adapters.factors().values():
+        assert not b.any() and 0.95 * bound < a.abs().max() <= bound
+        assert a.var().item() == pytest.approx(bound**2 / 3, rel=0.25)

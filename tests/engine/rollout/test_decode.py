@@ -1,19 +1,35 @@
-"""The decoding loop answers as plain sampling does, whatever comes, goes and is moved meanwhile, in every family."""
+"""The decoding loop answers as plain sampling does, whatever comes, goes and is moved meanwhile, in every family; what
+ends a response; and what decoding costs: sequences times steps, memory allocated once, questions of the host.
+"""
 
+import json
+import random
+import weakref
 from dataclasses import replace
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Gemma2Config, MistralConfig
+from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, MistralConfig
 
+from engine.algo.sampling import keyed_uniforms
 from engine.algorithms import get_dialect
-from engine.experience import Rollout
+from engine.experience import PromptBatch, Rollout
+from engine.models.loading import load_policy
+from engine.models.reading import read_tokenizer
+from engine.rlhf_engine import EngineSpec, frozen_model
+from engine.rollout import ReplicaRollouts, decode, draws
 from engine.rollout.base import SamplingConfig
 from engine.rollout.cache import SlotCache
 from engine.rollout.decode import Sampler, takes_slot_masks
+from engine.zero.communication import init
+from engine.zero.config import EngineConfig
 from scripts.harness.models import BOS, EOS, PAD, POSITIONS, VOCABULARY, make_causal_lm, make_tokenizer, save_random
+from tests.engine.meters import HostQuestions
 from tests.plain_sampling import plain_answer
 from training.data.examples import collate_prompts
+from training.runtime.models import generation_stops
 
 FAMILIES = ("llama", "mistral", "qwen2", "gpt_neox", "opt", "gpt2", "bloom")
 READY = {"llama", "qwen2", "gpt_neox", "opt", "gpt2"}  # BLOOM makes its biases of a mask (B, S); Mistral has a window
@@ -245,3 +261,318 @@ def test_a_rollout_is_its_prompts_and_what_was_drawn(models, expected):
     assert rollout.response_mask.any(0).all() and (rollout.responses[~rollout.response_mask] == 9).all()
     first = rollout.select(rollout.samples == 0)
     assert answers(first) == expected["opt"] and answers(first) != answers(rollout.select(rollout.samples == 1))
+
+
+STOPS_PROMPTS = ([5, 9, 33], [17], [40, 41, 42, 43], [6, 60])
+LONGEST = 20
+SEED = 6
+HOSTILE = {
+    "do_sample": True,
+    "temperature": 0.1,
+    "top_k": 1,
+    "top_p": 0.01,
+    "min_p": 0.5,
+    "typical_p": 0.2,
+    "epsilon_cutoff": 0.1,
+    "repetition_penalty": 5.0,
+    "no_repeat_ngram_size": 1,
+    "max_length": 5,
+    "max_new_tokens": 3,
+    "min_new_tokens": 18,
+    "min_length": 18,
+    "num_beams": 4,
+    "num_return_sequences": 2,
+    "suppress_tokens": [7, 8, 9],
+    "begin_suppress_tokens": [10, 11],
+    "bad_words_ids": [[12], [13]],
+    "forced_eos_token_id": EOS,
+    "stop_strings": ["w"],
+    "guidance_scale": 3.0,
+    "use_cache": False,
+    "sequence_bias": [[[20], 50.0]],
+}
+
+
+@pytest.fixture(scope="module")
+def free(tmp_path_factory):
+    """What each prompt is answered if nothing ends it: forward passes of the whole text, and inverse-CDF sampling."""
+    folder = make_causal_lm(tmp_path_factory.mktemp("free"))
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    answers = []
+    for index, prompt in enumerate(STOPS_PROMPTS):
+        tokens = list(prompt)
+        for step in range(LONGEST):
+            with torch.no_grad():
+                probabilities = torch.softmax(model(torch.tensor([tokens])).logits[0, -1].double(), -1).numpy()
+            number = keyed_uniforms(SEED, torch.tensor([index]), torch.tensor([0]), step).item()
+            tokens.append(int(np.searchsorted(probabilities.cumsum(), number)))
+        answers.append(tokens[len(prompt) :])
+    return answers
+
+
+def edit(folder, name, **settings):
+    path = Path(folder) / name
+    old = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps({key: value for key, value in (old | settings).items() if value is not None}))
+
+
+def responses(folder, stops=None, strings=()):
+    """What our rollouts give for PROMPTS, without padding, and which of them ended."""
+    init()
+    tokenizer = read_tokenizer(folder, "actor")
+    actor = frozen_model(load_policy, folder, EngineConfig("reference", 0), EngineSpec(actor_path="", critic_path=""))
+    width = max(map(len, STOPS_PROMPTS))
+    ids = torch.tensor([[PAD] * (width - len(prompt)) + prompt for prompt in STOPS_PROMPTS])
+    rows = torch.arange(len(STOPS_PROMPTS))
+    rollout = ReplicaRollouts(actor, tokenizer).generate(
+        PromptBatch(ids, (ids != PAD).long(), rows, torch.zeros_like(rows)),
+        SamplingConfig(
+            max_new_tokens=LONGEST,
+            pad_token_id=PAD,
+            stop_strings=strings,
+            seed=SEED,
+            stop_token_ids=generation_stops(folder, tokenizer) if stops is None else stops,
+        ),
+    )
+    assert rollout.response_mask.any(0).all()  # no slot that no row uses
+    found = [row[mask].tolist() for row, mask in zip(rollout.responses, rollout.response_mask)]
+    for row, response in zip(rollout.responses.tolist(), found):
+        assert row == response + [PAD] * (len(row) - len(response))
+    return found, rollout.ended.tolist()
+
+
+def cut(answer, ends):
+    """The answer up to and including the first token where `ends` (of all tokens so far) holds, and whether it did."""
+    for count in range(1, len(answer) + 1):
+        if ends(answer[:count]):
+            return answer[:count], True
+    return answer, False
+
+
+def cut_all(answers, ends):
+    pairs = [cut(answer, ends) for answer in answers]
+    return [tokens for tokens, _ in pairs], [ended for _, ended in pairs]
+
+
+@pytest.mark.parametrize("file", ["generation_config.json", "config.json"])
+def test_nothing_of_the_generation_settings_but_eos_reaches_the_sampling(tmp_path, free, file):
+    folder = make_causal_lm(tmp_path)
+    edit(folder, file, **HOSTILE)
+    assert generation_stops(folder, make_tokenizer()) == (EOS,)
+    assert responses(folder) == cut_all(free, lambda tokens: tokens[-1] == EOS)
+    assert responses(folder, stops=()) == (free, [False] * len(STOPS_PROMPTS))
+    assert len({token for answer in free for token in answer} & {7, 8, 9, 10, 11, 12, 13, 20}) > 3
+
+
+@pytest.mark.parametrize("file", ["generation_config.json", "config.json"])
+def test_every_eos_of_a_list_ends_a_response(tmp_path, free, file):
+    folder = make_causal_lm(tmp_path)
+    eos = [free[0][2], free[1][9], free[2][17]]
+    edit(folder, "config.json", eos_token_id=EOS)
+    edit(folder, "generation_config.json", eos_token_id=None)
+    edit(folder, file, eos_token_id=eos)
+    assert generation_stops(folder, make_tokenizer()) == tuple(sorted({*eos, EOS}))
+    expected = cut_all(free, lambda tokens: tokens[-1] in (*eos, EOS))
+    assert responses(folder) == expected
+    assert len({len(tokens) for tokens in expected[0]}) > 1 and len({tokens[-1] for tokens in expected[0]}) > 1
+
+
+def test_the_generation_config_is_asked_before_the_models(tmp_path):
+    folder = make_causal_lm(tmp_path)
+    edit(folder, "config.json", eos_token_id=30)
+    edit(folder, "generation_config.json", eos_token_id=31)
+    assert generation_stops(folder, make_tokenizer()) == (EOS, 31)
+    (tmp_path / "generation_config.json").unlink()
+    assert generation_stops(folder, make_tokenizer()) == (EOS, 30)
+
+
+def spelled(tokens):
+    return " ".join(make_tokenizer().convert_ids_to_tokens(tokens))
+
+
+@pytest.mark.parametrize(
+    "row, first, last, trim",
+    [
+        (0, 0, 0, 0),  # the first token alone
+        (1, 4, 4, 0),  # one token
+        (2, 6, 8, 0),  # three tokens, over the border at which the loop looks for strings
+        (3, 10, 11, 2),  # from within a token to within the next
+        (0, 14, 15, 0),
+        (1, 18, 19, 0),  # completed by the last token that may be drawn
+    ],
+)
+def test_a_stop_string_ends_a_response_with_the_token_that_completes_it(tmp_path, free, row, first, last, trim):
+    text = spelled(free[row][first : last + 1])
+    text = text[trim : len(text) - 1 if trim else None]
+    expected = cut_all(free, lambda tokens: text in spelled(tokens))
+    assert expected[0][row] == free[row][: last + 1] and expected[1][row] and not all(expected[1])
+    assert responses(make_causal_lm(tmp_path), stops=(), strings=(text,)) == expected
+
+
+def test_stop_strings_and_tokens_end_what_they_meet_first(tmp_path, free):
+    strings = (spelled(free[0][4:6]), spelled(free[1][12:14]), "no such word")
+    eos = (free[0][8], free[1][9], free[2][3])  # row 0 meets its string first, row 1 its token
+    expected = cut_all(free, lambda tokens: tokens[-1] in eos or any(text in spelled(tokens) for text in strings))
+    assert [len(tokens) for tokens in expected[0][:3]] == [6, 10, 4]
+    assert responses(make_causal_lm(tmp_path), stops=eos, strings=strings) == expected
+
+
+def test_a_response_ends_where_the_chat_template_ends_a_turn(tmp_path, free):
+    folder = make_causal_lm(tmp_path)
+    turn_end = free[0][5]
+    word = spelled([turn_end])
+    tokenizer = make_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": [word]})
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role }} {{ m.content }} " + word + " {% endfor %}</s>"
+    tokenizer.save_pretrained(folder)
+    assert generation_stops(folder, read_tokenizer(folder, "actor")) == tuple(sorted((EOS, turn_end)))
+    expected = cut_all(free, lambda tokens: tokens[-1] in (EOS, turn_end))
+    assert expected[1][0] and responses(folder) == expected
+
+
+LAST = VOCABULARY - 1  # the token that a number just below 1 falls on
+
+
+def batch(lengths: list[int]):
+    generator = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(4, VOCABULARY, (length,), generator=generator).tolist() for length in lengths]
+    return collate_prompts(prompts, torch.arange(len(prompts)), torch.zeros(len(prompts), dtype=torch.int64), PAD)
+
+
+def sampling(most: int, stops: tuple[int, ...] = ()) -> SamplingConfig:
+    return SamplingConfig(max_new_tokens=most, pad_token_id=PAD, stop_token_ids=stops, seed=2)
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        max_position_embeddings=512,
+        bos_token_id=BOS,
+        eos_token_id=EOS,
+        pad_token_id=PAD,
+    )
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+@pytest.mark.parametrize("rows_at_once", (None, 16))
+def test_rows_times_steps_are_at_most_five_fourths_of_the_tokens(model, monkeypatch, rows_at_once):
+    """64 responses of 4 to 256 tokens: the numbers that tokens are drawn by are 0 up to each row's wanted length, where
+    one just below 1 falls on the token that ends it."""
+    draw = random.Random(7)
+    wanted = [4, 256, *(draw.randint(4, 256) for _ in range(62))]
+
+    def numbers(seed, indices, samples, positions):
+        lengths = torch.tensor(wanted)[indices]
+        return (positions == lengths - 1).double() * (1 - 2.0**-53)
+
+    sampler = Sampler(make_tokenizer(), rows_at_once)
+    sampler.responses(model, batch([1]), sampling(1))  # what is found out about masks is found out
+    monkeypatch.setattr(draws, "keyed_uniforms", numbers)
+    passes = []
+    hook = model.register_forward_pre_hook(
+        lambda _, args, named: passes.append(tuple(named["input_ids"].shape)), with_kwargs=True
+    )
+    try:
+        rollout = sampler.responses(model, batch([draw.randint(2, 32) for _ in wanted]), sampling(256, (LAST,)))
+    finally:
+        hook.remove()
+    assert rollout.response_mask.sum(-1).tolist() == wanted and rollout.ended.all()
+    decoded = sum(rows for rows, width in passes if width == 1)  # no prompt is as short
+    assert sampler.row_steps == decoded
+    assert max(rows for rows, _ in passes) == (rows_at_once or 64)
+    # A row's first token comes with its prompt; behind its end it takes 7 steps more at the most.
+    assert sum(wanted) - 64 <= decoded <= sum(wanted) + 64 * 6 < 1.25 * sum(wanted)
+    assert 64 * 255 > 1.8 * sum(wanted)  # what it would be if no row left
+
+
+def places(sampler: Sampler) -> list[int]:
+    return [tensor.data_ptr() for layer in sampler.cache.layers for tensor in (layer.keys, layer.values)]
+
+
+def test_the_caches_memory_is_allocated_once(model):
+    sampler = Sampler(make_tokenizer())
+    sampler.responses(model, batch([5, 9, 2, 7]), sampling(30))
+    layer = sampler.cache.layers[0]
+    first, shape, memory = places(sampler), layer.keys.shape, weakref.ref(layer.keys.untyped_storage())
+    assert len(first) == 2 and shape[0] == 4 and shape[2] >= 9 + 30
+    for lengths, most in (([5, 9, 2, 7], 30), ([3, 4], 30), ([5, 9, 2, 7], 12), ([1], 1)):  # as large, and smaller
+        sampler.responses(model, batch(lengths), sampling(most))
+        assert places(sampler) == first and sampler.cache.layers[0].keys.shape == shape
+    del layer
+    sampler.responses(model, batch([5, 9, 2, 7, 3]), sampling(30))
+    assert sampler.cache.layers[0].keys.shape[0] == 5 and memory() is None  # larger: the old memory is given back
+    sampler.cache.free()
+    assert places(sampler) == []
+    sampler.responses(model, batch([5, 9]), sampling(10))
+    assert sampler.cache.layers[0].keys.shape[0] == 2
+
+
+class Asked:
+    """Questions of the host in each call of `_draw`, and how many tokens that call was to draw."""
+
+    def __init__(self, monkeypatch):
+        self.questions, self.counts = [], []
+        draw = decode._Loop._draw
+
+        def counted(decoding, count):
+            with HostQuestions() as meter:
+                draw(decoding, count)
+            self.questions.append(meter.count)
+            self.counts.append(count)
+
+        monkeypatch.setattr(decode._Loop, "_draw", counted)
+
+
+@pytest.mark.parametrize("family", ("llama", "qwen2", "gpt_neox", "opt", "gpt2"))
+def test_the_host_asks_once_per_8_tokens(tmp_path, monkeypatch, family):
+    model = AutoModelForCausalLM.from_pretrained(make_causal_lm(tmp_path, family), dtype=torch.float32).eval()
+    how = SamplingConfig(max_new_tokens=28, pad_token_id=PAD, stop_token_ids=(EOS,), seed=2, logprob_temperature=1.0)
+    asked = Asked(monkeypatch)
+    Sampler(make_tokenizer()).responses(model, batch([5, 9, 1]), how)
+    assert asked.counts == [8, 8, 8, 3]  # and one with the prompts
+    assert asked.questions == [1, 1, 1, 1]
+    Sampler(make_tokenizer(), 2).responses(model, batch([5, 9, 1, 4, 8, 3, 2]), how)
+    assert len(asked.questions) > 8 and set(asked.questions) == {1}
+    assert asked.counts.count(8) > len(asked.counts) / 2
+
+
+def test_questions_for_each_token_would_be_seen(model, monkeypatch):
+    """Hugging Face looks into each mask that it makes; and a look at each token is one, too."""
+    asked, how = Asked(monkeypatch), sampling(17)
+    monkeypatch.setattr(decode, "takes_slot_masks", lambda model: False)
+    Sampler(make_tokenizer()).responses(model, batch([5, 9, 1]), how)
+    assert asked.counts == [8, 8] and min(asked.questions) >= 8
+    monkeypatch.setattr(decode, "takes_slot_masks", lambda model: True)
+    find, asked.questions[:] = draws.sample_tokens, []
+    monkeypatch.setattr(draws, "sample_tokens", lambda *args: find(*args) if find(*args).sum() >= 0 else None)
+    Sampler(make_tokenizer()).responses(model, batch([5, 9, 1]), how)
+    assert asked.questions == [9, 9]
+
+
+@pytest.mark.parametrize(
+    "ask, count",
+    [
+        (lambda x: x.tolist(), 1),
+        (lambda x: x.cpu(), 1),
+        (lambda x: x.numpy(), 1),
+        (lambda x: x.sum().item(), 1),
+        (lambda x: bool(x.any()), 1),
+        (lambda x: int(x[0]), 1),
+        (lambda x: x.nonzero(), 1),
+        (lambda x: x[x > 0], 1),
+        (lambda x: torch.where(x > 0, x, 0.0), 0),
+        (lambda x: x[[1, 0]], 0),
+        (lambda x: x.cumsum(0).gather(0, x.long()), 0),
+    ],
+)
+def test_what_counts_as_a_question(ask, count):
+    numbers = torch.tensor([1.0, 0.0])
+    with HostQuestions() as meter:
+        ask(numbers)
+    assert meter.count == count

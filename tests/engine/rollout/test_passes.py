@@ -1,25 +1,43 @@
-"""Recorded passes over single tokens answer as the model does, or are not taken."""
+"""Recorded passes and graphs of single tokens answer as the model does, for every number of sequences and positions,
+or are not taken.
 
+A stand-in for CUDA's capture holds what a CUDA graph holds: the operations of one run, on those very tensors.
+"""
+
+import contextlib
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
     Gemma2Config,
     LlamaConfig,
+    LlamaForCausalLM,
     MambaConfig,
     MiniMaxConfig,
     Qwen3NextConfig,
 )
 
 from engine.errors import UserError
+from engine.experience import PromptBatch
 from engine.rollout.cache import SlotCache
 from engine.rollout.decode import Sampler
 from engine.rollout.families import check_attention, takes_slot_masks
-from engine.rollout.passes import Passes, RecordedPasses, passes_of
+from engine.rollout.passes import (
+    GraphedPasses,
+    Passes,
+    RecordedPasses,
+    _NoQuestions,
+    _slots_of_shape,
+    passes_of,
+    rows_of_shape,
+)
 from scripts.harness.models import EOS, make_causal_lm, make_tokenizer
 from tests.engine.rollout.test_decode import (
     BATCH,
@@ -46,8 +64,7 @@ def taken(model: nn.Module, decoding: str) -> Passes:
         return passes_of(model, SlotCache(), takes_slot_masks(model), decoding)
 
 
-@pytest.mark.parametrize("rows_at_once", (None, 3))
-@pytest.mark.parametrize("family", sorted(READY))
+@pytest.mark.parametrize("family, rows_at_once", [("llama", None), *((family, 3) for family in sorted(READY))])
 def test_recorded_passes_answer_alike(models, family, rows_at_once):
     """For any number of rows and slots, moved to the left or not, and with the weights as they are by then."""
     model, sampler = models[family], Sampler(make_tokenizer(), rows_at_once, decoding="recorded")
@@ -202,3 +219,234 @@ def test_a_sampler_at_rest_holds_neither_the_model_nor_memory(models):
     sampler.release_memory()
     assert sampler._passes is None and not sampler.cache.layers
     assert answers(sampler.responses(models["llama"], BATCH, SAMPLING)) == plainly(models["llama"], SAMPLING)
+
+
+ROOM = 100  # tokens of the longest row, which has 176 slots where others wait
+
+
+class Captured:
+    """Operations of aten on the tensors they were run on; no Python of the model runs again."""
+
+    def __init__(self):
+        self.count = 0
+
+    def __call__(self, step):
+        self.count += 1
+        return make_fx(step)()
+
+
+@pytest.fixture(scope="module")
+def graphed_models(tmp_path_factory) -> dict:
+    return {family: loaded(make_causal_lm(tmp_path_factory.mktemp(family), family)) for family in READY}
+
+
+def sampler_with(model, capture, rows_at_once: int | None = None, row_length: int = 0) -> Sampler:
+    sampler = Sampler(make_tokenizer(), rows_at_once, decoding="graphs", row_length=row_length)
+    sampler.context = torch.no_grad  # the stand-in cannot trace inference tensors
+    sampler._slot_masks, sampler._passes = True, GraphedPasses(model, sampler.cache, True, capture)
+    return sampler
+
+
+@pytest.mark.parametrize("family, rows_at_once", [("llama", None), *((family, 3) for family in sorted(READY))])
+def test_graphs_answer_alike(graphed_models, family, rows_at_once):
+    capture = Captured()
+    sampler = sampler_with(graphed_models[family], capture, rows_at_once)
+    expected = plainly(graphed_models[family], SAMPLING)
+    assert answers(sampler.responses(graphed_models[family], BATCH, SAMPLING)) == expected
+    captured = capture.count
+    assert 1 <= captured <= 4 and sampler.decoding_ran == "graphs"  # at most quarters of the slots: rows are few
+    calls = []
+    hook = graphed_models[family].register_forward_pre_hook(lambda *_: calls.append(1))
+    try:
+        assert answers(sampler.responses(graphed_models[family], BATCH, SAMPLING)) == expected
+    finally:
+        hook.remove()
+    assert capture.count == captured and len(calls) < sampler.row_steps / 3  # the model itself reads prompts alone
+
+
+def test_weights_that_are_written_to_are_used_and_those_that_move_are_noticed(graphed_models):
+    model = graphed_models["llama"]
+    sampler = sampler_with(model, Captured())
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    sampler.responses(model, BATCH, SAMPLING)
+    graphs = sampler._passes._graphs
+    first = dict(graphs)
+    try:
+        torch.manual_seed(1)
+        for p in model.parameters():
+            p.data.add_(0.05 * torch.randn_like(p))
+        assert answers(sampler.responses(model, BATCH, SAMPLING)) == plainly(model, SAMPLING)
+        assert first and first.items() <= graphs.items()
+        for p in model.parameters():
+            p.data = p.data + 0.05 * torch.randn_like(p)
+        assert answers(sampler.responses(model, BATCH, SAMPLING)) == plainly(model, SAMPLING)
+        assert graphs and not set(map(id, first.values())) & set(map(id, graphs.values()))
+    finally:
+        for name, p in model.named_parameters():
+            p.data = before[name]
+
+
+def prompts(rows: int, width: int) -> PromptBatch:
+    ids = torch.randint(4, 20, (rows, width), generator=torch.Generator().manual_seed(width))
+    return PromptBatch(ids, torch.ones_like(ids), torch.arange(rows), torch.zeros(rows, dtype=torch.int64))
+
+
+def test_evaluations_have_fewer_rows_and_prompts_grow(graphed_models):
+    """4 rows, 24 of which 8 wait, 4; of a run whose lengths are known each shape is captured once."""
+    model, capture = graphed_models["llama"], Captured()
+    sampler, plain = sampler_with(model, capture, 16, ROOM), Sampler(make_tokenizer())
+    long = replace(SAMPLING, max_new_tokens=40, stop_token_ids=())
+    for width in (3, 60):
+        for rows in (4, 24, 4):
+            batch = prompts(rows, width)
+            found, expected = (each.responses(model, batch, long) for each in (sampler, plain))
+            assert torch.equal(found.sequences, expected.sequences)
+            hidden = sampler._passes._inputs.mask.isneginf()
+            # What GPUs make of a row that sees nothing is NaN, so that free rows see everything.
+            assert hidden[:4].any(-1).all() and hidden[4:].any() == (rows > 4)
+    assert 2 <= capture.count <= 2 * 4  # 16 and 8 rows, quarters of the slots
+
+
+def test_a_cache_that_grows_where_it_stood_is_noticed(graphed_models, monkeypatch):
+    """A freed block of a GPU's memory is given again, whole, to what is a little larger."""
+    sampler, plain = sampler_with(graphed_models["llama"], Captured()), Sampler(make_tokenizer())
+    monkeypatch.setattr(torch.Tensor, "data_ptr", lambda tensor: 0)
+    for rows, tokens in ((4, 20), (4, 50), (6, 50)):  # more slots, more rows
+        batch, longer = prompts(rows, 3), replace(SAMPLING, max_new_tokens=tokens, stop_token_ids=())
+        found, expected = (each.responses(graphed_models["llama"], batch, longer) for each in (sampler, plain))
+        assert torch.equal(found.sequences, expected.sequences) and sampler.fallback == ""
+
+
+def test_shapes_are_few():
+    assert [rows_of_shape(living, 64) for living in (1, 8, 9, 16, 17, 33, 64)] == [8, 8, 16, 16, 32, 64, 64]
+    assert [rows_of_shape(living, 12) for living in (1, 12)] == [12, 12] and rows_of_shape(2, 3) == 3
+    assert [_slots_of_shape(slots, 768) for slots in (1, 192, 193, 577, 768)] == [192, 192, 384, 768, 768]
+    assert [_slots_of_shape(slots, 176) for slots in (1, 49, 97, 145)] == [48, 96, 144, 176]  # 44 would be no 16s
+    assert _slots_of_shape(1, 16) == 16
+
+
+@pytest.mark.parametrize("width", (0.4, 2.0, 4.0))
+def test_right_graphs_are_told_from_wrong_ones_in_bf16_however_wide_logits_are(width):
+    """Rounding differs between kernels by the shape of a pass: it is put here into the weights of the head, where it
+    reaches each logit by itself."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4
+    )
+    model = LlamaForCausalLM(config).eval()
+    batch = prompts(16, 12)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(width / model(batch.input_ids).logits[:, -1].std())
+    model = model.to(torch.bfloat16)
+    assert model(batch.input_ids).logits[:, -1].float().std().item() == pytest.approx(width, rel=0.05)
+
+    def rounded(step):
+        output = step()
+        return lambda: output * (1 + 2.0**-7 * torch.rand_like(output).sub(0.5))
+
+    sampler = sampler_with(model, rounded)
+    sampler.responses(model, batch, SAMPLING)
+    assert sampler.fallback == "" and sampler.decoding_ran == "graphs"
+    sampler = sampler_with(model, lambda step: lambda: step().roll(1, 0))  # each row has another's logits
+    with pytest.warns(UserWarning, match="computes something else"):
+        sampler.responses(model, batch, SAMPLING)
+    assert sampler.fallback == "its graph computes something else" and sampler.decoding_ran == "plain"
+
+
+@pytest.mark.parametrize("inference", (False, True))
+def test_a_model_that_asks_the_device_is_not_captured(inference):
+    """Dynamic RoPE looks at the largest position."""
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    sizes = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, rope_parameters=rope)).eval()
+    capture = Captured()
+    sampler = sampler_with(model, capture)
+    sampler.context = torch.inference_mode if inference else torch.no_grad
+    with pytest.warns(UserWarning, match="its code asks the device, by"):
+        sampler.responses(model, prompts(4, 3), SAMPLING)
+    assert capture.count == 0 and sampler.decoding_ran == "plain"
+
+
+@pytest.mark.parametrize(
+    "ask, asks",
+    [
+        (lambda x: x.sum().item(), True),
+        (lambda x: bool((x > 0).all()), True),
+        (lambda x: x[x > 0], True),
+        (lambda x: x.nonzero(), True),
+        (lambda x: x.masked_select(x > 0), True),
+        (lambda x: x.unique(), True),
+        (lambda x: x.index_put_((x > 0,), torch.zeros(1)), True),
+        (lambda x: x.index_put_((torch.tensor([1]),), torch.zeros(1)), False),
+        (lambda x: x[torch.tensor([1, 0])], False),
+        (lambda x: torch.where(x > 0, x, 0.0), False),
+    ],
+)
+def test_what_counts_as_a_question(ask, asks):
+    with pytest.raises(ValueError, match="asks the device") if asks else contextlib.nullcontext(), _NoQuestions():
+        ask(torch.tensor([1.0, 0.0]))
+
+
+class Largest(TorchDispatchMode):
+    """Numbers in the largest tensor that an operation makes anew, views left out."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        output = function(*args, **(kwargs or {}))
+        if isinstance(output, torch.Tensor) and not any(each.alias_info for each in function._schema.returns):
+            self.numbers = max(self.numbers, output.numel())
+        return output
+
+
+def test_heads_that_share_keys_do_not_have_them_copied():
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=8, num_key_value_heads=2)).eval()
+    cache, rows, slots = SlotCache(), 8, 256
+    cache.reserve(rows, slots)
+    meter, seen = Largest(), []
+
+    def capture(step):
+        with meter:
+            seen.append(step())
+        return lambda: seen[-1]
+
+    passes, batch = GraphedPasses(model, cache, True, capture), prompts(rows, 200)
+    with torch.no_grad():
+        passes.prompts(batch.input_ids, batch.attention_mask, 0, 200)
+        mask = torch.arange(slots).expand(rows, -1) <= 200
+        passes.tokens(batch.input_ids[:, :1], torch.full((rows, 1), 200), mask, 0, 200)
+    assert passes.fallback == "" and seen
+    assert meter.numbers < rows * 2 * 208 * 4  # of one layer's keys: 2 heads, 4 numbers each
+
+
+def test_more_rows_than_before_are_captured_anew(graphed_models):
+    model, capture = graphed_models["llama"], Captured()
+    sampler = sampler_with(model, capture)
+    sampler.responses(model, BATCH, SAMPLING)
+    captured = capture.count
+    more = sampler.responses(model, BATCH.repeat(2), SAMPLING)
+    assert answers(more.select(more.samples == 0)) == plainly(model, SAMPLING) and capture.count > captured
+
+
+@pytest.mark.parametrize(
+    "capture, reason",
+    [
+        (lambda step: [].pop(), "pop from empty list"),
+        (lambda step: lambda: step() + 1, "computes something else"),
+    ],
+)
+def test_the_models_own_code_goes_on_where_a_capture_fails(graphed_models, capture, reason):
+    sampler = sampler_with(graphed_models["llama"], capture)
+    assert sampler.fallback == "" and Sampler(make_tokenizer()).fallback is None
+    with pytest.warns(UserWarning, match=f"LlamaForCausalLM cannot be graphs .*{reason}") as caught:
+        assert answers(sampler.responses(graphed_models["llama"], BATCH, SAMPLING)) == plainly(
+            graphed_models["llama"], SAMPLING
+        )
+    assert len(caught) == 1
+
+
+def test_there_are_no_graphs_on_cpus(graphed_models):
+    with pytest.warns(UserWarning, match="cannot be graphs .*not on a GPU"), torch.inference_mode():
+        assert type(passes_of(graphed_models["llama"], Sampler(make_tokenizer()).cache, True, "graphs")) is Passes

@@ -17,8 +17,7 @@ from engine.rollout.vllm_backend import VLLMRollouts
 from engine.rollout.vllm_engine import vllm_version
 from scripts.harness.models import make_causal_lm, make_tokenizer
 from tests import fake_vllm
-from tests.engine.rollout.test_decode import BATCH, SAMPLING, answers, plainly
-from tests.engine.rollout.test_stops import spelled
+from tests.engine.rollout.test_decode import BATCH, SAMPLING, answers, plainly, spelled
 
 LOGPROBS = replace(SAMPLING, logprob_temperature=1.0)
 

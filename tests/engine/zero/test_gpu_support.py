@@ -1,4 +1,6 @@
-"""Whether torch can compute on the GPUs that are there: with stand-ins for torch's answers and for nvidia-smi."""
+"""What this process computes on, how many share its machine, and whether torch can compute on the GPUs that are there:
+with stand-ins for torch's answers and for nvidia-smi.
+"""
 
 import subprocess
 import sys
@@ -8,6 +10,7 @@ import pytest
 import torch
 
 from engine.errors import SharedError, UserError
+from engine.zero.accelerator import on_gpu, ranks_of_this_machine
 from engine.zero.gpu_support import has_code, main, usable_gpus
 from training.runtime.environment import check_gpus
 
@@ -203,3 +206,30 @@ def test_the_scripts_environment_ends_with_the_message(tmp_path, monkeypatch):
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     left = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
     assert (left.returncode, left.stdout) == (0, "goes on with 0, cpu\n")
+
+
+@pytest.mark.parametrize(
+    "environment, ranks",
+    [
+        ({}, 1),
+        ({"WORLD_SIZE": "8"}, 8),
+        ({"WORLD_SIZE": "16", "LOCAL_SIZE": "8"}, 8),  # the deepspeed launcher's
+        ({"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "4"}, 4),  # torchrun's
+    ],
+)
+def test_the_ranks_that_share_a_machine_are_the_launchers(environment, ranks, monkeypatch):
+    for name in ("WORLD_SIZE", "LOCAL_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert ranks_of_this_machine() == ranks
+
+
+def test_a_run_on_cpus_is_none_on_a_gpu_though_the_machine_has_one(monkeypatch):
+    from deepspeed.accelerator import get_accelerator
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr(get_accelerator(), "device_name", lambda: "cpu")
+    assert not on_gpu()
+    monkeypatch.setattr(get_accelerator(), "device_name", lambda: "cuda")
+    assert on_gpu()

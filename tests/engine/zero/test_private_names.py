@@ -1,5 +1,6 @@
 """Every private name of DeepSpeed's that engine/zero uses is where the table has it; what has moved is named."""
 
+import functools
 import importlib
 import inspect
 import re
@@ -40,6 +41,7 @@ def _imported(path: str):
         return None
 
 
+@functools.cache
 def _source(kind) -> str:
     try:
         return inspect.getsource(kind)

@@ -146,7 +146,7 @@ def test_a_small_file_that_becomes_a_huge_one_is_refused_before_it_is(tmp_path, 
     os.close(written[0])
 
 
-BIG = "a" * 2**20
+BIG = "a" * 2**16
 
 
 def repeated(times: int) -> pyarrow.Array:
@@ -155,6 +155,7 @@ def repeated(times: int) -> pyarrow.Array:
 
 def test_a_small_parquet_file_that_becomes_a_huge_one_is_refused(tmp_path, monkeypatch):
     """However its texts are encoded, and whatever its footer says of their sizes and numbers."""
+    monkeypatch.setattr(files, "ALWAYS_ALLOWED", 2**24)
     names = ("dictionary", "one_row", "prefixes", "compressed", "larger_than_told")
     paths = {name: tmp_path / f"{name}.parquet" for name in names}
     flat = pyarrow.table({"text": repeated(400)})
@@ -166,15 +167,13 @@ def test_a_small_parquet_file_that_becomes_a_huge_one_is_refused(tmp_path, monke
     parquet.write_table(texts, paths["prefixes"], column_encoding={"text": "DELTA_BYTE_ARRAY"}, **plain)
     parquet.write_table(texts, paths["compressed"], **plain)
     told = parquet.ParquetFile(paths["compressed"]).metadata.row_group(0).column(0).total_uncompressed_size
-    said, smaller = _varint(told), _varint(2**27)  # as many bytes
+    said, smaller = _varint(told), _varint(2**23)  # as many bytes
     content = paths["compressed"].read_bytes()
     assert len(said) == len(smaller) and content.count(said) >= 2
     paths["larger_than_told"].write_bytes(content.replace(said, smaller))
     for path in paths.values():
         assert path.stat().st_size < 100_000
-        with pytest.raises(
-            UserError, match=rf"{path.name}: becomes more than 256 MB when it is decoded, .* as \.jsonl"
-        ):
+        with pytest.raises(UserError, match=rf"{path.name}: becomes more than 16 MB when it is decoded, .* as \.jsonl"):
             read_records(path)
 
 
@@ -198,7 +197,8 @@ def test_equal_labels_and_repetitive_chats_are_read(tmp_path):
     assert read_records(path)[1_999][1] == {"messages": chats[-1]}
 
 
-def test_a_saved_set_with_compressed_batches_that_become_huge_is_refused(tmp_path):
+def test_a_saved_set_with_compressed_batches_that_become_huge_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "ALWAYS_ALLOWED", 2**24)
     datasets.Dataset.from_dict({"text": ["a"]}).save_to_disk(tmp_path)
     path = tmp_path / "data-00000-of-00001.arrow"
     schema = pyarrow.ipc.open_stream(path).schema
@@ -207,7 +207,7 @@ def test_a_saved_set_with_compressed_batches_that_become_huge_is_refused(tmp_pat
         for _ in range(3):
             writer.write_batch(batch)
     assert path.stat().st_size < 100_000
-    with pytest.raises(UserError, match=rf"{path.name}: becomes more than 256 MB when it is decoded"):
+    with pytest.raises(UserError, match=rf"{path.name}: becomes more than 16 MB when it is decoded"):
         open_source(str(tmp_path))
 
 

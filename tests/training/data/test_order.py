@@ -1,12 +1,17 @@
-"""The order of visits: every prompt once an epoch, and independent of ranks and restarts."""
+"""The order of visits: every prompt once an epoch, independent of ranks and resumes; each rank's share of it in each
+step.
+"""
 
 import numpy as np
 import pytest
 import torch
 
+from engine import distributed
 from engine.errors import UserError
+from tests.training.data.tiny_tokenizers import PAD, word_tokenizer
 from training.data import order as order_module
-from training.data.order import PromptOrder, epoch_batches, epoch_permutation
+from training.data.examples import Prompts, TextBlocks
+from training.data.order import PromptOrder, ShuffledPrompts, ShuffledTexts, epoch_batches, epoch_permutation
 
 
 def test_an_epoch_is_a_permutation_keyed_by_seed_and_epoch():
@@ -94,3 +99,40 @@ def test_data_smaller_than_one_batch_are_refused():
     assert len(epoch_batches(8, 4, epoch=0, seed=0, rank=1, world=2)) == 1
     with pytest.raises(UserError, match="7 examples are fewer than one batch of 4 on each of 2 ranks"):
         epoch_batches(7, 4, epoch=0, seed=0, rank=1, world=2)
+
+
+LETTERS = "abcdefg"
+
+
+@pytest.fixture
+def on_rank(monkeypatch):
+    def on_rank(rank: int, world: int) -> None:
+        monkeypatch.setattr(distributed.dist, "is_initialized", lambda: False)  # another test may have joined a group
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("WORLD_SIZE", str(world))
+
+    return on_rank
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_the_ranks_prompts_are_the_order_in_pieces(on_rank, world):
+    prompts = Prompts([{"prompt": letter} for letter in LETTERS], word_tokenizer(), 4)
+    for step in range(4):
+        indices, visits = PromptOrder(len(LETTERS), 6, seed=5).batch(step)
+        found = []
+        for rank in range(world):
+            on_rank(rank, world)
+            batch = ShuffledPrompts(prompts, per_rank=6 // world, seed=5, pad_token_id=PAD).prompts(step)
+            found += zip(batch.input_ids[:, 0].tolist(), batch.indices.tolist(), batch.samples.tolist())
+        assert found == [(10 + index, index, visit) for index, visit in zip(indices.tolist(), visits.tolist())]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_the_ranks_texts_are_the_order_in_pieces(on_rank, world):
+    blocks = TextBlocks([{"text": " ".join(LETTERS)}], word_tokenizer(), block_length=1)
+    for step in range(3):
+        found = []
+        for rank in range(world):
+            on_rank(rank, world)
+            found += ShuffledTexts(blocks, per_rank=4 // world, seed=5).texts(step).tolist()
+        assert found == [[10 + index] for index in PromptOrder(len(LETTERS), 4, seed=5).batch(step)[0].tolist()]

@@ -13,8 +13,8 @@ from engine.models.hydra import load_hydra
 from engine.models.loading import load_policy, load_scorer
 from engine.models.lora import LoraSpec, adapt
 from scripts.harness.models import make_causal_lm, make_scorer
-from training.reporting.arithmetic import Arithmetic, Cost, TrainingArithmetic
 from training.reporting.metrics import Accumulator
+from training.reporting.step_metrics import Arithmetic, Cost, TrainingArithmetic
 
 SMALL = Cost(matrices=100, trained=60, passed=60, attention=8, head=10, head_trained=0)
 LENGTHS, PREDICTED = torch.tensor([2, 3]), torch.tensor([1, 2])

@@ -1,4 +1,6 @@
-"""Health in words: each finding on curves made for it, and none on a run that goes well."""
+"""Health in words: each finding on curves made for it, none on a run that goes well; a sampler that is not the actor;
+runs that are on their way or settled; and made-up runs, whose one illness is named once, and nothing else.
+"""
 
 import dataclasses
 import math
@@ -8,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.training.reporting.good_run import run, the_finding
+from tests.training.reporting.made_runs import RUNS, made_run
 from training.config.step3 import RLHFFlags
 from training.reporting import health as health_module
 from training.reporting.health import ALARM, FINE, LOOK, health
@@ -280,3 +283,155 @@ def test_every_flag_that_is_advised_exists():
     advised = set(re.findall(r"--(\w+)", Path(health_module.__file__).read_text()))
     known = {field.name for field in dataclasses.fields(RLHFFlags)}
     assert len(advised) > 5 and advised <= known, advised - known
+
+
+@pytest.mark.parametrize("steps", [1, 20])
+def test_a_sampler_that_is_not_the_actor_is_told(steps):
+    near = {"rollout_logprob_gap": lambda t: 0.01, "rollout_ratio_far": lambda t: 0.0}
+    assert the_finding(run(steps, **near)).severity == FINE
+    apart = near | {
+        "rollout_logprob_gap": lambda t: 0.06,
+        "rollout_sampler_kl": lambda t: 0.004,
+        "rollout_ratio_min": lambda t: 0.25,
+        "rollout_ratio_max": lambda t: 7.5,
+    }
+    finding = the_finding(run(steps, **apart))
+    assert finding.severity == LOOK
+    assert finding.seen == (
+        "the sampler's log-probs ended 0.06 nats a token from the actor's (KL 0.004), with ratios from 0.25 to 7.5, "
+        "0.0% of them outside 0.5 to 2"
+    )
+    another = the_finding(run(steps, **apart | {"rollout_ratio_far": lambda t: 0.2}))
+    assert another.severity == ALARM and "20.0% of them" in another.seen
+    # A KL that is negative is one of its signs.
+    both = the_finding(run(steps, **apart | {"objective_kl": lambda t: -2.0}))
+    assert both.severity == ALARM and "With it: KL to the reference ended at -2 nats" in both.seen
+
+
+def test_a_correction_that_cuts_much_is_told():
+    assert the_finding(run(policy_correction_cut=lambda t: 0.05)).severity == FINE
+    finding = the_finding(run(policy_correction_cut=lambda t: 0.2))
+    assert finding.severity == LOOK
+    assert finding.seen.startswith("20% of the tokens that were learned from had a ratio to the sampler that was cut")
+
+
+# Of runs that are well: what a longer run, or another coefficient, would bring.
+OUTLOOKS = {
+    "both still rise": ("a longer run (--max_steps) goes further", {}),
+    "both have settled": (
+        "a lower --kl_coef goes further",
+        {"objective_scores": lambda t: min(8 * t, 2.0), "objective_kl": lambda t: min(32 * t, 8.0)},
+    ),
+    "the score has settled, KL falls": (
+        "The score has settled (at 2, over the last two thirds); KL fell from 2 to 1.6 nats a response",
+        # The last two thirds are 27 of the 40 steps: the halves are steps 14-26 and 28-40.
+        {
+            "objective_scores": lambda t: min(8 * t, 2.0),
+            "objective_kl": lambda t: min(8 * t, 2.0) if round(39 * t) < 26 else 1.6,
+        },
+    ),
+    "both fall": (
+        None,
+        {"objective_scores": lambda t: min(8 * t, 2.5 - t), "objective_kl": lambda t: min(32 * t, 8.0 - 3 * t)},
+    ),
+    "settled without a penalty": (
+        None,
+        {
+            "objective_scores": lambda t: min(8 * t, 2.0),
+            "objective_kl": lambda t: min(32 * t, 8.0),
+            "objective_kl_coef": lambda t: 0.0,
+        },
+    ),
+    "the score alone rises": (
+        "and KL did not (at 8 nats a response): a longer run (--max_steps) reaches more at the same KL",
+        {"objective_kl": lambda t: min(32 * t, 8.0)},
+    ),
+    "the score rises, and the reference has moved": (
+        "The reference has moved, so that KL does not tell how far",
+        {"objective_kl": lambda t: 4 * ((8 * t) % 1), "objective_reference_moves": lambda t: 8 * t // 1},
+    ),
+    "all has settled, and the reference has moved": (
+        None,
+        {
+            "objective_scores": lambda t: min(8 * t, 2.0),
+            "objective_kl": lambda t: min(32 * t, 8.0),
+            "objective_reference_moves": lambda t: 8 * t // 1,
+        },
+    ),
+    "the KL alone rises": (None, {"objective_scores": lambda t: min(8 * t, 2.0)}),
+    "KL is flat only since the learning rate is": (
+        "reaches more at the same KL",
+        {"objective_scores": lambda t: 4 * t * (1 - t / 2), "objective_kl": lambda t: 4 * min(t, 0.7)},
+    ),
+}
+
+
+@pytest.mark.parametrize("advice, curves", OUTLOOKS.values(), ids=OUTLOOKS)
+def test_what_a_run_that_is_well_is_told(advice, curves):
+    (finding,) = health(run(**curves))
+    assert finding.severity == FINE
+    assert advice in finding.advice if advice else finding.advice == ""
+
+
+def test_too_few_steps_have_no_outlook():
+    (finding,) = health(run(7, objective_scores=lambda t: min(8 * t, 2.0), objective_kl=lambda t: min(32 * t, 8.0)))
+    assert (finding.severity, finding.advice) == (FINE, "")
+
+
+# How the report begins to name it, how severe it is, and the flags that it advises at least.
+NAMED = {
+    "collapse into one phrase": ("held-out responses became alike", ALARM, ("--kl_coef", "--actor_learning_rate")),
+    "invented words": ("words are being invented", LOOK, ("--kl_coef", "--actor_learning_rate")),
+    "length explosion": ("responses grew from ", LOOK, ("--length_penalty", "--kl_coef")),
+    "length collapse": ("responses shrank from ", ALARM, ("--kl_coef",)),
+    "KL run-away": ("KL to the reference ended at ", ALARM, ("--kl_coef", "--actor_learning_rate", "--save_steps")),
+}
+SEEDS = range(5)
+
+
+def test_every_made_up_run_is_asked_about():
+    assert set(RUNS) == {"healthy", "healthy, still on its way", *NAMED}
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("run", NAMED)
+def test_an_illness_is_named_and_it_alone(run, seed):
+    words, severity, flags = NAMED[run]
+    (finding,) = health(made_run(run, seed))
+    assert finding.seen.startswith(words) and finding.severity == severity
+    assert all(flag in finding.advice for flag in flags)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_healthy_run_has_none(seed):
+    settled, moving = (health(made_run(run, seed)) for run in ("healthy", "healthy, still on its way"))
+    assert [finding.severity for finding in (*settled, *moving)] == [FINE, FINE]
+    assert settled[0].seen == moving[0].seen == "nothing stood out in 60 steps"
+    assert "lower --kl_coef" in settled[0].advice and "--max_steps" not in settled[0].advice
+    assert "--max_steps" in moving[0].advice and "--kl_coef" not in moving[0].advice
+
+
+# What has to be told with the illness, in numbers: the signs of it that would be findings of their own.
+SIGNS = {
+    "collapse into one phrase": ("% of the bytes a token", "entropy fell", "responses ended by themselves", "KL to"),
+    "invented words": ("of a held-out response's words stood in no other", "before it was 3"),
+    "length explosion": ("of responses ended by themselves",),
+    "length collapse": ("entropy fell", "KL to the reference ended at "),
+    "KL run-away": ("still growing fast",),
+}
+
+
+@pytest.mark.parametrize("run", NAMED)
+def test_an_illness_is_told_with_its_signs(run):
+    (finding,) = health(made_run(run))
+    assert [sign for sign in SIGNS[run] if sign not in finding.seen] == []
+
+
+@pytest.mark.parametrize("run", NAMED)
+def test_a_sign_of_one_illness_is_no_sign_of_another(run):
+    """Two illnesses in one run are both told: skipped updates explain nothing here, and nothing explains them."""
+    rows = [{**row} for row in made_run(run)]
+    for row in rows[1:]:
+        if row["step"] % 2:
+            del row["policy/grad_norm"]
+    assert len(health(rows)) == 2

@@ -1,8 +1,11 @@
-"""The Accumulator: values by hand in one process, and over two processes with unequal counts."""
+"""The Accumulator: values by hand in one process, and over two processes with unequal counts; what a step's experience
+tells beside its means; what tensors take of a GPU by phase.
+"""
 
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +13,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from engine import distributed
+from training.reporting import step_metrics
 from training.reporting.metrics import Accumulator
+from training.reporting.step_metrics import PhaseMemory, StepLog, peak_memory_gb
 
 
 def test_mean_is_the_sum_of_totals_over_the_sum_of_counts():
@@ -195,3 +200,69 @@ def test_two_processes_with_unequal_counts_and_names(tmp_path):
     )
     assert one_sided == {"loss": 1.5}
     assert clash == "metric x is a max on rank 1 and a sum on a rank before it"
+
+
+def test_distributions_hold_all_ranks(monkeypatch):
+    mask = torch.tensor([[True, True, False], [True, False, False]])
+    batch = SimpleNamespace(scores=torch.tensor([0.5, -1.0]), rollout=SimpleNamespace(response_mask=mask))
+    other = {"objective/scores_histogram": torch.tensor([2.0]), "rollout/length_histogram": torch.tensor([3.0])}
+    monkeypatch.setattr(step_metrics.distributed, "all_gather_objects", lambda own: [own, other])
+    found = step_metrics.distributions(batch)
+    assert {tag: values.tolist() for tag, values in found.items()} == {
+        "objective/scores_histogram": [0.5, -1.0, 2.0],
+        "rollout/length_histogram": [2.0, 1.0, 3.0],
+    }
+
+
+def test_the_samplers_distance_by_hand():
+    # Of the actor over the sampler: ratios 4, 0.6, 1, and one that float32 cannot hold.
+    metrics = Accumulator()
+    step_metrics.add_sampler_distance(metrics, torch.tensor([math.log(4), math.log(0.6), 0.0, -200.0]))
+    log4, log06 = math.log(4), math.log(0.6)
+    assert metrics.reduce() == pytest.approx(
+        {
+            "rollout/logprob_gap": (log4 - log06 + 200) / 4,
+            "rollout/sampler_kl": (-log4 - log06 + 200) / 4,
+            "rollout/sampler_kl_k3": ((3 - log4) + (-0.4 - log06) + (math.exp(-20) - 1 + 20)) / 4,
+            "rollout/ratio_min": math.exp(-20),
+            "rollout/ratio_max": 4.0,
+            "rollout/ratio_far": 0.5,  # 4 and e^-20
+        },
+        rel=1e-5,
+    )
+
+
+class Allocator:
+    """A GPU's allocator, as far as it is asked."""
+
+    def __init__(self, monkeypatch):
+        self.held = self.peak = 0
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+        monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: self.peak)
+        monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: setattr(self, "peak", self.held))
+
+    def take(self, size: int) -> None:
+        self.held += size
+        self.peak = max(self.peak, self.held)
+
+
+def test_on_a_gpu_each_phase_has_its_own_peak_and_the_run_the_largest(monkeypatch):
+    gpu, memory = Allocator(monkeypatch), PhaseMemory()
+    monkeypatch.setattr("training.reporting.step_metrics.on_gpu", lambda: True)
+    monkeypatch.setattr("training.reporting.step_metrics.phase_memory", memory)
+    monkeypatch.setattr("training.reporting.step_metrics.on_gpu", lambda: True)
+    with memory.phase("before"):
+        gpu.take(1000)
+        gpu.take(-1000)
+    assert memory.bytes == {}  # nothing is counted until it is asked for
+    memory.counting, log = True, StepLog()
+    with memory.phase("load"):
+        gpu.take(9_000_000_000)
+        gpu.take(-8_000_000_000)
+    with log.phase("generate"):
+        gpu.take(500_000_000)
+    assert memory.bytes == {"load": 9_000_000_000, "generate": 1_500_000_000}
+    assert peak_memory_gb() == 9.0  # of the whole run, though the count began anew
+    memory.counting = False
+    gpu.take(10_000_000_000)
+    assert peak_memory_gb() == 11.5

@@ -12,7 +12,7 @@ from transformers import AutoModelForSequenceClassification
 from engine.experience import position_ids
 from engine.models.loading import load_scorer
 from scripts.harness.models import EOS, make_adapter, make_causal_lm, make_scorer
-from training.reporting.model_card import RunFacts, is_hub_name, loading, merge_card, model_card
+from training.runtime.hub import RunFacts, is_hub_name, loading, merge_card, model_card
 
 PRIVATE = ("/home", "lovelace", "acme", "node7", "my_rules")
 VERSIONS = {"python": "3.11.7", "torch": "2.13.0", "four-engine-rlhf": "0.1.0"}

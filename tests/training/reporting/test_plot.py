@@ -5,8 +5,8 @@ import pytest
 
 from engine.errors import UserError
 from tests.training.reporting.metric_rows import ROWS, write
-from training.reporting import plot
-from training.reporting.plot import plot_curves, smooth
+from training.reporting import summary
+from training.reporting.summary import plot_curves, smooth
 
 
 def test_smooth_averages_what_exists():
@@ -26,7 +26,7 @@ def _panels(monkeypatch, rows, tmp_path):
     from matplotlib.axes import Axes
 
     titles, curves, scatters = [], {}, []
-    set_title, plot, scatter = Axes.set_title, Axes.plot, Axes.scatter
+    set_title, summary, scatter = Axes.set_title, Axes.plot, Axes.scatter
 
     def spy_title(axes, title, **options):
         titles.append(title)
@@ -35,7 +35,7 @@ def _panels(monkeypatch, rows, tmp_path):
     def spy_plot(axes, x, y, *style, **options):
         if "label" in options:
             curves[titles[-1], options["label"]] = (list(x), list(y))
-        return plot(axes, x, y, *style, **options)
+        return summary(axes, x, y, *style, **options)
 
     def spy_scatter(axes, x, y, c, **options):
         scatters.append((list(x), list(y), list(c)))
@@ -74,7 +74,7 @@ def test_no_scatter_without_a_step_that_has_both(monkeypatch, tmp_path):
 
 
 def test_plot_of_a_whole_run_has_six_panels(monkeypatch, tmp_path):
-    metrics = {curve.metric for _, curves in plot.PANELS for curve in curves}
+    metrics = {curve.metric for _, curves in summary.PANELS for curve in curves}
     rows = [{"step": step, "samples": 8 * step, **{name: float(step % 5) for name in metrics}} for step in range(40)]
     titles, curves, _ = _panels(monkeypatch, rows, tmp_path)
     assert titles == ["score", "KL to the reference", "score against KL", "response", "policy", "value"]

@@ -1,19 +1,23 @@
-"""Standard errors, worked out by hand."""
+"""Standard errors, and what is measured of held-out texts and pairs; numbers worked out by hand."""
 
 import math
 import statistics
 
 import pytest
+import torch
 
 from training.reporting.standard_errors import (
     Estimate,
-    chance_told,
-    change_told,
-    metrics_told,
+    chance_text,
+    change_text,
+    gathered,
+    metrics_text,
     with_error,
     with_errors,
     within_noise,
 )
+from training.step1_sft import held_out_loss
+from training.step2_reward import held_out_pairs
 
 
 def test_of_a_mean_and_of_its_change():
@@ -71,13 +75,13 @@ def test_noise_is_two_standard_errors():
 
 def test_last_words():
     metrics = {"a": 12.3456, "a_se": 0.2134, "a_change": -1.5, "a_change_se": 0.5, "b": 1.0}
-    assert metrics_told(metrics) == "a 12.35 ± 0.21, b 1"
-    assert change_told(metrics, "a") == " (changed by -1.5 ± 0.5)"
+    assert metrics_text(metrics) == "a 12.35 ± 0.21, b 1"
+    assert change_text(metrics, "a") == " (changed by -1.5 ± 0.5)"
     assert (
-        change_told(metrics | {"a_change": 0.75}, "a") == " (changed by +0.75 ± 0.5, within noise (2 standard errors))"
+        change_text(metrics | {"a_change": 0.75}, "a") == " (changed by +0.75 ± 0.5, within noise (2 standard errors))"
     )
-    assert change_told(metrics, "b") == ""
-    assert change_told({"a": 0.5, "a_change": 0.0, "a_change_se": 0.0}, "a") == " (unchanged)"
+    assert change_text(metrics, "b") == ""
+    assert change_text({"a": 0.5, "a_change": 0.0, "a_change_se": 0.0}, "a") == " (unchanged)"
 
 
 @pytest.mark.parametrize(
@@ -85,10 +89,55 @@ def test_last_words():
 )
 def test_a_share_that_is_no_better_than_chance(value, error, told):
     """0.5 + 2 * 0.1 is 0.7."""
-    assert chance_told({"a": value, "a_se": error}, "a", 0.5) == ("; no better than chance (0.5)" if told else "")
+    assert chance_text({"a": value, "a_se": error}, "a", 0.5) == ("; no better than chance (0.5)" if told else "")
 
 
 def test_what_rounds_to_nothing_has_no_sign():
     assert with_error(-4e-7, 0.0) == "0.000 ± 0.000"
     assert with_error(-4e-7, 0.0, sign="+") == "+0.000 ± 0.000"
     assert with_error(-0.0006, None) == "-0.001"
+
+
+def test_examples_stand_in_their_order_and_what_fills_a_batch_up_is_left_out():
+    parts = [
+        ([2, 0], {"nats": torch.tensor([3.0, 1.0]), "tokens": torch.tensor([4, 2])}),
+        ([1], {"nats": torch.tensor([2.0, math.nan]), "tokens": torch.tensor([3, 9])}),
+        ([], {"nats": torch.tensor([math.nan]), "tokens": torch.tensor([9])}),
+    ]
+    assert gathered(3, parts) == {"nats": [1.0, 2.0, 3.0], "tokens": [2.0, 3.0, 4.0]}
+
+
+def test_step_1_has_the_error_of_texts_not_of_tokens():
+    before = {"nats": [3.0, 9.0, 6.0], "tokens": [1.0, 2.0, 3.0]}
+    after = {"nats": [2.0, 6.0, 4.0], "tokens": [1.0, 2.0, 3.0]}
+    metrics = held_out_loss(after, before)
+    assert metrics["eval/loss"] == 2.0 and metrics["eval/loss_change"] == -1.0
+    assert metrics["eval/loss_se"] == pytest.approx(math.sqrt(12) / 6)  # as test_standard_errors.py has it
+    assert metrics["eval/loss_change_se"] == pytest.approx(math.sqrt(3) / 6)
+    assert metrics["eval/perplexity"] == pytest.approx(math.e**2)
+    assert metrics["eval/perplexity_se"] == pytest.approx(math.e**2 * math.sqrt(12) / 6)
+    assert metrics["eval/perplexity_change"] == pytest.approx(math.e**2 - math.e**3)
+    assert set(held_out_loss(after, None)) == {"eval/loss", "eval/loss_se", "eval/perplexity", "eval/perplexity_se"}
+    assert held_out_loss({"nats": [800.0, 900.0], "tokens": [1.0, 1.0]}, None)["eval/perplexity"] == math.inf
+
+
+def test_step_2():
+    before, after = {"margin": [-1.0, 0.0, 1.0, 2.0]}, {"margin": [1.0, 1.0, -1.0, 3.0]}
+    metrics = held_out_pairs(after, before)
+    assert metrics["eval/accuracy"] == 0.75  # before: a half, as no margin is no better response
+    assert metrics["eval/accuracy_se"] == pytest.approx(0.25)  # 1 1 0 1: squares 3/4, over 3 and 4
+    assert metrics["eval/accuracy_change"] == 0.25
+    assert metrics["eval/accuracy_change_se"] == pytest.approx(math.sqrt(11 / 4 / 3 / 4))  # of 1 1 -1 0
+    assert metrics["eval/margin"] == 1.0 and metrics["eval/margin_change"] == 0.5
+    assert metrics["eval/margin_std"] == pytest.approx(math.sqrt(2))  # squares of 0 0 -2 2, over 4
+    assert metrics["eval/margin_se"] == pytest.approx(math.sqrt(8 / 3 / 4))
+    losses = [math.log(1 + math.exp(-margin)) for margin in after["margin"]]
+    assert metrics["eval/pair_loss"] == pytest.approx(sum(losses) / 4)
+    assert held_out_pairs({"margin": [-2000.0, -2000.0]}, None)["eval/pair_loss"] == 2000.0
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_loss_that_is_no_number_has_no_error():
+    assert math.isinf(held_out_loss({"nats": [math.inf, 1.0], "tokens": [1.0, 1.0]}, None)["eval/perplexity"])
+    assert math.isnan(held_out_pairs({"margin": [math.nan, 1.0]}, None)["eval/pair_loss"])
+    assert "eval/pair_loss_se" not in held_out_pairs({"margin": [math.nan, 1.0]}, None)

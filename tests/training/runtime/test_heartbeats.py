@@ -1,24 +1,30 @@
-"""What is found out about ranks from what they say, and from what they do not say."""
+"""What is found out about ranks from what they say, and from what they do not say; the end of a process has the run's
+exit code, whatever libraries do while they are taken down.
+"""
 
 import contextlib
 import hmac
 import os
 import socket
 import struct
+import subprocess
+import sys
 import time
 
 import pytest
 
 from engine import trace
-from training.runtime import heartbeats
+from training.runtime import heartbeats, watch
 from training.runtime.heartbeats import Connection, Monitor, Reporter, Verdict
-from training.runtime.phases import Place
+from training.runtime.processes import Place
+from training.runtime.stopping import Reason, StopRequest
+from training.runtime.watch import Watch
 
 
 @pytest.fixture
 def two_ranks(monkeypatch):
-    """The heartbeats of two ranks that are both this process, with rounds of a twentieth of a second."""
-    monkeypatch.setattr(heartbeats, "ROUND", 0.05)
+    """The heartbeats of two ranks that are both this process, with rounds of 30 ms: 40 of them are 1.2 s."""
+    monkeypatch.setattr(heartbeats, "ROUND", 0.03)
     monkeypatch.setattr(heartbeats, "LINE", 20)
     monkeypatch.setattr(heartbeats, "SILENT", 40)
     monitor = Monitor(2, timeout_minutes=30)
@@ -42,17 +48,17 @@ def verdict(speaking: list[Reporter], seconds: float = 30.0) -> Verdict | None:
 
 def test_ranks_that_speak_and_leave_are_no_matter(two_ranks):
     _, reporters = two_ranks
-    assert verdict(reporters, seconds=3) is None
+    assert verdict(reporters, seconds=1.8) is None
     reporters[1].say(left=0)
     reporters[1].close()
-    assert verdict(reporters[:1], seconds=3) is None
+    assert verdict(reporters[:1], seconds=1.8) is None
 
 
 def test_one_that_has_left_does_not_mind_the_end_of_rank_0(two_ranks):
     monitor, reporters = two_ranks
     reporters[1].say(left=0)
     monitor.close()
-    assert verdict(reporters[1:], seconds=2) is None
+    assert verdict(reporters[1:], seconds=1) is None
 
 
 def test_a_connection_that_ends_without_a_word_is_a_death(two_ranks):
@@ -91,7 +97,7 @@ def test_silence_of_a_process_that_runs_is_no_end(two_ranks):
     """Its state by the kernel is looked up by rank 0, which stands on the same machine: a long monitor, not a stop."""
     monitor, reporters = two_ranks
     verdict(reporters, seconds=0.5)
-    assert verdict(reporters[:1], seconds=5) is None
+    assert verdict(reporters[:1], seconds=2) is None
     assert monitor.ranks[1].quiet > heartbeats.SILENT and monitor.ranks[1].state in ("R", "S")
 
 
@@ -107,7 +113,7 @@ def test_silence_of_a_stopped_process_is_an_end(two_ranks, monkeypatch):
 def test_ranks_that_all_stand_still_are_ended_and_one_is_named(two_ranks, monkeypatch):
     monitor, reporters = two_ranks
     monitor.timeout = 30
-    monkeypatch.setattr("training.runtime.phases.place.phase", "generate")
+    monkeypatch.setattr("training.runtime.processes.place.phase", "generate")
     trace.moved("vLLM takes weights")
     found = verdict(reporters)
     assert "no rank has moved for" in found.message and "--timeout_minutes" in found.message
@@ -151,6 +157,7 @@ STRANGE = {
 
 def test_strangers_are_told_nothing_and_change_nothing(monkeypatch):
     monkeypatch.setattr(heartbeats, "PROVE", 1.0)
+    monkeypatch.setattr(heartbeats, "ROUND", 0.1)
     monitor = Monitor(2, timeout_minutes=30)
     monitor.start()
     strangers = {name: socket.create_connection(monitor.address, timeout=30) for name in STRANGE}
@@ -162,7 +169,7 @@ def test_strangers_are_told_nothing_and_change_nothing(monkeypatch):
         with contextlib.suppress(ConnectionError):
             assert stranger.recv(1) == b"", name  # after a second it is dropped, and has heard nothing
     reporters = [Reporter(rank, monitor.address, monitor.key) for rank in (0, 1)]
-    assert verdict(reporters, seconds=2) is None and all(rank.beat for rank in monitor.ranks)
+    assert verdict(reporters, seconds=0.5) is None and all(rank.beat for rank in monitor.ranks)
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(monitor.address, timeout=30)
     reporters[1].say(trouble="\x1b[31mbroken")
@@ -171,15 +178,16 @@ def test_strangers_are_told_nothing_and_change_nothing(monkeypatch):
         one.close()
 
 
-def test_a_rank_has_one_connection_and_another_one_takes_nobodys_place():
+def test_a_rank_has_one_connection_and_another_one_takes_nobodys_place(monkeypatch):
+    monkeypatch.setattr(heartbeats, "ROUND", 0.1)
     monitor = Monitor(3, timeout_minutes=30)
     monitor.start()
     reporters = [Reporter(rank, monitor.address, monitor.key) for rank in (0, 1)]
-    assert verdict(reporters, seconds=1) is None
+    assert verdict(reporters, seconds=0.5) is None
     again = Reporter(1, monitor.address, monitor.key)  # as one who says again what rank 1 has said
-    assert verdict(reporters, seconds=2) is None and len(monitor._known) == 2 and not monitor._strangers
+    assert verdict(reporters, seconds=0.5) is None and len(monitor._known) == 2 and not monitor._strangers
     reporters.append(Reporter(2, monitor.address, monitor.key))
-    assert verdict(reporters, seconds=2) is None and all(rank.beat for rank in monitor.ranks)
+    assert verdict(reporters, seconds=0.5) is None and all(rank.beat for rank in monitor.ranks)
     for one in [monitor, again, *reporters]:
         one.close()
 
@@ -261,3 +269,37 @@ def test_a_line_counts_once_and_not_for_the_one_who_said_it():
             time.sleep(0.2)
             with pytest.raises(ValueError, match="without proof"):
                 (heard if again == "to the same" else said).receive()
+
+
+# abort() stands in the place of a library's destructor, as gloo's threads have been seen to end runs that were done.
+PROGRAM = """
+import atexit, ctypes, sys
+from training.runtime.startup import leave
+
+libc = ctypes.CDLL(None)
+libc.__cxa_atexit(libc.abort, None, None)
+atexit.register(print, "closed what was open")
+print("said")
+leave(int(sys.argv[1]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("code, said", [(0, "said\nclosed what was open\n"), (75, "said\n")])
+def test_no_destructor_changes_the_exit_code(code, said):
+    ended = subprocess.run([sys.executable, "-c", PROGRAM, str(code)], capture_output=True, text=True, timeout=600)
+    assert (ended.returncode, ended.stdout) == (code, said), ended.stderr
+
+
+@pytest.mark.parametrize("say", [lambda own: own.leave(2), lambda own: own.tell("no such folder", 2)])
+def test_a_rank_that_ends_by_itself_keeps_its_code_where_the_launcher_then_asks_it_to_end(say, monkeypatch):
+    ended = []
+    monkeypatch.setattr(watch, "end", lambda code, message: ended.append(code))
+    monkeypatch.setattr(watch, "LAST_LOOK", 0.0)
+    own = Watch(StopRequest(), 30.0)
+    say(own)
+    own.request.ask(
+        Reason.SIGTERM
+    )  # srun's, which takes the largest code: 75 would have the job put back and run again
+    own._follow()
+    assert ended == []

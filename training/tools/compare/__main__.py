@@ -32,7 +32,7 @@ from training.config.reward import check_columns, function_source, load_given
 from training.runtime.agreement import agreed, checked
 from training.runtime.models import check_positions
 from training.runtime.output_folder import check_shared
-from training.runtime.phases import phase
+from training.runtime.processes import phase
 from training.runtime.startup import check_run, leave, run
 from training.tools.compare.flags import CompareFlags
 from training.tools.compare.measures import Sample

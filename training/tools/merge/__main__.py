@@ -24,7 +24,7 @@ from training.config.reward import load_function
 from training.reporting.evaluation import write_rows
 from training.runtime.agreement import agreed, checked
 from training.runtime.output_folder import check_shared
-from training.runtime.phases import phase
+from training.runtime.processes import phase
 from training.runtime.startup import check_run, leave, run
 from training.tools.measuring import check_answering, check_same_tokens, check_scoring, read_held_out
 from training.tools.merge.flags import MergeFlags

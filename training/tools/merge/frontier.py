@@ -7,8 +7,8 @@ from pathlib import Path
 from engine.errors import UserError
 from engine.reward.base import CombinedReward, RewardModel, RewardSource
 from training.config.reward import MODEL, function_source, load_function, names
-from training.reporting.plot import BLUE, ORANGE
 from training.reporting.standard_errors import NOISE
+from training.reporting.summary import BLUE, ORANGE
 from training.tools.measuring import HeldOut, Measuring, policy_measures, stored_names
 from training.tools.merge.flags import MergeFlags
 from training.tools.merge.weights import MergedWeights

@@ -30,7 +30,7 @@ from engine.models.saving import merged, save_tokenizer
 from engine.models.weight_files import headers, listed, stored_name, tensors_of, weight_files, weights_folder
 from engine.whole_files import PARTIAL, file_order, sync_tree
 from training.checkpoints.export import write_weights
-from training.reporting.model_card import add_merge_card
+from training.runtime.hub import add_merge_card
 
 SFT, TRAINED = "--sft_model_name_or_path", "--trained_model_name_or_path"
 TIED_HEADS = ("lm_head.weight", "embed_out.weight")

@@ -28,8 +28,8 @@ from engine.errors import UserError
 from engine.files import parsed_json
 from engine.zero.accelerator import on_gpu
 from training.config.flags import RunFlags
+from training.runtime.agreement import open_store, start_key
 from training.runtime.environment import slurm_hosts
-from training.runtime.joining import open_store, start_key
 from training.tools.preflight.facts import Fact, facts_of_node, own_gpu
 from training.tools.preflight.table import Node
 

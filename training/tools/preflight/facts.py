@@ -29,9 +29,9 @@ from training.config.reward import names_file
 from training.config.step3 import RLHFFlags
 from training.data.sources import DEEPSPEED_CHAT_FILES, is_path
 from training.data.tables import cache_folder
-from training.reporting.run_record import versions
-from training.runtime.memory_lines import planned_model, setting_here
-from training.runtime.unwritten import reason_of
+from training.reporting.records import versions
+from training.runtime.first_lines import planned_model, setting_here
+from training.runtime.stopping import reason_of
 
 MEMORY = "host memory"  # a row that nodes are compared in by its amount
 LEAST_SHARED = 1e9  # bytes of /dev/shm, by which ranks of a node with GPUs exchange what does not go over NVLink

@@ -24,10 +24,9 @@ from engine.distributed import RankGroup
 from engine.errors import SharedError, UserError
 from engine.zero.accelerator import on_gpu, ranks_of_this_machine
 from training.config.flags import RunFlags
-from training.runtime.environment import on_several_hosts
-from training.runtime.joining import USER_ERROR, MeetingPoint
-from training.runtime.phases import phase
-from training.runtime.terminal import harmless
+from training.runtime.agreement import USER_ERROR, MeetingPoint
+from training.runtime.environment import harmless, on_several_hosts
+from training.runtime.processes import phase
 from training.runtime.watch import JOINING, watching
 from training.tools.preflight.exchange import Exchange, facts_of_rank, hosts_by_rank, nodes_of
 from training.tools.preflight.facts import Fact, nearest
@@ -140,8 +139,7 @@ def _follow(args: RunFlags) -> int:
 
 
 class _CannotBegin:
-    """What a rank has said whose program cannot begin (training/runtime/joining.py), and whether others need be waited
-    for."""
+    """What a rank has said whose program cannot begin (`MeetingPoint`), and whether others need be waited for."""
 
     def __init__(self) -> None:
         self.findings: list[Finding] = []

@@ -17,16 +17,15 @@ from engine.algorithms import get_dialect
 from engine.errors import UserError
 from engine.files import parsed_json, without_links
 from training.reporting.health import health
-from training.reporting.metrics_file import METRICS_FILE, read_metrics
-from training.reporting.run_record import RUN_FILE, read_run_record
+from training.reporting.records import METRICS_FILE, RUN_FILE, read_metrics, read_run_record
+from training.reporting.sinks import PPO_VIEW, REWARD_VIEW, SFT_VIEW, View, averaged_view
 from training.reporting.standard_errors import scored_otherwise, with_error, within_noise
-from training.reporting.views import PPO, REWARD, SFT, View, averaged
 from training.tools.pages.page import Response, SampleRow, Samples, document, dot, sample_data, sample_section, table
 
 NUMBER = int | float
 SHOWN = {"prompt": str, "response": str, "score": NUMBER, "kl": NUMBER, "tokens": NUMBER}  # of a sample
 BEFORE, AFTER = "before", "after"
-VIEWS = {"step 1": SFT, "step 2": REWARD, "step 3": averaged(PPO)}
+VIEWS = {"step 1": SFT_VIEW, "step 2": REWARD_VIEW, "step 3": averaged_view(PPO_VIEW)}
 POINTS = 1500  # of a curve at most: more than a screen is wide
 SEVERITIES = {"alarm": "worse", "look": "even", "fine": "better"}
 

@@ -1,4 +1,4 @@
-"""The service by plain HTTP: PUT /, scores, health, the page; and how mistakes are answered."""
+"""The service by plain HTTP: PUT /, scores, OpenRLHF's queries, health, the page; and how mistakes are answered."""
 
 import http.client
 import json

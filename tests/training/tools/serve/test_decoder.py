@@ -1,13 +1,16 @@
-"""Responses that come and go beside each other: each is what it would be alone."""
+"""Responses that come and go beside each other: each is what it would be alone; its text grows by whole characters,
+with spaces where they belong and nothing of a stop string.
+"""
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from engine.algo.sampling import keyed_uniforms
 from engine.models.reading import read_tokenizer
-from scripts.harness.models import BOS, EOS, POSITIONS, VOCABULARY
-from training.tools.serve.decoder import Decoder, Generation, Settings, draw, nucleus
+from scripts.harness.models import BOS, EOS, POSITIONS, VOCABULARY, make_tokenizer
+from training.tools.serve.decoder import Decoder, Generation, ResponseText, Settings, draw, nucleus
 
 PROMPTS = [[5, 9, 33], [60, 7], [8, 8, 8, 21, 40, 11, 30, 4, 5, 6], [12], [44, 10, 9, 9, 17], [30, 31]]
 
@@ -116,3 +119,63 @@ def test_nucleus_by_hand():
 def test_the_beginning_token_alone_is_a_prompt(model, tokenizer):
     found = decoded(model, [generation(tokenizer, [BOS], temperature=0.0)], rows=1)[0]
     assert found == model.generate(torch.tensor([[BOS]]), do_sample=False, max_new_tokens=20)[0, 1:].tolist()
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """A token for each byte."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({char: place for place, char in enumerate(["</s>", *alphabet])}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", pad_token="</s>")
+
+
+def pieces(tokenizer, prompt: str, response: str, *stops: str) -> list[str]:
+    ids = tokenizer(prompt + response).input_ids
+    start = len(tokenizer(prompt).input_ids)
+    text = ResponseText(tokenizer, ids[:start], stops)
+    found = []
+    for token in ids[start:]:
+        found.append(text.add(token))
+        if text.stopped:
+            break
+    return [*found, text.finish()]
+
+
+def test_words_keep_the_space_between_prompt_and_response():
+    assert pieces(make_tokenizer(), "w10 w11", " w12 w13") == [" w12", " w13", ""]
+
+
+def test_special_tokens_are_left_out():
+    assert pieces(make_tokenizer(), "w10", " w12 <unk> w13 </s>") == [" w12", "", " w13", "", ""]
+
+
+def test_a_character_is_said_once_its_last_byte_is_there():
+    assert pieces(byte_tokenizer(), "a", "é€b") == ["", "é", "", "", "€", "b", ""]
+
+
+def test_what_never_becomes_a_character_is_said_at_the_end():
+    tokenizer = byte_tokenizer()
+    text = ResponseText(tokenizer, tokenizer("a").input_ids)
+    first = tokenizer("é").input_ids[0]
+    assert (text.add(first), text.finish()) == ("", "\ufffd")
+
+
+@pytest.mark.parametrize(
+    "response, stops, said",
+    [
+        ("one two", ("tw",), "one "),
+        ("one two", ("xx", "e t"), "on"),
+        ("aab", ("ab",), "a"),
+        ("aabaac", ("aac",), "aab"),
+        ("one", ("one more",), "one"),
+        ("b and a", ("a", "b"), ""),
+    ],
+)
+def test_nothing_of_a_stop_string_is_said(response, stops, said):
+    found = pieces(byte_tokenizer(), "x", response, *stops)
+    assert "".join(found) == said
+
+
+def test_what_cannot_be_the_beginning_of_a_stop_string_is_said_at_once():
+    assert pieces(byte_tokenizer(), "x", "abcabd", "abd") == ["", "", "abc", "", "", "", ""]

@@ -1,16 +1,56 @@
-"""Bodies that would take far more time and memory to read than to send."""
+"""What the service makes of a request's body: OpenRLHF's queries, which are the ids that a text was written from, and
+bodies that would take far more time and memory to read than to send.
+"""
 
 import asyncio
 import json
 
 import pytest
 from pydantic import ValidationError
+from tokenizers import Tokenizer, decoders, models, normalizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from scripts.harness.models import BOS, EOS
+from tests.training.data.tiny_tokenizers import SPECIAL, word_tokenizer
+from training.data.tokens import TextEncoder
+from training.tools.serve import app as requests
+from training.tools.serve import server
+from training.tools.serve.app import query_ids
+from training.tools.serve.server import HELD, Gate
+from training.tools.serve.service import RequestError
 
 pytest.importorskip("fastapi", reason="the service needs fastapi: pip install .[serve]")
 
-from training.tools.serve import app as requests
-from training.tools.serve.server import HELD, Gate
-from training.tools.serve.service import RequestError
+SPACE, A, B, SPACE_A = 10, 11, 12, 13
+
+
+def spelling_tokenizer() -> PreTrainedTokenizerFast:
+    """Characters, a space before each text and before what follows a special token, as SentencePiece has it."""
+    vocabulary = {token: place for place, token in enumerate(SPECIAL.values())}
+    vocabulary |= {"\u2581": SPACE, "a": A, "b": B, "\u2581a": SPACE_A}
+    tokenizer = Tokenizer(models.BPE(vocabulary, [("\u2581", "a")], unk_token="<unk>"))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    tokenizer.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", BOS)])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **SPECIAL)
+
+
+def test_the_space_that_a_tokenizer_writes_behind_bos_is_no_token():
+    encoder = TextEncoder(spelling_tokenizer())
+    written = [BOS, SPACE_A, B, SPACE_A, EOS]
+    text = encoder.tokenizer.decode(written)
+    assert text == "<s> ab a</s>"
+    assert encoder.prompt(text) == [BOS, SPACE, *written[1:]]  # as the text alone is read
+    assert query_ids(encoder, text) == query_ids(encoder, text.removesuffix("</s>")) == written
+
+
+@pytest.mark.parametrize("before", ["", "<s>"])
+def test_where_words_are_tokens_the_space_is_none_either_way(before):
+    encoder = TextEncoder(word_tokenizer(before))
+    assert query_ids(encoder, "<s> a b </s>") == [BOS, 10, 11, EOS]
+    assert query_ids(encoder, "<s> a b <pad> </s> </s>") == [BOS, 10, 11, EOS]
+    assert query_ids(encoder, "a b") == [*([BOS] if before else []), 10, 11, EOS]
+
 
 ITEM = {"id": 1, "prompt": "", "response": ""}
 MESSAGE = {"role": "user", "content": "w05"}
@@ -47,7 +87,9 @@ def test_a_body_of_very_many_lists_is_refused_and_brackets_within_texts_are_none
     assert requests.read(requests.OpenRLHFRequest, json.dumps({"query": [text, text]}).encode()).query == [text, text]
 
 
-def test_bodies_beyond_what_may_be_held_at_once_are_refused_and_requests_without_one_are_not():
+def test_bodies_beyond_what_may_be_held_at_once_are_refused_and_requests_without_one_are_not(monkeypatch):
+    monkeypatch.setattr(server, "LINGERING", 0.05)
+
     async def answers() -> list[int]:
         found, done = [], asyncio.Event()
 

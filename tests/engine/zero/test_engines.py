@@ -1,0 +1,153 @@
+"""DeepSpeed in one process: joining the process group, what it does to an optimizer and to bad gradients, the size of
+buffers, offloaded parameters, and which weights are gathered together.
+"""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from deepspeed.accelerator import get_accelerator
+from torch import nn
+
+from engine.errors import UserError
+from engine.models.loading import load_policy, load_scorer
+from engine.rlhf_engine import EngineSpec, OptimizerSpec, frozen_model, trained_model
+from engine.zero import communication, gathering
+from engine.zero.communication import init
+from engine.zero.config import EngineConfig, read_ds_file
+from engine.zero.gathering import parameter_buckets
+from scripts.harness.models import make_causal_lm, make_scorer
+from tests.engine.meters import LiveBytes
+from tests.engine.zero.shard_memory import InMemory, whole
+
+LR = 1e-2
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    init()
+    return make_causal_lm(tmp_path_factory.mktemp("actor"))
+
+
+def build(folder, dtype, weight_decay=0.0):
+    spec = EngineSpec(actor_path=folder, critic_path="", dtype=dtype)
+    return trained_model(
+        load_policy,
+        folder,
+        EngineConfig("actor", 0),
+        OptimizerSpec(lr=LR, weight_decay=weight_decay, max_grad_norm=0.0),
+        spec,
+    )
+
+
+def one_step(model, factor=1.0):
+    tokens = torch.arange(4, 20).view(2, 8)
+    ones = torch.ones_like(tokens)
+    logprobs, _ = model(tokens, ones, ones.cumsum(-1) - 1, response_length=5)
+    model.backward(logprobs.sum() * factor, last=True)
+    return model.overflowed()
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_adams_first_step_moves_each_weight_by_the_learning_rate(folder, dtype):
+    """m / (sqrt(v) + eps) is the gradient's sign at step 1; a step taken before it would make that 0.735."""
+    model = build(folder, dtype)
+    before = [shard.clone() for shard in model.master_shards()]
+    assert not one_step(model)
+    assert model.step(LR)
+    moved = torch.cat([(new - old).abs().flatten() for new, old in zip(model.master_shards(), before)])
+    moved = moved[moved > 0]
+    assert len(moved) > 1000
+    assert moved.median().item() == pytest.approx(LR, rel=1e-3)
+
+
+def test_masters_are_the_loaded_weights_however_large_the_decay(folder):
+    model = build(folder, "bf16", weight_decay=0.5)
+    weights = [p.detach().float().flatten() for p in model.module.parameters()]
+    masters = [shard.flatten() for shard in model.master_shards()]
+    assert torch.equal(torch.cat(weights).sort().values, torch.cat(masters).sort().values)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_gradient_that_is_not_finite_is_seen_before_the_step(folder, dtype):
+    model = build(folder, dtype)
+    assert one_step(model, factor=float("inf"))
+    assert not model.scales_loss
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_restart_takes_moments_from_the_checkpoint_and_decay_from_the_run(folder, dtype):
+    """p <- p (1 - lr decay) - lr m / sqrt(v): with the same moments the decay is all that differs, in matrices."""
+    first = build(folder, dtype)
+    one_step(first)
+    first.step(LR)
+    source, scalars = InMemory(whole(first.shards())), first.scalars()
+    shards = {}
+    for decay in (0.0, 0.5):
+        model = build(folder, dtype, weight_decay=decay)
+        model.load_shards(source, scalars)
+        before = [shard.clone() for shard in model.master_shards()]
+        one_step(model)
+        model.step(LR)
+        shards[decay] = [shard.clone() for shard in model.master_shards()]
+    for start, plain, decayed in zip(before, shards[0.0], shards[0.5]):
+        expected = plain - LR * 0.5 * start if start.dim() > 1 else plain
+        torch.testing.assert_close(decayed, expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_small_model_has_small_buffers(tmp_path, stage):
+    init()
+    path = make_causal_lm(tmp_path / "model")
+    spec, choice = EngineSpec(actor_path=path, critic_path=""), EngineConfig("actor", stage)
+    with LiveBytes() as meter:
+        model = trained_model(load_policy, path, choice, OptimizerSpec(lr=1e-3), spec)
+        tokens = torch.arange(4, 20).view(2, 8)
+        ones = torch.ones_like(tokens)
+        logprobs, _ = model(tokens, ones, ones.cumsum(-1) - 1, response_length=5)
+        model.backward(logprobs.sum(), last=True)
+        assert not model.overflowed() and model.step(1e-3)
+    size = sum(shard.nbytes for shard in model.master_shards())
+    assert 4 * read_ds_file(choice)["zero_optimization"]["reduce_bucket_size"] > 1000 * size  # as the file has it
+    assert meter.peak < 20 * size
+
+
+@pytest.mark.parametrize("offload", [True, False])
+@pytest.mark.parametrize("role", ["reference", "reward"])
+def test_their_bytes(tmp_path, monkeypatch, role, offload):
+    """Counted where DeepSpeed asks for pinned host memory, since on a CPU each place is host memory."""
+    init()
+    pinned = []
+    monkeypatch.setattr(get_accelerator(), "pin_memory", lambda tensor, *args: pinned.append(tensor.nbytes) or tensor)
+    make, load = (make_causal_lm, load_policy) if role == "reference" else (make_scorer, load_scorer)
+    path, spec = make(tmp_path / "model"), EngineSpec(actor_path="", critic_path="")
+    model = frozen_model(load, path, EngineConfig(role, 3, offload), spec)
+    shards = [parameter.ds_tensor for parameter in model.module.parameters()]
+    assert sum(pinned) == (sum(shard.nbytes for shard in shards) if offload else 0)
+
+
+@pytest.mark.parametrize("visible, told", [(None, r"sees 1 GPU: "), ("3", r"sees 1 GPU \(CUDA_VISIBLE_DEVICES=3\): ")])
+def test_a_rank_that_does_not_see_its_gpu(visible, told, monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    for name, value in {"RANK": "9", "WORLD_SIZE": "16", "LOCAL_RANK": "1", "CUDA_VISIBLE_DEVICES": visible}.items():
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    gpu = SimpleNamespace(device_name=lambda: "cuda", device_count=lambda: 1)
+    monkeypatch.setattr(communication, "get_accelerator", lambda: gpu)
+    monkeypatch.setattr(communication.distributed, "is_initialized", lambda: False)
+    monkeypatch.setattr(communication.distributed, "rank", lambda: 9)
+    with pytest.raises(UserError, match=f"^rank 9 has LOCAL_RANK 1 and {told}"):
+        communication.init()
+
+
+def test_a_bucket_is_never_exceeded_but_by_one_weight(monkeypatch):
+    monkeypatch.setattr(gathering, "GATHER_BUCKET", 10)
+    sizes = {"a": 4, "b": 6, "c": 3, "d": 25, "e": 9, "f": 2}
+    module = nn.ParameterDict({name: nn.Parameter(torch.zeros(size)) for name, size in sizes.items()})
+
+    def names(*chosen: str) -> list[str]:
+        return ["".join(name for name, _ in bucket) for bucket in parameter_buckets(module, chosen or None)]
+
+    assert names() == ["ab", "c", "d", "e", "f"]
+    assert names("a", "c", "f") == ["acf"]
+    assert names("d", "f") == ["d", "f"]

@@ -1,0 +1,165 @@
+"""What a run does around the steps of the critic's pretraining, seen by stand-ins that take notes; and responses that
+vLLM cannot draw, refused before data are read and models loaded.
+"""
+
+import json
+import re
+from types import SimpleNamespace
+
+import pytest
+
+from engine.errors import EndedEarly, UserError
+from scripts.harness.models import make_causal_lm
+from tests import fake_vllm
+from tests.training.config.command_lines import parse, step3
+from training.config.step3 import RLHFFlags
+from training.runtime import model_folders, output_folder, stopping
+from training.runtime.models import PRETRAINING_RECORD, is_pretrained_critic
+from training.runtime.plan import check_files, check_models, check_vllm
+from training.runtime.session import pretrain
+
+
+class Notes:
+    """A session, its writer, its restart points and the steps themselves, in the order in which they are asked."""
+
+    def __init__(self, folder, steps: int, done: int = 0):
+        self.said = []
+        self.steps, self.done = steps, done
+        self.trainer = SimpleNamespace(steps_done=done - steps)
+        self.plan = SimpleNamespace(last_step=9, dialect=step3().resolved_dialect()[0])
+        self.args = step3(critic_pretrain_steps=steps)
+        self.models, self.own_tokenizer, self.output_dir = SimpleNamespace(critic="critic"), None, folder
+        self.writer, self.checkpoints, self.view = self, self, SimpleNamespace(bar={"kl": "objective/kl"})
+        self.owed, self.newest = None, None
+
+    @property
+    def steps_done(self):
+        return self.steps + self.trainer.steps_done
+
+    def prompts(self, step):
+        return step
+
+    def step(self, prompts):
+        self.trainer.steps_done += 1
+        self.said.append(f"step on prompts {prompts}")
+        return SimpleNamespace(step=self.trainer.steps_done, metrics={"critic_pretrain/loss": 0.5})
+
+    def count(self, total, **how):
+        self.said.append(f"count {total} from {how.get('first_step', 0)}, below {how.get('below', 0)}")
+
+    def take_metrics(self):
+        return {}
+
+    def log_step(self, step, samples):
+        self.said.append(f"log {step} {samples} {self.owed}")
+        self.owed = None
+
+    def save_if_due(self, step):
+        self.said.append(f"point {step}")
+
+    def write(self, text):
+        self.said.append(text.split(":")[0])
+
+    def end_early(self, reason, report):
+        raise EndedEarly(f"{reason} after {report.step}, owed {self.owed}")
+
+
+@pytest.fixture
+def asked(monkeypatch, tmp_path) -> list:
+    """Reasons to end that the borders see, one after the other; then none."""
+    reasons = []
+    monkeypatch.setattr(stopping, "agreed", lambda: reasons.pop(0) if reasons else None)
+    monkeypatch.setattr(output_folder, "check_held", lambda: None)
+    monkeypatch.setattr(model_folders, "merged_wanted", lambda choice, models, folder: True)
+    saved = {"critic_pretrained": tmp_path / "critic_pretrained"}
+    monkeypatch.setattr(model_folders, "save_forms", lambda *given: saved[given[3]].mkdir() or saved)
+    return reasons
+
+
+def run(notes: Notes) -> list[str]:
+    """What they were asked; the stand-in is session, pretraining and feed at once."""
+    pretrain(notes, notes, notes)
+    return notes.said
+
+
+def test_each_step_has_its_line_and_the_last_ones_waits_for_the_held_out_scores(asked, tmp_path):
+    notes = Notes(tmp_path, steps=3)
+    line = {"critic_pretrain/loss": 0.5}
+    assert run(notes) == [
+        "count 3 from 0, below 3",
+        *("step on prompts 0", f"log -2 0 {line}", "point -2"),
+        *("step on prompts 1", f"log -1 0 {line}", "point -1"),
+        *("step on prompts 2", "critic pretrained in 3 steps"),
+        "count 9 from 0, below 0",
+    ]
+    assert notes.owed == line
+    record = json.loads((tmp_path / "critic_pretrained" / PRETRAINING_RECORD).read_text())
+    assert (record["steps"], record["gamma"], record["learning_rate"]) == (3, 1.0, 1e-5)
+    listed = json.loads((tmp_path / "written.json").read_text())
+    assert listed["models"]["critic_pretrained"] == [PRETRAINING_RECORD]
+
+
+def test_a_link_in_the_place_of_the_record_is_not_written_through(asked, tmp_path, monkeypatch):
+    (tmp_path / "theirs").write_text("theirs")
+    folder = tmp_path / "critic_pretrained"
+    folder.mkdir()
+    (folder / PRETRAINING_RECORD).symlink_to(tmp_path / "theirs")
+    monkeypatch.setattr(model_folders, "save_forms", lambda *given: {folder.name: folder})
+    run(Notes(tmp_path, steps=1))
+    assert json.loads((folder / PRETRAINING_RECORD).read_text())["steps"] == 1
+    assert (tmp_path / "theirs").read_text() == "theirs"
+
+
+def test_a_run_that_goes_on_makes_the_steps_that_are_left(asked, tmp_path):
+    assert run(Notes(tmp_path, steps=3, done=2))[:2] == ["count 3 from 2, below 3", "step on prompts 2"]
+
+
+@pytest.mark.parametrize("borders, step", [([stopping.Reason.SIGTERM], -1), ([None, stopping.Reason.SIGTERM], 0)])
+def test_a_request_to_end_is_followed_at_each_border(asked, tmp_path, borders, step):
+    asked += borders
+    with pytest.raises(EndedEarly, match=f"after {step}, owed {{'critic_pretrain/loss': 0.5}}"):
+        run(Notes(tmp_path, steps=2))
+    assert (tmp_path / "critic_pretrained").exists() == (step == 0)
+
+
+def test_a_critic_is_no_reward_model(tmp_path, monkeypatch):
+    (tmp_path / PRETRAINING_RECORD).write_text("{}")
+    assert is_pretrained_critic(str(tmp_path)) and not is_pretrained_critic(str(tmp_path / "elsewhere"))
+    for name in ("check_policy", "check_rows", "check_attention", "check_trunk", "check_scorer", "check_vocabularies"):
+        monkeypatch.setattr(f"training.runtime.plan.{name}", lambda *given: None)
+    for name in ("generation_stops", "read_config", "check_positions"):
+        monkeypatch.setattr(f"training.runtime.plan.{name}", lambda *given, **named: None)
+    args = step3(critic_model_name_or_path=str(tmp_path))
+    for name in ("check_attention", "read_tokenizer"):
+        monkeypatch.setattr(type(args), name, lambda *given: None)
+    with pytest.raises(UserError, match="--critic_model_name_or_path .*: that is a pretrained critic"):
+        check_models(args, args.resolved_dialect()[0])
+    args = step3(critic_model_name_or_path=str(tmp_path), reward_model_name_or_path="reward")
+    check_models(args, args.resolved_dialect()[0])
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory) -> str:
+    """A model with 4 attention heads of 8 numbers."""
+    return make_causal_lm(tmp_path_factory.mktemp("model"), "llama")
+
+
+def with_vllm(path: str, *words: str) -> RLHFFlags:
+    return parse("--actor_model_name_or_path", path, "--rollout_backend", "vllm", *words, flags_class=RLHFFlags)
+
+
+def test_a_missing_vllm_is_told_with_the_files(path, tmp_path, monkeypatch):
+    monkeypatch.setattr("engine.rollout.vllm_engine.metadata.version", fake_vllm.version(None))
+    args = with_vllm(path, "--output_dir", str(tmp_path / "out"), "--data_path", "no.jsonl", "--dtype", "fp32")
+    with pytest.raises(UserError, match="vLLM is not installed here"):
+        check_files(args, args.resolved_dialect()[0], None)
+
+
+def test_heads_that_it_cannot_compute_or_divide_are_told(path, monkeypatch):
+    monkeypatch.setattr("engine.rollout.vllm_engine.metadata.version", fake_vllm.version("0.32.1"))
+    with pytest.raises(UserError, match=f"{re.escape(path)} has attention heads of 8 numbers; on CPUs"):
+        check_vllm(with_vllm(path))
+    monkeypatch.delenv("RANK", raising=False)  # of a group that other tests joined
+    with pytest.raises(UserError, match="--vllm_tensor_parallel_size 3: .* has 4 attention heads.* divides 4"):
+        check_vllm(with_vllm(path, "--vllm_tensor_parallel_size", "3"))
+    check_vllm(with_vllm(path, "--dry_run"))  # for other machines, it may be

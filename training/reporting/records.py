@@ -1,0 +1,211 @@
+"""What a run's folder says of the run: run.json, written and read, and metrics.jsonl, read.
+
+    write_run_record(output_dir, flags=vars(args), dialect=dataclasses.asdict(dialect),
+                     ds_configs={"actor": {...}, "critic": {...}}, resumed=False)
+    rows = read_metrics(output_dir / METRICS_FILE)
+
+run.json holds what would be needed to run it again, and where it ran: {"starts": [...]}, one entry for each time the
+run was started. A resumed run adds its own behind the earlier ones. Flags and dialect are the resolved ones, the
+DeepSpeed configurations those that the engines get. metrics.jsonl has one JSON object a line, with `step`, `samples`
+and the metrics of a step; `JsonlSink` of sinks.py writes it.
+"""
+
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from datetime import datetime
+from pathlib import Path
+
+import torch
+
+from engine import distributed
+from engine.errors import UserError, shortened, shown_command
+from engine.files import parsed_json
+from engine.whole_files import write_whole
+from engine.zero.accelerator import on_gpu
+from training.runtime.environment import is_slurm_task
+
+RUN_FILE = "run.json"
+_starts: dict[Path, list[dict]] = {}  # as this process has written them: the folder may be moved meanwhile
+FIELDS = {"command": str, "flags": dict, "dialect": dict, "git": dict, "versions": dict, "machine": dict}
+"""What kind a start's fields are of that are read again, where they are there."""
+PACKAGES = ("torch", "deepspeed", "transformers", "datasets", "four-engine-rlhf")
+
+
+def write_run_record(
+    output_dir: str | Path,
+    *,
+    flags: Mapping,
+    dialect: Mapping | None = None,
+    ds_configs: Mapping[str, Mapping],
+    resumed: bool = False,
+) -> None:
+    """Write run.json (the main rank does; the others return at once).
+
+    What JSON has no form for is written as text. The file is written beside its place and then moved there, so that a
+    kill leaves the old one or the new one. resumed: whether the run in `output_dir` goes on; else an earlier record
+    there is another run's, and is replaced.
+
+    Raises: UserError if an earlier record that should be kept cannot be read.
+    """
+    if not distributed.is_main():
+        return
+    path = Path(output_dir) / RUN_FILE
+    starts = read_run_record(path) if resumed and path.exists() else []
+    starts.append(
+        {
+            "started": datetime.now().astimezone().isoformat(timespec="seconds"),
+            "command": command_line(sys.argv, os.environ),
+            "working_directory": str(Path.cwd()),
+            "versions": versions(),
+            "git": git_state(Path(__file__).parent),
+            "machine": machine(),
+            "flags": dict(flags),
+            "dialect": dialect,
+            "deepspeed": dict(ds_configs),
+            "models": None,
+        }
+    )
+    _write(path, starts)
+
+
+def record_models(output_dir: str | Path, saved: Mapping[str, Path], step: int) -> None:
+    """Say in run.json's last start which models it has saved, and after which step (one process calls this).
+
+    Until then models that stand in the folder are an earlier run's. Raises: OSError, or UserError as reading does.
+    """
+    path = Path(output_dir) / RUN_FILE
+    starts = _starts.get(path) or read_run_record(path)
+    starts[-1]["models"] = {"step": step, **{name: str(place) for name, place in saved.items()}}
+    _write(path, starts)
+
+
+def _write(path: Path, starts: list[dict]) -> None:
+    _starts[path] = starts
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, json.dumps({"starts": starts}, indent=2, default=str) + "\n")
+
+
+def read_run_record(path: str | Path) -> list[dict]:
+    """The starts of a run, oldest first; raises UserError if the file is no run record."""
+    try:
+        starts = parsed_json(Path(path).read_text(encoding="utf-8"))["starts"]
+        if not isinstance(starts, list) or not all(isinstance(start, dict) for start in starts):
+            raise TypeError("starts is no list of objects")
+        for start in starts:
+            wrong = next((name for name, kind in FIELDS.items() if not isinstance(start.get(name), kind | None)), None)
+            if wrong is not None:
+                raise TypeError(f"{wrong} is {shortened(start[wrong])}")
+    except (ValueError, KeyError, TypeError) as error:  # ValueError: no JSON, or no text
+        raise UserError(f"{path}: no record of a run ({error}); move it away to go on") from error
+    return starts
+
+
+def command_line(argv: list[str], environment: Mapping[str, str]) -> str:
+    """The command that started the program, as files show it, with the sizes that a launcher was given.
+
+    The launcher's other options (a hostfile, a port) do not reach the program, and are not in it.
+    """
+    words = [word for word in argv if not word.startswith("--local_rank=")]
+    world = int(environment.get("WORLD_SIZE", 1))
+    if "TORCHELASTIC_RUN_ID" in environment:
+        local = int(environment["LOCAL_WORLD_SIZE"])
+        launcher = ["torchrun", "--nnodes", str(world // local), "--nproc_per_node", str(local)]
+    elif (
+        is_slurm_task(environment) and world > 1 and "CROSS_RANK" not in environment
+    ):  # which DeepSpeed's launcher sets
+        launcher = ["srun", "--ntasks", str(world), "--ntasks-per-node", environment["LOCAL_SIZE"], "python"]
+    elif "LOCAL_SIZE" in environment:  # the deepspeed launcher's
+        local = int(environment["LOCAL_SIZE"])
+        launcher = ["deepspeed", "--num_nodes", str(world // local), "--num_gpus", str(local)]
+    else:
+        launcher = ["python"]
+    return shown_command([*launcher, *words])
+
+
+def versions() -> dict[str, str | None]:
+    """Of Python and of the packages that a run's numbers depend on; None for one that is not installed."""
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def git_state(folder: Path) -> dict | None:
+    """{"commit", "dirty"} of the checkout that the code lies in; None without git or outside a checkout.
+
+    dirty: whether a file that git follows was changed since. A checkout that merely contains an installed copy (a
+    virtual environment in somebody else's project, say) follows none of the code's files, and does not count.
+    """
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(
+            ["git", *arguments], cwd=folder, check=True, text=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        ).stdout.strip()
+
+    try:
+        if not git("ls-files"):
+            return None
+        return {"commit": git("rev-parse", "HEAD"), "dirty": git("status", "--porcelain", "--untracked-files=no") != ""}
+    except (FileNotFoundError, subprocess.CalledProcessError):
+        return None
+
+
+def machine() -> dict[str, str | int]:
+    """The main rank's host, the number of ranks, and the accelerator that they compute on."""
+    accelerator = torch.cuda.get_device_name() if on_gpu() else distributed.device().type
+    return {"host": socket.gethostname(), "world_size": distributed.world_size(), "accelerator": accelerator}
+
+
+METRICS_FILE = "metrics.jsonl"
+
+
+def read_lines(path: str | Path) -> list[tuple[str, dict]]:
+    """The lines of a metrics file, each with the object it holds.
+
+    A last line without its newline was being written when the run was killed, or is being written now: left out.
+
+    Raises:
+        UserError: a line is no JSON object with a step, or holds something else than numbers.
+    """
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines(keepends=True)
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: no text ({error}); move it away, or remove the lines that are broken") from error
+    found = []
+    for number, line in enumerate(lines, start=1):
+        if not line.endswith("\n"):
+            break
+        try:
+            record = parsed_json(line)
+        except ValueError as error:
+            raise UserError(f"{path}, line {number}: no JSON ({error}); remove the line") from error
+        if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+            raise UserError(f"{path}, line {number}: expected an object with a whole number as step; remove the line")
+        other = next((name for name, value in record.items() if not isinstance(value, int | float | None)), None)
+        if other is not None:
+            raise UserError(f"{path}, line {number}: {other} is {shortened(record[other])}, no number; remove the line")
+        found.append((line, record))
+    return found
+
+
+def read_metrics(path: str | Path) -> list[dict]:
+    """The records of a metrics.jsonl in the order written; null, which stands for a non-finite number, as NaN.
+
+    Raises:
+        UserError: no such file, or a line of it is no record of metrics.
+    """
+    if not Path(path).is_file():
+        raise UserError(f"{path}: no such file; give the metrics.jsonl of a run")
+    return [
+        {name: math.nan if value is None else value for name, value in record.items()} for _, record in read_lines(path)
+    ]
