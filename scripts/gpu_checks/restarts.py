@@ -1,4 +1,4 @@
-"""A restart point, the run that goes on from it, and the average of the actor's weights."""
+"""A checkpoint, the run that goes on from it, and the average of the actor's weights."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ STEPS, SAVED = 4, 2
 
 
 def resumed(trial: Trial) -> None:
-    """Four steps at stage 3 with --enable_ema, and the last two again from the restart point: the same end, and an
+    """Four steps at stage 3 with --enable_ema, and the last two again from the checkpoint: the same end, and an
     average between the start and the end."""
     size = TINY if trial.dry else "34m"
     actor, critic = random_models(trial, size)

@@ -1,4 +1,4 @@
-"""Restart points of two ranks: what one rank finds wrong, all know."""
+"""Checkpoints of two ranks: what one rank finds wrong, all know."""
 
 import socket
 
@@ -34,7 +34,7 @@ def test_files_are_hashed_once_over_all_ranks_and_a_damaged_one_is_known_to_all(
     assert sorted(one.pop("hashed") + two.pop("hashed")) == names
     assert one == two and one.pop("whole") == ("step_000004",)
     said, unseen = one.pop("unseen")
-    there = f"step_000004: not there for rank 1 on {socket.gethostname()}. Put the restart point where every node"
+    there = f"step_000004: not there for rank 1 on {socket.gethostname()}. Put the checkpoint where every node"
     assert said == "refused" and there in unseen
     assert len(one) == 5
     for name, (used, passed_over) in one.items():

@@ -1,4 +1,4 @@
-"""The critic's pretraining on two ranks: who learns, restart points, and the folder that another run starts from."""
+"""The critic's pretraining on two ranks: who learns, checkpoints, and the folder that another run starts from."""
 
 import pytest
 import torch

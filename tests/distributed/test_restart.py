@@ -1,4 +1,4 @@
-"""A run that goes on from a restart point, in new processes, is the run that was never interrupted."""
+"""A run that goes on from a checkpoint, in new processes, is the run that was never interrupted."""
 
 from pathlib import Path
 

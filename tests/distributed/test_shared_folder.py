@@ -11,7 +11,7 @@ def test_a_rank_that_does_not_share_the_folder_is_named_on_all(tmp_path):
     def message(written, looks_in, problem):
         return (
             f"--output_dir {{given}} is not one folder for all ranks. Rank 0 on {host} writes in {written}; {host} "
-            f"(rank 1), which looks in {looks_in}, {problem}. Models and restart points need a folder that all nodes "
+            f"(rank 1), which looks in {looks_in}, {problem}. Models and checkpoints need a folder that all nodes "
             "share: give one on a network file system, mounted at the same path on all of them and writable on each."
         )
 

@@ -41,8 +41,8 @@ def test_another_number_of_ranks_and_another_stage_see_the_same_examples(runs, t
     flags = flags_of(tiny, step, 0) | {"per_device_train_batch_size": 4, "zero_stage": 3, "output_dir": half}
     result = run_here(step, flags, capfd)
     assert result.code == 0, result.stderr
-    assert "changed since the restart point: ranks 2 -> 1" in result.stdout
-    assert "changed since the restart point: --zero_stage 0 -> 3" in result.stdout
+    assert "changed since the checkpoint: ranks 2 -> 1" in result.stdout
+    assert "changed since the checkpoint: --zero_stage 0 -> 3" in result.stdout
     expected = lasting_metrics(Path(output) / f"{step}_0_whole")
     got = lasting_metrics(half)
     assert got[:4] == expected[:4]

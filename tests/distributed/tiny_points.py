@@ -1,4 +1,4 @@
-"""Restart points of the ranks of a test: written, and gone on from."""
+"""Checkpoints of the ranks of a test: written, and gone on from."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from training.checkpoints.saving import Checkpoints
 
 
 def save_point(output: str | Path, models: RLHFEngine, state: dict) -> Path:
-    """Write the restart point of these models; returns its folder."""
+    """Write the checkpoint of these models; returns its folder."""
     checkpoints = Checkpoints(
         Path(output),
         Schedule(),
@@ -28,7 +28,7 @@ def save_point(output: str | Path, models: RLHFEngine, state: dict) -> Path:
 
 
 def load_point(output: str | Path, models: RLHFEngine) -> dict:
-    """Put the models to the newest restart point; returns its state."""
+    """Put the models to the newest checkpoint; returns its state."""
     point = ResumePoint.find(str(output), str(output), with_ema=models.ema is not None)
     restore(point, models.trained, models.ema, models.kept_reference)
     return point.state

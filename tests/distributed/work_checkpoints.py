@@ -1,4 +1,5 @@
-"""Run by ranks: restart points of a tiny state, a write that fails on rank 1, and looks at points that are damaged."""
+"""Run by ranks: checkpoints of a tiny state, a write that fails on rank 1, and looks at checkpoints that are
+damaged."""
 
 import errno
 import os
@@ -12,7 +13,7 @@ from training.checkpoints.resuming import ResumePoint
 
 
 def failed_and_tried_again(folder: str) -> dict:
-    """Steps 1 to 4, each with a point; rank 1's disk is full at step 2, and the next try is due at once."""
+    """Steps 1 to 4, each with a checkpoint; rank 1's disk is full at step 2, and the next try is due at once."""
     os.environ["LOCAL_SIZE"] = "1"  # each rank on a host of its own
     write, run = saving.write_shards, TinyRun(Path(folder), steps=1)
     saving.RETRY_AFTER = 0.0
@@ -35,8 +36,8 @@ def failed_and_tried_again(folder: str) -> dict:
 
 
 def looked_at(folder: str) -> dict:
-    """What --resume makes of the points of `failed_and_tried_again`, each file of the newest damaged in turn; how many
-    files each rank hashed; and what is said where rank 1 does not see the folder."""
+    """What --resume makes of the checkpoints of `failed_and_tried_again`, each file of the newest damaged in turn; how
+    many files each rank hashed; and what is said where rank 1 does not see the folder."""
     newest = Path(folder) / "checkpoints" / "step_000004"
     hashed, problem = [], files._problem
 
@@ -62,7 +63,7 @@ def looked_at(folder: str) -> dict:
 
 
 def find(path: str) -> tuple[str, ...]:
-    """The point's name and what was passed over, or the message."""
+    """The checkpoint's name and what was passed over, or the message."""
     try:
         point = ResumePoint.find(path, "elsewhere")
     except UserError as error:

@@ -1,4 +1,4 @@
-"""Run by ranks: four steps with dynamic sampling, the last two once more from a restart point, and all of them without
+"""Run by ranks: four steps with dynamic sampling, the last two once more from a checkpoint, and all of them without
 it on the prompts that it should come to."""
 
 import torch

@@ -22,7 +22,7 @@ ROWS = [0, 1, 2, 3]
 
 def all_cases(folder: str, sizes: dict[str, int | None]) -> dict:
     """The groups of all engines of a run, by role; a policy with groups of 2 through its life, and without; and one
-    with frozen layers that a restart point is read into.
+    with frozen layers that a checkpoint is read into.
 
     sizes: by role, the ranks of a group, of the file hpz2.json or hpz4.json in `folder`; None for stage3.json.
     """
@@ -67,7 +67,7 @@ def _life(model: TrainedModel) -> dict:
 
 
 class _Larger:
-    """A restart point with all numbers of a module times 1.5."""
+    """A checkpoint with all numbers of a module times 1.5."""
 
     def __init__(self, module: nn.Module):
         self.tensors = {

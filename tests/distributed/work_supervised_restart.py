@@ -11,7 +11,7 @@ from training.config.parsing import parse_flags
 from training.runtime import output_folder
 from training.supervised import SupervisedTrainer
 
-SAVE_STEPS, BROKEN_AT = 3, 6  # the points of steps 3 and 6; the step after 5 does not come to its end
+SAVE_STEPS, BROKEN_AT = 3, 6  # the checkpoints of steps 3 and 6; the step after 5 does not come to its end
 NORMALIZATION = "training.step2_reward.score_statistics"
 
 
@@ -74,7 +74,7 @@ def broken_at(step: int):
 
     def optimizer_step(self, number, batches):
         if number == step:
-            self.checkpoints.wait()  # the point of step 3 is whole, however slow the disk
+            self.checkpoints.wait()  # the checkpoint of step 3 is whole, however slow the disk
             self.loss(batches[0], mock.Mock())
             raise Killed
         return whole(self, number, batches)

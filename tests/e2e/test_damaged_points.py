@@ -1,4 +1,4 @@
-"""No damaged restart point is used, and none ends in a trace."""
+"""No damaged checkpoint is used, and none ends in a trace."""
 
 import shutil
 

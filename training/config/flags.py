@@ -4,7 +4,7 @@ Paths of flags made absolute before anything runs that could change the working 
 
 The flags by which a trained model is uploaded to the Hugging Face Hub, which all three steps share.
 
-The flags of restart points, which all three steps share.
+The flags of checkpoints, which all three steps share.
 
 The flags by which all three steps name their data.
 """
@@ -155,7 +155,7 @@ class RunFlags(TokenizerFlags):
 
     overwrites: ClassVar[bool] = True
 
-    output_dir: str = flag(REQUIRED, "folder for models, metrics and restart points")
+    output_dir: str = flag(REQUIRED, "folder for models, metrics and checkpoints")
     overwrite_output_dir: bool = flag(False, "overwrite what stands in --output_dir")
     dry_run: bool = flag(
         False,
@@ -345,25 +345,25 @@ class HubFlags(RunFlags):
 
 @dataclass(kw_only=True)
 class RestartFlags(RunFlags):
-    """When restart points are written, which are kept, and what a run goes on from."""
+    """When checkpoints are written, which are kept, and what a run goes on from."""
 
-    save_steps: int = flag(0, "steps between restart points; 0 for none", group="restart points")
-    save_minutes: float = flag(0.0, "minutes between restart points, also beside --save_steps; 0 for none")
-    keep_checkpoints: int = flag(0, "keep the newest so many restart points; 0 for all")
+    save_steps: int = flag(0, "steps between checkpoints; 0 for none", group="checkpoints")
+    save_minutes: float = flag(0.0, "minutes between checkpoints, also beside --save_steps; 0 for none")
+    keep_checkpoints: int = flag(0, "keep the newest so many checkpoints; 0 for all")
     keep_best_checkpoint: bool = flag(
         False, "keep the one of the best held-out score too, and write one wherever an evaluation finds a better score"
     )
     async_checkpoints: bool = flag(
-        True, "go on training while a restart point is written, from a copy of the state in host memory"
+        True, "go on training while a checkpoint is written, from a copy of the state in host memory"
     )
     resume: str | None = flag(
         None,
-        "a restart point, or the output folder of a run, to go on from; auto: the newest one in --output_dir, or the "
+        "a checkpoint, or the output folder of a run, to go on from; auto: the newest one in --output_dir, or the "
         "beginning where that has none",
     )
 
     def schedule(self) -> Schedule:
-        """When restart points are written and which are kept."""
+        """When checkpoints are written and which are kept."""
         return Schedule(
             steps=self.save_steps,
             minutes=self.save_minutes,
@@ -377,7 +377,7 @@ class RestartFlags(RunFlags):
         self.at_least(0, "save_steps", "save_minutes", "keep_checkpoints")
         if self.keep_best_checkpoint and not self.keep_checkpoints:
             raise UserError(
-                "--keep_best_checkpoint with --keep_checkpoints 0: all restart points are kept. Give "
+                "--keep_best_checkpoint with --keep_checkpoints 0: all checkpoints are kept. Give "
                 "--keep_checkpoints 1 or more, or leave --keep_best_checkpoint out."
             )
 

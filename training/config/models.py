@@ -280,7 +280,7 @@ class RewardServerFlags(RewardFunctionFlags):
     reward_url_patience: float = flag(
         600.0,
         "for how many seconds a request is made again that cannot be delivered or is answered 429 or 5xx, before the "
-        "run stops with a restart point",
+        "run stops with a checkpoint",
     )
 
     def validate_server(self) -> None:

@@ -111,7 +111,7 @@ class RolloutFlags(RunFlags):
 
 @dataclass(kw_only=True)
 class RLHFFlags(HubFlags, RestartFlags, RolloutFlags, ModelFlags):
-    """Step 3: the algorithm's flags, the models', and those of prompts, lengths, rollouts and restart points."""
+    """Step 3: the algorithm's flags, the models', and those of prompts, lengths, rollouts and checkpoints."""
 
     phase: ClassVar[int] = 3
     old_flags: ClassVar[dict[str, OldFlag]] = other_systems.STEP3

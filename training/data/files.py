@@ -49,7 +49,7 @@ IS_BLANK = np.isin(np.arange(256), list(b" \t\n\r\x0b\x0c"))  # by byte, as byte
 class Records(Protocol):
     """The records of one file or split, as (where, record): the place that messages name, and any JSON value.
 
-    fingerprint: a hash of the content. Caches and restart points know the data by it.
+    fingerprint: a hash of the content. Caches and checkpoints know the data by it.
     """
 
     fingerprint: str

@@ -35,7 +35,7 @@ def test_tables_are_whole():
 def test_some_rows_as_they_should_read():
     step3 = flag_docs.section(*flag_docs.STEPS[2])
     for row in (
-        "| `--output_dir` | text | required | folder for models, metrics and restart points |",
+        "| `--output_dir` | text | required | folder for models, metrics and checkpoints |",
         "| `--seed` | whole number | `1234` | of data order, fresh weights and sampling |",
         "| `--data_path` | text, one or more | required |",
         "| `--enable_tensorboard` | true or false | `true` |",

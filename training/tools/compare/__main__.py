@@ -83,7 +83,7 @@ def check(args: CompareFlags) -> list[Model]:
 
 
 def check_models(args: CompareFlags, models: Sequence[Model]) -> None:
-    """Raise UserError where one cannot answer; of a restart point only what can be seen before it is exported."""
+    """Raise UserError where one cannot answer; of a checkpoint only what can be seen before it is exported."""
     for model in models:
         if model.is_point:
             config = read_config(config_of(model), model.what, args.trust_remote_code)

@@ -20,7 +20,7 @@ class CompareFlags(MeasuringFlags):
     num_eval_prompts: int = flag(256, "how many held-out prompts are answered by each model", group="measuring")
     models: list[str] = flag(
         REQUIRED,
-        "two or more, NAME=PATH or PATH: saved folders of whole models or adapters, restart points, output folders of "
+        "two or more, NAME=PATH or PATH: saved folders of whole models or adapters, checkpoints, output folders of "
         "runs (their actor), or names on the Hub. The others are compared with the first",
         group="models",
     )

@@ -25,7 +25,7 @@ EXPORTED = "exported"
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A model by its name. given: the path as the flag has it. path: what it is loaded from; of a restart point, until
+    """A model by its name. given: the path as the flag has it. path: what it is loaded from; of a checkpoint, until
     it is exported, the point. is_point: whether it is one."""
 
     name: str
@@ -64,7 +64,7 @@ def named(given: Sequence[str]) -> dict[str, str]:
 
 
 def located(name: str, given: str) -> Model:
-    """Where the model stands that was given: a model's folder itself, within a run's output folder, or a restart point.
+    """Where the model stands that was given: a model's folder itself, within a run's output folder, or a checkpoint.
     What is none of these is left to whoever reads it."""
     folder = Path(given)
     if not folder.is_dir() or _is_model(folder):
@@ -82,7 +82,7 @@ def _is_model(folder: Path) -> bool:
 
 
 def config_of(model: Model) -> str:
-    """The folder with a model's configuration and tokenizer. Raises: UserError for a restart point of a critic alone,
+    """The folder with a model's configuration and tokenizer. Raises: UserError for a checkpoint of a critic alone,
     or of another program's."""
     if not model.is_point:
         return model.path
@@ -91,7 +91,7 @@ def config_of(model: Model) -> str:
     found = next((folder for folder in folders if _is_model(folder)), None)
     if found is None:
         raise UserError(
-            f"{model.what} {model.given}: no policy's configuration is in this restart point. Give a point of step 1 "
+            f"{model.what} {model.given}: no policy's configuration is in this checkpoint. Give a checkpoint of step 1 "
             "or 3, or the folder of a saved model."
         )
     return str(found)
@@ -99,10 +99,10 @@ def config_of(model: Model) -> str:
 
 @contextlib.contextmanager
 def exported(models: Sequence[Model], output_dir: str) -> Iterator[list[Model]]:
-    """Within this context every model can be loaded: restart points stand as folders below `output_dir`, which all
+    """Within this context every model can be loaded: checkpoints stand as folders below `output_dir`, which all
     ranks see, and are gone afterwards (all ranks enter it).
 
-    Raises: UserError on all ranks for a point that is damaged, or of which nothing can be exported.
+    Raises: UserError on all ranks for a checkpoint that is damaged, or of which nothing can be exported.
     """
     folder = Path(output_dir) / EXPORTED
     if distributed.is_main() and any(model.is_point for model in models):

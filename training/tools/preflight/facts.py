@@ -234,7 +234,7 @@ def disks(args: RunFlags) -> Facts:
             Path(args.output_dir).absolute(),
             "output",
             room or LEAST_FREE,
-            f"; models and a restart point take {bytes_in_short(room)}" if room else "",
+            f"; models and a checkpoint take {bytes_in_short(room)}" if room else "",
             short_is_fault=room > 0,
         ),
         "models of the Hub": disk(Path(huggingface_hub.constants.HF_HUB_CACHE), "models of the Hub", optional=True),
@@ -253,7 +253,7 @@ def extensions_folder() -> Path:
 
 
 def room_of(args: RunFlags) -> int:
-    """Bytes of the trained models and of one restart point, float32 weights and Adam's two moments; 0 where a model's
+    """Bytes of the trained models and of one checkpoint, float32 weights and Adam's two moments; 0 where a model's
     configuration cannot be read, which another row says."""
     try:
         rlhf = isinstance(args, RLHFFlags)

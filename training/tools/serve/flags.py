@@ -17,12 +17,11 @@ class ServeFlags(TokenizerFlags):
 
     models: list[str] = flag(
         [],
-        "models to answer with, each as NAME=PATH: a folder, an adapter's folder, a restart point, or a name on the "
-        "Hub",
+        "models to answer with, each as NAME=PATH: a folder, an adapter's folder, a checkpoint, or a name on the Hub",
         group="models",
     )
     reward_model_name_or_path: str | None = flag(
-        None, "the reward model that scores responses; also a restart point of step 2"
+        None, "the reward model that scores responses; also a checkpoint of step 2"
     )
     device: str | None = flag(None, "cpu, cuda or cuda:1; by default the first GPU, or the CPU where there is none")
     dtype: str | None = flag(

@@ -1,4 +1,4 @@
-"""The models of the service, from wherever step 3's may come, and from restart points; checked before any is loaded."""
+"""The models of the service, from wherever step 3's may come, and from checkpoints; checked before any is loaded."""
 
 import contextlib
 import json
@@ -148,7 +148,7 @@ def _scorer(
 
 @contextlib.contextmanager
 def _as_folder(path: str, what: str, kind: str) -> Iterator[str]:
-    """A model's path as it is; of a restart point a folder that its model is exported to, for as long as this lasts."""
+    """A model's path as it is; of a checkpoint a folder that its model is exported to, for as long as this lasts."""
     if not holds_point(Path(path)):
         yield path
         return
@@ -157,9 +157,7 @@ def _as_folder(path: str, what: str, kind: str) -> Iterator[str]:
             state = json.loads((Path(path) / STATE_FILE).read_text(encoding="utf-8"))
             model = next((name for name in OF_POINTS[kind] if name in state["models"]), OF_POINTS[kind][0])
         except (OSError, ValueError, LookupError, TypeError) as error:
-            raise UserError(
-                f"{what} {path}: a restart point without a {STATE_FILE} that can be read ({error})."
-            ) from None
+            raise UserError(f"{what} {path}: a checkpoint without a {STATE_FILE} that can be read ({error}).") from None
         try:
             exported = export(path, f"{folder}/model", model=model)
         except UserError as error:
