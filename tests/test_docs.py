@@ -1,9 +1,17 @@
-"""What the documents point at is there: files, and in docs/architecture.md names of the code."""
+"""What the documents point at is there: files, names of the code in docs/architecture.md; docs/openai.md is complete by
+the write-up's numbers, and all that it names exists and has the value that it says.
+"""
 
+import ast
+import dataclasses
+import importlib
 import re
 from pathlib import Path
 
 import pytest
+
+from engine.algorithms import get_dialect, parse_settings
+from training.config.flag_docs import STEPS
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted(path.relative_to(ROOT) for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
@@ -40,3 +48,79 @@ def test_what_the_architecture_names_is_in_the_code():
     names = {word for text in quoted if "/" not in text and ".py" not in text for word in re.findall(r"\w{3,}", text)}
     assert len(names) > 50
     assert names - defined == {"opo"}  # what a user brings
+
+
+SECTIONS = {
+    "General": [str(number) for number in range(1, 7)],
+    "Reward model": ["1", "2", "3"],
+    "Policy": [*(str(number) for number in range(1, 12)), "Adam"],
+    "What its code does besides": ["a", "b", "c", "d", "e"],
+}
+FLAGS = {field.name for _, flags in STEPS for field in dataclasses.fields(flags)}
+
+
+def rows() -> dict[tuple[str, str], list[list[str]]]:
+    """(section, number) -> what stands in backquotes under "set by", "computed by" and "held by"."""
+    found, section = {}, ""
+    for line in (ROOT / "docs" / "openai.md").read_text().splitlines():
+        if line.startswith("## "):
+            section = line[3:]
+        elif line.startswith("| ") and not line.startswith(("| | ", "| --- ")):
+            number, _, *cells = [cell.strip() for cell in line.strip("|").split("|")]
+            assert len(cells) == 3, line
+            found[section, number] = [re.findall(r"`([^`]+)`", cell) for cell in cells]
+    return found
+
+
+ROWS = rows()
+
+
+def test_every_numbered_detail_has_its_row_in_order():
+    found = {}
+    for section, number in ROWS:
+        found.setdefault(section, []).append(number)
+    assert found == SECTIONS
+
+
+@pytest.mark.parametrize("section, number", ROWS)
+def test_fields_have_these_values_and_flags_exist(section, number):
+    settings, _, _ = ROWS[section, number]
+    for setting in settings:
+        if setting.startswith("--"):
+            assert setting[2:] in FLAGS
+        else:
+            ((field, value),) = parse_settings([setting]).items()
+            assert getattr(get_dialect("openai"), field) == value
+
+
+@pytest.mark.parametrize("section, number", ROWS)
+def test_functions_exist(section, number):
+    _, functions, _ = ROWS[section, number]
+    assert functions
+    for name in functions:
+        module, path = name.split(":")
+        found = importlib.import_module(module)
+        for part in path.split("."):
+            found = getattr(found, part)
+        assert callable(found) and found.__module__ == module
+
+
+@pytest.mark.parametrize("section, number", ROWS)
+def test_tests_exist(section, number):
+    *_, tests = ROWS[section, number]
+    assert tests
+    for name in tests:
+        path, function = name.split("::")
+        tree = ast.parse((ROOT / path).read_text())
+        assert function in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}, name
+
+
+def test_the_table_names_every_field_in_which_openai_departs_from_the_default():
+    named = {
+        field
+        for settings, _, _ in ROWS.values()
+        for setting in settings
+        if not setting.startswith("--")
+        for field in parse_settings([setting])
+    }
+    assert get_dialect("default").differences(get_dialect("openai")).keys() <= named

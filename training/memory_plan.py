@@ -23,7 +23,7 @@ from engine.models.places import base_of
 from engine.models.reading import read_config
 from training.config.parsing import parse_flags
 from training.config.step3 import MemoryFlags
-from training.runtime.first_lines import change_lines, workload
+from training.runtime.memory_lines import change_lines, workload
 from training.runtime.models import adapted_roles, check_positions
 
 OLDER = ("v100", "t4")  # which compute in fp16

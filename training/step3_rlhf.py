@@ -35,7 +35,8 @@ from training.reporting.guards import rounding_bound
 from training.reporting.standard_errors import without_scores
 from training.runtime import dry_run, stopping
 from training.runtime.agreement import agreed, checked
-from training.runtime.first_lines import first_lines, memory_compared, training_bytes
+from training.runtime.first_lines import first_lines
+from training.runtime.memory_lines import memory_compared, training_bytes
 from training.runtime.output_folder import begin_output_dir, check_shared
 from training.runtime.plan import Plan, check_files, check_server, make_plan
 from training.runtime.processes import phase, place

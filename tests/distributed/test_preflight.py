@@ -11,8 +11,6 @@ def test_two_hosts_are_compared_and_measured(tmp_path):
     words, missing = command_line(flags), command_line({**flags, "actor_model_name_or_path": str(tmp_path / "none")})
     first, second = run_ranks("tests.distributed.work_preflight:looked", words=words, broken=missing)
 
-    assert float(first["apart"][1]) < 0.2 <= float(second["apart"][1])  # no node is timed at another one's pace
-
     raised, said = first["started alike"]
     assert raised is None
     assert re.fullmatch(r"2 nodes \(node-a, node-b\): torch \S+, deepspeed \S+\n", said)

@@ -4,12 +4,10 @@ import contextlib
 import io
 import os
 import socket
-import time
 from dataclasses import replace
 from unittest import mock
 
 from engine import distributed
-from engine.distributed import RankGroup
 from engine.errors import UserError
 from training.config.parsing import parse_flags
 from training.config.step3 import RLHFFlags
@@ -17,10 +15,7 @@ from training.tools.preflight import facts, preflight
 
 
 def looked(words: list[str], broken: list[str]) -> dict[str, tuple[int | str | None, str]]:
-    """(exit code or message, what was printed) by case; `broken`: words with a model that is not there, of rank 1.
-
-    "apart": of this rank alone, what a call is timed at that takes rank 1 a fifth of a second.
-    """
+    """(exit code or message, what was printed) by case; `broken`: words with a model that is not there, of rank 1."""
     rank, found = distributed.rank(), {}
     os.environ |= {"LOCAL_RANK": "0", "LOCAL_SIZE": "1"}
     preflight.REPORTS = 60.0
@@ -44,9 +39,6 @@ def looked(words: list[str], broken: list[str]) -> dict[str, tuple[int | str | N
                 code = str(error)
         found[name] = code if isinstance(code, int | str) else None, said.getvalue()
 
-    alone = RankGroup(1)
-    alone.sum_ = lambda tensor: time.sleep(0.2 * rank)
-    found["apart"] = None, str(preflight.timed(alone).seconds[1 << 10])
     case("started alike", preflight.agree, words)
     case("started with another version", preflight.agree, words, "0.18.0" if rank else None)
     case("without the model", preflight.run, broken if rank else words)

@@ -24,7 +24,7 @@ from scripts.gpu_checks.copies import LEVELS, figures_of
 from scripts.gpu_checks.decoding import TokenTimes, in_dtype
 from scripts.gpu_checks.models import metrics_of, prompts, random_models
 from tests.e2e.bad_checks import is_running
-from training.runtime.first_lines import comparison
+from training.runtime.memory_lines import comparison
 
 PROGRAM = Path(__file__).resolve().parents[2] / "scripts" / "check_gpu.sh"
 # Without a GPU these do what "steps bf16" and "graphs" do, or run programs that other tests run. DRY=1 makes them all.

@@ -14,7 +14,7 @@ from scripts.simulation.scaling import configuration
 from training import memory_plan
 from training.config.parsing import parse_flags
 from training.config.step3 import MemoryFlags
-from training.runtime.first_lines import workload
+from training.runtime.memory_lines import workload
 
 PAGE = ROOT / "docs" / "memory.md"
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]  # a Llama's, as step 2 has them

@@ -10,7 +10,7 @@ from engine.memory.changes import Setting
 from engine.models.lora import LoraSpec
 from tests.engine.memory.configurations import POLICY, SCORER, WORKLOAD, llama, spec_of
 from training.memory_plan import main
-from training.runtime.first_lines import change_lines
+from training.runtime.memory_lines import change_lines
 
 
 @pytest.fixture(autouse=True)
@@ -71,7 +71,7 @@ def test_what_does_not_fit_is_told_what_would(words, capsys):
     ],
 )
 def test_what_nothing_makes_fit_is_told_what_it_has_not_tried(fields, told, monkeypatch):
-    monkeypatch.setattr("training.runtime.first_lines.what_fits", lambda setting: None)
+    monkeypatch.setattr("training.runtime.memory_lines.what_fits", lambda setting: None)
     (line,) = change_lines(Setting(spec_of("a/model", 0, **fields), WORKLOAD, Cluster(gpu=10**9)))
     assert told in line and line.count(" or ") == (0 if "share_trunk" in fields else 1)
 

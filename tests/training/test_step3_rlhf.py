@@ -12,7 +12,7 @@ from engine.reward.base import CombinedReward, RewardSource
 from engine.reward.function import FunctionReward
 from tests.training.config.command_lines import step3
 from training import step3_rlhf
-from training.runtime import first_lines
+from training.runtime import memory_lines
 from training.step3_rlhf import build_reward, choose_rollouts, exact_sampler
 
 
@@ -86,10 +86,10 @@ def test_auto_is_told_what_training_takes_by_the_plan(monkeypatch, backend, plan
         return given.pop()
 
     assert choose() == ("what training takes is not known" if planned else "it is not asked for")  # on CPUs
-    monkeypatch.setattr(first_lines, "on_gpu", lambda: True)
+    monkeypatch.setattr(memory_lines, "on_gpu", lambda: True)
     told = choose()  # there is no such model
     assert (isinstance(told, str) and told.startswith("what training takes is not known (")) == planned
-    monkeypatch.setattr(first_lines, "this_cluster", lambda: None)
+    monkeypatch.setattr(memory_lines, "this_cluster", lambda: None)
     monkeypatch.setattr(Setting, "planned", lambda setting: SimpleNamespace(training=12345))
     assert (choose() == 12345) == planned
 

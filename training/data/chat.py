@@ -12,14 +12,14 @@ import functools
 import gc
 import json
 import os
-import pickle
 import queue
 import resource
 import signal
-import socket
 import threading
 import warnings
 from collections.abc import Sequence
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 from jinja2 import TemplateError
@@ -71,22 +71,22 @@ def renderings(tokenizer, asked: Sequence[tuple[list[dict], str, dict]]) -> list
     return [Rendered(text) for text, _, _ in answers]
 
 
-Found = tuple[str | None, str | None]  # why a template cannot be used, and why not for data, or None
-_found: dict[str, Found] = {}  # by the template's text
-
-
 def template_key(tokenizer) -> str:
     """By which chat templates are told apart."""
     template = tokenizer.chat_template
     return template if isinstance(template, str) else json.dumps(template, default=repr)
 
 
-def _tried(tokenizer) -> Found:
+_trials: dict[str, tuple[str | None, str | None]] = {}  # by the template's text
+
+
+def _tried(tokenizer) -> tuple[str | None, str | None]:
+    """(why the template cannot be used at all, why not for messages of data); None where it can."""
     template = template_key(tokenizer)
-    if template not in _found:
+    if template not in _trials:
         ((_, lossy, broken),) = _process(tokenizer).asked([None], TRIAL)
-        _found[template] = broken, lossy
-    return _found[template]
+        _trials[template] = broken, lossy
+    return _trials[template]
 
 
 def _loss(tokenizer) -> str | None:
@@ -121,7 +121,7 @@ def _process_of(tokenizer, *as_it_is) -> "_Process":
 
 
 Request = tuple[list[dict], dict] | None  # messages and options; None for a trial
-Answer = list[str | None]  # a text, or why the template refuses (of a trial: what it leaves out), or what went wrong
+Answer = tuple[str | None, str | None, str | None]  # a text; why the template refuses, or loses; what went wrong
 
 
 class _Process:
@@ -129,35 +129,31 @@ class _Process:
 
     def __init__(self, tokenizer):
         self.tokenizer, self._lock = tokenizer, threading.Lock()
-        self._pipe: socket.socket | None = None
+        self._pipe: Connection | None = None
 
     def asked(self, requests: list[Request], what: str) -> list[Answer]:
-        """The answer to each request; [None, None, what went wrong with `what`] where there is none."""
-        try:
-            given = pickle.dumps((requests, what))
-        except RecursionError as error:
-            return [[None, None, f"cannot be given {what} ({_line(error)})"]] * len(requests)
+        """The answer to each request; (None, None, what went wrong with `what`) where there is none."""
         with self._lock:
-            answers, problem = self._told(given, len(requests), what)
+            answers, problem = self._told(requests, what)
         if problem is None:
             return answers
         if len(requests) > 1:  # of which one it is that the process has ended with
             return [answer for request in requests for answer in self.asked([request], what)]
-        return [[None, None, problem]]
+        return [(None, None, problem)]
 
-    def _told(self, given: bytes, count: int, what: str) -> tuple[list[Answer], str | None]:
+    def _told(self, requests: list[Request], what: str) -> tuple[list[Answer], str | None]:
         while True:
             kept = self._pipe is not None
             if not kept:
                 self._pipe = self._begun()
             try:
-                self._pipe.sendall(given)
-                lines = [self._answers.readline() for _ in range(count)]
-                if lines[-1].endswith(b"\n"):
-                    return [json.loads(line) for line in lines], None
-            except TimeoutError:
+                self._pipe.send((requests, what))
+                if self._pipe.poll(WAIT):
+                    return self._pipe.recv(), None
                 os.kill(self._child, signal.SIGPROF)
-            except ConnectionError:  # it has ended meanwhile
+            except RecursionError as error:
+                return [], f"cannot be given {what} ({_line(error)})"
+            except (EOFError, OSError):  # it has ended meanwhile
                 pass
             self._pipe, status = None, self._statuses.get()
             if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF:
@@ -165,22 +161,20 @@ class _Process:
             if status != 0 and not kept:  # a kept one may have been ended by others, and another one is tried
                 return [], "takes Python down with it"
 
-    def _begun(self) -> socket.socket:
-        ours, theirs = socket.socketpair()
+    def _begun(self) -> Connection:
+        ours, theirs = Pipe()
         with warnings.catch_warnings():  # Python's, of threads: the child calls nothing that waits for one
             warnings.simplefilter("ignore", DeprecationWarning)
             self._child = child = os.fork()
         if child == 0:
             _answer_requests(self.tokenizer, theirs)
         theirs.close()
-        ours.settimeout(WAIT)
-        self._answers = ours.makefile("rb")
         self._statuses = statuses = queue.SimpleQueue[int]()
         threading.Thread(target=lambda: statuses.put(os.waitpid(child, 0)[1]), daemon=True).start()
         return ours
 
 
-def _answer_requests(tokenizer, pipe: socket.socket) -> None:
+def _answer_requests(tokenizer, pipe: Connection) -> None:
     """What the process does until it is asked for nothing more; its status is 0 then."""
     status = 1
     try:
@@ -191,50 +185,40 @@ def _answer_requests(tokenizer, pipe: socket.socket) -> None:
         os.closerange(3, pipe.fileno())  # locks, and others' connections, which end when all have closed them
         os.closerange(pipe.fileno() + 1, os.sysconf("SC_OPEN_MAX"))
         with contextlib.suppress(OSError):  # of a system without /proc
-            most, (_, hard) = _taken() + MEMORY, resource.getrlimit(resource.RLIMIT_AS)
+            taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+            most, (_, hard) = taken + MEMORY, resource.getrlimit(resource.RLIMIT_AS)
             resource.setrlimit(resource.RLIMIT_AS, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
-        pipe.settimeout(IDLE)
-        given = pipe.makefile("rb")
-        while True:
-            try:
-                requests, what = pickle.load(given)
-            except (EOFError, OSError):
-                status = 0
-                return
-            lines = []
+        while pipe.poll(IDLE):
+            requests, what = pipe.recv()
+            answers = []
             for request in requests:
                 signal.setitimer(signal.ITIMER_PROF, SECONDS)
-                lines.append(_answer(tokenizer, request, what) + b"\n")
+                answers.append(_answer(tokenizer, request, what))
             signal.setitimer(signal.ITIMER_PROF, 0)
-            pipe.sendall(b"".join(lines))
+            pipe.send(answers)
+        status = 0
+    except (EOFError, OSError):  # nobody is there to ask for more
+        status = 0
     finally:
         os._exit(status)
 
 
-def _answer(tokenizer, request: Request, what: str) -> bytes:
+def _answer(tokenizer, request: Request, what: str) -> Answer:
     try:
-        found = (None, _loss(tokenizer)) if request is None else _rendered(tokenizer, *request)
-        return json.dumps([*found, None]).encode()
+        if request is None:
+            return None, _loss(tokenizer), None
+        messages, options = request
+        try:
+            text = str(tokenizer.apply_chat_template(messages, tokenize=False, **options))
+        except TemplateError as error:
+            return None, _line(error), None
+        if len(text) > LONGEST:
+            return None, None, f"makes {len(text):,} characters of {what}; at most {LONGEST:,} are taken"
+        return text, None, None
     except MemoryError:
-        problem = f"takes more than {MEMORY >> 30} GB of memory for {what}"
+        return None, None, f"takes more than {MEMORY >> 30} GB of memory for {what}"
     except Exception as error:  # whatever a template's own mistakes lead to
-        problem = f"fails with {what} ({_line(error)})"
-    return json.dumps([None, None, problem]).encode()
-
-
-def _rendered(tokenizer, messages: list[dict], options: dict) -> tuple[str | None, str | None]:
-    try:
-        text = str(tokenizer.apply_chat_template(messages, tokenize=False, **options))
-    except TemplateError as error:
-        return None, _line(error)
-    if len(text) > LONGEST:
-        raise ValueError(f"it makes {len(text):,} characters of them; at most {LONGEST:,} are taken")
-    return text, None
-
-
-def _taken() -> int:
-    """Bytes of addresses that this process has taken."""
-    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        return None, None, f"fails with {what} ({_line(error)})"
 
 
 def _line(error: Exception) -> str:

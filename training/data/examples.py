@@ -25,9 +25,8 @@ from torch import Tensor
 from engine.algo.truncation import trim_query
 from engine.errors import UserError
 from engine.experience import PromptBatch
-from training.data import tables
 from training.data.files import Unread, quoted
-from training.data.tables import IDS, MadeTable, Progress, cached_table, count_of, ids_at, note
+from training.data.tables import IDS, MadeTable, Progress, cached_table, count_of, ids_at
 from training.data.tokens import (
     CUT,
     DROPPED,
@@ -74,7 +73,7 @@ class FittedRows(Sequence):
 
         def examples(counts: Counter) -> Iterator[tuple]:
             lengths, noted, notes, unread = Counter(), defaultdict(list), {}, {}
-            progress = Progress(len(rows), "tokenising", told=tables.note)
+            progress = Progress(len(rows), "tokenising")
             for number, (row, found) in enumerate(progress.over(fit.each(rows))):
                 counts[found.kind] += 1
                 for each in getattr(row, "notes", ()):
@@ -483,7 +482,7 @@ class TextBlocks(Sequence):
     def __init__(self, rows: Sequence[dict], tokenizer, block_length: int, cache: Path | None = None):
         def blocks(counts):
             encoder, ids = TextEncoder(tokenizer), []
-            progress = Progress(len(rows), "tokenising texts", told=note)
+            progress = Progress(len(rows), "tokenising texts")
             for some, texts in together(progress.over(rows), lambda row: [row["text"]]):
                 encoder.ahead(texts)
                 for row in some:
@@ -507,8 +506,3 @@ class TextBlocks(Sequence):
 
     def __getitem__(self, index: int) -> list[int]:
         return ids_at(self.table, "ids", index)
-
-
-def collate_blocks(blocks: list[list[int]]) -> Tensor:
-    """(B, L) int64."""
-    return torch.tensor(blocks)

@@ -18,6 +18,8 @@ import io
 import json
 import os
 import re
+import subprocess
+import sys
 import tempfile
 from array import array
 from collections.abc import Iterator, Sequence
@@ -29,21 +31,20 @@ import numpy as np
 import pyarrow
 from pyarrow import parquet, types
 
-from engine.errors import UserError, shortened
+from engine.errors import UserError
 from engine.files import lfs_problem, open_file
-from training.data.tables import decode_apart, mapped_parquet
+from training.data.tables import mapped, no_room
 
 ENDINGS = (".jsonl", ".json", ".csv", ".parquet")
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}  # by ending, as Arrow calls them
-BEGINNINGS = {".gz": rb"\x1f\x8b", ".zst": rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18"}  # the last: a frame to skip
+BEGINNINGS = {".gz": rb"\x1f\x8b", ".zst": rb"\x28\xb5\x2f\xfd"}
 LARGEST_RATIO = 200  # of texts and tables; the same few bytes over and over give 1,000 and more
 ALWAYS_ALLOWED = 2**28  # bytes, whatever the ratio
 CHUNK = 2**20  # bytes
 LONGEST_TEXT = 10_000_000  # characters; tokenizers take 20 seconds for as many, and minutes and all memory for more
 LONGEST_CELL = 2**31 - 1  # of a CSV file, in characters; the csv module's own limit is 131,072
-SMALL_INDEX = 2**20  # bytes of an index of lines that is kept in memory
 NO_BLANK = re.compile(r"[^ \t\r\n]")  # with which a JSON value begins
-IS_BLANK = np.isin(np.arange(256), list(b" \t\n\r\x0b\x0c"))  # by byte, as bytes.isspace has it
+WORKER = Path(__file__).with_name("table_worker.py")  # decodes Parquet
 
 
 class Records(Protocol):
@@ -71,64 +72,9 @@ def compression(path: Path) -> str:
     return ending if ending in COMPRESSIONS else ""
 
 
-def decompressed(path: Path, file: IO[bytes]) -> IO[bytes]:
-    """The content of a compressed file, of one or more members, as a temporary file.
-
-    Raises: UserError for what is not compressed as its ending says, or cut off, or damaged, or far larger than data
-    are; and where there is no room.
-    """
-    kind, beginning = COMPRESSIONS[compression(path)], file.read(8)
-    if beginning and not re.match(BEGINNINGS[compression(path)], beginning):
-        raise UserError(
-            f"{path}: begins with {shortened(beginning)}, which no {kind} file does. Take {path.suffix} off its name "
-            "if it is not compressed, or fetch it again."
-        )
-    limit, size = largest_content(file), 0
-    again = os.fdopen(os.dup(file.fileno()), "rb")  # for the stream, which closes it
-    again.seek(0)
-    stream = pyarrow.CompressedInputStream(again, kind)
-    try:
-        copy = tempfile.TemporaryFile()  # noqa: SIM115
-        while part := _next_part(path, file, stream):
-            size += len(part)
-            if size > limit:
-                raise UserError(
-                    f"{path}: becomes more than {LARGEST_RATIO} times as large when it is decompressed, which data "
-                    "hardly do. If it is what you mean, decompress it and give what comes out."
-                )
-            copy.write(part)
-        copy.flush()
-    except OSError as error:
-        raise UserError(
-            f"{path}: cannot be decompressed into a temporary file ({error.strerror or error}). Set TMPDIR to a "
-            "folder where there is room, or decompress it and give what comes out."
-        ) from None
-    return copy
-
-
 def largest_content(file: IO[bytes]) -> int:
     """Bytes that this file's content may have when it is decompressed."""
     return max(ALWAYS_ALLOWED, LARGEST_RATIO * os.fstat(file.fileno()).st_size)
-
-
-def check_arrow(path: Path) -> None:
-    """Raise UserError for a stream of Arrow's that becomes far larger than data are: it may be compressed."""
-    with open_file(path) as file:
-        decode_apart(file, None, [], str(path), largest_content(file))
-
-
-def _next_part(path: Path, file: IO[bytes], stream: pyarrow.CompressedInputStream) -> bytes:
-    try:
-        return stream.read(CHUNK)
-    except (OSError, pyarrow.ArrowException) as error:
-        advice = "Was its writing or fetching cut off? Write or fetch it again."
-        end = os.pread(file.fileno(), 16, max(0, os.fstat(file.fileno()).st_size - 16))
-        if compression(path) == ".gz" and end == bytes(16):  # more zeros than a member ends in; an empty one has 9
-            advice = (
-                "It ends in zeros: filled up, as on tapes, or not written to its end. Decompress it with `gzip -dc`, "
-                "which tells the two apart, and give what comes out."
-            )
-        raise UserError(f"{path}: cannot be decompressed ({str(error).removesuffix('.')}). {advice}") from None
 
 
 class DataFile:
@@ -151,26 +97,43 @@ class DataFile:
         self.state = self._state()
 
     def decompress(self) -> None:
-        """From here on read what comes out of the compressed file; raises UserError as `decompressed` does."""
-        content = decompressed(self.path, self.file)
+        """From here on read what comes out of the compressed file, which may have several members.
+
+        Raises: UserError for what is damaged or cut off, or far larger than data are; and where a temporary file has no
+        room.
+        """
+        limit, size = largest_content(self.file), 0
+        stream = pyarrow.CompressedInputStream(self.file, COMPRESSIONS[compression(self.path)])
+        try:
+            content = tempfile.TemporaryFile()  # noqa: SIM115
+            while part := self._decompressed(stream):
+                size += len(part)
+                if size > limit:
+                    raise UserError(
+                        f"{self.path}: becomes more than {LARGEST_RATIO} times as large when it is decompressed, which "
+                        "data hardly do. If it is what you mean, decompress it and give what comes out."
+                    )
+                content.write(part)
+            content.flush()
+        except OSError as error:
+            raise no_room(error.strerror) from None
         self.check()
-        self.file.close()
         self.file = content
         self.state = self._state()
 
-    def chunks(self) -> Iterator[bytes]:
-        """The content from the first byte on, some of it at a time."""
+    def _decompressed(self, stream: pyarrow.CompressedInputStream) -> bytes:
+        try:
+            return stream.read(CHUNK)
+        except (OSError, pyarrow.ArrowException) as error:
+            raise UserError(
+                f"{self.path}: cannot be decompressed ({str(error).removesuffix('.')}). Was its writing or fetching "
+                f"cut off? Write or fetch it again, or take {self.path.suffix} off its name if it is not compressed."
+            ) from None
+
+    def lines(self) -> Iterator[bytes]:
+        """The lines, each with its end."""
         self.file.seek(0)
-        while True:
-            try:
-                part = self.file.read(CHUNK)
-            except OSError as error:
-                raise UserError(
-                    f"{self.path}: cannot be read ({error.strerror}). Look at its disk, or give a copy."
-                ) from None
-            if not part:
-                break
-            yield part
+        yield from self.file
         self.check()
 
     def read(self, start: int = 0, end: int | None = None) -> bytes:
@@ -188,7 +151,12 @@ class DataFile:
     def hash(self) -> str:
         """SHA-256 of the content, as hexadecimal digits."""
         self.file.seek(0)
-        digest = hashlib.file_digest(self.file, "sha256").hexdigest()
+        try:
+            digest = hashlib.file_digest(self.file, "sha256").hexdigest()
+        except OSError as error:
+            raise UserError(
+                f"{self.path}: cannot be read ({error.strerror}). Look at its disk, or give a copy."
+            ) from None
         self.check()
         return digest
 
@@ -202,57 +170,6 @@ class DataFile:
             raise UserError(
                 f"{self.path}: was changed while it was read. Start again when nothing writes to it, or give a copy."
             )
-
-
-class LineIndex:
-    """The lines of a file that are not blank, each as (its first byte, the byte behind its end, its number from 1).
-
-    fingerprint: SHA-256 of the file's content, as hexadecimal digits.
-    Raises: UserError where there is no room for the temporary file, and for a file that changes.
-    """
-
-    def __init__(self, file: DataFile):
-        self._content, self._doubtful = hashlib.sha256(), array("q")
-        try:
-            with tempfile.TemporaryFile() as kept:
-                for starts in self._starts(file):
-                    kept.write(starts.astype(np.int64).tobytes())
-                # A map keeps a descriptor, of which a process has a thousand, and a folder may have as many files.
-                small = kept.tell() <= SMALL_INDEX
-                kept.seek(0)  # which also writes what is in its buffer
-                borders = np.frombuffer(kept.read(), np.int64) if small else np.memmap(kept, np.int64, "r")
-        except OSError as error:
-            raise UserError(
-                f"{file.path}: its lines cannot be noted in a temporary file ({error.strerror or error}). Set TMPDIR "
-                "to a folder where there is room: 8 bytes a line are needed."
-            ) from None
-        self._borders = np.asarray(borders)  # where each line begins, and the last one ends
-        self.fingerprint = self._content.hexdigest()
-        blank = [line for line in self._doubtful if file.read(*self._borders[line : line + 2].tolist()).isspace()]
-        lines = len(self._borders) - 1
-        self._numbers = np.delete(np.arange(lines), blank) if blank else range(lines)
-
-    def __len__(self) -> int:
-        return len(self._numbers)
-
-    def __getitem__(self, index: int) -> tuple[int, int, int]:
-        line = int(self._numbers[index])
-        start, end = self._borders[line : line + 2].tolist()
-        return start, end, line + 1
-
-    def _starts(self, file: DataFile) -> Iterator[np.ndarray]:
-        """The first byte of each line, and at last the file's end; notes the lines that begin as blank ones do."""
-        begins, size, lines = True, 0, 0  # whether the next byte begins a line
-        for part in file.chunks():
-            self._content.update(part)
-            codes = np.frombuffer(part, np.uint8)
-            starts = np.flatnonzero(codes == ord("\n")) + 1
-            ended = len(starts) > 0 and bool(starts[-1] == len(codes))
-            starts = np.concatenate([[0] * begins, starts[: len(starts) - ended]]).astype(np.int64)
-            self._doubtful.extend((lines + np.flatnonzero(IS_BLANK[codes[starts]])).tolist())
-            yield starts + size
-            begins, size, lines = ended, size + len(codes), lines + len(starts)
-        yield np.array([size])
 
 
 class RecordList:
@@ -272,14 +189,22 @@ class JsonLines:
     """One JSON value a line; blank lines are passed over. A line ends at a newline only: strings may hold U+2028."""
 
     def __init__(self, file: DataFile):
-        self.path, self.file, self.lines = file.path, file, LineIndex(file)
-        self.fingerprint = self.lines.fingerprint
+        self.path, self.file, self.fingerprint = file.path, file, file.hash()
+        self.starts, blank = array("q", [0]), []  # of each line, and at last the file's end
+        for number, line in enumerate(file.lines()):
+            self.starts.append(self.starts[-1] + len(line))
+            if line.isspace():
+                blank.append(number)
+        lines = len(self.starts) - 1
+        self.numbers = np.delete(np.arange(lines), blank) if blank else range(lines)  # of those that are not blank
 
     def __len__(self) -> int:
-        return len(self.lines)
+        return len(self.numbers)
 
     def __getitem__(self, index: int) -> tuple[str, object]:
-        start, end, number = self.lines[index]
+        number = int(self.numbers[index])
+        start, end = self.starts[number : number + 2]
+        number += 1
         line = _decoded(self.path, self.file.read(start, end), number)
         try:
             return f"{self.path}, line {number}", json.loads(line)
@@ -295,7 +220,7 @@ class JsonLines:
     def begins_whole(self) -> bool:
         """Whether the first line, if there is one, is a whole JSON value."""
         try:
-            return len(self) == 0 or bool(self[0])
+            return not len(self) or bool(self[0])
         except UserError:
             return False
 
@@ -319,7 +244,11 @@ class ArrowRecords:
         """unread: `unread_columns` of the file or data set, whether the table holds them or not."""
         self.size, self.unread, self.name, self.fingerprint = len(table), unread, name, fingerprint
         self.types = {field.name: field.type for field in table.schema if field.name not in unread}
-        self.json = {column for column, kind in self.types.items() if any(map(_is_json, _within(kind)))}
+        self.json = {
+            column
+            for column, kind in self.types.items()
+            if any(isinstance(part, pyarrow.JsonType) for part in _within(kind))
+        }
         self.batches = table.to_batches()
         self.ends = np.cumsum([len(batch) for batch in self.batches])
 
@@ -344,12 +273,15 @@ class ArrowRecords:
 
 def unread_columns(schema: pyarrow.Schema) -> dict[str, Unread]:
     """The columns of a table that are not read: those of bytes, and of maps whose keys are no texts."""
+    bytes_types = (types.is_binary, types.is_large_binary, types.is_binary_view, types.is_fixed_size_binary)
+    text_types = (types.is_string, types.is_large_string, types.is_string_view)
     found = {}
     for field in schema:
-        if any(map(_is_bytes, _within(field.type))):
-            found[field.name] = Unread(f"bytes (of the type {quoted(str(field.type))[1:-1]})")
-        elif any(types.is_map(kind) and not _is_text(kind.key_type) for kind in _within(field.type)):
-            found[field.name] = Unread(f"a map whose keys are no texts (of the type {quoted(str(field.type))[1:-1]})")
+        parts, named = list(_within(field.type)), quoted(str(field.type))[1:-1]
+        if any(test(part) for part in parts for test in bytes_types):
+            found[field.name] = Unread(f"bytes (of the type {named})")
+        elif any(types.is_map(part) and not any(test(part.key_type) for test in text_types) for part in parts):
+            found[field.name] = Unread(f"a map whose keys are no texts (of the type {named})")
     return found
 
 
@@ -361,26 +293,11 @@ def _within(kind: pyarrow.DataType) -> Iterator[pyarrow.DataType]:
         yield from _within(part)
 
 
-def _is_bytes(kind: pyarrow.DataType) -> bool:
-    return any(
-        test(kind)
-        for test in (types.is_binary, types.is_large_binary, types.is_binary_view, types.is_fixed_size_binary)
-    )
-
-
-def _is_text(kind: pyarrow.DataType) -> bool:
-    return types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)
-
-
-def _is_json(kind: pyarrow.DataType) -> bool:
-    return isinstance(kind, pyarrow.JsonType)
-
-
 def _decoded_json(value, kind: pyarrow.DataType):
     """A value of this type with its texts of the type json decoded."""
     if value is None:
         return None
-    if _is_json(kind):
+    if isinstance(kind, pyarrow.JsonType):
         return json.loads(value)
     if types.is_struct(kind):
         return {field.name: _decoded_json(value[field.name], field.type) for field in kind}
@@ -408,7 +325,14 @@ def read_records(path: str | Path) -> Records:
         )
     if compression(path):
         file.decompress()
-    _refuse_compressed(path, file.read(0, 8))
+    for other, pattern in BEGINNINGS.items():
+        if re.match(pattern, file.read(0, 8)):
+            raise UserError(
+                f"{path}: holds {COMPRESSIONS[other]} data inside of {COMPRESSIONS[compression(path)]} data. "
+                "Decompress it once."
+                if compression(path)
+                else f"{path}: holds {COMPRESSIONS[other]} data. Call it {path.name}{other}, or decompress it."
+            )
     if ending == ".parquet":
         return _parquet(file)
     if ending == ".csv":
@@ -422,18 +346,6 @@ def read_records(path: str | Path) -> Records:
         read = _json_objects
     content = file.read()
     return RecordList(read(path, _decoded(path, content)), hashlib.sha256(content).hexdigest())
-
-
-def _refuse_compressed(path: Path, beginning: bytes) -> None:
-    """Raise UserError for content, after what the file's name says was undone, that is still compressed."""
-    for ending, pattern in BEGINNINGS.items():
-        if re.match(pattern, beginning):
-            kind = COMPRESSIONS[ending]
-            raise UserError(
-                f"{path}: holds {kind} data inside of {COMPRESSIONS[compression(path)]} data. Decompress it once."
-                if compression(path)
-                else f"{path}: holds {kind} data. Call it {path.name}{ending}, or decompress it."
-            )
 
 
 def _decoded(path: Path, content: bytes, first_line: int = 1) -> str:
@@ -532,11 +444,37 @@ def _parquet(file: DataFile) -> ArrowRecords:
         _check_names(str(file.path), source.schema_arrow.names)
         unread = unread_columns(source.schema_arrow)
         columns = [name for name in source.schema_arrow.names if name not in unread]
-        table = mapped_parquet(file.file, columns, str(file.path), largest_content(file.file))
+        table = _decoded_table(file, columns)
     except (pyarrow.ArrowException, OSError) as error:
         raise UserError(f"{file.path}: found no Parquet that can be read ({_reason(error)}). Write it again.") from None
     file.check()  # what was hashed is what was read
     return ArrowRecords(table, unread, str(file.path), fingerprint)
+
+
+def _decoded_table(file: DataFile, columns: list[str]) -> pyarrow.Table:
+    """These columns of a Parquet file, in a temporary file: in Parquet itself no row can be found.
+
+    A process with a limit of memory decodes them. Raises: UserError for what becomes far larger than data are, and
+    without room; pyarrow.ArrowException for what cannot be read.
+    """
+    limit = largest_content(file.file)
+    with tempfile.TemporaryFile(buffering=0) as copy:
+        files = file.file.fileno(), copy.fileno()
+        asked = json.dumps({"file": files[0], "copy": files[1], "columns": columns, "limit": limit}).encode()
+        done = subprocess.run([sys.executable, "-P", str(WORKER)], input=asked, capture_output=True, pass_fds=files)
+        answer = {"unreadable": "it takes Python down with it"}
+        if done.stdout:
+            answer = json.loads(done.stdout.splitlines()[-1])
+        if "unreadable" in answer:
+            raise pyarrow.ArrowInvalid(answer["unreadable"])
+        if "no_room" in answer:
+            raise no_room(answer["no_room"])
+        if answer:
+            raise UserError(
+                f"{file.path}: becomes more than {limit >> 20:,} MB when it is decoded, or needs more memory than data "
+                "do. If it is what you mean, write it as .jsonl and give that."
+            )
+        return pyarrow.ipc.open_stream(mapped(copy)).read_all()
 
 
 def check_text(where: str, column: str, value: object, may_be_blank: bool = False) -> None:

@@ -12,11 +12,9 @@ import functools
 import json
 import os.path
 import re
-import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import takewhile
-from pathlib import Path
 from typing import Any
 
 from engine.errors import UserError
@@ -24,7 +22,9 @@ from training.data.chat import render, renderings, template_key
 from training.data.files import check_text, described, quoted
 from training.data.tokens import end_of_turn, opening_tokens
 
+Columns = tuple[tuple[str, ...], ...]  # alternatives, each the columns that a record needs to have
 ANSWERS = ("chosen", "rejected", "response", "completion")
+TURN = "\n\nAssistant:"  # with which an answer begins in dialogues that are written as one text, like Anthropic/hh-rlhf
 # Roles as templates name them, by what data sets call them, in small letters; any other is left as it is.
 ROLES = {name: name for name in ("user", "assistant", "system", "developer", "tool")} | {
     "human": "user",
@@ -42,11 +42,177 @@ NOT_THE_TEMPLATES = frozenset(
     + ("return_assistant_tokens_mask", "processor_kwargs")
 )
 OTHER_TEMPLATE = "another template (--chat_template FILE)"
-
 NO_BEGINNING = (
     "the chat template does not begin an answer when it is asked to (add_generation_prompt): what it puts before one "
     f"is learned as a part of it. Give {OTHER_TEMPLATE} that does"
 )
+
+
+class Row(dict):
+    """The checked texts of a record; `notes` say what of its messages a model is not shown."""
+
+    def __init__(self, texts: dict, notes: tuple[str, ...] = ()):
+        super().__init__(texts)
+        self.notes = notes
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How one step reads records.
+
+    name: of the form; part of the rows' fingerprint. columns: the first alternative that a record has is read.
+    shape: makes the row of (record, the texts of these columns). may_be_blank: whether texts may be blank.
+    answers: whether answers are read, and messages up to the assistant's last one; otherwise prompts alone.
+    """
+
+    name: str
+    columns: Columns
+    shape: Callable[[dict, dict[str, str]], dict]
+    may_be_blank: bool = False
+    answers: bool = True
+
+    def row(self, where: str, record: object, tokenizer) -> Row:
+        """The row of a record, whose place is `where`. Messages need a tokenizer with a chat template; texts need none.
+
+        Raises UserError, with the place and the column, for a record that has none of the alternatives, or whose texts
+        are none that a tokenizer takes.
+        """
+        record = messages_on_both_sides(_from_share_gpt(record)) if isinstance(record, dict) else record
+        names = matching_columns(where, record, self.columns)
+        if "completion" in names and isinstance(record.get("label"), bool):
+            raise UserError(
+                f"{where}: found the column label ({record['label']}) beside prompt and completion: by "
+                "TRL's form for unpaired preferences it says whether the completion is good, and all completions would "
+                "be learned. Keep the records whose completion is good, and take the column label out."
+            )
+        if names == ("messages",) or any(is_dialogue(record[name]) for name in names if name != "text"):
+            texts, notes = messages_as_texts(where, record, names, tokenizer, self.answers)
+            return Row(self.shape(record, texts), notes)
+        if names == ("chosen", "rejected"):
+            texts = _split_dialogues(where, record)
+        else:
+            texts = {name: record[name] for name in names}
+            for name, text in texts.items():
+                check_text(where, name, text, self.may_be_blank or (name == "prompt" and len(names) > 1))
+        return Row(self.shape(record, texts))
+
+
+def _sft_row(record: dict, texts: dict[str, str]) -> dict:
+    if "text" in texts:
+        return texts
+    answer = next(texts[name] for name in ("chosen", "response", "completion") if name in texts)
+    return {"prompt": texts["prompt"], "response": answer}
+
+
+# chosen before response: sets like Dahoas/rm-static have both, and chosen is the better one of their pair
+SFT = Form(
+    "text",
+    (
+        ("messages",),
+        ("prompt", "chosen"),
+        ("prompt", "response"),
+        ("prompt", "completion"),
+        ("chosen", "rejected"),
+        ("text",),
+    ),
+    _sft_row,
+)
+PAIRS = Form("pair", (("prompt", "chosen", "rejected"), ("chosen", "rejected")), lambda record, texts: texts)
+PROMPTS = Form(
+    "prompt",
+    (("messages",), ("prompt",), ("chosen", "rejected")),
+    lambda record, texts: {**record, "prompt": texts["prompt"]},
+    answers=False,
+)
+TEXTS = Form("pretraining text", (("text",),), lambda record, texts: texts, may_be_blank=True)  # sets have empty lines
+
+
+def matching_columns(where: str, record: object, columns: Columns) -> tuple[str, ...]:
+    """The first alternative whose columns the record has (null counts as absent); raises UserError if it has none."""
+    if not isinstance(record, dict):
+        raise UserError(f"{where}: found {described(record)}; a record is an object with {alternatives(columns)}.")
+    present = {name for name, value in record.items() if value is not None}
+    wanted = next((names for names in columns if present.issuperset(names)), None)
+    if wanted is None:
+        found = ", ".join(name if name in present else f"{name} (null)" for name in record) or "none"
+        raise UserError(
+            f"{where}: found the columns: {quoted(found, 400)[1:-1]}; needed: {alternatives(columns)}. "
+            f"{_remedy(record, columns)}"
+        )
+    return wanted
+
+
+def alternatives(columns: Columns) -> str:
+    """The alternatives in words, for a message."""
+    return ", or ".join(" + ".join(names) for names in columns)
+
+
+def _remedy(record: dict, columns: Columns = (), otherwise: str = "Rename or add them.") -> str:
+    """What to do with a record whose columns have other names, two well-known forms among them."""
+    if record.get("instruction") is not None:
+        if all("rejected" in names for names in columns) and record.get("rejected") is None:
+            return "It has an answer and none that is worse: from such records step 1 learns."
+        return (
+            "How an instruction becomes a prompt is yours to choose. docs/data.md has a command that writes it as a "
+            "user's message, with its input below it; a model without a chat template then needs --chat_template FILE."
+        )
+    for name, value in record.items():
+        inner = value[0] if isinstance(value, list) and value else None
+        if isinstance(inner, dict) and "role" not in inner and not _is_turn(inner):
+            return (
+                f"{otherwise} If the records are those in {name}, write one a line: "
+                f"jq -c '.[\"{name}\"][]' OLD.json > NEW.jsonl"
+            )
+    return otherwise
+
+
+def _split_dialogues(where: str, record: dict) -> dict[str, str]:
+    """prompt, chosen and rejected of two dialogues written as texts.
+
+    The prompt is what both begin with, up to the last `TURN` in it. An answer may be empty, as in some real dialogues.
+    """
+    for name in ("chosen", "rejected"):
+        check_text(where, name, record[name])
+    shared = os.path.commonprefix([record["chosen"], record["rejected"]])
+    end = shared.rfind(TURN) + len(TURN)
+    if end < len(TURN):
+        raise UserError(
+            f"{where}, columns chosen and rejected: found no {TURN!r} in what both begin with; without a "
+            f"column prompt they are dialogues with the same beginning, which ends with {TURN!r}. "
+            + _remedy(record, otherwise="Add a column prompt, or take the record out.")
+        )
+    return {"prompt": shared[:end], "chosen": record["chosen"][end:], "rejected": record["rejected"][end:]}
+
+
+def _from_share_gpt(record: dict) -> dict:
+    """The record with ShareGPT's turns, {"from", "value"}, as messages, behind the text of its `system` if it has one.
+
+    Its `conversations` are the `messages`; or the `prompt` where `chosen` and `rejected` are a turn each. A record with
+    another column that says what is asked keeps its `conversations`.
+    """
+    turns = {name: _messages(record[name]) for name in ("messages", "prompt", *ANSWERS) if name in record}
+    conversation = next((record[name] for name in ("conversations", "conversation") if record.get(name)), None)
+    pair = all(is_dialogue(turns.get(name)) and len(turns[name]) == 1 for name in ("chosen", "rejected"))
+    others = ("messages", "prompt", "text", *(() if pair else ("chosen",)))
+    if isinstance(conversation, list) and all(record.get(name) is None for name in others):
+        turns["prompt" if pair else "messages"] = _messages(conversation)
+    for name in ("messages", "prompt"):
+        messages = turns.get(name)
+        if record.get("system") and is_dialogue(messages) and messages[0].get("role") != "system":
+            turns[name] = [{"role": "system", "content": record["system"]}, *messages]
+    return record | turns
+
+
+def _messages(value: Any) -> Any:
+    """A list of ShareGPT's turns, or one of them, as messages; anything else as it is."""
+    turns = [value] if isinstance(value, dict) else value
+    if not isinstance(turns, list) or not all(map(_is_turn, turns)):
+        return value
+    return [{"role": turn["from"], "content": turn["value"]} for turn in turns]
+
+
+def _is_turn(value: object) -> bool:
+    return isinstance(value, dict) and isinstance(value.get("from"), str) and "value" in value
 
 
 def messages_on_both_sides(record: dict) -> dict:
@@ -68,6 +234,11 @@ def messages_on_both_sides(record: dict) -> dict:
             if isinstance(record.get(name), str)
         }
     return record
+
+
+def is_dialogue(value: object) -> bool:
+    """Whether this is a list of messages, whatever they hold."""
+    return isinstance(value, list) and bool(value) and all(isinstance(message, dict) for message in value)
 
 
 def messages_as_texts(
@@ -126,6 +297,98 @@ def messages_as_texts(
         if not begun and not at_once and render(tokenizer, context, placed, **options) == prompt:
             notes = (*notes, NO_BEGINNING)
     return texts, tuple(dict.fromkeys(notes))
+
+
+def _checked(where: str, column: str, messages: object) -> list[dict]:
+    """The messages, with their roles by the names that templates know; what is null is left out, but for contents."""
+    if not isinstance(messages, list) or not messages:
+        raise UserError(
+            f"{where}, column {column}: found {described(messages)}; needed a list of messages, each with "
+            "role and content. Mend the record or take it out."
+        )
+    found = []
+    for number, message in enumerate(messages, start=1):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise UserError(
+                f"{where}, column {column}, message {number}: found {described(message)}; needed an object "
+                "with role and content. Mend the record or take it out."
+            )
+        if message.get("content") is not None or not message.get("tool_calls"):
+            check_text(where, f"{column}, message {number}, content", message.get("content"), may_be_blank=True)
+        kept = {
+            key: value for key, value in message.items() if value is not None and (key, value) != ("tool_calls", [])
+        }
+        found.append({**kept, "role": _role(message), "content": message.get("content")})
+    return found
+
+
+def _role(message: dict) -> object:
+    """The message's role by the name that templates know it by."""
+    role = message.get("role")
+    return ROLES.get(role.lower(), role) if isinstance(role, str) else role
+
+
+def _last_turn(where: str, messages: list[dict], answers: bool) -> tuple[list[dict], dict[str, list[dict]]]:
+    """(the messages before the assistant's last one, {"response": [that one]}).
+
+    Where the last message is not the assistant's and need not be: (all messages, {}), for it is still to be answered.
+    """
+    turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+    if answers and not turns:
+        raise UserError(
+            f"{where}, column messages: found no message of the assistant, which is what would be learned. "
+            "Add one or take the record out."
+        )
+    if not answers and messages[-1]["role"] != "assistant":
+        return messages, {}
+    return messages[: turns[-1]], {"response": messages[turns[-1] : turns[-1] + 1]}
+
+
+def _shared_turns(where: str, chosen: list[dict], rejected: list[dict]) -> tuple[list[dict], dict[str, list[dict]]]:
+    """(the messages that both begin with, up to the assistant's in which they differ, {column: those that follow})."""
+
+    def same(one: dict, other: dict) -> bool:
+        return all(one.get(key) == other.get(key) for key in SAME)
+
+    count = sum(1 for _ in takewhile(lambda two: same(*two), zip(chosen[:-1], rejected[:-1])))
+    if count == 0 and chosen[0]["role"] != "assistant":
+        raise UserError(
+            f"{where}, columns chosen and rejected: they differ in their first message ({described(chosen[0])} and "
+            f"{described(rejected[0])}); without a column prompt they are dialogues with the same beginning. Mend the "
+            "record or take it out."
+        )
+    while count > 0 and not chosen[count]["role"] == rejected[count]["role"] == "assistant":
+        count -= 1
+    return chosen[:count], {"chosen": chosen[count:], "rejected": rejected[count:]}
+
+
+def _options(where: str, record: dict) -> dict:
+    """What the record gives the template beside its messages."""
+    tools, others = (_parsed(record.get(name)) for name in ("tools", "chat_template_kwargs"))
+    options = {}
+    if tools:
+        if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+            raise UserError(
+                f"{where}, column tools: found {described(tools)}; needed a list of objects (JSON schemas), or that as "
+                "a JSON text. Mend the record or take it out."
+            )
+        options["tools"] = tools
+    if others:
+        if not isinstance(others, dict) or (wrong := sorted(NOT_THE_TEMPLATES.intersection(others))):
+            found = described(others) if not isinstance(others, dict) else ", ".join(wrong)
+            raise UserError(
+                f"{where}, column chat_template_kwargs: found {found}; needed an object of arguments that the chat "
+                "template itself knows, such as enable_thinking. Mend the record or take it out."
+            )
+        options |= {name: value for name, value in others.items() if value is not None}
+    return options
+
+
+def _parsed(value: object) -> object:
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
 
 
 def _check_is_answer(place: str, answer: list[dict]) -> None:
@@ -203,6 +466,11 @@ def _notes(place: str, prompt: str, context: list[dict], tools: list, tokenizer)
     return tuple(dict.fromkeys(notes))
 
 
+def _tool_names(tools: list[dict]) -> list[str]:
+    functions = [tool["function"] if isinstance(tool.get("function"), dict) else tool for tool in tools]
+    return [name for function in functions if isinstance(name := function.get("name"), str) and name]
+
+
 def _left_out(text: str, messages: list[dict], start: int = 0) -> tuple[list[tuple[dict, str, str]], int]:
     """([(message, what of it, the words) that is not in text], the position behind the last that is).
 
@@ -272,309 +540,3 @@ def _closing(tokenizer, template: str) -> str:
 def _opening(tokenizer) -> str:
     """What the tokenizer itself puts before a text, as it is written."""
     return "".join(tokenizer.convert_ids_to_tokens(opening_tokens(tokenizer)))
-
-
-def _options(where: str, record: dict) -> dict:
-    """What the record gives the template beside its messages."""
-    tools, others = (_parsed(record.get(name)) for name in ("tools", "chat_template_kwargs"))
-    options = {}
-    if tools:
-        if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-            raise UserError(
-                f"{where}, column tools: found {described(tools)}; needed a list of objects (JSON schemas), or that as "
-                "a JSON text. Mend the record or take it out."
-            )
-        options["tools"] = tools
-    if others:
-        if not isinstance(others, dict) or (wrong := sorted(NOT_THE_TEMPLATES.intersection(others))):
-            found = described(others) if not isinstance(others, dict) else ", ".join(wrong)
-            raise UserError(
-                f"{where}, column chat_template_kwargs: found {found}; needed an object of arguments that the chat "
-                "template itself knows, such as enable_thinking. Mend the record or take it out."
-            )
-        options |= {name: value for name, value in others.items() if value is not None}
-    return options
-
-
-def _parsed(value: object) -> object:
-    try:
-        return json.loads(value) if isinstance(value, str) else value
-    except ValueError:
-        return value
-
-
-def _tool_names(tools: list[dict]) -> list[str]:
-    functions = [tool["function"] if isinstance(tool.get("function"), dict) else tool for tool in tools]
-    return [name for function in functions if isinstance(name := function.get("name"), str) and name]
-
-
-def _last_turn(where: str, messages: list[dict], answers: bool) -> tuple[list[dict], dict[str, list[dict]]]:
-    """(the messages before the assistant's last one, {"response": [that one]}).
-
-    Where the last message is not the assistant's and need not be: (all messages, {}), for it is still to be answered.
-    """
-    turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
-    if answers and not turns:
-        raise UserError(
-            f"{where}, column messages: found no message of the assistant, which is what would be learned. "
-            "Add one or take the record out."
-        )
-    if not answers and messages[-1]["role"] != "assistant":
-        return messages, {}
-    return messages[: turns[-1]], {"response": messages[turns[-1] : turns[-1] + 1]}
-
-
-def _shared_turns(where: str, chosen: list[dict], rejected: list[dict]) -> tuple[list[dict], dict[str, list[dict]]]:
-    """(the messages that both begin with, up to the assistant's in which they differ, {column: those that follow})."""
-
-    def same(one: dict, other: dict) -> bool:
-        return all(one.get(key) == other.get(key) for key in SAME)
-
-    count = sum(1 for _ in takewhile(lambda two: same(*two), zip(chosen[:-1], rejected[:-1])))
-    if count == 0 and chosen[0]["role"] != "assistant":
-        raise UserError(
-            f"{where}, columns chosen and rejected: they differ in their first message ({described(chosen[0])} and "
-            f"{described(rejected[0])}); without a column prompt they are dialogues with the same beginning. Mend the "
-            "record or take it out."
-        )
-    while count > 0 and not chosen[count]["role"] == rejected[count]["role"] == "assistant":
-        count -= 1
-    return chosen[:count], {"chosen": chosen[count:], "rejected": rejected[count:]}
-
-
-def is_dialogue(value: object) -> bool:
-    """Whether this is a list of messages, whatever they hold."""
-    return isinstance(value, list) and bool(value) and all(isinstance(message, dict) for message in value)
-
-
-def _role(message: dict) -> object:
-    """The message's role by the name that templates know it by."""
-    role = message.get("role")
-    return ROLES.get(role.lower(), role) if isinstance(role, str) else role
-
-
-def _checked(where: str, column: str, messages: object) -> list[dict]:
-    """The messages, with their roles by the names that templates know; what is null is left out, but for contents."""
-    if not isinstance(messages, list) or not messages:
-        raise UserError(
-            f"{where}, column {column}: found {described(messages)}; needed a list of messages, each with "
-            "role and content. Mend the record or take it out."
-        )
-    found = []
-    for number, message in enumerate(messages, start=1):
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise UserError(
-                f"{where}, column {column}, message {number}: found {described(message)}; needed an object "
-                "with role and content. Mend the record or take it out."
-            )
-        if message.get("content") is not None or not message.get("tool_calls"):
-            check_text(where, f"{column}, message {number}, content", message.get("content"), may_be_blank=True)
-        kept = {
-            key: value for key, value in message.items() if value is not None and (key, value) != ("tool_calls", [])
-        }
-        found.append({**kept, "role": _role(message), "content": message.get("content")})
-    return found
-
-
-Columns = tuple[tuple[str, ...], ...]  # alternatives, each the columns that a record needs to have
-
-TURN = "\n\nAssistant:"  # with which an answer begins in dialogues that are written as one text, like Anthropic/hh-rlhf
-# A record `r` with alpaca's columns, or dolly's, as one with our own: in Python, for a command that a message shows.
-ALPACA = (
-    r'{**r, "prompt": [{"role": "user", "content": "\n\n".join(filter(None, [r["instruction"], r.get("input"), '
-    'r.get("context")]))}], "response": r.get("output") or r.get("response")}'
-)
-DEEPEST = 100  # lists within lists; Python reads some 900, and fewer where it is in the middle of something
-
-
-class Row(dict):
-    """The checked texts of a record; `notes` say what of its messages a model is not shown."""
-
-    def __init__(self, texts: dict, notes: tuple[str, ...] = ()):
-        super().__init__(texts)
-        self.notes = notes
-
-
-@dataclass(frozen=True, slots=True)
-class Form:
-    """How one step reads records.
-
-    name: of the form; part of the rows' fingerprint. columns: the first alternative that a record has is read.
-    shape: makes the row of (record, the texts of these columns). may_be_blank: whether texts may be blank.
-    answers: whether answers are read, and messages up to the assistant's last one; otherwise prompts alone.
-    """
-
-    name: str
-    columns: Columns
-    shape: Callable[[dict, dict[str, str]], dict]
-    may_be_blank: bool = False
-    answers: bool = True
-
-    def row(self, where: str, record: object, tokenizer) -> Row:
-        """The row of a record, whose place is `where`. Messages need a tokenizer with a chat template; texts need none.
-
-        Raises UserError, with the place and the column, for a record that has none of the alternatives, or whose texts
-        are none that a tokenizer takes.
-        """
-        _check_depth(where, record)
-        record = messages_on_both_sides(_from_share_gpt(record)) if isinstance(record, dict) else record
-        names = matching_columns(where, record, self.columns)
-        if "completion" in names and isinstance(record.get("label"), bool):
-            raise UserError(
-                f"{where}: found the column label ({record['label']}) beside prompt and completion: by "
-                "TRL's form for unpaired preferences it says whether the completion is good, and all completions would "
-                "be learned. Keep the records whose completion is good, and take the column label out."
-            )
-        if names == ("messages",) or any(is_dialogue(record[name]) for name in names if name != "text"):
-            texts, notes = messages_as_texts(where, record, names, tokenizer, self.answers)
-            return Row(self.shape(record, texts), notes)
-        if names == ("chosen", "rejected"):
-            texts = _split_dialogues(where, record)
-        else:
-            texts = {name: record[name] for name in names}
-            for name, text in texts.items():
-                check_text(where, name, text, self.may_be_blank or (name == "prompt" and len(names) > 1))
-        return Row(self.shape(record, texts))
-
-
-def _sft_row(record: dict, texts: dict[str, str]) -> dict:
-    if "text" in texts:
-        return texts
-    answer = next(texts[name] for name in ("chosen", "response", "completion") if name in texts)
-    return {"prompt": texts["prompt"], "response": answer}
-
-
-# chosen before response: sets like Dahoas/rm-static have both, and chosen is the better one of their pair
-SFT = Form(
-    "text",
-    (
-        ("messages",),
-        ("prompt", "chosen"),
-        ("prompt", "response"),
-        ("prompt", "completion"),
-        ("chosen", "rejected"),
-        ("text",),
-    ),
-    _sft_row,
-)
-PAIRS = Form("pair", (("prompt", "chosen", "rejected"), ("chosen", "rejected")), lambda record, texts: texts)
-PROMPTS = Form(
-    "prompt",
-    (("messages",), ("prompt",), ("chosen", "rejected")),
-    lambda record, texts: {**record, "prompt": texts["prompt"]},
-    answers=False,
-)
-
-TEXTS = Form("pretraining text", (("text",),), lambda record, texts: texts, may_be_blank=True)  # sets have empty lines
-
-
-def matching_columns(where: str, record: object, columns: Columns) -> tuple[str, ...]:
-    """The first alternative whose columns the record has (null counts as absent); raises UserError if it has none."""
-    if not isinstance(record, dict):
-        raise UserError(f"{where}: found {described(record)}; a record is an object with {alternatives(columns)}.")
-    present = {name for name, value in record.items() if value is not None}
-    wanted = next((names for names in columns if present.issuperset(names)), None)
-    if wanted is None:
-        found = ", ".join(name if name in present else f"{name} (null)" for name in record) or "none"
-        raise UserError(
-            f"{where}: found the columns: {quoted(found, 400)[1:-1]}; needed: {alternatives(columns)}. "
-            f"{_remedy(where, record, columns)}"
-        )
-    return wanted
-
-
-def alternatives(columns: Columns) -> str:
-    """The alternatives in words, for a message."""
-    return ", or ".join(" + ".join(names) for names in columns)
-
-
-def _remedy(where: str, record: dict, columns: Columns = (), otherwise: str = "Rename or add them.") -> str:
-    """What to do with a record whose columns have other names: for two well-known forms a command that does it."""
-    if record.get("instruction") is not None:
-        if all("rejected" in names for names in columns) and record.get("rejected") is None:
-            return "It has an answer and none that is worse: from such records step 1 learns."
-        return (
-            "How an instruction becomes a prompt is yours to choose. As a user's message, with its input below it, for "
-            f"which a model without a chat template needs --chat_template FILE: {_conversion(where, ALPACA)}"
-        )
-    lists = (name for name, value in record.items() if isinstance(value, list) and value and _may_be_record(value[0]))
-    name = next(lists, None)
-    if name is None:
-        return otherwise
-    command = _conversion(where, "record", " for record in r[sys.argv[2]]", name)
-    return f"{otherwise} If the records are those in {name}, write one a line: {command}"
-
-
-def _may_be_record(value: object) -> bool:
-    return isinstance(value, dict) and "role" not in value and not _is_turn(value)
-
-
-def _conversion(where: str, row: str, each: str = "", *arguments: str) -> str:
-    """A shell command that writes a new .jsonl file: `row`, in Python, of each record `r` of the file or data set."""
-    source = re.sub(r"(, split [^,]+)?, (line|record) \d+$", "", where)
-    program = (
-        "import json, sys; from training.data.sources import open_source; "
-        f"[print(json.dumps({row}, default=str)) for part in open_source(sys.argv[1]).training for _, r in part{each}]"
-    )
-    new = Path(source).name.split(".")[0] + "-converted.jsonl"
-    return " ".join(["python -c", *map(shlex.quote, (program, source, *arguments)), ">", shlex.quote(new)])
-
-
-def _check_depth(where: str, record: object) -> None:
-    """Raise UserError for JSON that would later be too deep to be written into a message or read from the cache."""
-    level = [record] if isinstance(record, (dict, list)) else []
-    for _ in range(DEEPEST):
-        values = [inner for outer in level for inner in (outer.values() if isinstance(outer, dict) else outer)]
-        level = [value for value in values if isinstance(value, (dict, list))]
-        if not level:
-            return
-    raise UserError(f"{where}: found more than {DEEPEST} lists within lists. Mend the record or take it out.")
-
-
-def _split_dialogues(where: str, record: dict) -> dict[str, str]:
-    """prompt, chosen and rejected of two dialogues written as texts.
-
-    The prompt is what both begin with, up to the last `TURN` in it. An answer may be empty, as in some real dialogues.
-    """
-    for name in ("chosen", "rejected"):
-        check_text(where, name, record[name])
-    shared = os.path.commonprefix([record["chosen"], record["rejected"]])
-    end = shared.rfind(TURN) + len(TURN)
-    if end < len(TURN):
-        raise UserError(
-            f"{where}, columns chosen and rejected: found no {TURN!r} in what both begin with; without a "
-            f"column prompt they are dialogues with the same beginning, which ends with {TURN!r}. "
-            + _remedy(where, record, otherwise="Add a column prompt, or take the record out.")
-        )
-    return {"prompt": shared[:end], "chosen": record["chosen"][end:], "rejected": record["rejected"][end:]}
-
-
-def _from_share_gpt(record: dict) -> dict:
-    """The record with ShareGPT's turns, {"from", "value"}, as messages, behind the text of its `system` if it has one.
-
-    Its `conversations` are the `messages`; or the `prompt` where `chosen` and `rejected` are a turn each. A record with
-    another column that says what is asked keeps its `conversations`.
-    """
-    turns = {name: _messages(record[name]) for name in ("messages", "prompt", *ANSWERS) if name in record}
-    conversation = next((record[name] for name in ("conversations", "conversation") if record.get(name)), None)
-    pair = all(is_dialogue(turns.get(name)) and len(turns[name]) == 1 for name in ("chosen", "rejected"))
-    others = ("messages", "prompt", "text", *(() if pair else ("chosen",)))
-    if isinstance(conversation, list) and all(record.get(name) is None for name in others):
-        turns["prompt" if pair else "messages"] = _messages(conversation)
-    for name in ("messages", "prompt"):
-        messages = turns.get(name)
-        if record.get("system") and is_dialogue(messages) and messages[0].get("role") != "system":
-            turns[name] = [{"role": "system", "content": record["system"]}, *messages]
-    return record | turns
-
-
-def _messages(value: Any) -> Any:
-    """A list of ShareGPT's turns, or one of them, as messages; anything else as it is."""
-    turns = [value] if isinstance(value, dict) else value
-    if not isinstance(turns, list) or not all(map(_is_turn, turns)):
-        return value
-    return [{"role": turn["from"], "content": turn["value"]} for turn in turns]
-
-
-def _is_turn(value: object) -> bool:
-    return isinstance(value, dict) and isinstance(value.get("from"), str) and "value" in value

@@ -16,7 +16,7 @@ from torch import Tensor
 from engine.distributed import rank_share, world_size
 from engine.errors import UserError
 from engine.experience import PromptBatch
-from training.data.examples import Prompts, TextBlocks, collate_blocks, collate_prompts
+from training.data.examples import Prompts, TextBlocks, collate_prompts
 
 
 def epoch_permutation(size: int, seed: int, epoch: int) -> np.ndarray:
@@ -119,4 +119,4 @@ class ShuffledTexts:
         """(B, L) int64, for an optimizer step counted from 0."""
         indices, _ = self.order.batch(optimizer_step)
         own = rank_share(self.order.batch_size)
-        return collate_blocks([self.blocks[index] for index in indices[own].tolist()])
+        return torch.tensor([self.blocks[index] for index in indices[own].tolist()])

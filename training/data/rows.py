@@ -23,84 +23,10 @@ from training.data.forms import Form, alternatives
 from training.data.sources import Source, open_source
 from training.data.tables import Progress, handed_over
 
-LIMIT = 3  # what the seed is used for, beside DIVIDE and DRAW of rows.py
-
-
-def hold_out(
-    parts: list[np.ndarray],
-    own: list[int],
-    held_out: float,
-    seed: int,
-    kept: Callable[[np.ndarray], bool],
-    what: str,
-    advice: str,
-) -> np.ndarray:
-    """The places to hold out from the parts numbered `own`; they are removed from these, in place.
-
-    kept: whether the row at a place is not dropped. The others as split_held_out has them.
-    """
-    candidates = parts[own[0]] if len(own) == 1 else np.concatenate([parts[number] for number in own])
-    stays = split_held_out(len(candidates), held_out, seed, what, advice, lambda number: kept(candidates[number]))
-    ends = np.cumsum([len(parts[number]) for number in own])
-    for number, end in zip(own, ends):
-        piece = slice(end - len(parts[number]), end)
-        parts[number] = candidates[piece][stays[piece]]
-    return candidates[~stays]
-
-
-def split_held_out(
-    size: int,
-    held_out: float,
-    seed: int,
-    what: str = "held-out rows",
-    advice: str = "Give a fraction between 0 and 1, or a whole number smaller than the number of rows.",
-    kept: Callable[[int], bool] = lambda number: True,
-) -> np.ndarray:
-    """(size,) bool: which rows are trained on; the others, drawn by `seed` alone, are held out.
-
-    held_out: a fraction of the rows when below 1, otherwise a number of rows. kept: whether the row of a number is not
-    dropped; of the others none is held out. A fraction is held out of the drawn order: of that part of it those that
-    are kept, at least one, which are the same fraction of all that are kept but for the luck of the draw. what: for the
-    message, where the number and the rows come from. advice: what to do then. Raises UserError if either part would
-    have no row that is kept.
-    """
-    count = round(held_out * size) if held_out < 1 else held_out
-    if count != int(count) or not 0 < count < size:
-        raise UserError(
-            f"{what}: cannot hold out {held_out:g} of {size} rows: both parts need at least one row. {advice}"
-        )
-    stays, found = np.ones(size, bool), 0
-    progress = Progress(int(count), "drawing held-out rows")
-    for place, number in enumerate(progress.over(np.random.default_rng(seed).permutation(size))):
-        if not kept(number):
-            continue
-        if found == count or (held_out < 1 and found and place >= count):
-            break  # this one is left to train on
-        stays[number] = False
-        found += 1
-    else:
-        raise UserError(
-            f"{what}: cannot hold out {held_out:g} of {found} rows, which are all that are not left out, for their "
-            f"length say (of {size}): both parts need at least one row. {advice} Or raise the length, or give "
-            "--overlong cut_prompt."
-        )
-    return stays
-
-
-def limited(places: np.ndarray, limit: int | None, seed: int, kept: Callable[[np.ndarray], bool]) -> np.ndarray:
-    """At most `limit` of the places, drawn by the seed from those whose rows are `kept`, in their order."""
-    if limit is None:
-        return places
-    order = np.random.default_rng((seed, LIMIT)).permutation(len(places)) if len(places) > limit else range(len(places))
-    found = islice((number for number in order if kept(places[number])), limit)
-    return places[np.sort(np.fromiter(found, int))]
-
-
 PLACE = np.int32  # eight bytes a row: of tens of millions each rank has a list
 EMPTY = np.empty((0, 2), PLACE)  # no places
-MOST = 2**31 - 1  # records of one file
 HASHED = 100_000  # rows at once
-DIVIDE, DRAW = 1, 2  # what the seed is used for, so that no two draws are the same; LIMIT of held_out.py is 3
+DIVIDE, DRAW, LIMIT = 1, 2, 3  # what the seed is used for, so that no two draws are the same
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -213,6 +139,17 @@ def load_rows(
     return mixture.rows(training), mixture.rows([limited(_joined(apart), eval_limit, seed, kept)])
 
 
+def _listed(paths: str | Sequence[str] | None) -> list[str]:
+    return [paths] if isinstance(paths, str) else list(paths or [])
+
+
+def _opened(path: str, form: Form, config_name: str | None = None) -> Source:
+    source = open_source(path, config_name)
+    if not sum(map(len, source.training)):
+        raise UserError(f"{path}: found no records; it needs at least one with {alternatives(form.columns)}.")
+    return source
+
+
 class _Mixture:
     """The records of all data sets of a run, and which of them are this step's."""
 
@@ -253,74 +190,6 @@ def _joined(parts: list[np.ndarray]) -> np.ndarray:
     return parts[0] if len(parts) == 1 else np.concatenate([EMPTY, *parts])
 
 
-def parse_split(split: str | None) -> list[float] | None:
-    """The shares of steps 1, 2 and 3 in "2,4,4"; None for None. Raises UserError for anything else."""
-    if split is None:
-        return None
-    try:
-        shares = [float(share) for share in split.split(",")]
-    except ValueError:
-        shares = []
-    if len(shares) != 3 or not all(share >= 0 and math.isfinite(share) for share in shares) or not sum(shares) > 0:
-        raise UserError(
-            f"--data_split {split!r}: give the shares of steps 1, 2 and 3 as three numbers of at least 0 "
-            "with commas between, like 2,4,4."
-        )
-    return shares
-
-
-def split_part(size: int, shares: list[float], phase: int, seed: int) -> np.ndarray:
-    """The row numbers, ascending, of step `phase` (1, 2 or 3) when `size` rows are divided in these shares."""
-    borders = np.rint(np.cumsum([0.0, *shares]) / sum(shares) * size).astype(int)
-    order = np.random.default_rng((seed, DIVIDE)).permutation(size)
-    return np.sort(order[borders[phase - 1] : borders[phase]])
-
-
-def weighted(places: np.ndarray, weight: float, seed: int, name: str) -> np.ndarray:
-    """The places, each as often as the weight says; 1.5 is each once, and half of them, drawn by the seed, twice."""
-    parts, drawn = [places] * int(weight), round(weight % 1 * len(places))
-    if drawn:
-        order = np.random.default_rng((seed, DRAW)).permutation(len(places))
-        parts.append(places[np.sort(order[:drawn])])
-    result = _joined(parts)
-    if not len(result):
-        raise UserError(
-            f"--data_weights {weight:g}: of the {len(places)} rows of {name} none is left. Give it a "
-            "larger weight, or leave the data set out."
-        )
-    return result
-
-
-def checked_weights(weights: Sequence[float] | None, paths: Sequence[str]) -> list[float]:
-    """The weights, by default 1 for each path; raises UserError unless there is a positive number for each."""
-    if not weights:
-        return [1.0] * len(paths)
-    given = " ".join(f"{weight:g}" for weight in weights)
-    if len(weights) != len(paths):
-        raise UserError(
-            f"--data_weights {given}: {len(weights)} weights for {len(paths)} data sets of --data_path. "
-            "Give one for each."
-        )
-    if not all(weight > 0 and math.isfinite(weight) for weight in weights):
-        raise UserError(
-            f"--data_weights {given}: a weight says how often a data set is seen in one pass; give numbers "
-            "greater than 0."
-        )
-    return list(weights)
-
-
-def _opened(path: str, form: Form, config_name: str | None = None) -> Source:
-    source = open_source(path, config_name)
-    for records in (*source.training, *source.held_out):
-        if len(records) > MOST:
-            raise UserError(
-                f"{path}: found {len(records):,} records in one file or split; at most {MOST:,} can be read."
-            )
-    if not sum(map(len, source.training)):
-        raise UserError(f"{path}: found no records; it needs at least one with {alternatives(form.columns)}.")
-    return source
-
-
 def _refuse_twice(sources: list[Source]) -> None:
     """Raise UserError for the same records given twice: what is held out of one would be trained on in the other."""
     seen: dict[str, tuple[Source, Records]] = {}
@@ -349,5 +218,127 @@ def _refuse_trained_on(sources: list[Source], eval_sources: list[Source]) -> Non
             )
 
 
-def _listed(paths: str | Sequence[str] | None) -> list[str]:
-    return [paths] if isinstance(paths, str) else list(paths or [])
+def parse_split(split: str | None) -> list[float] | None:
+    """The shares of steps 1, 2 and 3 in "2,4,4"; None for None. Raises UserError for anything else."""
+    if split is None:
+        return None
+    try:
+        shares = [float(share) for share in split.split(",")]
+    except ValueError:
+        shares = []
+    if len(shares) != 3 or not all(share >= 0 and math.isfinite(share) for share in shares) or not sum(shares) > 0:
+        raise UserError(
+            f"--data_split {split!r}: give the shares of steps 1, 2 and 3 as three numbers of at least 0 "
+            "with commas between, like 2,4,4."
+        )
+    return shares
+
+
+def split_part(size: int, shares: list[float], phase: int, seed: int) -> np.ndarray:
+    """The row numbers, ascending, of step `phase` (1, 2 or 3) when `size` rows are divided in these shares."""
+    borders = np.rint(np.cumsum([0.0, *shares]) / sum(shares) * size).astype(int)
+    order = np.random.default_rng((seed, DIVIDE)).permutation(size)
+    return np.sort(order[borders[phase - 1] : borders[phase]])
+
+
+def checked_weights(weights: Sequence[float] | None, paths: Sequence[str]) -> list[float]:
+    """The weights, by default 1 for each path; raises UserError unless there is a positive number for each."""
+    if not weights:
+        return [1.0] * len(paths)
+    given = " ".join(f"{weight:g}" for weight in weights)
+    if len(weights) != len(paths):
+        raise UserError(
+            f"--data_weights {given}: {len(weights)} weights for {len(paths)} data sets of --data_path. "
+            "Give one for each."
+        )
+    if not all(weight > 0 and math.isfinite(weight) for weight in weights):
+        raise UserError(
+            f"--data_weights {given}: a weight says how often a data set is seen in one pass; give numbers "
+            "greater than 0."
+        )
+    return list(weights)
+
+
+def weighted(places: np.ndarray, weight: float, seed: int, name: str) -> np.ndarray:
+    """The places, each as often as the weight says; 1.5 is each once, and half of them, drawn by the seed, twice."""
+    parts, drawn = [places] * int(weight), round(weight % 1 * len(places))
+    if drawn:
+        order = np.random.default_rng((seed, DRAW)).permutation(len(places))
+        parts.append(places[np.sort(order[:drawn])])
+    result = _joined(parts)
+    if not len(result):
+        raise UserError(
+            f"--data_weights {weight:g}: of the {len(places)} rows of {name} none is left. Give it a "
+            "larger weight, or leave the data set out."
+        )
+    return result
+
+
+def hold_out(
+    parts: list[np.ndarray],
+    own: list[int],
+    held_out: float,
+    seed: int,
+    kept: Callable[[np.ndarray], bool],
+    what: str,
+    advice: str,
+) -> np.ndarray:
+    """The places to hold out from the parts numbered `own`; they are removed from these, in place.
+
+    kept: whether the row at a place is not dropped. The others as split_held_out has them.
+    """
+    candidates = parts[own[0]] if len(own) == 1 else np.concatenate([parts[number] for number in own])
+    stays = split_held_out(len(candidates), held_out, seed, what, advice, lambda number: kept(candidates[number]))
+    ends = np.cumsum([len(parts[number]) for number in own])
+    for number, end in zip(own, ends):
+        piece = slice(end - len(parts[number]), end)
+        parts[number] = candidates[piece][stays[piece]]
+    return candidates[~stays]
+
+
+def split_held_out(
+    size: int,
+    held_out: float,
+    seed: int,
+    what: str = "held-out rows",
+    advice: str = "Give a fraction between 0 and 1, or a whole number smaller than the number of rows.",
+    kept: Callable[[int], bool] = lambda number: True,
+) -> np.ndarray:
+    """(size,) bool: which rows are trained on; the others, drawn by `seed` alone, are held out.
+
+    held_out: a fraction of the rows when below 1, otherwise a number of rows. kept: whether the row of a number is not
+    dropped; of the others none is held out. A fraction is held out of the drawn order: of that part of it those that
+    are kept, at least one, which are the same fraction of all that are kept but for the luck of the draw. what: for the
+    message, where the number and the rows come from. advice: what to do then. Raises UserError if either part would
+    have no row that is kept.
+    """
+    count = round(held_out * size) if held_out < 1 else held_out
+    if count != int(count) or not 0 < count < size:
+        raise UserError(
+            f"{what}: cannot hold out {held_out:g} of {size} rows: both parts need at least one row. {advice}"
+        )
+    stays, found = np.ones(size, bool), 0
+    progress = Progress(int(count), "drawing held-out rows")
+    for place, number in enumerate(progress.over(np.random.default_rng(seed).permutation(size))):
+        if not kept(number):
+            continue
+        if found == count or (held_out < 1 and found and place >= count):
+            break  # this one is left to train on
+        stays[number] = False
+        found += 1
+    else:
+        raise UserError(
+            f"{what}: cannot hold out {held_out:g} of {found} rows, which are all that are not left out, for their "
+            f"length say (of {size}): both parts need at least one row. {advice} Or raise the length, or give "
+            "--overlong cut_prompt."
+        )
+    return stays
+
+
+def limited(places: np.ndarray, limit: int | None, seed: int, kept: Callable[[np.ndarray], bool]) -> np.ndarray:
+    """At most `limit` of the places, drawn by the seed from those whose rows are `kept`, in their order."""
+    if limit is None:
+        return places
+    order = np.random.default_rng((seed, LIMIT)).permutation(len(places)) if len(places) > limit else range(len(places))
+    found = islice((number for number in order if kept(places[number])), limit)
+    return places[np.sort(np.fromiter(found, int))]

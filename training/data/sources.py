@@ -9,8 +9,6 @@ train on the same texts.
 """
 
 import hashlib
-import json
-import os
 import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -23,7 +21,6 @@ from training.data.files import (
     ArrowRecords,
     DataFile,
     Records,
-    check_arrow,
     data_ending,
     quoted,
     read_records,
@@ -58,7 +55,6 @@ def open_source(name: str, config_name: str | None = None) -> Source:
     except OSError as error:  # a folder on the way that may not be entered
         raise UserError(f"{name}: cannot be looked at ({error.strerror}). Check the path.") from None
     if is_folder:
-        _check_folder(path)
         splits = _folder_splits(path, config_name)
     elif name == DEEPSPEED_CHAT_FILES:
         splits = {split: [read_records(Path("data") / f"{split}.json")] for split in ("train", "eval")}
@@ -99,13 +95,7 @@ def _folder_splits(path: Path, config_name: str | None = None) -> dict[str, list
     if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
         content = hash_of_files(file for file in sorted(path.rglob("*")) if file.is_file())
         try:
-            several = path / "dataset_dict.json"
-            for name in json.loads(several.read_text())["splits"] if several.exists() else ["."]:
-                for part in json.loads((path / name / "state.json").read_text())["_data_files"]:
-                    check_arrow(path / name / part["filename"])
             saved = datasets.load_from_disk(str(path))
-        except UserError:
-            raise
         except Exception as error:  # whatever the files lead the library's code to
             raise UserError(
                 f"{path}: found a data set of save_to_disk that is broken ({_first_line(error)}). Save it again."
@@ -126,26 +116,6 @@ def _folder_splits(path: Path, config_name: str | None = None) -> dict[str, list
         return {split: [read_records(file) for file in paths] for split, paths in files.items()}
     content = hash_of_files(file for paths in files.values() for file in paths)
     return _dataset_splits(_loaded(str(path.absolute()), config_name), str(path), content)  # .bz2, say
-
-
-def _check_folder(path: Path) -> None:
-    """Raise UserError for a folder whose files cannot all be visited and read, before a library tries."""
-    above = {path: {_identity(path)}}  # of each folder below: itself, and those that it stands in
-    for place, folders, files in os.walk(path, followlinks=True):
-        folder = Path(place)
-        for name in folders:
-            inner = folder / name
-            if _identity(inner) in above[folder]:
-                raise UserError(f"{inner}: is a link to a folder that it stands in. Take it out of the data's folder.")
-            above[inner] = above[folder] | {_identity(inner)}
-        for name in files:
-            if (folder / name).exists() and not (folder / name).is_file():
-                raise UserError(f"{folder / name}: is a pipe, a socket or a device. Take it out of the data's folder.")
-
-
-def _identity(folder: Path) -> tuple[int, int]:
-    found = folder.stat()
-    return found.st_dev, found.st_ino
 
 
 def _refuse_mixture(path: Path, used: set[str]) -> None:

@@ -1,9 +1,8 @@
-"""The process that decodes tables of others; `training.data.tables` starts it, with the files open.
+"""The process that decodes Parquet files of others; `training.data.files` starts it, with the files open.
 
-It reads {"file": its descriptor, "copy": another or null, "columns": names, "limit": bytes} as JSON. Of a Parquet file
-it writes the columns to the copy, as an Arrow stream; of an Arrow stream, which has no copy, it only sees how large it
-becomes. It answers {}, or what went wrong: {"too_large": true}, {"unreadable": in words}, or {"no_room": in words,
-"size": bytes}.
+It reads {"file": its descriptor, "copy": another, "columns": names, "limit": bytes} as JSON, and writes the columns to
+the copy, as an Arrow stream. It answers {}, or what went wrong: {"too_large": true}, {"unreadable": in words}, or
+{"no_room": in words}.
 
 A kilobyte of Parquet may stand for gigabytes, of which neither its footer nor its pages need say anything before they
 are decoded; and only a process can be given so much memory and no more. It imports nothing of ours.
@@ -38,17 +37,7 @@ def copied(source: parquet.ParquetFile, copy: IO[bytes], columns: list[str], lim
     return {}
 
 
-def measured(file: int, limit: int) -> dict:
-    """See how large an Arrow stream becomes; what is answered. What is not compressed is not even read."""
-    with pyarrow.memory_map(f"/proc/self/fd/{file}") as content:
-        for batch in ipc.open_stream(content, options=ipc.IpcReadOptions(use_threads=False)):
-            limit -= batch.nbytes
-            if limit < 0:
-                return {"too_large": True}
-    return {}
-
-
-def main(file: int, copy: int | None, columns: list[str], limit: int) -> dict:
+def main(file: int, copy: int, columns: list[str], limit: int) -> dict:
     """Try it with ever fewer rows at once; what is answered."""
     pyarrow.set_memory_pool(pyarrow.system_memory_pool())  # others take addresses that they do not use
     taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
@@ -56,15 +45,13 @@ def main(file: int, copy: int | None, columns: list[str], limit: int) -> dict:
     resource.setrlimit(resource.RLIMIT_AS, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
     for rows in ROWS:
         try:
-            if copy is None:
-                return measured(file, limit)
             with open(file, "rb", closefd=False) as source, open(copy, "r+b", buffering=0, closefd=False) as target:
                 return copied(parquet.ParquetFile(source), target, columns, limit, rows)
         except MemoryError:
             continue
         except (pyarrow.ArrowException, OSError, ValueError) as error:
-            if copy is not None and getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-                return {"no_room": os.strerror(error.errno), "size": os.fstat(copy).st_size}
+            if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                return {"no_room": os.strerror(error.errno)}
             return {"unreadable": str(error)}
     return {"too_large": True}
 

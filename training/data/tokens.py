@@ -178,9 +178,8 @@ def _all_cores() -> Iterator[None]:
     try:
         yield
     finally:
-        os.environ[PARALLEL] = (
-            before or "false"
-        )  # named, or the library warns of each process that is forked from now on
+        # Named, or the library warns of each process that is forked from now on.
+        os.environ[PARALLEL] = before or "false"
 
 
 def _encode(tokenizer, text):

@@ -173,6 +173,9 @@ def write_rows(path: Path, rows: list[dict]) -> None:
         write_whole(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
 
 
+# How varied texts are.
+
+
 def distinct_bigrams(texts: Iterable[str]) -> int:
     """How many different pairs of neighbouring words the texts hold, pairs within one text only.
 

@@ -229,6 +229,8 @@ def _described(batch: Experience | TrainingBatch, tokenizer, row: int) -> str:
     return f"  score {batch.scores[row].item():.4g}, prompt {prompt[-200:]!r}, response {response[:300]!r}"
 
 
+# How a run that came to its end is judged.
+
 LOSS_TOLERANCE = 0.02
 """Nats a token: 2 % of perplexity, less than fine-tuning on other texts costs."""
 ALIKE = 0.01

@@ -185,6 +185,9 @@ REWARD_VIEW = View(
 )
 
 
+# All sinks.
+
+
 class MetricWriter:
     """All sinks of a run on the main rank, none on the others.
 
@@ -312,6 +315,9 @@ def check_wandb(project: str | None, *, tensorboard: bool = True) -> None:
         )
 
 
+# metrics.jsonl.
+
+
 class JsonlSink:
     """One JSON object a line: `step`, `samples`, then the metrics. Each line is written at once: a killed run keeps its
     curves.
@@ -387,6 +393,9 @@ def truncate_after(path: str | Path, step: int) -> None:
     path = Path(path)
     if path.exists():
         write_whole(path, "".join(line for line, record in read_lines(path) if record["step"] <= step))
+
+
+# TensorBoard.
 
 
 class TensorBoardSink:
@@ -511,11 +520,7 @@ def flattened(settings: Mapping, prefix: str = "") -> dict[str, bool | int | flo
     return flat
 
 
-FIRST_INTERVAL, LAST_INTERVAL = 15.0, 600.0
-"""Seconds between lines in a log file, at a run's start and at most."""
-LINES_A_RUN = 100
-"""Between the two, a line for each such share of the time passed: some hundred lines a day, never thousands."""
-
+# Time and progress.
 
 PHASES = {
     "time/critic_pretrain": "pretraining the critic",
@@ -548,6 +553,12 @@ def seconds_after(path: Path, step: int | None) -> float:
     """What the lines of a metrics file beyond this step took; 0 where there is no file, or no step is given."""
     rows = read_metrics(path) if step is not None and path.is_file() else []
     return sum(row.get("time/wall", 0.0) for row in rows if row["step"] > step)
+
+
+FIRST_INTERVAL, LAST_INTERVAL = 15.0, 600.0
+"""Seconds between lines in a log file, at a run's start and at most."""
+LINES_A_RUN = 100
+"""Between the two, a line for each such share of the time passed: some hundred lines a day, never thousands."""
 
 
 class ProgressBar:

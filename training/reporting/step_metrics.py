@@ -247,6 +247,8 @@ def distributions(batch: TrainingBatch) -> dict[str, Tensor]:
     return {tag: torch.cat([part[tag] for part in gathered]) for tag in own}
 
 
+# Speed, and the share of the GPU's arithmetic.
+
 MIXTURES = ("num_experts", "num_local_experts", "n_routed_experts")  # settings of models of experts
 
 
@@ -414,6 +416,8 @@ def peak_flops(model: TrainedModel) -> float | None:
 
 _NOTHING = Cost(matrices=0, trained=0, passed=0, attention=0, head=0, head_trained=0)
 
+
+# Traces.
 
 PROFILE = "profile"  # the folder in the output folder
 

@@ -176,6 +176,8 @@ def _short(path: str | Path) -> str:
     return str(path) if relative.startswith(os.pardir) else relative
 
 
+# The time of each part.
+
 # Parts of a run that lie outside of its steps, by the names of their metrics, and how they are called in words.
 BEFORE = {"redone": "steps done again", "start": "start-up", "critic_pretrain": "critic's pretraining"}
 BETWEEN = {
@@ -215,6 +217,8 @@ def time_lines(what: str, parts: Mapping[str, float]) -> list[str]:
         lines.append(f"  {label:<22}{seconds:>10.1f} s{seconds / total if total else 0.0:>12.1%}")
     return lines
 
+
+# The curves.
 
 SMOOTH_FROM = 24
 """Curves with at least this many points are drawn faintly, with a running mean over them; shorter ones with dots."""

@@ -27,14 +27,8 @@ from training.checkpoints.resuming import ResumePoint
 from training.config.step3 import RLHFFlags
 from training.data.sources import DEEPSPEED_CHAT_FILES, is_path, open_source
 from training.reporting.records import command_line
-from training.runtime.first_lines import (
-    changes_since,
-    dialect_lines,
-    memory_lines,
-    memory_of_one_model,
-    plan_lines,
-    score_lines,
-)
+from training.runtime.first_lines import changes_since, dialect_lines, plan_lines, score_lines
+from training.runtime.memory_lines import memory_lines, memory_of_one_model
 from training.runtime.plan import check_server, make_plan
 from training.runtime.startup import leave, run
 

@@ -197,6 +197,8 @@ def _given(environment: Mapping[str, str], *names: str) -> str:
     return value
 
 
+# Where it prints.
+
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # in torchrun's environment of ranks
 
 

@@ -1,44 +1,26 @@
-"""What a run says of itself before its first step, and what it would take of memory.
+"""What a run says first: its dialect, score, data, steps and engines, and changes since a checkpoint.
 
-First come its dialect, score, data, steps and engines, and changes since a checkpoint. Of its steps: how many, in how
-many epochs, and when it evaluates and writes checkpoints. Of its data: how many rows are kept, cut and dropped, what to
-do about it, and some of them as the model is shown them:
+Of its steps: how many, in how many epochs, and when it evaluates and writes checkpoints. Of its data: how many rows are
+kept, cut and dropped, what to do about it, and some of them as the model is shown them:
 
     cut, hh.jsonl, line 7: 256 of 412 tokens
       [156 tokens cut] '\\n\\nHuman: Can you help me?\\n\\nAssistant:' -> ' Of course.</s>'
-
-Of its memory: the workload that flags describe, this machine, the planner's table, and in the first step on GPUs what
-was planned beside what was measured.
 """
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-
-import psutil
-import torch
 
 from engine import distributed
 from engine.algorithms import NOTES, Dialect
-from engine.engine_spec import EngineSpec
-from engine.errors import UserError
-from engine.memory import Cluster, MemoryPlan, Workload
-from engine.memory.changes import Setting, what_fits
-from engine.memory.copies import UNPLANNED
-from engine.memory.memory_plan import gb, table, verdict
-from engine.memory.planning import OneModel, plan_one_model
 from engine.reward.base import sum_in_words
-from engine.rollout import ROLLOUT_BACKENDS
-from engine.zero.accelerator import on_gpu, ranks_of_this_machine
 from training.checkpoints.conditions import Conditions
 from training.checkpoints.files import Schedule
-from training.config.flags import DataFlags, RunFlags
+from training.config.flags import DataFlags
 from training.config.reward import score_parts
 from training.config.step3 import RLHFFlags
-from training.config.supervised import RewardFlags, SupervisedFlags
+from training.config.supervised import SupervisedFlags
 from training.data.examples import NOTED, FittedRows, place_of
 from training.data.tokens import CUT, DROPPED, EMPTY, EQUAL, WHOLE, Fit
-from training.reporting.step_metrics import phase_memory
 from training.runtime.models import adapted_lines, adapted_roles, is_pretrained_critic, model_notes, most_tokens
 from training.runtime.plan import Plan, server_lines
 
@@ -282,6 +264,8 @@ def changes_since(plan: Plan) -> list[str]:
     return plan.resume.lines() + plan.conditions.changes_since(Conditions.read(plan.resume.state))
 
 
+# Rows as the model is shown them.
+
 LONGEST = 160  # characters of one text; what is longer loses its middle
 SIDES = ("chosen", "rejected")
 
@@ -337,167 +321,3 @@ def _shortened(text: str) -> str:
         half = LONGEST // 2
         return f"{text[:half]!r} ... {text[-half:]!r}"
     return repr(text)
-
-
-def workload(args: RLHFFlags, dialect: Dialect) -> Workload:
-    """Lengths, batches and rollouts of step 3's flags."""
-    return Workload(
-        prompt=args.max_prompt_seq_len,
-        response=args.max_answer_seq_len,
-        generated=args.per_device_generation_batch_size * dialect.samples_per_prompt,
-        responses=args.rows_per_rank,
-        micro_batch=args.per_device_training_batch_size,
-        mini_batches=dialect.mini_batches,
-        ppo_epochs=dialect.ppo_epochs,
-        critic_passes=dialect.critic_passes if dialect.critic_learns_apart else None,
-        texts=args.unsupervised_dataset_name is not None,
-        backend=args.rollout_backend,
-        between_steps=args.replicas_between_steps,
-        parts=args.vllm_tensor_parallel_size,
-        group=args.inference_tp_size,
-        evaluated=args.num_eval_prompts,
-    )
-
-
-def this_cluster() -> Cluster:
-    """As many nodes like this machine as the run has ranks for; what a GPU has is known where one is here."""
-    gpus = ranks_of_this_machine()
-    gpu = torch.cuda.mem_get_info()[1] if on_gpu() else None
-    nodes = -(-distributed.world_size() // gpus)
-    return Cluster(gpus=gpus, nodes=nodes, gpu=gpu, host=psutil.virtual_memory().total, on_gpu=on_gpu())
-
-
-def setting_here(args: RLHFFlags, dialect: Dialect) -> Setting:
-    """Step 3 on machines like this one."""
-    return Setting(args.engine_spec(dialect), workload(args, dialect), this_cluster())
-
-
-def training_bytes(args: RLHFFlags, dialect: Dialect) -> int | str:
-    """What training takes of a rank's memory beyond the loaded engines, as `build_rollouts` asks; or why that is not
-    known, as on CPUs, where nothing is planned in a run. Nothing in the planning can end the run."""
-    if not on_gpu():
-        return UNPLANNED
-    try:
-        with torch.random.fork_rng(devices=[]):  # the run draws as it would without
-            return setting_here(args, dialect).planned().training
-    except Exception as error:  # whatever it is, the run can do without
-        return f"what training takes is not known ({' '.join(str(error).split()) or type(error).__name__})"
-
-
-@contextlib.contextmanager
-def memory_compared(args: RLHFFlags, dialect: Dialect, resumed: bool, say: Callable[[str], None]) -> Iterator[None]:
-    """Count the phases of the step within on the main rank's GPU, and say a line of planned and measured bytes.
-
-    resumed: whether Adam has its moments before the step. Nothing in the planning can end the run. On CPUs, which count
-    no peaks, nothing is counted or planned.
-    """
-    if not distributed.is_main() or not on_gpu():
-        yield
-        return
-    phase_memory.counting = True
-    try:
-        yield
-    finally:
-        phase_memory.counting = False
-    say(comparison(args, phase_memory.bytes, lambda: setting_here(args, dialect).planned(), resumed))
-
-
-def comparison(args: RLHFFlags, measured: dict[str, int], make: Callable[[], MemoryPlan], resumed: bool) -> str:
-    """The line: GB of a GPU at each phase's peak. measured: bytes by the step's phases."""
-    names = {"generate": "generate", "make_experience": "experience", "train": "train"}  # of phases, and the plan's
-    counted = {names[phase]: size for phase, size in measured.items() if phase in names}
-    try:
-        if ROLLOUT_BACKENDS[args.rollout_backend] is not None:
-            raise UserError(f"--rollout_backend {args.rollout_backend} is your own")
-        with torch.random.fork_rng(devices=[]):  # the run draws as it would without
-            plan = make()
-    except Exception as error:  # whatever it is, the run has what it needs
-        why = " ".join(str(error).split()) or type(error).__name__
-        figures = ", ".join(f"{phase} {gb(size)}" for phase, size in counted.items())
-        return f"memory, measured GB of rank 0 at each phase's peak: {figures}; not planned: {why}"
-    planned = {phase: plan.peak_of(phase).device.total for phase in counted}
-    if not resumed:  # Adam has no moments before the first step trains
-        planned |= {phase: size - plan.adam for phase, size in planned.items() if phase != "train"}
-    figures = ", ".join(f"{phase} {gb(planned[phase])} / {gb(size)}" for phase, size in counted.items())
-    beyond = "; --reward_function's own is in what is measured alone" if args.reward_function else ""
-    return f"memory, planned / measured GB of rank 0 at each phase's peak: {figures}{beyond}"
-
-
-def memory_lines(args: RLHFFlags, dialect: Dialect) -> list[str]:
-    """The table of step 3 on machines like this one, with what would make it fit; or why there is none."""
-    models = (args.actor_model_name_or_path, args.critic_model_name_or_path, args.reward_model_name_or_path)
-    setting = setting_here(args, dialect)
-    planned = _planned(args, models, setting.planned)
-    if isinstance(planned, str):
-        return [planned]
-    others = "on other machines: training/memory_plan.py --gpu a100-80g --num_gpus 8, with the same flags"
-    changes = change_lines(setting) if planned.fits is False else []
-    return [table(planned, f"{distributed.ranks_in_words()}, {args.dtype}"), *changes, others]
-
-
-def memory_of_one_model(args: SupervisedFlags) -> list[str]:
-    """The table of step 1 or 2, or why there is none."""
-    planned = _planned(args, (args.model_name_or_path,), lambda: planned_model(args))
-    return [planned if isinstance(planned, str) else table(planned, f"{distributed.ranks_in_words()}, {args.dtype}")]
-
-
-def planned_model(args: SupervisedFlags) -> MemoryPlan:
-    """The plan of step 1 or 2 on machines like this one; raises UserError as `plan_one_model` does."""
-    return plan_one_model(one_model(args), this_cluster())
-
-
-def one_model(args: SupervisedFlags) -> OneModel:
-    """The model of step 1 or 2, and how it trains, of these flags."""
-    scorer = isinstance(args, RewardFlags)
-    return OneModel(
-        path=args.model_name_or_path,
-        scorer=scorer,
-        engine=args.engine_config(),
-        optimizer=args.optimizer(),
-        dtype=str(args.dtype),
-        rows=args.per_device_train_batch_size * (2 if scorer else 1),  # of a pair both
-        length=args.max_seq_len,
-        passes=args.gradient_accumulation_steps,
-        checkpointing=args.gradient_checkpointing,
-        lora=args.lora(),
-        trust_remote_code=args.trust_remote_code,
-        attention=args.attention,
-    )
-
-
-def _planned(args: RunFlags, models: Sequence[str | None], make: Callable[[], MemoryPlan]) -> MemoryPlan | str:
-    """The plan; or a line that says what is missing for one."""
-    missing = [path for path in dict.fromkeys(models) if path is not None and not args.looks_at(path)]
-    if missing:
-        return f"memory plan: none, as the config.json of {' and '.join(missing)} is not on this machine"
-    try:
-        return make()
-    except UserError as error:
-        return f"memory plan: none. {error}"
-
-
-def change_lines(setting: Setting) -> list[str]:
-    """What would make a setting fit that does not, the cheapest in speed first."""
-    found = what_fits(setting)
-    if found is None:
-        others = ["more GPUs would (--search gpus)", *_fewer_weights(setting.spec)]
-        return [f"no change of batches, stages and offload makes it fit: {', or '.join(others)}"]
-    changes, planned = found
-    return [
-        "it fits with these changes, the cheapest in speed first:",
-        *(f"  {change.flags}" for change in changes),
-        f"  then {verdict(planned)}",
-    ]
-
-
-def _fewer_weights(spec: EngineSpec) -> list[str]:
-    """What holds fewer weights and states than these engines, in words; nothing where LoRA has done its most."""
-    lora = spec.actor_lora
-    if lora is None:
-        flags = "--actor_lora_dim 16 --critic_lora_dim 16 --only_optimize_lora"
-        return [f"LoRA ({flags}), which changes what is learned"]
-    if not lora.only:
-        return ["--only_optimize_lora, by which two trunks are held in place of four, and less is learned"]
-    if spec.share_trunk:
-        return []
-    return ["--share_trunk, by which one trunk is held: the reward model has to be an adapter on the actor's base"]

@@ -61,8 +61,12 @@ class Place:
         self._counted = now
 
 
-# Counted from when this process began, by time.monotonic(): its imports are part of the run.
-place = Place(_counted=time.monotonic() - max(0.0, time.time() - psutil.Process().create_time()))
+def _began() -> float:
+    """When this process began, by time.monotonic(): its imports are part of the run."""
+    return time.monotonic() - max(0.0, time.time() - psutil.Process().create_time())
+
+
+place = Place(_counted=_began())
 """This process's."""
 
 

@@ -133,7 +133,7 @@ class Session:
         metrics = dict(self.owed or {})
         try:
             if self.evaluates_after(step):
-                metrics |= self.evaluate(self.name_of(step))
+                metrics |= self.evaluate("after" if step == self.plan.last_step else f"step_{step:06d}")
         finally:  # the step was trained, whatever comes of its evaluation
             self.writer.log(step, samples, metrics)
         self.owed = None
@@ -151,13 +151,12 @@ class Session:
         asked = step in (0, self.plan.last_step) or (step > 0 and _is_due(step, self.args.eval_steps))
         return self.evaluator is not None and asked
 
-    def name_of(self, step: int) -> str:
-        """The file of a step's samples, without its ending."""
-        return "after" if step == self.plan.last_step else f"step_{step:06d}"
-
     @phase("evaluating")
     def evaluate(self, name: str) -> dict[str, float]:
-        """Answer the held-out prompts, with the averaged weights too if there are any; samples go to a file."""
+        """Answer the held-out prompts, with the averaged weights too if there are any; samples go to a file.
+
+        name: the file's, without its ending.
+        """
         metrics, rows = self.evaluator.run(self.trainer.steps_done)
         self.write_samples(name, rows)
         if self.models.ema is not None:

@@ -189,6 +189,8 @@ def _where(saved: Mapping[str, Path]) -> str:
     return "Training was done by then, and its models are saved: " + ", ".join(map(str, saved.values())) + "."
 
 
+# What could not be written.
+
 _noted: dict[str, str] = {}
 
 

@@ -11,7 +11,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch.utils.data import ConcatDataset
-from transformers import PreTrainedModel
 
 from engine.algorithms import Algorithm, Dialect, end_token_id
 from engine.engine_spec import EngineSpec
@@ -21,7 +20,7 @@ from engine.models.checking import check_policy, check_scorer, check_vocabularie
 from engine.models.checking import check_rows as check_embedding
 from engine.models.loading import load_policy, load_scorer
 from engine.models.reading import CLASSIFIER, LANGUAGE_MODEL, read_config, read_tokenizer, vocabulary_size
-from engine.models.weight_files import listed, stored_name
+from engine.models.weight_files import listed
 from engine.reference import EngineReference
 from engine.reward.base import RewardSource
 from engine.rlhf_engine import frozen_model
@@ -179,18 +178,6 @@ class Measuring:
             first_index=self.held_out.first_index,
             samples=samples,
         )
-
-
-def stored_names(model: PreTrainedModel, weights: Collection[str]) -> dict[str, str] | None:
-    """By which names files have a model's parameters; None where they are arranged otherwise. weights: the files'
-    names."""
-    found = {}
-    for name, _ in model.named_parameters():
-        stored = stored_name(name, model, weights)
-        if stored is None:
-            return None
-        found[name] = stored
-    return found
 
 
 def check_same_tokens(one: tuple[str, str], other: tuple[str, str], why: str, trust_remote_code: bool = False) -> None:

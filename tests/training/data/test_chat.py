@@ -436,7 +436,7 @@ def dialogue_file(tmp_path, content: str):
         (GROWING["text"], r"line 1, column messages: .* takes more than 1 GB of memory for these messages"),
         (
             "{{ '%1983d' | format(1) }}",
-            r"line 1, column messages: .*makes 2,001 characters of them; at most 2,000",
+            r"line 1, column messages: .*makes 2,001 characters of these messages; at most 2,000",
         ),
     ],
 )

@@ -11,7 +11,6 @@ import resource
 import tempfile
 from pathlib import Path
 
-import datasets
 import pyarrow
 import pytest
 from pyarrow import parquet
@@ -104,9 +103,9 @@ NOISE = random.Random(0).randbytes(3000)  # so that it is stored, and a damaged 
         (lambda content: content[:9], r"cannot be decompressed \(Truncated compressed stream\)"),
         (lambda content: content + content[:9], r"cannot be decompressed \(Truncated compressed stream\)"),
         (lambda content: content + b"oops, some more", "cannot be decompressed"),
-        (lambda _: LINES, "begins with b'{\"text\":', which no (gzip|zstd) file does. Take .(gz|zst) off its name"),
-        (lambda _: b"\0" * 2000, "begins with .*which no (gzip|zstd) file does"),
-        (lambda _: bz2.compress(LINES), "begins with .*which no (gzip|zstd) file does"),
+        (lambda _: LINES, "cannot be decompressed .* or take .(gz|zst) off its name if it is not compressed"),
+        (lambda _: b"\0" * 2000, "cannot be decompressed"),
+        (lambda _: bz2.compress(LINES), "cannot be decompressed"),
         (lambda _: b"", "found no records"),
     ],
 )
@@ -197,25 +196,13 @@ def test_equal_labels_and_repetitive_chats_are_read(tmp_path):
     assert read_records(path)[1_999][1] == {"messages": chats[-1]}
 
 
-def test_a_saved_set_with_compressed_batches_that_become_huge_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "ALWAYS_ALLOWED", 2**24)
-    datasets.Dataset.from_dict({"text": ["a"]}).save_to_disk(tmp_path)
-    path = tmp_path / "data-00000-of-00001.arrow"
-    schema = pyarrow.ipc.open_stream(path).schema
-    batch = pyarrow.record_batch([pyarrow.array([BIG] * 100)], schema=schema)
-    with pyarrow.ipc.new_stream(path, schema, options=pyarrow.ipc.IpcWriteOptions(compression="zstd")) as writer:
-        for _ in range(3):
-            writer.write_batch(batch)
-    assert path.stat().st_size < 100_000
-    with pytest.raises(UserError, match=rf"{path.name}: becomes more than 16 MB when it is decoded"):
-        open_source(str(tmp_path))
-
-
 def test_without_room_for_the_content(tmp_path, monkeypatch):
     path = tmp_path / "rows.jsonl.gz"
     path.write_bytes(gzip.compress(LINES))
     monkeypatch.setattr(tempfile, "TemporaryFile", lambda: Path("/dev/full").open("wb"))  # noqa: SIM115
-    with pytest.raises(UserError, match=r"into a temporary file \(No space left on device\)\. Set TMPDIR to a folder"):
+    with pytest.raises(
+        UserError, match=r"a temporary file of data cannot be written \(No space left on device\)\. Set TMP"
+    ):
         read_records(path)
 
 
@@ -261,15 +248,6 @@ def test_compressed_data_under_a_plain_name_or_twice_are_called_so(tmp_path, end
     twice.write_bytes(gzip.compress(content))
     with pytest.raises(UserError, match=rf"rows.jsonl.gz: holds {kind} data inside of gzip data\. Decompress it once"):
         read_records(twice)
-
-
-def test_a_gzip_file_that_is_filled_up_with_zeros_is_told_so(tmp_path):
-    path = tmp_path / "rows.jsonl.gz"
-    path.write_bytes(gzip.compress(LINES) + bytes(100))
-    with pytest.raises(UserError, match=r"It ends in zeros: filled up, as on tapes, .* Decompress it with `gzip -dc`"):
-        read_records(path)
-    path.write_bytes(gzip.compress(LINES) + gzip.compress(b""))  # which ends in zeros, too
-    assert len(read_records(path)) == 2001
 
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a21\nsize 12345\n"

@@ -25,7 +25,6 @@ from training.data.examples import (
     SFTExample,
     SFTExamples,
     TextBlocks,
-    collate_blocks,
     collate_pairs,
     collate_prompts,
     collate_sft,
@@ -112,11 +111,6 @@ def test_each_text_begins_with_its_opening_tokens():
 def test_too_little_text():
     with pytest.raises(UserError, match="the 5 texts for pretraining make no block of 10 tokens; give more text"):
         TextBlocks(ROWS, word_tokenizer(), block_length=10)
-
-
-def test_a_batch_of_blocks():
-    batch = collate_blocks([[1, 2, 3], [4, 5, 6]])
-    assert batch.tolist() == [[1, 2, 3], [4, 5, 6]] and batch.dtype == torch.int64
 
 
 def pairs(*answers, max_length=8, overlong="cut_prompt"):

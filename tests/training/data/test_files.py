@@ -443,18 +443,11 @@ def test_what_is_no_file_is_refused_and_never_opened(odd, name, kind):
     assert stage_of_file(str(path), "actor") is None
 
 
-def test_a_folder_with_a_pipe_or_a_circle_of_links_is_refused(odd, tmp_path):
-    with pytest.raises(UserError, match=r"\.jsonl: is a pipe, a socket or a device\. Take it out"):
+def test_what_is_no_file_in_a_folder_is_passed_over(odd):
+    with pytest.raises(UserError, match="found no data set in this folder"):
         open_source(str(odd))
-    folder = tmp_path / "folder"
-    (folder / "inner").mkdir(parents=True)
-    (folder / "train.jsonl").write_text('{"text": "a"}\n')
-    (folder / "more").symlink_to("inner")  # which is no circle
-    assert len(open_source(str(folder)).training[0]) == 1
-    for number in range(3):  # a walk that follows these goes 3 ** 40 ways
-        (folder / f"inner/up{number}").symlink_to("..")
-    with pytest.raises(UserError, match=r"up\d: is a link to a folder that it stands in"):
-        open_source(str(folder))
+    (odd / "train.jsonl").write_text('{"text": "a"}\n')
+    assert len(open_source(str(odd)).training[0]) == 1
 
 
 @pytest.mark.parametrize("change", ["appended", "cut", "written again"])
@@ -488,7 +481,7 @@ def test_a_file_that_is_replaced_is_read_to_its_end_as_it_was(tmp_path):
 def test_parts_of_a_file(tmp_path):
     (tmp_path / "rows.csv").write_bytes(b"abc\ndef")
     file = DataFile(tmp_path / "rows.csv")
-    assert list(file.chunks()) == [b"abc\ndef"]
+    assert list(file.lines()) == [b"abc\n", b"def"]
     assert (file.read(), file.read(2, 5), file.read(5), file.read(9, 12)) == (b"abc\ndef", b"c\nd", b"ef", b"")
     assert file.hash() == hashlib.sha256(b"abc\ndef").hexdigest()
 
@@ -505,14 +498,7 @@ def test_a_text_of_a_hundred_megabytes_is_refused_by_its_line(tmp_path):
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.json"])
 def test_lists_within_lists(tmp_path, name):
-    def write(depth: int):
-        record = '{"prompt": "a", "more": ' + "[" * depth + "]" * depth + "}"
-        (tmp_path / name).write_text(f"[{record}]" if name == "rows.json" else record)
-        return tmp_path / name
-
-    assert list(rows_of(write(90), PROMPTS)[0]) == ["prompt", "more"]
-    with pytest.raises(UserError, match=re.escape(": found more than 100 lists within lists. Mend")):
-        rows_of(write(150), PROMPTS)
-    for depth in (850, 900, 950, 1000, 10_000):
-        with pytest.raises(UserError, match="lists within lists|too deep"):
-            rows_of(write(depth), PROMPTS)
+    record = '{"prompt": "a", "more": ' + "[" * 100_000 + "]" * 100_000 + "}"
+    (tmp_path / name).write_text(f"[{record}]" if name == "rows.json" else record)
+    with pytest.raises(UserError, match="brackets within brackets, too deep"):
+        rows_of(tmp_path / name, PROMPTS)

@@ -238,35 +238,27 @@ def test_mistakes_in_records(form, record, message):
         read(form, record)
 
 
-@pytest.mark.parametrize(
-    "content, columns, expected",
-    [
-        (
-            [{"instruction": "a 'b'", "input": "c", "output": "d"}, {"instruction": "e", "input": "", "output": "f"}],
-            "instruction, input, output",
-            [("<user>a 'b'\n\nc<end>\n<assistant>", "d<end>"), ("<user>e<end>\n<assistant>", "f<end>")],
-        ),
-        (
-            {"version": 1, "data": [{"prompt": "a", "response": "b"}, {"prompt": "c", "response": "d"}]},
-            "version, data",
-            [("a", "b"), ("c", "d")],
-        ),
-    ],
-)
-def test_the_command_that_a_message_shows_converts_the_file(tmp_path, content, columns, expected):
-    path, tokenizer = tmp_path / "it's all.json", chat_tokenizer(TEMPLATE)
-    path.write_text(json.dumps(content, indent=2))
-    with pytest.raises(UserError, match=rf"all.json, record 1: found the columns: {columns}; needed: ") as caught:
+def test_the_command_of_the_pages_writes_instructions_as_messages(tmp_path):
+    path, tokenizer, root = tmp_path / "it's all.json", chat_tokenizer(TEMPLATE), Path(__file__).parents[3]
+    records = [{"instruction": "a 'b'", "input": "c", "output": "d"}, {"instruction": "e", "input": "", "output": "f"}]
+    path.write_text(json.dumps(records, indent=2))
+    told = r"all.json, record 1: found the columns: instruction, input, output; needed: .* docs/data.md has a command"
+    with pytest.raises(UserError, match=told):
         rows_of(path, SFT, tokenizer)
-    command = re.search("python -c .*", str(caught.value)).group()
-    root = Path(__file__).parents[3]
-    environment = os.environ | {"PYTHONPATH": str(root), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    subprocess.run(command, shell=True, check=True, cwd=tmp_path, env=environment)
-    converted = rows_of(tmp_path / "it's all-converted.jsonl", SFT, tokenizer)
-    assert [(row["prompt"], row["response"]) for row in converted] == expected
-    assert [row["prompt"] for row in rows_of(tmp_path / "it's all-converted.jsonl", PROMPTS, tokenizer)] == [
-        prompt for prompt, _ in expected
-    ]
+    program = re.search(r"<<'END'\n(.*?)END\n", (root / "docs" / "data.md").read_text(), re.DOTALL).group(1)
+    new, environment = tmp_path / "new.jsonl", os.environ | {"PYTHONPATH": str(root)}
+    with new.open("w") as out:
+        command = [sys.executable, "-", str(path)]
+        subprocess.run(command, input=program, text=True, stdout=out, check=True, env=environment)
+    expected = [("<user>a 'b'\n\nc<end>\n<assistant>", "d<end>"), ("<user>e<end>\n<assistant>", "f<end>")]
+    assert [(row["prompt"], row["response"]) for row in rows_of(new, SFT, tokenizer)] == expected
+
+
+def test_records_within_a_record(tmp_path):
+    path = tmp_path / "all.json"
+    path.write_text(json.dumps({"version": 1, "data": [{"prompt": "a", "response": "b"}]}))
+    with pytest.raises(UserError, match=r"""the columns: version, data; needed: .*: jq -c '\.\["data"\]\[\]' OLD"""):
+        rows_of(path, SFT)
 
 
 def test_messages_need_a_template():

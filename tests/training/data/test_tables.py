@@ -1,17 +1,13 @@
-"""Tokenised examples that are kept: found again, never stale, never half, made by one process while others wait; and
-what keeps memory flat and time short with millions of rows gives what a passage row by row gives.
+"""Tokenised examples that are kept: found again, never stale, never half; and what keeps memory flat and time short
+with millions of rows gives what a passage row by row gives.
 """
 
 import json
 import os
 import resource
 import signal
-import socket
 import subprocess
 import sys
-import tempfile
-import threading
-import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,9 +18,9 @@ from pyarrow import parquet
 
 from engine.errors import UserError
 from tests.training.data.tiny_tokenizers import BOS, EOS, chat_tokenizer, merging_tokenizer, word_tokenizer
-from training.data import files, tables, tokens
+from training.data import tables, tokens
 from training.data.examples import PairExamples, Prompts, SFTExamples, TextBlocks, _enough
-from training.data.files import DataFile, LineIndex, read_records
+from training.data.files import read_records
 from training.data.forms import PROMPTS, SFT
 from training.data.rows import load_rows
 from training.data.tables import (
@@ -32,12 +28,9 @@ from training.data.tables import (
     MadeTable,
     NotHandedOver,
     Progress,
-    Unwritten,
-    alone,
     cache_folder,
     cache_key,
     cached_table,
-    note,
     read_table,
     recorded,
     repeated,
@@ -217,7 +210,7 @@ def test_a_damaged_file_is_made_again(tmp_path, damage):
 
 
 def test_one_that_was_quicker_is_kept(tmp_path):
-    """While a table is being built, another process, which sees no locks, puts the same one in its place."""
+    """While a table is being built, another process puts the same one in its place."""
     path, others = tmp_path / f"{cache_key([], word_tokenizer())}.arrow", {}
 
     def examples(counts):
@@ -277,6 +270,18 @@ def test_a_disk_that_is_full_leaves_nothing_behind(tmp_path, capsys, monkeypatch
     assert "No space left on device" in capsys.readouterr().err and not list(tmp_path.iterdir())
 
 
+def test_without_room_for_a_table_anywhere(tmp_path, capsys):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, limits[1]))
+    try:
+        with pytest.raises(UserError, match=r"file of data cannot be written \(File too large\)\. Set TMPDIR"):
+            cached_table(made(200_000), tmp_path, [], word_tokenizer())
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert f"{tmp_path} cannot be written (File too large)" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
 def test_what_killed_runs_left_half_written_is_removed_after_a_day(tmp_path):
     old, young = tmp_path / "a.1.tmp", tmp_path / "b.2.tmp"
     for file in (old, young):
@@ -319,31 +324,8 @@ def test_the_folder(monkeypatch, tmp_path):
 NUMBERS_SCHEMA = pyarrow.schema({"n": pyarrow.int32()})
 
 
-def numbers(count: int = 3, begun: list | None = None) -> MadeTable:
-    def examples(counts):
-        if begun is not None:
-            begun.append(count)
-        return ((number,) for number in range(count))
-
-    return MadeTable(NUMBERS_SCHEMA, examples)
-
-
-def test_others_wait_and_take_what_was_made(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(tables, "FIRST", 0.0)
-    key, begun = cache_key([], word_tokenizer()), []
-    waiting = threading.Thread(target=lambda: cached_table(numbers(3, begun), tmp_path, [], word_tokenizer()))
-    with alone(tmp_path / f"{key}.lock") as held:
-        assert held
-        note("half of it is done")
-        waiting.start()
-        while "half of it" not in (said := capsys.readouterr().err):
-            time.sleep(0.05)
-        write_table(numbers(), tmp_path / f"{key}.arrow")
-    waiting.join(60)
-    assert not waiting.is_alive() and begun == []
-    line = said.splitlines()[0]
-    assert line.startswith("waiting for process ") and f"({tmp_path / key}.lock); half of it is done" in line
-    assert [file.name for file in tmp_path.iterdir()] == [f"{key}.arrow"]
+def numbers(count: int) -> MadeTable:
+    return MadeTable(NUMBERS_SCHEMA, lambda counts: ((number,) for number in range(count)))
 
 
 def test_a_process_that_is_killed_leaves_nothing_half(tmp_path):
@@ -365,102 +347,31 @@ def test_a_process_that_is_killed_leaves_nothing_half(tmp_path):
     os.read(reading, 1)
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
-    left = {file.suffix for file in tmp_path.iterdir()}
-    assert left == {".lock", ".tmp"}
+    assert [file.suffix for file in tmp_path.iterdir()] == [".tmp"]
     assert cached_table(numbers(5), tmp_path, [], word_tokenizer())["n"].to_pylist() == [0, 1, 2, 3, 4]
-    assert [file.name for file in tmp_path.iterdir()] == [f"{key}.arrow"]
+    assert f"{key}.arrow" in [file.name for file in tmp_path.iterdir()]
 
 
-def test_what_another_host_writes_is_left_to_it(tmp_path, monkeypatch):
-    """Where a file system has locks for each host alone (Lustre's localflock, NFS's nolock), both hold one."""
-    paths: list[list[str]] = []
-
-    def examples(counts):
-        paths.append([file.name for file in tmp_path.glob("*.tmp")])
-        yield from ((number,) for number in range(20_000))  # more than a batch, so that a part is in the file
-        if len(paths) == 1:
-            monkeypatch.setattr(socket, "gethostname", lambda: "gpu02")
-            assert len(cached_table(MadeTable(NUMBERS_SCHEMA, examples), tmp_path, [], word_tokenizer())) == 20_000
-
-    monkeypatch.setattr(tables.fcntl, "flock", lambda *_: None)
-    monkeypatch.setattr(socket, "gethostname", lambda: "gpu01")
-    assert len(cached_table(MadeTable(NUMBERS_SCHEMA, examples), tmp_path, [], word_tokenizer())) == 20_000
-    assert len(paths) == 2 and set(paths[0]) < set(paths[1]), "made twice, with the first one's file still there"
-    assert [file.suffix for file in tmp_path.iterdir()] == [".arrow"]
-
-
-def test_a_file_system_without_locks(tmp_path, monkeypatch):
-    def none(*_):
-        raise OSError(38, "Function not implemented")
-
-    monkeypatch.setattr(tables.fcntl, "flock", none)
-    assert len(cached_table(numbers(), tmp_path, [], word_tokenizer())) == 3
-    assert [file.suffix for file in tmp_path.iterdir()] == [".arrow"]
-
-
-def test_a_large_table_without_room_ends_the_run(tmp_path, monkeypatch):
-    monkeypatch.setattr(tables, "LARGE", 2**19)
-    told = rf"{tmp_path} cannot be written \(File too large\), behind 1 MB of \w+\.arrow\. Make room"
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, limits[1]))
-    try:
-        with pytest.raises(UserError, match=told):
-            cached_table(numbers(400_000), tmp_path, [], word_tokenizer())  # 1.6 MB
-        assert not list(tmp_path.iterdir())
-        with pytest.raises(UserError, match=r"a temporary file .* \(File too large\), behind 1 MB of it\. Set TMPDIR"):
-            cached_table(numbers(400_000), None, [], word_tokenizer())
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-
-
-def test_data_of_an_earlier_version_are_made_anew_and_told(tmp_path, capsys):
-    older = tmp_path / f"{cache_key([], word_tokenizer(), format=tables.FORMAT - 1, kind='x')}.arrow"
-    older.write_bytes(b"of another form")
-    for _ in range(2):
-        assert len(cached_table(numbers(), tmp_path, [], word_tokenizer(), kind="x")) == 3
-    told = f"the same data were tokenised by an earlier version ({older}), and are tokenised anew\n"
-    assert capsys.readouterr().err == told and older.exists()
-
-
-def test_a_link_in_the_place_of_the_lock_is_not_written_through(tmp_path):
-    (tmp_path / "theirs").write_text("theirs")
-    (tmp_path / "lock").symlink_to(tmp_path / "theirs")
-    with pytest.raises(Unwritten), alone(tmp_path / "lock"):
-        pass
-    assert (tmp_path / "theirs").read_text() == "theirs"
-
-
-@pytest.mark.parametrize("chunk", [1, 2, 3, 7, 2**20])
 @pytest.mark.parametrize(
-    "content, lines",
+    "content, numbers",
     [
         (b"", []),
         (b"\n", []),
-        (b"ab\ncd\n", [(0, 3, 1), (3, 6, 2)]),
-        (b"ab\n\n \t\r\n c\nd", [(0, 3, 1), (8, 11, 4), (11, 12, 5)]),  # lines 2 and 3 are blank
-        (b"\r\n  \n a", [(5, 7, 3)]),
+        (b"5\n6\n", [("line 1", 5), ("line 2", 6)]),
+        (b"5\n\n \t\r\n 6\n7", [("line 1", 5), ("line 4", 6), ("line 5", 7)]),  # lines 2 and 3 are blank
+        (b"\r\n  \n 5", [("line 3", 5)]),
     ],
 )
-def test_lines_are_found_whatever_pieces_a_file_is_read_in(tmp_path, monkeypatch, chunk, content, lines):
-    monkeypatch.setattr(files, "CHUNK", chunk)
-    monkeypatch.setattr(files, "SMALL_INDEX", 2**20 if chunk == 1 else 0)
-    (tmp_path / "rows.jsonl").write_bytes(content)
-    index = LineIndex(DataFile(tmp_path / "rows.jsonl"))
-    assert [index[number] for number in range(len(index))] == lines
+def test_blank_lines_are_passed_over_and_counted(tmp_path, content, numbers):
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(content)
+    records = read_records(path)
+    assert [records[number] for number in range(len(records))] == [(f"{path}, {line}", n) for line, n in numbers]
     with pytest.raises(IndexError):
-        index[len(lines)]
+        records[len(numbers)]
 
 
-def test_no_room_for_an_index(tmp_path, monkeypatch):
-    (tmp_path / "rows.jsonl").write_text("{}\n")
-    full = Path("/dev/full").open("wb")  # noqa: SIM115
-    monkeypatch.setattr(tempfile, "TemporaryFile", lambda: full)
-    with pytest.raises(UserError, match=r"rows.jsonl: its lines cannot be noted .*\(No space left .*Set TMPDIR"):
-        read_records(tmp_path / "rows.jsonl")
-
-
-def test_parquet_is_read_a_batch_at_a_time(tmp_path, monkeypatch):
-    monkeypatch.setattr(tables, "BATCH", 2)
+def test_a_column_of_dictionary_codes_in_parquet(tmp_path):
     kinds = pyarrow.array(["x", "y", "x", "z", "z"]).dictionary_encode()
     parquet.write_table(pyarrow.table({"text": list("abcde"), "kind": kinds}), tmp_path / "rows.parquet")
     records = read_records(tmp_path / "rows.parquet")
@@ -506,11 +417,10 @@ def test_the_length_that_fits_most():
 
 
 def test_a_line_says_how_far_it_is(capsys):
-    times, told = iter([0.0, *[5.0] * 3, 20.0, 20.0, 20.0, 21.0]), []
-    progress = Progress(10_000, "tokenising", told=told.append, clock=lambda: next(times))
+    times = iter([0.0, *[5.0] * 3, 20.0, 20.0, 20.0, 21.0])
+    progress = Progress(10_000, "tokenising", clock=lambda: next(times))
     assert sum(progress.over(range(5_000))) == 12_497_500
-    line = "tokenising: 4,000 of 10,000 rows (40%), 200 rows/s, 0:00:30 left"
-    assert told == [line] and capsys.readouterr().err == line + "\n"
+    assert capsys.readouterr().err == "tokenising: 4,000 of 10,000 rows (40%), 200 rows/s, 0:00:30 left\n"
 
 
 def test_other_ranks_of_a_node_read_nothing_but_the_cache(tmp_path):

@@ -131,7 +131,7 @@ def now(monkeypatch):
     monkeypatch.setattr("training.runtime.processes.time.monotonic", lambda: clock["now"])
     place = Place(_counted=100.0)
     monkeypatch.setattr("training.runtime.processes.place", place)
-    monkeypatch.setattr("training.reporting.summary.place", place)
+    monkeypatch.setattr("training.reporting.sinks.place", place)
     return lambda seconds: clock.update(now=seconds)
 
 

@@ -14,8 +14,8 @@ from engine.memory.zero_memory import Bytes
 from engine.rollout import ROLLOUT_BACKENDS
 from tests.training.config.command_lines import step3
 from training.reporting.step_metrics import PhaseMemory
-from training.runtime import dry_run, first_lines
-from training.runtime.first_lines import comparison, memory_compared
+from training.runtime import dry_run, memory_lines
+from training.runtime.memory_lines import comparison, memory_compared
 
 MEASURED = {"generate": 2_000_000_000, "make_experience": 2_500_000_000, "train": 4_100_000_000}
 
@@ -80,9 +80,9 @@ class Setting:
 def test_a_gpus_first_step_is_counted_and_draws_are_those_without(monkeypatch, gpu):
     """On a CPU nothing is counted, planned or said."""
     memory, said = Counted(), []
-    monkeypatch.setattr(first_lines, "phase_memory", memory)
-    monkeypatch.setattr(first_lines, "on_gpu", lambda: gpu)
-    monkeypatch.setattr(first_lines, "setting_here", lambda *_: Setting())
+    monkeypatch.setattr(memory_lines, "phase_memory", memory)
+    monkeypatch.setattr(memory_lines, "on_gpu", lambda: gpu)
+    monkeypatch.setattr(memory_lines, "setting_here", lambda *_: Setting())
     state = torch.get_rng_state()
     with memory_compared(step3(), None, resumed=False, say=said.append):
         assert memory.counting == gpu

@@ -2,7 +2,6 @@
 
 __main__.py  the program: every model's responses, their scores and their KL to the first model
 flags.py     its flags
-models.py    names, and where each model's folder is
 measures.py  what is measured of a model and of a model beside the first, and whether chance alone would do that
 report.py    the table, the JSON and the page
 """

@@ -8,10 +8,12 @@
 Writes OUTPUT_DIR/comparison.json and comparison.html, a page that needs nothing beside it.
 """
 
+import contextlib
 import gc
 import json
 import re
-from collections.abc import Callable, Sequence
+import shutil
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -19,16 +21,13 @@ import torch
 
 import training.runtime.import_errors  # noqa: F401  before what may not be there
 from engine import distributed
-from engine.models.places import base_of
 from engine.models.reading import read_config
-from engine.models.weight_files import weights_folder
 from engine.reward.base import CombinedReward, RewardModel, RewardSource
-from engine.rollout import RolloutBackend
 from engine.whole_files import write_whole
 from engine.zero.accelerator import on_gpu
 from engine.zero.engines import FrozenModel
-from engine.zero.gathering import full_shape
 from training.config.reward import check_columns, function_source, load_given
+from training.runtime import output_folder
 from training.runtime.agreement import agreed, checked
 from training.runtime.models import check_positions
 from training.runtime.output_folder import check_shared
@@ -36,7 +35,6 @@ from training.runtime.processes import phase
 from training.runtime.startup import check_run, leave, run
 from training.tools.compare.flags import CompareFlags
 from training.tools.compare.measures import Sample
-from training.tools.compare.models import Model, config_of, exported, located, named
 from training.tools.compare.report import Comparison, content, page, table
 from training.tools.measuring import (
     HeldOut,
@@ -45,13 +43,11 @@ from training.tools.measuring import (
     check_same_tokens,
     check_scoring,
     read_held_out,
-    stored_names,
 )
-from training.tools.merge.weights import stored_weights
+from training.tools.models import Model, config_of, exported, located, named
 
 DATA, PAGE = "comparison.json", "comparison.html"
-OF_FILES = {"_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype", "use_cache"}
-"""What configurations of one architecture may differ in."""
+EXPORTED = "exported"
 
 
 def main(args: CompareFlags) -> None:
@@ -61,7 +57,7 @@ def main(args: CompareFlags) -> None:
         print(f"{len(models)} models with one tokenizer; a dry run compares and writes nothing")
         return
     check_shared(args.output_dir)
-    with phase("saving models"), exported(models, args.output_dir) as folders:
+    with folders_of(models, args.output_dir) as folders:
         checked(lambda: check_models(args, folders))
         comparison = measure(args, folders)
     if distributed.is_main():
@@ -85,11 +81,27 @@ def check(args: CompareFlags) -> list[Model]:
 def check_models(args: CompareFlags, models: Sequence[Model]) -> None:
     """Raise UserError where one cannot answer; of a checkpoint only what can be seen before it is exported."""
     for model in models:
-        if model.is_point:
+        if model.is_checkpoint:
             config = read_config(config_of(model), model.what, args.trust_remote_code)
             check_positions(config, f"{model.what} {model.given}", **args.lengths)
         else:
             check_answering(args, model.path, model.what)
+
+
+@contextlib.contextmanager
+def folders_of(models: Sequence[Model], output_dir: str) -> Iterator[list[Model]]:
+    """Within this context every model can be loaded: those of checkpoints stand as folders below `output_dir`, which
+    all ranks see, and are gone afterwards (all ranks enter it)."""
+    folder = Path(output_dir) / EXPORTED
+    if distributed.is_main() and any(model.is_checkpoint for model in models):
+        output_folder.remove_with(folder)  # whoever interrupts this ends the process from another thread
+    try:
+        with phase("saving models"):
+            loadable = [exported(model, folder / str(place)) for place, model in enumerate(models)]
+        yield loadable
+    finally:
+        if distributed.is_main():
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def measure(args: CompareFlags, models: Sequence[Model]) -> Comparison:
@@ -113,9 +125,7 @@ def measure(args: CompareFlags, models: Sequence[Model]) -> Comparison:
 class Answering(Measuring):
     """Every model's responses to the held-out prompts, scored, with their KL to the first model.
 
-    The first model stays loaded, since it is asked for log-probs of all others' responses. The others take turns:
-    weights of one architecture are put into one engine, each read once; a model of another one gets an engine of its
-    own.
+    The first model stays loaded, since it is asked for log-probs of all others' responses. The others take turns.
 
     rewards: names, in the order of the flags.
     """
@@ -132,8 +142,6 @@ class Answering(Measuring):
         ]
         # The score is the first one's; the others are measured beside it.
         self.reward = CombinedReward({str(place): (one, float(place == 0)) for place, one in enumerate(sources)})
-        self.policy: FrozenModel | None = None
-        self.rollouts: RolloutBackend | None = None
 
     def samples(self, model: Model) -> tuple[list[str], list[Sample]]:
         """The prompts, and a model's samples by prompt and then by number, the same on all ranks (all call this).
@@ -141,13 +149,11 @@ class Answering(Measuring):
         Raises: RunStopped for scores or KL that are not finite.
         """
         policy = self._policy(model)
-        if self.rollouts is None:
-            self.rollouts = self.rollouts_of(policy, decoding="auto")
         evaluator = self.evaluator_of(
             policy,
             model.path,
             self.reward,
-            self.rollouts,
+            self.rollouts_of(policy, decoding="auto"),
             forward_passes=True,
             greedy=self.args.greedy,
             samples=self.args.num_samples_per_prompt,
@@ -166,35 +172,13 @@ class Answering(Measuring):
         return [row["prompt"] for row in answers.rows[:: evaluator.samples]], samples
 
     def _policy(self, model: Model) -> FrozenModel:
-        """An engine with this model's weights."""
-        if model == self.first:
-            return self.reference
-        if self.policy is None or not self._taken(self.policy, model):
-            self.policy = self.rollouts = None
-            for one in (self.reference, *self.scorers):
-                one.copies = None  # which may hold the weights of the engine that goes
-            gc.collect()
-            if on_gpu():
-                torch.cuda.empty_cache()
-            self.policy = self.loaded(model.path, "actor")
-        return self.policy
-
-    def _taken(self, policy: FrozenModel, model: Model) -> bool:
-        """Whether the engine could take this model's weights in place of its own, and has done so."""
-        trusted, module = self.args.trust_remote_code, policy.module.model
-        config = read_config(model.path, model.what, trusted)
-        one, other = (
-            {name: value for name, value in each.to_dict().items() if name not in OF_FILES}
-            for each in (config, module.config)
-        )
-        if one != other or not weights_folder(base_of(model.path, model.what)):
-            return False
-        weights = stored_weights(model.path, model.what, trusted)
-        names = stored_names(module, weights)
-        if names is None or any(weights[names[name]].shape != full_shape(p) for name, p in module.named_parameters()):
-            return False
-        policy.take(lambda name: weights[names[name]])
-        return True
+        """An engine with this model's weights, in the memory that the last one's had."""
+        for one in (self.reference, *self.scorers):
+            one.copies = None  # which may hold the weights of the last one's engine
+        gc.collect()
+        if on_gpu():
+            torch.cuda.empty_cache()
+        return self.reference if model == self.first else self.loaded(model.path, "actor")
 
 
 def reward_names(args: CompareFlags) -> list[str]:

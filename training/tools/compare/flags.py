@@ -7,8 +7,8 @@ from typing import ClassVar
 from engine.errors import UserError
 from training.config.flags import REQUIRED, flag
 from training.config.models import check_built_in
-from training.tools.compare.models import named
 from training.tools.flags import MeasuringFlags
+from training.tools.models import named
 
 
 @dataclass(kw_only=True)

@@ -21,7 +21,7 @@ from training.tools.compare.measures import (
     of_model,
     of_pair,
 )
-from training.tools.compare.models import Model
+from training.tools.models import Model
 from training.tools.pages.page import Response, SampleRow, Samples, colour, document, dot, sample_data, sample_section
 from training.tools.pages.page import table as page_table
 

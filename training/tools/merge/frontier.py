@@ -5,11 +5,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine.errors import UserError
+from engine.models.weight_files import stored_name
 from engine.reward.base import CombinedReward, RewardModel, RewardSource
 from training.config.reward import MODEL, function_source, load_function, names
 from training.reporting.standard_errors import NOISE
 from training.reporting.summary import BLUE, ORANGE
-from training.tools.measuring import HeldOut, Measuring, policy_measures, stored_names
+from training.tools.measuring import HeldOut, Measuring, policy_measures
 from training.tools.merge.flags import MergeFlags
 from training.tools.merge.weights import MergedWeights
 
@@ -60,8 +61,8 @@ class Frontier(Measuring):
         finite.
         """
         model = self.policy.module.model
-        names = stored_names(model, weights)
-        if names is None:
+        names = {name: stored_name(name, model, weights) for name, _ in model.named_parameters()}
+        if None in names.values():
             raise UserError(
                 f"{type(model).__name__}: its files do not hold all weights as the model has them, so that a scale "
                 "cannot be measured. Leave --data_path out, save a model with --scale, and give that to python -m "

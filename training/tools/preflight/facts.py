@@ -30,7 +30,7 @@ from training.config.step3 import RLHFFlags
 from training.data.sources import DEEPSPEED_CHAT_FILES, is_path
 from training.data.tables import cache_folder
 from training.reporting.records import versions
-from training.runtime.first_lines import planned_model, setting_here
+from training.runtime.memory_lines import planned_model, setting_here
 from training.runtime.stopping import reason_of
 
 MEMORY = "host memory"  # a row that nodes are compared in by its amount
@@ -161,11 +161,10 @@ def variables(environment: Mapping[str, str]) -> Facts:
 
 def tools(args: RunFlags) -> Facts:
     """What builds and loads extensions. DeepSpeed loads those by ninja that it has built, too, on CPUs and for what is
-    offloaded; nvcc is CUDA's compiler, in CUDA_HOME or in PATH."""
+    offloaded."""
     offloads = any(value is True for name, value in args.as_dict().items() if name.startswith("offload"))
-    home = os.environ.get("CUDA_HOME")
     ninja, compiler = version_of("ninja"), version_of(os.environ.get("CXX", "c++"))
-    rows = {
+    return {
         "ninja": Fact(
             shown=ninja or "none",
             problem="" if ninja else "no ninja, which loads DeepSpeed's extensions. Run there: pip install ninja",
@@ -177,8 +176,6 @@ def tools(args: RunFlags) -> Facts:
             warning=True,
         ),
     }
-    nvcc = version_of(str(Path(home) / "bin" / "nvcc") if home else "nvcc")
-    return rows | ({"nvcc": Fact(shown=nvcc)} if nvcc else {})
 
 
 def version_of(program: str) -> str:

@@ -13,7 +13,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -22,7 +22,7 @@ import torch
 from engine import distributed
 from engine.distributed import RankGroup
 from engine.errors import SharedError, UserError
-from engine.zero.accelerator import on_gpu, ranks_of_this_machine
+from engine.zero.accelerator import on_gpu
 from training.config.flags import RunFlags
 from training.runtime.agreement import USER_ERROR, MeetingPoint
 from training.runtime.environment import harmless, on_several_hosts
@@ -32,7 +32,6 @@ from training.tools.preflight.exchange import Exchange, facts_of_rank, hosts_by_
 from training.tools.preflight.facts import Fact, nearest
 from training.tools.preflight.table import (
     Finding,
-    Node,
     absent,
     cannot_begin,
     findings,
@@ -115,7 +114,7 @@ def _lead(args: RunFlags) -> int:
     if exchange:
         exchange.publish("verdict", {"fault": fault})
         if not fault:
-            found += _measured(args, nodes)
+            _measure(args, len(nodes))
         else:
             _print("bandwidth: not measured, since a node is at fault")
             exchange.linger("verdict", len(posted) - 1)
@@ -134,7 +133,7 @@ def _follow(args: RunFlags) -> int:
     exchange.post(own)
     if exchange.published("verdict").get("fault", True):
         return USER_ERROR
-    _measured(args, [])
+    _measure(args, 0)
     return 0
 
 
@@ -188,9 +187,8 @@ def _print(*lines: str) -> None:
 # Bandwidth, where nothing is at fault
 
 
-def _measured(args: RunFlags, nodes: Sequence[Node]) -> list[Finding]:
-    """Join the process group and time an all-reduce within each node and between all ranks; rank 0 prints, and gets the
-    nodes that are slow (all ranks call this).
+def _measure(args: RunFlags, nodes: int) -> None:
+    """Join the process group and time an all-reduce between all ranks, which rank 0 prints (all ranks call this).
 
     A host that is cut off meanwhile is named by the watch, which then ends this process with code 1.
     """
@@ -201,19 +199,13 @@ def _measured(args: RunFlags, nodes: Sequence[Node]) -> list[Finding]:
             init(STUCK * 10)
             watch.join()
         with phase("measuring bandwidth"):
-            everywhere, within = bandwidth()
-        found = []
+            found = timed()
         if distributed.is_main():
-            slow = "its ranks exchange at less than half of the others' rate"
-            found = [Finding((nodes[one].host,), "bandwidth", slow, warning=True) for one in slower(within)]
-            named = zip((f"within {node.host}" for node in nodes), within, strict=False)
-            between = f"between {len(nodes)} nodes" if len(nodes) > 1 else f"within {nodes[0].host}"
-            lines = [f"  {name}, {one}" for name, one in [*named, (between, everywhere)]]
-            _print("bandwidth of each rank's link, by all-reduce:", *lines, *lines_of(found))
+            between = f"between {nodes} nodes" if nodes > 1 else "within one node"
+            _print("bandwidth of each rank's link, by all-reduce:", f"  {between}, {found}")
         distributed.barrier()
         watch.leave(0)
         distributed.shutdown()
-    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,18 +228,9 @@ class Timed:
         return f"{self.ranks} ranks: {self.bandwidth / 1e9:.3g} GB/s ({times})"
 
 
-def bandwidth() -> tuple[Timed, list[Timed]]:
-    """(between all ranks, within each node in the order of nodes); nothing within nodes that have one rank, or not all
-    the same number (all ranks call this)."""
-    world, local = distributed.world_size(), ranks_of_this_machine()
-    within = []
-    if 1 < local < world and len(set(distributed.all_gather_objects(local))) == 1:
-        within = distributed.all_gather_objects(timed(RankGroup(local)))[::local]
-    return timed(RankGroup(world)), within
-
-
-def timed(group: RankGroup) -> Timed:
-    """How long an all-reduce takes, by the rank of the group that takes longest (all ranks of the group call this)."""
+def timed() -> Timed:
+    """How long an all-reduce takes, by the rank that takes longest (all ranks call this)."""
+    group = RankGroup(distributed.world_size())
 
     def slowest(tensor: torch.Tensor, times: int) -> float:
         finish()
@@ -271,10 +254,3 @@ def timed(group: RankGroup) -> Timed:
         if once > ENOUGH:
             break
     return Timed(group.size, seconds)
-
-
-def slower(within: Sequence[Timed]) -> list[int]:
-    """The places of nodes within which ranks exchange at less than half of what they do in most."""
-    speeds = [one.bandwidth for one in within]
-    typical = sorted(speeds)[len(speeds) // 2] if speeds else 0.0
-    return [number for number, speed in enumerate(speeds) if speed < typical / 2]

@@ -33,9 +33,7 @@ MOST = 10_000  # items of a list
 NESTED = 100_000  # lists and objects in a body: each takes some thirty times as much memory as its two characters
 STRINGS = re.compile(rb'"(?:[^"\\]++|\\.?)*+"?', re.DOTALL)  # of a JSON text, the last one perhaps without its end
 NO_OBJECT = "the body is no JSON object. Send one, with Content-Type: application/json"
-SHORT = Field(
-    max_length=MOST, fail_fast=True
-)  # the first item that is wrong ends the reading, and so does one too many
+SHORT = Field(max_length=MOST, fail_fast=True)  # the first wrong item ends the reading, and so does one too many
 
 
 class Message(BaseModel):

@@ -17,7 +17,8 @@ class ServeFlags(TokenizerFlags):
 
     models: list[str] = flag(
         [],
-        "models to answer with, each as NAME=PATH: a folder, an adapter's folder, a checkpoint, or a name on the Hub",
+        "models to answer with, each as NAME=PATH: a folder, an adapter's folder, the output folder of a run (its "
+        "actor), a checkpoint, or a name on the Hub",
         group="models",
     )
     reward_model_name_or_path: str | None = flag(

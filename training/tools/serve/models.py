@@ -1,9 +1,6 @@
-"""The models of the service, from wherever step 3's may come, and from checkpoints; checked before any is loaded."""
+"""The models of the service, checked before any is loaded."""
 
-import contextlib
-import json
 import tempfile
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,15 +15,14 @@ from engine.models.policy import Scorer
 from engine.models.reading import has_tokenizer, read_config, vocabulary_size
 from engine.rollout.families import check_attention
 from engine.zero import accelerator
-from training.checkpoints.export import export
-from training.checkpoints.files import STATE_FILE, holds_point
+from training.checkpoints.files import holds_point
 from training.data.tokens import TextEncoder
 from training.runtime.models import generation_stops
+from training.tools.models import SCORERS, Model, exported, located
 from training.tools.serve.decoder import Decoder
 from training.tools.serve.flags import ServeFlags
 
 REWARD = "--reward_model_name_or_path"
-OF_POINTS = {"policy": ("actor", "model"), "scorer": ("model",)}  # of step 3, and of step 1; of step 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,14 +65,15 @@ def load_models(args: ServeFlags) -> ServedModels:
     """Check all models, then load them. Raises: UserError."""
     device = _device(args)
     dtype = DTYPES[args.dtype or ("fp32" if device.type == "cpu" else accelerator.natural_dtype())]
-    with contextlib.ExitStack() as stack:
-        paths = {
-            name: stack.enter_context(_as_folder(path, f"--models {name}", "policy"))
-            for name, path in args.paths_by_name().items()
-        }
+    with tempfile.TemporaryDirectory() as folder:  # for models of checkpoints, while they are loaded
+
+        def path_of(model: Model) -> str:
+            return exported(model, Path(folder) / model.name).path
+
+        paths = {name: path_of(located(name, path)) for name, path in args.paths_by_name().items()}
         reward = args.reward_model_name_or_path
-        if reward is not None:
-            reward = stack.enter_context(_as_folder(reward, REWARD, "scorer"))
+        if reward is not None and holds_point(Path(reward)):
+            reward = path_of(Model(REWARD, REWARD, reward, reward, is_checkpoint=True, parts=SCORERS))
         context = _check(args, paths, reward)
         models = {name: _model(args, name, path, dtype, device, context) for name, path in paths.items()}
         tokenizer = next(iter(models.values())).tokenizer if models else None
@@ -144,22 +141,3 @@ def _scorer(
     scorer = scorer.to(device).requires_grad_(False).eval()
     longest = max(map(len, tokenizer.get_vocab()))
     return ServedScorer(scorer, TextEncoder(tokenizer), tokenizer.pad_token_id, longest)
-
-
-@contextlib.contextmanager
-def _as_folder(path: str, what: str, kind: str) -> Iterator[str]:
-    """A model's path as it is; of a checkpoint a folder that its model is exported to, for as long as this lasts."""
-    if not holds_point(Path(path)):
-        yield path
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            state = json.loads((Path(path) / STATE_FILE).read_text(encoding="utf-8"))
-            model = next((name for name in OF_POINTS[kind] if name in state["models"]), OF_POINTS[kind][0])
-        except (OSError, ValueError, LookupError, TypeError) as error:
-            raise UserError(f"{what} {path}: a checkpoint without a {STATE_FILE} that can be read ({error}).") from None
-        try:
-            exported = export(path, f"{folder}/model", model=model)
-        except UserError as error:
-            raise UserError(f"{what} {path}: {error}") from None
-        yield str(exported)

@@ -285,7 +285,7 @@ def _heard(first: MeetingPoint) -> tuple[str, int]:
 
 
 def test_a_rank_that_lets_the_first_print_is_not_taken_for_one_that_was_asked_to_end(tmp_path, monkeypatch):
-    place = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1"}
+    place = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     for name, value in {**place, "MASTER_PORT": str(free_port())}.items():
         monkeypatch.setenv(name, value)
     ended, pause = [], time.sleep

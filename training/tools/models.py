@@ -1,0 +1,113 @@
+"""Models as tools are given them: saved folders, adapters, output folders of runs, checkpoints, or names on the Hub.
+
+model = located("ppo", named(["ppo=out/ppo"])["ppo"])       # out/ppo/actor, or the run's newest checkpoint
+folder = exported(model, "somewhere")                       # where from_pretrained opens it
+"""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from engine.errors import SharedError, UserError
+from engine.files import expanded
+from engine.models.places import ADAPTER_CONFIG
+from training.checkpoints.export import export
+from training.checkpoints.files import CONFIG, holds_point, points_in, step_of
+from training.checkpoints.resuming import ResumePoint
+from training.runtime.agreement import checked
+
+OF_RUNS = ("actor", "actor_adapter", "adapter")
+"""Where the trained policy of a run stands in its output folder; an actor's adapter stands alone where disks are
+small."""
+POLICIES, SCORERS = ("actor", "model"), ("model",)
+"""What checkpoints call them: of step 3 and of step 1; of step 2."""
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A model by its name. what: how messages call it, before the path. given: the path as the flag has it. path: what
+    it is loaded from; of a checkpoint, until it is exported, the checkpoint. parts: what checkpoints call it."""
+
+    name: str
+    what: str
+    given: str
+    path: str
+    is_checkpoint: bool = False
+    parts: Sequence[str] = POLICIES
+
+
+def named(given: Sequence[str]) -> dict[str, str]:
+    """Paths by names: NAME=PATH, or a path whose folder's name it gets. What is there becomes an absolute path.
+
+    Raises: UserError for a name or a path that is none, and where two models have one name.
+    """
+    found: dict[str, str] = {}
+    for entry in given:
+        name, sign, path = entry.partition("=")
+        if not sign or "/" in name or Path(entry).exists():
+            name, path = "", entry
+        place = expanded(path, "--models")
+        if not path.strip() or (sign and not name.strip() and path != entry):
+            raise UserError(f"--models {entry!r}: give NAME=PATH, or a path.")
+        path = os.path.normpath(place.absolute()) if place.exists() else path
+        name = name.strip() or Path(path).name
+        if name in found:
+            raise UserError(
+                f"--models: two models are called {name} ({found[name]} and {path}). Give them names: "
+                f"--models one={found[name]} other={path}."
+            )
+        found[name] = path
+    return found
+
+
+def located(name: str, given: str) -> Model:
+    """Where the policy stands that --models names: a model's folder itself, within a run's output folder, or a
+    checkpoint. What is none of these is left to whoever reads it."""
+    folder, what = Path(given), f"--models {name}"
+    if not folder.is_dir() or _is_model(folder):
+        return Model(name, what, given, given)
+    if step_of(folder) is not None or holds_point(folder):
+        return Model(name, what, given, given, is_checkpoint=True)
+    inner = next((folder / place for place in OF_RUNS if _is_model(folder / place)), None)
+    if inner is not None:
+        return Model(name, what, given, str(inner))
+    return Model(name, what, given, given, is_checkpoint=bool(points_in(folder)))
+
+
+def _is_model(folder: Path) -> bool:
+    return any((folder / file).is_file() for file in ("config.json", ADAPTER_CONFIG))
+
+
+def config_of(model: Model) -> str:
+    """The folder with a model's configuration and tokenizer. Raises: UserError for a checkpoint of a critic alone, or
+    of another program's."""
+    if not model.is_checkpoint:
+        return model.path
+    checkpoints = [Path(model.path), *reversed(points_in(Path(model.path)))]
+    folders = [checkpoint / CONFIG / part for checkpoint in checkpoints for part in model.parts]
+    found = next((folder for folder in folders if _is_model(folder)), None)
+    if found is None:
+        raise UserError(
+            f"{model.what} {model.given}: no policy's configuration is in this checkpoint. Give one of step 1 or 3, or "
+            "the folder of a saved model."
+        )
+    return str(found)
+
+
+def exported(model: Model, folder: Path) -> Model:
+    """The model as it can be loaded: that of a checkpoint is written to `folder`, by rank 0 (all ranks call this).
+
+    Raises: UserError on all ranks for a checkpoint that is damaged, or has no such model.
+    """
+    if not model.is_checkpoint:
+        return model
+    try:
+        point = ResumePoint.find(model.path, str(folder), with_ema=True)
+        assert point is not None, "a path was given"
+        part = next((name for name in model.parts if name in point.state["models"]), model.parts[0])
+        checked(lambda: str(export(point, folder, model=part)))
+    except UserError as error:
+        told = str(error).removeprefix("--resume").removeprefix(f" {model.path}").lstrip(": ")
+        raise SharedError(f"{model.what} {model.given}: {told}") from None
+    return replace(model, path=str(folder), is_checkpoint=False)
