@@ -2,7 +2,7 @@
 # Runs the tests, in an environment that it makes if there is none; in two processes, because many wait for what they
 # have started. Arguments go to pytest:
 #   scripts/test.sh                    everything
-#   scripts/test.sh --quick            those of one process, in under two minutes
+#   scripts/test.sh --quick            those of one process, in about a minute
 #   scripts/test.sh tests/engine/algo -k gae  some
 #   scripts/test.sh -n 0 --pdb         all in one process
 set -euo pipefail
@@ -12,4 +12,4 @@ if [ "${1:-}" = --quick ]; then
     shift
     set -- -m "not slow" "$@"
 fi
-exec python -m pytest -n 2 --no-loadscope-reorder "$@"  # in the order of files: many short ones come last
+exec python -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@"  # in the order of files: many short ones come last

@@ -12,6 +12,7 @@ from transformers import LlamaForSequenceClassification
 
 from training.tools.toy.model import make_model, train_tokenizer
 
+pytestmark = pytest.mark.slow
 FILE = Path(__file__).parents[1] / "examples" / "ppo_in_one_file.py"
 PROMPTS = ["Review : we saw this comedy", "Review : i tried a", "Review :", "we saw this western with a friend"] * 4
 STEPS, LENGTH, RATE = 3, 24, 2e-3
@@ -76,7 +77,6 @@ def folder(tmp_path_factory):
     return folder
 
 
-@pytest.mark.slow
 def test_three_steps_are_those_of_the_trainer(example, folder):
     settings = example.Settings(steps=STEPS, learning_rate=RATE)
     models = example.load_models(folder / "policy", folder / "reward")
@@ -94,6 +94,7 @@ def test_three_steps_are_those_of_the_trainer(example, folder):
     assert abs(seen[-1][1]) > 1e-3, "the policy has moved"
 
 
+@pytest.mark.slow
 def test_its_own_samples_are_responses(example, folder):
     torch.manual_seed(0)
     policy = example.load_models(folder / "policy", folder / "reward")["policy"]

@@ -1,7 +1,8 @@
 """What trials (scripts/trial_*.py and their like) and tests of whole programs share; it imports nothing of the tests.
 
 models          tiny models, adapters and a tokenizer, saved as Hugging Face folders
-programs        the three programs, in this process or by a launcher, and files for them; what differs between runs
+ranks           several processes that form a group: a function in them, or a whole program; forked on CPUs
+programs        the three programs, in this process, forked or by a launcher, and files for them; what differs in runs
 step3_rlhf      step 3 that writes down what it does, and that something happens to at a given place
 kills, faults   runs that are killed at any instant, and those of which a process gets a signal
 hosts           two network hosts on this machine; host_launches starts programs on them

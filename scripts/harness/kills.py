@@ -9,6 +9,7 @@ import json
 import os
 import random
 import signal
+import subprocess
 import time
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,6 +18,7 @@ from pathlib import Path
 from scripts.harness import ROOT, step3_rlhf
 from scripts.harness.models import make_adapter
 from scripts.harness.programs import TIMEOUT, Tiny, begun, by_deepspeed, command_line, differences, write_partitioned
+from scripts.harness.ranks import ForkedProgram
 from scripts.harness.step3_rlhf import WRITING, write_watch
 from training.checkpoints.files import points_in
 
@@ -70,11 +72,11 @@ def flags_of_lora(tiny: Tiny, kind: str) -> dict:
 class KillTrial:
     """The uninterrupted run, and those that are killed.
 
-    flags: further ones of step 3.
+    forked: without DeepSpeed's launcher, which is killed with its ranks. flags: further ones of step 3.
     """
 
-    def __init__(self, tiny: Tiny, folder: Path, steps: int = 4, **flags):
-        self.folder, self.steps = folder, steps
+    def __init__(self, tiny: Tiny, folder: Path, steps: int = 4, forked: bool = False, **flags):
+        self.folder, self.steps, self.forked = folder, steps, forked
         folder.mkdir(parents=True, exist_ok=True)
         config = write_partitioned(folder / "zero3.json")
         own = {
@@ -135,9 +137,15 @@ class Run:
         watched = write_watch(Path(f"{output_dir}.watch"), phases=True)
         Path(f"{output_dir}.watch/phases").unlink(missing_ok=True)
         words = command_line({**trial.flags, "output_dir": output_dir, **flags})
-        with self.log.open("w") as log:
-            command = by_deepspeed(step3_rlhf.__file__, words)
-            self.process = begun(command, 2, watched, cwd=ROOT, stdout=log, stderr=log)
+        self.log.write_text("")
+        self.process: ForkedProgram | subprocess.Popen
+        if trial.forked:
+            given = {"stdout": self.log, "stderr": self.log, "environment": watched}
+            self.process = ForkedProgram(step3_rlhf.__file__, words, **given)
+        else:
+            with self.log.open("ab") as log:
+                command = by_deepspeed(step3_rlhf.__file__, words)
+                self.process = begun(command, 2, watched, cwd=ROOT, stdout=log, stderr=log)
         self.started = time.time()
 
     @staticmethod
@@ -175,6 +183,9 @@ class Run:
         return time.time() - self.started, place + f"; {WRITING}" * (beside == [WRITING])
 
     def _kill(self) -> None:
+        if isinstance(self.process, ForkedProgram):
+            self.process.kill()
+            return
         pids = {line["pid"] for line in self.phases_of(self.output_dir)}
         try:
             os.killpg(self.process.pid, signal.SIGKILL)

@@ -1,10 +1,29 @@
 """What no weight file holds, rotary frequencies say, is the same in a partitioned model as in a whole one."""
 
+import json
+
 import pytest
 import torch
 
+from engine.models.loading import DTYPES, load_policy, load_scorer
+from engine.zero.config import CONFIG_DIR
 from scripts.harness.models import make_family
-from tests.distributed.harness import run_ranks
+from scripts.harness.ranks import run_ranks
+
+
+def both(folders: list[str], dtype: str) -> dict[str, dict[str, tuple[dict, dict]]]:
+    """By folder and kind of model: its buffers by name, partitioned and not."""
+    stage3 = json.loads((CONFIG_DIR / "zero3.json").read_text()) | {dtype: {"enabled": True}}
+    stage3 |= {"train_micro_batch_size_per_gpu": 1}
+    found: dict[str, dict[str, tuple[dict, dict]]] = {}
+    for folder in folders:
+        found[folder] = {}
+        for name, load in (("actor", load_policy), ("reward", load_scorer)):
+            path = f"{folder}/{name}"
+            models = [load(path, DTYPES[dtype], config) for config in (stage3, None)]
+            found[folder][name] = tuple(dict(model.named_buffers()) for model in models)
+    return found
+
 
 FAMILIES = ("llama", "gemma3_text", "gptj")  # frequencies, scales, tables of positions
 
@@ -16,7 +35,7 @@ def buffers(request, tmp_path_factory) -> dict:
     for family, folder in folders.items():
         make_family(family, folder)
     paths = {str(folder): family for family, folder in folders.items()}
-    found, *_ = run_ranks("tests.distributed.work_buffers:both", world=1, folders=list(paths), dtype=request.param)
+    found, *_ = run_ranks("tests.distributed.test_buffers:both", world=1, folders=list(paths), dtype=request.param)
     return {paths[path]: kinds for path, kinds in found.items()}
 
 

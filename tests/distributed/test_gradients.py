@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from engine.experience import TrainingBatch
+from scripts.harness.ranks import run_ranks
 from tests.distributed import plain
-from tests.distributed.harness import run_ranks
 from tests.distributed.work_gradients import LEARNING_RATE, MOVING, ROWS, STILL, TEMPERATURE
 
 STAGES = {

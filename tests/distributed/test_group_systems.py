@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from engine.algorithms import get_dialect
+from scripts.harness.ranks import run_ranks
 from tests.distributed import plain
-from tests.distributed.harness import run_ranks
 from tests.distributed.test_systems import CLOSE, WORLDS, Models, dealt, rollout_of
 from tests.distributed.tiny_run import SAMPLING
 from tests.distributed.work_systems import MICRO_BATCH

@@ -6,8 +6,8 @@ One rank has more micro-batches than the other, which makes as many passes.
 import pytest
 
 from engine.zero.long_batch import Kept
+from scripts.harness.ranks import run_ranks
 from tests.distributed import plain
-from tests.distributed.harness import run_ranks
 from tests.engine.zero.work_long_batch import WAYS
 
 ROUNDING = {"fp32": 1e-6, "bf16": 2**-7}  # of sums that are taken in another order

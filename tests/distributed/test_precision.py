@@ -1,11 +1,114 @@
-"""fp16 and bf16 train at stages 0, 2 and 3; in fp16 actor and critic are skipped together when one overflows."""
+"""Training in fp16 and bf16: loss scales, overflows, and what masters and averages are held in."""
+
+import contextlib
+import json
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
+from engine import distributed
+from engine.engine_spec import OptimizerSpec
+from engine.zero.adam_state import MOMENTS, moment_of
+from engine.zero.engines import TrainedModel
+from scripts.harness.ranks import run_ranks
 from tests.distributed import plain
-from tests.distributed.harness import run_ranks
-from tests.distributed.work_precision import ROUNDS, STEADY
+from tests.distributed.tiny_run import DIALECT, TinyPrompts, build_trainer, engine_spec, timeless
+from tests.engine.zero.inspecting import masters, moments, pretend_cpus_have_fp16, weights
+from tests.engine.zero.shard_memory import InMemory, whole
+from training.ppo_trainer import PPOTrainer
+from training.reporting.metrics import Accumulator
+
+STEADY = DIALECT.override(lr_schedule="constant", warmup_steps=0)
+STILL = STEADY.override(actor_lr=0.0, critic_lr=0.0)
+ROUNDS = 6
+
+
+def all_stages(folder: str, dtype: str, stages: tuple[int, ...]) -> dict[int, dict]:
+    """What the functions below return, by stage."""
+    pretend_cpus_have_fp16()
+    return {
+        stage: training(folder, dtype, stage)
+        | repeated_gradient(folder, dtype, stage)
+        | (joint_skips(folder, dtype, stage) if dtype == "fp16" else {})
+        for stage in stages
+    }
+
+
+def training(folder: str, dtype: str, stage: int) -> dict:
+    """One step, then ROUNDS - 1 more optimizer steps on the same experience."""
+    trainer = build_trainer(engine_spec(folder, stage, dtype=dtype, config=f"stage{stage}.json"), dialect=STEADY)
+    before = everything(trainer)
+    report = trainer.step(TinyPrompts(8).prompts(0))
+    rounds = [timeless(report.metrics)]
+    for _ in range(ROUNDS - 1):
+        metrics = Accumulator()
+        trainer.train_actor_and_critic(report.batch, 0.0, metrics)
+        rounds.append(metrics.reduce())
+    return {"experience": report.batch, "rounds": rounds, "untrained": before, "trained": everything(trainer)}
+
+
+def repeated_gradient(folder: str, dtype: str, stage: int) -> dict:
+    """Adam's first moments after ROUNDS unclipped steps at learning rate 0, in which the fp16 loss scale has grown."""
+    still = OptimizerSpec(lr=0.0, betas=STILL.betas, max_grad_norm=0.0)
+    spec = engine_spec(
+        folder, stage, dtype=dtype, config=f"stage{stage}_growing.json", actor_optimizer=still, critic_optimizer=still
+    )
+    trainer = build_trainer(spec, dialect=STILL)
+    report = trainer.step(TinyPrompts(8).prompts(0))
+    for _ in range(ROUNDS - 1):
+        trainer.train_actor_and_critic(report.batch, 0.0, Accumulator())
+    found = {
+        name: {"moments": moments(model), "weights": weights(model), "loss_scale": model.loss_scale}
+        for name, model in (("actor", trainer.models.actor), ("critic", trainer.models.critic))
+    }
+    return {"repeated": found | {"experience": report.batch}}
+
+
+def joint_skips(folder: str, dtype: str, stage: int) -> dict:
+    """What everything is after a step, one in which the critic overflows, one in which the actor does, and a step."""
+    spec = engine_spec(folder, stage, dtype=dtype, config=f"stage{stage}.json", ema_decay=0.5)
+    trainer = build_trainer(spec, dialect=STEADY)
+    feed, states = TinyPrompts(8), {}
+    events = {
+        "first step": None,
+        "critic overflows": trainer.models.critic,
+        "actor overflows": trainer.models.actor,
+        "last step": None,
+    }
+    for event, overflowing in events.items():
+        with overflow_on_last_rank(overflowing):
+            report = trainer.step(feed.prompts(len(states)))
+        states[event] = everything(trainer) | {"metrics": timeless(report.metrics)}
+    return {"events": states}
+
+
+@contextlib.contextmanager
+def overflow_on_last_rank(model: TrainedModel | None):
+    """Within this context the model's gradients are infinite on the last rank; the others' are as they should be."""
+    if model is None:
+        yield
+        return
+    factor = 1e12 if distributed.rank() == distributed.world_size() - 1 else 1.0
+    model.backward = lambda loss, last: TrainedModel.backward(model, loss * factor, last)
+    yield
+    del model.backward
+
+
+def everything(trainer: PPOTrainer) -> dict:
+    """All that a step may change in the engines (all ranks call this)."""
+    engine = trainer.models
+    found = {"ema": [shard.clone() for shard in engine.ema.means] if engine.ema else []}
+    for name, model in (("actor", engine.actor), ("critic", engine.critic)):
+        found[name] = {
+            "weights": weights(model),
+            "masters": masters(model),
+            "loss_scale": model.loss_scale,
+            "version": model.version,
+        }
+    return found
+
 
 STAGES = (0, 2, 3)
 MODELS = ("actor", "critic")
@@ -14,12 +117,12 @@ LOSS_SCALE = 2.0**8  # what the JSON files start with
 
 @pytest.fixture(scope="module")
 def fp16(folder) -> list[dict]:
-    return run_ranks("tests.distributed.work_precision:all_stages", folder=folder, dtype="fp16", stages=STAGES)
+    return run_ranks("tests.distributed.test_precision:all_stages", folder=folder, dtype="fp16", stages=STAGES)
 
 
 @pytest.fixture(scope="module")
 def bf16(folder) -> list[dict]:
-    return run_ranks("tests.distributed.work_precision:all_stages", folder=folder, dtype="bf16", stages=STAGES)
+    return run_ranks("tests.distributed.test_precision:all_stages", folder=folder, dtype="bf16", stages=STAGES)
 
 
 @pytest.fixture(params=("fp16", "bf16"))
@@ -137,3 +240,150 @@ def test_steps_around_the_overflows_train_both(fp16, stage):
             torch.equal(one, other) for one, other in zip(states["last step"]["ema"], states["actor overflows"]["ema"])
         )
         assert {"policy/grad_norm", "value/grad_norm"} <= states["last step"]["metrics"].keys()
+
+
+MASTER_ROUNDS = 6
+
+
+def both(folder: str, stages: tuple[int, ...]) -> dict[int, dict]:
+    """What `with_masters` returns, by stage."""
+    return {stage: with_masters(folder, stage) for stage in stages}
+
+
+def with_masters(folder: str, stage: int) -> dict:
+    """A step and more rounds on its experience; then what everything is, while the averages are swapped in, after
+    that, and in new engines that have been given the shards."""
+    spec = engine_spec(folder, stage, dtype="bf16", config=f"stage{stage}_bf16.json", ema_decay=0.5)
+    trainer = build_trainer(spec, dialect=STEADY)
+    actor, ema, metrics = trainer.models.actor, trainer.models.ema, Accumulator()
+    untrained = masters(actor)
+    report = trainer.step(TinyPrompts(8).prompts(0))
+    for _ in range(MASTER_ROUNDS - 1):
+        metrics = Accumulator()
+        trainer.train_actor_and_critic(report.batch, 0.0, metrics)
+    found = {"losses": (report.metrics["policy/loss"], metrics.reduce()["policy/loss"]), "untrained": untrained}
+    found["trained"] = actor_state(trainer)
+    means = [mean.clone() for mean in ema.means]
+    with ema.swapped():
+        swapped = [shard.clone() for shard in actor.master_shards()]
+        found["swapped"] = all(shard.equal(mean.to(shard.dtype)) for shard, mean in zip(swapped, means, strict=True))
+    found["after"] = actor_state(trainer)
+    other = build_trainer(spec, dialect=STEADY)
+    other.models.actor.load_shards(_source(actor.shards()), actor.scalars())
+    other.models.ema.load_shards(_source(ema.shards()))
+    found["restored"] = actor_state(other)
+    return found
+
+
+def actor_state(trainer) -> dict:
+    """The actor's state (all ranks call this)."""
+    actor = trainer.models.actor
+    held = [(master.adam, master.tensor) for master in actor.state.stage.masters()]
+    return {
+        "weights": weights(actor),
+        "masters": [shard.clone() for shard in actor.master_shards()],
+        "moments": [moment_of(adam, tensor, moment).clone() for adam, tensor in held for moment in MOMENTS],
+        "means": [mean.clone() for mean in trainer.models.ema.means],
+    }
+
+
+def _source(shards) -> InMemory:
+    return InMemory(whole([shard for part in distributed.all_gather_objects(shards) for shard in part]))
+
+
+MASTER_STAGES = (1, 2, 3)
+
+
+@pytest.fixture(scope="module")
+def masters_of_ranks(folder) -> list[dict]:
+    return run_ranks("tests.distributed.test_precision:both", folder=folder, stages=MASTER_STAGES)
+
+
+@pytest.mark.parametrize("stage", MASTER_STAGES)
+def test_masters_and_moments_are_in_16_bits_and_averages_in_32(masters_of_ranks, stage):
+    for rank in masters_of_ranks:
+        found = rank[stage]["trained"]
+        assert {tensor.dtype for name in ("weights", "masters", "moments") for tensor in _all(found[name])} == {
+            torch.bfloat16
+        }
+        assert {mean.dtype for mean in found["means"]} == {torch.float32}
+        assert any((mean != mean.bfloat16()).any() for mean in found["means"])  # more than bfloat16 holds
+
+
+@pytest.mark.parametrize("stage", MASTER_STAGES)
+def test_it_learns(masters_of_ranks, stage):
+    first, last = masters_of_ranks[0][stage]["losses"]
+    assert last < first - 0.02
+
+
+@pytest.mark.parametrize("stage", MASTER_STAGES)
+def test_after_the_averages_were_swapped_in_all_is_as_before(masters_of_ranks, stage):
+    for rank in masters_of_ranks:
+        assert rank[stage]["swapped"] and _equal(rank[stage]["trained"], rank[stage]["after"])
+
+
+@pytest.mark.parametrize("stage", MASTER_STAGES)
+def test_a_restart_point_has_all_of_it(masters_of_ranks, stage):
+    for rank in masters_of_ranks:
+        assert _equal(rank[stage]["trained"], rank[stage]["restored"])
+
+
+def _all(tensors) -> list[torch.Tensor]:
+    return list(tensors.values()) if isinstance(tensors, dict) else tensors
+
+
+def _equal(one: dict, other: dict) -> bool:
+    return all(
+        len(one[name]) == len(other[name])
+        and all(torch.equal(a, b) for a, b in zip(_all(one[name]), _all(other[name])))
+        for name in one
+    )
+
+
+def first_step(folder: str, output: str, stage: int, power: int) -> dict:
+    """What everything is before and after a step of 2 epochs of 2 mini-batches, the actor's loss scale 2**power."""
+    pretend_cpus_have_fp16()
+    config = json.loads((Path(folder) / f"stage{stage}.json").read_text())
+    config["fp16"]["initial_scale_power"] = power
+    path = Path(output) / "large.json"
+    path.write_text(json.dumps(config))
+    spec = engine_spec(folder, stage, dtype="fp16", config=f"stage{stage}.json", ema_decay=0.9)
+    spec = replace(spec, actor=replace(spec.actor, path=str(path)))  # another file than the critic's
+    changed = {"ppo_epochs": 2, "mini_batches": 2, "kl_controller": "adaptive", "kl_coef": 0.1}
+    trainer = build_trainer(spec, dialect=DIALECT.override(**changed, kl_target=6.0, kl_horizon=1000))
+    before = everything(trainer)
+    report = trainer.step(TinyPrompts(8).prompts(0))
+    return {
+        "before": before,
+        "after": everything(trainer),
+        "metrics": timeless(report.metrics),
+        "state": trainer.state_dict(),
+    }
+
+
+POWER, UPDATES, RESPONSES = 40, 4, 8
+
+
+def test_a_step_of_overflows_in_the_actor_alone(folder, output):
+    found = run_ranks("tests.distributed.test_precision:first_step", folder=folder, output=output, stage=2, power=POWER)
+    for rank in found:
+        before, after, metrics = rank["before"], rank["after"], rank["metrics"]
+        for model in ("actor", "critic"):
+            for kind in ("weights", "masters"):
+                for name, tensor in before[model][kind].items():
+                    assert torch.equal(after[model][kind][name], tensor), f"{model}: {name}"
+            assert after[model]["version"] == before[model]["version"]
+        assert all(torch.equal(one, other) for one, other in zip(before["ema"], after["ema"], strict=True))
+        # Four updates, each an overflow that halves the actor's scale; the critic's gradients are as they should be.
+        assert before["actor"]["loss_scale"] == 2.0**POWER
+        assert after["actor"]["loss_scale"] == 2.0 ** (POWER - UPDATES)
+        assert after["critic"]["loss_scale"] == before["critic"]["loss_scale"] == 2.0**8
+        assert metrics["policy/skipped"] == 1 and metrics["value/skipped"] == 0
+        assert metrics["policy/loss_scale"] == 2.0 ** (POWER - 1) and metrics["value/loss_scale"] == 2.0**8
+        assert not {"policy/grad_norm", "value/grad_norm"} & metrics.keys()
+        # Every mini-batch is computed with the weights that drew it, and the actor is the reference: a KL of 0, so that
+        # the coefficient falls by the most that it may, 0.2 for each 1000 responses.
+        assert metrics["policy/ratio_mean"] == pytest.approx(1.0, abs=1e-3)
+        assert metrics["objective/kl"] == 0
+        assert rank["state"]["kl"]["value"] == pytest.approx(0.1 * (1 - 0.2 * RESPONSES / 1000), rel=1e-12)
+        assert (rank["state"]["steps_done"], rank["state"]["optimizer_steps"]) == (1, UPDATES)

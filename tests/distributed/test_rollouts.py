@@ -6,8 +6,8 @@ import pytest
 
 from engine.rollout.base import SamplingConfig
 from scripts.harness.models import EOS, PAD
+from scripts.harness.ranks import run_ranks
 from tests.distributed import plain
-from tests.distributed.harness import run_ranks
 from tests.distributed.tiny_run import prompt_tokens
 from tests.distributed.work_rollouts import CASES, UNEVEN_STOPS
 from tests.plain_sampling import plain_answer

@@ -11,7 +11,7 @@ from engine.algorithms import DIALECTS
 from engine.models.attention import Attention
 from engine.models.lora import LoraSpec
 from scripts.harness.models import make_adapter
-from tests.distributed.harness import run_ranks
+from scripts.harness.ranks import run_ranks
 
 LORA = LoraSpec(dim=4, alpha=8, lr=2e-3, only=True)
 

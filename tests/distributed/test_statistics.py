@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.distributed.harness import run_ranks
+from scripts.harness.ranks import run_ranks
 from tests.distributed.work_systems import MINI_BATCHES
 from tests.engine.algorithms.test_systems import SYSTEMS, dialect_of
 

@@ -9,8 +9,8 @@ import torch
 
 from engine.experience import Rollout
 from scripts.harness.models import PAD
+from scripts.harness.ranks import run_ranks
 from tests.distributed import plain
-from tests.distributed.harness import run_ranks
 from tests.distributed.work_systems import MICRO_BATCH, MINI_BATCHES, SCORE_WEIGHT, moved
 from tests.engine.algorithms.test_systems import CLIP, STOPS, SYSTEM_EOS, SYSTEMS, dialect_of, gae, row_of, whitened
 

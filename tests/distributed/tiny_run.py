@@ -1,6 +1,10 @@
-"""Tiny engines, prompts and trainers for the ranks of a test, and what their weights are."""
+"""Tiny engines, prompts and trainers for the ranks of a test; their weights and restart points; how often copies are
+filled."""
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import torch
 
@@ -11,7 +15,12 @@ from engine.reward.base import RewardSource
 from engine.rlhf_engine import EngineSpec, RLHFEngine
 from engine.rollout import SamplingConfig, build_rollouts
 from engine.zero.config import EngineConfig
+from engine.zero.gathering import copy_weights
 from scripts.harness.models import PAD, VOCABULARY
+from training.checkpoints.conditions import Conditions
+from training.checkpoints.files import Schedule, config_files
+from training.checkpoints.resuming import ResumePoint, restore
+from training.checkpoints.saving import Checkpoints
 from training.data.examples import collate_prompts
 from training.ppo_trainer import PPOConfig, PPOTrainer
 
@@ -92,3 +101,40 @@ def timeless(metrics: dict[str, float]) -> dict[str, float]:
         for name, value in metrics.items()
         if not name.startswith(("time/", "memory/", "speed/")) and name != "rollout/tokens_per_second"
     }
+
+
+def save_point(output: str | Path, models: RLHFEngine, state: dict) -> Path:
+    """Write the restart point of these models; returns its folder."""
+    checkpoints = Checkpoints(
+        Path(output),
+        Schedule(),
+        models=models.trained,
+        ema=models.ema,
+        reference=models.kept_reference,
+        state=lambda: state,
+        conditions=Conditions(),
+        config_files=config_files(models.trained, models.tokenizer) if distributed.is_main() else {},
+    )
+    point = checkpoints.save(state["steps_done"], wait=True)
+    assert point is not None
+    return point
+
+
+def load_point(output: str | Path, models: RLHFEngine) -> dict:
+    """Put the models to the newest restart point; returns its state."""
+    point = ResumePoint.find(str(output), str(output), with_ema=models.ema is not None)
+    restore(point, models.trained, models.ema, models.kept_reference)
+    return point.state
+
+
+@contextlib.contextmanager
+def counted_fills() -> Iterator[list]:
+    """Within this context the list, which is given, grows by an entry each time that a copy is filled."""
+    fills: list = []
+
+    def copy(*args, **kwargs) -> None:
+        fills.append(None)
+        copy_weights(*args, **kwargs)
+
+    with mock.patch("engine.copies.copy_weights", copy):
+        yield fills

@@ -15,8 +15,7 @@ from engine.reference import EngineReference
 from engine.rlhf_engine import EngineSpec, OptimizerSpec, RLHFEngine, frozen_model, trained_model
 from engine.zero.config import EngineConfig
 from engine.zero.engines import FrozenRole, TrainedModel
-from tests.distributed.tiny_points import load_point, save_point
-from tests.distributed.tiny_run import engine_spec, prompt_batch
+from tests.distributed.tiny_run import engine_spec, load_point, prompt_batch, save_point
 from tests.distributed.work_hydra import local_bytes
 from tests.engine.zero.inspecting import weights
 from training.runtime import model_folders

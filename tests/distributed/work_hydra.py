@@ -11,8 +11,7 @@ from engine.reference import EngineReference
 from engine.rlhf_engine import EngineSpec, RLHFEngine, frozen_model
 from engine.zero.config import EngineConfig
 from engine.zero.engines import TrainedModel
-from tests.distributed.tiny_points import load_point, save_point
-from tests.distributed.tiny_run import TinyPrompts, build_trainer, engine_spec, timeless
+from tests.distributed.tiny_run import TinyPrompts, build_trainer, engine_spec, load_point, save_point, timeless
 from tests.engine.zero.inspecting import parameter_bytes, pretend_cpus_have_fp16, weights
 from training.ppo_trainer import PPOTrainer
 from training.runtime import model_folders

@@ -11,8 +11,7 @@ from engine.rlhf_engine import RLHFEngine
 from engine.rollout import ReplicaRollouts, Zero3Rollouts, build_rollouts
 from engine.rollout.base import SamplingConfig
 from tests import fake_vllm
-from tests.distributed.fills import counted_fills
-from tests.distributed.tiny_run import TinyPrompts, build_trainer, engine_spec, prompt_batch, timeless
+from tests.distributed.tiny_run import TinyPrompts, build_trainer, counted_fills, engine_spec, prompt_batch, timeless
 from tests.engine.zero.inspecting import masters
 
 BACKENDS = {"replica": ReplicaRollouts, "zero3": Zero3Rollouts}

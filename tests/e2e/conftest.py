@@ -8,8 +8,6 @@ import pytest
 from engine.zero.communication import init
 from scripts.harness.bad_world import BadWorld
 from scripts.harness.programs import Tiny
-from tests.e2e.chain import Chain, run_chain
-from tests.e2e.launching import stand_in
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -37,12 +35,6 @@ def tiny(tmp_path_factory) -> Tiny:
 
 
 @pytest.fixture(scope="session")
-def chain(tiny, tmp_path_factory) -> Chain:
-    """The three steps, one after the other, and the last resumed: every test that asks looks at another side."""
-    return run_chain(tiny, tmp_path_factory.mktemp("chain"))
-
-
-@pytest.fixture(scope="session")
 def world(tiny, tmp_path_factory) -> BadWorld:
     """Files and folders that do not work."""
     return BadWorld(tmp_path_factory.mktemp("bad"), tiny)
@@ -52,12 +44,3 @@ def world(tiny, tmp_path_factory) -> BadWorld:
 def bad(world) -> Path:
     """Where they are."""
     return world.folder
-
-
-@pytest.fixture(scope="session")
-def stand_ins(tmp_path_factory) -> Path:
-    """A folder for the PATH: python, deepspeed and pdsh print their words, a NUL behind each."""
-    folder = tmp_path_factory.mktemp("stand_ins")
-    for name in ("python", "deepspeed", "pdsh"):
-        stand_in(folder / name, f'{name} "$@"')
-    return folder

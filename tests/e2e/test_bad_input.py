@@ -1,13 +1,17 @@
-"""What a user's mistake gets: one message that names it, exit code 2, no stack trace, nothing written."""
+"""Mistakes in flags, files, folders and the environment are told in one message; so is what is changed at random."""
 
 import json
 import os
+import subprocess
+import sys
+from unittest import mock
 
 import pytest
 
 from engine.zero.accelerator import device, why_not
+from scripts.harness import ROOT
 from scripts.harness.mistakes import cases
-from scripts.harness.programs import Result, assert_one_message, launch, run_here, run_words, snapshot
+from scripts.harness.programs import Result, assert_one_message, forked, launch, run_here, run_words, snapshot
 
 # (steps, changed flags, what the message holds). {bad} is the folder of `bad`, {tiny} that of `tiny`.
 FILES = [
@@ -289,19 +293,57 @@ def test_fp16_where_the_machine_has_none(step, tiny, tmp_path, capfd):
 
 
 @pytest.mark.parametrize(
-    "step, change, expected",
+    "started, step, change, expected",
     [
-        (3, {"acter_zero_stage": 3}, "unknown flag --acter_zero_stage. Did you mean --actor_zero_stage?"),
-        (2, {"data_path": "{bad}/broken.jsonl"}, "{bad}/broken.jsonl, line 3"),
+        (launch, 3, {"acter_zero_stage": 3}, "unknown flag --acter_zero_stage. Did you mean --actor_zero_stage?"),
+        (forked, 2, {"data_path": "{bad}/broken.jsonl"}, "{bad}/broken.jsonl, line 3"),
         (
+            forked,
             3,
             {"per_device_generation_batch_size": 17, "per_device_training_batch_size": 17},
             "which takes 34 over 2 ranks",
         ),
     ],
 )
-def test_two_ranks_say_it_once(step, change, expected, tiny, bad, tmp_path):
+def test_two_ranks_say_it_once(started, step, change, expected, tiny, bad, tmp_path):
     change = {name: value.format(bad=bad) if isinstance(value, str) else value for name, value in change.items()}
-    result = launch(step, tiny.flags(step, output_dir=tmp_path / "out", **change))
+    result = started(step, tiny.flags(step, output_dir=tmp_path / "out", **change))
     assert_one_message(result, [expected.format(bad=bad)])
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "found, told",
+    [
+        ({"RANK": "abc"}, "RANK is 'abc', no whole number"),
+        ({"MASTER_PORT": "-1"}, "MASTER_PORT is '-1', no whole number"),
+        ({"WORLD_SIZE": "0"}, "RANK is 0 of WORLD_SIZE 0"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK is 2 of WORLD_SIZE 2"),
+        ({"WORLD_SIZE": "2", "MASTER_PORT": "0", "MASTER_ADDR": "a"}, "WORLD_SIZE is 2, but it has no MASTER_PORT, w"),
+        ({"WORLD_SIZE": "2", "MASTER_PORT": "9", "MASTER_ADDR": ""}, "WORLD_SIZE is 2, but it has no MASTER_ADDR, w"),
+    ],
+)
+def test_an_environment_that_cannot_be_a_launchers(tiny, tmp_path, capfd, monkeypatch, found, told):
+    for name, value in found.items():
+        monkeypatch.setenv(name, value)
+    assert_one_message(run_here(1, tiny.flags(1, output_dir=tmp_path / "out"), capfd), [f"the environment's {told}"])
+
+
+def test_a_task_of_srun_that_is_told_too_little(tiny, tmp_path, capfd):
+    """What it is told when that suffices: tests/training/runtime/test_environment.py."""
+    launched = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    own = {name: value for name, value in os.environ.items() if name not in launched and "SLURM" not in name}
+    task = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}
+    with mock.patch.dict(os.environ, {**own, **task, "SLURM_TASKS_PER_NODE": "2"}, clear=True):
+        result = run_here(1, tiny.flags(1, output_dir=tmp_path / "out"), capfd)
+    assert_one_message(
+        result, ["srun has started this process", "no SLURM_STEP_NODELIST or SLURM_NODELIST", "MASTER_A"]
+    )
+
+
+@pytest.mark.slow
+def test_inputs_that_are_changed_at_random_get_one_message_or_do_no_harm():
+    command = [sys.executable, ROOT / "scripts/fuzz_inputs.py", "--count", "40", "--seed", "1", "--started", "0"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert result.stdout.splitlines()[-1].startswith("40 inputs in ")

@@ -1,9 +1,6 @@
 """The benchmark of step 3 runs and tells all it should; its arithmetic is what torch counts and what a hand counts."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,6 +14,7 @@ from scripts.benchmark_plain import Plain
 from scripts.benchmark_report import Report
 from scripts.harness import models as tiny_models
 from scripts.harness.models import VOCABULARY, WIDTH
+from scripts.harness.programs import Result, forked_program
 from tests.distributed import plain as by_one_process
 from training.data.examples import collate_prompts
 
@@ -27,13 +25,8 @@ LENGTH = PROMPT + RESPONSE
 TRUNK = LAYERS * (2 * 32 * 32 + 2 * 16 * 32 + 3 * 32 * 48)
 
 
-def run_benchmark(*words: object) -> subprocess.CompletedProcess:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    if not torch.cuda.is_available():
-        environment["DS_ACCELERATOR"] = "cpu"
-    return subprocess.run(
-        [sys.executable, PROGRAM, *map(str, words)], env=environment, capture_output=True, text=True, timeout=300
-    )
+def run_benchmark(**flags: object) -> Result:
+    return forked_program(PROGRAM, flags, ranks=1)
 
 
 def counted(call) -> int:
@@ -167,23 +160,15 @@ def test_ratios_are_of_medians_and_quartiles_of_pairs():
 
 def test_one_process_measures_a_tiny_model(tmp_path):
     ended = run_benchmark(
-        "--size",
-        "260k",
-        "--prompts",
-        4,
-        "--steps",
-        1,
-        "--warmup",
-        0,
-        "--response_length",
-        8,
-        "--rollout_backend",
-        "replica",
-        "zero3",
-        "--json",
-        tmp_path / "found.json",
+        size="260k",
+        prompts=4,
+        steps=1,
+        warmup=0,
+        response_length=8,
+        rollout_backend=["replica", "zero3"],
+        json=tmp_path / "found.json",
     )
-    assert ended.returncode == 0, ended.stderr
+    assert ended.code == 0, ended.stderr
     for phase in ("generate", "make experience", "train", "whole step"):
         row = next(line for line in ended.stdout.splitlines() if line.startswith(f"| {phase} |"))
         assert all(float(cell.split()[0]) > 0 for cell in row.strip("| ").split(" | ")[1:]), row
@@ -202,22 +187,8 @@ def test_one_process_measures_a_tiny_model(tmp_path):
 
 def test_scale_prints_a_table_for_a_given_model(tmp_path):
     actor = tiny_models.make_causal_lm(tmp_path / "actor")
-    ended = run_benchmark(
-        "--scale",
-        "--model",
-        actor,
-        "--prompts",
-        2,
-        "--prompt_length",
-        4,
-        "--response_length",
-        4,
-        "--steps",
-        1,
-        "--warmup",
-        0,
-    )
-    assert ended.returncode == 0, ended.stderr
+    ended = run_benchmark(scale=True, model=actor, prompts=2, prompt_length=4, response_length=4, steps=1, warmup=0)
+    assert ended.code == 0, ended.stderr
     *_, head, rule, base, batch, length = ended.stdout.strip().splitlines()
     assert head.startswith("| setting | arithmetic |") and rule.startswith("| --- |")
     assert base.startswith("| base | x 1.00 |")
@@ -226,7 +197,7 @@ def test_scale_prints_a_table_for_a_given_model(tmp_path):
 
 
 def test_a_mistake_is_told_at_once():
-    ended = run_benchmark("--model", "no/such/folder")
-    assert ended.returncode == 2 and ended.stderr.count("error: ") == 1, ended.stderr
-    ended = run_benchmark("--response_length", 1)
-    assert ended.returncode == 2 and "--response_length 2" in ended.stderr, ended.stderr
+    ended = run_benchmark(model="no/such/folder")
+    assert ended.code == 2 and ended.stderr.count("error: ") == 1, ended.stderr
+    ended = run_benchmark(response_length=1)
+    assert ended.code == 2 and "--response_length 2" in ended.stderr, ended.stderr

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 from engine.experience_maker import ExperienceMaker
 from scripts.harness.models import make_adapter, make_causal_lm
-from scripts.harness.programs import Result, assert_one_message, command_line, launch_module, run_here, snapshot
+from scripts.harness.programs import Result, assert_one_message, command_line, forked_program, run_here, snapshot
 from tests.distributed import plain
 from training.runtime.startup import run
 from training.tools.compare import __main__ as compare
@@ -142,7 +142,7 @@ def test_two_ranks_find_what_one_does(tiny, models, tmp_path, capfd):
     given = [f"sft={tiny.folder / 'sft'}", f"near={models / 'near'}"]
     flags = flags_of(tiny, given, num_samples_per_prompt=2)
     assert compared({**flags, "output_dir": tmp_path / "one"}, capfd).code == 0
-    result = launch_module("training.compare", {**flags, "output_dir": tmp_path / "two"}, ranks=2)
+    result = forked_program("training.compare", {**flags, "output_dir": tmp_path / "two"}, ranks=2)
     assert result.code == 0, result.stderr
     one, two = found_in(tmp_path / "one"), found_in(tmp_path / "two")
     for ours, theirs in zip(one["samples"], two["samples"], strict=True):

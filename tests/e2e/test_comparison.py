@@ -2,9 +2,13 @@
 
 import dataclasses
 import json
+import math
 import os
 import shutil
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,6 +20,17 @@ from engine.errors import UserError
 from scripts import compare_dialects
 from scripts.comparison import judge, runs
 from scripts.comparison.entries import Entry, program, settings, step3_words
+from scripts.comparison.frontier import (
+    Band,
+    Point,
+    band,
+    best_place_under,
+    best_score_under,
+    curve,
+    place_of,
+    read_at,
+    score_at,
+)
 from scripts.comparison.page import (
     BEGIN,
     END,
@@ -30,7 +45,7 @@ from scripts.comparison.page import (
     section,
 )
 from scripts.comparison.results import Compared, Results, Search, choose
-from scripts.comparison.runs import LINE_SCALES, Ended, Result
+from scripts.comparison.runs import LINE_SCALES, POLICIES, Ended, Result, Run, keep_policies
 from scripts.comparison.tasks import TASKS, known_words
 from scripts.harness.programs import run_words
 from training.config.parsing import parse_flags
@@ -305,3 +320,77 @@ def test_a_comparison_of_the_smallest_size(tiny_task, tmp_path, monkeypatch, in_
     assert len(in_this_process) == 6, "the same runs, read again"
     course, line = map(json.loads, (out / "results.jsonl").read_text().splitlines())
     assert line["label"] == "default+line" and line["runs"] == course["runs"]
+
+
+def course(*pairs):
+    return [Point(*pair) for pair in pairs]
+
+
+def test_a_course_is_read_where_it_is_best_at_a_kl():
+    straight, back = course((0, 0), (2, 1), (6, 2)), course((0, 0), (4, 1), (2, 2), (6, 1))
+    assert [score_at(straight, kl) for kl in (0, 1, 2, 4, 6)] == [0, 0.5, 1, 1.5, 2]
+    assert score_at(straight, 6.1) is None
+    assert score_at(back, 3) == 1.75, "0.75 on its way out, 1.5 on its way back, 1.75 on its way out again"
+    assert score_at(back, 1) == 0.25
+    assert score_at([], 1) is None
+    assert place_of(back, 3) == 2.25, "a quarter of the last line"
+    assert (read_at([8, 4, 2, 1], 1.5), read_at([8, 4, 2, 1], 3.0)) == (3, 1)
+    assert place_of(straight, 7) is None
+
+
+def test_the_best_score_under_a_kl():
+    assert best_score_under(course((0, 0), (4, 1), (2, 2), (6, 1)), 3) == 2, "an evaluation"
+    assert best_score_under(course((0, 0), (8, 4)), 2) == 1, "what a run that went too far had on its way"
+    assert best_score_under(course((0, 0.5), (8, -4)), 2) == 0.5
+    assert best_score_under(course((3, 1)), 2) is None
+    assert best_place_under(course((0, 0), (4, 1), (2, 2), (6, 1)), 3) == 2
+    assert best_place_under(course((0, 0), (8, 4)), 2) == 0.25
+    assert best_place_under(course((3, 1)), 2) is None
+
+
+def test_bands_are_over_the_seeds_that_came_so_far():
+    found = band([1.0, None, 2.0, 3.0])
+    assert (found.mean, found.count) == (2.0, 3)
+    assert found.error == pytest.approx(1 / math.sqrt(3))
+    assert band([5.0]) == Band(5.0, None, 1)
+    assert band([None, None]) is None
+
+
+def test_a_curve_ends_where_the_first_seed_does():
+    found = curve([course((0, 0), (4, 4)), course((0, 2), (2, 2))], points=2)
+    assert [(kl, values.mean) for kl, values in found] == [(0, 1), (1, 1.5), (2, 2)]
+    assert [values.error for _, values in found] == [1, 0.5, 0]  # stdev of a pair / sqrt 2: half its difference
+    assert curve([course((0, 1))]) == []
+
+
+def test_what_a_cut_off_comparison_left_of_a_policy_is_none(tmp_path):
+    run = Run(TASKS["quickstart"], Entry.parsed("default"), tmp_path / "models", tmp_path, 1e-3, 1)
+    for name in ("step_000001", "step_000002.4321.partial"):
+        (run.folder / POLICIES / name).mkdir(parents=True)
+    keep_policies(run)
+    assert [path.name for path in (run.folder / POLICIES).iterdir()] == ["step_000001"]
+
+
+COMPARISON = """
+import sys
+from pathlib import Path
+from scripts.comparison import runs
+with runs.ended_with_us():
+    runs.run_program([sys.executable, "-c", "import os, time; print(os.getpid(), flush=True); time.sleep(600)"],
+                          Path(sys.argv[1]))
+"""
+
+
+def test_what_it_runs_ends_with_it(tmp_path):
+    log = tmp_path / "log.txt"
+    process = subprocess.Popen([sys.executable, "-c", COMPARISON, str(log)], cwd=Path(__file__).parents[2])
+    until = time.monotonic() + 120
+    while not (log.is_file() and log.read_text().endswith("\n")):
+        assert time.monotonic() < until, "the program has not begun"
+        time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(120) == 128 + signal.SIGTERM
+    status = Path(f"/proc/{int(log.read_text())}/status")
+    while status.exists() and "State:\tZ" not in status.read_text():
+        assert time.monotonic() < until, "the program still runs"
+        time.sleep(0.1)

@@ -1,19 +1,30 @@
-"""Ranks that fail in the middle of a run: it is said once which and where, all end, and the loop of
-docs/faults.md runs the command again."""
+"""Runs in the middle of which ranks fail or are killed: all end, it is said once which failed and where, and they go on
+as if nothing had happened."""
 
 import re
 import subprocess
 
 from scripts.harness import ROOT
 from scripts.harness.faults import STEPS, FaultyRun
+from scripts.harness.kills import KillTrial, random_instants
 from scripts.harness.programs import by_deepspeed, metric_lines
 from scripts.harness.step3_rlhf import Fault
+
+KILL_STEPS = 3
+
+
+def test_killed_runs_go_on_bit_by_bit(tiny, tmp_path):
+    trial = KillTrial(tiny, tmp_path / "runs", KILL_STEPS, forked=True)
+    instants = random_instants(3, KILL_STEPS, seed=1)[1:]
+    outcomes = [trial.kill(instant, f"run_{number}") for number, instant in enumerate(instants)]
+    assert [outcome.different for outcome in outcomes] == [[]] * 2, outcomes
+
 
 LOOP = re.search(r"```bash\n(for try .*?)```", (ROOT / "docs" / "faults.md").read_text(encoding="utf-8"), re.DOTALL)[1]
 
 
 def test_a_run_comes_to_its_end_though_a_rank_failed_and_a_rank_died(tiny, tmp_path):
-    loop = re.sub(r"deepspeed .* --resume auto", '"$@" --resume auto', LOOP).replace("sleep 60", "sleep 5")
+    loop = re.sub(r"deepspeed .* --resume auto", '"$@" --resume auto', LOOP).replace("sleep 60", "sleep 1")
     run = FaultyRun(
         tmp_path / "run", tiny, lambda program, words: ["bash", "-c", loop, "bash", *by_deepspeed(program, words)]
     )

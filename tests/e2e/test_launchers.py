@@ -1,22 +1,77 @@
-"""The launchers, one for each model size: what they would start, and that a dry run of it is right.
-
-The scripts run with stand-ins for `python` and `deepspeed` on the PATH that print their words; the words of a dry run
-are then given to training/runtime/dry_run.py in this process. One whole dry run goes through a shell.
-"""
+"""The launchers, one for each model size, with programs on the PATH that stand in for `python` and `deepspeed`:
+their words, plans of memory, and several nodes."""
 
 import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from engine import distributed
+from engine.memory import Cluster, MemoryPlan, plan
+from engine.memory.gpus import gpu_bytes
 from scripts.harness import ROOT
-from tests.e2e.launching import flag_of, launched, words_of, write_hostfile
+from scripts.simulation.scaling import configuration
+from training import memory_plan
+from training.config.parsing import parse_flags
+from training.config.step3 import MemoryFlags, RLHFFlags
+from training.config.supervised import RewardFlags, SFTFlags
 from training.runtime import dry_run
+from training.runtime.first_lines import POINTS, RunSchedule, supervised_schedule
+from training.runtime.memory_lines import workload
+from training.runtime.plan import count_steps
+
+
+def stand_in(program: Path, prints: str) -> None:
+    """Write a program that prints these words of a shell, a NUL behind each."""
+    program.write_text(f"#!/bin/sh\nprintf '%s\\0' {prints}\n")
+    program.chmod(0o755)
+
+
+def write_hostfile(file: Path, nodes: int) -> str:
+    """A hostfile that names so many nodes of eight slots; returns its path."""
+    file.write_text("# a comment\n" + "".join(f"node{number} slots=8\n" for number in range(nodes)))
+    return str(file)
+
+
+def words_of(stand_ins: Path, launcher: str, *arguments: str, **settings: str) -> list[str]:
+    """What the launcher would start."""
+    ended = launched(stand_ins, launcher, *arguments, **settings)
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout.split("\0")[:-1]
+
+
+def launched(
+    stand_ins: Path, launcher: str, *arguments: str, path: str = ":/usr/bin:/bin", **settings: str
+) -> subprocess.CompletedProcess:
+    """The launcher's end; path: what comes behind the stand-ins in PATH."""
+    return subprocess.run(
+        [shutil.which("bash"), str(ROOT / "scripts" / f"{launcher}.sh"), *arguments],
+        env={"PATH": f"{stand_ins}{path}", **settings},
+        text=True,
+        capture_output=True,
+        timeout=60,
+    )
+
+
+def flag_of(words: list[str], name: str) -> str:
+    """The value that counts: the last one."""
+    return words[len(words) - words[::-1].index(f"--{name}")]
+
+
+@pytest.fixture(scope="session")
+def stand_ins(tmp_path_factory) -> Path:
+    """A folder for the PATH: python, deepspeed and pdsh print their words, a NUL behind each."""
+    folder = tmp_path_factory.mktemp("stand_ins")
+    for name in ("python", "deepspeed", "pdsh"):
+        stand_in(folder / name, f'{name} "$@"')
+    return folder
+
 
 STEPS = {1: "step1_sft.py", 2: "step2_reward.py", 3: "step3_rlhf.py"}
 SIZES = {  # launcher: (nodes, dtype, {step: {engine: ZeRO stage}}), by default
@@ -252,3 +307,233 @@ def test_a_wrong_flag_ends_the_dry_run(stand_ins, in_dry_run, capfd):
     words = words_of(stand_ins, "opt_13b", "3", "--dry_run", "--kl_cof", "0.1")
     code, _, said = in_dry_run(words[3:], capfd)
     assert (code, said) == (2, "error: unknown flag --kl_cof. Did you mean --kl_coef?\n")
+
+
+@pytest.mark.parametrize("nodes, options", [(1, "-o ServerAliveInterval=10 -o ServerAliveCountMax=3"), (0, "")])
+def test_ssh_gives_up_a_node_that_is_cut_off(nodes, options, tmp_path):
+    stand_in(tmp_path / "deepspeed", '"$PDSH_SSH_ARGS_APPEND"')
+    hosts = write_hostfile(tmp_path / "hosts", nodes) if nodes else ""
+    assert words_of(tmp_path, "opt_1.3b", "3", HOSTFILE=hosts) == [options]
+
+
+def test_nodes_that_are_not_named_are_asked_for(stand_ins, tmp_path):
+    """deepspeed would end with a stack trace, or go on with fewer nodes, or on this machine alone."""
+    missing = launched(stand_ins, "llama2_70b", "3")
+    assert (missing.returncode, missing.stdout) == (2, "")
+    assert missing.stderr.startswith("error: HARDWARE=64xa100-80g is 8 nodes: name them, HOSTFILE=hosts")
+    few = launched(stand_ins, "llama2_70b", "3", "--dry_run", HOSTFILE=write_hostfile(tmp_path / "hosts", 4))
+    assert (few.returncode, few.stdout) == (2, "")
+    assert "names 4 nodes, and 8 are asked for (HARDWARE=64xa100-80g)" in few.stderr
+    nowhere = launched(stand_ins, "opt_1.3b", "3", HOSTFILE="nowhere")
+    assert (nowhere.returncode, nowhere.stdout) == (2, "")
+    assert "error: HOSTFILE=nowhere: there is no such file." in nowhere.stderr
+
+
+def test_pdsh_is_asked_for(stand_ins, tmp_path):
+    (tmp_path / "bin").mkdir()
+    for name in ("bash", "dirname", "grep"):
+        (tmp_path / "bin" / name).symlink_to(shutil.which(name))
+    stand_in(tmp_path / "bin" / "deepspeed", '"$@"')
+    hosts = {nodes: write_hostfile(tmp_path / f"hosts{nodes}", nodes) for nodes in (1, 2)}
+    assert launched(tmp_path / "bin", "opt_1.3b", "3", path="", HOSTFILE=hosts[1]).returncode == 0
+    without = launched(tmp_path / "bin", "opt_1.3b", "3", path="", HOSTFILE=hosts[2])
+    assert (without.returncode, without.stdout) == (2, "")
+    assert without.stderr.startswith("error: there is no pdsh here")
+    assert launched(stand_ins, "opt_1.3b", "3", HOSTFILE=hosts[2]).returncode == 0
+
+
+def test_a_task_of_srun_is_a_rank(stand_ins):
+    words = words_of(stand_ins, "llama2_70b", "3", "--resume", "auto", LAUNCHER="srun")
+    assert words[:3] == ["python", "-u", str(ROOT / "training" / "step3_rlhf.py")]
+    assert flag_of(words, "resume") == "auto" and flag_of(words, "actor_zero_stage") == "3"
+
+
+@pytest.mark.parametrize(
+    "given, started",
+    [
+        (["training/step1_sft.py", "--seed", "1"], ["python", "-u", "training/step1_sft.py", "--resume", "auto"]),
+        (["scripts/opt_13b.sh", "3", "--seed", "1"], ["env", "LAUNCHER=srun", "scripts/opt_13b.sh", "3"]),
+    ],
+)
+def test_a_slurm_job_starts_a_step_or_a_launcher(given, started, tmp_path):
+    stand_in(tmp_path / "srun", '"$SRUN_CPUS_PER_TASK" "$@"')
+    ended = subprocess.run(
+        ["bash", str(ROOT / "scripts" / "slurm.sh"), *given],
+        env={"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_CPUS_PER_TASK": "6"},
+        text=True,
+        capture_output=True,
+        timeout=60,
+    )
+    assert ended.returncode == 0, ended.stderr
+    cores, *words = ended.stdout.split("\0")[:-1]
+    command = [word for word in words if word not in ("--kill-on-bad-exit=1", "--wait=60")]
+    assert cores == "6" and command[: len(started)] == started
+    assert command[-4:] == ["--resume", "auto", "--seed", "1"]
+
+
+PAGE = ROOT / "docs" / "memory.md"
+LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]  # a Llama's, as step 2 has them
+ROW = re.compile(r"^#   (\d+)x(\S+) +(\S.*?) {2,}(\d+) GB \((\w+)\), (\d+) GB$", re.MULTILINE)
+
+
+def rows() -> dict[tuple[str, str], re.Match]:
+    """The rows of all launchers' first lines: by launcher and HARDWARE."""
+    texts = {path.stem: path.read_text() for path in sorted((ROOT / "scripts").glob("*.sh"))}
+    return {
+        (name, f"{row[1]}x{row[2]}"): row
+        for name, text in texts.items()
+        if "launch.sh" in text
+        for row in ROW.finditer(text)
+    }
+
+
+def planned(launcher: str, hardware: str, folder: Path) -> MemoryPlan:
+    """The plan of its step 3, on the models that its steps 1 and 2 make; `folder` is where they stand."""
+    family, _, size = launcher.partition("_")
+    name, scorer = (f"opt-{size}", "opt-350m") if family == "opt" else (f"llama-2-{size}", "llama-2-7b")
+    models = {"sft": configuration(name), "reward": configuration(scorer)}
+    for name, content in models.items():
+        (folder / name).mkdir(parents=True, exist_ok=True)
+        (folder / name / "config.json").write_text(json.dumps(content))
+    base = {"base_model_name_or_path": str(folder / "sft"), "peft_type": "LORA", "task_type": "SEQ_CLS"}
+    base |= {"r": 64, "target_modules": LINEAR}
+    (folder / "reward" / "adapter").mkdir(exist_ok=True)
+    (folder / "reward" / "adapter" / "adapter_config.json").write_text(json.dumps(base))
+    return plan_of(flags_given(launcher, 3, hardware, folder), hardware)
+
+
+def flags_given(launcher: str, step: int, hardware: str, folder: Path) -> list[str]:
+    """The flags that a launcher gives to a step's program."""
+    for name in ("python", "deepspeed"):  # without deepspeed in PATH, a launcher takes the .venv that tests may run in
+        (folder / name).write_text("#!/bin/sh\nprintf '%s\\0' \"$@\"\n")
+        (folder / name).chmod(0o755)
+    environment = {"PATH": f"{folder}:/usr/bin:/bin", "HARDWARE": hardware, "OUT": str(folder), "LAUNCHER": "srun"}
+    script = [str(ROOT / "scripts" / f"{launcher}.sh"), str(step)]
+    ended = subprocess.run(script, env=environment, text=True, capture_output=True, timeout=60, check=True)
+    words = ended.stdout.split("\0")[:-1]
+    program = next(
+        place for place, word in enumerate(words) if word.startswith(str(ROOT / "training" / f"step{step}_"))
+    )
+    return words[program + 1 :]
+
+
+def plan_of(words: list[str], hardware: str) -> MemoryPlan:
+    """The plan of step 3 with these flags, on "8xa100-40g" and its like."""
+    args = parse_flags(MemoryFlags, words, "")
+    dialect, _ = args.resolved_dialect()
+    args.engine_configs(dialect)  # what DeepSpeed cannot do is refused
+    count, _, gpu = hardware.partition("x")
+    cluster = Cluster(gpus=min(8, int(count)), nodes=max(1, int(count) // 8), gpu=gpu_bytes(gpu))
+    return plan(args.engine_spec(dialect), workload(args, dialect), cluster)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> Path:
+    """One folder for each launcher's models: what is planned of a model is planned once."""
+    return tmp_path_factory.mktemp("launchers")
+
+
+@pytest.mark.parametrize("launcher, hardware", sorted(rows()))
+def test_a_launcher_needs_what_it_says(launcher, hardware, folders):
+    found, row = planned(launcher, hardware, folders / launcher), rows()[launcher, hardware]
+    needed, host = round(found.needed / 1e9), round(found.host_peak / 1e9)
+    said = f"#   {hardware} ... {needed} GB ({found.peak.phase}), {host} GB"
+    assert row[5] == found.peak.phase and abs(int(row[4]) - needed) <= 1, said
+    assert abs(int(row[6]) - host) <= max(1, 0.03 * host), said
+    assert found.fits
+
+
+def test_every_launcher_has_rows_for_all_its_hardware():
+    for path in (ROOT / "scripts").glob("*.sh"):
+        known = re.search(r"^hardware (.*)$", path.read_text(), re.MULTILINE)
+        assert known is None or {(path.stem, name) for name in known[1].split()} <= rows().keys()
+
+
+# Of step 3's training_scripts in DeepSpeedExamples, as they run without arguments: the flags that both have.
+PUBLISHED = """--data_path Dahoas/rm-static --data_split 2,4,4 --num_padding_at_beginning 1 --generation_batches 1
+    --ppo_epochs 1 --max_answer_seq_len 256 --max_prompt_seq_len 256 --actor_learning_rate 5e-4
+    --critic_learning_rate 5e-6 --num_train_epochs 1 --lr_scheduler_type cosine --gradient_accumulation_steps 1
+    --num_warmup_steps 100 --deepspeed --seed 1234 --enable_hybrid_engine --actor_zero_stage 3 --critic_zero_stage 3
+    --actor_gradient_checkpointing --disable_actor_dropout --actor_lora_dim 128
+    --actor_lora_module_name decoder.layers. """
+
+
+PUBLISHED_FOR = {
+    # opt/single_node/run_13b.sh
+    ("13b", "8xa100-40g"): "--per_device_generation_batch_size 16 --per_device_training_batch_size 16 "
+    "--inference_tp_size 2",
+    # opt/multi_node/run_66b.sh; batches by the names that main.py has had since
+    ("66b", "64xa100-80g"): "--per_device_generation_batch_size 4 --per_device_training_batch_size 4 "
+    "--tp_gather_partition_size 4 --actor_weight_decay 0.1 --critic_weight_decay 0.1",
+}
+
+
+@pytest.mark.parametrize("size, hardware", PUBLISHED_FOR)
+def test_what_deepspeed_chat_has_published_fits(size, hardware, folders):
+    for name in (size, "350m"):
+        (folders / name).mkdir(exist_ok=True)
+        (folders / name / "config.json").write_text(json.dumps(configuration(f"opt-{name}")))
+    models = ["--actor_model_name_or_path", str(folders / size), "--critic_model_name_or_path", str(folders / "350m")]
+    words = (PUBLISHED + PUBLISHED_FOR[size, hardware]).split()
+    found = plan_of([*models, *words, "--dtype", "fp16"], hardware)  # the default there
+    shape = configuration(f"opt-{size}")
+    width, ffn, layers = shape["hidden_size"], shape["ffn_dim"], shape["num_hidden_layers"]
+    matrices = layers * (4 * width**2 + 2 * width * ffn)
+    others = layers * (9 * width + ffn) + 2 * width + (50272 + 2050) * width  # biases, norms; embeddings
+    factors = 128 * layers * (4 * 2 * width + 2 * (width + ffn))
+    ranks = int(hardware.partition("x")[0])
+    rest = found.phases["generate"]
+    assert rest["actor"]["weights"] == pytest.approx(2 * (matrices + others + factors) / ranks, rel=1e-3)
+    assert rest["actor"]["optimizer"] == pytest.approx(12 * (others + factors) / ranks, rel=1e-3)
+    assert rest["reference"]["weights"] == pytest.approx(2 * (matrices + others) / ranks, rel=1e-3)
+    assert found.fits, found.needed
+    figures = f"{found.needed / 1e9:.1f} of {gpu_bytes(hardware.partition('x')[2]) / 1e9:.1f} GB"
+    assert figures in PAGE.read_text(), f"{PAGE} should say {figures}"
+
+
+def test_the_page_shows_what_the_planner_prints(folders, capsys):
+    """The table of its command; a line that ends with " ..." goes on."""
+    in_blocks = r"```bash\n(python training/memory_plan\.py .*?)\n```.*?```\n(memory plan: .*?)```"
+    command, shown = re.search(in_blocks, PAGE.read_text(), re.DOTALL).groups()
+    for name, size in (("facebook/opt-13b", "13b"), ("opt-350m-reward", "350m")):
+        (folders / size).mkdir(exist_ok=True)
+        (folders / size / "config.json").write_text(json.dumps(configuration(f"opt-{size}")))
+        command = command.replace(name, str(folders / size))
+    assert memory_plan.main(command.replace("\\\n", " ").split()[2:]) == 0
+    for line, said in zip(capsys.readouterr().out.splitlines(), shown.splitlines(), strict=True):
+        assert line == said or (said.endswith(" ...") and line.startswith(said[:-4])), line
+
+
+FLAGS = {1: SFTFlags, 2: RewardFlags, 3: RLHFFlags}
+RM_STATIC = 76_256
+"""Rows of Dahoas/rm-static's training split, by the card of the data set."""
+
+
+def course_of(launcher: str, step: int, hardware: str, folder, monkeypatch) -> RunSchedule:
+    """The course of a launcher's step, on this hardware."""
+    words = flags_given(launcher, step, hardware, folder)
+    args = parse_flags(FLAGS[step], words, "")
+    monkeypatch.setattr(distributed, "world_size", lambda: int(hardware.partition("x")[0]))
+    two, four = (RM_STATIC * part // 10 for part in (2, 4))  # --data_split 2,4,4
+    assert words[words.index("--data_split") + 1] == "2,4,4"
+    if step < 3:
+        share = two if step == 1 else four
+        return supervised_schedule(args, share - int(share * args.held_out))
+    steps = count_steps(args, four)
+    return RunSchedule(steps, 1.0, args.schedule())
+
+
+@pytest.mark.parametrize("launcher, hardware", sorted(rows()))
+def test_a_run_that_dies_late_loses_little(launcher, hardware, tmp_path, monkeypatch):
+    for step in FLAGS:
+        course = course_of(launcher, step, hardware, tmp_path, monkeypatch)
+        told = f"{launcher} {step} on {hardware}: {course.lines()}"
+        assert course.points >= POINTS and not any("warning" in line for line in course.lines()), told
+        assert course.schedule.steps <= course.steps / 4, told  # the most that is trained twice
+        assert course.schedule.keep, told  # they are large
+
+
+def test_a_large_model_on_many_gpus_has_few_steps(tmp_path, monkeypatch):
+    course = course_of("llama2_70b", 3, "64xa100-80g", tmp_path, monkeypatch)
+    assert course.steps == 30_502 // (8 * 64) == 59
+    assert course.points == 5  # after steps 10, 20, 30, 40, 50

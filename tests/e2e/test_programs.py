@@ -1,17 +1,121 @@
-"""Steps 1, 2 and 3 as users run them: two ranks, ZeRO-3, each starting from what the ones before it wrote."""
+"""Steps 1, 2 and 3 on two ranks, ZeRO-3, each starting from what the ones before it wrote, and step 3 resumed: what
+they print, log and save, and what they go on from."""
 
+import gzip
+import itertools
+import json
 import math
 import re
+import shutil
+import statistics
 import struct
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
+import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from scripts.harness.programs import MACHINE, metric_lines
-from tests.e2e.chain import AVERAGED, EVALUATION, EVERY_STEP, STEPS, assert_finite
-from training.checkpoints.files import rank_file
+from engine.experience import position_ids
+from engine.models.loading import load_scorer
+from scripts.harness.point_damages import DAMAGES, tried
+from scripts.harness.programs import MACHINE, Result, Tiny, forked, metric_lines, run_here
+from training.checkpoints.files import points_in, rank_file
 from training.reporting.standard_errors import ENDINGS
+from training.reporting.step_metrics import phase_memory
+from training.supervised import SupervisedTrainer
+
+STEPS, EVALUATED = 4, 8
+EVERY_STEP = {
+    *(
+        f"objective/{name}"
+        for name in ("kl", "kl_per_token", "kl_coef", "entropy", "scores", "rlhf_reward", "non_score_reward")
+    ),
+    *(f"policy/{name}" for name in ("loss", "approxkl", "clipfrac", "ratio_mean", "ratio_max", "grad_norm", "lr")),
+    *(f"value/{name}" for name in ("loss", "clipfrac", "explained_variance", "mean", "grad_norm", "lr")),
+    *(f"value/{name}" for name in ("explained_outcome", "slope", "bias")),
+    "advantages/mean",
+    "advantages/std",
+    "returns/mean",
+    "returns/var",
+    *(f"rollout/{name}" for name in ("response_length", "eos_rate", "tokens_per_second", "degenerate")),
+    *(f"time/{name}" for name in ("generate", "make_experience", "train", "step")),
+    *(f"speed/{name}" for name in ("make_experience", "train")),
+    "memory/peak_gb",
+}
+EVALUATION = {
+    f"eval/{name}" for name in ("score", "score_std", "kl", "response_length", "distinct_bigrams", "distinct_responses")
+} | {f"eval/{name}" for name in ("compressed_bytes", "new_words")}
+EVALUATION |= {f"eval/{name}{ending}" for name in ("score", "kl", "response_length", "new_words") for ending in ENDINGS}
+AVERAGED = {name.replace("eval/", "eval/ema_") for name in EVALUATION}
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Folders of the three steps and of step 3 resumed, and how each ended."""
+
+    folder: Path
+    results: dict[str, Result]
+
+    def __getitem__(self, name: str) -> Path:
+        return self.folder / name
+
+
+def run_chain(tiny: Tiny, folder: Path) -> Chain:
+    """Four launches: steps 1, 2 and 3, and step 3 as if it had been killed and resumed."""
+    results = {}
+
+    def started(name: str, step: int, **flags) -> None:
+        results[name] = forked(step, tiny.flags(step, output_dir=folder / name, **flags))
+        assert results[name].code == 0, results[name].stdout + results[name].stderr
+
+    started("sft", 1, zero_stage=3, learning_rate=1e-3)
+    started("reward", 2, zero_stage=3, learning_rate=1e-3, model_name_or_path=folder / "sft")
+    ppo = {
+        "actor_model_name_or_path": folder / "sft",
+        "critic_model_name_or_path": folder / "reward",
+        "reward_model_name_or_path": tiny.folder / "reward",
+        "actor_zero_stage": 3,
+        "critic_zero_stage": 3,
+        "max_steps": STEPS,
+        "num_eval_prompts": EVALUATED,
+        "save_steps": 2,
+        "print_answers_interval": 2,
+        "profile_steps": [3, 4],
+        "enable_ema": True,
+        "kl_coef": 0.25,
+        "ppo_epochs": 2,
+        "num_warmup_steps": 0,
+        "actor_learning_rate": 1e-3,
+        "critic_learning_rate": 1e-3,
+    }
+    started("ppo", 3, **ppo)
+    # As if the run had been killed within step 4: what is beyond the last restart point is dropped and done again.
+    shutil.copytree(folder / "ppo", folder / "resumed")
+    shutil.rmtree(folder / "resumed" / "checkpoints" / f"step_{STEPS:06d}")
+    for name in ("actor", "actor_ema", "critic", "curves.png"):
+        path = folder / "resumed" / name
+        path.unlink() if path.is_file() else shutil.rmtree(path)
+    started("resumed", 3, **ppo, resume=folder / "resumed")
+    return Chain(folder, results)
+
+
+@pytest.fixture(scope="module")
+def chain(tiny, tmp_path_factory) -> Chain:
+    """The three steps, one after the other, and the last resumed: every test that asks looks at another side."""
+    return run_chain(tiny, tmp_path_factory.mktemp("chain"))
+
+
+def sample_rows(chain: Chain, name: str) -> list[dict]:
+    return [json.loads(line) for line in chain[f"ppo/samples/{name}.jsonl"].read_text().splitlines()]
+
+
+def assert_finite(lines: list[dict]) -> None:
+    for line in lines:
+        bad = [name for name, value in line.items() if value is None or not math.isfinite(value)]
+        assert not bad, f"step {line['step']}: {bad}"
 
 
 @pytest.mark.parametrize("path", ("sft", "ppo/actor", "ppo/actor_ema", "resumed/actor", "resumed/actor_ema"))
@@ -151,3 +255,195 @@ def test_what_is_printed(chain):
 
 def text_of(event) -> str:
     return event.tensor_proto.string_val[0].decode()
+
+
+def test_the_dialect_of_deepspeed_chat(tiny, tmp_path, capfd):
+    """In one process, without an EMA, and with the sizes that the other runs leave at 1."""
+    flags = tiny.flags(
+        3,
+        output_dir=tmp_path / "out",
+        dialect="deepspeed_chat",
+        per_device_generation_batch_size=2,
+        generation_batches=2,
+        num_samples_per_prompt=3,
+        per_device_training_batch_size=2,
+        gradient_accumulation_steps=3,
+        eval_steps=1,
+        actor_zero_stage=2,
+    )
+    result = run_here(3, flags, capfd)
+    assert result.code == 0, result.stderr
+    assert result.stdout.startswith(
+        "dialect deepspeed_chat\n  samples_per_prompt = 3 (given; the dialect's is 1)\n"
+        "  mini_batches = 2 (given; the dialect's is 1)\n"
+    )
+    assert result.stdout.count("(given;") == 2
+    lines = metric_lines(tmp_path / "out")
+    assert [line["samples"] for line in lines] == [0, 12, 24]
+    assert all(EVERY_STEP <= set(line) for line in lines[1:])
+    assert all(EVALUATION <= set(line) for line in lines)
+    assert lines[1]["objective/kl_coef"] == 0.1
+    assert_finite(lines)
+    pads = [
+        json.loads((path / "tokenizer_config.json").read_text())["pad_token"]
+        for path in (tiny.folder / "sft", tmp_path / "out" / "actor", tmp_path / "out" / "critic")
+    ]
+    assert len(set(pads)) == 1, "models are saved with their own pad token, though the run padded with EOS"
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {
+        "actor",
+        "critic",
+        "metrics.jsonl",
+        "tensorboard",
+        "samples",
+        "curves.png",
+        "written.json",
+        "run.json",
+    }
+
+
+def test_peaks_of_memory_begin_anew_before_the_first_optimizer_step(tiny, tmp_path, capfd, monkeypatch):
+    """By what its passes take it is decided what is kept whole over those of later steps."""
+    order = []
+    monkeypatch.setattr(phase_memory, "begin", lambda: order.append("begin"))
+
+    def noted(name: str):
+        method = getattr(SupervisedTrainer, name)
+        return lambda trainer, *args: order.append(name) or method(trainer, *args)
+
+    for name in ("held_out_metrics", "optimizer_step"):
+        monkeypatch.setattr(SupervisedTrainer, name, noted(name))
+    assert run_here(1, tiny.flags(1, output_dir=tmp_path / "out", max_steps=2), capfd).code == 0
+    assert order == ["held_out_metrics", "begin", "optimizer_step", "optimizer_step", "held_out_metrics"]
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_a_damaged_point_is_passed_over_and_refused_by_its_name(chain, tmp_path, name):
+    older, newest = points_in(chain["ppo"])
+    places = [tmp_path / "checkpoints" / point.name for point in (newest, older)]
+    for point, place in zip((newest, older), places):
+        shutil.copytree(point, place)
+    DAMAGES[name](*places)
+    assert not tried(tmp_path, *places).startswith("FAILED")
+
+
+def test_points_that_nothing_happened_to_are_used(chain, tmp_path):
+    older, newest = points_in(chain["ppo"])
+    assert tried(chain["ppo"], newest, older) == f"FAILED: {newest.name} was used"
+
+
+@pytest.mark.parametrize("name", ("ppo", "resumed"))
+def test_the_steps_asked_for_are_recorded_on_each_rank(chain, name):
+    recorded = [f"step_00000{step}_rank{rank}.json.gz" for step in (3, 4) for rank in (0, 1)]
+    # The resumed run began from step 2 with the other's recordings of steps 3 and 4 in its folder.
+    left = [f"{file}.abandoned" for file in recorded] if name == "resumed" else []
+    assert sorted(path.name for path in chain[f"{name}/profile"].iterdir()) == sorted(recorded + left)
+    told = chain.results[name].stderr
+    for step in (3, 4):
+        assert told.count(f"step {step} recorded: {chain[name]}/profile/step_00000{step}_rank*.json.gz") == 1
+    assert "ui.perfetto.dev" in told and "profiler_start" not in told
+    for file in recorded:
+        # The weights of actor and critic have moved since the step before; a process's first step needs all copies,
+        # unless an evaluation came before it.
+        first = name == "resumed" and file.startswith("step_000003")
+        ranges = ranges_of(chain[f"{name}/profile/{file}"])
+        # 4 responses of a rank in one micro-batch: a pass of each model, then an optimizer step in each of 2 epochs.
+        assert {phase: Counter(inner) for phase, inner in ranges.items()} == {
+            # The longest response has 8 tokens, the first of which comes with the prompts. Once others are read to try
+            # out the recording of single tokens.
+            "generate": Counter({"prompts": 2 if first else 1, "token": 7, "gather of weights": 1}),
+            # The old log-probs are the sampler's: the actor is only asked about one response, to compare.
+            "make_experience": Counter(
+                2 * ["policy forward", "scorer forward"]
+                + ["reference", "reward model"]
+                + (3 if first else 1) * ["gather of weights"]
+            ),
+            "train": Counter(
+                2
+                * [
+                    "policy forward",
+                    "actor backward",
+                    "actor optimizer step",
+                    "scorer forward",
+                    "critic backward",
+                    "critic optimizer step",
+                    "EMA update",
+                ]
+            ),
+        }
+
+
+def ranges_of(trace: Path) -> dict[str, list[str]]:
+    """The names of a recording's ranges within each phase, in order of time; each stands in exactly one phase."""
+    events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+    assert any(event.get("cat") == "cpu_op" for event in events)
+    marks = sorted((event for event in events if event.get("cat") == "user_annotation"), key=lambda event: event["ts"])
+    phases = [mark for mark in marks if mark["name"] in ("generate", "make_experience", "train")]
+    assert [phase["name"] for phase in phases] == ["generate", "make_experience", "train"]
+    assert all(a["ts"] + a["dur"] <= b["ts"] for a, b in itertools.pairwise(phases))
+    ours = [
+        mark
+        for mark in marks
+        if mark["tid"] == phases[0]["tid"]
+        and mark not in phases
+        and not mark["name"].startswith(("gloo:", "Optimizer."))
+    ]  # these are torch's own
+    assert all(mark["dur"] > 0 for mark in phases + ours)
+    found = {
+        phase["name"]: [
+            mark["name"]
+            for mark in ours
+            if phase["ts"] <= mark["ts"] and mark["ts"] + mark["dur"] <= phase["ts"] + phase["dur"]
+        ]
+        for phase in phases
+    }
+    assert sum(map(len, found.values())) == len(ours)
+    return found
+
+
+def test_samples_before_and_after(chain):
+    first, *_, last = metric_lines(chain["ppo"])
+    for name, line, prefix in (("before", first, "eval/"), ("after", last, "eval/"), ("after_ema", last, "eval/ema_")):
+        rows = sample_rows(chain, name)
+        assert len(rows) == EVALUATED and all(row["prompt"].startswith("w") for row in rows)
+        assert any(row["response"].strip().startswith("w") for row in rows)
+        for key, metric in (("score", "score"), ("kl", "kl"), ("tokens", "response_length")):
+            assert sum(row[key] for row in rows) / EVALUATED == pytest.approx(line[prefix + metric], abs=1e-5)
+    before, after = (sample_rows(chain, name) for name in ("before", "after"))
+    for name, prefix in (("after", "eval/"), ("after_ema", "eval/ema_")):
+        changes = [now["kl"] - then["kl"] for now, then in zip(sample_rows(chain, name), before, strict=True)]
+        assert last[f"{prefix}kl_change"] == pytest.approx(statistics.fmean(changes), abs=1e-5)
+        assert last[f"{prefix}kl_change_se"] == pytest.approx(statistics.stdev(changes) / EVALUATED**0.5, abs=1e-5)
+    assert [row["prompt"] for row in before] == [row["prompt"] for row in after]
+    assert all(abs(row["kl"]) < 1e-4 for row in before), "the actor starts as the reference"
+    assert any(abs(row["kl"]) > 1e-2 for row in after), "the actor has not moved"
+
+
+def test_scores_come_from_the_reward_model_that_was_named(chain, tiny):
+    rows = [row for row in sample_rows(chain, "before") if len(row["response"].split()) == row["tokens"]]  # without EOS
+    tokenizer = AutoTokenizer.from_pretrained(chain["sft"])
+    ids = [torch.tensor([tokenizer(f"{row['prompt']} {row['response']}")["input_ids"]]) for row in rows]
+
+    def scores(path: Path) -> list[float]:
+        scorer = load_scorer(str(path), torch.float32)
+        ones = [torch.ones_like(row) for row in ids]
+        with torch.no_grad():
+            return [
+                scorer.sequence_scores(scorer(row, one, position_ids(one)), row, one).item()
+                for row, one in zip(ids, ones)
+            ]
+
+    found = [row["score"] for row in rows]
+    assert len(found) >= 3
+    assert found == pytest.approx(scores(tiny.folder / "reward"), abs=1e-4)
+    assert max(abs(a - b) for a, b in zip(found, scores(chain["reward"]))) > 0.1, "the critic's path would pass, too"
+
+
+def test_the_average_lags_behind_the_actor(chain):
+    sft, actor, averaged = (
+        AutoModelForCausalLM.from_pretrained(chain[name]).state_dict() for name in ("sft", "ppo/actor", "ppo/actor_ema")
+    )
+
+    def distance(a: dict, b: dict) -> float:
+        return sum((a[name] - b[name]).square().sum().item() for name in a) ** 0.5
+
+    assert 0 < distance(averaged, sft) < 0.2 * distance(actor, sft)  # 8 optimizer steps at a decay of 0.992

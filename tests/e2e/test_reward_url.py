@@ -5,9 +5,8 @@ import statistics
 import pytest
 
 from scripts.harness import free_port
-from scripts.harness.programs import Tiny, assert_one_message, differences, launch, metric_lines, run_here
-from tests.reward_server import score, serving
-from tests.reward_server_process import process_serving
+from scripts.harness.programs import Tiny, assert_one_message, differences, forked, metric_lines, run_here
+from tests.reward_server import process_serving, score, serving
 
 STEPS, PER_STEP, HELD_OUT = 3, 8, 8
 
@@ -33,7 +32,7 @@ def flags(tiny: Tiny, url: str, **changes) -> dict:
 
 def test_a_server_that_is_killed_and_started_again_changes_nothing(tiny, tmp_path):
     with serving() as server:
-        ended = launch(3, flags(tiny, server.url, output_dir=tmp_path / "well"))
+        ended = forked(3, flags(tiny, server.url, output_dir=tmp_path / "well"))
         assert ended.code == 0, ended.stderr
         assert f"scores from {server.url} (form items)" in ended.stdout
         probe, *scored = [item["response"] for asked in server.asked for item in asked["items"]]
@@ -45,7 +44,7 @@ def test_a_server_that_is_killed_and_started_again_changes_nothing(tiny, tmp_pat
         assert line["reward/server"] == pytest.approx(statistics.fmean(map(score, step)), rel=1e-5)
         assert line["objective/scores_server"] == pytest.approx(0.5 * line["reward/server"])
     with process_serving({5: "die"}, comes_back=True) as server:
-        ended = launch(3, flags(tiny, server.url, output_dir=tmp_path / "killed"))
+        ended = forked(3, flags(tiny, server.url, output_dir=tmp_path / "killed"))
         assert ended.code == 0, ended.stderr
         assert server.deaths == [9]
     assert "answers again" in ended.stdout

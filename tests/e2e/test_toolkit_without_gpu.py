@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.harness.programs import launch
+from scripts.harness.programs import command_line, start_words
 from training.runtime.startup import quiet_libraries
 
 TORCH_FOR_CUDA = """
@@ -45,9 +45,9 @@ def test_torch_warns_there(toolkit):
     assert f"No CUDA runtime is found, using CUDA_HOME='{toolkit}'" in warned
 
 
-def test_two_ranks_say_nothing_but_the_mistake(toolkit, tiny, tmp_path):
+def test_a_program_says_nothing_but_the_mistake(toolkit, tiny, tmp_path):
     absent = tmp_path / "absent.jsonl"
-    result = launch(2, tiny.flags(2, output_dir=tmp_path / "out", data_path=absent))
+    result = start_words(2, command_line(tiny.flags(2, output_dir=tmp_path / "out", data_path=absent)))
     assert result.code == 2, result.stdout + result.stderr
     assert result.stderr.startswith(f"error: {absent}: cannot be read") and result.stderr.count("\n") == 1, (
         result.stderr

@@ -14,7 +14,7 @@ from scripts.harness import ROOT
 from scripts.harness.host_launches import launch
 from scripts.harness.hosts import Link, TwoHosts
 from scripts.harness.programs import command_line, differences, program
-from tests.distributed.harness import ENVIRONMENT, run_ranks
+from scripts.harness.ranks import ENVIRONMENT, run_ranks
 
 REFUSAL = TwoHosts.refusal()
 pytestmark = pytest.mark.skipif(REFUSAL is not None, reason=f"no two hosts on this machine: {REFUSAL}")

@@ -301,6 +301,7 @@ def approxkl_of_the_first_update(optimizer_of) -> float:
     return (logprobs() - old).detach().square().mean().item() / 2
 
 
+@pytest.mark.slow
 def test_the_first_update_of_a_small_gpt2_is_gentler():
     settings = {"lr": 1e-5, "betas": (0.9, 0.999), "eps": 1e-5}
     pytorch = approxkl_of_the_first_update(lambda params: torch.optim.Adam(params, **settings))

@@ -408,7 +408,7 @@ class TensorBoardSink:
     def __init__(self, log_dir: str | Path, *, name: str, view: View, resume_step: int | None = None):
         from torch.utils.tensorboard import SummaryWriter  # takes seconds: only where it is used, on the main rank
 
-        threading.excepthook = _told_elsewhere
+        threading.excepthook = _print_unless_tensorboards
         _wait_for_a_later_name(Path(log_dir))
         self._name, self._view = name, view
         self._writer = SummaryWriter(str(log_dir), purge_step=0 if resume_step is None else resume_step + 1)
@@ -503,7 +503,7 @@ def _layout(view: View) -> dict:
     return held_out | training
 
 
-def _told_elsewhere(failure: threading.ExceptHookArgs) -> None:
+def _print_unless_tensorboards(failure: threading.ExceptHookArgs) -> None:
     """Print the stack trace of a thread that failed, but for TensorBoard's, whose error the next call raises."""
     if type(failure.thread).__module__ != "tensorboard.summary.writer.event_file_writer":
         threading.__excepthook__(failure)

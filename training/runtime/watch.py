@@ -25,7 +25,7 @@ from training.runtime.stopping import SIGNALS, Followed, Reason, StopRequest, li
 
 SECONDS = 1.0  # between looks
 LAST_LOOK = 3.0  # seconds that a request waits before the first step: another rank's end may be what brought it
-TOLD_WITHIN = 15.0  # seconds in which rank 0 tells of an error; then this rank does
+REPORT_WITHIN = 15.0  # seconds in which rank 0 tells of an error; then this rank does
 JOINING = "joining the process group"
 ENDED_EARLY, STOPPED = 75, 1  # exit codes; 75 is EX_TEMPFAIL of sysexits.h: try again
 
@@ -51,7 +51,7 @@ class Watch:
         self._meeting_point = MeetingPoint()
         self._monitor: Monitor | None = None
         self._asked_at: float | None = None
-        self._launcher_told = self._interrupt_told = False
+        self._launcher_reported = self._interrupt_reported = False
         self._awake, self._wake = socket.socketpair()
         self._awake.settimeout(SECONDS)
         self._wake.setblocking(False)
@@ -106,7 +106,7 @@ class Watch:
         write_error_file(message)
         if self.reporter is not None:
             self.reporter.say(trouble=trouble, code=code)
-            time.sleep(TOLD_WITHIN)
+            time.sleep(REPORT_WITHIN)
             print_line(message)
         elif distributed.is_main():
             print_line(message)
@@ -148,8 +148,8 @@ class Watch:
 
     def _look_for_launchers(self) -> None:
         gone = self.launchers.gone()
-        if gone and not self._launcher_told:
-            self._launcher_told = True
+        if gone and not self._launcher_reported:
+            self._launcher_reported = True
             self.request.ask(Reason.LAUNCHER)
             say(f"{gone} has gone: {self.request.followed.text}")
 
@@ -184,8 +184,8 @@ class Watch:
         """End the process where the request cannot wait for the main thread."""
         request, now = self.request, time.monotonic()
         interrupted = request.reason == Reason.SIGINT  # from the terminal: by a person, before the launcher goes
-        if interrupted and not self._interrupt_told and request.followed != Followed.AT_ONCE:
-            self._interrupt_told = True
+        if interrupted and not self._interrupt_reported and request.followed != Followed.AT_ONCE:
+            self._interrupt_reported = True
             say(f"{request.reason.text}: {request.followed.text}")
         if request.reason is None or request.followed == Followed.NOT_ANY_MORE:
             return

@@ -108,6 +108,5 @@ def exported(model: Model, folder: Path) -> Model:
         part = next((name for name in model.parts if name in point.state["models"]), model.parts[0])
         checked(lambda: str(export(point, folder, model=part)))
     except UserError as error:
-        told = str(error).removeprefix("--resume").removeprefix(f" {model.path}").lstrip(": ")
-        raise SharedError(f"{model.what} {model.given}: {told}") from None
+        raise SharedError(f"{model.what}: {str(error).removeprefix('--resume').lstrip(': ')}") from None
     return replace(model, path=str(folder), is_checkpoint=False)

@@ -36,9 +36,10 @@ from engine.models.reading import read_tokenizer
 from scripts.harness import model_damages as damages
 from scripts.harness.model_damages import edit_config, edit_weights
 from scripts.harness.models import make_causal_lm, make_config, make_scorer, make_tokenizer, save_random
-from tests.distributed.harness import run_ranks
+from scripts.harness.ranks import run_ranks
 from tests.engine.models.deepspeed_chat_models import deepspeed_chat_actor, deepspeed_chat_reward
 from tests.engine.models.test_families import FAMILIES, odd_config
+from tests.parameters import first_quick
 
 FLAG = "--critic_model_name_or_path"
 
@@ -189,7 +190,7 @@ def refused(check, path, message):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", first_quick(FAMILIES))
 def test_every_family_is_accepted_and_its_missing_tensors_are_named(tmp_path, family):
     for tied in (False, True):
         actor = make_causal_lm(tmp_path / f"actor_{tied}", family, tied=tied)

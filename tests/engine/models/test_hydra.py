@@ -9,6 +9,7 @@ from engine.experience import position_ids
 from engine.models.hydra import check_hydra, load_hydra
 from engine.models.loading import load_policy
 from scripts.harness.models import EOS, VOCABULARY, make_causal_lm, save_random
+from tests.parameters import Made, first_quick
 
 LAYERS = 3
 SEQUENCES = torch.randint(4, VOCABULARY, (3, 12), generator=torch.Generator().manual_seed(1))
@@ -29,11 +30,7 @@ PARTS = {  # layers and final norm
 def folders(tmp_path_factory):
     """{(family, tied): path}"""
     root = tmp_path_factory.mktemp("hydra")
-    return {
-        (family, tied): make_causal_lm(root / f"{family}_{tied}", family, tied=tied, layers=LAYERS)
-        for family in PARTS
-        for tied in (False, True)
-    }
+    return Made(lambda key: make_causal_lm(root / "{}_{}".format(*key), key[0], tied=key[1], layers=LAYERS))
 
 
 def logprobs(policy, **how):
@@ -48,10 +45,8 @@ def disturb(policy):
             parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator))
 
 
-@pytest.mark.parametrize("direct_head", (True, False))
-@pytest.mark.parametrize("layers", (1, LAYERS))
-@pytest.mark.parametrize("tied", (False, True))
-@pytest.mark.parametrize("family", PARTS)
+@pytest.mark.parametrize("tied, layers, direct_head", [(False, 1, True), (True, LAYERS, False), (True, 1, True)])
+@pytest.mark.parametrize("family", first_quick(PARTS))
 def test_reference_stays_the_untouched_model(folders, family, tied, layers, direct_head):
     path = folders[family, tied]
     check_hydra(path, layers, "--actor")

@@ -36,8 +36,8 @@ from scripts.harness.models import (
     make_tokenizer,
     save_random,
 )
+from scripts.harness.ranks import run_ranks
 from tests.distributed.conftest import write_stage_files
-from tests.distributed.harness import run_ranks
 from training.config.step3 import RLHFFlags
 from training.runtime.plan import sampling_config
 

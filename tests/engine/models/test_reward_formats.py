@@ -17,7 +17,7 @@ from engine.models.loading import load_policy, load_scorer, new_scorer
 from engine.models.saving import save_model
 from engine.zero.gathering import full_state
 from scripts.harness.models import EOS, PAD, make_scorer
-from tests.distributed.harness import run_ranks
+from scripts.harness.ranks import run_ranks
 from tests.distributed.work_model_files import HEAD_SEED, what_they_say
 from tests.engine.models.deepspeed_chat_models import deepspeed_chat_actor, deepspeed_chat_reward
 from tests.engine.models.scored_rows import ROWS, batch, scores

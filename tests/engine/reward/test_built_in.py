@@ -139,6 +139,7 @@ def test_the_last_tags_hold_the_answer(response, expected):
     assert answers_in(response) == expected
 
 
+@pytest.mark.slow
 def test_what_never_ends_is_ended_and_counts_as_wrong(stand_in):
     pairs = [("1", "1"), ("2", "slow 2"), ("3", "3"), ("4", "gone 4"), ("5", "noisy 5")]
     assert scored(pairs, seconds=3.0) == [1, 0, 1, 0, 1]

@@ -51,12 +51,16 @@ from tests.engine.rollout.test_decode import (
     plainly,
 )
 from tests.fake_flash import FakeFlash
+from tests.parameters import Made, first_quick
 from tests.plain_sampling import plain_answer
+
+OTHERS = sorted(READY - {"llama"})
+ANSWERED = first_quick([("llama", 3), ("llama", None), *((family, 3) for family in OTHERS)])
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory) -> dict:
-    return {family: loaded(make_causal_lm(tmp_path_factory.mktemp(family), family)) for family in FAMILIES}
+    return Made(lambda family: loaded(make_causal_lm(tmp_path_factory.mktemp(family), family)))
 
 
 def taken(model: nn.Module, decoding: str) -> Passes:
@@ -64,7 +68,7 @@ def taken(model: nn.Module, decoding: str) -> Passes:
         return passes_of(model, SlotCache(), takes_slot_masks(model), decoding)
 
 
-@pytest.mark.parametrize("family, rows_at_once", [("llama", None), *((family, 3) for family in sorted(READY))])
+@pytest.mark.parametrize("family, rows_at_once", ANSWERED)
 def test_recorded_passes_answer_alike(models, family, rows_at_once):
     """For any number of rows and slots, moved to the left or not, and with the weights as they are by then."""
     model, sampler = models[family], Sampler(make_tokenizer(), rows_at_once, decoding="recorded")
@@ -121,7 +125,7 @@ def test_without_torchs_recordings_the_models_own_code_reads_tokens(models, monk
     assert type(sampler._passes) is Passes
 
 
-@pytest.mark.parametrize("family", sorted(READY))
+@pytest.mark.parametrize("family", first_quick(["llama", *OTHERS]))
 def test_a_padding_token_other_than_the_first_is_no_hindrance(family, tmp_path):
     """An embedding that is told of one looks at its own size."""
     model = loaded(make_causal_lm(tmp_path, family, pad_is_eos=True))
@@ -237,7 +241,7 @@ class Captured:
 
 @pytest.fixture(scope="module")
 def graphed_models(tmp_path_factory) -> dict:
-    return {family: loaded(make_causal_lm(tmp_path_factory.mktemp(family), family)) for family in READY}
+    return Made(lambda family: loaded(make_causal_lm(tmp_path_factory.mktemp(family), family)))
 
 
 def sampler_with(model, capture, rows_at_once: int | None = None, row_length: int = 0) -> Sampler:
@@ -247,7 +251,7 @@ def sampler_with(model, capture, rows_at_once: int | None = None, row_length: in
     return sampler
 
 
-@pytest.mark.parametrize("family, rows_at_once", [("llama", None), *((family, 3) for family in sorted(READY))])
+@pytest.mark.parametrize("family, rows_at_once", ANSWERED)
 def test_graphs_answer_alike(graphed_models, family, rows_at_once):
     capture = Captured()
     sampler = sampler_with(graphed_models[family], capture, rows_at_once)
@@ -264,6 +268,7 @@ def test_graphs_answer_alike(graphed_models, family, rows_at_once):
     assert capture.count == captured and len(calls) < sampler.row_steps / 3  # the model itself reads prompts alone
 
 
+@pytest.mark.slow
 def test_weights_that_are_written_to_are_used_and_those_that_move_are_noticed(graphed_models):
     model = graphed_models["llama"]
     sampler = sampler_with(model, Captured())
@@ -291,6 +296,7 @@ def prompts(rows: int, width: int) -> PromptBatch:
     return PromptBatch(ids, torch.ones_like(ids), torch.arange(rows), torch.zeros(rows, dtype=torch.int64))
 
 
+@pytest.mark.slow
 def test_evaluations_have_fewer_rows_and_prompts_grow(graphed_models):
     """4 rows, 24 of which 8 wait, 4; of a run whose lengths are known each shape is captured once."""
     model, capture = graphed_models["llama"], Captured()
@@ -307,6 +313,7 @@ def test_evaluations_have_fewer_rows_and_prompts_grow(graphed_models):
     assert 2 <= capture.count <= 2 * 4  # 16 and 8 rows, quarters of the slots
 
 
+@pytest.mark.slow
 def test_a_cache_that_grows_where_it_stood_is_noticed(graphed_models, monkeypatch):
     """A freed block of a GPU's memory is given again, whole, to what is a little larger."""
     sampler, plain = sampler_with(graphed_models["llama"], Captured()), Sampler(make_tokenizer())
@@ -325,7 +332,7 @@ def test_shapes_are_few():
     assert _slots_of_shape(1, 16) == 16
 
 
-@pytest.mark.parametrize("width", (0.4, 2.0, 4.0))
+@pytest.mark.parametrize("width", first_quick([2.0, 0.4, 4.0]))
 def test_right_graphs_are_told_from_wrong_ones_in_bf16_however_wide_logits_are(width):
     """Rounding differs between kernels by the shape of a pass: it is put here into the weights of the head, where it
     reaches each logit by itself."""
@@ -421,6 +428,7 @@ def test_heads_that_share_keys_do_not_have_them_copied():
     assert meter.numbers < rows * 2 * 208 * 4  # of one layer's keys: 2 heads, 4 numbers each
 
 
+@pytest.mark.slow
 def test_more_rows_than_before_are_captured_anew(graphed_models):
     model, capture = graphed_models["llama"], Captured()
     sampler = sampler_with(model, capture)

@@ -47,6 +47,7 @@ def rollouts_of(actor: SimpleNamespace, rows_at_once: int = 12, **how) -> VLLMRo
     return VLLMRollouts(actor, make_tokenizer(), rows_at_once=rows_at_once, row_length=40, cache_bytes=1 << 20, **how)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", (False, True))
 def test_rows_are_those_of_plain_sampling_before_and_after_updates(tmp_path, tied):
     actor = actor_of(tmp_path, tied=tied)

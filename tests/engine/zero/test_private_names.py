@@ -10,7 +10,7 @@ import deepspeed
 import pytest
 
 from engine.zero.private_names import PRIVATE_NAMES, PrivateName
-from tests.distributed.harness import run_ranks
+from scripts.harness.ranks import run_ranks
 
 
 def moved(entry: PrivateName) -> str | None:

@@ -383,6 +383,7 @@ def test_a_broken_template(name):
         encoder(template)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ENDLESS)
 def test_a_template_that_never_ends_is_stopped_in_its_own_process(name, monkeypatch):
     monkeypatch.setattr(chat, "SECONDS", 0.4)
@@ -451,6 +452,7 @@ def test_a_template_that_fails_with_one_record(tmp_path, monkeypatch, then, mess
     assert rows_of(dialogue_file(tmp_path, "b"), PROMPTS, tokenizer)[0]["prompt"] == "user : b<|im_end|>"
 
 
+@pytest.mark.slow
 def test_of_a_record_with_which_the_template_does_not_end_the_column_is_told(tmp_path, monkeypatch):
     """Its prompt and its answers are asked for at once, and it is one of these."""
     monkeypatch.setattr(chat, "SECONDS", 0.4)

@@ -152,6 +152,7 @@ def repeated(times: int) -> pyarrow.Array:
     return pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * times, pyarrow.int32()), [BIG])
 
 
+@pytest.mark.slow
 def test_a_small_parquet_file_that_becomes_a_huge_one_is_refused(tmp_path, monkeypatch):
     """However its texts are encoded, and whatever its footer says of their sizes and numbers."""
     monkeypatch.setattr(files, "ALWAYS_ALLOWED", 2**24)

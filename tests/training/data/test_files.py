@@ -249,6 +249,7 @@ def broken_cells(rng: random.Random) -> bytes:
     )
 
 
+@pytest.mark.slow
 def test_two_thousand_broken_records_are_told_with_their_place(write):
     rng = random.Random(0)
     good = json.dumps(GOOD).encode()

@@ -1,7 +1,7 @@
 """The arithmetic that phases need, beside numbers by hand and beside what torch counts, and their speed as metrics; and
 traces of single steps: which are made, what is named in them, and that other steps name nothing.
 
-What stands in a trace of a real run is looked at in tests/e2e/test_recordings.py.
+What stands in a trace of a real run is looked at in tests/e2e/test_programs.py.
 """
 
 import contextlib

@@ -79,7 +79,7 @@ def test_a_folder_an_adapter_and_a_restart_point(tmp_path):
 def test_a_damaged_point_is_refused(tmp_path):
     point = make_point(tmp_path / "run", make_causal_lm(tmp_path / "trained"))
     flip_bit(next((point / "actor").iterdir()))
-    with pytest.raises(UserError, match=f"--models point {point}: .*damaged"):
+    with pytest.raises(UserError, match=f"--models point: .*{point} is damaged"):
         load_models(flags(f"point={point}"))
 
 

