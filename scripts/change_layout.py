@@ -157,7 +157,7 @@ class RelayoutTrial:
 
     @staticmethod
     def _compared(before: Layout, after: Layout, left: Path, gone_on: Path, step: int) -> Change:
-        """The run `gone_on` went on from the point after `step` of `left`, and both trained the step behind it."""
+        """The run `gone_on` went on from the checkpoint after `step` of `left`, and both trained the step behind it."""
         point, recorded = point_folder(left, step), Path(f"{gone_on}.watch")
         tensors, numbers, different, modules = 0, 0, [], []
         for model in ("actor", "critic", "ema"):

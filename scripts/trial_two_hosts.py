@@ -120,7 +120,7 @@ def on_one_host(tiny: Tiny, out: Path) -> None:
 
 def shared(hosts: TwoHosts, launcher: str, tiny: Tiny, folder: Path, one: Path, resume: bool = True) -> list[str]:
     """What is wrong with a run in a folder that both hosts see, beside the folder of the run on one host: its numbers,
-    its models, its checkpoint as it is exported, and the run that goes on from the point before."""
+    its models, its checkpoint as it is exported, and the run that goes on from the checkpoint before."""
     out = folder / "out"
     wrong = _come_to_its_end(launch(launcher, hosts, PROGRAM, words(tiny, out), folder / "whole"))
     if wrong:
@@ -135,7 +135,7 @@ def shared(hosts: TwoHosts, launcher: str, tiny: Tiny, folder: Path, one: Path, 
         wrong += _come_to_its_end(launch(launcher, hosts, PROGRAM, [*words(tiny, out), *more], folder / "resumed"))
         wrong += [f"{what} differs where it went on" for what in differences(one, out)]
         if f"{POINT[:-1]}2" not in (folder / "resumed" / f"{hosts.names[0]}.log").read_text():
-            wrong.append("no word of the point it went on from")
+            wrong.append("no word of the checkpoint it went on from")
     return wrong
 
 

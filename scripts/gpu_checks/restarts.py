@@ -45,7 +45,7 @@ def resumed(trial: Trial) -> None:
     first, second = metrics_of(trial, whole), metrics_of(trial, later)
     trial.expect(sorted(second) == list(range(SAVED + 1, STEPS + 1)), f"the second run made steps {sorted(second)}")
     entropies = [run[SAVED + 1]["objective/entropy"] for run in (first, second)]
-    trial.figures["entropy after the point"] = round(entropies[0], 5)
+    trial.figures["entropy after the checkpoint"] = round(entropies[0], 5)
     trial.expect(abs(entropies[1] / entropies[0] - 1) < 1e-3, f"after the restart the entropy is {entropies[1]:.6g}")
     begin, end, again, average = (
         weights(folder) for folder in (Path(actor), whole / "actor", later / "actor", whole / "actor_ema")

@@ -92,7 +92,7 @@ def run_chain(tiny: Tiny, folder: Path) -> Chain:
         "critic_learning_rate": 1e-3,
     }
     started("ppo", 3, **ppo)
-    # As if the run had been killed within step 4: what is beyond the last restart point is dropped and done again.
+    # As if the run had been killed within step 4: what is beyond the last checkpoint is dropped and done again.
     shutil.copytree(folder / "ppo", folder / "resumed")
     shutil.rmtree(folder / "resumed" / "checkpoints" / f"step_{STEPS:06d}")
     for name in ("actor", "actor_ema", "critic", "curves.png"):

@@ -201,7 +201,7 @@ class Checkpoints:
     """Writes a run's checkpoints.
 
     Args:
-        models: those that train, by the names of their folders within a point.
+        models: those that train, by the names of their folders within a checkpoint.
         state: () -> what of the run is to be gone on with beside models and EMA, as of now; for JSON.
         conditions: under which the run trains.
         reference: the weights of a reference that is refreshed (`MovingReference.kept`).

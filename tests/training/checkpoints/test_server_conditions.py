@@ -12,7 +12,7 @@ def test_a_key_in_a_servers_url_is_not_kept_and_may_change():
     now = conditions(reward_url=["http://a/?key=OTHER", "http://b/"])
     now.check(then, HERE)
     assert now.changes_since(then) == []
-    then.settings["--reward_url"] = "http://a/?key=SECRET http://b/"  # of a point that was written with it
+    then.settings["--reward_url"] = "http://a/?key=SECRET http://b/"  # of a checkpoint that was written with it
     assert now.changes_since(then) == []
 
 
