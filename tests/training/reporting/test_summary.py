@@ -75,7 +75,7 @@ health
   generate                     6.0 s       15.0%
   train                       10.0 s       25.0%
   evaluations                  5.5 s       13.8%
-  checkpoints               2.0 s        5.0%
+  checkpoints                  2.0 s        5.0%
   saving models                3.0 s        7.5%
   other                        8.5 s       21.2%
 
