@@ -286,7 +286,7 @@ def test_scores_and_parts_are_the_sources():
 @pytest.mark.parametrize(
     "returned, told",
     [
-        (ConnectionError("no answer"), r"judge raised ConnectionError: no answer \(.*test_reward_agreed.py, line \d+"),
+        (ConnectionError("no answer"), r"judge raised ConnectionError: no answer \(.*test_base.py, line \d+"),
         (SystemExit(0), "judge raised SystemExit: 0"),
         ([1.0, 2.0, 3.0], "which is no tensor"),
         (torch.zeros(3, 1), r"shape \(3, 1\) for 3 responses"),
@@ -314,9 +314,7 @@ def test_a_source_that_cannot_be_made_stops_the_run():
         (ConnectionError("no answer"), "ConnectionError: no answer"),
         (SystemExit(0), "SystemExit: 0"),
     ):
-        with pytest.raises(
-            RunStopped, match=rf"judge raised {told} \(.*test_reward_agreed.py, line \d+.*as it was made"
-        ):
+        with pytest.raises(RunStopped, match=rf"judge raised {told} \(.*test_base.py, line \d+.*as it was made"):
             AgreedReward.made(Unmade, raised, "judge")
 
 
