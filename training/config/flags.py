@@ -90,9 +90,6 @@ class ProgramFlags:
     def validate(self) -> None:
         """Raise UserError for values that cannot work, or have no effect; called after parsing."""
         for spec in dataclasses.fields(self):
-            for value in _texts(getattr(self, spec.name)) if spec.name != "stop" else ():
-                check_name(spec.name, value)
-        for spec in dataclasses.fields(self):
             if reason := fault(spec, getattr(self, spec.name)):
                 raise UserError(f"{self.word(spec.name)}: {reason}")
         for spec in dataclasses.fields(self):
@@ -213,6 +210,9 @@ class RunFlags(TokenizerFlags):
 
     def validate(self) -> None:
         """As ProgramFlags has it."""
+        for spec in dataclasses.fields(self):
+            for value in _texts(getattr(self, spec.name)) if spec.name != "stop" else ():
+                check_name(spec.name, value)
         super().validate()
         if self.preflight and self.dry_run:
             raise UserError("--preflight looks at the nodes of a run, and --dry_run at its flags: give one of them.")

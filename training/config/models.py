@@ -95,7 +95,7 @@ class LoraFlags(RunFlags):
         if not dim:
             return None
         targets = getattr(self, f"{model}lora_module_name") or tuple(self.lora_target_modules)
-        if self.scores(model) and ALL_LINEAR in self.lora_target_modules:
+        if model == "critic_" and ALL_LINEAR in self.lora_target_modules:
             targets = ()  # what stands beside it is of a language model's output head, which a scorer has none of
         return LoraSpec(
             dim=dim,
@@ -106,10 +106,6 @@ class LoraFlags(RunFlags):
             only=self.only_optimize_lora,
             seed=self.seed,
         )
-
-    def scores(self, model: str) -> bool:
-        """Whether a model, one of `lora_models`, has a score head in place of an output head."""
-        return model == "critic_"
 
     def check_rate(self, model: str, rate: float, by: str | None = None) -> None:
         """Raise UserError where factors are to learn beside weights whose rate is 0, of which theirs is no multiple.
