@@ -1,4 +1,4 @@
-"""Optimizers and learning-rate schedules."""
+"""Optimizers."""
 
 import math
 from collections.abc import Mapping
@@ -7,18 +7,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from engine.algorithms.values import VALUES
+from engine.algorithms.dialect import Dialect
 from engine.engine_spec import OptimizerSpec
 from engine.models.adapters import is_factor
 from engine.zero.accelerator import on_gpu
 from engine.zero.extensions import offloaded_adamw
 from engine.zero.gathering import full_shape
 
-# transformers' names; "constant_with_warmup" and "cosine_with_restarts" (of one cycle) are what they are there, and
-# "constant" warms up too if steps of warm-up are given.
-LR_SCHEDULES = VALUES["lr_schedule"]
-CONSTANT_SCHEDULES = ("constant", "constant_with_warmup")  # which do not depend on the number of steps
-OPTIMIZERS = VALUES["optimizer"]
+OPTIMIZERS, DECAYS = Dialect.choices("optimizer"), Dialect.choices("decay")
 # DeepSpeed-Chat decays all weights but those with one of these in their names, so GPT-2's ln_1 and ln_2 too. Source:
 # microsoft/DeepSpeedExamples 83757d9c, dschat/utils/utils.py, get_optimizer_grouped_parameters.
 NOT_DECAYED_BY_DEEPSPEED_CHAT = ("bias", "layer_norm.weight", "layernorm.weight", "norm.weight", "ln_f.weight")
@@ -94,8 +90,8 @@ def optimizer_groups(
     form, decay = spec.form, spec.decay
     if form not in OPTIMIZERS:
         raise ValueError(f"optimizer {form!r}: known are {', '.join(OPTIMIZERS)}")
-    if decay not in VALUES["decay"]:
-        raise ValueError(f"decay {decay!r}: known are {', '.join(VALUES['decay'])}")
+    if decay not in DECAYS:
+        raise ValueError(f"decay {decay!r}: known are {', '.join(DECAYS)}")
     assert form == "adamw" or not spec.weight_decay, f"weight decay {spec.weight_decay} with {form}, which has none"
 
     def decays(name: str, parameter: nn.Parameter) -> bool:
@@ -130,22 +126,3 @@ def optimizer_of(groups: list[dict], spec: OptimizerSpec, offload: bool) -> torc
     if offload and on_gpu():
         return offloaded_adamw(groups, **settings)
     return torch.optim.AdamW(groups, fused=True, **settings)
-
-
-def lr_factor(step: int, total: int, warmup: int, schedule: str, warmup_from_zero: bool = False) -> float:
-    """What the peak learning rate is multiplied by at optimizer step `step` (from 0) of `total`.
-
-    After `warmup` steps of linear growth (the first at 1 / warmup, since a step of rate 0 is a step lost; or at 0, as
-    transformers' schedules have it, with `warmup_from_zero`)
-    constant schedules stay at 1, linear and cosine ones fall to 0 at the end.
-    """
-    if step < warmup:
-        return (step + (not warmup_from_zero)) / warmup
-    progress = min((step - warmup) / max(1, total - warmup), 1.0)
-    if schedule in CONSTANT_SCHEDULES:
-        return 1.0
-    if schedule == "linear":
-        return 1.0 - progress
-    if schedule in ("cosine", "cosine_with_restarts"):
-        return 0.5 * (1.0 + math.cos(math.pi * progress))
-    raise ValueError(f"schedule {schedule!r}: known are {', '.join(LR_SCHEDULES)}")

@@ -27,7 +27,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from unittest import mock
@@ -296,7 +296,7 @@ class FuzzInputs:
 
     def _flags(self, step: int, rng: random.Random, count: int = 12) -> dict:
         """A valid command line with some flags' own defaults spelt out."""
-        defaults = {name: value for name, value in vars(self._parsed(step)).items() if name not in NOT_SPELT_OUT}
+        defaults = {name: value for name, value in asdict(self._parsed(step)).items() if name not in NOT_SPELT_OUT}
         given = [name for name, value in defaults.items() if value not in (None, []) and not isinstance(value, bool)]
         return {name: defaults[name] for name in rng.sample(given, min(count, len(given)))} | self.tiny.flags(step)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from engine.algorithms import get_dialect, parse_settings
-from training.config.flag_docs import STEPS
+from training.config import flag_docs
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted(path.relative_to(ROOT) for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
@@ -44,7 +44,7 @@ SECTIONS = {
     "Policy": [*(str(number) for number in range(1, 12)), "Adam"],
     "What its code does besides": ["a", "b", "c", "d", "e"],
 }
-FLAGS = {field.name for _, flags in STEPS for field in dataclasses.fields(flags)}
+FLAGS = {field.name for _, flags in flag_docs.SECTIONS for each in flags for field in dataclasses.fields(each)}
 
 
 def rows() -> dict[tuple[str, str], list[list[str]]]:

@@ -52,7 +52,7 @@ def test_openrlhfs_estimators_are_command_lines_that_step_3_takes():
     assert len(lines) == 6
     for row, (command, *own) in lines.items():
         given = [*REQUIRED_FLAGS[RLHFFlags], *f"{command} {' '.join(own)}".split()]
-        dialect = parse_flags(RLHFFlags, given, "").resolved_dialect()[0]
+        dialect = parse_flags(RLHFFlags, given, "").resolved.dialect
         baseline = dialect.advantage_estimator not in ("gae", "reinforce")
         assert dialect.kl_coef == 0.01 and dialect.kl_in == "reward" and dialect.kl_estimator == "k1", row
         assert dialect.ratio == "token" and dialect.loss_scope == "optimizer_step", row

@@ -149,8 +149,8 @@ def test_a_dialect_and_a_backend_are_known_to_flags_and_unknown_ones_named(exten
     words = command_line({"output_dir": "out", "data_path": "p.jsonl", "actor_model_name_or_path": "sft"})
     words += ["--reward_function", "extensions.py:RewardServer", "--rollout_backend", "generate"]
     args = parse_flags(RLHFFlags, [*words, "--dialect", "monte_carlo"], "")
-    assert args.resolved_dialect()[0].lam == 1.0
-    with pytest.raises(UserError, match="--decoding plain with --rollout_backend generate: .* Leave it out"):
+    assert args.resolved.dialect.lam == 1.0
+    with pytest.raises(UserError, match=r"--decoding plain needs --rollout_backend auto\|replica\|zero3\. Give that"):
         parse_flags(RLHFFlags, [*words, "--decoding", "plain"], "")
     with pytest.raises(UserError, match=r"invalid choice: 'opoo' .*'monte_carlo'"):
         parse_flags(RLHFFlags, [*words, "--dialect", "opoo"], "")

@@ -94,7 +94,6 @@ def test_three_steps_are_those_of_the_trainer(example, folder):
     assert abs(seen[-1][1]) > 1e-3, "the policy has moved"
 
 
-@pytest.mark.slow
 def test_its_own_samples_are_responses(example, folder):
     torch.manual_seed(0)
     policy = example.load_models(folder / "policy", folder / "reward")["policy"]

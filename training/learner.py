@@ -24,9 +24,9 @@ from torch import Tensor
 
 from engine import distributed
 from engine.algo.losses import ratio_exploded
+from engine.algo.schedules import lr_factor
 from engine.algorithms import Algorithm, Dialect
 from engine.experience import TrainingBatch, position_ids
-from engine.optim import lr_factor
 from engine.packing import micro_batches
 from engine.rlhf_engine import RLHFEngine
 from engine.zero.engines import TrainedModel

@@ -43,10 +43,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def report(args: MemoryFlags) -> int:
     """Print the plan, or what --search finds; returns 0 where it fits, else 1."""
-    dialect, _ = args.resolved_dialect()
+    dialect = args.resolved.dialect
     _refuse_what_cannot_run(args, dialect)
     cluster = Cluster(gpus=args.num_gpus, nodes=args.num_nodes, gpu=gpu_bytes(args.gpu), host=args.host_bytes)
-    setting = Setting(args.engine_spec(dialect), workload(args, dialect), cluster)
+    setting = Setting(args.spec, workload(args, dialect), cluster)
     said: list[str] = []
     found: dict[str, dict[str, int] | None] = {}
     if args.search == "batch":
@@ -73,7 +73,7 @@ def report(args: MemoryFlags) -> int:
 
 def _refuse_what_cannot_run(args: MemoryFlags, dialect: Dialect) -> None:
     """Raise UserError for what step 3 would refuse, whatever memory there is."""
-    args.engine_configs(dialect)
+    _ = args.ds_configs  # what DeepSpeed cannot do is refused
     args.check_groups(GPUS_OF_A_NODE if args.search == "gpus" else args.num_gpus)
     if args.gpu.lower().startswith(OLDER) and args.dtype == "bf16":
         raise UserError(f"--dtype bf16 with --gpu {args.gpu}: it does not compute in bf16. Give --dtype fp16.")

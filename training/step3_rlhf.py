@@ -47,7 +47,7 @@ from training.runtime.stopping import saved_models_named
 
 def main(args: RLHFFlags) -> None:
     """Check everything, build the models, train, report."""
-    dialect, changed = args.resolved_dialect()
+    dialect, changed = args.resolved.dialect, args.resolved.changed
     point = ResumePoint.find(args.resume, args.output_dir, with_ema=args.keeps_average)
     checked(lambda: check_files(args, dialect, point))
     if args.dry_run:

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 
 from engine import distributed
+from engine.algo.schedules import lr_factor
 from engine.errors import RunStopped
 from engine.host_memory import give_back_at
-from engine.optim import lr_factor
 from engine.zero.engines import TrainedModel
 from training.checkpoints.conditions import BEFORE, OWED, Conditions
 from training.checkpoints.files import config_files

@@ -5,13 +5,13 @@
 A field that a user gives by flag overrides the dialect's value. `python -m engine.algorithms` prints the table, and
 `python -m engine.algorithms deepspeed_chat openai` where two systems differ.
 
-dialect.py has the fields, values.py what values they may have, table.py the systems, checks.py what only a run's sizes
-and models can tell. algorithm.py has what a step computes with them, losses.py what an optimizer step does.
+dialect.py has the fields with their meanings and values, table.py the systems, checks.py what fields ask of each other
+and of a run. algorithm.py has what a step computes with them, losses.py what an optimizer step does.
 """
 
 from engine.algo.advantages import ESTIMATORS, AdvantageEstimator, AdvantageInputs
 from engine.algorithms.algorithm import Algorithm
-from engine.algorithms.checks import check
+from engine.algorithms.checks import check_effect, check_sizes
 from engine.algorithms.dialect import Dialect, end_token_id, parse_settings, token_id
 from engine.algorithms.table import DIALECTS, NOTES, get_dialect
 
@@ -23,7 +23,8 @@ __all__ = [
     "AdvantageInputs",
     "Algorithm",
     "Dialect",
-    "check",
+    "check_effect",
+    "check_sizes",
     "end_token_id",
     "get_dialect",
     "parse_settings",

@@ -1,4 +1,4 @@
-"""Print dialects side by side.
+"""Print dialects side by side, and what their fields mean.
 
 python -m engine.algorithms                           # all fields of all dialects
 python -m engine.algorithms deepspeed_chat openai     # only the fields in which these differ
@@ -8,6 +8,7 @@ import dataclasses
 import shutil
 import signal
 import sys
+import textwrap
 
 from engine.algorithms import DIALECTS, Dialect, get_dialect
 from engine.errors import UserError
@@ -53,10 +54,24 @@ def _table(columns: list[list[str]]) -> str:
     return "\n".join([lines[0], " ".join("-" * len(column[0]) for column in padded), *lines[1:]])
 
 
+def meanings(names: list[str], width: int) -> str:
+    """What the fields mean, a paragraph each."""
+    indent = max(map(len, names)) + 1
+    return "\n".join(
+        textwrap.fill(
+            f"{name:{indent}}{Dialect.__dataclass_fields__[name].metadata['help']}",
+            width,
+            subsequent_indent=" " * indent,
+        )
+        for name in names
+    )
+
+
 def main(words: list[str], width: int = 160) -> str:
     """What is to be printed for these names; raises UserError for an unknown one."""
     dialects = [get_dialect(word) for word in dict.fromkeys(words or DIALECTS)]
-    return render(fields_to_show(dialects), dialects, width)
+    names = fields_to_show(dialects)
+    return f"{render(names, dialects, width)}\n\n{meanings(names, width)}" if names else "no field differs"
 
 
 if __name__ == "__main__":

@@ -1,164 +1,229 @@
-"""Contradictions between a dialect and a run's sizes and models, found before any model is loaded."""
+"""What fields of a dialect ask of each other, and of a run's sizes and models, found before any model is loaded.
 
+What a field may be by itself, and the one field without which it has no effect, stand with the field (dialect.py). The
+relations are looked at when a Dialect is made.
+"""
+
+import dataclasses
 from collections.abc import Collection
+from functools import partial
 
 from engine.algo.advantages import ESTIMATORS
-from engine.algorithms.dialect import Dialect
 from engine.errors import UserError
-
-# Fields that say something of a critic alone.
-CRITIC_FIELDS = (
-    *("critic_lr", "critic_weight_decay", "value_clip_range", "value_factor", "lam", "value_lam"),
-    *("length_adaptive_alpha", "critic_epochs", "critic_mini_batches"),
-)
-# Those of the adaptive controller alone.
-CONTROLLER_FIELDS = ("kl_target", "kl_horizon", "kl_measure", "kl_update")
-# Those of whitening.
-WHITENING_FIELDS = ("whiten_slots", "whiten_over", "whiten_variance")
-ONE_UPDATE = (
-    "there is one optimizer step a rollout, in which every ratio is 1 and none is clipped. Give ppo_epochs or "
-    "mini_batches, or leave it out."
-)
+from engine.options import unmet
 
 
-def check(
-    dialect: Dialect,
+class FieldError(UserError):
+    """A field of a dialect with a value that it cannot have; `reason` says why, and what to do."""
+
+    def __init__(self, field: str, value: object, reason: str):
+        super().__init__(f"{field} {value!r}: {reason}")
+        self.field, self.reason = field, reason
+
+
+def _refuse(dialect, field: str, reason: str) -> None:
+    raise FieldError(field, getattr(dialect, field), reason)
+
+
+def check_relations(dialect) -> None:
+    """Raises: FieldError for fields that contradict each other."""
+    refuse = partial(_refuse, dialect)
+    estimator, critic = ESTIMATORS[dialect.advantage_estimator], dialect.has_critic
+    its_name = dialect.advantage_estimator.upper()
+    grouped, in_groups = estimator.needs_groups, dialect.samples_per_prompt > 1
+    one_ratio, endless = dialect.ratio != "token", dialect.sampling == "without_eos"
+    sampler = dialect.old_logprobs == "sampler"
+
+    # which models there are, and how they learn
+    if estimator.needs_critic and not critic:
+        others = " or ".join(repr(name) for name, other in ESTIMATORS.items() if not other.needs_critic)
+        refuse(
+            "critic_start",
+            f"{its_name} needs a critic. Set advantage_estimator to {others}, or give the critic a start.",
+        )
+    if critic and not estimator.needs_critic:
+        refuse("critic_start", f"{its_name} has no critic. Set it to 'none'.")
+    for field in ("critic_lr", "critic_weight_decay"):
+        if not critic and getattr(dialect, field) > 0:
+            refuse(field, "there is no critic that could be trained. Set it to 0.")
+    if dialect.optimizer == "tf_adam" and (dialect.actor_weight_decay or dialect.critic_weight_decay):
+        refuse("optimizer", "it has no weight decay. Set actor_weight_decay and critic_weight_decay to 0.")
+
+    # sampling, and the ends of responses
+    if dialect.sampling_temperature <= 0:
+        divisor = dialect.sampling_temperature
+        refuse(
+            "temperature_offset", f"logits would be divided by {divisor}. The sum with temperature should be over 0."
+        )
+    if dialect.truncate_after > 0 and not dialect.truncate_token:
+        refuse("truncate_after", "it says from where on truncate_token counts, and there is none.")
+    if endless and dialect.truncate_token == "eos":
+        refuse("truncate_token", "sampling 'without_eos' never gives that.")
+    if endless and dialect.missing_end != "none" and not dialect.truncate_token:
+        refuse(
+            "missing_end",
+            "with sampling 'without_eos' every end would be missing. Give a truncate_token, or set missing_end to "
+            "'none'.",
+        )
+    if endless and dialect.mask_truncated and not dialect.truncate_token:
+        refuse(
+            "mask_truncated",
+            "with sampling 'without_eos' no response has an end, and nothing would be learned. Give a truncate_token, "
+            "or set it to False.",
+        )
+    if sampler and dialect._counts_past_end:
+        refuse(
+            "old_logprobs",
+            "the sampler knows the log-probs of what it drew, and other positions count too here. Set it to 'forward'.",
+        )
+    if sampler and dialect.length_rule == "not_pad":
+        refuse(
+            "old_logprobs", "length_rule 'not_pad' hides pad tokens, which the sampler did not. Set it to 'forward'."
+        )
+    if sampler and dialect.measures_prompts:
+        refuse(
+            "old_logprobs",
+            "the sampler has no log-probs of the prompt, which kl_measure 'exp_delta' sums too. Set it to 'forward'.",
+        )
+
+    # groups of responses to one prompt
+    if grouped and not in_groups:
+        refuse(
+            "samples_per_prompt", f"{its_name} compares the responses to one prompt with each other. Give 2 or more."
+        )
+    if dialect.dynamic_sampling > 1 and not in_groups:
+        refuse(
+            "dynamic_sampling",
+            "it draws until the scores of the responses to one prompt differ, and samples_per_prompt is 1. Give 2 or "
+            "more of those, or set it to 1.",
+        )
+    if grouped and dialect.advantages_at != "rollout":
+        refuse(
+            "advantages_at",
+            f"{its_name} needs all responses to a prompt together, which a mini-batch need not have. Set it to "
+            "'rollout'.",
+        )
+    if dialect.advantage_scale != "none" and not (grouped and estimator.per_response):
+        refuse(
+            "advantage_scale",
+            f"{its_name} has no difference of rewards within a group that could be divided. Set it to 'none'; "
+            "whiten_advantages scales any advantages.",
+        )
+    if estimator.per_response and dialect.whiten_rewards:
+        refuse("whiten_rewards", f"{its_name} has one reward a response. Set it to False.")
+
+    # KL, ratios, clipping and corrections
+    if dialect.kl_controller == "adaptive" and not dialect.kl_coef:
+        refuse(
+            "kl_coef",
+            "an adaptive coefficient is multiplied, and stays 0. Start at more, or set kl_controller to 'fixed'.",
+        )
+    if dialect.kl_times_ratio and dialect.kl_in == "reward":
+        refuse("kl_times_ratio", "it is for a penalty in the loss. Set kl_in to 'loss', or this to False.")
+    if one_ratio and not estimator.per_response:
+        refuse("ratio", f"{its_name} has one advantage a token, which needs one ratio a token. Set it to 'token'.")
+    if one_ratio and dialect.loss_scope in ("response", "fixed_length"):
+        refuse(
+            "loss_scope",
+            "one ratio a response gives one loss a response, and 'optimizer_step' is their mean. Set it to that.",
+        )
+    highest = 1 + (dialect.clip_range if dialect.clip_range_high is None else dialect.clip_range_high)
+    if dialect.dual_clip is not None and dialect.dual_clip <= highest:
+        refuse(
+            "dual_clip", f"it is for ratios that clipping leaves alone, over {highest:g}. Give more than that, or none."
+        )
+    if dialect.correction != "none" and sampler:
+        refuse(
+            "correction",
+            "it makes up for the difference between old log-probs and the sampler's, and here they are one. Set "
+            "old_logprobs to 'forward'.",
+        )
+    if one_ratio and dialect.correction.startswith("token"):
+        refuse(
+            "correction",
+            "with one ratio a response there is one loss a response. Set it to 'sequence_truncate' or 'sequence_mask'.",
+        )
+
+
+def check_effect(dialect, given: Collection[str]) -> None:
+    """Raises: FieldError for a field that a user gave a value, of `given`, that changes nothing in this dialect."""
+    refuse = partial(_refuse, dialect)
+    for spec in dataclasses.fields(dialect):
+        missing = unmet(dialect, spec) if spec.name in given else []
+        if missing:
+            cause = " and ".join(f"{name} is {getattr(dialect, name)!r}" for name, _ in missing)
+            refuse(spec.name, f"it has no effect where {cause}. Change that, or leave it out.")
+    estimator = ESTIMATORS[dialect.advantage_estimator]
+    if "gamma" in given and not (dialect.has_critic or estimator.discounts):
+        refuse("gamma", f"the dialect {dialect.name} has no critic, nor a discount. Leave it out.")
+    if "lam" in given and dialect.value_lam is not None and dialect.length_adaptive_alpha is not None:
+        refuse("lam", "value_lam and length_adaptive_alpha say both lambdas. Leave it out, or one of these.")
+    if "whiten_slots" in given and estimator.per_response and not dialect.whiten_rewards:
+        refuse(
+            "whiten_slots",
+            f"the dialect {dialect.name} has one advantage a response, and whitens no positions. Leave it out.",
+        )
+    if "score_order" in given and (dialect.score_scaling == "none" or dialect.score_clip is None):
+        refuse(
+            "score_order", "scores are not both scaled and clipped. Set score_scaling and score_clip, or leave it out."
+        )
+    if "clip_range_high" in given and dialect.clip_range_high == dialect.clip_range:
+        refuse("clip_range_high", "clip_range is the same, upwards and downwards. Give another value, or leave it out.")
+    if dialect.ppo_epochs * dialect.mini_batches == 1 and dialect.old_logprobs != "sampler":
+        for field in ("clip_range_high", "dual_clip"):
+            if field in given and getattr(dialect, field) is not None:
+                refuse(
+                    field,
+                    "there is one optimizer step a rollout, in which every ratio is 1 and none is clipped. Give "
+                    "ppo_epochs or mini_batches, or leave it out.",
+                )
+    if "early_stop_kl" in given and dialect.early_stop_kl is not None and dialect.ppo_epochs == 1:
+        refuse(
+            "early_stop_kl", "ppo_epochs is 1, and no later epoch could be left out. Give ppo_epochs, or leave it out."
+        )
+    if "temperature_in_logprobs" in given and dialect.sampling_temperature == 1.0:
+        refuse(
+            "temperature_in_logprobs",
+            "the temperature is 1, which changes no logits. Give another temperature, or leave it out.",
+        )
+
+
+def check_sizes(
+    dialect,
     *,
-    rows_per_rank: int | None = None,
+    rows_per_rank: int,
     mini_batches: int = 1,
     micro_batch_size: int | None = None,
     ranks: int = 1,
     layers: int | None = None,
-    given: Collection[str] = (),
 ) -> None:
-    """Refuse what the dialect alone cannot know; None leaves a check out.
+    """Refuse a dialect that does not fit a run's batches, or its actor.
 
     Args:
         rows_per_rank: responses that each rank makes in a step.
         mini_batches: optimizer steps in a pass over them.
-        micro_batch_size: responses in a forward and backward pass.
+        micro_batch_size: responses in a forward and backward pass; None: all of an optimizer step.
         ranks: how many there are.
-        layers: how many the actor has.
-        given: dialect fields that the user gave a value.
+        layers: how many the actor has; None where that is not known.
 
     Raises: UserError with the reason.
     """
-    for fields, idle, why in _without_effect(dialect):
-        for field in fields:
-            if idle and field in given:
-                raise UserError(f"{field} is given, but {why}")
     if layers is not None and dialect.hydra_layers > layers:
         raise UserError(f"hydra_layers {dialect.hydra_layers}: the actor has {layers} layers. Give at most that many.")
-    if rows_per_rank is None:
-        return
     if dialect.score_scaling != "none" and rows_per_rank * ranks < 2:
         raise UserError(
             f"score_scaling {dialect.score_scaling!r} with 1 response a step: one score has no deviation. "
             "Make 2 or more."
         )
-    pool = _whitened_together(dialect, rows_per_rank, mini_batches, micro_batch_size, ranks)
-    if pool == 1 and (dialect.whiten_advantages or dialect.whiten_rewards):
-        field = "whiten_advantages" if dialect.whiten_advantages else "whiten_rewards"
+    together = rows_per_rank if dialect.advantages_at == "rollout" else rows_per_rank // mini_batches
+    if dialect.advantages_at == "micro_batch" and micro_batch_size is not None and together > micro_batch_size:
+        together = together % micro_batch_size or micro_batch_size  # the last micro-batch has the rest
+    if dialect.whiten_over == "all_ranks":
+        together *= ranks
+    field = "whiten_advantages" if dialect.whiten_advantages else "whiten_rewards"
+    if together == 1 and getattr(dialect, field):
         raise UserError(
             f"{field} over a batch of one response (advantages_at {dialect.advantages_at!r}, whiten_over "
             f"{dialect.whiten_over!r}): its tokens would be compared with each other alone. Make the batch "
             f"larger, or set {field} to False."
         )
-
-
-def _without_effect(dialect: Dialect) -> list[tuple[Collection[str], bool, str]]:
-    """(fields, whether they have no effect here, why and what to do)."""
-    unscaled, whitens = dialect.score_scaling == "none", dialect.whiten_advantages or dialect.whiten_rewards
-    discounts = dialect.has_critic or ESTIMATORS[dialect.advantage_estimator].discounts
-    one_update = dialect.ppo_epochs * dialect.mini_batches == 1 and dialect.old_logprobs != "sampler"
-    return [
-        (CRITIC_FIELDS, not dialect.has_critic, f"the dialect {dialect.name} has no critic. Leave it out."),
-        (("gamma",), not discounts, f"the dialect {dialect.name} has no critic, nor a discount. Leave it out."),
-        (
-            ("scale_variance", "scale_eps"),
-            dialect.advantage_scale == "none",
-            "advantage_scale is 'none'. Set it to 'group' or 'batch', or leave it out.",
-        ),
-        (
-            ("clip_range_high",),
-            dialect.clip_range_high == dialect.clip_range,
-            "clip_range is the same, upwards and downwards. Give another value, or leave it out.",
-        ),
-        (
-            ("clip_range_high",),
-            dialect.clip_range_high is not None and one_update,
-            ONE_UPDATE,
-        ),
-        (("dual_clip",), dialect.dual_clip is not None and one_update, ONE_UPDATE),
-        (
-            ("lam",),
-            dialect.value_lam is not None and dialect.length_adaptive_alpha is not None,
-            "value_lam and length_adaptive_alpha say both lambdas. Leave it out, or one of these.",
-        ),
-        (
-            ("correction_min", "correction_max"),
-            dialect.correction == "none",
-            "correction is 'none', and no ratio would be cut. Give correction, or leave it out.",
-        ),
-        (
-            ("whiten_slots",),
-            ESTIMATORS[dialect.advantage_estimator].per_response and not dialect.whiten_rewards,
-            f"the dialect {dialect.name} has one advantage a response, and whitens no positions. Leave it out.",
-        ),
-        (
-            CONTROLLER_FIELDS,
-            dialect.kl_controller == "fixed",
-            "kl_controller is 'fixed', and the coefficient would not change. Set kl_controller to 'adaptive', or leave "
-            "it out.",
-        ),
-        (
-            ("missing_end_value",),
-            dialect.missing_end == "none",
-            "missing_end is 'none', and no score would change. Set missing_end to 'replace' or 'subtract', or leave it "
-            "out.",
-        ),
-        (
-            ("overlong_penalty",),
-            dialect.overlong_buffer == 0,
-            "overlong_buffer is 0, and no score would change. Give overlong_buffer, or leave it out.",
-        ),
-        (
-            ("score_order",),
-            unscaled or dialect.score_clip is None,
-            "scores are not both scaled and clipped. Set score_scaling and score_clip, or leave it out.",
-        ),
-        (
-            WHITENING_FIELDS,
-            not whitens,
-            "nothing is whitened. Set whiten_advantages or whiten_rewards to true, or leave it out.",
-        ),
-        (
-            ("decay",),
-            not (dialect.actor_weight_decay or dialect.critic_weight_decay),
-            "there is no weight decay. Give actor_weight_decay or critic_weight_decay, or leave it out.",
-        ),
-        (
-            ("warmup_from_zero",),
-            dialect.warmup_steps == 0,
-            "warmup_steps is 0. Give warmup_steps, or leave it out.",
-        ),
-        (
-            ("temperature_in_logprobs",),
-            dialect.sampling_temperature == 1.0,
-            "the temperature is 1, which changes no logits. Give another temperature, or leave it out.",
-        ),
-        (
-            ("early_stop_kl",),
-            dialect.early_stop_kl is not None and dialect.ppo_epochs == 1,
-            "ppo_epochs is 1, and no later epoch could be left out. Give ppo_epochs, or leave it out.",
-        ),
-    ]
-
-
-def _whitened_together(dialect: Dialect, rows: int, mini_batches: int, micro_batch_size: int | None, ranks: int) -> int:
-    """How many responses share their statistics, at least."""
-    if dialect.advantages_at != "rollout":
-        rows = rows // mini_batches
-    if dialect.advantages_at == "micro_batch" and micro_batch_size is not None:
-        rows = rows % micro_batch_size or micro_batch_size if rows > micro_batch_size else rows  # the last has the rest
-    return rows * (ranks if dialect.whiten_over == "all_ranks" else 1)

@@ -1,136 +1,327 @@
-"""The fields of a dialect, their defaults with reasons, and what follows from them; fields as words of a command line
-(`kl_coef=0.2 score_clip=none query_start=.`), and the tokens that its texts name."""
+"""The fields of a dialect, with their meanings, values and defaults, and what follows from them; fields as words of a
+command line (`kl_coef=0.2 score_clip=none query_start=.`), and the tokens that its texts name."""
 
 import dataclasses
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 
-from engine.algorithms.values import check_values
+from engine.algo.advantages import ESTIMATORS
+from engine.algo.corrections import CORRECTIONS
+from engine.algo.schedules import SCHEDULES
+from engine.algorithms.checks import FieldError, check_relations
 from engine.errors import UserError, nearest
+from engine.options import SAME, TOLD, choices_of, fault, option
 
 TRUTHS = {"true": True, "yes": True, "false": False, "no": False}
+choice = partial(option, resume=TOLD)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dialect:
-    """One system's choices; the comments say why `default`'s, which stand here, are what we recommend."""
+    """One system's choices. The defaults are those of the dialect `default`; comments say why we recommend them."""
 
-    name: str = "default"
+    name: str = choice("default", "what the dialect is called")
 
-    # KL penalty. A fixed coefficient makes curves of score against KL comparable between runs.
-    kl_coef: float = 0.1
-    kl_estimator: str = "k1"  # the only one whose expected gradient, in the reward, is the KL's own
-    kl_in: str = "reward"  # "reward" of each token, or the policy's "loss": there k2 has that gradient
-    kl_times_ratio: bool = False  # in the loss, each estimate times the policy's ratio: then k3 has that gradient, too
-    kl_controller: str = "fixed"  # "fixed", or "adaptive": steered towards kl_target
-    kl_target: float = 6.0  # nats a response; used by the adaptive controller only, as the next three
-    kl_horizon: float = 10000.0  # responses in which the coefficient can change by a fifth
-    kl_measure: str = "k1"  # what is steered: "k1" over the response, or trlX's "exp_delta" over all tokens
-    kl_update: str = "step"  # after each "step" with its responses; or PPO "epoch" with a mini-batch's
+    # A fixed coefficient makes curves of score against KL comparable between runs. k1 is the only estimator whose
+    # expected gradient, in the reward, is the KL's own; in the loss that is k2, and k3 times the ratio.
+    kl_coef: float = choice(0.1, "coefficient of the KL penalty", least=0, group="KL penalty")
+    kl_estimator: str = choice("k1", "estimator of the KL of a token", choices=("k1", "k2", "k3"))
+    kl_in: str = choice(
+        "reward", "the penalty stands in the reward of each token, or in the policy's loss", choices=("reward", "loss")
+    )
+    kl_times_ratio: bool = choice(False, "in the loss, each estimate times the policy's ratio")
+    kl_controller: str = choice(
+        "fixed",
+        "the coefficient stays (fixed), or is steered towards kl_target (adaptive)",
+        choices=("fixed", "adaptive"),
+        resume=SAME,
+    )
+    kl_target: float = choice(6.0, "nats a response", above=0, only_with="kl_controller=adaptive")
+    kl_horizon: float = choice(
+        10000.0, "responses in which the coefficient can change by a fifth", above=0, only_with="kl_controller=adaptive"
+    )
+    kl_measure: str = choice(
+        "k1",
+        "what is steered: k1 over the response, or trlX's exp_delta over all tokens",
+        choices=("k1", "exp_delta"),
+        only_with="kl_controller=adaptive",
+    )
+    kl_update: str = choice(
+        "step",
+        "the coefficient changes after each step with its responses, or after each PPO epoch with a mini-batch's",
+        choices=("step", "epoch"),
+        only_with="kl_controller=adaptive",
+    )
 
-    # Sampling from the policy as it is; log-probs are taken at the same temperature, by the function that learns.
-    sampling: str = "until_eos"  # or "fixed" length with EOS an ordinary token, or "without_eos": suppressed
-    temperature: float = 1.0
-    temperature_offset: float = 0.0  # added to it wherever logits are divided by it
-    temperature_in_logprobs: bool = True
-    old_logprobs: str = "auto"  # of a second "forward" pass, so that the first ratio is 1; or the "sampler"'s; "auto":
-    # the sampler's in fp32 where it computes as the actor does, so that both are the same within rounding, and where no
-    # other positions count than those that were drawn
-    samples_per_prompt: int = 1
-    dynamic_sampling: int = 1  # batches of prompts that may be drawn until groups whose scores differ fill a step
+    # The policy is sampled as it is; log-probs are taken at the same temperature, by the function that learns.
+    sampling: str = choice(
+        "until_eos",
+        "responses end with EOS (until_eos), have one length in which EOS is an ordinary token (fixed), or have one "
+        "length and no EOS (without_eos)",
+        choices=("until_eos", "fixed", "without_eos"),
+        group="sampling",
+    )
+    temperature: float = choice(1.0, "temperature of sampling", above=0)
+    temperature_offset: float = choice(0.0, "added to the temperature wherever logits are divided by it")
+    temperature_in_logprobs: bool = choice(True, "log-probs are taken at the temperature of sampling, too")
+    old_logprobs: str = choice(
+        "auto",
+        "where the ratio's old log-probs come from: a forward pass over the finished responses, after which the first "
+        "ratio is 1, or the sampler, which saves that pass (rollout/logprob_gap tells how far apart the two are); "
+        "auto: the sampler in fp32 where it computes with the actor's own code, so that both are the same within "
+        "rounding, and where no other positions count than those that were drawn",
+        choices=("auto", "forward", "sampler"),
+    )
+    samples_per_prompt: int = choice(1, "responses drawn for each prompt", above=0, resume=SAME)
+    dynamic_sampling: int = choice(
+        1, "batches of prompts that may be drawn until groups whose scores differ fill a step", above=0
+    )
 
-    # Texts. "" is none, "eos" the tokenizer's EOS, anything else a text of one token.
-    query_start: str = ""  # a query begins after the first such token
-    query_end: str = ""  # and ends with the last one
-    truncate_token: str = ""  # what is scored ends with the first such token
-    truncate_after: int = 0  # at or after this position
-    score_before_pad: bool = False  # and before the first pad token, where one was drawn
-    pad_token: str = "tokenizer"  # which token pads, by a rule of engine/models/reading.py
+    query_start: str = choice(
+        "",
+        "a query begins after the first such token: none, the tokenizer's EOS (eos), or any text of one token",
+        group="texts",
+    )
+    query_end: str = choice("", "a query ends with the last such token; named as in query_start")
+    truncate_token: str = choice("", "what is scored ends with the first such token; named as in query_start")
+    truncate_after: int = choice(0, "truncate_token counts from this position on", least=0)
+    score_before_pad: bool = choice(False, "what is scored ends before the first pad token, where one was drawn")
+    pad_token: str = choice(
+        "tokenizer",
+        "which token pads: the tokenizer's own, or by a system's rule (engine/models/reading.py)",
+        choices=("tokenizer", "never_eos", "padding", "eos", "eos_unless_llama"),
+    )
 
-    # Which positions count. What was sampled is what is learned, EOS included, or the model never learns to stop.
-    length_rule: str = "sampled"  # "sampled" tokens, or those "before_pad", those "not_pad", the whole "row"
-    reward_slots: str = "response"  # KL counts at the positions of the "response", also "one_past" it, of these at
-    # those "after_tokens" that count, or at "all"
-    score_slot: str = "last"  # "last" token of the response, "after_last", "two_after"
-    value_slots: str = "response"  # where values are kept; as reward_slots, and "two_past"; 0 elsewhere
-    value_loss_slots: str = "response"  # or also "one_past" it: the value of the complete response
-    min_response_tokens: int = 1  # shorter responses are masked out and counted as degenerate
+    # What was sampled is what is learned, EOS included, or the model never learns to stop.
+    length_rule: str = choice(
+        "sampled",
+        "which positions count: the sampled tokens, those before_pad, those that are not_pad, or the whole row",
+        choices=("sampled", "before_pad", "not_pad", "row"),
+        group="positions",
+    )
+    reward_slots: str = choice(
+        "response",
+        "KL counts at the positions of the response, also at the one_past it, of these at those after_tokens that "
+        "count, or at all",
+        choices=("response", "one_past", "after_tokens", "all"),
+    )
+    score_slot: str = choice(
+        "last",
+        "the score stands at the last token of the response, at the position after_last, or two_after it",
+        choices=("last", "after_last", "two_after"),
+    )
+    value_slots: str = choice(
+        "response",
+        "where values are kept, with 0 elsewhere: the positions of the response, also those up to one_past or "
+        "two_past it, or all",
+        choices=("response", "one_past", "two_past", "all"),
+    )
+    value_loss_slots: str = choice(
+        "response",
+        "which values are learned: those of the response, or also the one_past it, of the complete response",
+        choices=("response", "one_past"),
+    )
+    min_response_tokens: int = choice(1, "shorter responses are masked out and counted as degenerate", least=0)
 
-    # Scores. A clip far out stops a reward model's outliers without bending its ordinary scores (5 deviations).
-    score_clip: float | None = 5.0
-    score_scaling: str = "none"  # scores are divided by the "running" deviation or the "first_batch"'s
-    score_order: str = "scale_clip"  # or "clip_scale"
-    missing_end: str = "none"  # a score without end: "replace" by the value below, "subtract" it
-    missing_end_value: float = 0.0
-    overlong_buffer: float = 0.0  # the last share of the longest response, in which a score falls by up to the penalty
-    overlong_penalty: float = 1.0
-    mask_truncated: bool = False  # nothing is learned from a response without end, which others are compared with
+    # A clip far out (5 deviations) stops a reward model's outliers without bending its ordinary scores.
+    score_clip: float | None = choice(5.0, "scores are clipped to plus or minus this", above=0, group="scores")
+    score_scaling: str = choice(
+        "none",
+        "scores are divided by the running deviation, or by the deviation of the first_batch",
+        choices=("none", "running", "first_batch"),
+        resume=SAME,
+    )
+    score_order: str = choice(
+        "scale_clip", "which comes first, scaling or clipping", choices=("scale_clip", "clip_scale")
+    )
+    missing_end: str = choice(
+        "none",
+        "what becomes of the score of a response without end: missing_end_value replaces it, or is subtracted",
+        choices=("none", "replace", "subtract"),
+        resume=SAME,
+    )
+    missing_end_value: float = choice(
+        0.0, "the score of a response without end, or what it loses", only_with="missing_end", resume=SAME
+    )
+    overlong_buffer: float = choice(
+        0.0, "the last share of the longest response, in which a score falls by up to overlong_penalty", least=0, most=1
+    )
+    overlong_penalty: float = choice(
+        1.0, "what a response of the full length loses", above=0, only_with="overlong_buffer"
+    )
+    mask_truncated: bool = choice(
+        False, "nothing is learned from a response without end; others are still compared with it"
+    )
 
-    # Advantages. Whitening over all tokens of all ranks makes learning rates carry over between rewards of any scale.
-    advantage_estimator: str = "gae"  # without a critic "rloo" or "grpo": against the other responses to the prompt or
-    # their mean; "reinforce": the rewards to come; "reinforce_baseline": those less the group's mean
-    advantage_scale: str = "none"  # "grpo"'s and "rloo"'s are divided by the deviation of the rewards of the "group",
-    # or of the whole "batch"
-    scale_variance: str = "unbiased"  # or "biased": that deviation's
-    scale_eps: float = 1e-4  # is added to it
-    gamma: float = 1.0  # a response is short, and its end is what is scored: nothing to discount
-    lam: float = 0.95  # the value used since Ziegler et al. 2019
-    value_lam: float | None = None  # lambda of the returns that the critic learns; none: as lam. VC-PPO has 1
-    length_adaptive_alpha: float | None = None  # the advantages' lambda is 1 - 1 / (alpha L); VAPO has 0.05
-    advantages_at: str = "rollout"  # once a "rollout", or anew in each "mini_batch" or "micro_batch"; whitening too
-    whiten_rewards: bool = False  # to variance 1, the mean kept
-    whiten_advantages: bool = True
-    whiten_slots: str = "response"  # statistics over the positions of the "response", or over the padded "row"
-    whiten_over: str = "all_ranks"  # or each "rank" its own
-    whiten_variance: str = "biased"  # "unbiased"; "unbiased_alone": that with one rank only
+    # Whitening over all tokens of all ranks makes learning rates carry over between rewards of any scale. A response is
+    # short, and its end is what is scored: there is nothing to discount. lam has been 0.95 since Ziegler et al. 2019.
+    advantage_estimator: str = choice(
+        "gae",
+        "gae with a critic; without one the rewards to come (reinforce), those less the group's mean "
+        "(reinforce_baseline), or the reward less that of the other responses to the prompt (rloo) or less the mean of "
+        "all of them (grpo)",
+        choices=ESTIMATORS,
+        group="advantages",
+    )
+    advantage_scale: str = choice(
+        "none",
+        "advantages of grpo and rloo are divided by the deviation of the group's rewards, or of the whole batch's",
+        choices=("none", "group", "batch"),
+    )
+    scale_variance: str = choice(
+        "unbiased",
+        "whether that deviation divides by n - 1 (unbiased) or n",
+        choices=("unbiased", "biased"),
+        only_with="advantage_scale",
+    )
+    scale_eps: float = choice(1e-4, "added to that deviation", above=0, only_with="advantage_scale")
+    gamma: float = choice(1.0, "discount a token", least=0, most=1)
+    lam: float = choice(0.95, "lambda of GAE", least=0, most=1, only_with="critic_start")
+    value_lam: float | None = choice(
+        None,
+        "lambda of the returns that the critic learns; none: as lam. VC-PPO has 1",
+        least=0,
+        most=1,
+        only_with="critic_start",
+    )
+    length_adaptive_alpha: float | None = choice(
+        None,
+        "the advantages' lambda is 1 - 1 / (alpha L), L the response's length; VAPO has 0.05",
+        above=0,
+        only_with="critic_start",
+    )
+    advantages_at: str = choice(
+        "rollout",
+        "advantages and whitening once a rollout, or anew in each mini_batch or micro_batch",
+        choices=("rollout", "mini_batch", "micro_batch"),
+    )
+    whiten_rewards: bool = choice(False, "scale rewards to variance 1, the mean kept")
+    whiten_advantages: bool = choice(True, "scale advantages to mean 0 and variance 1 over all tokens")
+    whiten_slots: str = choice(
+        "response",
+        "statistics of whitening over the positions of the response, or over the padded row",
+        choices=("response", "row"),
+        only_with=("whiten_advantages", "whiten_rewards"),
+    )
+    whiten_over: str = choice(
+        "all_ranks",
+        "statistics of whitening over all_ranks, or each rank's own",
+        choices=("all_ranks", "rank"),
+        only_with=("whiten_advantages", "whiten_rewards"),
+    )
+    whiten_variance: str = choice(
+        "biased",
+        "whitening divides by n (biased), n - 1 (unbiased), or n - 1 with one rank only (unbiased_alone)",
+        choices=("biased", "unbiased", "unbiased_alone"),
+        only_with=("whiten_advantages", "whiten_rewards"),
+    )
 
-    # Losses. One mean over all tokens of the optimizer step: no number of ranks or micro-batches changes it.
-    ratio: str = "token"  # of each "token", or of the whole "response", or "response_mean": its tokens' geometric mean
-    clip_range: float = 0.2
-    clip_range_high: float | None = None  # upwards, if not as far as downwards: DAPO's clip-higher
-    dual_clip: float | None = None  # a ratio counts at most as this where the advantage is negative
-    value_clip_range: float | None = 0.2  # none: values are not clipped
-    value_factor: float = 1.0  # the critic has an optimizer of its own, which a factor would not change
-    loss_scope: str = "optimizer_step"  # or mean of "micro_batch" means, or their sum: "micro_batch_sum"; the policy's
-    # also mean of each "response"'s mean, or sum over responses times a "fixed_length": --max_answer_seq_len
-    early_stop_kl: float | None = None  # remaining PPO epochs are left out when approxkl is over this
-    ratio_limit: float | None = None  # an optimizer step whose mean ratio is over this is left out
+    # One mean over all tokens of the optimizer step: no number of ranks or micro-batches changes it. The critic has an
+    # optimizer of its own, whose steps a factor of its loss would not change.
+    ratio: str = choice(
+        "token",
+        "the ratio of each token, of the whole response, or the geometric mean of its tokens' (response_mean)",
+        choices=("token", "response", "response_mean"),
+        group="losses",
+    )
+    clip_range: float = choice(0.2, "clip range of the ratio", above=0)
+    clip_range_high: float | None = choice(
+        None, "clip range upwards, if not as far as downwards (DAPO's clip-higher)", above=0
+    )
+    dual_clip: float | None = choice(None, "a ratio counts at most as this where the advantage is negative", above=0)
+    value_clip_range: float | None = choice(
+        0.2, "clip range of the values; none: not clipped", above=0, only_with="critic_start"
+    )
+    value_factor: float = choice(1.0, "factor of the critic's loss", least=0, only_with="critic_start")
+    loss_scope: str = choice(
+        "optimizer_step",
+        "losses are a mean over the tokens of the optimizer_step, the mean of each micro_batch's mean, or their sum "
+        "(micro_batch_sum); the policy's also the mean of each response's mean, or the sum over responses divided by "
+        "a fixed_length, --max_answer_seq_len",
+        choices=("optimizer_step", "micro_batch", "micro_batch_sum", "response", "fixed_length"),
+    )
+    early_stop_kl: float | None = choice(None, "remaining PPO epochs are left out when approxkl is over this", above=0)
+    ratio_limit: float | None = choice(None, "an optimizer step whose mean ratio is over this is left out", above=0)
 
     # Importance sampling from a sampler that is not quite the policy: 16 bits, another engine. No dialect has it.
-    correction: str = "none"  # "token_truncate", "token_mask", "sequence_truncate", "sequence_mask": the policy's loss
-    # times the ratio of its old log-probs, then always a forward pass's, to the sampler's
-    correction_min: float = 0.0  # a ratio under this is cut to it, or masked; IcePop has 0.5 here
-    correction_max: float = 2.0  # and one over this: verl's threshold
+    correction: str = choice(
+        "none",
+        "the policy's loss times the ratio of its old log-probs, then always a forward pass's, to the sampler's: of "
+        "each token or of the sequence, truncated or masked outside correction_min and correction_max",
+        choices=lambda: ("none", *CORRECTIONS),
+        group="importance sampling",
+    )
+    correction_min: float = choice(
+        0.0, "a ratio under this is cut to it, or masked; IcePop has 0.5", least=0, most=1, only_with="correction"
+    )
+    correction_max: float = choice(2.0, "and one over this; verl has 2", least=1, only_with="correction")
 
-    # Optimization. Four passes over each rollout learn about twice as much per sample as one; clipping bounds them.
-    ppo_epochs: int = 4
-    mini_batches: int = 1  # optimizer steps in each pass
-    critic_epochs: int | None = None  # the critic's own passes, made before the actor's; none: as ppo_epochs
-    critic_mini_batches: int | None = None  # and its optimizer steps in each; none: as mini_batches
-    actor_lr: float = 1e-5
-    critic_lr: float = 1e-5
-    lr_schedule: str = "linear"
-    lr_per: str = "optimizer_step"  # the rate changes with each "optimizer_step", or "step" (rollout)
-    warmup_steps: int = 10  # optimizer steps in which Adam's second moments fill
-    warmup_from_zero: bool = False  # the first step of warm-up has a rate, or it would be lost
-    optimizer: str = "adamw"  # or "tf_adam": epsilon as TensorFlow has it
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
-    actor_weight_decay: float = 0.0  # the KL penalty is the regulariser
-    critic_weight_decay: float = 0.0
-    decay: str = "matrices"  # what weight decay shrinks; or "all": biases and norms too; or by "deepspeed_chat"'s names
-    max_grad_norm: float = 1.0  # 0: no clipping
+    # Four passes over each rollout learn about twice as much per sample as one; clipping bounds them. In 10 steps
+    # Adam's second moments fill; the first of them has a rate, or it would be lost. The KL penalty is the regulariser.
+    ppo_epochs: int = choice(4, "passes over each step's responses", above=0, resume=SAME, group="optimization")
+    mini_batches: int = choice(1, "optimizer steps in each pass", above=0, resume=SAME)
+    critic_epochs: int | None = choice(
+        None, "the critic's own passes, made before the actor's; none: as ppo_epochs", above=0, only_with="critic_start"
+    )
+    critic_mini_batches: int | None = choice(
+        None, "the critic's optimizer steps in each pass; none: as mini_batches", above=0, only_with="critic_start"
+    )
+    actor_lr: float = choice(1e-5, "the actor's peak learning rate", least=0)
+    critic_lr: float = choice(1e-5, "the critic's peak learning rate", least=0, only_with="critic_start")
+    lr_schedule: str = choice("linear", "shape of the learning rate", choices=SCHEDULES)
+    lr_per: str = choice(
+        "optimizer_step",
+        "the rate changes with each optimizer_step, or with each step (rollout)",
+        choices=("optimizer_step", "step"),
+    )
+    warmup_steps: int = choice(10, "optimizer steps of rising learning rate", least=0)
+    warmup_from_zero: bool = choice(False, "the first step of warm-up has rate 0", only_with="warmup_steps")
+    optimizer: str = choice(
+        "adamw",
+        "adamw, or tf_adam: Adam with epsilon where TensorFlow has it",
+        choices=("adamw", "tf_adam"),
+        resume=SAME,
+    )
+    betas: tuple[float, float] = choice((0.9, 0.95), "Adam's betas", least=0, below=1)
+    eps: float = choice(1e-8, "Adam's epsilon", above=0)
+    actor_weight_decay: float = choice(0.0, "weight decay of the actor", least=0)
+    critic_weight_decay: float = choice(0.0, "weight decay of the critic", least=0, only_with="critic_start")
+    decay: str = choice(
+        "matrices",
+        "what weight decay shrinks: matrices, all (biases and norms too), or by deepspeed_chat's names of weights",
+        choices=("matrices", "all", "deepspeed_chat"),
+        only_with=("actor_weight_decay", "critic_weight_decay"),
+    )
+    max_grad_norm: float = choice(1.0, "gradients are clipped to this norm; 0 for no clipping", least=0)
 
-    # Models. A critic that starts as the reward model knows what a good end is worth.
-    critic_start: str = "reward_model"  # or a "zero_head" on the SFT model; "none": there is no critic
-    hydra_layers: int = 0  # only the actor's last k layers train; the reference is frozen copies of those
-    ema_decay: float = 0.992  # DeepSpeed-Chat's; only used where an EMA is asked for
+    # A critic that starts as the reward model knows what a good end is worth.
+    critic_start: str = choice(
+        "reward_model",
+        "the critic starts as the reward_model, or as the SFT model with a zero_head; none: there is no critic",
+        choices=("reward_model", "zero_head", "none"),
+        resume=SAME,
+        group="models",
+    )
+    hydra_layers: int = choice(
+        0, "only the actor's last k layers train; the reference is frozen copies of those", least=0, resume=SAME
+    )
+    ema_decay: float = choice(0.992, "decay of the moving average that --enable_ema keeps", least=0, most=1)
 
     def __post_init__(self):
         """Raises: FieldError for a value that a field cannot have, and for values that contradict each other."""
-        check_values(self)
+        for spec in dataclasses.fields(self):
+            value = getattr(self, spec.name)
+            if reason := fault(spec, value):
+                raise FieldError(spec.name, value, reason)
+        check_relations(self)
+
+    @classmethod
+    def choices(cls, field: str) -> Collection[str]:
+        """The values that a field may have; none where there is no list of them."""
+        return choices_of(cls.__dataclass_fields__[field]) or ()
 
     def override(self, **values) -> "Dialect":
         """This dialect with some fields replaced; values of None leave theirs as they are.

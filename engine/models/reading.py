@@ -13,6 +13,7 @@ Which token pads a response is each system's own rule, the field `pad_token` of 
 score one token earlier, so the rule belongs to what the system computes.
 """
 
+import copy
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -179,7 +180,7 @@ def read_config(path: str, what: str, trust_remote_code: bool = False):
     require_model(path, what)
     path = base_of(path, what)
     try:
-        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        config = copy.deepcopy(_parsed_config(path, trust_remote_code, _files_of(path)))
         config.output_attentions = False  # torch's attention has none to give, and transformers would refuse
     except Exception as error:  # whatever a broken config.json leads transformers to
         _refuse_code(error, path, what)
@@ -201,6 +202,19 @@ def read_config(path: str, what: str, trust_remote_code: bool = False):
     if has_own_head(config, path, what, trust_remote_code):
         config.tie_word_embeddings = False
     return config
+
+
+@lru_cache(maxsize=16)
+def _parsed_config(path: str, trust_remote_code: bool, _files: tuple) -> PretrainedConfig:
+    """What transformers makes of a folder's config.json; _files: as `_files_of` gives them."""
+    return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+
+
+def _files_of(path: str) -> tuple:
+    """A folder's files with their sizes and times, by which it is seen whether it has changed; none of a Hub's name."""
+    folder = Path(path)
+    files = sorted(file for file in folder.iterdir() if file.is_file()) if folder.is_dir() else ()
+    return tuple((file.name, file.stat()[6:9]) for file in files)
 
 
 def read_tokenizer(

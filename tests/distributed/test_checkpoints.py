@@ -96,13 +96,13 @@ def find(path: str) -> tuple[str, ...]:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> str:
+def run_folder(tmp_path_factory) -> str:
     return str(tmp_path_factory.mktemp("run"))
 
 
 @pytest.fixture(scope="module")
-def written(folder) -> list[dict]:
-    return run_ranks("tests.distributed.test_checkpoints:failed_and_tried_again", folder=folder)
+def written(run_folder) -> list[dict]:
+    return run_ranks("tests.distributed.test_checkpoints:failed_and_tried_again", folder=run_folder)
 
 
 def test_a_write_that_fails_on_one_rank_leaves_the_run_going_and_the_older_points(written):
@@ -116,8 +116,8 @@ def test_a_write_that_fails_on_one_rank_leaves_the_run_going_and_the_older_point
     assert written[1]["said"] == []
 
 
-def test_files_are_hashed_once_over_all_ranks_and_a_damaged_one_is_known_to_all(folder, written):
-    one, two = run_ranks("tests.distributed.test_checkpoints:looked_at", folder=folder)
+def test_files_are_hashed_once_over_all_ranks_and_a_damaged_one_is_known_to_all(run_folder, written):
+    one, two = run_ranks("tests.distributed.test_checkpoints:looked_at", folder=run_folder)
     names = ["config.json", "rank_00000.safetensors", "rank_00001.safetensors", "trainer_state.json"]
     assert sorted(one.pop("hashed") + two.pop("hashed")) == names
     assert one == two and one.pop("whole") == ("step_000004",)

@@ -234,8 +234,8 @@ def all_systems(runs: dict[str, list[str]]) -> dict[str, list[dict[str, float]]]
 def metrics_of(words: list[str]) -> list[dict[str, float]]:
     """The metrics of each step that step 3's flags ask for, with the engines that they ask for."""
     args = parse_flags(RLHFFlags, words, "")
-    dialect, _ = args.resolved_dialect()
-    models = RLHFEngine.from_pretrained(args.engine_spec(dialect))
+    dialect = args.resolved.dialect
+    models = RLHFEngine.from_pretrained(args.spec)
     stops, pad = SAMPLING.stop_token_ids, models.tokenizer.pad_token_id
     trainer = PPOTrainer(
         models=models,

@@ -129,11 +129,11 @@ FLAGS = [
     ((3,), {"dialect": "trl_rloo", "num_samples_per_prompt": 1}, ["samples_per_prompt 1", "RLOO", "2 or more"]),
     ((3,), {"dialect": "trl_rloo", "critic_learning_rate": 1e-5}, ["--critic_learning_rate 1e-05", "no critic", "0"]),
     ((3,), {"kl_controller": "adaptive"}, ["--kl_controller", "Give --set kl_controller=adaptive."]),
-    ((3,), {"set": "ema_decay=0.5"}, ["--set ema_decay=0.5 needs --enable_ema."]),
+    ((3,), {"set": "ema_decay=0.5"}, ["--set ema_decay=0.5 needs --enable_ema or --reference ema.", "leave it out"]),
     (
         (3,),
         {"dialect": "deepspeed_chat_2023", "set": "missing_end_value=1"},
-        ["missing_end_value is given", "missing_end is 'none'", "Set missing_end"],
+        ["missing_end_value 1.0: it has no effect where", "missing_end is 'none'", "Change that"],
     ),
     (
         (3,),
@@ -157,7 +157,7 @@ FLAGS = [
     ((3,), {"rollout_backend": "hybrid"}, ["--rollout_backend hybrid", "layer_past", "auto or replica"]),
     ((3,), {"decoding": "recorded", "rollout_backend": "zero3"}, ["--decoding recorded", "--rollout_backend zero3"]),
     ((3,), {"decoding": "recorded", "replicas_between_steps": "free"}, ["--replicas_between_steps free"]),
-    ((3,), {"profile_steps": [2, 0]}, ["--profile_steps 0: steps are counted from 1"]),
+    ((3,), {"profile_steps": [2, 0]}, ["--profile_steps 2 0: each must be at least 1."]),
     ((3,), {"profile_steps": [4, 2, 3]}, ["--profile_steps 4 3: this run trains steps 1 to 2"]),
     ((3,), {"profile_steps": 2, "enable_test_mode": True, "test_stop_step": 1}, ["--profile_steps 2", "steps 1 to 1"]),
     ((1, 2), {"offload": True}, ["--offload", "--zero_stage 0", "stage 1, 2 or 3"]),

@@ -66,7 +66,7 @@ def test_the_search_takes_the_best_score_and_of_equal_ones_the_lower_rate():
 def test_a_dialect_keeps_its_choices_but_for_what_is_the_tasks(name, task, tmp_path):
     words = step3_words(Entry.parsed(name), TASKS[task], tmp_path, rate=1e-3, seed=1, steps=30)
     args = parse_flags(RLHFFlags, [*words[1:], "--output_dir", "out"], "")
-    dialect, _ = args.resolved_dialect()
+    dialect = args.resolved.dialect
     texts = {"query_start", "query_end", "truncate_token", "truncate_after", "pad_token", "temperature"}
     assert set(get_dialect(name).differences(dialect)) <= {
         "actor_lr",
@@ -99,7 +99,7 @@ def test_variants():
     assert entry.folder == "default_betas=0.8_0.9_lam=1.0_--critic_warmup_steps=2"
     words = step3_words(entry, TASK, "m", rate=1e-3, seed=1, steps=30)
     args = parse_flags(RLHFFlags, [*words[1:], "--output_dir", "out"], "")
-    assert (args.resolved_dialect()[0].lam, args.critic_warmup_steps) == (1.0, 2)
+    assert (args.resolved.dialect.lam, args.critic_warmup_steps) == (1.0, 2)
     for label, message in {
         "default:actor_lr=1": "what the search chooses",
         "default:lamb=1": "did you mean lam",

@@ -36,7 +36,7 @@ def check(actor: Path, critic: Path) -> None:
         max_prompt_seq_len=6,
         max_answer_seq_len=8,
     )
-    check_models(args, args.resolved_dialect()[0])
+    check_models(args, args.resolved.dialect)
 
 
 def test_the_numbers_of_damages_and_that_the_sound_models_pass(sound):

@@ -420,11 +420,11 @@ def flags_given(launcher: str, step: int, hardware: str, folder: Path) -> list[s
 def plan_of(words: list[str], hardware: str) -> MemoryPlan:
     """The plan of step 3 with these flags, on "8xa100-40g" and its like."""
     args = parse_flags(MemoryFlags, words, "")
-    dialect, _ = args.resolved_dialect()
-    args.engine_configs(dialect)  # what DeepSpeed cannot do is refused
+    dialect = args.resolved.dialect
+    _ = args.ds_configs  # what DeepSpeed cannot do is refused
     count, _, gpu = hardware.partition("x")
     cluster = Cluster(gpus=min(8, int(count)), nodes=max(1, int(count) // 8), gpu=gpu_bytes(gpu))
-    return plan(args.engine_spec(dialect), workload(args, dialect), cluster)
+    return plan(args.spec, workload(args, dialect), cluster)
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,6 @@ from engine.rollout.backends import ReplicaRollouts
 from engine.zero.gathering import copy_weights
 from scripts.harness.models import make_causal_lm, make_scorer, make_tokenizer
 from tests.engine.rollout.test_decode import BATCH, SAMPLING, answers
-from tests.parameters import first_quick
 
 TOKENS = torch.arange(4, 20).view(2, 8)
 MASK = torch.ones_like(TOKENS)
@@ -111,7 +110,7 @@ def logprobs(module, **role) -> torch.Tensor:
     return module(TOKENS, MASK, position_ids(MASK), response_length=5, **role)[0]
 
 
-@pytest.mark.parametrize("family, tied, targets", first_quick(CASES))
+@pytest.mark.parametrize("family, tied, targets", CASES)
 def test_a_copy_is_merged_for_generating_and_exact_again_afterwards(tmp_path, family, tied, targets):
     policy = load_policy(make_causal_lm(tmp_path, family, tied=tied), torch.float32).eval()
     adapt(policy, LoraSpec(dim=4, alpha=6.0, only=True, targets=targets), "actor")

@@ -14,8 +14,10 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from engine.algo.logprobs import token_logprobs
 from engine.algo.losses import policy_loss
+from engine.algo.schedules import SCHEDULES, depends_on_total, lr_factor
+from engine.algorithms import get_dialect
 from engine.engine_spec import OptimizerSpec
-from engine.optim import TensorFlowAdam, build_optimizer, lr_factor
+from engine.optim import TensorFlowAdam, build_optimizer
 from engine.zero.gathering import full_shape
 from scripts.harness.models import make_config
 from tests.engine.zero.inspecting import partition_away
@@ -51,9 +53,12 @@ def test_a_run_shorter_than_its_warm_up():
     assert lr_factor(4, 4, 4, "linear") == 1.0  # no division by the 0 steps that are left
 
 
-def test_an_unknown_schedule_is_refused():
-    with pytest.raises(ValueError, match="'step': known are linear, cosine, constant"):
-        lr_factor(5, 10, 2, "step")
+def test_a_schedule_that_a_user_adds(monkeypatch):
+    """By one line of the table, which the dialect's field and the flags of all three steps look at."""
+    monkeypatch.setitem(SCHEDULES, "root", lambda progress: (1 - progress) ** 0.5)
+    assert lr_factor(4, total=10, warmup=2, schedule="root") == 0.75**0.5
+    assert get_dialect("default").override(lr_schedule="root").lr_schedule == "root"
+    assert depends_on_total("root") and not depends_on_total("constant")
 
 
 class Small(nn.Module):

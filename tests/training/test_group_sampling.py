@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from engine.algorithms import Algorithm, Dialect, check, get_dialect
+from engine.algorithms import Algorithm, Dialect, check_effect, get_dialect
 from engine.errors import UserError
 from engine.experience import PromptBatch, Rollout
 from engine.experience_maker import ExperienceMaker
@@ -276,5 +276,5 @@ def test_fields_that_cannot_be(fields, message):
 
 
 def test_a_penalty_without_a_buffer_is_refused():
-    with pytest.raises(UserError, match="overlong_penalty is given, but overlong_buffer is 0"):
-        check(get_dialect("default").override(overlong_penalty=0.5), given=["overlong_penalty"])
+    with pytest.raises(UserError, match="overlong_penalty 0.5: it has no effect where overlong_buffer is 0"):
+        check_effect(get_dialect("default").override(overlong_penalty=0.5), ["overlong_penalty"])

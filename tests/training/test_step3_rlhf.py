@@ -65,7 +65,7 @@ def test_old_log_probs_of_another_sampler_are_told(monkeypatch, capsys, dtype, c
     rollouts = SimpleNamespace(why="rollouts by a stand-in", computes_as_actor=computes_as_actor)
     monkeypatch.setattr(step3_rlhf, "build_rollouts", lambda *args, **settings: rollouts)
     args = step3(dtype=dtype, **fields)
-    plan = SimpleNamespace(dialect=args.resolved_dialect()[0])
+    plan = SimpleNamespace(dialect=args.resolved.dialect)
     assert choose_rollouts(args, plan, SimpleNamespace(actor=None, tokenizer=None, engines=[])) is rollouts
     assert exact_sampler(args, rollouts) == (dtype == "fp32" and computes_as_actor)
     first, *others = capsys.readouterr().out.splitlines()
@@ -79,7 +79,7 @@ def test_auto_is_told_what_training_takes_by_the_plan(monkeypatch, backend, plan
     rollouts = SimpleNamespace(why="rollouts by a stand-in", computes_as_actor=True)
     monkeypatch.setattr(step3_rlhf, "build_rollouts", lambda *args, training, **_: given.append(training) or rollouts)
     args = step3(rollout_backend=backend)
-    plan = SimpleNamespace(dialect=args.resolved_dialect()[0])
+    plan = SimpleNamespace(dialect=args.resolved.dialect)
 
     def choose() -> int | str:
         choose_rollouts(args, plan, SimpleNamespace(actor=None, tokenizer=None, engines=[]))

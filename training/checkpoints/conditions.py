@@ -11,7 +11,6 @@ settings            what may change; every change that has an effect is printed
 What a run reads at paths that it is given, besides data, is known again by fingerprints among the settings.
 """
 
-import dataclasses
 import hashlib
 import inspect
 import json
@@ -23,10 +22,11 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from engine import distributed
+from engine.algo.schedules import depends_on_total
 from engine.algorithms import Dialect
 from engine.errors import UserError, without_query
 from engine.models.checking import fingerprint, frozen_fingerprint
-from engine.optim import CONSTANT_SCHEDULES
+from engine.options import SAME, TOLD, with_resume
 from engine.reward.built_in import BUILT_IN
 from training.config.models import LoraFlags
 from training.config.reward import load_function, names_file, short_names
@@ -105,49 +105,36 @@ TEMPLATE = "the chat template"  # a hash of it
 FROZEN = "frozen weights of the "
 CONTENTS = "contents of "  # and these as little
 TOTAL_STEPS, MICRO_BATCH, RANKS = "total steps", "--per_device_training_batch_size", "ranks"
-# Fields of the dialect that must be equal: those that say what the state counts, which models there are, and what a
-# score is, as the flags of the score do.
-FIXED_FIELDS = (
-    "samples_per_prompt",
-    "mini_batches",
-    "ppo_epochs",
-    "critic_start",
-    "hydra_layers",
-    "optimizer",
-    "kl_controller",
-    "score_scaling",
-    "missing_end",
-    "missing_end_value",
-)
-FIXED_FLAGS = (
-    "dtype",
-    "answer_column",
-    "response_format",
-    "reward_model_weight",
-    "length_penalty",
-    "unsup_coef",
-    "max_prompt_seq_len",
-    "max_answer_seq_len",
-    "overlong",
-    "critic_warmup_steps",
-    "stop",
-)
 
 
-def lora_identity(args: LoraFlags) -> dict[str, object]:
-    """What must be equal of a run's adapters, as JSON has it, by the flag of their rank; None for a model without."""
+def shared_identity(args: LoraFlags, data: list[str], tokenizer: PreTrainedTokenizerBase) -> dict[str, object]:
+    """What must be equal in each of the three steps: data, chat template, adapters, and the flags that say so."""
     specs = {model: args.lora(model) for model in args.lora_models}
     return {
-        f"--{model}lora_dim and its like": spec
-        and {name: getattr(spec, name) for name in ("dim", "alpha", "targets", "dropout", "only")}
-        for model, spec in specs.items()
+        DATA: data,
+        TEMPLATE: hashlib.sha256(json.dumps(tokenizer.chat_template).encode()).hexdigest(),
+        **{name if name == "seed" else f"--{name}": value for name, value in with_resume(args, SAME)},
+        **{
+            f"--{model}lora_dim and its like": spec
+            and {name: getattr(spec, name) for name in ("dim", "alpha", "targets", "dropout", "only")}
+            for model, spec in specs.items()
+        },
     }
 
 
-def lora_rates(args: LoraFlags) -> dict[str, object]:
-    """The peak learning rates of a run's adapters, by flag; None for a model without."""
+def shared_settings(args: LoraFlags, total_steps: int) -> dict[str, object]:
+    """What may change in each of the three steps."""
     specs = {model: args.lora(model) for model in args.lora_models}
-    return {f"--{model}lora_learning_rate": spec and spec.lr for model, spec in specs.items()}
+    return {
+        **{f"--{name}": value for name, value in with_resume(args, TOLD)},
+        TOTAL_STEPS: total_steps,
+        RANKS: distributed.world_size(),
+        **{f"--{model}lora_learning_rate": spec and spec.lr for model, spec in specs.items()},
+    }
+
+
+def _as_json(*parts: Mapping) -> list[dict]:
+    return json.loads(json.dumps(parts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +154,6 @@ class Conditions:
     def of(
         cls,
         args: RLHFFlags,
-        dialect: Dialect,
         data: list[str],
         total_steps: int,
         tokenizer: PreTrainedTokenizerBase,
@@ -178,43 +164,28 @@ class Conditions:
         data: fingerprints of the prompts and of the texts. total_steps: of the whole run, by which learning rates fall.
         tokenizer: whose chat template is to stay. inputs: fingerprints of models and of the reward function, by flag.
         """
-        fields, weights = dataclasses.asdict(dialect), args.reward_weights
+        dialect, weights, inputs = args.resolved.dialect, args.reward_weights, inputs or {}
         identity = {
-            "seed": args.seed,
-            DATA: data,
-            **template_identity(tokenizer),
+            **shared_identity(args, data, tokenizer),
             "responses a step": args.rows_per_rank * distributed.world_size(),
-            **{name: fields.pop(name) for name in FIXED_FIELDS},
-            **{f"--{name}": getattr(args, name) for name in FIXED_FLAGS},
+            **dict(with_resume(dialect, SAME)),
             "--reward_function": short_names(args.reward_function),
-            "--reward_weights": list(weights) if any(weight != 1.0 for weight in weights) else None,
+            "--reward_weights": weights if any(weight != 1.0 for weight in weights) else None,
             SERVED: "given" if args.reward_url else None,
-            "--reward_url_columns": args.reward_url_columns or None,
-            **lora_identity(args),
-            **frozen_identity(_start_flags(args, dialect), inputs or {}, args),
-            "--share_trunk": args.share_trunk or None,
+            **frozen_identity(_start_flags(args, dialect), inputs, args),
             **args.moving_reference(),
-            "--critic_pretrain_steps": args.critic_pretrain_steps or None,
-            "--critic_pretrain_learning_rate": args.critic_pretrain_learning_rate,
         }
-        urls = without_query(" ".join(args.reward_url or ()))
+        urls = without_query(" ".join(args.reward_url))
         settings = {
-            **fields,
-            **{f"--{name}": getattr(args, name) for name in MODELS},
-            **{_contents(flag): value for flag, value in (inputs or {}).items() if not flag.startswith(BASE)},
-            TOTAL_STEPS: total_steps,
-            MICRO_BATCH: args.per_device_training_batch_size,
-            RANKS: distributed.world_size(),
+            **dict(with_resume(dialect, TOLD)),
+            **shared_settings(args, total_steps),
+            **{_contents(flag): value for flag, value in inputs.items() if not flag.startswith(BASE)},
             **({URL: urls, f"{URL}_form": args.reward_url_form} if urls else {}),
             **{f"--{role}_zero_stage": args.stage(role) for role in ("actor", "critic")},
-            **lora_rates(args),
         }
-        idle = {
-            TOTAL_STEPS: dialect.lr_schedule in CONSTANT_SCHEDULES,
-            MICRO_BATCH: not dialect.micro_batches_matter,
-        }
-        without_effect = frozenset(name for name in idle if idle[name])
-        return cls(*json.loads(json.dumps([identity, settings])), without_effect, dialect.ranks_matter)
+        idle = set() if depends_on_total(dialect.lr_schedule) else {TOTAL_STEPS}
+        idle |= set() if dialect.micro_batches_matter else {MICRO_BATCH}
+        return cls(*_as_json(identity, settings), frozenset(idle), dialect.ranks_matter)
 
     @classmethod
     def read(cls, state: Mapping) -> "Conditions":
@@ -249,7 +220,7 @@ class Conditions:
                     f"--resume {folder}: the data, those held out included, are others than when it was "
                     "written. Give the same data as when the run began."
                 )
-            if then != value:
+            if (then or None) != (value or None):  # a flag that is off is as one that is not given
                 remedy = "Give the same flags and data as when the run began."
                 if name.endswith(" a step"):
                     remedy = "Ranks times batch size has to be what it was: change one with the other."
@@ -322,11 +293,6 @@ class Conditions:
         return ""
 
 
-def template_identity(tokenizer: PreTrainedTokenizerBase) -> dict[str, object]:
-    """A hash of the tokenizer's chat template, or of there being none."""
-    return {TEMPLATE: hashlib.sha256(json.dumps(tokenizer.chat_template).encode()).hexdigest()}
-
-
 def frozen_identity(flags: Mapping[str, str], inputs: Mapping[str, str], args: LoraFlags) -> dict[str, object]:
     """The fingerprints of the weights that stay as they are, by model; None without LoRA or where they are not known.
 
@@ -352,7 +318,7 @@ def _shown(name: str, value: object) -> object:
 
 
 def _said(value: object) -> str:
-    return "not given" if value is None else repr(value)
+    return "not given" if value is None or value is False or value == [] else repr(value)
 
 
 def _contents(flag: str) -> str:
@@ -377,17 +343,6 @@ def state_file(trainer_state: Mapping, scalars: Mapping, conditions: Conditions,
 
 
 MODEL = "--model_name_or_path"
-FIXED_SUPERVISED_FLAGS = ("dtype", "dropout", "max_seq_len", "overlong", "loss_on", "pairwise_loss")
-FREE_FLAGS = (
-    "model_name_or_path",
-    "learning_rate",
-    "weight_decay",
-    "lr_scheduler_type",
-    "num_warmup_steps",
-    "max_grad_norm",
-    "sft_model_name_or_path",
-    "normalization_samples",
-)
 
 
 def supervised_conditions(
@@ -399,23 +354,13 @@ def supervised_conditions(
     """
     examples = args.per_device_train_batch_size * args.gradient_accumulation_steps * distributed.world_size()
     identity = {
-        "seed": args.seed,
-        DATA: data,
-        **template_identity(tokenizer),
+        **shared_identity(args, data, tokenizer),
         "examples a step": examples,
-        **{f"--{name}": getattr(args, name) for name in FIXED_SUPERVISED_FLAGS if hasattr(args, name)},
-        **lora_identity(args),
         **frozen_identity({"": MODEL}, _bases(args), args),
     }
-    settings = {
-        **{f"--{name}": getattr(args, name) for name in FREE_FLAGS if hasattr(args, name)},
-        TOTAL_STEPS: total_steps,
-        RANKS: distributed.world_size(),
-        "--zero_stage": args.engine_config().stage,
-        **lora_rates(args),
-    }
-    idle = frozenset({TOTAL_STEPS} if args.lr_scheduler_type in CONSTANT_SCHEDULES else ())
-    return Conditions(*json.loads(json.dumps([identity, settings])), idle)
+    settings = {**shared_settings(args, total_steps), "--zero_stage": args.engine_config().stage}
+    idle = () if depends_on_total(args.lr_scheduler_type) else (TOTAL_STEPS,)
+    return Conditions(*_as_json(identity, settings), frozenset(idle))
 
 
 def _bases(args: SupervisedFlags) -> dict[str, str]:

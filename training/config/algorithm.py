@@ -1,18 +1,34 @@
-"""The flags that give fields of the dialect a value, and the dialect that they make: `AlgorithmFlags.resolved_dialect`.
+"""The flags of step 3's algorithm, and the dialect that they make: `AlgorithmFlags.resolved`.
 
---kl_coef 0.2 becomes the field kl_coef of a Dialect (engine/algorithms/dialect.py) here.
-
-The flags of the actor's moving average, and of a reference that follows the actor.
+--kl_coef 0.2 becomes the field kl_coef of a Dialect (engine/algorithms/dialect.py) here. Behind these stand the flags
+of the actor's moving average, and of a reference that follows the actor.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from functools import cached_property
 
-from engine.algorithms import DIALECTS, Dialect, get_dialect, parse_settings
-from engine.algorithms.values import VALUES, FieldError
+from engine.algorithms import DIALECTS, Dialect, check_effect, get_dialect, parse_settings
+from engine.algorithms.checks import FieldError
 from engine.errors import UserError
+from engine.options import FREE, SAME, TOLD
 from training.config.flags import DataFlags, flag
 from training.config.other_systems import flag_of_other_systems
+
+
+def dialect_flag(field: str, *, group: str = "", only_with: str | tuple[str, ...] = ()):
+    """A flag that gives a field of the dialect a value, and has its meaning and range; None leaves the dialect's."""
+    metadata = Dialect.__dataclass_fields__[field].metadata
+    own = {"default": None, "group": group, "field": field, "only_with": only_with, "resume": FREE}
+    return flag(**{**metadata, **own})
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """The dialect that flags make, and what they changed: {field: (dialect's, given)}."""
+
+    dialect: Dialect
+    changed: dict[str, tuple]
 
 
 @dataclass(kw_only=True)
@@ -20,26 +36,20 @@ class AlgorithmFlags(DataFlags):
     """The algorithm of step 3. Flags without a default of their own take the dialect's value."""
 
     dialect: str = flag("default", "whose algorithmic choices are taken", choices=DIALECTS, group="algorithm")
-    kl_coef: float | None = flag(None, "coefficient of the KL penalty")
-    score_clip: float | None = flag(None, "scores are clipped to plus or minus this")
+    kl_coef: float | None = dialect_flag("kl_coef")
+    score_clip: float | None = dialect_flag("score_clip")
     missing_eos_penalty: float = flag(
         0.0, "subtracted from the score of a response that did not end by itself: missing_end=subtract"
     )
-    gamma: float | None = flag(None, "discount a token")
-    lam: float | None = flag(None, "lambda of GAE")
-    clip_range: float | None = flag(None, "clip range of the ratio")
-    value_clip_range: float | None = flag(None, "clip range of the values")
-    whiten_advantages: bool | None = flag(None, "scale advantages to mean 0 and variance 1 over all tokens")
-    ppo_epochs: int | None = flag(None, "passes over each step's responses")
-    temperature: float | None = flag(None, "of sampling")
-    old_logprobs: str | None = flag(
-        None,
-        "where the ratio's old log-probs come from: a forward pass over the finished responses, or the sampler, "
-        "which saves that pass (rollout/logprob_gap tells how far apart the two are); auto: the sampler in fp32 where "
-        "it computes with the actor's own code, so that both are the same within rounding",
-        choices=VALUES["old_logprobs"],
-    )
-    ema_decay: float | None = flag(None, "decay of the moving average that --enable_ema keeps")
+    gamma: float | None = dialect_flag("gamma")
+    lam: float | None = dialect_flag("lam")
+    clip_range: float | None = dialect_flag("clip_range")
+    value_clip_range: float | None = dialect_flag("value_clip_range")
+    whiten_advantages: bool | None = dialect_flag("whiten_advantages")
+    ppo_epochs: int | None = dialect_flag("ppo_epochs")
+    temperature: float | None = dialect_flag("temperature")
+    old_logprobs: str | None = dialect_flag("old_logprobs")
+    ema_decay: float | None = dialect_flag("ema_decay", only_with=("enable_ema", "reference=ema"))
     set: list[str] = flag(
         [],
         "any field of the dialect as FIELD=VALUE, such as kl_controller=adaptive kl_target=6; "
@@ -48,105 +58,101 @@ class AlgorithmFlags(DataFlags):
         adds_up=True,
     )
 
-    actor_learning_rate: float | None = flag(None, "the actor's peak learning rate", group="optimization")
-    critic_learning_rate: float | None = flag(None, "the critic's peak learning rate")
-    actor_weight_decay: float | None = flag(None, "AdamW's, of the actor's matrices")
-    critic_weight_decay: float | None = flag(None, "AdamW's, of the critic's matrices")
-    lr_scheduler_type: str | None = flag(None, "shape of the learning rate", choices=VALUES["lr_schedule"])
-    num_warmup_steps: int | None = flag(None, "optimizer steps of rising learning rate")
-    max_grad_norm: float | None = flag(None, "gradients are clipped to this norm; 0 for no clipping")
+    actor_learning_rate: float | None = dialect_flag("actor_lr", group="optimization")
+    critic_learning_rate: float | None = dialect_flag("critic_lr")
+    actor_weight_decay: float | None = dialect_flag("actor_weight_decay")
+    critic_weight_decay: float | None = dialect_flag("critic_weight_decay")
+    lr_scheduler_type: str | None = dialect_flag("lr_schedule")
+    num_warmup_steps: int | None = dialect_flag("warmup_steps")
+    max_grad_norm: float | None = dialect_flag("max_grad_norm")
     critic_pretrain_steps: int = flag(
         0,
         "steps before the first that train the critic alone, on responses of the SFT model and what really followed "
         "(lambda 1); they move neither prompts nor learning rates of the others. The critic is saved as "
         "OUTPUT_DIR/critic_pretrained, from which another run may start: its --critic_model_name_or_path, with "
         "--reward_model_name_or_path beside it",
+        least=0,
+        resume=SAME,
     )
     critic_pretrain_learning_rate: float | None = flag(
-        None, "the critic's peak learning rate in these steps; by default --critic_learning_rate"
+        None,
+        "the critic's peak learning rate in these steps; by default --critic_learning_rate",
+        above=0,
+        only_with="critic_pretrain_steps",
+        resume=SAME,
     )
-    critic_warmup_steps: int = flag(0, "steps at the start that train the critic alone")
+    critic_warmup_steps: int = flag(0, "steps at the start that train the critic alone", least=0, resume=SAME)
     max_kl: float | None = flag(
         None,
         "end the run, before another update, when a step's responses are further from the reference than so many "
         "nats a response (objective/kl)",
+        above=0,
     )
 
-    per_device_generation_batch_size: int = flag(16, "prompts answered at once by each rank", group="batch sizes")
-    generation_batches: int = flag(1, "so many times as many prompts in one step; they wait until others have ended")
-    num_samples_per_prompt: int | None = flag(None, "responses drawn for each prompt")
-    per_device_training_batch_size: int = flag(16, "responses in one forward and backward pass of each rank")
+    per_device_generation_batch_size: int = flag(
+        16, "prompts answered at once by each rank", least=1, group="batch sizes"
+    )
+    generation_batches: int = flag(
+        1, "so many times as many prompts in one step; they wait until others have ended", least=1
+    )
+    num_samples_per_prompt: int | None = dialect_flag("samples_per_prompt")
+    per_device_training_batch_size: int = flag(
+        16, "responses in one forward and backward pass of each rank", least=1, resume=TOLD
+    )
     gradient_accumulation_steps: int | None = flag(
         None,
         "passes in one optimizer step, which decides how many such steps there are (mini_batches); by default "
         "there are as many as the dialect has, and each takes all passes that it needs",
+        least=1,
     )
 
     def validate(self) -> None:
         """Raise UserError for values that cannot work, alone or together."""
-        DataFlags.validate(self)
-        self.at_least(
-            1,
-            "per_device_generation_batch_size",
-            "generation_batches",
-            "per_device_training_batch_size",
-            "gradient_accumulation_steps",
-        )
-        self.at_least(0, "critic_pretrain_steps", "critic_warmup_steps")
-        self.above(0, "critic_pretrain_learning_rate")
-        self.finite("critic_pretrain_learning_rate")
-        if self.critic_pretrain_learning_rate is not None and not self.critic_pretrain_steps:
-            raise UserError(
-                f"--critic_pretrain_learning_rate {self.critic_pretrain_learning_rate} needs --critic_pretrain_steps."
-            )
-        self.above(0, "max_kl")
-        self.finite("max_kl")
-        self._validate_division()
+        super().validate()
+        self._check_division()
 
-    def resolved_dialect(self) -> tuple[Dialect, dict[str, tuple]]:
-        """The dialect with the given flags in it, and what they changed: {field: (dialect's, given)}.
+    @cached_property
+    def resolved(self) -> Resolved:
+        """The dialect with the given flags in it; made once, as flags are not changed any more.
 
-        Raises: UserError for a value that the dialect cannot have, under the name of the flag that gave it.
+        Raises: UserError for a field that is given twice, or that is another system's, and for a value that the dialect
+        cannot have or that has no effect in it, under the name of the flag that gave it.
         """
-        named = get_dialect(self.dialect)
+        named, flags = get_dialect(self.dialect), self._fields_of_flags()
+        given = self._set_fields()
+        for field, name in flags.items():
+            if field in given:
+                raise UserError(f"--set {field}={given[field]} and {self.word(name)} say the same. Give one of them.")
+        given |= {field: getattr(self, name) for field, name in flags.items()}
+        if self.missing_eos_penalty:
+            given["missing_end"] = "subtract"
+        if self.gradient_accumulation_steps is not None:
+            samples = given.get("samples_per_prompt", named.samples_per_prompt)
+            made = self.per_device_generation_batch_size * self.generation_batches * samples
+            given["mini_batches"] = max(1, made // self._rows_per_optimizer_step)
         try:
-            resolved = named.replaced(**self.given_fields())
+            dialect = named.replaced(**given)
+            check_effect(dialect, given)
         except FieldError as error:
-            name = self._flags_of_fields().get(error.field)
-            raise UserError(f"--{name} {getattr(self, name)}: {error.reason}" if name else str(error)) from None
-        return resolved, named.differences(resolved)
+            name = flags.get(error.field)
+            raise UserError(f"{self.word(name)}: {error.reason}" if name else str(error)) from None
+        return Resolved(dialect, named.differences(dialect))
 
     def counted_padding(self) -> str | None:
         """As RunFlags has it: of some dialects."""
-        counts = self.resolved_dialect()[0].counts_padding
+        counts = self.resolved.dialect.counts_padding
         return f"the dialect {self.dialect} counts numbers of padding" if counts else None
 
-    def given_fields(self) -> dict[str, object]:
-        """The dialect's fields that flags give a value, by --set or by a flag of their own.
-
-        Raises: UserError for a field that is given twice, or that is another system's.
-        """
+    def _set_fields(self) -> dict[str, object]:
+        """The fields that --set gives a value."""
         for word in self.set:
             field = _field(word)
             instead = None if field in Dialect.__dataclass_fields__ else flag_of_other_systems(field, 3)
             if instead:
                 raise UserError(f"--set {word}: the dialect has no field {field}. {instead}")
-        found, flags = parse_settings(self.set), self._flags_of_fields()
-        for field, name in flags.items():
-            if field in found:
-                raise UserError(
-                    f"--set {field}={found[field]} and --{name} {getattr(self, name)} say the same. Give one of them."
-                )
-        found |= {field: getattr(self, name) for field, name in flags.items()}
-        if self.missing_eos_penalty:
-            found["missing_end"] = "subtract"
-        if self.gradient_accumulation_steps is not None:
-            samples = found.get("samples_per_prompt", get_dialect(self.dialect).samples_per_prompt)
-            made = self.per_device_generation_batch_size * self.generation_batches * samples
-            found["mini_batches"] = max(1, made // self._rows_per_optimizer_step)
-        return found
+        return parse_settings(self.set)
 
-    def _flags_of_fields(self) -> dict[str, str]:
+    def _fields_of_flags(self) -> dict[str, str]:
         """{field: flag} of the flags that give a field a value."""
         return {
             field: name
@@ -162,7 +168,7 @@ class AlgorithmFlags(DataFlags):
     @property
     def samples_per_prompt(self) -> int:
         """Responses drawn for each prompt."""
-        return self.resolved_dialect()[0].samples_per_prompt
+        return self.resolved.dialect.samples_per_prompt
 
     @property
     def rows_per_rank(self) -> int:
@@ -172,33 +178,30 @@ class AlgorithmFlags(DataFlags):
     @property
     def mini_batches(self) -> int:
         """Optimizer steps in one PPO epoch."""
-        return self.resolved_dialect()[0].mini_batches
+        return self.resolved.dialect.mini_batches
 
-    def _validate_division(self) -> None:
-        made, mini_batches = self.rows_per_rank, self.mini_batches
+    def _check_division(self) -> None:
+        made, dialect = self.rows_per_rank, self.resolved.dialect
         sizes = (
-            f"each rank makes {made} responses a step (--per_device_generation_batch_size "
+            f"batch sizes do not divide: each rank makes {made} responses a step (--per_device_generation_batch_size "
             f"{self.per_device_generation_batch_size} x --generation_batches {self.generation_batches} x "
-            f"--num_samples_per_prompt {self.samples_per_prompt})"
+            f"--num_samples_per_prompt {self.samples_per_prompt}), which is no multiple of the"
         )
         if self.gradient_accumulation_steps is not None:
             step = self._rows_per_optimizer_step
             if made % step:
                 raise UserError(
-                    f"batch sizes do not divide: {sizes}, which is no multiple of the {step} of an optimizer step "
-                    f"(--per_device_training_batch_size {self.per_device_training_batch_size} x "
-                    f"--gradient_accumulation_steps {self.gradient_accumulation_steps})."
+                    f"{sizes} {step} of an optimizer step ({self.word('per_device_training_batch_size')} x "
+                    f"{self.word('gradient_accumulation_steps')})."
                 )
-        elif made % mini_batches:
+        elif made % dialect.mini_batches:
             raise UserError(
-                f"batch sizes do not divide: {sizes}, which is no multiple of the dialect's mini_batches "
-                f"{mini_batches}. Change the sizes, or --set mini_batches=N."
+                f"{sizes} dialect's mini_batches {dialect.mini_batches}. Change the sizes, or --set mini_batches=N."
             )
-        dialect = self.resolved_dialect()[0]
         if dialect.critic_learns_apart and made % dialect.critic_passes[1]:
             raise UserError(
-                f"batch sizes do not divide: {sizes}, which is no multiple of the critic's {dialect.critic_passes[1]} "
-                "mini-batches. Change the sizes, or --set critic_mini_batches=N."
+                f"{sizes} critic's {dialect.critic_passes[1]} mini-batches. Change the sizes, or --set "
+                "critic_mini_batches=N."
             )
 
     @classmethod
@@ -229,20 +232,13 @@ def _field(word: object) -> str:
     return word.partition("=")[0] if isinstance(word, str) else ""
 
 
-# Flags whose value is that of a field, first those of another name.
-DIALECT_FLAGS = {
-    "actor_learning_rate": "actor_lr",
-    "critic_learning_rate": "critic_lr",
-    "num_warmup_steps": "warmup_steps",
-    "lr_scheduler_type": "lr_schedule",
-    "num_samples_per_prompt": "samples_per_prompt",
-    **{spec.name: spec.name for spec in fields(AlgorithmFlags) if spec.name in Dialect.__dataclass_fields__},
-}
-# Flag: the fields that it gives a value, with the two flags from which fields are computed.
+DIALECT_FLAGS = {spec.name: spec.metadata["field"] for spec in fields(AlgorithmFlags) if spec.metadata["field"]}
+"""Flag: the field that it gives a value."""
 FIELDS_OF_FLAGS = {name: (field,) for name, field in DIALECT_FLAGS.items()} | {
     "gradient_accumulation_steps": ("mini_batches",),
     "missing_eos_penalty": ("missing_end", "missing_end_value"),
 }
+"""The same, with the two flags from which fields are computed."""
 
 
 START, MOVING = "start", "ema"  # of --reference
@@ -259,6 +255,7 @@ class ReferenceFlags(AlgorithmFlags):
         None,
         "where it is kept, and a reference that is refreshed; by default beside the master weights",
         choices=("cpu",),
+        only_with=("enable_ema", "reference=ema", "reference_refresh_steps"),
     )
     reference: str = flag(
         START,
@@ -268,32 +265,29 @@ class ReferenceFlags(AlgorithmFlags):
         group="the reference",
     )
     reference_refresh_steps: int | None = flag(
-        None, "after every so many steps the reference becomes the actor as it stands; by default it never does"
+        None,
+        "after every so many steps the reference becomes the actor as it stands; by default it never does",
+        least=1,
     )
     reference_mixup_alpha: float = flag(
-        1.0, "the actor's share in the reference at a refresh; what was the reference has the rest"
+        1.0,
+        "the actor's share in the reference at a refresh; what was the reference has the rest",
+        above=0,
+        most=1,
+        only_with="reference_refresh_steps",
     )
 
-    def validate_reference(self) -> None:
+    def validate(self) -> None:
         """Raise UserError for values that cannot work, alone or together."""
-        self.at_least(1, "reference_refresh_steps")
-        self.above(0, "reference_mixup_alpha")
-        self.at_most(1, "reference_mixup_alpha")
+        super().validate()
         if self.reference == MOVING and self.reference_refresh_steps is not None:
             raise UserError(
-                f"--reference_refresh_steps {self.reference_refresh_steps} with --reference {MOVING}: the average "
-                "moves after every optimizer step by itself. Give one of them."
+                f"{self.word('reference_refresh_steps')} with --reference {MOVING}: the average moves after every "
+                "optimizer step by itself. Give one of them."
             )
-        if self.reference_mixup_alpha != 1.0 and self.reference_refresh_steps is None:
-            raise UserError(
-                f"--reference_mixup_alpha {self.reference_mixup_alpha} needs --reference_refresh_steps: it is the "
-                "actor's share at a refresh."
-            )
-        if self.ema_device is not None and not self.keeps_average and self.reference_refresh_steps is None:
-            raise UserError(f"--ema_device {self.ema_device} needs --enable_ema.")
-        if "ema_decay" in self.given_fields() and not self.keeps_average:
-            given = "--set ema_decay=" if self.ema_decay is None else "--ema_decay "
-            raise UserError(f"{given}{self.given_fields()['ema_decay']} needs --enable_ema.")
+        decay = [word for word in self.set if _field(word) == "ema_decay"]
+        if decay and not self.keeps_average:
+            raise UserError(f"--set {decay[0]} needs --enable_ema or --reference {MOVING}. Give that, or leave it out.")
 
     @property
     def keeps_average(self) -> bool:

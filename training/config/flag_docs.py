@@ -1,15 +1,19 @@
-"""Writes docs/flags.md from the dataclasses of the flags:
+"""Writes docs/flags.md from the dataclasses of the flags, and of the dialect:
 
 python -m training.config.flag_docs > docs/flags.md
+
+A flag that several programs have with the same words stands in the first section that they share.
 """
 
 import dataclasses
 import types
 import typing
+from collections.abc import Sequence
 
 from engine.algorithms import Dialect
+from engine.options import LIMITS, REQUIRED, choices_of, default_of
 from training.config.algorithm import DIALECT_FLAGS
-from training.config.flags import REQUIRED, ProgramFlags
+from training.config.flags import ProgramFlags, by_group
 from training.config.step3 import RLHFFlags
 from training.config.supervised import RewardFlags, SFTFlags
 from training.tools.compare.flags import CompareFlags
@@ -30,75 +34,121 @@ enable_ema: true
 
 A flag that is off or on is given bare (`--offload`) or with `true` or `false`.
 """
-STEPS = (
-    ("Step 1, `training/step1_sft.py`", SFTFlags),
-    ("Step 2, `training/step2_reward.py`", RewardFlags),
-    ("Step 3, `training/step3_rlhf.py`", RLHFFlags),
-    ("Merging, `python -m training.merge`", MergeFlags),
-    ("Comparing, `python -m training.compare`", CompareFlags),
-    ("Serving, `python -m training.serve`", ServeFlags),
+SECTIONS: tuple[tuple[str, Sequence[type[ProgramFlags]]], ...] = (
+    ("All three steps", (SFTFlags, RewardFlags, RLHFFlags)),
+    ("Steps 1 and 2", (SFTFlags, RewardFlags)),
+    ("Step 1, `training/step1_sft.py`", (SFTFlags,)),
+    ("Step 2, `training/step2_reward.py`", (RewardFlags,)),
+    ("Step 3, `training/step3_rlhf.py`", (RLHFFlags,)),
+    ("Merging and comparing", (MergeFlags, CompareFlags)),
+    ("Merging, `python -m training.merge`", (MergeFlags,)),
+    ("Comparing, `python -m training.compare`", (CompareFlags,)),
+    ("Serving, `python -m training.serve`", (ServeFlags,)),
 )
+OLD = "DeepSpeed-Chat's flags that have nothing left to do"
+DIALECT = """## Fields of a dialect
+
+[Dialects](dialects.md) are rows of these choices. Each is set by `--set FIELD=VALUE`, some by a flag of step 3, too.
+Defaults are those of the dialect `default`; `python -m engine.algorithms` prints everyone's.
+"""
 
 
 def document() -> str:
     """The whole page."""
-    return "\n".join([HEAD, *(section(title, flags_class) for title, flags_class in STEPS)])
+    parts, told = [HEAD], {}
+    for title, programs in SECTIONS:
+        parts.append(section(title, programs, told))
+    return "\n".join([*parts, DIALECT, dialect_tables()])
 
 
-def section(title: str, flags_class: type[ProgramFlags]) -> str:
-    """The flags of one program: a table for each group, and one of those that have nothing left to do."""
-    hints = typing.get_type_hints(flags_class)
-    lines = [f"## {title}"]
-    for spec in dataclasses.fields(flags_class):
-        if spec.metadata["group"]:
-            lines += [
-                "",
-                f"### {spec.metadata['group'].capitalize()}",
-                "",
-                "| flag | value | default | |",
-                "| --- | --- | --- | --- |",
-            ]
-        lines.append(
-            f"| `--{spec.name}` | {_value(spec, hints[spec.name])} | {_default(spec)} | "
-            f"{_escaped(spec.metadata['help'])} |"
-        )
-    if not flags_class.old_flags:
-        return "\n".join(lines) + "\n"
-    lines += [
-        "",
-        "### DeepSpeed-Chat's flags that have nothing left to do",
-        "",
-        "| flag | accepted | |",
-        "| --- | --- | --- |",
+def section(title: str, programs: Sequence[type[ProgramFlags]], told: dict[str, list]) -> str:
+    """The flags that all of these programs have with the same words: a table for each group.
+
+    told: rows that stand in a section before, with its title and programs; this section's are added. A program that is
+    not among those has the names of such flags in one line.
+    """
+    shared = set.intersection(*({row for _, row in rows(program)} for program in programs))
+    groups: dict[str, list[str]] = {}
+    others: dict[str, list[str]] = {}
+    for group, row in rows(programs[0]):
+        where = told.setdefault(row, [])
+        if row not in shared or any(set(programs) <= set(had) for _, had in where):
+            continue
+        if where:
+            others.setdefault(where[0][0], []).append(row.split()[1])
+        else:
+            groups.setdefault(group, []).append(row)
+        where.append((title, programs))
+    lines = [f"## {title}", ""]
+    lines += [f'Of "{there.partition(",")[0]}" also: {", ".join(names)}.\n' for there, names in others.items()]
+    for group, found in groups.items():
+        head = ("flag", "accepted", "") if group == OLD else ("flag", "value", "default", "")
+        lines += _table(group, head, found)
+    return "\n".join(lines)
+
+
+def rows(program: type[ProgramFlags]) -> list[tuple[str, str]]:
+    """(group, row of a table) of each flag of a program, old ones last."""
+    hints = typing.get_type_hints(program)
+    found = [
+        (group, _row(f"`--{spec.name}`", _value(spec, hints[spec.name]), _default(spec), _help(spec)))
+        for group, specs in by_group(program).items()
+        for spec in specs
     ]
-    for name, old in flags_class.old_flags.items():
+    for name, old in program.old_flags.items():
         accepted = "yes" if old.allowed is None else ", ".join(map(str, old.allowed)) or "no"
-        lines.append(f"| `--{name}` | {accepted} | {_escaped(old.instead)} |")
-    return "\n".join(lines) + "\n"
+        found.append((OLD, _row(f"`--{name}`", accepted, old.instead)))
+    return found
+
+
+def dialect_tables() -> str:
+    """The fields of a dialect: a table for each group."""
+    hints, lines = typing.get_type_hints(Dialect), []
+    flags = {field: f"`--{name}`" for name, field in DIALECT_FLAGS.items()}
+    for group, specs in by_group(Dialect).items():
+        if not group:  # of the dialect's name
+            continue
+        found = []
+        for spec in specs:
+            value, default = _value(spec, hints[spec.name]), _default(spec) or "none"
+            found.append(_row(f"`{spec.name}`", value, default, flags.get(spec.name, ""), _help(spec)))
+        lines += _table(group, ("field", "value", "default", "flag", ""), found)
+    return "\n".join(lines)
+
+
+def _table(group: str, head: Sequence[str], found: Sequence[str]) -> list[str]:
+    return [f"### {group[0].upper()}{group[1:]}", "", _row(*head), _row(*["---"] * len(head)), *found, ""]
+
+
+def _row(*cells: str) -> str:
+    return "".join(f"| {cell} " if cell else "| " for cell in cells) + "|"
+
+
+def _help(spec: dataclasses.Field) -> str:
+    return spec.metadata["help"].replace("|", "\\|")
 
 
 def _value(spec: dataclasses.Field, hint) -> str:
-    if spec.metadata["choices"]:
-        return ", ".join(f"`{choice}`" for choice in spec.metadata["choices"])
+    known = choices_of(spec)
+    if known:
+        return ", ".join(f"`{choice}`" for choice in known)
     if isinstance(hint, types.UnionType):
         hint = next(kind for kind in typing.get_args(hint) if kind is not type(None))
-    many = typing.get_origin(hint) is list
+    many = typing.get_origin(hint) in (list, tuple)
     kind = typing.get_args(hint)[0] if many else hint
     names = {str: "text", int: "whole number", float: "number", bool: "true or false"}
-    return names[kind] + (", one or more" if many else "")
+    limits = [f"{words} {spec.metadata[key]}" for key, words, _ in LIMITS if spec.metadata[key] is not None]
+    pair = ", two" if typing.get_origin(hint) is tuple else ", one or more" if many else ""
+    return ", ".join([names[kind] + pair, *limits])
 
 
 def _default(spec: dataclasses.Field) -> str:
-    if spec.default is REQUIRED and spec.default_factory is REQUIRED:
+    value = default_of(spec)
+    if value is REQUIRED:
         return "required"
-    if spec.name in DIALECT_FLAGS and spec.default is None:
-        return f"the dialect's (`{getattr(Dialect(), DIALECT_FLAGS[spec.name])}`)"
-    value = spec.default if spec.default is not REQUIRED else spec.default_factory()
+    if spec.metadata.get("field"):
+        return f"the dialect's (`{getattr(Dialect(), spec.metadata['field'])}`)"
     return "" if value is None or value == [] else f"`{str(value).lower() if isinstance(value, bool) else value}`"
-
-
-def _escaped(text: str) -> str:
-    return text.replace("|", "\\|")
 
 
 if __name__ == "__main__":

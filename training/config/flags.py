@@ -1,21 +1,18 @@
-"""Flags as fields of dataclasses: `flag()` gives a field its help, RunFlags has those that all three programs share.
+"""Flags as fields of dataclasses, and those that the three steps share: the run, the Hub, checkpoints, data.
 
-Paths of flags made absolute before anything runs that could change the working directory, as a user's code may.
+    size: int = flag(16, "responses in one pass", least=1)
 
-The flags by which a trained model is uploaded to the Hugging Face Hub, which all three steps share.
-
-The flags of restart points, which all three steps share.
-
-The flags by which all three steps name their data.
+`flag` gives a field its help, range and meaning for a checkpoint (engine/options.py). A class of flags checks them in
+`validate`, its own after those of the classes that it inherits from. `make_paths_absolute` is called before anything
+runs that could change the working directory, as a user's code may.
 """
 
 import dataclasses
-import math
 import os
 import re
 import reprlib
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
@@ -27,33 +24,44 @@ from engine.files import expanded
 from engine.models.attention import IMPLEMENTATIONS, PACKING, Attention
 from engine.models.places import base_of
 from engine.models.reading import read_chat_template, read_tokenizer
+from engine.options import REQUIRED, SAME, default_of, fault, option, unmet
 from training.checkpoints.files import Schedule
 from training.data.forms import Form
 from training.data.rows import Rows, checked_weights, load_rows, parse_split
 from training.data.tables import cache_folder
 from training.data.tokens import OVERLONG, Fit
 
-REQUIRED = dataclasses.MISSING
-
 
 def flag(
     default,
     help: str,
-    choices: Collection[str] | None = None,
+    *,
     group: str = "",
     adds_up: bool = False,
+    was: str = "",
     old_values: Mapping[str, str] | None = None,
+    field: str | None = None,
+    **more,
 ):
     """A dataclass field that is a flag; `default` REQUIRED for one that must be given.
 
-    choices: looked at when flags are parsed, so that all is known that a table holds by then. group: the heading that
-    it stands under, and those after it until the next heading. adds_up: a list that grows each time the flag is given,
-    where otherwise the last one counts. old_values: values that are none any more, and what to do instead.
+    group: the heading that it stands under, and those after it until the next heading. adds_up: a list that grows each
+    time the flag is given, where otherwise the last one counts. was: its former name. old_values: values that are none
+    any more, and what to do instead. field: of the dialect, that it gives a value. more: as `option` has it.
     """
-    metadata = {"help": help, "choices": choices, "group": group, "adds_up": adds_up, "old_values": old_values or {}}
-    if isinstance(default, (list, tuple)):
-        return field(default_factory=lambda: list(default), metadata=metadata)
-    return field(metadata=metadata) if default is REQUIRED else field(default=default, metadata=metadata)
+    return option(
+        default, help, group=group, adds_up=adds_up, was=was, old_values=old_values or {}, field=field, **more
+    )
+
+
+def by_group(options: type) -> dict[str, list[dataclasses.Field]]:
+    """The fields of a class by the headings that they stand under, in the order in which these come first."""
+    groups: dict[str, list[dataclasses.Field]] = {}
+    heading = ""
+    for spec in dataclasses.fields(options):
+        heading = spec.metadata.get("group") or heading
+        groups.setdefault(heading, []).append(spec)
+    return groups
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +88,23 @@ class ProgramFlags:
     )
 
     def validate(self) -> None:
-        """Raise UserError for values that cannot work; called after parsing. By default all can."""
+        """Raise UserError for values that cannot work, or have no effect; called after parsing."""
+        for spec in dataclasses.fields(self):
+            for value in _texts(getattr(self, spec.name)) if spec.name != "stop" else ():
+                check_name(spec.name, value)
+        for spec in dataclasses.fields(self):
+            if reason := fault(spec, getattr(self, spec.name)):
+                raise UserError(f"{self.word(spec.name)}: {reason}")
+        for spec in dataclasses.fields(self):
+            if getattr(self, spec.name) != default_of(spec) and (missing := unmet(self, spec)):
+                needed = " or ".join(f"--{name} {'|'.join(values)}".rstrip() for name, values in missing)
+                raise UserError(f"{self.word(spec.name)} needs {needed}. Give that, or leave it out.")
+
+    def word(self, name: str) -> str:
+        """A flag with its value, as on a command line; URLs `without_query`."""
+        value = getattr(self, name)
+        values = [] if value is True else value if isinstance(value, list) else [value]
+        return without_query(" ".join([f"--{name}", *map(str, values)]))
 
     @classmethod
     def no_flag(cls, name: str, value: str) -> str | None:
@@ -99,29 +123,6 @@ class ProgramFlags:
         """All flags by name, as files show them: URLs `without_query`."""
         return {name: _as_shown(value) for name, value in dataclasses.asdict(self).items()}
 
-    def at_least(self, lowest: float, *names: str) -> None:
-        """Raise UserError unless each named flag that is set is finite and at least `lowest`."""
-        self._each(names, lambda value: value >= lowest, f"at least {lowest}")
-        self._each(names, lambda value: value != math.inf, "finite")
-
-    def above(self, bound: float, *names: str) -> None:
-        """Raise UserError unless each named flag that is set is greater than `bound`."""
-        self._each(names, lambda value: value > bound, f"greater than {bound}")
-
-    def at_most(self, highest: float, *names: str) -> None:
-        """Raise UserError unless each named flag that is set is at most `highest`."""
-        self._each(names, lambda value: value <= highest, f"at most {highest}")
-
-    def finite(self, *names: str) -> None:
-        """Raise UserError unless each named flag that is set is a finite number."""
-        self._each(names, math.isfinite, "finite")
-
-    def _each(self, names: Collection[str], met: Callable[[float], bool], what: str) -> None:
-        for name in names:
-            value = getattr(self, name)
-            if value is not None and not met(value):
-                raise UserError(f"--{name} {value}: must be {what}.")
-
 
 @dataclass(kw_only=True)
 class TokenizerFlags(ProgramFlags):
@@ -138,6 +139,7 @@ class TokenizerFlags(ProgramFlags):
 
     def validate(self) -> None:
         """As ProgramFlags has it."""
+        super().validate()
         if self.chat_template is not None:
             read_chat_template(self.chat_template)
 
@@ -155,7 +157,7 @@ class RunFlags(TokenizerFlags):
 
     overwrites: ClassVar[bool] = True
 
-    output_dir: str = flag(REQUIRED, "folder for models, metrics and restart points")
+    output_dir: str = flag(REQUIRED, "folder for models, metrics and checkpoints")
     overwrite_output_dir: bool = flag(False, "overwrite what stands in --output_dir")
     dry_run: bool = flag(
         False,
@@ -168,11 +170,12 @@ class RunFlags(TokenizerFlags):
         "data, bandwidth; print a table and which node is at fault, and end, with code 0 where none is and 2 where one "
         "is",
     )
-    seed: int = flag(1234, "of data order, fresh weights and sampling")
+    seed: int = flag(1234, "of data order, fresh weights and sampling", least=0, most=2**31 - 1, resume=SAME)
     dtype: str | None = flag(
         None,
         "what models compute in; by default bf16 on GPUs that have it, fp16 on others, fp32 on CPUs",
         choices=("fp32", "fp16", "bf16"),
+        resume=SAME,
     )
     attn_implementation: str = flag(
         "auto",
@@ -191,32 +194,28 @@ class RunFlags(TokenizerFlags):
         None,
         "folder in which this run's TensorBoard files get a folder of their own; by default OUTPUT_DIR/tensorboard",
     )
-    wandb_project: str | None = flag(None, "Weights & Biases project to send the same to (pip install wandb)")
+    wandb_project: str | None = flag(
+        None, "Weights & Biases project to send the same to (pip install wandb)", only_with="enable_tensorboard=true"
+    )
     grace_seconds: float = flag(
         25.0,
         "within how many seconds a run ends that TERM, Ctrl-C or the loss of its launcher asks to: it finishes the "
         "step and saves; launchers kill after 30",
+        least=0,
     )
-
     timeout_minutes: float = flag(
         30.0,
         "after how many minutes a run ends in which no rank moves (no pass through a model, no new phase), where none "
         "is reading, tokenising, loading or writing",
+        above=0,
+        finite=False,
     )
 
     def validate(self) -> None:
         """As ProgramFlags has it."""
-        self.at_least(0, "seed", "grace_seconds")
-        self.above(0, "timeout_minutes")
-        self.at_most(2**31 - 1, "seed")
-        for spec in dataclasses.fields(self):
-            for value in _texts(getattr(self, spec.name)) if spec.name != "stop" else ():
-                check_name(spec.name, value)
-        TokenizerFlags.validate(self)
+        super().validate()
         if self.preflight and self.dry_run:
             raise UserError("--preflight looks at the nodes of a run, and --dry_run at its flags: give one of them.")
-        if self.wandb_project is not None and not self.enable_tensorboard:
-            raise UserError("--wandb_project needs --enable_tensorboard true: it sends what TensorBoard is given.")
 
     @property
     def attention(self) -> Attention:
@@ -324,14 +323,16 @@ class HubFlags(RunFlags):
         "upload the trained model (step 3: the actor) to the Hugging Face Hub when the run has ended well; one that "
         "cannot be uploaded stays in its folder, and the command is printed that tries again",
         group="sharing",
+        only_with="hub_model_id",
     )
-    hub_model_id: str | None = flag(None, "where to, as OWNER/NAME; a repository that is not there is made")
+    hub_model_id: str | None = flag(
+        None, "where to, as OWNER/NAME; a repository that is not there is made", only_with="push_to_hub"
+    )
     hub_private: bool = flag(True, "make it for its owner alone; a public one is only written to with false")
 
-    def validate_hub(self) -> None:
-        """Raise UserError for an upload without a place, a place without an upload, or a name that is none."""
-        if self.push_to_hub != (self.hub_model_id is not None):
-            raise UserError("--push_to_hub and --hub_model_id OWNER/NAME go together: give both or neither.")
+    def validate(self) -> None:
+        """Raise UserError for a name that is none, too."""
+        super().validate()
         if self.hub_model_id is None:
             return
         given = f"--hub_model_id {self.hub_model_id}"
@@ -345,25 +346,27 @@ class HubFlags(RunFlags):
 
 @dataclass(kw_only=True)
 class RestartFlags(RunFlags):
-    """When restart points are written, which are kept, and what a run goes on from."""
+    """When checkpoints are written, which are kept, and what a run goes on from."""
 
-    save_steps: int = flag(0, "steps between restart points; 0 for none", group="restart points")
-    save_minutes: float = flag(0.0, "minutes between restart points, also beside --save_steps; 0 for none")
-    keep_checkpoints: int = flag(0, "keep the newest so many restart points; 0 for all")
+    save_steps: int = flag(0, "steps between checkpoints; 0 for none", least=0, group="checkpoints")
+    save_minutes: float = flag(0.0, "minutes between checkpoints, also beside --save_steps; 0 for none", least=0)
+    keep_checkpoints: int = flag(0, "keep the newest so many checkpoints; 0 for all", least=0)
     keep_best_checkpoint: bool = flag(
-        False, "keep the one of the best held-out score too, and write one wherever an evaluation finds a better score"
+        False,
+        "keep the one of the best held-out score too, and write one wherever an evaluation finds a better score",
+        only_with="keep_checkpoints",
     )
     async_checkpoints: bool = flag(
-        True, "go on training while a restart point is written, from a copy of the state in host memory"
+        True, "go on training while a checkpoint is written, from a copy of the state in host memory"
     )
     resume: str | None = flag(
         None,
-        "a restart point, or the output folder of a run, to go on from; auto: the newest one in --output_dir, or the "
+        "a checkpoint, or the output folder of a run, to go on from; auto: the newest one in --output_dir, or the "
         "beginning where that has none",
     )
 
     def schedule(self) -> Schedule:
-        """When restart points are written and which are kept."""
+        """When checkpoints are written and which are kept."""
         return Schedule(
             steps=self.save_steps,
             minutes=self.save_minutes,
@@ -371,15 +374,6 @@ class RestartFlags(RunFlags):
             keep_best=self.keep_best_checkpoint,
             asynchronous=self.async_checkpoints,
         )
-
-    def validate(self) -> None:
-        """Raise UserError for values that cannot work, alone or together."""
-        self.at_least(0, "save_steps", "save_minutes", "keep_checkpoints")
-        if self.keep_best_checkpoint and not self.keep_checkpoints:
-            raise UserError(
-                "--keep_best_checkpoint with --keep_checkpoints 0: all restart points are kept. Give "
-                "--keep_checkpoints 1 or more, or leave --keep_best_checkpoint out."
-            )
 
 
 @dataclass(kw_only=True)
@@ -408,6 +402,9 @@ class DataFlags(RunFlags):
         "turns (cut_prompt); texts lose their end, and prompts of step 3 are left out (cut_answer); rows are left out "
         "(drop)",
         choices=OVERLONG,
+        was="overlong_prompts",
+        old_values={"truncate": "give cut_prompt."},
+        resume=SAME,
     )
     data_output_path: str | None = flag(
         None, "where tokenised data is kept for the next run; by default ~/.cache/four-engine-rlhf"
@@ -415,7 +412,7 @@ class DataFlags(RunFlags):
 
     def validate(self) -> None:
         """Raise UserError for values that cannot work."""
-        RunFlags.validate(self)
+        super().validate()
         checked_weights(self.data_weights, self.data_path)
         parse_split(self.data_split)
 

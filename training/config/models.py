@@ -1,19 +1,13 @@
-"""The flags of LoRA: DeepSpeed-Chat's names and meanings, and beside them what users of peft expect.
+"""The flags of models, rewards and engines: which adapters, reward functions, reward servers and models a run has.
 
-Source: microsoft/DeepSpeedExamples 83757d9c, applications/DeepSpeed-Chat/training/step*/main.py. `--lora_module_name`
-is "decoder.layers." there, OPT's; here all linear layers but the head, which for OPT are the same ones.
-
-The flags that say which functions score responses, and how much each part of the score counts.
-
-The flags of reward servers: where they are, what they are sent, and how long they are waited for.
-
-The flags that say which models there are, what scores responses, and how DeepSpeed runs each model.
+LoRA's flags have DeepSpeed-Chat's names and meanings (microsoft/DeepSpeedExamples 83757d9c,
+applications/DeepSpeed-Chat/training/step*/main.py), and beside them what users of peft expect. `--lora_module_name` is
+"decoder.layers." there, OPT's; here all linear layers but the head, which for OPT are the same ones.
 """
 
-import dataclasses
-import math
 import re
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import ClassVar
 from urllib.parse import urlsplit
 
@@ -22,12 +16,19 @@ from engine.engine_spec import EngineSpec, OptimizerSpec, frozen_stage
 from engine.errors import UserError, without_query
 from engine.models.adapter_folders import read_adapter
 from engine.models.lora import ALL_LINEAR, LoraSpec
+from engine.options import SAME, TOLD
 from engine.reward.server import FORMS, OWN_FIELDS, ServerSettings
 from engine.zero.config import EngineConfig, build_ds_config, refuse_offload_of_roles, stage_of_file
 from training.config.algorithm import MOVING, AlgorithmFlags, ReferenceFlags
-from training.config.flags import REQUIRED, RunFlags, flag
+from training.config.flags import REQUIRED, ProgramFlags, RunFlags, flag
 
 LEARNING_RATE = 5e-4  # DeepSpeed-Chat's, of actor and critic alike
+DROPOUT = (
+    "PPO compares the probabilities that a response had when it was sampled with those that it has now, and dropout "
+    "would change them by itself. Leave it out, or give 0."
+)
+RANKS = ("lora_dim", "actor_lora_dim", "critic_lora_dim")
+"""The flags without which there is no LoRA; a step has some of them."""
 
 
 @dataclass(kw_only=True)
@@ -43,46 +44,50 @@ class LoraFlags(RunFlags):
         False,
         "train the factors alone (and a score head); otherwise all that is not adapted, such as biases, norms and "
         "embeddings, trains too, with the model's own learning rate",
+        only_with=RANKS,
         group="LoRA",
     )
     lora_alpha: float | None = flag(
-        None, "updates are scaled by alpha / dimension; by default 1, as in DeepSpeed-Chat (peft's is 8)"
+        None,
+        "updates are scaled by alpha / dimension; by default 1, as in DeepSpeed-Chat (peft's is 8)",
+        above=0,
+        only_with=RANKS,
     )
     lora_target_modules: list[str] = flag(
         [],
         "the adapted layers by the last part of their names, such as q_proj v_proj, or all-linear: all but the output "
         "head, which is the default; all-linear lm_head has that one too",
+        only_with=RANKS,
     )
-    lora_dropout: float | None = flag(None, "dropout before the factors, while steps 1 and 2 train; step 3 has none")
-
+    lora_dropout: float | None = flag(
+        None,
+        "dropout before the factors, while steps 1 and 2 train; step 3 has none",
+        least=0,
+        below=1,
+        only_with=RANKS,
+    )
     save_merged: str = flag(
         "auto",
         "beside the adapters save the models with these merged into them, too; auto: where the disk has room for them",
         choices=("auto", "true", "false"),
+        only_with=RANKS,
     )
 
-    def validate_lora(self) -> None:
+    def validate(self) -> None:
         """Raise UserError for values that cannot work, alone or together."""
-        self.at_least(0, "lora_dropout", *self._names("dim"), *self._names("learning_rate"))
-        self.above(0, "lora_alpha")
-        self.finite("lora_alpha")
-        if self.lora_dropout is not None and self.lora_dropout >= 1:
-            raise UserError(f"--lora_dropout {self.lora_dropout}: must be less than 1.")
+        super().validate()
         for model in self.lora_models:
-            self._refuse_without_dim((f"{model}lora_module_name", f"{model}lora_learning_rate"), (f"{model}lora_dim",))
             if getattr(self, f"{model}lora_module_name") and self.lora_target_modules:
                 raise UserError(
-                    f"--{model}lora_module_name {getattr(self, f'{model}lora_module_name')} and --lora_target_modules "
-                    f"{' '.join(self.lora_target_modules)} say the same. Give one of them."
+                    f"{self.word(f'{model}lora_module_name')} and {self.word('lora_target_modules')} say the same. "
+                    "Give one of them."
                 )
-        if self.save_merged == "false" and not self.only_optimize_lora and any(map(self.lora, self.lora_models)):
+        if self.save_merged == "false" and not self.only_optimize_lora:
             raise UserError(
                 "--save_merged false without --only_optimize_lora: an adapter has no place for the biases, norms and "
                 "embeddings that train too, so that the merged model is all there is to save. Leave it out, or give "
                 "--only_optimize_lora."
             )
-        shared = ("only_optimize_lora", "lora_alpha", "lora_target_modules", "lora_dropout", "save_merged")
-        self._refuse_without_dim(shared, self._names("dim"))
 
     def lora(self, model: str = "") -> LoraSpec | None:
         """The adapter that is asked for of a model, or None. model: one of `lora_models`."""
@@ -120,21 +125,6 @@ class LoraFlags(RunFlags):
                 "--only_optimize_lora keeps all but the factors as they are."
             )
 
-    def _names(self, ending: str) -> list[str]:
-        return [f"{model}lora_{ending}" for model in self.lora_models]
-
-    def _refuse_without_dim(self, names: tuple[str, ...], dims: tuple[str, ...] | list[str]) -> None:
-        if any(getattr(self, dim) for dim in dims):
-            return
-        for name in names:
-            value = getattr(self, name)
-            if value is not None and value is not False and value not in ([], "auto"):
-                words = value if isinstance(value, list) else [] if value is True else [value]
-                raise UserError(
-                    f"{' '.join([f'--{name}', *map(str, words)])} needs {' or '.join(f'--{dim}' for dim in dims)}, "
-                    "the rank of the factors: without it there is no LoRA. Give it, or leave the flag out."
-                )
-
 
 @dataclass(kw_only=True)
 class ModelLoraFlags(LoraFlags):
@@ -142,11 +132,17 @@ class ModelLoraFlags(LoraFlags):
 
     lora_models: ClassVar[tuple[str, ...]] = ("",)
 
-    lora_dim: int = flag(0, "rank of the factors that train in place of matrices; 0: no LoRA, all weights train")
-    lora_module_name: str | None = flag(
-        None, "adapt the linear layers whose names contain this; by default --lora_target_modules says which"
+    lora_dim: int = flag(
+        0, "rank of the factors that train in place of matrices; 0: no LoRA, all weights train", least=0
     )
-    lora_learning_rate: float | None = flag(None, f"the factors' peak learning rate; by default {LEARNING_RATE}")
+    lora_module_name: str | None = flag(
+        None,
+        "adapt the linear layers whose names contain this; by default --lora_target_modules says which",
+        only_with="lora_dim",
+    )
+    lora_learning_rate: float | None = flag(
+        None, f"the factors' peak learning rate; by default {LEARNING_RATE}", least=0, only_with="lora_dim"
+    )
 
 
 @dataclass(kw_only=True)
@@ -156,34 +152,39 @@ class RoleLoraFlags(LoraFlags):
     lora_models: ClassVar[tuple[str, ...]] = ("actor_", "critic_")
 
     actor_lora_dim: int = flag(
-        0, "rank of the factors that train in place of the actor's matrices; 0: no LoRA, all its weights train"
+        0, "rank of the factors that train in place of the actor's matrices; 0: no LoRA, all its weights train", least=0
     )
-    critic_lora_dim: int = flag(0, "the same, of the critic")
+    critic_lora_dim: int = flag(0, "the same, of the critic", least=0)
     actor_lora_module_name: str | None = flag(
         None,
         "adapt the actor's linear layers whose names contain this; by default --lora_target_modules says which",
+        only_with="actor_lora_dim",
     )
-    critic_lora_module_name: str | None = flag(None, "the same, of the critic's layers")
+    critic_lora_module_name: str | None = flag(None, "the same, of the critic's layers", only_with="critic_lora_dim")
     actor_lora_learning_rate: float | None = flag(
-        None, f"peak learning rate of the actor's factors; by default {LEARNING_RATE}"
+        None,
+        f"peak learning rate of the actor's factors; by default {LEARNING_RATE}",
+        least=0,
+        only_with="actor_lora_dim",
     )
     critic_lora_learning_rate: float | None = flag(
-        None, f"peak learning rate of the critic's factors; by default {LEARNING_RATE}"
+        None,
+        f"peak learning rate of the critic's factors; by default {LEARNING_RATE}",
+        least=0,
+        only_with="critic_lora_dim",
     )
     share_trunk: bool = flag(
         False,
         "one model serves actor, critic, reference and reward model, each with an adapter and a head of its own; needs "
         "--only_optimize_lora",
+        resume=SAME,
     )
 
-    def validate_lora(self) -> None:
+    def validate(self) -> None:
         """Raise UserError for values that cannot work, alone or together."""
-        super().validate_lora()
+        super().validate()
         if self.lora_dropout:
-            raise UserError(
-                f"--lora_dropout {self.lora_dropout}: PPO compares the probabilities that a response had when it was "
-                "sampled with those that it has now, and dropout would change them by itself. Leave it out, or give 0."
-            )
+            raise UserError(f"{self.word('lora_dropout')}: {DROPOUT}")
         if self.share_trunk and not (self.only_optimize_lora and self.actor_lora_dim):
             raise UserError(
                 "--share_trunk needs --only_optimize_lora and --actor_lora_dim: what all four models share must not "
@@ -206,54 +207,52 @@ class RewardFunctionFlags(AlgorithmFlags):
         [],
         "the weight of each function in the score, and then of the reward server, by default 1; one of weight 0 is "
         "measured alone. The reward model's is --reward_model_weight",
+        was="reward_function_weight",
+        only_with=("reward_function", "reward_url"),
     )
     answer_column: str | None = flag(
-        None, "the column with the right answers, for math_verify (pip install .[math]); by default answer"
+        None,
+        "the column with the right answers, for math_verify (pip install .[math]); by default answer",
+        only_with="reward_function=math_verify",
+        resume=SAME,
     )
     response_format: str | None = flag(
         None,
         "the regular expression that whole responses have to match, for format; by default reasoning in <think> tags, "
         "and an answer in <answer> tags",
+        only_with="reward_function=format",
+        resume=SAME,
     )
     overlap_rewards: bool = flag(
         False,
         "call each function, from a thread of its own, and ask the reward server for responses that are done while "
         "others are still drawn; what it says of a response must not depend on the others, nor on the thread",
+        only_with=("reward_function", "reward_url"),
     )
-    reward_model_weight: float = flag(1.0, "the reward model's weight in the score")
-    length_penalty: float = flag(0.0, "subtracted from the score for each token of the response")
+    reward_model_weight: float = flag(1.0, "the reward model's weight in the score", resume=SAME)
+    length_penalty: float = flag(0.0, "subtracted from the score for each token of the response", resume=SAME)
 
-    def validate_functions(self) -> None:
-        """Raise UserError for columns and forms that belong to no function, or are none."""
-        self.finite("reward_model_weight", "length_penalty")
-        functions = self.reward_function
-        if len(set(functions)) < len(functions):
-            twice = next(name for name in functions if functions.count(name) > 1)
-            raise UserError(f"--reward_function {' '.join(functions)}: {twice} is given twice. Give it once.")
-        if not self.other_rewards and self.overlap_rewards:
-            raise UserError(
-                "--overlap_rewards needs --reward_function or --reward_url: it is not for the reward model."
-            )
-        check_built_in(self)
-
-    @classmethod
-    def no_flag(cls, name: str, value: str) -> str | None:
-        """Also for the name that --reward_weights had when there was one function."""
-        return f"Give --reward_weights {value}." if name == "reward_function_weight" else super().no_flag(name, value)
+    def validate(self) -> None:
+        """Raise UserError for a function that is given twice, and for a form of responses that is none."""
+        super().validate()
+        refuse_twice(self, "reward_function")
+        check_format(self.response_format)
 
 
-def check_built_in(args) -> None:
-    """Raise UserError for a column or a form that belongs to no function, or is none. args: flags with
-    `reward_function`, `answer_column` and `response_format`."""
-    for name, function in (("answer_column", "math_verify"), ("response_format", "format")):
-        if getattr(args, name) is not None and function not in args.reward_function:
-            raise UserError(f"--{name} {getattr(args, name)} needs --reward_function {function}.")
+def refuse_twice(args: ProgramFlags, name: str) -> None:
+    """Raise UserError where a list that is a flag's value has the same item twice."""
+    values = getattr(args, name)
+    twice = next((value for place, value in enumerate(values) if value in values[:place]), None)
+    if twice is not None:
+        raise UserError(f"{args.word(name)}: {without_query(twice)} is given twice. Give it once.")
+
+
+def check_format(pattern: str | None) -> None:
+    """Raise UserError where --response_format is no regular expression."""
     try:
-        re.compile(args.response_format or "")
+        re.compile(pattern or "")
     except re.error as error:
-        raise UserError(
-            f"--response_format {args.response_format}: is no regular expression ({error}). Mend it."
-        ) from None
+        raise UserError(f"--response_format {pattern}: is no regular expression ({error}). Mend it.") from None
 
 
 @dataclass(kw_only=True)
@@ -271,42 +270,40 @@ class RewardServerFlags(RewardFunctionFlags):
         "the form of requests and answers: ours, in which ids say which score is whose (items), or OpenRLHF's "
         "(openrlhf)",
         choices=FORMS,
+        only_with="reward_url",
     )
     reward_url_columns: list[str] = flag(
-        [], "columns of the data that are sent along; with the form openrlhf one, as labels"
+        [],
+        "columns of the data that are sent along; with the form openrlhf one, as labels",
+        only_with="reward_url",
+        resume=SAME,
     )
-    reward_url_batch_size: int = flag(64, "the most responses in one request")
-    reward_url_timeout: float = flag(180.0, "seconds in which a request has to be answered")
+    reward_url_batch_size: int = flag(64, "the most responses in one request", least=1, only_with="reward_url")
+    reward_url_timeout: float = flag(
+        180.0, "seconds in which a request has to be answered", above=0, only_with="reward_url"
+    )
     reward_url_patience: float = flag(
         600.0,
         "for how many seconds a request is made again that cannot be delivered or is answered 429 or 5xx, before the "
-        "run stops with a restart point",
+        "run stops with a checkpoint",
+        least=0,
+        only_with="reward_url",
     )
 
-    def validate_server(self) -> None:
-        """Raise UserError for URLs that are none, and for values that cannot work."""
+    def validate(self) -> None:
+        """Raise UserError for URLs that are none, and for columns that a request has no room for."""
+        super().validate()
         for url in self.reward_url:
             check_reward_url(url)
-        if len(set(self.reward_url)) < len(self.reward_url):
-            raise UserError(
-                f"--reward_url {' '.join(map(without_query, self.reward_url))}: one is given twice. Give it once."
-            )
-        self.at_least(1, "reward_url_batch_size")
-        self.above(0, "reward_url_timeout")
-        self.finite("reward_url_timeout")
-        self.at_least(0, "reward_url_patience")
+        refuse_twice(self, "reward_url")
         columns, most = self.reward_url_columns, FORMS[self.reward_url_form].most_columns
-        said = f"--reward_url_columns {' '.join(columns)}"
+        said = self.word("reward_url_columns")
         if taken := [name for name in columns if name in OWN_FIELDS and self.reward_url_form == "items"]:
             raise UserError(f"{said}: {taken[0]} is what something else in a request is called. Leave it out.")
         if most is not None and len(columns) > most:
             raise UserError(
                 f"{said}: {len(columns)} columns, and the form {self.reward_url_form} has room for {most}. Name {most}."
             )
-        for spec in dataclasses.fields(RewardServerFlags) if not self.reward_url else ():
-            usual = [] if spec.default is dataclasses.MISSING else spec.default
-            if spec.name.startswith("reward_url_") and getattr(self, spec.name) != usual:
-                raise UserError(f"--{spec.name} needs --reward_url: there is no reward server.")
 
     @property
     def other_rewards(self) -> list[str]:
@@ -348,16 +345,19 @@ class ModelFlags(RoleLoraFlags, ReferenceFlags, RewardServerFlags):
     """The models of step 3, their adapters and their engines."""
 
     actor_model_name_or_path: str = flag(
-        REQUIRED, "the SFT model that the actor and the reference start from", group="models"
+        REQUIRED, "the SFT model that the actor and the reference start from", group="models", resume=TOLD
     )
     critic_model_name_or_path: str | None = flag(
         None,
         "the reward model that the critic starts from; with --reward_function or --reward_url it may be left out, and "
         "the critic is then the SFT model with a new head; in dialects without such a critic it names the reward model "
         "alone",
+        resume=TOLD,
     )
     reward_model_name_or_path: str | None = flag(
-        None, "the reward model; by default the critic's path, or none with --reward_function or --reward_url"
+        None,
+        "the reward model; by default the critic's path, or none with --reward_function or --reward_url",
+        resume=TOLD,
     )
     actor_dropout: float | None = flag(None, "0, as it is anyway: responses are learned by the function that gave them")
     critic_dropout: float | None = flag(None, "0, as it is anyway")
@@ -378,69 +378,45 @@ class ModelFlags(RoleLoraFlags, ReferenceFlags, RewardServerFlags):
 
     def validate(self) -> None:
         """Raise UserError for values that cannot work, alone or together."""
-        RewardServerFlags.validate(self)
-        self.validate_lora()
-        self.validate_functions()
-        self.validate_server()
+        super().validate()
         for role in ("actor", "critic"):
             self._trained(role).check_stage()
-        self._validate_rewards(self.resolved_dialect()[0])
+        self._check_rewards()
         for name in ("actor_dropout", "critic_dropout"):
             if getattr(self, name):
-                raise UserError(
-                    f"--{name} {getattr(self, name)}: PPO compares the probabilities that a response had "
-                    "when it was sampled with those that it has now, and dropout would change them by "
-                    "itself. Leave it out, or give 0."
-                )
-        self.validate_reference()
+                raise UserError(f"{self.word(name)}: {DROPOUT}")
         for role in ("reference", "reward"):
             offload, path = f"offload_{role}_model", getattr(self, f"{role}_ds_config")
             EngineConfig(role, 0, getattr(self, offload), path).check_offload(f"--{offload}", trained=False)
 
-    def _validate_rewards(self, dialect: Dialect) -> None:
-        role = "critic" if dialect.critic_start == "reward_model" else "reward"
+    def _check_rewards(self) -> None:
+        role = "critic" if self.resolved.dialect.critic_start == "reward_model" else "reward"
         given = self.critic_model_name_or_path if role == "critic" else self.reward_path
         if not self.other_rewards and given is None:
             raise UserError(
                 f"--{role}_model_name_or_path is missing: give the reward model's folder, or a function of "
                 "your own with --reward_function, or a server with --reward_url."
             )
-        self._validate_weights()
-        beside = "--reward_function" if self.reward_function else "--reward_url"
-        if self.reward_path is None:
-            for name in ("reward_ds_config", "offload_reward_model"):
-                if getattr(self, name):
-                    raise UserError(
-                        f"--{name} is given, but there is no reward model beside {beside}. Name "
-                        "one with --reward_model_name_or_path."
-                    )
-            if self.reward_weights and not any(self.reward_weights):
-                said = " ".join(f"{weight:g}" for weight in self.reward_weights)
-                raise UserError(f"--reward_weights {said}: every score would be 0. Give one that is not.")
-            if self.reward_model_weight != 1.0:
-                raise UserError(
-                    f"--reward_model_weight {self.reward_model_weight}: there is no reward model beside "
-                    f"{beside}. Name one with --reward_model_name_or_path."
-                )
-
-    def _validate_weights(self) -> None:
         weights, others = self.reward_weights, self.other_rewards
-        if not weights:
-            return
-        said = f"--reward_weights {' '.join(f'{weight:g}' for weight in weights)}"
-        if not others:
-            raise UserError(
-                f"{said} needs --reward_function or --reward_url. The reward model's weight is --reward_model_weight."
-            )
-        if len(weights) != len(others):
+        if weights and len(weights) != len(others):
             parts = [*self.reward_function, *["the reward server"] * bool(self.reward_url)]
             raise UserError(
-                f"{said}: {len(weights)} weights. They belong to {', '.join(parts)}, in this order: give {len(others)} "
-                "or none. The reward model's weight is --reward_model_weight. To mix the reward model in by half, give "
-                f"{self.half_by_model}."
+                f"{self.word('reward_weights')}: {len(weights)} weights. They belong to {', '.join(parts)}, in this "
+                f"order: give {len(others)} or none. The reward model's weight is --reward_model_weight. To mix the "
+                f"reward model in by half, give {self.half_by_model}."
             )
-        if not all(map(math.isfinite, weights)):
-            raise UserError(f"{said}: must be finite.")
+        if self.reward_path is not None:
+            return
+        if weights and not any(weights):
+            raise UserError(f"{self.word('reward_weights')}: every score would be 0. Give one that is not.")
+        idle = [name for name in ("reward_ds_config", "offload_reward_model") if getattr(self, name)]
+        idle += ["reward_model_weight"] * (self.reward_model_weight != 1.0)
+        if idle:
+            beside = "--reward_function" if self.reward_function else "--reward_url"
+            raise UserError(
+                f"{self.word(idle[0])}: there is no reward model beside {beside}. Name one with "
+                "--reward_model_name_or_path."
+            )
 
     @property
     def half_by_model(self) -> str:
@@ -467,9 +443,12 @@ class ModelFlags(RoleLoraFlags, ReferenceFlags, RewardServerFlags):
     def _trained(self, role: str) -> EngineConfig:
         return EngineConfig(role, self.stage(role), self.offload, getattr(self, f"{role}_ds_config"))
 
-    def engine_spec(self, dialect: Dialect) -> EngineSpec:
-        """Which engines are to be built; raises UserError where flags contradict the dialect or a DeepSpeed file."""
-        self._check(dialect)
+    @cached_property
+    def spec(self) -> EngineSpec:
+        """Which engines are to be built; made once, after --dtype is settled. Raises UserError where flags contradict
+        the dialect or a DeepSpeed file."""
+        dialect = self.resolved.dialect
+        self._check_engines(dialect)
 
         def optimizer(lr: float, weight_decay: float) -> OptimizerSpec:
             return OptimizerSpec(
@@ -524,23 +503,24 @@ class ModelFlags(RoleLoraFlags, ReferenceFlags, RewardServerFlags):
             engines["reward"] = frozen("reward", partner, self.offload_reward_model)
         return replace(spec, **{role: config for role, config in engines.items() if role not in spec.hosts})
 
-    def engine_configs(self, dialect: Dialect) -> dict[str, dict]:
+    @cached_property
+    def ds_configs(self) -> dict[str, dict]:
         """Each engine's whole DeepSpeed configuration; raises UserError for a contradiction."""
-        configs, choices = {}, self.engine_spec(dialect).engine_configs
-        for config in choices:
+        configs, clipping = {}, self.resolved.dialect.max_grad_norm
+        for config in self.spec.engine_configs:
             trained = config.role in ("actor", "critic")
             configs[config.role] = build_ds_config(
                 config,
                 dtype=self.dtype,
                 micro_batch_size=self.per_device_training_batch_size,
                 trained=trained,
-                gradient_clipping=dialect.max_grad_norm if trained and not self.share_trunk else 0.0,  # by role
+                gradient_clipping=clipping if trained and not self.share_trunk else 0.0,  # by role
             )
         if self.share_trunk:
             refuse_offload_of_roles(configs["actor"])
         return configs
 
-    def _check(self, dialect: Dialect) -> None:
+    def _check_engines(self, dialect: Dialect) -> None:
         """Raise UserError for flags of models that this dialect does not have, and for offload of what has nothing."""
         for name in (
             "critic_zero_stage",
@@ -551,8 +531,7 @@ class ModelFlags(RoleLoraFlags, ReferenceFlags, RewardServerFlags):
             "critic_lora_dim",
         ):
             if not dialect.has_critic and getattr(self, name):
-                value = "" if getattr(self, name) is True else f" {getattr(self, name)}"
-                raise UserError(f"--{name}{value}: the dialect {dialect.name} has no critic. Leave it out.")
+                raise UserError(f"{self.word(name)}: the dialect {dialect.name} has no critic. Leave it out.")
         path = self.critic_model_name_or_path
         if dialect.critic_start != "reward_model" and path is not None and path != self.reward_path:
             start = "starts with a new head on the SFT model" if dialect.has_critic else "does not exist"
@@ -566,12 +545,12 @@ class ModelFlags(RoleLoraFlags, ReferenceFlags, RewardServerFlags):
                 self._trained(role).check_offload()
         if self.share_trunk and self.critic_ds_config is not None:
             raise UserError(
-                f"--critic_ds_config {self.critic_ds_config} with --share_trunk: actor and critic are one engine, "
+                f"{self.word('critic_ds_config')} with --share_trunk: actor and critic are one engine, "
                 "which has the actor's configuration. Leave it out, and give --actor_ds_config."
             )
         if self.share_trunk and self.critic_zero_stage not in (None, self.stage("actor")):
             raise UserError(
-                f"--critic_zero_stage {self.critic_zero_stage} with --share_trunk: actor and critic are one engine, at "
+                f"{self.word('critic_zero_stage')} with --share_trunk: actor and critic are one engine, at "
                 f"the actor's stage, {self.stage('actor')}. Leave it out."
             )
         self.check_rate("actor_", dialect.actor_lr)
@@ -579,7 +558,7 @@ class ModelFlags(RoleLoraFlags, ReferenceFlags, RewardServerFlags):
             self.check_rate("critic_", dialect.critic_lr, "--share_trunk" if self.share_trunk else None)
         if dialect.hydra_layers and self.actor_lora_dim:
             raise UserError(
-                f"--actor_lora_dim {self.actor_lora_dim} with hydra_layers {dialect.hydra_layers} (dialect "
+                f"{self.word('actor_lora_dim')} with hydra_layers {dialect.hydra_layers} (dialect "
                 f"{dialect.name}): a hydra's last layers train whole. Leave it out, or set hydra_layers to 0."
             )
 

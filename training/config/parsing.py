@@ -1,8 +1,7 @@
-"""YAML files of settings: one mapping, read safely, in which no key stands twice.
+"""A command line, and the YAML file that it names, as a dataclass of flags: `parse_flags`.
 
-What is said of a flag that this step does not have and another one has.
-
-A command line, and the YAML file that it names, as a dataclass of flags.
+The YAML file is one mapping, read safely, in which no key stands twice. An unknown flag or key is answered with what
+does its work here: of another of the three steps, of another system, or the nearest name.
 """
 
 import argparse
@@ -15,7 +14,8 @@ from functools import partial
 
 from engine.errors import UserError, nearest_names, without_query
 from engine.files import read_text
-from training.config.flags import REQUIRED, OldFlag, ProgramFlags, check_name
+from engine.options import REQUIRED, choices_of, default_of
+from training.config.flags import OldFlag, ProgramFlags, by_group, check_name
 from training.config.other_systems import flag_of_other_systems
 from training.config.step3 import RLHFFlags
 from training.config.supervised import RewardFlags, SFTFlags
@@ -135,11 +135,10 @@ def _parser(arguments_class: type[ProgramFlags], description: str, defaults: boo
     parser = _Parser(description=description, allow_abbrev=False, argument_default=argparse.SUPPRESS, add_help=defaults)
     parser.add_argument("--local_rank", type=int, default=-1, help=argparse.SUPPRESS)  # the launcher's
     hints = typing.get_type_hints(arguments_class)
-    group = parser
-    for spec in dataclasses.fields(arguments_class):
-        if spec.metadata["group"]:
-            group = parser.add_argument_group(spec.metadata["group"])
-        group.add_argument(f"--{spec.name}", **_argparse_options(spec, hints[spec.name], defaults))
+    for heading, specs in by_group(arguments_class).items():
+        group = parser.add_argument_group(heading)
+        for spec in specs:
+            group.add_argument(f"--{spec.name}", **_argparse_options(spec, hints[spec.name], defaults))
     if arguments_class.old_flags:
         group = parser.add_argument_group("DeepSpeed-Chat's flags that have nothing left to do")
     for name, old in arguments_class.old_flags.items():
@@ -186,6 +185,10 @@ def _refuse_unknown(arguments_class: type[ProgramFlags], argv: Sequence[str], kn
 
 def _hint(arguments_class: type[ProgramFlags], name: str, value: str, names: Sequence[str], dashes: str) -> str:
     """What is to be done about an unknown flag or key."""
+    for spec in dataclasses.fields(arguments_class):
+        if spec.metadata["was"] == name:
+            old_value = spec.metadata["old_values"].get(value)
+            return f" It is called {dashes}{spec.name} now.{f' {value}: {old_value}' if old_value else ''}"
     sentence = arguments_class.no_flag(name, _shortened(value)) or flag_of_other_steps(arguments_class, name)
     step = step_of(arguments_class)
     if not sentence and step is not None:
@@ -260,14 +263,13 @@ def _is_negative_number(word: str) -> bool:
 
 
 def _argparse_options(spec: dataclasses.Field, hint, defaults: bool) -> dict:
-    default = spec.default if spec.default is not REQUIRED else None
-    if spec.default_factory is not REQUIRED:
-        default = spec.default_factory()
+    required = default_of(spec) is REQUIRED
+    default = None if required else default_of(spec)
     shown = "" if default in (None, [], False) else f" (default: {default})"
     options = {
         "help": (spec.metadata["help"] + shown).replace("%", "%%"),
         "default": default if defaults else argparse.SUPPRESS,
-        "required": defaults and spec.default is REQUIRED and spec.default_factory is REQUIRED,
+        "required": defaults and required,
     }
     if isinstance(hint, types.UnionType):
         hint = next(kind for kind in typing.get_args(hint) if kind is not type(None))
@@ -282,7 +284,7 @@ def _argparse_options(spec: dataclasses.Field, hint, defaults: bool) -> dict:
         }
     if spec.metadata["old_values"]:
         hint = partial(_current_value, spec.name, spec.metadata["old_values"])
-    return options | {"type": hint, "choices": spec.metadata["choices"]}
+    return options | {"type": hint, "choices": choices_of(spec)}
 
 
 def _current_value(name: str, old_values: Mapping[str, str], value: str) -> str:

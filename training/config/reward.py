@@ -277,5 +277,5 @@ def check_columns(functions: Mapping[str, Callable], data: Mapping[str, Prompts]
 
 
 def short_names(given: Sequence[str]) -> str | None:
-    """The functions as restart points know them, without folders, which may be moved; None where there are none."""
+    """The functions as checkpoints know them, without folders, which may be moved; None where there are none."""
     return " ".join(Path(name).name for name in given) or None

@@ -1,33 +1,21 @@
-"""The flags of rollouts: which backend draws responses, and how.
-
-The flags of step 3.
-
-The flags of the memory planner: step 3's, and which machines.
+"""The flags of step 3: how responses are drawn, for how long it trains, and what is looked at; and those of the memory
+planner, which are step 3's and which machines.
 """
 
 import os
 from dataclasses import dataclass
 from typing import ClassVar
 
-from engine.algorithms import Dialect
 from engine.errors import UserError
 from engine.memory.gpus import gpu_bytes, parsed_bytes
+from engine.options import SAME
 from engine.rollout import DECODING, ROLLOUT_BACKENDS, SAMPLERS
 from engine.zero.accelerator import ranks_of_this_machine
 from training.config import other_systems
 from training.config.flags import HubFlags, OldFlag, RestartFlags, RunFlags, flag
 from training.config.models import ModelFlags
 
-# Flags that say nothing to another backend: the flag, its usual value, and the backends that it is for.
-_OF_COPIES = ("auto", "replica", "zero3")
-_OWN = {
-    "decoding": ("auto", _OF_COPIES),
-    "replicas_between_steps": ("keep", _OF_COPIES),
-    "overlap_rewards": (False, _OF_COPIES),
-    "inference_tp_size": (None, ("auto", "replica")),
-    "vllm_tensor_parallel_size": (1, ("vllm",)),
-    "vllm_sampler": ("keyed", ("vllm",)),
-}
+COPIES = "rollout_backend=auto|replica|zero3"  # of the actor, in these processes
 
 
 @dataclass(kw_only=True)
@@ -49,40 +37,51 @@ class RolloutFlags(RunFlags):
         "how single tokens go through a whole copy: by the model's own code (plain), by a recording of its "
         "operations (recorded; auto on CPUs), or by CUDA graphs of it (graphs; auto on GPUs)",
         choices=DECODING,
+        only_with=COPIES,
     )
     replicas_between_steps: str = flag(
         "keep",
         "what becomes of the whole copies that responses and experience are made with, while actor and critic train",
         choices=("keep", "free", "host"),
+        only_with=COPIES,
     )
     inference_tp_size: int | None = flag(
         None,
         "how many neighbouring ranks of a node hold a copy of a model together, each a part of every matrix (tensor "
         "parallelism): with --rollout_backend replica always, with auto where no whole copy fits on a rank; by "
         "default there as few as it fits on, and 1 is never",
+        least=1,
+        only_with="rollout_backend=auto|replica",
     )
     vllm_tensor_parallel_size: int = flag(
-        1, "over how many neighbouring ranks of a node vLLM spreads the actor, with --rollout_backend vllm"
+        1,
+        "over how many neighbouring ranks of a node vLLM spreads the actor, with --rollout_backend vllm",
+        least=1,
+        only_with="rollout_backend=vllm",
     )
     vllm_sampler: str = flag(
         "keyed",
         "what draws in vLLM: our random numbers, which give the rows that the other backends give, up to rounding "
         "(keyed), or its own sampler (own)",
         choices=SAMPLERS,
+        only_with="rollout_backend=vllm",
     )
 
-    def validate_rollouts(self) -> None:
+    def validate(self) -> None:
         """Raise UserError for values that cannot work, alone or together."""
-        for name, (usual, backends) in _OWN.items():
-            if self.rollout_backend not in backends and getattr(self, name) != usual:
-                raise UserError(
-                    f"--{name} {getattr(self, name)} with --rollout_backend {self.rollout_backend}: it is for "
-                    f"{', '.join(backends)} alone. Leave it out."
-                )
-        self.at_least(1, "vllm_tensor_parallel_size", "inference_tp_size")
+        super().validate()
         if "RANK" in os.environ:  # not in a program that plans for other machines
             self.check_groups(ranks_of_this_machine())
-        self._validate_decoding()
+        if self.decoding in ("recorded", "graphs") and self.replicas_between_steps != "keep":
+            raise UserError(
+                f"{self.word('decoding')} with {self.word('replicas_between_steps')}: such passes belong to weights "
+                "that stay where they are. Leave one of them out."
+            )
+        if self.decoding in ("recorded", "graphs") and self.rollout_backend == "zero3":
+            raise UserError(
+                f"{self.word('decoding')} with --rollout_backend zero3: ZeRO's hooks cannot be {self.decoding}. Leave "
+                "one of them out."
+            )
 
     def check_groups(self, ranks: int) -> None:
         """Raise UserError where a node's ranks cannot be divided into the groups that were asked for."""
@@ -94,104 +93,77 @@ class RolloutFlags(RunFlags):
                 f"number that divides {ranks}."
             )
 
-    def _validate_decoding(self) -> None:
-        if self.decoding not in ("recorded", "graphs"):
-            return
-        if self.replicas_between_steps != "keep":
-            raise UserError(
-                f"--decoding {self.decoding} with --replicas_between_steps {self.replicas_between_steps}: "
-                "such passes belong to weights that stay where they are. Leave one of them out."
-            )
-        if self.rollout_backend == "zero3":
-            raise UserError(
-                f"--decoding {self.decoding} with --rollout_backend zero3: ZeRO's hooks cannot be "
-                f"{self.decoding}. Leave one of them out."
-            )
-
 
 @dataclass(kw_only=True)
 class RLHFFlags(HubFlags, RestartFlags, RolloutFlags, ModelFlags):
-    """Step 3: the algorithm's flags, the models', and those of prompts, lengths, rollouts and restart points."""
+    """Step 3: the algorithm's flags, the models', and those of prompts, lengths, rollouts and checkpoints."""
 
     phase: ClassVar[int] = 3
     old_flags: ClassVar[dict[str, OldFlag]] = other_systems.STEP3
 
-    max_prompt_seq_len: int = flag(256, "longest prompt, in tokens", group="lengths")
-    max_answer_seq_len: int = flag(256, "longest response, in tokens")
-    stop: list[str] = flag([], "strings that end a response, beside the tokens that do")
-    num_train_epochs: int = flag(1, "passes over the prompts")
-    max_steps: int | None = flag(None, "steps to train, instead of --num_train_epochs")
-    enable_test_mode: bool = flag(False, "end after --test_stop_step steps, with learning rates as for the whole run")
-    test_stop_step: int = flag(0, "after how many steps --enable_test_mode ends the run")
+    max_prompt_seq_len: int = flag(256, "longest prompt, in tokens", least=1, resume=SAME, group="lengths")
+    max_answer_seq_len: int = flag(256, "longest response, in tokens", least=1, resume=SAME)
+    stop: list[str] = flag([], "strings that end a response, beside the tokens that do", resume=SAME)
+    num_train_epochs: int = flag(1, "passes over the prompts", least=1)
+    max_steps: int | None = flag(None, "steps to train, instead of --num_train_epochs", least=1)
+    enable_test_mode: bool = flag(
+        False, "end after --test_stop_step steps, with learning rates as for the whole run", only_with="test_stop_step"
+    )
+    test_stop_step: int = flag(
+        0, "after how many steps --enable_test_mode ends the run", least=0, only_with="enable_test_mode"
+    )
 
     unsupervised_dataset_name: str | None = flag(
         None,
         "texts that the actor goes on learning as language (mixed pretraining): a data set as in --data_path",
         group="mixed pretraining",
     )
-    unsupervised_dataset_config_name: str | None = flag(None, "which configuration of that data set")
+    unsupervised_dataset_config_name: str | None = flag(
+        None, "which configuration of that data set", only_with="unsupervised_dataset_name"
+    )
     unsup_coef: float = flag(
-        27.8, "coefficient of the loss on these texts: gamma in equation 2 of the InstructGPT paper"
+        27.8,
+        "coefficient of the loss on these texts: gamma in equation 2 of the InstructGPT paper",
+        least=0,
+        resume=SAME,
     )
 
     num_eval_prompts: int = flag(
-        128, "how many held-out prompts are answered at each evaluation; 0 for none", group="looking and saving"
+        128,
+        "how many held-out prompts are answered at each evaluation; 0 for none",
+        least=0,
+        group="looking and saving",
     )
-    eval_steps: int = flag(0, "steps between evaluations; 0: before the first and after the last step only")
-    print_answers_interval: int = flag(10, "steps between tables of samples; 0 for none")
+    eval_steps: int = flag(0, "steps between evaluations; 0: before the first and after the last step only", least=0)
+    print_answers_interval: int = flag(10, "steps between tables of samples; 0 for none", least=0)
     profile_steps: list[int] = flag(
         [],
         "steps, from 1, that torch.profiler records (and slows down): a trace a rank in OUTPUT_DIR/profile, which "
         "ui.perfetto.dev opens",
+        least=1,
     )
 
     def validate(self) -> None:
         """Raise UserError for values that cannot work, alone or together."""
-        ModelFlags.validate(self)
-        RestartFlags.validate(self)
-        self.validate_hub()
-        self.at_least(1, "max_prompt_seq_len", "max_answer_seq_len", "num_train_epochs", "max_steps")
-        self.at_least(
-            0,
-            "num_eval_prompts",
-            "unsup_coef",
-            "test_stop_step",
-            "eval_steps",
-            "print_answers_interval",
-        )
-        if any(step < 1 for step in self.profile_steps):
-            raise UserError(f"--profile_steps {min(self.profile_steps)}: steps are counted from 1.")
-        dialect = self.resolved_dialect()[0]
-        self.validate_rollouts()
-        self._validate_ends(dialect)
-        if self.unsupervised_dataset_config_name is not None and self.unsupervised_dataset_name is None:
+        super().validate()
+        dialect = self.resolved.dialect
+        if self.overlap_rewards and self.rollout_backend not in ("auto", "replica", "zero3"):
             raise UserError(
-                f"--unsupervised_dataset_config_name {self.unsupervised_dataset_config_name} needs "
-                "--unsupervised_dataset_name."
+                f"--overlap_rewards with --rollout_backend {self.rollout_backend}: that gives no response before all "
+                "are done. Leave it out."
             )
-        if self.enable_test_mode != (self.test_stop_step > 0):
-            raise UserError("--enable_test_mode and --test_stop_step N (1 or more) go together: give both or neither.")
-
-    @classmethod
-    def no_flag(cls, name: str, value: str) -> str | None:
-        """Also for the name that --overlong had when step 3 alone had it."""
-        if name == "overlong_prompts":
-            return f"Give --overlong {'cut_prompt' if value == 'truncate' else value}, which all three steps have."
-        return super().no_flag(name, value)
-
-    def _validate_ends(self, dialect: Dialect) -> None:
         if "" in self.stop:
             raise UserError("--stop '': an empty string stands at every place. Give strings of at least one character.")
         if self.stop and dialect.sampling != "until_eos":
             raise UserError(
-                f"--stop {' '.join(self.stop)}: the dialect's sampling is {dialect.sampling!r}, which gives "
-                "every response the same length. Leave it out, or --set sampling=until_eos."
+                f"{self.word('stop')}: the dialect's sampling is {dialect.sampling!r}, which gives every response the "
+                "same length. Leave it out, or --set sampling=until_eos."
             )
         if dialect.truncate_after >= self.max_answer_seq_len:
             raise UserError(
-                f"truncate_after {dialect.truncate_after} with --max_answer_seq_len "
-                f"{self.max_answer_seq_len}: no response reaches that slot, so none would have an end. Raise "
-                "the one, or lower the other with --set truncate_after=N."
+                f"truncate_after {dialect.truncate_after} with {self.word('max_answer_seq_len')}: no response reaches "
+                "that position, so none would have an end. Raise the one, or lower the other with --set "
+                "truncate_after=N."
             )
 
 
@@ -209,8 +181,8 @@ class MemoryFlags(RLHFFlags):
     gpu: str = flag(
         "a100-80g", "one GPU: a name such as a100-40g, v100-32g or h100-80g, or bytes: 24GB, 23.6GiB", group="machines"
     )
-    num_gpus: int = flag(1, "GPUs of a node")
-    num_nodes: int = flag(1, "nodes")
+    num_gpus: int = flag(1, "GPUs of a node", least=1)
+    num_nodes: int = flag(1, "nodes", least=1)
     host_memory: str | None = flag(
         None, "memory of a node, such as 512GB; by default nothing is said of whether it fits"
     )
@@ -224,8 +196,7 @@ class MemoryFlags(RLHFFlags):
 
     def validate(self) -> None:
         """Raise UserError for values that cannot work."""
-        RLHFFlags.validate(self)
-        self.at_least(1, "num_gpus", "num_nodes")
+        super().validate()
         gpu_bytes(self.gpu)
         if self.host_memory is not None and (parsed_bytes(self.host_memory) or 0) < LEAST_HOST:
             raise UserError(

@@ -4,10 +4,11 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from engine import distributed
+from engine.algo.schedules import SCHEDULES
 from engine.algorithms import Dialect
 from engine.engine_spec import OptimizerSpec
 from engine.errors import UserError
-from engine.optim import LR_SCHEDULES
+from engine.options import SAME, TOLD
 from engine.zero.config import EngineConfig, build_ds_config, stage_of_file
 from training.config import other_systems
 from training.config.flags import REQUIRED, DataFlags, HubFlags, OldFlag, RestartFlags, flag
@@ -21,22 +22,27 @@ class SupervisedFlags(HubFlags, RestartFlags, ModelLoraFlags, DataFlags):
     old_flags: ClassVar[dict[str, OldFlag]] = other_systems.SUPERVISED
 
     held_out: float = flag(
-        0.05, "how much of --data_path is held out where nothing else is: a fraction, or a number of rows"
+        0.05,
+        "how much of --data_path is held out where nothing else is: a fraction, or a number of rows",
+        above=0,
+        group="training",
     )
-    model_name_or_path: str = flag(REQUIRED, "the model to start from", group="training")
-    dropout: float = flag(0.0, "dropout of the model while it is trained")
-    max_seq_len: int = flag(512, "longest sequence of prompt and answer, in tokens")
-    per_device_train_batch_size: int = flag(16, "examples in one forward and backward pass of each rank")
-    per_device_eval_batch_size: int = flag(16, "the same, for held-out examples")
-    gradient_accumulation_steps: int = flag(1, "passes in one optimizer step")
-    num_train_epochs: int = flag(1, "passes over the data")
-    max_steps: int | None = flag(None, "optimizer steps to train, instead of --num_train_epochs")
-    learning_rate: float = flag(1e-5, "peak learning rate")
-    weight_decay: float = flag(0.0, "AdamW's, of matrices")
-    lr_scheduler_type: str = flag("linear", "shape of the learning rate", choices=LR_SCHEDULES)
-    num_warmup_steps: int = flag(0, "optimizer steps of rising learning rate")
-    max_grad_norm: float = flag(1.0, "gradients are clipped to this norm; 0 for no clipping")
-    eval_interval: int = flag(0, "optimizer steps between evaluations within an epoch; 0: after each epoch only")
+    model_name_or_path: str = flag(REQUIRED, "the model to start from", resume=TOLD)
+    dropout: float = flag(0.0, "dropout of the model while it is trained", least=0, below=1, resume=SAME)
+    max_seq_len: int = flag(512, "longest sequence of prompt and answer, in tokens", least=2, resume=SAME)
+    per_device_train_batch_size: int = flag(16, "examples in one forward and backward pass of each rank", least=1)
+    per_device_eval_batch_size: int = flag(16, "the same, for held-out examples", least=1)
+    gradient_accumulation_steps: int = flag(1, "passes in one optimizer step", least=1)
+    num_train_epochs: int = flag(1, "passes over the data", least=1)
+    max_steps: int | None = flag(None, "optimizer steps to train, instead of --num_train_epochs", least=1)
+    learning_rate: float = flag(1e-5, "peak learning rate", least=0, resume=TOLD)
+    weight_decay: float = flag(0.0, "AdamW's, of matrices", least=0, resume=TOLD)
+    lr_scheduler_type: str = flag("linear", "shape of the learning rate", choices=SCHEDULES, resume=TOLD)
+    num_warmup_steps: int = flag(0, "optimizer steps of rising learning rate", least=0, resume=TOLD)
+    max_grad_norm: float = flag(1.0, "gradients are clipped to this norm; 0 for no clipping", least=0, resume=TOLD)
+    eval_interval: int = flag(
+        0, "optimizer steps between evaluations within an epoch; 0: after each epoch only", least=0
+    )
     zero_stage: int | None = flag(None, "ZeRO stage (default 0)", group="engine")
     offload: bool = flag(False, "optimizer states (stage 3: parameters too) in host memory")
     ds_config: str | None = flag(None, "DeepSpeed JSON, instead of one of configs/ds")
@@ -44,27 +50,8 @@ class SupervisedFlags(HubFlags, RestartFlags, ModelLoraFlags, DataFlags):
 
     def validate(self) -> None:
         """Raise UserError for values that cannot work."""
-        DataFlags.validate(self)
-        self.validate_lora()
+        super().validate()
         self.check_rate("", self.learning_rate)
-        RestartFlags.validate(self)
-        self.validate_hub()
-        self.at_least(
-            1,
-            "per_device_train_batch_size",
-            "per_device_eval_batch_size",
-            "gradient_accumulation_steps",
-            "num_train_epochs",
-            "max_steps",
-        )
-        self.at_least(2, "max_seq_len")
-        self.at_least(
-            0, "learning_rate", "weight_decay", "num_warmup_steps", "max_grad_norm", "dropout", "eval_interval"
-        )
-        self.above(0, "held_out")
-        self.finite("held_out")
-        if self.dropout >= 1:
-            raise UserError(f"--dropout {self.dropout}: must be less than 1.")
         self.engine_config().check_stage()
         self.engine_config().check_offload()
 
@@ -122,7 +109,9 @@ class SFTFlags(SupervisedFlags):
     sft_only_data_path: list[str] = flag(
         [], "data sets that no other step reads: --data_split does not divide them", group="step 1"
     )
-    loss_on: str = flag("response", "which tokens of prompt + response are learned", choices=("response", "all"))
+    loss_on: str = flag(
+        "response", "which tokens of prompt + response are learned", choices=("response", "all"), resume=SAME
+    )
 
 
 @dataclass(kw_only=True)
@@ -135,33 +124,22 @@ class RewardFlags(SupervisedFlags):
         "last_token",
         "compare the last tokens' scores, or every token's from the first that differs (DeepSpeed-Chat)",
         choices=("last_token", "from_difference"),
+        resume=SAME,
         group="step 2",
     )
     sft_model_name_or_path: str | None = flag(
-        None, "whose responses are scored 0 on average, with variance 1; by default --model_name_or_path"
+        None, "whose responses are scored 0 on average, with variance 1; by default --model_name_or_path", resume=TOLD
     )
     normalization_data_path: list[str] = flag([], "prompts for these responses; by default those of --data_path")
-    normalization_samples: int = flag(512, "how many such responses; 0 for no normalisation")
+    normalization_samples: int = flag(512, "how many such responses; 0 for no normalisation", least=0, resume=TOLD)
     normalize_before: bool = flag(
         False,
         "also scale the new head before training, so that these scores begin with variance 1 (lm-human-preferences)",
+        only_with="normalization_samples",
     )
-    max_prompt_seq_len: int = flag(256, "longest prompt of these responses, in tokens")
-    max_answer_seq_len: int = flag(256, "longest of these responses, in tokens; use step 3's")
-    temperature: float = flag(Dialect().temperature, "of sampling them")
-
-    def validate(self) -> None:
-        """Raise UserError for values that cannot work."""
-        SupervisedFlags.validate(self)
-        self.at_least(0, "normalization_samples")
-        self.at_least(1, "max_prompt_seq_len", "max_answer_seq_len")
-        self.above(0, "temperature")
-        self.finite("temperature")
-        if self.normalize_before and not self.normalization_samples:
-            raise UserError(
-                "--normalize_before with --normalization_samples 0: there are no responses to be scored. "
-                "Give 2 or more, or leave --normalize_before out."
-            )
+    max_prompt_seq_len: int = flag(256, "longest prompt of these responses, in tokens", least=1)
+    max_answer_seq_len: int = flag(256, "longest of these responses, in tokens; use step 3's", least=1)
+    temperature: float = flag(Dialect().temperature, "of sampling them", above=0)
 
     def counted_padding(self) -> str | None:
         """As RunFlags has it: the shorter response of a pair is compared up to the end of the longer one."""

@@ -132,8 +132,12 @@ def cache_key(rows, tokenizer, **settings) -> str:
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
+@functools.lru_cache(maxsize=4)
 def tokenizer_hash(tokenizer) -> str:
-    """A hash of all that the tokenizer would save, chat template included, except how it last padded and cut."""
+    """A hash of all that the tokenizer would save, chat template included, except how it last padded and cut.
+
+    It is made once, as a tokenizer is not changed after it was read.
+    """
     try:
         folder = tempfile.TemporaryDirectory()
         with os_errors():

@@ -91,7 +91,7 @@ def report_rlhf(args: RLHFFlags, dialect: Dialect, changed: dict, point: ResumeP
             f"{without_query(url)} gives one text the score {score:g}"
             for url, score in check_server(args, plan).items()
         ]
-    report(checked, unseen, args.engine_configs(dialect), memory_lines(args, dialect))
+    report(checked, unseen, args.ds_configs, memory_lines(args, dialect))
 
 
 def _listed(value: str | list[str] | None) -> list[str]:

@@ -53,7 +53,7 @@ def this_cluster() -> Cluster:
 
 def setting_here(args: RLHFFlags, dialect: Dialect) -> Setting:
     """Step 3 on machines like this one."""
-    return Setting(args.engine_spec(dialect), workload(args, dialect), this_cluster())
+    return Setting(args.spec, workload(args, dialect), this_cluster())
 
 
 def training_bytes(args: RLHFFlags, dialect: Dialect) -> int | str:

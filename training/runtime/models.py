@@ -118,7 +118,7 @@ def adapted_roles(args: RLHFFlags, dialect: Dialect) -> dict[str, AdaptedModel]:
 
     Raises: UserError where no layer is meant, or a flag has nothing to say of adapters that training goes on with.
     """
-    flags, spec = {"actor": "actor_model_name_or_path"}, args.engine_spec(dialect)
+    flags, spec = {"actor": "actor_model_name_or_path"}, args.spec
     specs = {"actor": spec.actor_lora, "critic": spec.critic_lora}
     if dialect.has_critic:
         own = dialect.critic_start == "reward_model" and args.critic_model_name_or_path is not None

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from engine import distributed
-from engine.algorithms import Dialect, check, end_token_id, token_id
+from engine.algorithms import Dialect, check_sizes, end_token_id, token_id
 from engine.engine_spec import EngineSpec
 from engine.errors import UserError, without_query
 from engine.models.checking import check_policy, check_rows, check_scorer, check_trunk, check_vocabularies
@@ -73,7 +73,7 @@ def make_plan(
     functions = load_functions(args)
     check_columns(functions, by_part(prompts, held_out))
     texts, texts_fingerprints = read_texts(args, tokenizer)
-    conditions = Conditions.of(args, dialect, fingerprints + texts_fingerprints, total_steps, tokenizer, inputs)
+    conditions = Conditions.of(args, fingerprints + texts_fingerprints, total_steps, tokenizer, inputs)
     if point:
         point.check(conditions, last_step)
     # A command that goes on by itself may name steps that an earlier start has recorded.
@@ -82,7 +82,7 @@ def make_plan(
     return Plan(
         dialect=dialect,
         tokenizer=tokenizer,
-        spec=args.engine_spec(dialect),
+        spec=args.spec,
         reward_functions=functions,
         prompts=prompts,
         held_out=held_out,
@@ -217,19 +217,19 @@ def check_files(args: RLHFFlags, dialect: Dialect, point: ResumePoint | None) ->
     """What can be wrong with files, models and machine, looked at by one process; point: what is gone on from."""
     check_run(args, resumed=point is not None and point.in_output_dir)
     check_hub(args)
-    check_engines(args, dialect)
+    check_engines(args)
     check_vllm(args)
     load_functions(args)
     check_dialect(args, dialect)
     check_models(args, dialect)
     adapted_roles(args, dialect)
-    check_trunk_shared(args, dialect)
+    check_trunk_shared(args)
 
 
-def check_engines(args: RLHFFlags, dialect: Dialect) -> None:
+def check_engines(args: RLHFFlags) -> None:
     """Whether DeepSpeed can make engines of these configurations, all in one process and on this machine."""
-    configs = args.engine_configs(dialect)
-    for choice in args.engine_spec(dialect).engine_configs if not args.dry_run else ():  # which may be for other ones
+    configs = args.ds_configs
+    for choice in args.spec.engine_configs if not args.dry_run else ():  # which may be for other ones
         refuse_missing(configs[choice.role], choice.path)
 
 
@@ -244,12 +244,12 @@ def check_vllm(args: RLHFFlags) -> None:
         check_heads(config, f"--actor_model_name_or_path {path}", args.vllm_tensor_parallel_size, on_cpu)
 
 
-def check_trunk_shared(args: RLHFFlags, dialect: Dialect) -> None:
+def check_trunk_shared(args: RLHFFlags) -> None:
     """Whether models that are to share a trunk have one."""
     flags = [f"--{role}_model_name_or_path" for role in ("actor", "critic", "reward")]
     paths = [getattr(args, flag.removeprefix("--")) for flag in flags]
     if args.share_trunk and all(path is None or args.looks_at(path) for path in paths):
-        scoring_roles(args.engine_spec(dialect), *flags)
+        scoring_roles(args.spec, *flags)
 
 
 def check_dialect(args: RLHFFlags, dialect: Dialect) -> None:
@@ -258,14 +258,13 @@ def check_dialect(args: RLHFFlags, dialect: Dialect) -> None:
     if args.looks_at(path):
         config = read_config(path, "--actor_model_name_or_path", args.trust_remote_code)
         layers = config.get_text_config().num_hidden_layers
-    check(
+    check_sizes(
         dialect,
         rows_per_rank=args.rows_per_rank,
         mini_batches=max(dialect.mini_batches, dialect.critic_passes[1]),
         micro_batch_size=args.per_device_training_batch_size,
         ranks=distributed.world_size(),
         layers=layers,
-        given=args.given_fields(),
     )
 
 

@@ -86,7 +86,7 @@ class Session:
                 self.output_dir,
                 flags=flags,
                 dialect=dialect,
-                ds_configs=self.args.engine_configs(self.plan.dialect),
+                ds_configs=self.args.ds_configs,
                 resumed=self.plan.resume is not None and self.plan.resume.in_output_dir,
             )
         self.writer.hparams({**flags, "resolved_dialect": dialect})

@@ -20,19 +20,19 @@ class MeasuringFlags(DataFlags, ABC):
     program: ClassVar[str]
     """How messages call the program."""
 
-    num_eval_prompts: int = flag(128, "how many held-out prompts are answered by each model", group="measuring")
-    max_prompt_seq_len: int = flag(256, "longest prompt, in tokens")
-    max_answer_seq_len: int = flag(256, "longest response, in tokens")
+    num_eval_prompts: int = flag(
+        128, "how many held-out prompts are answered by each model", least=1, group="measuring"
+    )
+    max_prompt_seq_len: int = flag(256, "longest prompt, in tokens", least=1)
+    max_answer_seq_len: int = flag(256, "longest response, in tokens", least=1)
     stop: list[str] = flag([], "strings that end a response, beside the tokens that do")
-    temperature: float = flag(1.0, "of sampling")
-    per_device_eval_batch_size: int = flag(16, "responses of each rank side by side, and in one forward pass")
+    temperature: float = flag(1.0, "of sampling", above=0)
+    per_device_eval_batch_size: int = flag(16, "responses of each rank side by side, and in one forward pass", least=1)
     zero_stage: int = flag(0, "3 divides each model over the ranks; at 0 each rank has all of them", choices=(0, 3))
 
     def validate(self) -> None:
         """Raise UserError for values that cannot work, alone or together."""
-        DataFlags.validate(self)
-        self.above(0, "temperature")
-        self.at_least(1, "num_eval_prompts", "max_prompt_seq_len", "max_answer_seq_len", "per_device_eval_batch_size")
+        super().validate()
         for name in ("preflight", "overwrite_output_dir"):
             if getattr(self, name):
                 raise UserError(f"--{name}: the {self.program} program has no use for it. Leave it out.")

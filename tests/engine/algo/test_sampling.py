@@ -14,7 +14,6 @@ from engine.algo.sampling import keyed_uniforms, sample_tokens
 from engine.experience import PromptBatch
 from engine.rollout.base import SamplingConfig
 from engine.rollout.decode import Sampler
-from tests.parameters import first_quick
 
 N = 20_000
 # Chi-squared critical values at a probability of 0.001; the draws are fixed, so a test passes always or never.
@@ -260,7 +259,7 @@ def statistic(counts: np.ndarray, expected: np.ndarray) -> float:
     return float(((counts - expected) ** 2 / expected).sum())
 
 
-@pytest.mark.parametrize("build", first_quick([gpt2, llama]))
+@pytest.mark.parametrize("build", [gpt2, pytest.param(llama, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_first_and_second_tokens_follow_the_model(build, temperature):
     torch.manual_seed(0)

@@ -8,7 +8,6 @@ from engine.memory.passes import Rows, decoding_passes, scoring_pass, training_p
 from engine.models.lora import LoraSpec
 from scripts.harness.models import family_config, make_config
 from tests.engine.memory.configurations import VOCABULARY, llama, spec_of
-from tests.parameters import first_quick
 
 ROWS = Rows(4, 24, 24)
 
@@ -24,7 +23,7 @@ def counts(models: dict[str, Blueprint]) -> list[int]:
 # Bloom takes no ready-made masks. Of Mixtral's experts torch's meta device has no product in float32.
 @pytest.mark.parametrize(
     "family, adapted",
-    first_quick([("llama", False), ("opt", True), ("gpt2", True), ("bloom", False), ("mixtral", False)]),
+    [("llama", False), ("opt", True), ("gpt2", True), ("bloom", False), ("mixtral", False)],
 )
 def test_a_few_layers_stand_for_many(family, adapted, tmp_path, monkeypatch):
     config = make_config(family, layers=6) if family != "mixtral" else family_config(family)

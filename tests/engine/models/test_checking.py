@@ -39,7 +39,6 @@ from scripts.harness.models import make_causal_lm, make_config, make_scorer, mak
 from scripts.harness.ranks import run_ranks
 from tests.engine.models.deepspeed_chat_models import deepspeed_chat_actor, deepspeed_chat_reward
 from tests.engine.models.test_families import FAMILIES, odd_config
-from tests.parameters import first_quick
 
 FLAG = "--critic_model_name_or_path"
 
@@ -190,7 +189,7 @@ def refused(check, path, message):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("family", first_quick(FAMILIES))
+@pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_is_accepted_and_its_missing_tensors_are_named(tmp_path, family):
     for tied in (False, True):
         actor = make_causal_lm(tmp_path / f"actor_{tied}", family, tied=tied)

@@ -39,7 +39,7 @@ from scripts.harness.models import (
 from scripts.harness.ranks import run_ranks
 from scripts.harness.weights import full_state
 from tests.distributed.work_families import INDICES, LEARNING_RATE, PROMPTS, SEED, one_step
-from tests.parameters import Made, first_quick
+from tests.made import Made
 
 FAMILIES = ("llama", "opt", "gpt2", "gpt_neox", "bloom", "mistral", "qwen2")
 OFFSET = -0.7
@@ -97,7 +97,7 @@ def padded(left, right):
     return torch.cat([filler[0], SEQUENCES, filler[1]], 1), torch.cat(mask, 1)
 
 
-@pytest.mark.parametrize("family", first_quick(FAMILIES))
+@pytest.mark.parametrize("family", FAMILIES)
 def test_log_probs_are_those_of_the_models_own_logits(folders, family):
     policy = probed(folders[family][0])
     assert policy.direct_head
@@ -105,7 +105,7 @@ def test_log_probs_are_those_of_the_models_own_logits(folders, family):
     torch.testing.assert_close(logprobs_of(policy, SEQUENCES), expected, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("family", first_quick(FAMILIES))
+@pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
 def test_padding_changes_no_log_prob_and_no_score(folders, family):
     actor, critic = folders[family]
@@ -144,7 +144,7 @@ def odd_config(family):
     }[family]()
 
 
-@pytest.mark.parametrize("family", first_quick(["gemma2", "cohere", "granite"]))
+@pytest.mark.parametrize("family", ["gemma2", "cohere", "granite"])
 def test_models_that_change_logits_after_the_head_are_asked_for_logits(tmp_path, family):
     folder = save_random(AutoModelForCausalLM.from_config(odd_config(family)), tmp_path)
     expected = hf_logprobs(folder, SEQUENCES)[:, PROMPT - 1 :]
@@ -252,7 +252,7 @@ DROPOUTS = {
 }
 
 
-@pytest.mark.parametrize("family", first_quick(FAMILIES))
+@pytest.mark.parametrize("family", FAMILIES)
 def test_dropout_is_off_and_comes_back_in_what_is_saved(family, tmp_path):
     actor, critic = make_causal_lm(tmp_path / "actor", family), make_scorer(tmp_path / "critic", family)
     expected = {
@@ -331,7 +331,7 @@ def check_step(actor_path, critic_path, ranks, offset=OFFSET):
     assert all(np.isfinite(value) for value in main["metrics"].values())
 
 
-@pytest.mark.parametrize("family", first_quick(FAMILIES))
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_whole_step_in_one_process(folders, family):
     check_step(*folders[family], [one_step(*folders[family], stage=0)])
 

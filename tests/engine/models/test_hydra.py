@@ -9,7 +9,7 @@ from engine.experience import position_ids
 from engine.models.hydra import check_hydra, load_hydra
 from engine.models.loading import load_policy
 from scripts.harness.models import EOS, VOCABULARY, make_causal_lm, save_random
-from tests.parameters import Made, first_quick
+from tests.made import Made
 
 LAYERS = 3
 SEQUENCES = torch.randint(4, VOCABULARY, (3, 12), generator=torch.Generator().manual_seed(1))
@@ -46,7 +46,7 @@ def disturb(policy):
 
 
 @pytest.mark.parametrize("tied, layers, direct_head", [(False, 1, True), (True, LAYERS, False), (True, 1, True)])
-@pytest.mark.parametrize("family", first_quick(PARTS))
+@pytest.mark.parametrize("family", PARTS)
 def test_reference_stays_the_untouched_model(folders, family, tied, layers, direct_head):
     path = folders[family, tied]
     check_hydra(path, layers, "--actor")

@@ -202,10 +202,11 @@ def test_what_it_is_goes_into_sampling_and_the_engines_tokenizer(tmp_path):
         actor_model_name_or_path=path,
         critic_model_name_or_path=make_scorer(tmp_path / "reward", "opt"),
         dtype="fp32",
+        dialect="deepspeed_chat",
     )
     tokenizer = read_tokenizer(path, "--actor", dialect.pad_token)
     assert sampling_config(args, dialect, tokenizer).pad_token_id == EOS
-    spec = args.engine_spec(dialect)
+    spec = args.spec
     assert spec.pad_token == dialect.pad_token
     assert RLHFEngine.from_pretrained(spec).tokenizer.pad_token_id == EOS
 

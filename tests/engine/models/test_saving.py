@@ -22,7 +22,6 @@ from engine.zero.gathering import lent_state
 from scripts.harness.models import EOS, PAD, make_causal_lm, make_tokenizer, save_random
 from tests.engine.meters import LiveBytes
 from tests.engine.models.scored_rows import ROWS, batch, pooled, saved, scores
-from tests.parameters import first_quick
 
 KINDS = [
     ("llama", False),
@@ -36,7 +35,7 @@ KINDS = [
 ]
 
 
-@pytest.mark.parametrize("family, tied", first_quick(KINDS, 2))
+@pytest.mark.parametrize("family, tied", KINDS)
 def test_a_saved_policy_opens_in_hugging_face(tmp_path, family, tied):
     source = make_causal_lm(tmp_path / "source", family, tied=tied)
     policy = load_policy(source, torch.float32)
@@ -64,7 +63,7 @@ def test_several_named_templates_are_saved_without_a_folder_of_their_own(tmp_pat
     assert AutoTokenizer.from_pretrained(tmp_path / "saved").chat_template == tokenizer.chat_template
 
 
-@pytest.mark.parametrize("family, tied", first_quick(KINDS, 2))
+@pytest.mark.parametrize("family, tied", KINDS)
 def test_a_saved_scorer_scores_the_same_in_hugging_face(tmp_path, family, tied):
     base = make_causal_lm(tmp_path / "base", family, tied=tied)
     scorer = new_scorer(base, torch.float32, PAD, seed=3)
@@ -83,7 +82,7 @@ def test_a_saved_scorer_scores_the_same_in_hugging_face(tmp_path, family, tied):
         torch.testing.assert_close(scores(ours, *batch(left=left)), expected, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("family, tied", first_quick(KINDS, 2))
+@pytest.mark.parametrize("family, tied", KINDS)
 def test_a_saved_scorer_whose_pad_token_is_eos_scores_the_same_one_text_at_a_time(tmp_path, family, tied):
     base = make_causal_lm(tmp_path / "base", family, tied=tied, pad_is_eos=True)
     scorer = new_scorer(base, torch.float32, None, seed=3)
@@ -103,7 +102,7 @@ def test_a_saved_model_keeps_its_dtype(tmp_path):
     assert AutoModelForCausalLM.from_pretrained(folder).dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("family, tied", first_quick([*KINDS, ("mixtral", False)], 2))
+@pytest.mark.parametrize("family, tied", [*KINDS, ("mixtral", False)])
 @pytest.mark.parametrize("shard_size", ["50GB", "20KB"])
 def test_files_written_a_tensor_at_a_time_are_those_of_save_pretrained(tmp_path, monkeypatch, family, tied, shard_size):
     """Every file, byte by byte; the state has what Hugging Face's `state_dict()` has, fetched when it is written."""

@@ -14,7 +14,6 @@ from engine.models.trunk import Trunk, make_trunk, owner
 from engine.rlhf_engine import scoring_roles
 from engine.zero.gathering import copy_weights
 from scripts.harness.models import make_adapter, make_causal_lm, make_scorer
-from tests.parameters import first_quick
 
 SEQUENCES = torch.arange(4, 20).view(2, 8)
 MASK = torch.ones_like(SEQUENCES)
@@ -39,7 +38,7 @@ def answers(trunk: Trunk) -> dict[str, torch.Tensor]:
     return found | {role: trunk(*INPUTS, role=role) for role in trunk.scorers}
 
 
-@pytest.mark.parametrize("family", first_quick(["llama", "gpt2", "opt", "bloom"]))
+@pytest.mark.parametrize("family", ["llama", "gpt2", "opt", "bloom"])
 @torch.no_grad()
 def test_roles_compute_what_models_of_their_own_do(family, tmp_path):
     base = make_causal_lm(tmp_path / "base", family, tied=family == "gpt2")

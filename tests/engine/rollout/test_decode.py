@@ -27,7 +27,7 @@ from engine.zero.communication import init
 from engine.zero.config import EngineConfig
 from scripts.harness.models import BOS, EOS, PAD, POSITIONS, VOCABULARY, make_causal_lm, make_tokenizer, save_random
 from tests.engine.meters import HostQuestions
-from tests.parameters import Made, first_quick
+from tests.made import Made
 from tests.plain_sampling import plain_answer
 from training.data.examples import collate_prompts
 from training.runtime.models import generation_stops
@@ -74,7 +74,7 @@ def sampled(model, how: SamplingConfig, rows_at_once: int | None = None) -> list
     return answers(Sampler(make_tokenizer(), rows_at_once).responses(model, BATCH, how))
 
 
-@pytest.mark.parametrize("family", first_quick(FAMILIES))
+@pytest.mark.parametrize("family", FAMILIES)
 def test_the_cases_are_hard_enough(expected, family):
     """Some responses end at once, some in the middle of 8 tokens, some never; more than two differ in length."""
     lengths = [len(tokens) for tokens, _ in expected[family]]
@@ -84,17 +84,14 @@ def test_the_cases_are_hard_enough(expected, family):
 
 @pytest.mark.parametrize(
     "family, rows_at_once",
-    first_quick(
-        [("llama", 3), ("llama", None), ("llama", 1), ("llama", 11), ("llama", 50)]
-        + [(family, count) for family in FAMILIES[1:] for count in (None, 3)],
-        count=2,
-    ),
+    [("llama", 3), ("llama", None), ("llama", 1), ("llama", 11), ("llama", 50)]
+    + [(family, count) for family in FAMILIES[1:] for count in (None, 3)],
 )
 def test_answers_are_those_of_plain_sampling(models, expected, family, rows_at_once):
     assert sampled(models[family], SAMPLING, rows_at_once) == expected[family]
 
 
-@pytest.mark.parametrize("family", first_quick(["llama", "gpt2", "bloom"]))
+@pytest.mark.parametrize("family", ["llama", "gpt2", "bloom"])
 def test_living_rows_move_to_the_left_when_the_slots_are_used_up(models, monkeypatch, family):
     """3 of 48 rows at once take far more steps than there are slots."""
     moves, shift = [], SlotCache.shift
@@ -162,12 +159,12 @@ def test_token_ids_beyond_the_vocabulary_are_not_drawn(models):
     assert sampled(models["llama"], how, 3) == expected
 
 
-@pytest.mark.parametrize("family", first_quick(FAMILIES))
+@pytest.mark.parametrize("family", FAMILIES)
 def test_which_families_take_ready_masks(models, family):
     assert takes_slot_masks(models[family]) == (family in READY)
 
 
-@pytest.mark.parametrize("family", first_quick(sorted(READY)))
+@pytest.mark.parametrize("family", sorted(READY))
 def test_answers_are_the_same_with_the_models_own_masks(models, expected, monkeypatch, family):
     monkeypatch.setattr("engine.rollout.decode.takes_slot_masks", lambda model: False)
     assert sampled(models[family], SAMPLING, 3) == expected[family]
@@ -205,7 +202,7 @@ def test_a_window_that_is_shorter_than_the_sequence(tmp_path, config):
 
 
 @pytest.mark.parametrize("rows_at_once", (None, 3))
-@pytest.mark.parametrize("family", first_quick(["llama", "bloom"]))
+@pytest.mark.parametrize("family", ["llama", "bloom"])
 @pytest.mark.parametrize("sampling", ("fixed", "without_eos"))
 def test_responses_of_fixed_length(models, expected, sampling, family, rows_at_once):
     """With ends that are tokens like others, and with ends that are never drawn."""
@@ -225,7 +222,7 @@ def test_responses_of_fixed_length(models, expected, sampling, family, rows_at_o
 
 
 @pytest.mark.parametrize("rows_at_once", (None, 3))
-@pytest.mark.parametrize("family", first_quick(FAMILIES))
+@pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
 def test_recorded_log_probs_are_those_of_the_finished_sequences(models, family, rows_at_once):
     model, how = models[family], replace(SAMPLING, temperature=0.9, logprob_temperature=0.7, with_entropy=True)
@@ -534,7 +531,7 @@ class Asked:
         monkeypatch.setattr(decode._Loop, "_draw", counted)
 
 
-@pytest.mark.parametrize("family", first_quick(["llama", "qwen2", "gpt_neox", "opt", "gpt2"]))
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gpt_neox", "opt", "gpt2"])
 def test_the_host_asks_once_per_8_tokens(tmp_path, monkeypatch, family):
     model = AutoModelForCausalLM.from_pretrained(make_causal_lm(tmp_path, family), dtype=torch.float32).eval()
     how = SamplingConfig(max_new_tokens=28, pad_token_id=PAD, stop_token_ids=(EOS,), seed=2, logprob_temperature=1.0)

@@ -52,11 +52,11 @@ from tests.engine.rollout.test_decode import (
     plainly,
 )
 from tests.fake_flash import FakeFlash
-from tests.parameters import Made, first_quick
+from tests.made import Made
 from tests.plain_sampling import plain_answer
 
 OTHERS = sorted(READY - {"llama"})
-ANSWERED = first_quick([("llama", 3), ("llama", None), *((family, 3) for family in OTHERS)])
+ANSWERED = [("llama", 3), ("llama", None), *((family, 3) for family in OTHERS)]
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +126,7 @@ def test_without_torchs_recordings_the_models_own_code_reads_tokens(models, monk
     assert type(sampler._passes) is Passes
 
 
-@pytest.mark.parametrize("family", first_quick(["llama", *OTHERS]))
+@pytest.mark.parametrize("family", ["llama", *OTHERS])
 def test_a_padding_token_other_than_the_first_is_no_hindrance(family, tmp_path):
     """An embedding that is told of one looks at its own size."""
     model = loaded(make_causal_lm(tmp_path, family, pad_is_eos=True))
@@ -333,7 +333,7 @@ def test_shapes_are_few():
     assert _slots_of_shape(1, 16) == 16
 
 
-@pytest.mark.parametrize("width", first_quick([2.0, 0.4, 4.0]))
+@pytest.mark.parametrize("width", [2.0, *(pytest.param(width, marks=pytest.mark.slow) for width in (0.4, 4.0))])
 def test_right_graphs_are_told_from_wrong_ones_in_bf16_however_wide_logits_are(width):
     """Rounding differs between kernels by the shape of a pass: it is put here into the weights of the head, where it
     reaches each logit by itself."""

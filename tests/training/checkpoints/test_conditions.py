@@ -11,6 +11,7 @@ from engine import distributed
 from engine.algorithms import Dialect, get_dialect
 from engine.errors import UserError
 from training.checkpoints.conditions import Conditions, state_file
+from training.config.algorithm import Resolved
 from training.config.step3 import RLHFFlags
 
 DEFAULT = get_dialect("default")
@@ -27,7 +28,9 @@ def conditions(
         "actor_model_name_or_path": "a",
         "critic_model_name_or_path": "b",
     }
-    return Conditions.of(RLHFFlags(**(required | flags)), dialect, list(data), total_steps, tokenizer, inputs)
+    args = RLHFFlags(**(required | flags))
+    args.resolved = Resolved(dialect, {})
+    return Conditions.of(args, list(data), total_steps, tokenizer, inputs)
 
 
 def written(then: Conditions) -> Conditions:
@@ -57,7 +60,7 @@ def test_the_critics_pretraining_must_be_equal():
     conditions(critic_pretrain_steps=4).check(then, HERE)
     for now, message in (
         (conditions(critic_pretrain_steps=5), "--critic_pretrain_steps was 4 when it was written and is 5 now"),
-        (conditions(), "--critic_pretrain_steps was 4 when it was written and is not given now"),
+        (conditions(), "--critic_pretrain_steps was 4 when it was written and is 0 now"),
     ):
         with pytest.raises(UserError, match=message):
             now.check(then, HERE)
@@ -125,7 +128,7 @@ def test_the_micro_batch_is_named_where_losses_or_advantages_are_its(field, valu
     [
         (conditions(seed=2), "seed was 1234 when it was written and is 2 now. Give the same flags"),
         (conditions(max_answer_seq_len=8), "--max_answer_seq_len was 256 when it was written and is 8 now"),
-        (conditions(stop=["END"]), "--stop was [] when it was written and is ['END'] now"),
+        (conditions(stop=["END"]), "--stop was not given when it was written and is ['END'] now"),
         (conditions(DEFAULT.override(ppo_epochs=2)), "ppo_epochs was 4 when it was written and is 2 now"),
         (conditions(DEFAULT.override(missing_end="subtract")), "missing_end was 'none' when it was written"),
         (

@@ -78,5 +78,5 @@ def with_rewards(*words: str):
 
 def dialect_refusal(*words: str) -> str:
     with pytest.raises(UserError) as caught:
-        with_rewards(*words).resolved_dialect()
+        with_rewards(*words)
     return str(caught.value)

@@ -5,7 +5,7 @@ import pytest
 from engine.algorithms import DIALECTS
 from engine.errors import UserError
 from tests.training.config.command_lines import REQUIRED_FLAGS, dialect_refusal, refusal, step3, with_rewards
-from training.config.algorithm import DIALECT_FLAGS
+from training.config.algorithm import DIALECT_FLAGS, Resolved
 from training.config.parsing import parse_flags
 from training.config.step3 import RLHFFlags
 
@@ -51,20 +51,20 @@ def test_batch_sizes_that_do_not_divide(generated, micro, accumulation):
 
 def test_flags_that_are_not_given_leave_the_dialect_alone():
     for name, dialect in DIALECTS.items():
-        resolved, changed = step3(dialect=name).resolved_dialect()
-        assert resolved == dialect and changed == {}
+        assert step3(dialect=name).resolved == Resolved(dialect, {})
 
 
 def test_given_flags_override_the_dialect_and_are_listed():
-    resolved, changed = step3(
+    args = step3(
         dialect="deepspeed_chat",
         kl_coef=0.2,
         ppo_epochs=3,
         whiten_advantages="true",
         actor_learning_rate=2e-5,
         lr_scheduler_type="linear",
-    ).resolved_dialect()
-    assert changed == {
+    )
+    resolved = args.resolved.dialect
+    assert args.resolved.changed == {
         "kl_coef": (0.1, 0.2),
         "ppo_epochs": (1, 3),
         "whiten_advantages": (False, True),
@@ -77,7 +77,7 @@ def test_given_flags_override_the_dialect_and_are_listed():
 
 def test_zero_and_false_are_given_values():
     args = step3(kl_coef=0, max_grad_norm=0, num_warmup_steps=0, whiten_advantages="false")
-    resolved, changed = args.resolved_dialect()
+    resolved, changed = args.resolved.dialect, args.resolved.changed
     assert (resolved.kl_coef, resolved.max_grad_norm, resolved.warmup_steps) == (0, 0, 0)
     assert resolved.whiten_advantages is False
     assert set(changed) == {"kl_coef", "max_grad_norm", "warmup_steps", "whiten_advantages"}
@@ -85,7 +85,7 @@ def test_zero_and_false_are_given_values():
 
 def test_a_flag_that_repeats_the_dialect_is_no_departure():
     usual = DIALECTS["default"]
-    assert step3(kl_coef=usual.kl_coef, ppo_epochs=usual.ppo_epochs).resolved_dialect()[1] == {}
+    assert step3(kl_coef=usual.kl_coef, ppo_epochs=usual.ppo_epochs).resolved.changed == {}
 
 
 OTHER_VALUES = {  # each unlike every dialect's
@@ -113,7 +113,8 @@ OTHER_VALUES = {  # each unlike every dialect's
 @pytest.mark.parametrize("name, field", DIALECT_FLAGS.items())
 def test_every_dialect_flag_reaches_its_field(name, field):
     other = OTHER_VALUES.get(name, "false")
-    resolved, changed = step3(**{name: other}).resolved_dialect()
+    args = step3(**{name: other})
+    resolved, changed = args.resolved.dialect, args.resolved.changed
     assert changed == {field: (getattr(DIALECTS["default"], field), False if other == "false" else other)}
     assert getattr(resolved, field) == changed[field][1]
 
@@ -131,7 +132,8 @@ def test_any_field_is_set_by_name():
         "query_end=.",
         "mini_batches=4",
     )
-    resolved, changed = with_rewards(*words).resolved_dialect()
+    args = with_rewards(*words)
+    resolved, changed = args.resolved.dialect, args.resolved.changed
     assert (resolved.kl_controller, resolved.kl_target, resolved.score_clip, resolved.betas) == (
         "adaptive",
         3.0,
@@ -154,7 +156,7 @@ def test_fields_set_in_several_places_add_up(tmp_path):
         "--config",
         str(tmp_path / "run.yaml"),
     )
-    assert args.resolved_dialect()[1] == {
+    assert args.resolved.changed == {
         "kl_controller": ("fixed", "adaptive"),
         "kl_target": (6.0, 3.0),
         "lam": (0.95, 0.9),
@@ -184,7 +186,7 @@ def test_fields_set_in_several_places_add_up(tmp_path):
 def test_a_field_on_the_command_line_wins_over_the_file(tmp_path, in_file, words, field, value):
     (tmp_path / "run.yaml").write_text(f"{in_file}\nkl_coef: 0.25\n")
     args = with_rewards("--critic_model_name_or_path", "c", "--config", str(tmp_path / "run.yaml"), *words)
-    dialect, changed = args.resolved_dialect()
+    dialect, changed = args.resolved.dialect, args.resolved.changed
     assert getattr(dialect, field) == value and dialect.kl_coef == 0.25
     assert dialect.gamma == (0.8 if "gamma" in in_file else 1.0), "another field of the same line is lost"
     assert set(changed) <= {field, "kl_coef", "gamma", "missing_end_value"}
@@ -234,7 +236,7 @@ def test_mini_batches_come_from_the_dialect_or_from_accumulation():
     args = with_rewards(
         "--dialect", "trlx", "--per_device_training_batch_size", "4", "--gradient_accumulation_steps", "2"
     )
-    assert args.mini_batches == 2 and args.resolved_dialect()[1] == {"mini_batches": (4, 2)}
+    assert args.mini_batches == 2 and args.resolved.changed == {"mini_batches": (4, 2)}
 
 
 def test_a_run_without_critic_needs_a_reward_model_alone():

@@ -2,7 +2,6 @@
 
 import pytest
 
-from engine.algorithms import DIALECTS
 from engine.errors import UserError
 from tests.training.config.command_lines import REQUIRED_FLAGS, parse, refusal, step3
 from training.config.parsing import parse_flags
@@ -125,44 +124,46 @@ def test_offload_needs_something_to_offload():
     assert refusal("--offload", flags_class=SFTFlags).startswith("--offload with --zero_stage 0")
     told = refusal("--offload", "--ds_config", "x.json", flags_class=SFTFlags)
     assert told.startswith("--offload and --ds_config x.json contradict each other")
-    default = DIALECTS["default"]  # which engines step 3 has is its dialect's affair
     for given, told in (
         (["--actor_zero_stage", "2"], "--offload with --critic_zero_stage 0"),
         (["--actor_ds_config", "x.json"], "--offload and --actor_ds_config x.json contradict"),
     ):
         with pytest.raises(UserError, match=told):
-            parse("--offload", *given, flags_class=RLHFFlags).engine_spec(default)
+            _ = parse("--offload", *given, flags_class=RLHFFlags).spec
     args = parse("--offload", "--actor_zero_stage", "2", "--critic_zero_stage", "3", flags_class=RLHFFlags)
-    assert args.engine_spec(default).critic.offload
+    assert args.spec.critic.offload
 
 
 @pytest.mark.parametrize(
     "words, message",
     [
-        (("--ema_decay", "0.5"), "--ema_decay 0.5 needs --enable_ema."),
+        (("--ema_decay", "0.5"), "--ema_decay 0.5 needs --enable_ema or --reference ema. Give that, or"),
         (("--stop", ""), "--stop '': an empty string"),
         (("--actor_dropout", "0.1"), "--actor_dropout 0.1: PPO compares"),
         (("--data_weights", "1", "2"), "--data_weights 1 2: 2 weights for 1 data sets"),
         (("--data_weights", "0"), "--data_weights 0: a weight says how often"),
-        (("--enable_test_mode",), "--enable_test_mode and --test_stop_step N (1 or more) go together"),
-        (("--test_stop_step", "3"), "--enable_test_mode and --test_stop_step N (1 or more) go together"),
+        (("--enable_test_mode",), "--enable_test_mode needs --test_stop_step."),
+        (("--test_stop_step", "3"), "--test_stop_step 3 needs --enable_test_mode."),
         (("--unsupervised_dataset_config_name", "x"), "--unsupervised_dataset_config_name x needs"),
-        (("--reward_weights", "2"), "--reward_weights 2 needs --reward_function or --reward_url. The reward"),
+        (("--reward_weights", "2"), "--reward_weights 2.0 needs --reward_function or --reward_url."),
         (
             ("--reward_function", "m:f", "m:g", "--reward_weights", "2"),
-            "--reward_weights 2: 1 weights. They belong to m:f, m:g, in this order: give 2 or none. The reward model's "
-            "weight is --reward_model_weight. To mix the reward model in by half, give --reward_model_name_or_path "
-            "reward --reward_model_weight 0.5 --reward_weights 0.25 0.25.",
+            "--reward_weights 2.0: 1 weights. They belong to m:f, m:g, in this order: give 2 or none. The reward "
+            "model's weight is --reward_model_weight. To mix the reward model in by half, give "
+            "--reward_model_name_or_path reward --reward_model_weight 0.5 --reward_weights 0.25 0.25.",
         ),
         (("--reward_function", "m:f", "--reward_weights", "nan"), "--reward_weights nan: must be finite."),
         (("--reward_function", "m:f", "m:f"), "--reward_function m:f m:f: m:f is given twice."),
-        (("--reward_function_weight", "2"), "unknown flag --reward_function_weight. Give --reward_weights 2."),
+        (
+            ("--reward_function_weight", "2"),
+            "unknown flag --reward_function_weight. It is called --reward_weights now.",
+        ),
         (("--answer_column", "solution"), "--answer_column solution needs --reward_function math_verify."),
         (("--reward_function", "format", "--response_format", "(a"), "--response_format (a: is no regular expression"),
         (("--overlap_rewards",), "--overlap_rewards needs --reward_function or --reward_url"),
         (
             ("--reward_function", "m:f", "m:g", "--reward_weights", "0", "0"),
-            "--reward_weights 0 0: every score would be 0. Give one that is not.",
+            "--reward_weights 0.0 0.0: every score would be 0. Give one that is not.",
         ),
         (
             ("--reward_function", "m:f", "--reward_model_weight", "2"),
@@ -170,10 +171,13 @@ def test_offload_needs_something_to_offload():
         ),
         (
             ("--reward_function", "m:f", "--offload_reward_model"),
-            "--offload_reward_model is given, but there is no reward",
+            "--offload_reward_model: there is no reward model beside --reward_function.",
         ),
         (("--missing_eos_penalty", "nan"), "--missing_eos_penalty nan: must be finite."),
-        (("--wandb_project", "p", "--enable_tensorboard", "false"), "--wandb_project needs --enable_tensorboard true"),
+        (
+            ("--wandb_project", "p", "--enable_tensorboard", "false"),
+            "--wandb_project p needs --enable_tensorboard true.",
+        ),
         (("--tensorboard_path", " "), "--tensorboard_path ' ': no name of a file or folder."),
         (("--actor_learning_rate", "inf"), "--actor_learning_rate inf: must be finite."),
         (("--seed", str(2**31)), f"--seed {2**31}: must be at most {2**31 - 1}."),

@@ -62,5 +62,5 @@ def test_the_tokenizer_gets_it_in_place_of_its_own_and_is_saved_with_it(tmp_path
     config = tmp_path / "run.yaml"
     config.write_text(f"chat_template: {path}\n")
     args = parse("--config", str(config), flags_class=RLHFFlags)
-    assert args.engine_spec(args.resolved_dialect()[0]).chat_template == str(path)
+    assert args.spec.chat_template == str(path)
     assert not inputs_of(args)[f"--chat_template {path}"].problem

@@ -8,12 +8,12 @@ from training.config.step3 import RLHFFlags
 
 
 def test_a_missing_end_is_one_rule():
-    assert step3(missing_eos_penalty=1.5).resolved_dialect()[1] == {
+    assert step3(missing_eos_penalty=1.5).resolved.changed == {
         "missing_end": ("none", "subtract"),
         "missing_end_value": (0.0, 1.5),
     }
-    assert step3(missing_eos_penalty=0, dialect="summarize").resolved_dialect()[1] == {}
-    assert step3(missing_eos_penalty=2, dialect="summarize").resolved_dialect()[0].missing_end == "subtract"
+    assert step3(missing_eos_penalty=0, dialect="summarize").resolved.changed == {}
+    assert step3(missing_eos_penalty=2, dialect="summarize").resolved.dialect.missing_end == "subtract"
     assert dialect_refusal("--missing_eos_penalty", "1", "--set", "missing_end=replace").startswith(
         "--set missing_end=replace and --missing_eos_penalty 1.0 say the same."
     )
@@ -40,8 +40,8 @@ def test_a_missing_end_is_one_rule():
             "--actor_lr. actor_lr is a field of the dialect. Give --actor_learning_rate 1e-5, or --set actor_lr=1e-5.",
         ),
         (("--kl_coeff", "1"), "--kl_coeff. Did you mean --kl_coef?"),
-        (("--overlong_prompts", "truncate"), "--overlong_prompts. Give --overlong cut_prompt, which all three steps"),
-        (("--overlong_prompts=drop",), "--overlong_prompts. Give --overlong drop, which all three steps have."),
+        (("--overlong_prompts", "truncate"), "--overlong_prompts. It is called --overlong now. truncate: give cut_"),
+        (("--overlong_prompts=drop",), "--overlong_prompts. It is called --overlong now."),
         (("--name", "mine"), "--name."),
     ],
 )
@@ -61,15 +61,15 @@ def test_a_field_of_the_dialect_that_is_no_key(tmp_path):
 
 def test_the_decay_of_an_average_that_is_not_kept():
     assert dialect_refusal("--critic_model_name_or_path", "c", "--set", "ema_decay=0.5") == (
-        "--set ema_decay=0.5 needs --enable_ema."
+        "--set ema_decay=0.5 needs --enable_ema or --reference ema. Give that, or leave it out."
     )
     args = with_rewards("--critic_model_name_or_path", "c", "--set", "ema_decay=0.5", "--enable_ema")
-    assert args.engine_spec(args.resolved_dialect()[0]).ema_decay == 0.5
+    assert args.spec.ema_decay == 0.5
 
 
 def test_a_dialect_that_a_script_adds_is_known(monkeypatch):
     monkeypatch.setitem(DIALECTS, "mine", DIALECTS["default"].override(name="mine", lam=0.5))
-    assert step3(dialect="mine").resolved_dialect()[0].lam == 0.5
+    assert step3(dialect="mine").resolved.dialect.lam == 0.5
     monkeypatch.delitem(DIALECTS, "mine")
     assert "invalid choice: 'mine'" in refusal("--dialect", "mine", flags_class=RLHFFlags)
 

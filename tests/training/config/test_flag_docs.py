@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from engine.algorithms import Dialect
 from training.config import flag_docs
 
 PAGE = Path(__file__).parents[3] / "docs" / "flags.md"
@@ -15,11 +16,29 @@ def test_the_page_is_what_the_code_makes():
     assert PAGE.read_text() == flag_docs.document(), "run: python -m training.config.flag_docs > docs/flags.md"
 
 
-@pytest.mark.parametrize("title, flags_class", flag_docs.STEPS)
-def test_every_flag_has_one_row(title, flags_class):
-    section = flag_docs.section(title, flags_class)
-    found = re.findall(r"^\| `--(\w+)` \|", section, re.MULTILINE)
-    assert found == [*(spec.name for spec in dataclasses.fields(flags_class)), *flags_class.old_flags]
+PROGRAMS = [programs[0] for _, programs in flag_docs.SECTIONS if len(programs) == 1]
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+def test_every_flag_of_a_program_has_one_row_or_is_named_once(program):
+    told, found = {}, []
+    for title, programs in flag_docs.SECTIONS:
+        text = flag_docs.section(title, programs, told)
+        if program in programs:
+            found += re.findall(r"^\| `--(\w+)` \|", text, re.MULTILINE)
+            found += re.findall(r"`--(\w+)`[,.]", "\n".join(re.findall("^Of .*", text, re.MULTILINE)))
+    assert sorted(found) == sorted([*(spec.name for spec in dataclasses.fields(program)), *program.old_flags])
+
+
+def test_what_the_three_steps_share_is_said_once():
+    for name in ("--seed", "--data_path", "--save_steps", "--only_optimize_lora", "--deepspeed"):
+        rows = [line for line in PAGE.read_text().splitlines() if line.startswith(f"| `{name}` |")]
+        assert len(rows) == (2 if name == "--data_path" else 1), rows  # merging can do without
+
+
+def test_every_field_of_the_dialect_has_one_row():
+    found = re.findall(r"^\| `(\w+)` \|", flag_docs.dialect_tables(), re.MULTILINE)
+    assert found == [spec.name for spec in dataclasses.fields(Dialect)][1:]
 
 
 def test_tables_are_whole():
@@ -33,17 +52,19 @@ def test_tables_are_whole():
 
 
 def test_some_rows_as_they_should_read():
-    step3 = flag_docs.section(*flag_docs.STEPS[2])
+    page = PAGE.read_text()
     for row in (
-        "| `--output_dir` | text | required | folder for models, metrics and restart points |",
-        "| `--seed` | whole number | `1234` | of data order, fresh weights and sampling |",
+        "| `--output_dir` | text | required | folder for models, metrics and checkpoints |",
+        "| `--seed` | whole number, at least 0, at most 2147483647 | `1234` | of data order, fresh weights",
         "| `--data_path` | text, one or more | required |",
         "| `--enable_tensorboard` | true or false | `true` |",
-        "| `--kl_coef` | number | the dialect's (`0.1`) | coefficient of the KL penalty |",
-        "| `--dtype` | `fp32`, `fp16`, `bf16` |  |",
-        "| `--max_steps` | whole number |  |",
-        "| `--inference_tp_size` | whole number |  |",
+        "| `--kl_coef` | number, at least 0 | the dialect's (`0.1`) | coefficient of the KL penalty |",
+        "| `--dtype` | `fp32`, `fp16`, `bf16` | |",
+        "| `--max_steps` | whole number, at least 1 | |",
+        "| `--inference_tp_size` | whole number, at least 1 | |",
         "| `--align_overflow` | yes |",
         "| `--enable_mixed_precision_lora` | no |",
+        "| `actor_lr` | number, at least 0 | `1e-05` | `--actor_learning_rate` | the actor's peak learning rate |",
+        "| `betas` | number, two, at least 0, less than 1 | `(0.9, 0.95)` | | Adam's betas |",
     ):
-        assert f"\n{row}" in step3, row
+        assert f"\n{row}" in page, row

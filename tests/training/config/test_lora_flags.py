@@ -18,7 +18,7 @@ def spec(**fields) -> LoraSpec:
 
 def engines(*words: str, dialect: str = "default"):
     args = parse("--dialect", dialect, *words, flags_class=RLHFFlags)
-    return args.engine_spec(args.resolved_dialect()[0])
+    return args.spec
 
 
 @pytest.mark.parametrize("flags_class", [SFTFlags, RewardFlags])
@@ -63,10 +63,10 @@ def test_every_dialect_has_adapters(dialect):
 
 STEP_3 = {
     "--actor_lora_dim -1": "--actor_lora_dim -1: must be at least 0.",
-    "--only_optimize_lora": "--only_optimize_lora needs --actor_lora_dim or --critic_lora_dim, the rank",
+    "--only_optimize_lora": "--only_optimize_lora needs --actor_lora_dim or --critic_lora_dim. Give that",
     "--lora_alpha 2": "--lora_alpha 2.0 needs --actor_lora_dim or --critic_lora_dim",
     "--lora_target_modules q_proj v_proj": "--lora_target_modules q_proj v_proj needs --actor_lora_dim or",
-    "--critic_lora_dim 4 --actor_lora_module_name x": "--actor_lora_module_name x needs --actor_lora_dim, the rank",
+    "--critic_lora_dim 4 --actor_lora_module_name x": "--actor_lora_module_name x needs --actor_lora_dim. Give that",
     "--actor_lora_learning_rate 0": "--actor_lora_learning_rate 0.0 needs --actor_lora_dim",
     "--actor_lora_dim 4 --lora_alpha 0": "--lora_alpha 0.0: must be greater than 0.",
     "--actor_lora_dim 4 --lora_dropout 0.1": "--lora_dropout 0.1: PPO compares the probabilities",
@@ -83,7 +83,7 @@ STEP_3 = {
 }
 STEP_1 = {
     "--lora_dim -1": "--lora_dim -1: must be at least 0.",
-    "--only_optimize_lora": "--only_optimize_lora needs --lora_dim, the rank",
+    "--only_optimize_lora": "--only_optimize_lora needs --lora_dim. Give that",
     "--lora_dropout 0.1": "--lora_dropout 0.1 needs --lora_dim",
     "--lora_dim 4 --lora_dropout 1": "--lora_dropout 1.0: must be less than 1.",
     "--lora_dim 4 --learning_rate 0": "--learning_rate 0 with --lora_dim 4: the rate of the factors",
@@ -97,5 +97,5 @@ STEP_1 = {
 def test_what_does_not_go_together_is_refused(flags_class, words, message):
     with pytest.raises(UserError) as caught:
         args = parse(*words.split(), flags_class=flags_class)
-        args.engine_spec(args.resolved_dialect()[0])
+        _ = args.spec
     assert str(caught.value).startswith(message)

@@ -10,7 +10,7 @@ from training.config.step3 import RLHFFlags
 def spec_of(**values):
     """What engines these flags ask for."""
     args = step3(dtype="fp32", **values)
-    return args.engine_spec(args.resolved_dialect()[0])
+    return args.spec
 
 
 def test_the_average_is_kept_and_is_the_reference():
@@ -19,7 +19,7 @@ def test_the_average_is_kept_and_is_the_reference():
     assert "reference" not in [config.role for config in spec.engine_configs]
     assert "moving average" in spec.shared["reference"]
     assert step3(reference="ema").keeps_average and not step3().keeps_average
-    assert step3(reference="ema").engine_spec(step3().resolved_dialect()[0]).ema_decay == 0.992  # the dialect's
+    assert step3(reference="ema").spec.ema_decay == 0.992  # the dialect's
 
 
 def test_a_refresh_has_its_steps_and_share():
@@ -45,7 +45,10 @@ def test_a_point_is_gone_on_with_under_the_same_reference_alone():
         (("--reference_refresh_steps", "0"), "--reference_refresh_steps 0: must be at least 1."),
         (("--reference_refresh_steps", "5", "--reference_mixup_alpha", "0"), "must be greater than 0"),
         (("--reference_refresh_steps", "5", "--reference_mixup_alpha", "1.5"), "must be at most 1"),
-        (("--ema_device", "cpu"), "--ema_device cpu needs --enable_ema."),
+        (
+            ("--ema_device", "cpu"),
+            "--ema_device cpu needs --enable_ema or --reference ema or --reference_refresh_steps.",
+        ),
     ],
 )
 def test_mistakes(words, message):

@@ -48,7 +48,7 @@ def test_it_stands_in_for_the_reward_model_or_beside_one():
         (("--reward_url", "http:///score"), "--reward_url http:///score: is no URL of a server"),
         (("--reward_url", "http://me:secret@a/"), "--reward_url http://.../: holds a user's name"),
         (("--reward_url", "http://me:secret@a:port/"), "--reward_url http://.../: is no URL"),
-        (("--reward_url", URL, URL), f"--reward_url {URL} {URL}: one is given twice"),
+        (("--reward_url", URL, URL), f"--reward_url {URL} {URL}: http://10.0.0.7:8000/score is given twice"),
         (("--reward_url_batch_size", "0"), "--reward_url_batch_size 0: must be at least 1"),
         (("--reward_url_timeout", "0"), "--reward_url_timeout 0.0: must be greater than 0"),
         (("--reward_url_patience", "inf"), "--reward_url_patience inf: must be finite"),
@@ -57,7 +57,7 @@ def test_it_stands_in_for_the_reward_model_or_beside_one():
             ("--reward_url_form", "openrlhf", "--reward_url_columns", "a", "b"),
             "--reward_url_columns a b: 2 columns, and the form openrlhf has room for 1",
         ),
-        (("--reward_weights", "1", "2"), "--reward_weights 1 2: 2 weights. They belong to the reward server, in"),
+        (("--reward_weights", "1", "2"), "--reward_weights 1.0 2.0: 2 weights. They belong to the reward server, in"),
         (
             ("--reward_function", "format", "--reward_weights", "1"),
             "1 weights. They belong to format, the reward server, in this order: give 2 or none.",
@@ -91,5 +91,5 @@ def test_a_key_in_a_url_is_neither_shown_nor_written():
 
 
 def test_what_says_nothing_without_a_server():
-    with pytest.raises(UserError, match="--reward_url_columns needs --reward_url: there is no reward server"):
+    with pytest.raises(UserError, match="--reward_url_columns answer needs --reward_url. Give that"):
         parse("--reward_url_columns", "answer", flags_class=RLHFFlags)

@@ -16,17 +16,20 @@ def asked(*words: str) -> RLHFFlags:
     [
         (
             ["--vllm_tensor_parallel_size", "2"],
-            "--vllm_tensor_parallel_size 2 with --rollout_backend auto: .* vllm alone",
+            "--vllm_tensor_parallel_size 2 needs --rollout_backend vllm. Give that",
         ),
         (
             ["--rollout_backend", "replica", "--vllm_sampler", "own"],
-            "--vllm_sampler own with --rollout_backend replica",
+            "--vllm_sampler own needs --rollout_backend vllm.",
         ),
         (
             ["--rollout_backend", "vllm", "--decoding", "plain"],
-            "--decoding plain with --rollout_backend vllm: .* auto, ",
+            r"--decoding plain needs --rollout_backend auto\|replica\|zero3\. Give that",
         ),
-        (["--rollout_backend", "vllm", "--replicas_between_steps", "free"], "--replicas_between_steps free with"),
+        (
+            ["--rollout_backend", "vllm", "--replicas_between_steps", "free"],
+            "--replicas_between_steps free needs --rollout_backend auto",
+        ),
         (["--rollout_backend", "vllm", "--vllm_tensor_parallel_size", "0"], "--vllm_tensor_parallel_size 0"),
     ],
 )

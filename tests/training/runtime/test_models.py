@@ -167,7 +167,7 @@ def folder(tmp_path_factory):
 def roles(folder, *words: str, actor: str = "actor", critic: str = "critic"):
     paths = ["--actor_model_name_or_path", str(folder / actor), "--critic_model_name_or_path", str(folder / critic)]
     args = parse(*paths, "--actor_lora_dim", "4", *words, flags_class=RLHFFlags)
-    return adapted_roles(args, args.resolved_dialect()[0])
+    return adapted_roles(args, args.resolved.dialect)
 
 
 BOTH = ("--critic_lora_dim", "4")
@@ -205,7 +205,7 @@ def test_a_new_critic_on_a_shared_trunk_has_nothing_of_the_actors_adapter(folder
     words = ("--share_trunk", "--only_optimize_lora", "--actor_lora_dim", "4", "--critic_lora_dim", "8")
     args = parse(*words, "--reward_function", "scores.py:score", flags_class=RLHFFlags)
     args.actor_model_name_or_path, args.critic_model_name_or_path = str(folder / "actor"), None
-    found = adapted_roles(args, args.resolved_dialect()[0])
+    found = adapted_roles(args, args.resolved.dialect)
     assert (found["actor"].spec.alpha, len(found["actor"].layers)) == (8, 4)
     assert (found["critic"].spec.dim, found["critic"].spec.alpha, len(found["critic"].layers)) == (8, 1, 14)
 

@@ -26,7 +26,7 @@ class Notes:
         self.said = []
         self.steps, self.done = steps, done
         self.trainer = SimpleNamespace(steps_done=done - steps)
-        self.plan = SimpleNamespace(last_step=9, dialect=step3().resolved_dialect()[0])
+        self.plan = SimpleNamespace(last_step=9, dialect=step3().resolved.dialect)
         self.args = step3(critic_pretrain_steps=steps)
         self.models, self.own_tokenizer, self.output_dir = SimpleNamespace(critic="critic"), None, folder
         self.writer, self.checkpoints, self.view = self, self, SimpleNamespace(bar={"kl": "objective/kl"})
@@ -133,9 +133,9 @@ def test_a_critic_is_no_reward_model(tmp_path, monkeypatch):
     for name in ("check_attention", "read_tokenizer"):
         monkeypatch.setattr(type(args), name, lambda *given: None)
     with pytest.raises(UserError, match="--critic_model_name_or_path .*: that is a pretrained critic"):
-        check_models(args, args.resolved_dialect()[0])
+        check_models(args, args.resolved.dialect)
     args = step3(critic_model_name_or_path=str(tmp_path), reward_model_name_or_path="reward")
-    check_models(args, args.resolved_dialect()[0])
+    check_models(args, args.resolved.dialect)
 
 
 @pytest.fixture(scope="module")
@@ -152,7 +152,7 @@ def test_a_missing_vllm_is_told_with_the_files(path, tmp_path, monkeypatch):
     monkeypatch.setattr("engine.rollout.vllm_rollouts.metadata.version", fake_vllm.version(None))
     args = with_vllm(path, "--output_dir", str(tmp_path / "out"), "--data_path", "no.jsonl", "--dtype", "fp32")
     with pytest.raises(UserError, match="vLLM is not installed here"):
-        check_files(args, args.resolved_dialect()[0], None)
+        check_files(args, args.resolved.dialect, None)
 
 
 def test_heads_that_it_cannot_compute_or_divide_are_told(path, monkeypatch):

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from engine.errors import UserError
 from training.config.flags import REQUIRED, flag
-from training.config.models import check_built_in
+from training.config.models import check_format, refuse_twice
 from training.tools.flags import MeasuringFlags
 from training.tools.models import named
 
@@ -17,14 +17,16 @@ class CompareFlags(MeasuringFlags):
 
     program: ClassVar[str] = "comparison"
 
-    num_eval_prompts: int = flag(256, "how many held-out prompts are answered by each model", group="measuring")
+    num_eval_prompts: int = flag(
+        256, "how many held-out prompts are answered by each model", least=2, group="measuring"
+    )
     models: list[str] = flag(
         REQUIRED,
         "two or more, NAME=PATH or PATH: saved folders of whole models or adapters, checkpoints, output folders of "
         "runs (their actor), or names on the Hub. The others are compared with the first",
         group="models",
     )
-    num_samples_per_prompt: int = flag(1, "responses of each model to each prompt")
+    num_samples_per_prompt: int = flag(1, "responses of each model to each prompt", least=1)
     greedy: bool = flag(False, "take the most likely token, and draw none")
 
     reward_model_name_or_path: list[str] = flag(
@@ -35,14 +37,20 @@ class CompareFlags(MeasuringFlags):
     reward_function: list[str] = flag(
         [], "functions or RewardSource classes, or built-in ones, as in step 3; they come behind the reward models"
     )
-    answer_column: str | None = flag(None, "the column with the right answers, for math_verify; by default answer")
-    response_format: str | None = flag(None, "the regular expression that whole responses have to match, for format")
+    answer_column: str | None = flag(
+        None,
+        "the column with the right answers, for math_verify; by default answer",
+        only_with="reward_function=math_verify",
+    )
+    response_format: str | None = flag(
+        None,
+        "the regular expression that whole responses have to match, for format",
+        only_with="reward_function=format",
+    )
 
     def validate(self) -> None:
         """Raise UserError for values that cannot work, alone or together."""
-        MeasuringFlags.validate(self)
-        self.at_least(2, "num_eval_prompts")
-        self.at_least(1, "num_samples_per_prompt")
+        super().validate()
         paths = named(self.models)
         if len(paths) < 2:
             raise UserError(
@@ -62,12 +70,9 @@ class CompareFlags(MeasuringFlags):
             raise UserError(
                 "there is nothing to judge by: give --reward_model_name_or_path, --reward_function, or both."
             )
-        for name in ("reward_model_name_or_path", "reward_function"):
-            values = getattr(self, name)
-            twice = next((value for place, value in enumerate(values) if value in values[:place]), None)
-            if twice is not None:
-                raise UserError(f"--{name}: {twice} is given twice. Give it once.")
-        check_built_in(self)
+        refuse_twice(self, "reward_model_name_or_path")
+        refuse_twice(self, "reward_function")
+        check_format(self.response_format)
 
     @property
     def reward_models(self) -> Sequence[str]:

@@ -11,7 +11,6 @@ from training.config.flags import REQUIRED, flag
 from training.tools.flags import MeasuringFlags
 
 FRONTIER = [0.0, 0.25, 0.5, 0.75, 1.0, 1.25, 1.5]
-WITHOUT_DATA = ("known_texts_path", "reward_model_name_or_path", "reward_function", "max_kl")
 
 
 @dataclass(kw_only=True)
@@ -41,25 +40,29 @@ class MergeFlags(MeasuringFlags):
     )
     scale: float | None = flag(None, "save the model at this scale", group="what is saved")
     max_kl: float | None = flag(
-        None, "save the model with the best score among those within so many nats a response of the SFT model"
+        None,
+        "save the model with the best score among those within so many nats a response of the SFT model",
+        above=0,
+        only_with="data_path",
     )
     max_shard_size: str = flag("50GB", "larger weight files are split")
 
-    reward_model_name_or_path: str | None = flag(None, "the reward model", group="rewards")
+    reward_model_name_or_path: str | None = flag(None, "the reward model", only_with="data_path", group="rewards")
     reward_function: str | None = flag(
-        None, "a function or RewardSource class, as in step 3; with a reward model, scores add up"
+        None,
+        "a function or RewardSource class, as in step 3; with a reward model, scores add up",
+        only_with="data_path",
     )
     known_texts_path: list[str] = flag(
         [],
         "texts whose words count as known, beside those of the prompts: data sets as step 1 reads them, such as the "
         "SFT model's own",
+        only_with="data_path",
     )
 
     def validate(self) -> None:
         """Raise UserError for values that cannot work, alone or together."""
-        MeasuringFlags.validate(self)
-        self.finite("scale", "max_kl")
-        self.above(0, "max_kl")
+        super().validate()
         bad = [scale for scale in self.scales if not abs(scale) < 1e6]
         if bad:
             raise UserError(f"--scales {bad[0]}: give finite numbers.")
@@ -82,11 +85,7 @@ class MergeFlags(MeasuringFlags):
                 raise UserError(
                     "--data_path without a reward: give --reward_model_name_or_path, --reward_function, or both."
                 )
-            return
-        given = next((name for name in WITHOUT_DATA if getattr(self, name)), None)
-        if given is not None:
-            raise UserError(f"--{given} needs --data_path: without prompts nothing is measured.")
-        if self.scale is None:
+        elif self.scale is None:
             raise UserError("there is nothing to do: give --data_path to measure scales, --scale to save one, or both.")
 
     @property

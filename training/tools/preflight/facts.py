@@ -254,7 +254,7 @@ def room_of(args: RunFlags) -> int:
     configuration cannot be read, which another row says."""
     try:
         rlhf = isinstance(args, RLHFFlags)
-        plan = setting_here(args, args.resolved_dialect()[0]).planned() if rlhf else planned_model(args)
+        plan = setting_here(args, args.resolved.dialect).planned() if rlhf else planned_model(args)
     except UserError:
         return 0
     models = [engine.model for engine in plan.engines.values()]

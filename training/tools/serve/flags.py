@@ -41,9 +41,11 @@ class ServeFlags(TokenizerFlags):
         "address to listen at; there is no password: others than 127.0.0.1 let others in",
         group="the service",
     )
-    port: int = flag(8000, "port to listen at; 0 for a free one, which is printed")
+    port: int = flag(8000, "port to listen at; 0 for a free one, which is printed", least=0, most=65535)
     drain_seconds: float = flag(
-        60.0, "after TERM or Ctrl-C: how long requests that were accepted may take to be finished; new ones get 503"
+        60.0,
+        "after TERM or Ctrl-C: how long requests that were accepted may take to be finished; new ones get 503",
+        above=0,
     )
 
     max_seq_len: int = flag(
@@ -51,36 +53,34 @@ class ServeFlags(TokenizerFlags):
         "most tokens of a prompt and its response together; what a model or the reward model has fewer positions for "
         "is fewer",
         group="limits",
+        least=2,
     )
     max_answer_seq_len: int = flag(
-        256, "most tokens of a response; also how many it may have where a request does not say"
+        256, "most tokens of a response; also how many it may have where a request does not say", least=1
     )
     rows_at_once: int = flag(
-        16, "responses of each model that are decoded side by side, and texts in one forward pass of the reward model"
+        16,
+        "responses of each model that are decoded side by side, and texts in one forward pass of the reward model",
+        least=1,
     )
     queue_size: int = flag(
-        512, "responses and texts to score that may be in the making or wait, over all requests; beyond, 429"
+        512, "responses and texts to score that may be in the making or wait, over all requests; beyond, 429", least=1
     )
-    max_connections: int = flag(512, "connections at once; beyond, 503")
-    max_body_mb: float = flag(4.0, "largest body of a request, in MB; beyond, 413")
+    max_connections: int = flag(512, "connections at once; beyond, 503", least=1)
+    max_body_mb: float = flag(4.0, "largest body of a request, in MB; beyond, 413", above=0)
     body_seconds: float = flag(
         30.0,
         "how long a request's body may take to arrive; beyond, 408; also its head, and a client that reads nothing of "
         "its answer, whose connections are then broken off",
+        above=0,
     )
 
     def validate(self) -> None:
         """Raise UserError for values that cannot work."""
+        super().validate()
         if not self.models and self.reward_model_name_or_path is None:
             raise UserError("there is nothing to serve: give --models NAME=PATH, --reward_model_name_or_path, or both.")
         self.paths_by_name()
-        TokenizerFlags.validate(self)
-        self.at_least(0, "port")
-        self.at_most(65535, "port")
-        self.at_least(2, "max_seq_len")
-        self.at_least(1, "max_answer_seq_len", "rows_at_once", "queue_size", "max_connections")
-        self.above(0, "drain_seconds", "max_body_mb", "body_seconds")
-        self.finite("drain_seconds", "max_body_mb", "body_seconds")
         if self.device is not None and not re.fullmatch(r"cpu|cuda(:\d+)?", self.device):
             raise UserError(f"--device {self.device}: give cpu, cuda, or cuda:N for a GPU by its number.")
 

@@ -1,0 +1,113 @@
+"""Fields of dataclasses that say all there is to know of an option: the flags of a program, the choices of a dialect.
+
+    lam: float = option(0.95, "lambda of GAE", least=0, most=1)
+
+Help, pages, checks and what a checkpoint asks of a run that goes on are all made of such a field.
+"""
+
+import dataclasses
+import math
+import operator
+from collections.abc import Callable, Collection, Iterator
+
+REQUIRED = dataclasses.MISSING
+LIMITS = (  # key in the metadata, its words, what a value and the limit have to meet
+    ("least", "at least", operator.ge),
+    ("above", "greater than", operator.gt),
+    ("most", "at most", operator.le),
+    ("below", "less than", operator.lt),
+)
+SAME, TOLD, FREE = "same", "told", "free"
+
+
+def option(
+    default,
+    help: str,
+    *,
+    choices: Collection[str] | Callable[[], Collection[str]] | None = None,
+    least: float | None = None,
+    above: float | None = None,
+    most: float | None = None,
+    below: float | None = None,
+    finite: bool = True,
+    only_with: str | tuple[str, ...] = (),
+    resume: str = FREE,
+    **more,
+):
+    """A dataclass field that is an option; `default` REQUIRED for one that must be given.
+
+    Args:
+        choices: the values it may have; a table, or a function that returns one, is looked at when values are checked,
+            so that all is known that a user has added by then.
+        least, above, most, below: the range of a number, or of each number of a list. None is in every range.
+        finite: whether numbers must be.
+        only_with: other options of the same class, without which this one has no effect: NAME, which must be set to
+            something, or NAME=VALUE|VALUE, which must have one of these values. Of several one is enough.
+        resume: what a checkpoint asks of a run that goes on from it: the "same" value, or any, of which a change is
+            "told" or not ("free").
+        more: further keys of the field's metadata.
+    """
+    conditions = (only_with,) if isinstance(only_with, str) else only_with
+    metadata = {"help": help, "choices": choices, "finite": finite, "only_with": conditions, "resume": resume, **more}
+    metadata |= {"least": least, "above": above, "most": most, "below": below}
+    if isinstance(default, list):
+        return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def default_of(spec: dataclasses.Field):
+    """The value of an option that is not given; REQUIRED where it must be."""
+    return spec.default if spec.default_factory is REQUIRED else spec.default_factory()
+
+
+def choices_of(spec: dataclasses.Field) -> Collection[str] | None:
+    """The values that an option may have as they are known now; None where there is no such list."""
+    choices = spec.metadata["choices"]
+    return choices() if callable(choices) else choices
+
+
+def fault(spec: dataclasses.Field, value) -> str | None:
+    """Why an option cannot have this value, as the end of a sentence; None where it can."""
+    known = choices_of(spec)
+    if known is not None and value is not None and value not in known:
+        return f"known are {', '.join(map(str, known))}."
+    several = isinstance(value, (list, tuple))
+    for number in value if several else (value,):
+        if not isinstance(number, (int, float)):
+            continue
+        must = "each must be" if several and len(value) > 1 else "must be"
+        for key, words, met in LIMITS:
+            limit = spec.metadata[key]
+            if limit is not None and not met(number, limit):
+                return f"{must} {words} {limit}."
+        if spec.metadata["finite"] and isinstance(number, float) and not math.isfinite(number):
+            return f"{must} finite."
+    return None
+
+
+def is_set(value) -> bool:
+    """Whether an option's value stands for something that is there, switched on, or more than 0."""
+    return value not in (None, False, "", "none") and value != []
+
+
+def unmet(options, spec: dataclasses.Field) -> list[tuple[str, list[str]]]:
+    """The conditions under which an option has an effect, as (name, values), where none of them holds among `options`;
+    empty where one does, or where there are none. Names that are no options of this class are left out."""
+    conditions = [
+        (name, values.split("|") if values else [])
+        for name, _, values in (condition.partition("=") for condition in spec.metadata["only_with"])
+        if hasattr(options, name)
+    ]
+    return [] if any(_holds(getattr(options, name), values) for name, values in conditions) else conditions
+
+
+def _holds(value, values: list[str]) -> bool:
+    given = value if isinstance(value, list) else [value]
+    return any(str(one).lower() in values for one in given) if values else is_set(value)
+
+
+def with_resume(options, resume: str) -> Iterator[tuple[str, object]]:
+    """(name, value) of the options of which a checkpoint asks this, in their order."""
+    for spec in dataclasses.fields(options):
+        if spec.metadata["resume"] == resume:
+            yield spec.name, getattr(options, spec.name)
