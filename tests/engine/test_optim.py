@@ -70,8 +70,8 @@ class Small(nn.Module):
         self.frozen = nn.Linear(2, 2).requires_grad_(False)
 
 
-def build(module: nn.Module, **changed) -> torch.optim.Optimizer:
-    return build_optimizer(module, OptimizerSpec(**{"lr": 0.1, "weight_decay": 0.5, **changed}), offload=False)
+def build(module: nn.Module, offload: bool = False, **changed) -> torch.optim.Optimizer:
+    return build_optimizer(module, OptimizerSpec(**{"lr": 0.1, "weight_decay": 0.5, **changed}), offload)
 
 
 def test_matrices_are_decayed_and_vectors_are_not():
