@@ -1,5 +1,5 @@
-"""What a dialect refuses, alone and together, what follows from its fields, what of a run leaves them without effect, and
-how dialects are printed side by side.
+"""What a dialect refuses, alone and together, what follows from its fields, what of a run leaves them without effect,
+and how dialects are printed side by side.
 """
 
 import dataclasses

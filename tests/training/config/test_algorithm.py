@@ -1,5 +1,5 @@
-"""What the flags of step 3 make of a dialect, its fields on the command line, and the batch sizes; which models give the
-scores.
+"""What the flags of step 3 make of a dialect, its fields on the command line, and the batch sizes; which models give
+the scores.
 """
 
 import pytest
