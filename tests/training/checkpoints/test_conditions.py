@@ -1,7 +1,9 @@
-"""What a run that goes on says of the settings that have changed meanwhile, and which of them it refuses."""
+"""What a run that goes on says of the settings, sources and servers that have changed meanwhile, and which it refuses."""
 
 import contextlib
+import hashlib
 import json
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,7 +12,7 @@ import pytest
 from engine import distributed
 from engine.algorithms import Dialect, get_dialect
 from engine.errors import UserError
-from training.checkpoints.conditions import Conditions, state_file
+from training.checkpoints.conditions import Conditions, source_fingerprint, state_file
 from training.config.algorithm import Resolved
 from training.config.step3 import RLHFFlags
 
@@ -287,3 +289,62 @@ def test_a_point_of_one_trunk_is_gone_on_from_on_one_trunk(shared_then):
     message = "--share_trunk was {} when it was written and is {} now. Give the same flags".format(*words)
     with pytest.raises(UserError, match=message):
         now.check(written(then), HERE)
+
+
+def test_it_is_the_source_of_the_file_and_of_where_the_class_is_written(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    base = "class Score:\n    def __call__(self, prompts, responses):\n        return [{}] * len(prompts)\n"
+    (tmp_path / "fp_written.py").write_text(base.format(1))
+    (tmp_path / "fp_named.py").write_text("from fp_written import Score\nscore = Score()\n")
+    (tmp_path / "fp_plain.py").write_text("def score(prompts, responses):\n    return [0] * len(prompts)\n")
+    named, plain = source_fingerprint("fp_named.py:score"), source_fingerprint("fp_plain.py:score")
+    assert len({named, plain}) == 2
+    assert source_fingerprint("fp_plain:score") == plain  # by the module's name
+    (tmp_path / "fp_written.py").write_text(base.format(2))
+    assert source_fingerprint("fp_named.py:score") != named
+    assert source_fingerprint("fp_plain.py:score") == plain
+    (tmp_path / "fp_plain.py").write_text("def score(prompts, responses):\n    return [1] * len(prompts)\n")
+    assert source_fingerprint("fp_plain.py:score") != plain
+
+
+@pytest.mark.parametrize("link", [False, True])
+@pytest.mark.parametrize("name", ["rules.v2.py", "my-rules.py", "rules", "rules.txt", "rules.d/score.py", "rules.d/v2"])
+def test_a_file_of_any_name_and_a_link_are_known_by_their_content(tmp_path, monkeypatch, name, link):
+    source = b"import beside_it\n\ndef score(prompts, responses):\n    return [0] * len(prompts)\n"
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / name
+    file.parent.mkdir(exist_ok=True)
+    written = tmp_path / "store" / "content" if link else file
+    written.parent.mkdir(exist_ok=True)
+    written.write_bytes(source)
+    (written.parent / "beside_it.py").write_text("")
+    if link:
+        file.symlink_to(written)
+    assert source_fingerprint(f"{name}:score") == hashlib.sha256(source).hexdigest()
+    assert source_fingerprint(f"{file}:score") == hashlib.sha256(source).hexdigest()
+
+
+def test_a_key_in_a_servers_url_is_not_kept_and_may_change():
+    then = written(conditions(reward_url=["http://a/?key=SECRET", "http://b/"]))
+    assert "SECRET" not in str(then.settings) + str(then.identity)
+    now = conditions(reward_url=["http://a/?key=OTHER", "http://b/"])
+    now.check(then, HERE)
+    assert now.changes_since(then) == []
+    then.settings["--reward_url"] = "http://a/?key=SECRET http://b/"  # of a point that was written with it
+    assert now.changes_since(then) == []
+
+
+def test_a_reward_server_may_move_and_not_go():
+    then = written(conditions(reward_url=["http://a/", "http://b/"]))
+    moved = conditions(reward_url=["http://c/"])
+    moved.check(then, HERE)
+    assert moved.changes_since(then) == [
+        "changed since the checkpoint: --reward_url http://a/ http://b/ -> http://c/ (taken for the same server at "
+        "another address)"
+    ]
+    assert not moved.scores_changed_since(then)
+    with pytest.raises(UserError, match="the reward server was 'given' when it was written and is not given now"):
+        conditions().check(then, HERE)
+    with pytest.raises(UserError, match="--reward_url_columns was not given when it was written and is .'answer'. now"):
+        conditions(reward_url=["http://a/"], reward_url_columns=["answer"]).check(then, HERE)

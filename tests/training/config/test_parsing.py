@@ -1,17 +1,29 @@
-"""How a command line and a YAML file become a dataclass, and which words are refused."""
+"""How a command line and a YAML file become a dataclass, and which words and values are refused; paths, chat templates,
+values that a flag once had, and flags of other systems.
+"""
 
+import dataclasses
 import re
 from dataclasses import fields
 from operator import attrgetter
+from pathlib import Path
 
 import pytest
 
 from engine.errors import UserError
-from tests.training.config.command_lines import REQUIRED_FLAGS, Flags, parse, refusal
+from engine.rollout import ROLLOUT_BACKENDS
+from scripts.harness.models import make_causal_lm
+from tests.training.config.command_lines import REQUIRED_FLAGS, Flags, dialect_refusal, parse, refusal
 from training.config import other_systems, parsing
-from training.config.parsing import parse_flags
+from training.config.flags import TokenizerFlags, make_paths_absolute
+from training.config.other_systems import HEADINGS, rows
+from training.config.parsing import STEPS, parse_flags
 from training.config.step3 import RLHFFlags
 from training.config.supervised import RewardFlags, SFTFlags
+from training.tools.compare.flags import CompareFlags
+from training.tools.merge.flags import MergeFlags
+from training.tools.preflight.facts import inputs_of
+from training.tools.serve.flags import ServeFlags
 
 
 def test_defaults_and_values():
@@ -146,3 +158,239 @@ def test_old_flags_whose_value_asks_for_nothing():
     told = []
     words = [*REQUIRED_FLAGS[RLHFFlags], "--enable_mixed_precision_lora", "false"]
     assert parse_flags(RLHFFlags, words, "a program", told.append) == parse(flags_class=RLHFFlags) and told == []
+
+
+@pytest.fixture
+def config(tmp_path):
+    def write(text: str) -> str:
+        (tmp_path / "run.yaml").write_text(text)
+        return str(tmp_path / "run.yaml")
+
+    return write
+
+
+def test_a_yaml_file_says_what_flags_say(config):
+    path = config(
+        "size: 7\nrate: 1e-3\nquick: true\nchecked: false\ncolor: blue\nstop: [a b, END]\ncenter:\n"
+        "output_dir: elsewhere\n"
+    )
+    args = parse_flags(Flags, ["--config", path], "a program")
+    assert args == Flags(
+        config=path,
+        output_dir="elsewhere",
+        size=7,
+        rate=1e-3,
+        quick=True,
+        checked=False,
+        color="blue",
+        stop=["a b", "END"],
+    )
+
+
+def test_the_command_line_wins_over_the_file(config):
+    path = config("size: 7\nquick: true\nstop: [a]\n")
+    args = parse("--config", path, "--quick", "false", "--stop", "b", "c")
+    assert (args.size, args.quick, args.stop) == (3, False, ["b", "c"])
+
+
+@pytest.mark.parametrize(
+    "text, told",
+    [
+        ("sise: 3", "run.yaml: unknown key sise. Did you mean size?"),
+        ("zzzzzz: 3", "run.yaml: unknown key zzzzzz. --help lists the flags."),
+        ("3: 3", "run.yaml: unknown key 3."),
+        ("config: x", "run.yaml: unknown key config."),
+        ("local_rank: 3", "run.yaml: unknown key local_rank."),
+        ("size: many", "run.yaml, key size: argument --size: invalid int value: 'many'"),
+        ("size: [3, 4]", "run.yaml, key size: [3, 4] is more than one value."),
+        ("size: {a: 1}", "run.yaml, key size: {'a': 1} is no text, number, truth value or list of these."),
+        ("stop: [a, null]", "run.yaml, key stop: ['a', None] is no text"),
+        ("stop: [a, --quick]", "run.yaml, key stop: a value that begins with -- cannot stand in a list."),
+        ("color: green", "run.yaml, key color: argument --color: invalid choice: 'green'"),
+        ("size: 3\nsize: 4", "run.yaml, line 2: no valid YAML (the key size stands there twice)."),
+        ("size: [3", "run.yaml, line 1: no valid YAML"),
+        ("just words", "run.yaml: found 'just words'; needed lines like"),
+        ("", "run.yaml: found nothing; needed lines like"),
+    ],
+)
+def test_mistakes_in_the_file(config, text, told):
+    assert told in refusal("--config", config(text))
+
+
+def test_a_file_that_cannot_be_read(tmp_path):
+    assert refusal("--config", str(tmp_path / "none.yaml")).endswith("cannot be read (No such file or directory).")
+    (tmp_path / "bad.yaml").write_bytes(b"size: \xff")
+    assert "bad.yaml: cannot be read" in refusal("--config", str(tmp_path / "bad.yaml"))
+
+
+REQUIRED = {"data_path": ["p"], "actor_model_name_or_path": "a", "critic_model_name_or_path": "c"}
+
+
+def test_paths_and_names(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("sft").mkdir()
+    Path("auto").mkdir()
+    Path("prompts.jsonl").touch()
+    Path("judge.py").touch()
+    Path("reward").symlink_to("sft")
+    args = RLHFFlags(
+        output_dir="new/out",
+        tensorboard_path="curves",
+        actor_model_name_or_path="sft",
+        critic_model_name_or_path="reward",
+        reward_model_name_or_path="owner/reward",
+        data_path=["prompts.jsonl", "Dahoas/rm-static", "local/jsonfile"],
+        reward_function=["judge.py:score", "math_verify"],
+        resume="auto",
+    )
+    make_paths_absolute(args)
+    assert args.output_dir == f"{tmp_path}/new/out" and args.tensorboard_path == f"{tmp_path}/curves"
+    assert args.actor_model_name_or_path == f"{tmp_path}/sft"
+    assert args.critic_model_name_or_path == f"{tmp_path}/reward"
+    assert args.reward_model_name_or_path == "owner/reward"
+    assert args.data_path == [f"{tmp_path}/prompts.jsonl", "Dahoas/rm-static", "local/jsonfile"]
+    assert args.reward_function == [f"{tmp_path}/judge.py:score", "math_verify"]
+    assert args.resume == "auto" and args.data_output_path is None and args.actor_ds_config is None
+    args.reward_function = ["judge:score"]
+    make_paths_absolute(args)
+    assert args.reward_function == ["judge:score"]
+
+
+def test_up_from_a_folder_that_is_not_there(tmp_path, monkeypatch):
+    """Made later, it would lead to files that were not found before."""
+    monkeypatch.chdir(tmp_path)
+    Path("disk/runs").mkdir(parents=True)
+    Path("link").symlink_to("disk/runs")
+    args = RLHFFlags(output_dir="new/./dot/../out", tensorboard_path="link/../curves", **REQUIRED)
+    make_paths_absolute(args)
+    assert args.output_dir == f"{tmp_path}/new/out"
+    assert args.tensorboard_path == f"{tmp_path}/disk/curves", "up from where a link leads to"
+    args = RLHFFlags(output_dir="link/out", **REQUIRED)
+    make_paths_absolute(args)
+    assert args.output_dir == f"{tmp_path}/link/out"
+
+
+OWN = "own {% for m in messages %}{{ m.content }}{% endfor %}"
+GIVEN = "given {% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        (None, "cannot be read .No such file or directory.. Give a text file"),
+        (b" \n", "the file is empty"),
+        (b"\xff\xfe{\x00", "cannot be read .*utf-8"),
+        (b"{% for m in messages %}\n{{ m.content }\n{% endfor %}", "line 2: no valid Jinja .unexpected"),
+        (b"{{ messages | no_such }}", "line 1: no valid Jinja .No filter named"),
+        (b"version https://git-lfs.github.com/spec/v1\n", "Git LFS pointer"),
+    ],
+)
+@pytest.mark.parametrize("flags_class", REQUIRED_FLAGS)
+def test_a_file_without_a_template_is_refused_by_one_message(tmp_path, flags_class, content, message):
+    path = tmp_path / "chat.jinja"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(UserError, match=f"^--chat_template {path}.*{message}"):
+        parse("--chat_template", str(path), flags_class=flags_class)
+
+
+def test_a_folder_and_a_name_that_is_none():
+    assert "Is a directory" in refusal("--chat_template", str(Path(__file__).parent))
+    assert "no name of anything" in refusal("--chat_template", " ")
+
+
+def test_it_is_the_same_flag_everywhere():
+    programs = (SFTFlags, RewardFlags, RLHFFlags, CompareFlags, MergeFlags, ServeFlags)
+    found = {id(next(spec for spec in dataclasses.fields(each) if spec.name == "chat_template")) for each in programs}
+    assert len(found) == 1 and all(issubclass(each, TokenizerFlags) for each in programs)
+
+
+def test_the_tokenizer_gets_it_in_place_of_its_own_and_is_saved_with_it(tmp_path):
+    base, path = make_causal_lm(tmp_path / "base"), tmp_path / "chat.jinja"
+    path.write_text(GIVEN)
+    (tmp_path / "base" / "chat_template.jinja").write_text(OWN)
+    for value, expected in (([], OWN), (["--chat_template", str(path)], GIVEN)):
+        args = parse(*value, flags_class=SFTFlags)
+        args.read_tokenizer(base, "--model_name_or_path").save_pretrained(tmp_path / "saved")
+        assert (tmp_path / "saved" / "chat_template.jinja").read_text() == expected
+    config = tmp_path / "run.yaml"
+    config.write_text(f"chat_template: {path}\n")
+    args = parse("--config", str(config), flags_class=RLHFFlags)
+    assert args.spec.chat_template == str(path)
+    assert not inputs_of(args)[f"--chat_template {path}"].problem
+
+
+def refused_value(*words: str) -> str:
+    required = ["--actor_model_name_or_path", "a", "--critic_model_name_or_path", "r", "--data_path", "d"]
+    with pytest.raises(UserError) as caught:
+        parse_flags(RLHFFlags, [*required, "--output_dir", "out", *words], "")
+    return str(caught.value)
+
+
+def test_the_hybrid_engine(tmp_path):
+    assert "hybrid" not in ROLLOUT_BACKENDS
+    message = refused_value("--rollout_backend", "hybrid")
+    assert message.startswith("--rollout_backend hybrid: DeepSpeed's hybrid engine ")
+    assert "auto or replica" in message and "\n" not in message
+    (tmp_path / "flags.yaml").write_text("rollout_backend: hybrid\n")
+    assert (
+        refused_value("--config", str(tmp_path / "flags.yaml"))
+        == f"{tmp_path}/flags.yaml, key rollout_backend: {message}"
+    )
+
+
+def test_a_value_that_never_was_is_answered_with_the_choices():
+    message = refused_value("--rollout_backend", "sglang")
+    assert "hybrid" not in message and all(name in message for name in ROLLOUT_BACKENDS)
+
+
+@pytest.mark.parametrize(
+    "flags_class, word, message",
+    [
+        (
+            RLHFFlags,
+            "--cliprange",
+            "TRL's cliprange: in step 3 --clip_range. trlX's method.cliprange: in step 3 --clip_",
+        ),
+        (
+            RLHFFlags,
+            "--vf_coef=0.1",
+            "TRL's vf_coef: in step 3 --critic_learning_rate, --set value_factor= (policy and",
+        ),
+        (RLHFFlags, "--algo.kl.init_coef", "OpenRLHF's algo.kl.init_coef: in step 3 --kl_coef."),
+        (RLHFFlags, "--init_kl_coef", "OpenRLHF's init_kl_coef: in step 3 --kl_coef. trlX's method.init_kl_coef: in"),
+        (RLHFFlags, "--eps_clip", "OpenRLHF's actor.eps_clip: in step 3 --clip_range."),
+        (RLHFFlags, "--use_dora", "TRL's use_dora: no counterpart; instead LoRA as docs/lora.md has it."),
+        (SFTFlags, "--lora_r", "TRL's lora_r: in steps 1 and 2 --lora_dim."),
+        (RewardFlags, "--adam.lr", "OpenRLHF's adam.lr: in steps 1 and 2 --learning_rate (1e-5 here"),
+        (RewardFlags, "--cliprange", "TRL's cliprange: in step 3 --clip_range."),
+    ],
+)
+def test_what_is_said(tmp_path, flags_class, word, message):
+    name = word.partition("=")[0]
+    assert refusal(word, flags_class=flags_class).startswith(f"unknown flag {name}. {message}")
+    (tmp_path / "run.yaml").write_text(f"{name[2:]}: 1\n")
+    told = refusal("--config", str(tmp_path / "run.yaml"), flags_class=flags_class)
+    assert f"run.yaml: unknown key {name[2:]}. {message}" in told
+
+
+def test_a_field_that_the_dialect_does_not_have():
+    assert dialect_refusal("--critic_model_name_or_path", "c", "--set", "cliprange_value=0.1").startswith(
+        "--set cliprange_value=0.1: the dialect has no field cliprange_value. TRL's cliprange_value: in step 3 "
+        "--value_clip_range."
+    )
+
+
+def test_a_name_that_two_systems_have_with_two_meanings():
+    told = refusal("--per_device_train_batch_size", "8", "--output_dir", "o", flags_class=RLHFFlags)
+    assert "--per_device_generation_batch_size" in told and "TRL has it, --per_device_training_batch_size" in told
+    assert "renamed" not in told
+
+
+@pytest.mark.parametrize("row", rows(), ids=lambda row: f"{row.system}-{row.names[:1]}-{row.heading}")
+def test_each_name_that_is_none_of_ours_is_answered(row):
+    for flags_class, step in STEPS.items():
+        for name in row.names if step in HEADINGS[row.heading] else ():
+            if name not in (*flags_class.__dataclass_fields__, *flags_class.old_flags):
+                told = refusal(f"--{name}", "1", flags_class=flags_class)
+                assert "Did you mean" not in told and "--help lists" not in told, told

@@ -1,11 +1,15 @@
-"""What the flags and the dialect make of the engines, and which flags contradict the dialect."""
+"""What flags and dialect make of the engines: stages, adapters, a reference that moves, rollouts; and what does not go
+together.
+"""
 
 import pytest
 
-from engine.algorithms import get_dialect
+from engine.algorithms import DIALECTS, get_dialect
 from engine.errors import UserError
+from engine.models.lora import LoraSpec
+from tests.training.config.command_lines import parse, refusal, step3
 from training.config.step3 import RLHFFlags
-from training.config.supervised import RewardFlags
+from training.config.supervised import RewardFlags, SFTFlags
 
 HYDRA = {"set": ["hydra_layers=2"]}
 FUNCTION = {"critic_model_name_or_path": None, "reward_function": "module:function"}
@@ -227,3 +231,192 @@ def test_rows_keep_their_padding_where_numbers_of_it_count():
             given(packing="packed").attention  # noqa: B018
     assert flags(packing="packed").spec.attention.packs
     assert flags(attn_implementation="flash_attention_3").attention.packs and not flags().attention.packs
+
+
+def spec(**fields) -> LoraSpec:
+    """DeepSpeed-Chat's defaults, and these fields."""
+    usual = {"alpha": 1.0, "targets": "all-linear", "dropout": 0.0, "lr": 5e-4, "only": False, "seed": 1234}
+    return LoraSpec(**usual | fields)
+
+
+def engines(*words: str, dialect: str = "default"):
+    args = parse("--dialect", dialect, *words, flags_class=RLHFFlags)
+    return args.spec
+
+
+@pytest.mark.parametrize("flags_class", [SFTFlags, RewardFlags])
+def test_adapters_of_steps_1_and_2(flags_class):
+    def asked(*words: str):
+        return parse(*words, flags_class=flags_class).lora()
+
+    assert asked() is None and asked("--lora_dim", "0") is None
+    assert asked("--lora_dim", "128", "--lora_module_name", "decoder.layers.") == spec(
+        dim=128, targets="decoder.layers."
+    )
+    words = "--lora_dim 8 --lora_alpha 16 --lora_target_modules q_proj v_proj --lora_dropout 0.1 --seed 7"
+    assert asked(*words.split(), "--only_optimize_lora", "--lora_learning_rate", "1e-3") == spec(
+        dim=8, alpha=16.0, targets=("q_proj", "v_proj"), dropout=0.1, lr=1e-3, only=True, seed=7
+    )
+
+
+def test_adapters_of_step_3():
+    found = engines(
+        "--actor_lora_dim", "64", "--actor_lora_module_name", "layers.", "--actor_lora_learning_rate", "1e-4"
+    )
+    assert found.actor_lora == spec(dim=64, targets="layers.", lr=1e-4) and found.critic_lora is None
+    found = engines("--critic_lora_dim", "2", "--lora_target_modules", "all-linear")
+    assert found.actor_lora is None and found.critic_lora == spec(dim=2)
+
+
+def test_an_output_head_beside_all_linear_is_the_actors():
+    """A critic has none, and all its other linear layers have factors."""
+    found = engines("--actor_lora_dim", "4", "--critic_lora_dim", "2", "--lora_target_modules", "all-linear", "lm_head")
+    assert found.actor_lora == spec(dim=4, targets=("all-linear", "lm_head"))
+    assert found.critic_lora == spec(dim=2)
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_every_dialect_has_adapters(dialect):
+    critic = DIALECTS[dialect].has_critic
+    words = ["--actor_lora_dim", "4", *(["--critic_lora_dim", "8"] if critic else []), "--set", "hydra_layers=0"]
+    words += ["--reward_model_name_or_path", "reward"]  # which the critic's path names, too
+    found = engines(*words, "--actor_learning_rate", "1e-6", dialect=dialect)
+    assert found.actor_lora == spec(dim=4) and found.critic_lora == (spec(dim=8) if critic else None)
+
+
+STEP_3 = {
+    "--actor_lora_dim -1": "--actor_lora_dim -1: must be at least 0.",
+    "--only_optimize_lora": "--only_optimize_lora needs --actor_lora_dim or --critic_lora_dim. Give that",
+    "--lora_alpha 2": "--lora_alpha 2.0 needs --actor_lora_dim or --critic_lora_dim",
+    "--lora_target_modules q_proj v_proj": "--lora_target_modules q_proj v_proj needs --actor_lora_dim or",
+    "--critic_lora_dim 4 --actor_lora_module_name x": "--actor_lora_module_name x needs --actor_lora_dim. Give that",
+    "--actor_lora_learning_rate 0": "--actor_lora_learning_rate 0.0 needs --actor_lora_dim",
+    "--actor_lora_dim 4 --lora_alpha 0": "--lora_alpha 0.0: must be greater than 0.",
+    "--actor_lora_dim 4 --lora_dropout 0.1": "--lora_dropout 0.1: PPO compares the probabilities",
+    "--actor_lora_dim 4 --lora_target_modules x --actor_lora_module_name y": "--actor_lora_module_name y and "
+    "--lora_target_modules x say the same.",
+    "--actor_lora_dim 4 --actor_learning_rate 0": "--actor_learning_rate 0 with --actor_lora_dim 4: the rate of the",
+    "--critic_lora_dim 4 --set critic_lr=0": "--critic_learning_rate 0 with --critic_lora_dim 4: the rate of the",
+    "--actor_lora_dim 4 --set hydra_layers=1": "--actor_lora_dim 4 with hydra_layers 1 (dialect default): a hydra's",
+    "--critic_lora_dim 4 --dialect trl_rloo": "--critic_lora_dim 4: the dialect trl_rloo has no critic.",
+    "--share_trunk": "--share_trunk needs --only_optimize_lora and --actor_lora_dim",
+    "--actor_lora_dim 4 --only_optimize_lora --share_trunk --set critic_lr=0": "--critic_learning_rate 0 with "
+    "--share_trunk: the rate of the factors",
+    "--enable_mixed_precision_lora": "--enable_mixed_precision_lora: it rounds the frozen weights to 8 bits",
+}
+STEP_1 = {
+    "--lora_dim -1": "--lora_dim -1: must be at least 0.",
+    "--only_optimize_lora": "--only_optimize_lora needs --lora_dim. Give that",
+    "--lora_dropout 0.1": "--lora_dropout 0.1 needs --lora_dim",
+    "--lora_dim 4 --lora_dropout 1": "--lora_dropout 1.0: must be less than 1.",
+    "--lora_dim 4 --learning_rate 0": "--learning_rate 0 with --lora_dim 4: the rate of the factors",
+}
+
+
+@pytest.mark.parametrize(
+    "flags_class, words, message",
+    [(RLHFFlags, *case) for case in STEP_3.items()] + [(SFTFlags, *case) for case in STEP_1.items()],
+)
+def test_what_does_not_go_together_is_refused(flags_class, words, message):
+    with pytest.raises(UserError) as caught:
+        args = parse(*words.split(), flags_class=flags_class)
+        _ = args.spec
+    assert str(caught.value).startswith(message)
+
+
+def spec_of(**values):
+    """What engines these flags ask for."""
+    args = step3(dtype="fp32", **values)
+    return args.spec
+
+
+def test_the_average_is_kept_and_is_the_reference():
+    spec = spec_of(reference="ema", ema_decay=0.9)
+    assert (spec.ema_decay, spec.reference_is_ema, spec.reference_moves) == (0.9, True, True)
+    assert "reference" not in [config.role for config in spec.engine_configs]
+    assert "moving average" in spec.shared["reference"]
+    assert step3(reference="ema").keeps_average and not step3().keeps_average
+    assert step3(reference="ema").spec.ema_decay == 0.992  # the dialect's
+
+
+def test_a_refresh_has_its_steps_and_share():
+    spec = spec_of(reference_refresh_steps=20, reference_mixup_alpha=0.6, ema_device="cpu")
+    assert (spec.reference_refresh_steps, spec.reference_mixup_alpha, spec.ema_decay) == (20, 0.6, None)
+    assert spec.hosts == {"reference": "actor"} and spec.plays == {}
+
+
+def test_a_point_is_gone_on_with_under_the_same_reference_alone():
+    assert set(step3().moving_reference().values()) == {None}  # as in points from before there were these flags
+    assert step3(reference_refresh_steps=20).moving_reference() == {
+        "--reference": None,
+        "--reference_refresh_steps": 20,
+        "--reference_mixup_alpha": 1.0,
+    }
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (("--reference", "ema", "--reference_refresh_steps", "5"), "moves after every optimizer step by itself"),
+        (("--reference_mixup_alpha", "0.5"), "--reference_mixup_alpha 0.5 needs --reference_refresh_steps"),
+        (("--reference_refresh_steps", "0"), "--reference_refresh_steps 0: must be at least 1."),
+        (("--reference_refresh_steps", "5", "--reference_mixup_alpha", "0"), "must be greater than 0"),
+        (("--reference_refresh_steps", "5", "--reference_mixup_alpha", "1.5"), "must be at most 1"),
+        (
+            ("--ema_device", "cpu"),
+            "--ema_device cpu needs --enable_ema or --reference ema or --reference_refresh_steps.",
+        ),
+    ],
+)
+def test_mistakes(words, message):
+    assert message in refusal(*words, flags_class=RLHFFlags)
+
+
+@pytest.mark.parametrize("engine", [{"offload_reference_model": True}, {"reference_ds_config": "own.json"}])
+def test_flags_of_an_engine_that_does_not_exist(engine):
+    with pytest.raises(UserError, match=r"with --reference_refresh_steps 5: .*train without --reference_refresh_steps"):
+        spec_of(reference_refresh_steps=5, **engine)
+
+
+def asked(*words: str) -> RLHFFlags:
+    return parse(*words, flags_class=RLHFFlags)
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (
+            ["--vllm_tensor_parallel_size", "2"],
+            "--vllm_tensor_parallel_size 2 needs --rollout_backend vllm. Give that",
+        ),
+        (
+            ["--rollout_backend", "replica", "--vllm_sampler", "own"],
+            "--vllm_sampler own needs --rollout_backend vllm.",
+        ),
+        (
+            ["--rollout_backend", "vllm", "--decoding", "plain"],
+            r"--decoding plain needs --rollout_backend auto\|replica\|zero3\. Give that",
+        ),
+        (
+            ["--rollout_backend", "vllm", "--replicas_between_steps", "free"],
+            "--replicas_between_steps free needs --rollout_backend auto",
+        ),
+        (["--rollout_backend", "vllm", "--vllm_tensor_parallel_size", "0"], "--vllm_tensor_parallel_size 0"),
+    ],
+)
+def test_flags_of_other_backends_are_refused(words, message):
+    with pytest.raises(UserError, match=message):
+        asked(*words)
+
+
+@pytest.mark.parametrize("backend, name", [("vllm", "vllm_tensor_parallel_size"), ("replica", "inference_tp_size")])
+def test_groups_of_ranks_divide_those_of_a_node(monkeypatch, backend, name):
+    monkeypatch.delenv("RANK", raising=False)  # other tests, which join a group in this process, leave one behind
+    words = ["--rollout_backend", backend, f"--{name}", "4"]
+    assert getattr(asked(*words), name) == 4
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("LOCAL_SIZE", "8")
+    assert getattr(asked(*words), name) == 4
+    monkeypatch.setenv("LOCAL_SIZE", "6")
+    with pytest.raises(UserError, match=f"--{name} 4: the 6 ranks of a node .* divides 6"):
+        asked(*words)
