@@ -1,4 +1,4 @@
-"""What a run that goes on says of the settings, sources and servers that have changed meanwhile, and which it refuses."""
+"""What a run that goes on says of settings, sources and servers that have changed meanwhile; and what it refuses."""
 
 import contextlib
 import hashlib
