@@ -21,10 +21,10 @@ class SharedError(UserError):
 class RunStopped(Exception):
     """A run that cannot go on, by no mistake that could have been caught before: a NaN, say.
 
-    Its message says at which step, with which samples, and what to look at. Exit code 1; restart points stay.
+    Its message says at which step, with which samples, and what to look at. Exit code 1; checkpoints stay.
 
     good_until: the last step after which the weights were sound, infinite where they all were: the program then names
-    the newest restart point up to there (training/checkpoints/saving.py). None: nothing is said of restart points.
+    the newest checkpoint up to there (training/checkpoints/saving.py). None: nothing is said of checkpoints.
     """
 
     def __init__(self, message: str, good_until: float | None = None):

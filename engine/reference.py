@@ -22,7 +22,7 @@ class EMA:
 
     Source: `moving_average` in DeepSpeed-Chat (DeepSpeedExamples 83757d9c), where the decay is 0.992.
 
-    name: under which its shards stand in a restart point.
+    name: under which its shards stand in a checkpoint.
     """
 
     def __init__(self, actor: TrainedModel | TrainedRole, decay: float, device: str | None = None, name: str = "ema"):

@@ -147,7 +147,7 @@ class RLHFEngine:
 
     @property
     def kept_reference(self) -> EMA | None:
-        """The weights of a reference that is refreshed, which a restart point has to hold."""
+        """The weights of a reference that is refreshed, which a checkpoint has to hold."""
         return self.reference.kept if isinstance(self.reference, MovingReference) else None
 
     @property

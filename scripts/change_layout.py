@@ -1,9 +1,9 @@
-"""Has a run go on, from restart points, on other numbers of ranks and at other ZeRO stages, and compares.
+"""Has a run go on, from checkpoints, on other numbers of ranks and at other ZeRO stages, and compares.
 
     python scripts/change_layout.py                                    2 ranks at ZeRO-3, 1 at ZeRO-2, 3 at ZeRO-3
     python scripts/change_layout.py --layouts 1:0 2:1 2:3 --dtype bf16
 
-At each change every number of the state that was loaded has to be that of the restart point, bit by bit, and the step
+At each change every number of the state that was loaded has to be that of the checkpoint, bit by bit, and the step
 that is trained again has to draw the same responses, with losses within 1e-5 (in fp32; in 16 bits as they round). Tiny
 models on the CPU. Exit code 1 if anything is not so.
 """
@@ -88,7 +88,7 @@ class Layout:
 class Change:
     """A restart in another layout.
 
-    tensors, numbers: of the training state. different: tensors that are not bit by bit the restart point's; modules:
+    tensors, numbers: of the training state. different: tensors that are not bit by bit the checkpoint's; modules:
     weights of the modules that are not its master weights in their dtype. losses: how far those of the repeated step
     are apart, the largest difference. other_responses: how many of the repeated step's are not token by token the same.
     """
@@ -133,7 +133,7 @@ class RelayoutTrial:
             yield self._compared(before, after, *runs[-2:], step=number + 1)
 
     def _run(self, number: int, layout: Layout, first: int) -> Path:
-        """Train two steps, or three in the first run, from the restart point `first` of the run before."""
+        """Train two steps, or three in the first run, from the checkpoint `first` of the run before."""
         output_dir = self.folder / f"run_{number}"
         config = ROOT / "configs" / "ds" / f"zero{layout.stage}.json"
         if layout.stage == 3:
@@ -157,7 +157,7 @@ class RelayoutTrial:
 
     @staticmethod
     def _compared(before: Layout, after: Layout, left: Path, gone_on: Path, step: int) -> Change:
-        """The run `gone_on` went on from the point after `step` of `left`, and both trained the step behind it."""
+        """The run `gone_on` went on from the checkpoint after `step` of `left`, and both trained the step behind it."""
         point, recorded = point_folder(left, step), Path(f"{gone_on}.watch")
         tensors, numbers, different, modules = 0, 0, [], []
         for model in ("actor", "critic", "ema"):

@@ -1,10 +1,11 @@
-"""Damages restart points in every way of scripts/harness/point_damages.py, and shows what --resume makes of each.
+"""Damages checkpoints in every way of scripts/harness/point_damages.py, and shows what --resume makes of each.
 
     python scripts/damage_points.py                     # of a small run on two ranks, which is made first
-    python scripts/damage_points.py --output_dir out    # on copies of the two newest points of a run
+    python scripts/damage_points.py --output_dir out    # on copies of the two newest checkpoints of a run
 
-By its run's folder a damaged point has to be passed over for the one before it, by its own name it has to be refused
-with the name of that one. Three are tried on the whole program. Exit code 1 if one was used, or ended in a trace.
+By its run's folder a damaged checkpoint has to be passed over for the one before it, by its own name it has to be
+refused with the name of that one. Three are tried on the whole program. Exit code 1 if one was used, or ended in a
+trace.
 """
 
 import argparse
@@ -29,7 +30,7 @@ WHOLE_PROGRAM = ("flipped bit: actor/rank_00000.safetensors, at 60%", "missing: 
 def main() -> int:
     """Try all of them and print the table; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--output_dir", type=Path, help="of a run with two restart points (default: made here)")
+    parser.add_argument("--output_dir", type=Path, help="of a run with two checkpoints (default: made here)")
     options = parser.parse_args()
 
     failed = []
@@ -75,14 +76,14 @@ def flags(tiny: Tiny, output_dir: Path) -> dict:
 
 
 def small_run(tiny: Tiny, output_dir: Path) -> Path:
-    """A run with two restart points."""
+    """A run with two checkpoints."""
     result = launch(3, flags(tiny, output_dir))
     assert result.code == 0, result.stdout + result.stderr
     return output_dir
 
 
 def by_the_program(tiny: Tiny, output_dir: Path, points: list[Path]) -> str | None:
-    """What is wrong with how the program goes on from a damaged point, by its name and by its run's folder."""
+    """What is wrong with how the program goes on from a damaged checkpoint, by its name and by its run's folder."""
     newest, older = points
     result = launch(3, {**flags(tiny, output_dir), "resume": newest})
     message = result.stderr.replace("\n", " ")

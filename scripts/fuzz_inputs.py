@@ -3,7 +3,7 @@
     python scripts/fuzz_inputs.py --count 500 --seed 0
     python scripts/fuzz_inputs.py --only 137 --seed 0        # that case alone, with all that it prints
 
-Changed are flags, YAML, data files, DeepSpeed JSON, model folders and restart points. A message is one line on stderr
+Changed are flags, YAML, data files, DeepSpeed JSON, model folders and checkpoints. A message is one line on stderr
 that begins with `error: `, with exit code 2; in the output folder nothing may be made or changed, and no case may take
 longer than --seconds. Cases run in forks of a process that has everything imported: as dry runs, or, where models are
 to be loaded, up to the first step. The last --started of them run by the real command line, to the end.
@@ -264,7 +264,7 @@ class FuzzInputs:
             "DeepSpeed JSON": self._ds_config,
             "model folder": self._model,
             "chat template": self._chat_template,
-            "restart point": self._point,
+            "checkpoint": self._point,
         }
 
     def case(self, seed: int, number: int, change: bool = True) -> Fuzzed:
@@ -274,7 +274,7 @@ class FuzzInputs:
         shutil.rmtree(self.output_dir, ignore_errors=True)
         self.place.mkdir()
         kind = ["flags", *self.kinds][number % (len(self.kinds) + 1)]
-        loads = kind in ("DeepSpeed JSON", "model folder", "restart point") and rng.random() < 0.5
+        loads = kind in ("DeepSpeed JSON", "model folder", "checkpoint") and rng.random() < 0.5
         self.must = ""
         if kind == "flags":
             step = rng.choice(list(PROGRAMS))
@@ -400,7 +400,7 @@ class FuzzInputs:
         return 1, self.tiny.flags(1, model_name_or_path=folder, data_path=path), repr(content)
 
     def _point(self, rng: random.Random) -> tuple[int, dict, str]:
-        """The newer of a run's two restart points, given by its name or found; it must not be used."""
+        """The newer of a run's two checkpoints, given by its name or found; it must not be used."""
         shutil.copytree(self._run(), self.output_dir)
         point = self.output_dir / "checkpoints" / "step_000002"
         resume = rng.choice(["auto", self.output_dir, point])
@@ -422,7 +422,7 @@ class FuzzInputs:
         return 3, flags, f"{file.relative_to(point)}: {_difference(before, content)}"
 
     def _run(self) -> Path:
-        """The output folder of a run of two steps, each with a restart point; the run is made when first asked for."""
+        """The output folder of a run of two steps, each with a checkpoint; the run is made when first asked for."""
         folder = self.tiny.folder.with_name("run")
         if not folder.exists():
             flags = {"max_steps": 4, "enable_test_mode": True, "test_stop_step": 2, "save_steps": 1}

@@ -34,7 +34,7 @@ MEASURED = re.compile(
 )
 NUMBERED = re.compile(r"(?<=FOLDER/)((?:out/?)?)\d+")  # how many command lines there are may change
 SAID = re.compile(r"^(error|stopped): |the run ends\.$")
-RUNNING = re.compile(r"step \d+/\d+ |memory, planned|restart point .* waited")  # what a run says that goes well
+RUNNING = re.compile(r"step \d+/\d+ |memory, planned|checkpoint .* waited")  # what a run says that goes well
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 # Reward functions to which something happens in the second step, in the last rank.
 FAULTS = """

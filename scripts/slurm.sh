@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # A step as a SLURM job that survives the end of its time and pre-emption: two minutes before, SLURM sends USR1 to the
-# ranks, which finish their step, write a restart point and end with code 75; the job is then put back into the queue and
+# ranks, which finish their step, write a checkpoint and end with code 75; the job is then put back into the queue and
 # goes on from there. One task a GPU, without a launcher between SLURM and the ranks, which read from SLURM's variables who
 # they are and meet on the first node (set MASTER_ADDR and MASTER_PORT to have them meet elsewhere). Nodes, GPUs, cores
 # and hours are given to sbatch, in the environment that is active; to this script a step and its flags, or a launcher,

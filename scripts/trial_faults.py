@@ -30,7 +30,7 @@ PLACES = {
     "generation": ("generate", 3),
     "experience": ("make_experience", 3),
     "training": ("train", 3),
-    "writing a restart point": ("writing a restart point", 2),
+    "writing a checkpoint": ("writing a checkpoint", 2),
     "last evaluation": ("evaluating", 4),
 }
 HOSTS = ("10.213.7.1", "10.213.7.2")
@@ -154,7 +154,7 @@ def _cut(trial: Trial, names: list[str]) -> None:
 
 def asked(trial: Trial) -> None:
     """TERM in each phase."""
-    print("\n| TERM to | in | code | all gone after | restart points | goes on bit for bit |")
+    print("\n| TERM to | in | code | all gone after | checkpoints | goes on bit for bit |")
     print("| --- | --- | --- | --- | --- | --- |", flush=True)
     some = ("training", "last evaluation")
     ways = {

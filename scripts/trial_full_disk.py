@@ -76,7 +76,7 @@ CASES = (
     Case("run.json, the lock and the list, at the start", "out", code=2, models=False),
     Case("TensorBoard", "out/tensorboard"),
     Case("curves.png and the last samples", "out", fill=LAST_EVALUATION),
-    Case("restart points", "out/checkpoints", flags={"save_steps": 1}, code=0),
+    Case("checkpoints", "out/checkpoints", flags={"save_steps": 1}, code=0),
     Case("recordings", "out/profile", flags={"profile_steps": 1}),
     Case("cache of tokenised data", "cache", flags={"data_output_path": "cache"}, code=0),
     Case("temporary folder", "tmp", environment=lambda folder: {"TMPDIR": str(folder / "tmp")}, code=0),
@@ -179,7 +179,7 @@ def last_words(result: subprocess.CompletedProcess) -> str:
     lines = [
         line
         for line in result.stderr.splitlines()
-        if re.match("(?i)warning:|error:|stopped:|training was done|restart point not", line)
+        if re.match("(?i)warning:|error:|stopped:|training was done|checkpoint not", line)
     ]
     return " / ".join(lines) or (result.stdout.splitlines() or [""])[-1]
 

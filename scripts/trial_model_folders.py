@@ -5,12 +5,12 @@
 
 Folders of ten families, with output heads of all kinds (FORMS): tied and not, config.json and weight files agreeing on
 that and not, and adapters of peft's. Step 3 trains each for a step at a learning rate of 1e-9, and for another one from
-its restart point. A line for each has the largest difference of a log-prob from transformers' own load of the
+its checkpoint. A line for each has the largest difference of a log-prob from transformers' own load of the
 folder: of actor and reference as their engines compute, before and after the restart; of the saved actor, its adapter
-and its moving average; and of what the restart point is exported to. So has the hidden state of a critic that begins
+and its moving average; and of what the checkpoint is exported to. So has the hidden state of a critic that begins
 with the actor's trunk. More than MOST_OFF is wrong.
 
-Of PROGRAMS' folders the command lines are tried too: step 3, its restart point exported, merged and compared. Exit code
+Of PROGRAMS' folders the command lines are tried too: step 3, its checkpoint exported, merged and compared. Exit code
 1 where something is otherwise.
 """
 
@@ -278,7 +278,7 @@ def flags_of(folder: Path, prompts: Path, name: str, stage: int, way: str) -> di
 
 
 def run_on_ranks(jobs: dict[str, dict], folder: Path) -> dict[str, tuple[int, str]]:
-    """Run step 3 with each of these flags on two ranks: a step, and from its restart point another.
+    """Run step 3 with each of these flags on two ranks: a step, and from its checkpoint another.
 
     Returns the exit code of each, with the last line of its standard error.
     """

@@ -104,7 +104,7 @@ def rows(launchers: list[str], names: list[str], folder: Path) -> Iterator[tuple
 
 
 def words(tiny: Tiny, out: Path, **changes) -> list[str]:
-    """The flags of a run of four steps with a restart point after the second and the fourth."""
+    """The flags of a run of four steps with a checkpoint after the second and the fourth."""
     flags = {"output_dir": out, "max_steps": STEPS, "actor_zero_stage": 3, "critic_zero_stage": 3, "save_steps": 2}
     return command_line(tiny.flags(3, **flags | changes))
 
@@ -120,7 +120,7 @@ def on_one_host(tiny: Tiny, out: Path) -> None:
 
 def shared(hosts: TwoHosts, launcher: str, tiny: Tiny, folder: Path, one: Path, resume: bool = True) -> list[str]:
     """What is wrong with a run in a folder that both hosts see, beside the folder of the run on one host: its numbers,
-    its models, its restart point as it is exported, and the run that goes on from the point before."""
+    its models, its checkpoint as it is exported, and the run that goes on from the checkpoint before."""
     out = folder / "out"
     wrong = _come_to_its_end(launch(launcher, hosts, PROGRAM, words(tiny, out), folder / "whole"))
     if wrong:
@@ -135,7 +135,7 @@ def shared(hosts: TwoHosts, launcher: str, tiny: Tiny, folder: Path, one: Path, 
         wrong += _come_to_its_end(launch(launcher, hosts, PROGRAM, [*words(tiny, out), *more], folder / "resumed"))
         wrong += [f"{what} differs where it went on" for what in differences(one, out)]
         if f"{POINT[:-1]}2" not in (folder / "resumed" / f"{hosts.names[0]}.log").read_text():
-            wrong.append("no word of the point it went on from")
+            wrong.append("no word of the checkpoint it went on from")
     return wrong
 
 
@@ -152,12 +152,12 @@ def separate(hosts: TwoHosts, launcher: str, tiny: Tiny, own: Path, folder: Path
 
 
 def exported(out: Path, folder: Path) -> list[str]:
-    """What is wrong with the last restart point's actor as a Hugging Face folder, beside the actor that was saved."""
+    """What is wrong with the last checkpoint's actor as a Hugging Face folder, beside the actor that was saved."""
     point = out / "checkpoints" / POINT
     argv = [sys.executable, "-m", "training.checkpoints.export", str(point), str(folder)]
     ended = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True)
     if ended.returncode:
-        return [f"the restart point cannot be exported: {ended.stderr}"]
+        return [f"the checkpoint cannot be exported: {ended.stderr}"]
     return ["the exported actor differs from the saved one"] * (not same_weights(folder, out / "actor"))
 
 
@@ -290,7 +290,7 @@ class Fault:
 
 FAULTS = {
     "link cut": Fault(link_cut, ("is cut off", "on node-b", "in phase train of step 3"), midway=True, code=1),
-    "disk full": Fault(disk_full, ("RESTART POINT NOT WRITTEN", "on node-b"), midway=True, code=0),
+    "disk full": Fault(disk_full, ("CHECKPOINT NOT WRITTEN", "on node-b"), midway=True, code=0),
     "caches full": Fault(caches_full, code=0),
     "no ninja": Fault(without_ninja, ("on node-b", "ninja"), extension=EXTENSION),
     "no model": Fault(without_model, ("on node-b", "sft")),

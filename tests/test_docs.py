@@ -28,6 +28,18 @@ def test_links_and_paths_lead_somewhere(document):
     assert missing == set()
 
 
+def test_the_tests_that_caught_the_bugs_of_others_are_there():
+    page = (ROOT / "docs" / "bugs.md").read_text(encoding="utf-8")
+    named = {
+        (file, test)
+        for cell in re.findall(r"[^|;]+\(`tests/[^)]*\)", page)
+        for file in re.findall(r"`(tests/[\w/.]+)`", cell)
+        for test in re.findall(r"`(test_\w+)`", cell)
+    }
+    assert len(named) > 12
+    assert {(f, test) for f, test in named if f"def {test}(" not in (ROOT / f).read_text(encoding="utf-8")} == set()
+
+
 def test_what_the_architecture_names_is_in_the_code():
     files = [*(ROOT / "engine").rglob("*.py"), *(ROOT / "training").rglob("*.py")]
     defined = set(re.findall(r"\w+", "\n".join(path.read_text(encoding="utf-8") for path in files)))

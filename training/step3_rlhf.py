@@ -155,7 +155,7 @@ def build_reward(args: RLHFFlags, plan: Plan, models: RLHFEngine) -> RewardSourc
 
 
 def resume_or_clear(args: RLHFFlags, plan: Plan, trainer: PPOTrainer) -> None:
-    """Put the trainer to the restart point; or remove what an earlier run left in the output folder.
+    """Put the trainer to the checkpoint; or remove what an earlier run left in the output folder.
 
     Not before the models are loaded: until then the new run may come to nothing.
     """

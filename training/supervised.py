@@ -109,7 +109,7 @@ class SupervisedTrainer:
         return {name: value for name, value in found.items() if value is not None}
 
     def _resume_or_clear(self, conditions: Conditions) -> None:
-        """Go on from the restart point; or remove what an earlier run left in the output folder: the model is loaded by
+        """Go on from the checkpoint; or remove what an earlier run left in the output folder: the model is loaded by
         now, and the run will come to something."""
         if self.point:
             restore(self.point, {"model": self.model})
@@ -217,7 +217,7 @@ class SupervisedTrainer:
         return self.args.evaluates(self.steps_done, len(self.examples))
 
     def end_early(self, reason: stopping.Reason) -> NoReturn:
-        """Save a restart point and end; an evaluation that is due is left to the run that goes on, with its line."""
+        """Save a checkpoint and end; an evaluation that is due is left to the run that goes on, with its line."""
         if not self.evaluates():
             self.log_step()
         point = self.checkpoints.save(self.steps_done, wait=True)

@@ -87,7 +87,7 @@ _ROWS = (
 )
 _OPTIMIZER = "the optimizer is the program's, with the learning rates, betas and weight decays of its flags"
 _METRICS = "metrics are written by the program: metrics.jsonl and tensorboard/ in the output folder, --wandb_project"
-_POINTS = "restart points are the program's own (--save_steps), which ranks of any number and every ZeRO stage read"
+_POINTS = "checkpoints are the program's own (--save_steps), which ranks of any number and every ZeRO stage read"
 _ROUNDED = (
     "its numbers are rounded to 4 or 8 bits, so that a step learns another thing than old log-probs and rewards were "
     "computed of: zero_hpz_partition_size sends less and changes no number"
@@ -108,7 +108,7 @@ REASONS = {
     **dict.fromkeys(("amp", "torch_autocast"), "all engines compute in one dtype: give --dtype bf16 or fp16"),
     **dict.fromkeys(("tensorboard", "wandb", "csv_monitor", "comet"), _METRICS),
     **dict.fromkeys(("checkpoint", "zero_optimization.elastic_checkpoint"), _POINTS),
-    "zero_optimization.zenflow": "no restart point can be written of what it keeps in another optimizer",
+    "zero_optimization.zenflow": "no checkpoint can be written of what it keeps in another optimizer",
     "zero_optimization.zero_quantized_weights": _ROUNDED,
     "zero_optimization.zero_quantized_gradients": _ROUNDED,
     "zero_optimization.mics_shard_size": _MICS,
@@ -410,7 +410,7 @@ def _refuse_at_stage(zero: Mapping, path: Path) -> None:
 
 
 def _refuse_out_of_reach(zero: Mapping, path: str | None) -> None:
-    """Raise UserError for a file that keeps numbers of the training state where no restart point finds them, or that
+    """Raise UserError for a file that keeps numbers of the training state where no checkpoint finds them, or that
     offloads what stage 0 does not."""
     if zero["stage"] == 0 and zero.get("offload_optimizer"):
         raise UserError(
@@ -422,7 +422,7 @@ def _refuse_out_of_reach(zero: Mapping, path: str | None) -> None:
         value = (zero.get(section) or {}).get(key) if key else zero.get(section)
         if value is not None and elsewhere(value):
             raise UserError(
-                f"{path}: zero_optimization.{name} is {value!r}, under which no restart point can be written, and a "
+                f"{path}: zero_optimization.{name} is {value!r}, under which no checkpoint can be written, and a "
                 "run that is asked to end writes one. Leave it out of the file."
             )
 

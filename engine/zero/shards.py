@@ -225,7 +225,7 @@ class TrainingState:
         if other:
             more = f", and {len(other) - 3} more" if len(other) > 3 else ""
             raise UserError(
-                f"the restart point is another model's: {'; '.join(other[:3])}{more}. Give the model that the run "
+                f"the checkpoint is another model's: {'; '.join(other[:3])}{more}. Give the model that the run "
                 "began with."
             )
 

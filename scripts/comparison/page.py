@@ -19,6 +19,10 @@ VARIETY = {"distinct_bigrams": "bigrams a token", "known_words": "known words"}
 """Measures by which responses that became alike are told, and invented words, and what columns call them."""
 
 
+LAST = {"score": 2, "kl": 1}
+"""What is shown of a run's last evaluation, and with how many digits."""
+
+
 def number(values: Band | None, of: int, digits: int = 2) -> str:
     """Mean and standard error, and how many of the runs came so far where not all did."""
     if values is None:
@@ -63,8 +67,7 @@ def main_table(task: Task, entries: Sequence[Compared]) -> str:
         cells += [f"{fmean(getattr(r, name) for r in results):.0f}" for name in ("responses", "cpu_seconds")]
         cells += [number(values, len(results)) for values in at_kls(compared, task.kls)]
         rows = [result.rows(compared.line) for result in results]
-        cells += [number(band([row[-1]["score"] for row in rows]), len(rows))]
-        cells += [number(band([row[-1]["kl"] for row in rows]), len(rows), 1)]
+        cells += [number(band([row[-1][name] for row in rows]), len(rows), digits) for name, digits in LAST.items()]
         cells += [number(best_under(compared, task.search_kl), len(results))]
         places = [best_place_under(course, task.search_kl) for course in compared.courses]
         for name in VARIETY:
@@ -78,6 +81,20 @@ def main_table(task: Task, entries: Sequence[Compared]) -> str:
         first = next(iter(entries[0].results.values())).evaluations[0]
         cells = ["the SFT model", "-", "-", "-", *("-" for _ in task.kls), f"{first['score']:.2f}", "0.0", "-"]
         lines.append(_line([*cells, *(f"{first[name]:.3f}" for name in VARIETY)]))
+    return "\n".join(lines)
+
+
+def brief_table(task: Task, entries: Sequence[Compared]) -> str:
+    """What docs/comparison.md shows of `main_table`; the pictures and the numbers beside the page have the rest."""
+    columns = ["", "rate", "CPU s", f"best up to KL {task.search_kl:g}", "last score", "last KL"]
+    lines = [_line(columns), "| --- " * len(columns) + "|"]
+    for compared in ordered(entries, task.search_kl):
+        results = list(compared.results.values())
+        last = [result.rows(compared.line)[-1] for result in results]
+        cells = [f"`{compared.label}`", f"{compared.search.chosen:g}", f"{fmean(r.cpu_seconds for r in results):.0f}"]
+        cells += [number(best_under(compared, task.search_kl), len(results))]
+        cells += [number(band([row[name] for row in last]), len(last), digits) for name, digits in LAST.items()]
+        lines.append(_line(cells))
     return "\n".join(lines)
 
 
@@ -113,8 +130,8 @@ PUBLISHED = PAGE.with_suffix(".jsonl")
 BEGIN, END = "<!-- made by scripts/compare_dialects.py -->", "<!-- made so far -->"
 
 
-def section(task: Task, entries: Sequence[Compared], picture: str) -> str:
-    """A task's part of the page: what was run, table, curves, search."""
+def section(task: Task, entries: Sequence[Compared], picture: str, brief: bool = False) -> str:
+    """A task's part of the page: what was run, table, curves; and what the search found, unless it is to be brief."""
     seeds = sorted({seed for compared in entries for seed in compared.results})
     # Runs may be read twice, by their courses and on the line.
     runs = {
@@ -139,15 +156,14 @@ def section(task: Task, entries: Sequence[Compared], picture: str) -> str:
         f"{used / 60:.0f} CPU minutes in all, the search included."
         + (f" Fewer seeds: {', '.join(fewer)}." if fewer else ""),
         "",
-        main_table(task, entries),
+        brief_table(task, entries) if brief else main_table(task, entries),
         "",
         *(line for sentence in broken_off(entries) for line in (sentence, "")),
-        f"![Score against KL]({picture})",
-        "",
-        f"The search: the best score at a KL of at most {task.search_kl:g}, with a seed of its own.",
-        "",
-        search_table(entries, task.rates),
+        f"![Score against KL of all entries on {task.name}]({picture})",
     ]
+    if not brief:
+        searched = f"The search: the best score at a KL of at most {task.search_kl:g}, with a seed of its own."
+        lines += ["", searched, "", search_table(entries, task.rates)]
     return "\n".join(lines)
 
 
@@ -188,7 +204,7 @@ def plot(task: Task, entries: Sequence[Compared], path: Path) -> None:
     pyplot.close(figure)
 
 
-def make(results: Results, tasks: Sequence[Task], folder: Path, prefix: str = "") -> str:
+def make(results: Results, tasks: Sequence[Task], folder: Path, prefix: str = "", brief: bool = False) -> str:
     """All sections, in Markdown, with pictures in `folder` whose names begin with `prefix`."""
     sections = []
     for task in tasks:
@@ -196,7 +212,7 @@ def make(results: Results, tasks: Sequence[Task], folder: Path, prefix: str = ""
         if entries:
             picture = f"{prefix}{task.name}.png"
             plot(task, entries, folder / picture)
-            sections.append(section(task, entries, picture))
+            sections.append(section(task, entries, picture, brief))
     return "\n\n".join(sections)
 
 
@@ -213,5 +229,5 @@ def write(results: Results, tasks: Sequence[Task]) -> None:
     and all numbers beside it."""
     published = Results(PUBLISHED)
     published.take(results)
-    made = make(published, tasks, PAGE.parent, "comparison_")
+    made = make(published, tasks, PAGE.parent, "comparison_", brief=True)
     PAGE.write_text(between_marks(PAGE.read_text(encoding="utf-8"), made), encoding="utf-8")

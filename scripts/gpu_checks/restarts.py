@@ -1,4 +1,4 @@
-"""A restart point, the run that goes on from it, and the average of the actor's weights."""
+"""A checkpoint, the run that goes on from it, and the average of the actor's weights."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ STEPS, SAVED = 4, 2
 
 
 def resumed(trial: Trial) -> None:
-    """Four steps at stage 3 with --enable_ema, and the last two again from the restart point: the same end, and an
+    """Four steps at stage 3 with --enable_ema, and the last two again from the checkpoint: the same end, and an
     average between the start and the end."""
     size = TINY if trial.dry else "34m"
     actor, critic = random_models(trial, size)
@@ -45,7 +45,7 @@ def resumed(trial: Trial) -> None:
     first, second = metrics_of(trial, whole), metrics_of(trial, later)
     trial.expect(sorted(second) == list(range(SAVED + 1, STEPS + 1)), f"the second run made steps {sorted(second)}")
     entropies = [run[SAVED + 1]["objective/entropy"] for run in (first, second)]
-    trial.figures["entropy after the point"] = round(entropies[0], 5)
+    trial.figures["entropy after the checkpoint"] = round(entropies[0], 5)
     trial.expect(abs(entropies[1] / entropies[0] - 1) < 1e-3, f"after the restart the entropy is {entropies[1]:.6g}")
     begin, end, again, average = (
         weights(folder) for folder in (Path(actor), whole / "actor", later / "actor", whole / "actor_ema")

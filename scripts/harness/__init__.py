@@ -7,7 +7,7 @@ step3_rlhf      step 3 that writes down what it does, and that something happens
 kills, faults   runs that are killed at any instant, and those of which a process gets a signal
 hosts           two network hosts on this machine; host_launches starts programs on them
 mistakes        command lines that a user may get wrong, with the files of bad_world
-..._damages     what can have happened to models' and adapters' folders and to restart points
+..._damages     what can have happened to models' and adapters' folders and to checkpoints
 """
 
 import itertools

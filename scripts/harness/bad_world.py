@@ -1,4 +1,4 @@
-"""Files and folders that do not work: data, models, DeepSpeed JSON, reward functions, restart points.
+"""Files and folders that do not work: data, models, DeepSpeed JSON, reward functions, checkpoints.
 
     world = BadWorld(tmp_path / "bad", tiny)
     world.folder / "broken.jsonl"

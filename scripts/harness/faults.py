@@ -82,5 +82,5 @@ class FaultyRun:
         return found
 
     def points(self) -> list[str]:
-        """The names of its restart points."""
+        """The names of its checkpoints."""
         return sorted(path.name for path in (self.out / "checkpoints").glob("step_*"))

@@ -37,7 +37,7 @@ class Instant:
 @dataclass(frozen=True)
 class Outcome:
     """phase: what rank 0 was in when it was killed, and what was written beside. seconds: after the start. resumed: the
-    restart point that was gone on from. different: what is not as in the uninterrupted run, to the last bit."""
+    checkpoint that was gone on from. different: what is not as in the uninterrupted run, to the last bit."""
 
     instant: Instant
     phase: str
@@ -115,7 +115,7 @@ class KillTrial:
         return found
 
     def kill(self, instant: Instant, name: str) -> Outcome:
-        """Kill a run there, go on from its newest restart point, and compare."""
+        """Kill a run there, go on from its newest checkpoint, and compare."""
         wait = instant.share * self.seconds[instant.phase, instant.step]
         run = Run(self, self.folder / name)
         seconds, phase = run.killed(instant, wait)

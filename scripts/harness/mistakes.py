@@ -456,7 +456,7 @@ def _misspelt(name: str, rng: random.Random) -> str:
 
 
 def files(step: int, world: BadWorld) -> Iterator[Mistake]:
-    """Data, output folders, restart points, DeepSpeed JSON, reward functions, and names that are none."""
+    """Data, output folders, checkpoints, DeepSpeed JSON, reward functions, and names that are none."""
     good = world.tiny.flags(step)["data_path"]
     data_flags = [
         "data_path",
@@ -509,7 +509,7 @@ def files(step: int, world: BadWorld) -> Iterator[Mistake]:
         yield Mistake("DeepSpeed JSON", step, {name: path, "dtype": "fp32"})
     if step == 3:
         for path in (*world.states, world.folder / "nowhere", world.folder / "empty.jsonl", world.tiny.folder):
-            yield Mistake("restart point", step, {"resume": path})
+            yield Mistake("checkpoint", step, {"resume": path})
         for function in (
             *world.reward_functions,
             "score",

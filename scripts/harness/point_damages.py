@@ -1,10 +1,10 @@
-"""What can have happened to a restart point: each is a function of its folder and that of an older point's.
+"""What can have happened to a checkpoint: each is a function of its folder and that of an older checkpoint's.
 
     for name, damage in DAMAGES.items():
         damage(newest, older)
         print(name, tried(output_dir, newest, older))
 
-The points are those of two ranks, with actor, critic and moving average.
+The checkpoints are those of two ranks, with actor, critic and moving average.
 """
 
 import json
@@ -48,7 +48,7 @@ def remove(name: str, point: Path, older: Path) -> None:
 
 
 def take_older(name: str, point: Path, older: Path) -> None:
-    """A file or folder is the older point's; "" for all of it."""
+    """A file or folder is the older checkpoint's; "" for all of it."""
     if name:
         remove(name, point, older)
     else:
@@ -103,7 +103,7 @@ def other_line(change: Callable[[dict], object], point: Path, older: Path) -> No
 
 
 def rename(point: Path, older: Path) -> None:
-    """The point is named after a later step."""
+    """The checkpoint is named after a later step."""
     point.rename(point.with_name("step_000099"))
 
 
@@ -151,7 +151,7 @@ DAMAGES: dict[str, Damage] = {
     **{f"cut to {keep:.0%}: {MANIFEST}": partial(cut, MANIFEST, keep) for keep in (0.5, 0.0)},
     **{f"missing: {name}": partial(remove, name) for name in (OTHER, "critic", "ema", "config", STATE, MANIFEST)},
     **{
-        f"the older point's: {name or 'everything'}": partial(take_older, name)
+        f"the older checkpoint's: {name or 'everything'}": partial(take_older, name)
         for name in (ACTOR, "critic", "ema", STATE, MANIFEST, "")
     },
     "exchanged: the ranks' files": partial(exchange, ACTOR, OTHER),
@@ -180,8 +180,8 @@ DAMAGES: dict[str, Damage] = {
 
 
 def tried(output_dir: Path, newest: Path, older: Path) -> str:
-    """What --resume makes of a damaged point, by its run's folder and by its own name; begins with "FAILED" where the
-    point was used, or something else than a message came of it."""
+    """What --resume makes of a damaged checkpoint, by its run's folder and by its own name; begins with "FAILED" where
+    the checkpoint was used, or something else than a message came of it."""
     try:
         point = ResumePoint.find(str(output_dir), str(output_dir), with_ema=True)
     except Exception as error:

@@ -7,7 +7,7 @@ WATCH names a JSON file, of which each key may be left out; what is written stan
     phases: true      `phases` gets a line of JSON where a rank enters a phase, or begins to write beside training
     faults: [...]     each `Fault` happens where its rank enters its phase; `fault0` and so on say when that was
     records: true     `state/MODEL/rank_00000.safetensors`: what each rank's engines hold before the first step that is
-                      trained, as in a restart point; `modules/MODEL.safetensors`: full weights, gathered by ZeRO;
+                      trained, as in a checkpoint; `modules/MODEL.safetensors`: full weights, gathered by ZeRO;
                       `responses.RANK.jsonl`: (step, prompt, sample, tokens) of each response
     extension: NAME   this extension of DeepSpeed's is loaded with the models
 """

@@ -1,4 +1,4 @@
-"""Restart points of several ranks: writes that fail, folders that ranks share, other layouts of ranks and stages."""
+"""Checkpoints of several ranks: writes that fail, folders that ranks share, other layouts of ranks and stages."""
 
 import errno
 import json
@@ -37,7 +37,7 @@ from training.runtime import output_folder
 
 
 def failed_and_tried_again(folder: str) -> dict:
-    """Steps 1 to 4, each with a point; rank 1's disk is full at step 2, and the next try is due at once."""
+    """Steps 1 to 4, each with a checkpoint; rank 1's disk is full at step 2, and the next try is due at once."""
     os.environ["LOCAL_SIZE"] = "1"  # each rank on a host of its own
     write, run = saving.write_shards, TinyRun(Path(folder), steps=1)
     saving.RETRY_AFTER = 0.0
@@ -122,7 +122,7 @@ def test_files_are_hashed_once_over_all_ranks_and_a_damaged_one_is_known_to_all(
     assert sorted(one.pop("hashed") + two.pop("hashed")) == names
     assert one == two and one.pop("whole") == ("step_000004",)
     said, unseen = one.pop("unseen")
-    there = f"step_000004: not there for rank 1 on {socket.gethostname()}. Put the restart point where every node"
+    there = f"step_000004: not there for rank 1 on {socket.gethostname()}. Put the checkpoint where every node"
     assert said == "refused" and there in unseen
     assert len(one) == 5
     for name, (used, passed_over) in one.items():
@@ -174,7 +174,7 @@ def test_a_rank_that_does_not_share_the_folder_is_named_on_all(tmp_path):
     def message(written, looks_in, problem):
         return (
             f"--output_dir {{given}} is not one folder for all ranks. Rank 0 on {host} writes in {written}; {host} "
-            f"(rank 1), which looks in {looks_in}, {problem}. Models and restart points need a folder that all nodes "
+            f"(rank 1), which looks in {looks_in}, {problem}. Models and checkpoints need a folder that all nodes "
             "share: give one on a network file system, mounted at the same path on all of them and writable on each."
         )
 

@@ -1,4 +1,4 @@
-"""The critic's pretraining on two ranks: who learns, restart points, and the folder that another run starts from."""
+"""The critic's pretraining on two ranks: who learns, checkpoints, and the folder that another run starts from."""
 
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from training.critic_pretraining import CriticPretraining
 from training.ppo_trainer import PPOTrainer
 from training.runtime import model_folders
 
-STEPS, TOTAL, SAVED_AT = 3, 2, -1  # pretraining, PPO, and after which a point is written
+STEPS, TOTAL, SAVED_AT = 3, 2, -1  # pretraining, PPO, and after which a checkpoint is written
 
 
 def all_runs(folder: str, output: str, runs: dict[str, dict]) -> dict[str, dict]:
@@ -29,7 +29,8 @@ def all_runs(folder: str, output: str, runs: dict[str, dict]) -> dict[str, dict]
 
 
 def one_run(folder: str, output: Path, stage: int, config: str) -> dict:
-    """What three starts of one run came to: uninterrupted, from the point within, from the folder of the critic."""
+    """What three starts of one run came to: uninterrupted, from the checkpoint within, from the folder of the
+    critic."""
     found, trainer = {}, new_trainer(folder, stage, config)
     start = state(trainer)
     found["pretraining"] = []

@@ -68,7 +68,7 @@ ROWS = [0, 1, 2, 3]
 
 def all_cases(folder: str, sizes: dict[str, int | None]) -> dict:
     """The groups of all engines of a run, by role; a policy with groups of 2 through its life, and without; and one
-    with frozen layers that a restart point is read into.
+    with frozen layers that a checkpoint is read into.
 
     sizes: by role, the ranks of a group, of the file hpz2.json or hpz4.json in `folder`; None for stage3.json.
     """
@@ -113,7 +113,7 @@ def _life(model: TrainedModel) -> dict:
 
 
 class _Larger:
-    """A restart point with all numbers of a module times 1.5."""
+    """A checkpoint with all numbers of a module times 1.5."""
 
     def __init__(self, module: nn.Module):
         self.tensors = {
@@ -131,8 +131,8 @@ class _Larger:
 
 
 def _read_into(folder: str, spec: EngineSpec) -> dict:
-    """Log-probs before and after such a point is read into a model whose lower layers do not train; and those that a
-    plain module computes with its numbers."""
+    """Log-probs before and after such a checkpoint is read into a model whose lower layers do not train; and those that
+    a plain module computes with its numbers."""
     model = trained_model(partial(load_hydra, layers=1), spec.actor_path, spec.actor, OptimizerSpec(lr=LR), spec)
     whole = load_hydra(spec.actor_path, torch.float32, layers=1)
     before, point = _logprobs(model), _Larger(whole)

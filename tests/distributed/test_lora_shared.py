@@ -49,7 +49,7 @@ def one_run(
     shared: bool = True,
     resumed: bool = False,
 ) -> dict:
-    """Three steps with an EMA; and if `resumed` a restart point after the second, and the last once more, in new
+    """Three steps with an EMA; and if `resumed` a checkpoint after the second, and the last once more, in new
     engines, from there.
 
     shared: whether the engines of actor and critic play reference and reward model; otherwise these have their own.

@@ -67,7 +67,7 @@ def new_trainer(
 def one_run(folder: str, output: str, resumed: bool = False, steps: int = STEPS, **arguments) -> dict:
     """So many steps of several optimizer steps, each of several micro-batches; what is saved, with the average too.
 
-    resumed: also the last step once more, in new engines, from the restart point after the second.
+    resumed: also the last step once more, in new engines, from the checkpoint after the second.
     """
     trainer, feed = new_trainer(folder, **arguments), TinyPrompts(16)
     models, found = trainer.models, {"metrics": []}

@@ -29,7 +29,7 @@ def all_runs(folder: str, output: str, runs: dict[str, dict]) -> dict[str, dict]
 
 
 def one_run(folder: str, output: str, stage: int, lora: dict | None = None, layers: int = 0, **reference) -> dict:
-    """Four steps of two optimizer steps each, with a restart point after the third; the last once more, from there."""
+    """Four steps of two optimizer steps each, with a checkpoint after the third; the last once more, from there."""
 
     def new_trainer() -> PPOTrainer:
         adapters = {"actor_lora": LoraSpec(only=True, **lora)} if lora else {}

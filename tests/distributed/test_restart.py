@@ -1,4 +1,4 @@
-"""A run that goes on from a restart point, in new processes, is the run that was never interrupted."""
+"""A run that goes on from a checkpoint, in new processes, is the run that was never interrupted."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +29,7 @@ STEPS, SAVED_AFTER = 4, 2
 
 
 def uninterrupted(folder: str, output: str, runs: dict[str, dict]) -> dict[str, dict]:
-    """Each run to its end, with a restart point in `output`/name on the way."""
+    """Each run to its end, with a checkpoint in `output`/name on the way."""
     found = {}
     for name, arguments in runs.items():
         trainer = new_trainer(folder, **arguments)
@@ -45,7 +45,7 @@ def uninterrupted(folder: str, output: str, runs: dict[str, dict]) -> dict[str, 
 
 
 def gone_on(folder: str, output: str, runs: dict[str, dict]) -> dict[str, dict]:
-    """Each run from its restart point to its end, in new engines."""
+    """Each run from its checkpoint to its end, in new engines."""
     found = {}
     for name, arguments in runs.items():
         trainer = new_trainer(folder, **arguments)

@@ -81,7 +81,7 @@ def broken_at(step: int):
 
     def optimizer_step(self, number, batches):
         if number == step:
-            self.checkpoints.wait()  # the point of step 3 is whole, however slow the disk
+            self.checkpoints.wait()  # the checkpoint of step 3 is whole, however slow the disk
             self.loss(batches[0], mock.Mock())
             raise Killed
         return whole(self, number, batches)
@@ -124,13 +124,13 @@ def test_weights_and_metrics_are_those_of_the_uninterrupted_run(runs, output, st
 
 @pytest.mark.parametrize("step", (1, 2))
 def test_another_number_of_ranks_and_another_stage_see_the_same_examples(runs, tiny, output, step, capfd):
-    """From the point of step 3 of two ranks at stage 0, by one at stage 3: losses differ by rounding alone."""
+    """From the checkpoint of step 3 of two ranks at stage 0, by one at stage 3: losses differ by rounding alone."""
     half = Path(output) / f"{step}_half"
     flags = flags_of(tiny, step, 0) | {"per_device_train_batch_size": 4, "zero_stage": 3, "output_dir": half}
     result = run_here(step, flags, capfd)
     assert result.code == 0, result.stderr
-    assert "changed since the restart point: ranks 2 -> 1" in result.stdout
-    assert "changed since the restart point: --zero_stage 0 -> 3" in result.stdout
+    assert "changed since the checkpoint: ranks 2 -> 1" in result.stdout
+    assert "changed since the checkpoint: --zero_stage 0 -> 3" in result.stdout
     expected = lasting_metrics(Path(output) / f"{step}_0_whole")
     got = lasting_metrics(half)
     assert got[:4] == expected[:4]

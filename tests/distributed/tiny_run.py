@@ -1,4 +1,4 @@
-"""Tiny engines, prompts and trainers for the ranks of a test; their weights and restart points; how often copies are
+"""Tiny engines, prompts and trainers for the ranks of a test; their weights and checkpoints; how often copies are
 filled."""
 
 import contextlib
@@ -104,7 +104,7 @@ def timeless(metrics: dict[str, float]) -> dict[str, float]:
 
 
 def save_point(output: str | Path, models: RLHFEngine, state: dict) -> Path:
-    """Write the restart point of these models; returns its folder."""
+    """Write the checkpoint of these models; returns its folder."""
     checkpoints = Checkpoints(
         Path(output),
         Schedule(),
@@ -121,7 +121,7 @@ def save_point(output: str | Path, models: RLHFEngine, state: dict) -> Path:
 
 
 def load_point(output: str | Path, models: RLHFEngine) -> dict:
-    """Put the models to the newest restart point; returns its state."""
+    """Put the models to the newest checkpoint; returns its state."""
     point = ResumePoint.find(str(output), str(output), with_ema=models.ema is not None)
     restore(point, models.trained, models.ema, models.kept_reference)
     return point.state

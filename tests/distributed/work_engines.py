@@ -25,8 +25,8 @@ RESPONSE = 4
 
 
 def without_critic(folder: str, output: str, stages: tuple[int, ...]) -> dict[int, dict]:
-    """The same models with and without a critic, by stage: bytes; a step, a restart point, one more step, and that once
-    more from the point; the saved actor."""
+    """The same models with and without a critic, by stage: bytes; a step, a checkpoint, one more step, and that once
+    more from the checkpoint; the saved actor."""
     return {stage: _without_critic(folder, f"{output}/{stage}", stage) for stage in stages}
 
 

@@ -38,7 +38,7 @@ def one_run(
     backend: str = "replica",
     checkpointing: bool = False,
 ) -> dict:
-    """Three steps with an EMA and a restart point after the second; the last once more, in new engines, from there."""
+    """Three steps with an EMA and a checkpoint after the second; the last once more, in new engines, from there."""
 
     def new_trainer() -> PPOTrainer:
         spec = engine_spec(

@@ -21,7 +21,7 @@ from training.tools.compare import __main__ as compare
 @pytest.fixture(scope="module")
 def models(tiny, tmp_path_factory) -> Path:
     """A folder with near/ (of the SFT model's architecture), same/ (a copy of it), other/ (a Llama), adapter, and
-    run/ (of two steps, with a restart point)."""
+    run/ (of two steps, with a checkpoint)."""
     folder, generator = tmp_path_factory.mktemp("models"), torch.Generator().manual_seed(3)
     for name, size in (("near", 0.1), ("same", 0.0)):
         shutil.copytree(tiny.folder / "sft", folder / name)
@@ -168,7 +168,7 @@ BAD = {
     "a column": ({"reward_function": "math_verify", "answer_column": "sum"}, "asks for the column sum"),
     "a function twice": ({"reward_function": ["format", "format"]}, "format is given twice"),
     "overwriting": ({"overwrite_output_dir": True}, "the comparison program has no use for it"),
-    "a damaged point": ({"models": ["sft", "step_000007"]}, "--models step_000007: the restart point"),
+    "a damaged point": ({"models": ["sft", "step_000007"]}, "--models step_000007: the checkpoint"),
 }
 
 

@@ -179,7 +179,7 @@ def test_names_and_flags_that_do_not_go_together(change, expected, tiny, tmp_pat
 
 @pytest.fixture(scope="module")
 def out(tiny, tmp_path_factory):
-    """A run of step 3 with a restart point."""
+    """A run of step 3 with a checkpoint."""
     folder = tmp_path_factory.mktemp("cards") / "out"
     flags = tiny.flags(3, output_dir=folder, save_steps=1, enable_ema=True, eval_steps=1)
     result = run_caught(3, command_line(flags))

@@ -92,7 +92,7 @@ def run_chain(tiny: Tiny, folder: Path) -> Chain:
         "critic_learning_rate": 1e-3,
     }
     started("ppo", 3, **ppo)
-    # As if the run had been killed within step 4: what is beyond the last restart point is dropped and done again.
+    # As if the run had been killed within step 4: what is beyond the last checkpoint is dropped and done again.
     shutil.copytree(folder / "ppo", folder / "resumed")
     shutil.rmtree(folder / "resumed" / "checkpoints" / f"step_{STEPS:06d}")
     for name in ("actor", "actor_ema", "critic", "curves.png"):
@@ -240,7 +240,7 @@ def test_what_is_printed(chain):
         assert name in out
     assert "gamma = " not in out and "temperature = " not in out
     assert "32 prompts (0 cut, 0 dropped), 8 held out; 4 steps of 8 responses on 2 ranks" in out
-    assert "the run: 4 steps, 1 epoch; 2 evaluations; 1 restart point before the end, every 2 steps" in out
+    assert "the run: 4 steps, 1 epoch; 2 evaluations; 1 checkpoint before the end, every 2 steps" in out
     assert "ZeRO stages: actor 3, critic 3, reference 3, reward 3; fp32" in out
     summary = out[out.index("held-out prompts") :]
     first, *_, last = metric_lines(chain["ppo"])

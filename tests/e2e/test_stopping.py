@@ -260,7 +260,7 @@ def test_what_a_reward_function_stops_is_gone_on_with_bit_by_bit(runs, tmp_path)
 
 def test_before_the_first_step_there_is_nothing_to_name(runs, tmp_path):
     stopped = runs("begun", raise_at=1)
-    assert stopped.code == 1 and "There is no restart point of a sound step" in stopped.stderr
+    assert stopped.code == 1 and "There is no checkpoint of a sound step" in stopped.stderr
     assert not (tmp_path / "begun" / "checkpoints").exists()
 
 

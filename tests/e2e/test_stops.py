@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from scripts.harness.programs import Result, Tiny, forked, metric_lines, run_here, snapshot
 
-WHAT_TO_LOOK_AT = ("reward model's score", "learning rates", "gradient norms", "restart point")
+WHAT_TO_LOOK_AT = ("reward model's score", "learning rates", "gradient norms", "checkpoint")
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,7 @@ def test_a_reward_model_that_scores_nan_leaves_the_restart_points(tiny, poisoned
         "score nan, prompt 'w",
         "response '",
         *WHAT_TO_LOOK_AT,
-        f"The last good restart point is {out / 'checkpoints' / 'step_000002'}: go on from it with --resume {out}",
+        f"The last good checkpoint is {out / 'checkpoints' / 'step_000002'}: go on from it with --resume {out}",
     )
     prompts = {json.loads(row)["prompt"] for row in (tiny.folder / "prompts.jsonl").read_text().splitlines()}
     assert any(f"prompt '{prompt}'" in result.stderr for prompt in prompts)
@@ -98,7 +98,7 @@ def test_the_steps_before_are_in_the_curves(tiny, tmp_path, capfd):
         "step 2: ",
         "logprobs (4)",
         *WHAT_TO_LOOK_AT,
-        f"There is no restart point of a sound step in {tmp_path / 'out'}",
+        f"There is no checkpoint of a sound step in {tmp_path / 'out'}",
     )
     events = EventAccumulator(str(tmp_path / "out" / "tensorboard"))
     events.Reload()
@@ -107,7 +107,7 @@ def test_the_steps_before_are_in_the_curves(tiny, tmp_path, capfd):
 
 
 def test_max_kl_names_the_last_restart_point_within_it(tiny, tmp_path, capfd):
-    """Responses of a step are over the limit because of the update before: its restart point is not a good one."""
+    """Responses of a step are over the limit because of the update before: its checkpoint is not a good one."""
     out = tmp_path / "out"
     flags = tiny.flags(
         3,
@@ -128,7 +128,7 @@ def test_max_kl_names_the_last_restart_point_within_it(tiny, tmp_path, capfd):
     assert_stopped(
         result,
         f"step {further}: objective/kl is {kl[further - 1]:.4g} nats a response, over --max_kl {limit:g}",
-        f"The last good restart point is {points / f'step_{further - 2:06d}'}: go on",
+        f"The last good checkpoint is {points / f'step_{further - 2:06d}'}: go on",
         f"step_{further - 1:06d} came after it: do not go on from there.",
     )
     assert [line["step"] for line in metric_lines(out)] == list(range(1, further))
@@ -142,7 +142,7 @@ def test_steps_1_and_2_stop_too(step, tiny, tmp_path, capfd):
         run_here(step, flags, capfd),
         "step 2: the loss is NaN or infinite, so no weight was changed",
         "Look at the learning rate",
-        f"There is no restart point of a sound step in {tmp_path / 'out'}",
+        f"There is no checkpoint of a sound step in {tmp_path / 'out'}",
         "step_000001 came after it: do not go on from there.",
     )
     assert not (tmp_path / "out" / "config.json").exists()

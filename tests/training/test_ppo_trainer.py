@@ -27,6 +27,13 @@ def make(
     return batch_of(models.roles(), rollout, dialect, pad=pad, micro_batch_size=micro_batch_size, kl_coef=kl_coef)
 
 
+def step_metrics(batch: TrainingBatch, dialect: Dialect) -> dict[str, float]:
+    metrics, algorithm = Accumulator(), Algorithm(dialect, pad_token_id=PAD)
+    for add_to in STEP_METRICS:
+        add_to(metrics, batch, algorithm)
+    return metrics.reduce()
+
+
 def near(tensor: torch.Tensor, expected: list, tolerance: float = 1e-5) -> None:
     torch.testing.assert_close(tensor, torch.tensor(expected, dtype=tensor.dtype), rtol=0, atol=tolerance)
 
@@ -86,6 +93,9 @@ def test_a_ragged_batch_by_hand(system, micro_batch_size):
     assert made.logprobs[sampled].tolist() == [-1, -1, -2, -1, -1]
     assert made.ref_logprobs[sampled].tolist() == [-1.5, -2, -1, -2, -3]
     assert made.entropy[sampled].tolist() == [1, 2, 1, 2, 3]
+    metrics = step_metrics(made, get_dialect(system))
+    assert metrics["objective/entropy"] == pytest.approx(9 / 5)  # not of the position behind row 0's end, which has 3
+    assert metrics["objective/kl"] == pytest.approx((1.5 + 2.0) / 2)
 
 
 # The actor's new ratios 1.1 1.3 | 0.7 1.25 1; the critic's new values 1.1 2.5 | 0.5 0.1 2.5; both clips 0.2.
@@ -144,13 +154,6 @@ def test_actor_and_reference_are_asked_at_the_same_temperature(system, expected)
     assert models.temperatures == [expected] * 4
 
 
-def degenerate(batch: TrainingBatch, dialect: Dialect) -> float:
-    metrics, algorithm = Accumulator(), Algorithm(dialect, pad_token_id=PAD)
-    for add_to in STEP_METRICS:
-        add_to(metrics, batch, algorithm)
-    return metrics.reduce()["rollout/degenerate"]
-
-
 @pytest.mark.parametrize(
     "system, pad, learned",
     [
@@ -167,7 +170,7 @@ def test_degenerate_rows_are_masked_and_counted(system, pad, learned):
     dialect = get_dialect(system).override(whiten_advantages=False)
     made = make(TableModels(table), rollout_of([[901], [902], [903]], responses, pad), dialect, pad)
     assert made.policy_mask.sum(-1).tolist() == made.value_mask.sum(-1).tolist() == learned
-    assert degenerate(made, dialect) == learned.count(0)
+    assert step_metrics(made, dialect)["rollout/degenerate"] == learned.count(0)
     alone = make(TableModels(table), rollout_of([[903]], [responses[2]], pad), dialect, pad)
     assert torch.equal(made.advantages[2], alone.advantages[0])  # and touch nobody else
     assert torch.equal(made.returns[2], alone.returns[0])

@@ -193,7 +193,8 @@ class Conditions:
         return cls(dict(state["identity"]), dict(state["settings"]))
 
     def check(self, written: "Conditions", folder: Path) -> None:
-        """Raise UserError if this run differs from the one that wrote the point in `folder` in what must be equal."""
+        """Raise UserError if this run differs from the one that wrote the checkpoint in `folder` in what must be
+        equal."""
         others = [name for name in self.identity.keys() ^ written.identity.keys() if not name.startswith(FROZEN)]
         if others:
             raise UserError(
@@ -236,14 +237,15 @@ class Conditions:
             )
 
     def changes_since(self, written: "Conditions") -> list[str]:
-        """A line for each setting that has changed since the point was written, where that changes what is computed."""
+        """A line for each setting that has changed since the checkpoint was written, where that changes what is
+        computed."""
         changed = [
             (name, then)
             for name, then in written.settings.items()
             if name in self.settings and self.settings[name] != _shown(name, then) and name not in self.idle
         ]
         lines = [
-            f"changed since the restart point: {name} {_shown(name, then)} -> {self.settings[name]}"
+            f"changed since the checkpoint: {name} {_shown(name, then)} -> {self.settings[name]}"
             f"{self._note(name, written)}"
             for name, then in changed
             if not name.startswith(CONTENTS)
@@ -251,12 +253,12 @@ class Conditions:
         if _contents(f"--{FUNCTION}") in dict(changed):
             name = self.identity[f"--{FUNCTION}"]
             lines.append(
-                f"changed since the restart point: the source of --{FUNCTION} {name} (scores are its own from here on)"
+                f"changed since the checkpoint: the source of --{FUNCTION} {name} (scores are its own from here on)"
             )
         return lines
 
     def scores_changed_since(self, written: "Conditions") -> bool:
-        """Whether another reward function or reward model scores than where the point was written.
+        """Whether another reward function or reward model scores than where the checkpoint was written.
 
         One that is known neither by its contents nor by its path is taken for the same, and so is a reward server,
         which may have moved.

@@ -1,14 +1,14 @@
-"""A Hugging Face folder from a restart point, without engines and a tensor at a time.
+"""A Hugging Face folder from a checkpoint, without engines and a tensor at a time.
 
     python -m training.checkpoints.export out/checkpoints/step_000100 exported
-    python -m training.checkpoints.export out exported_ema --ema               # of the newest whole point of a run
+    python -m training.checkpoints.export out exported_ema --ema               # of the newest whole checkpoint of a run
 
     python -m training.checkpoints.export out exported_adapter --adapter       # of a LoRA run, the adapter alone
 
 What is written opens with from_pretrained, and is what the run would have saved after that step, bit by bit. It takes
-the memory of the largest tensor, and no GPU. Of a LoRA run the point does not hold the model that it began with, which,
-for the merged one, has to stand where it stood, or where --base says; it is loaded as a whole where its files name
-weights otherwise than the model does, as DeepSpeed-Chat's reward models do.
+the memory of the largest tensor, and no GPU. Of a LoRA run the checkpoint does not hold the model that it began with,
+which, for the merged one, has to stand where it stood, or where --base says; it is loaded as a whole where its files
+name weights otherwise than the model does, as DeepSpeed-Chat's reward models do.
 """
 
 import argparse
@@ -42,7 +42,7 @@ SHARD_SIZE = "50GB"  # as save_pretrained has it
 
 
 class PointTensors(Mapping):
-    """The weights of one model of a restart point as they are saved: each is read when it is asked for.
+    """The weights of one model of a checkpoint as they are saved: each is read when it is asked for.
 
     files: the numbers of the model. averages: those of the moving average, to be taken instead of the weights. given:
     what floats are to become; by default weights take the dtype that the run computed in, `computed`, and what does not
@@ -109,10 +109,10 @@ def export(
     adapter: bool = False,
     base: str | None = None,
 ) -> Path:
-    """Write a model of a restart point as a Hugging Face folder; returns the folder.
+    """Write a model of a checkpoint as a Hugging Face folder; returns the folder.
 
     Args:
-        point: a restart point, or the output folder of a run: then its newest whole one. One that was found is taken
+        point: a checkpoint, or the output folder of a run: then its newest whole one. One that was found is taken
             as it is, by one process alone; to find it is for all ranks, if there are several.
         output: a folder that is not there, or empty.
         ema: the moving average instead of the weights.
@@ -121,14 +121,15 @@ def export(
         adapter: of a LoRA run the adapter alone, without its model.
         base: where the model stands now that a LoRA run began with, by default where it stood.
 
-    Raises: UserError where the point is damaged or has no such model, or where `output` holds something or lies in it.
+    Raises: UserError where the checkpoint is damaged or has no such model, or where `output` holds something or lies in
+    it.
     """
     folder = Path(output)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} is there and not an empty folder. Give another one to write into.")
     found = point if isinstance(point, ResumePoint) else _found(point, folder)
     if without_links(folder).is_relative_to(without_links(found.folder)):
-        raise UserError(f"{folder} lies in the restart point {found.folder}, which would be damaged. Give another one.")
+        raise UserError(f"{folder} lies in the checkpoint {found.folder}, which would be damaged. Give another one.")
     tensors = _tensors(found, model, ema, dtype)
     source = found.folder / CONFIG / model
     if adapter or is_adapter(source):
@@ -154,7 +155,7 @@ def export(
 
 
 def _found(path: str, folder: Path) -> ResumePoint:
-    """The point that a path names, said on the terminal."""
+    """The checkpoint that a path names, said on the terminal."""
     try:
         found = ResumePoint.find(path, str(folder), with_ema=True)
     except UserError as error:
@@ -181,7 +182,7 @@ def _tensors(point: ResumePoint, model: str, ema: bool, dtype: str | None) -> Po
     if get_checkpoint_conversion_mapping(config["model_type"]):
         raise UserError(
             f"{point.folder}: files of {config['model_type']} models hold the weights in another arrangement than "
-            "models compute with, which needs the model. Go on from the point with --resume and --max_steps "
+            "models compute with, which needs the model. Go on from the checkpoint with --resume and --max_steps "
             f"{point.steps_done}, which saves it."
         )
     averages = ShardFiles(point.folder / EMA) if ema else None
@@ -222,7 +223,7 @@ def _write_config(source: Path, dtype: str | None, folder: Path, left_out: Seque
 def main(argv: Sequence[str] | None = None) -> int:
     """Export by a command line; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("point", help="a restart point, or the output folder of a run")
+    parser.add_argument("point", help="a checkpoint, or the output folder of a run")
     parser.add_argument("output", help="a folder that is not there, or empty")
     parser.add_argument("--model", default="actor", choices=("actor", "critic", "model"), help="which one (actor)")
     parser.add_argument("--ema", action="store_true", help="the moving average of the actor")
@@ -231,7 +232,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--base", help="where the model stands that a LoRA run began with (where it stood)")
     parser.add_argument("--max_shard_size", default=SHARD_SIZE, help=f"larger files are split ({SHARD_SIZE})")
     given = vars(parser.parse_args(argv))
-    logging.set_verbosity_error()  # of a base that has no score head, as the point has it
+    logging.set_verbosity_error()  # of a base that has no score head, as the checkpoint has it
     logging.disable_progress_bar()
     try:
         print(f"written: {export(given.pop('point'), given.pop('output'), **given)}")

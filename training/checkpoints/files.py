@@ -46,14 +46,14 @@ from engine.zero.shards import Shard
 from training.runtime.agreement import SharedError
 
 CHECKPOINTS = "checkpoints"
-AUTO = "auto"  # for --resume: the newest point in --output_dir, if there is one
+AUTO = "auto"  # for --resume: the newest checkpoint in --output_dir, if there is one
 STATE_FILE, MANIFEST = "trainer_state.json", "manifest.json"
 CONFIG, EMA, REFERENCE = "config", "ema", "reference"
 PARTIAL, PRUNED, ABANDONED = ".partial", ".pruned", ".abandoned"
 
 
 def point_folder(output_dir: Path, step: int) -> Path:
-    """Where the restart point of a step stands."""
+    """Where the checkpoint of a step stands."""
     return output_dir / CHECKPOINTS / f"step_{step:06d}"
 
 
@@ -63,18 +63,18 @@ def rank_file(rank: int) -> str:
 
 
 def step_of(folder: Path) -> int | None:
-    """The step that a folder is named after as a restart point's; None where it is not so named."""
+    """The step that a folder is named after as a checkpoint's; None where it is not so named."""
     match = re.fullmatch(r"step_(-?\d+)", folder.name)
     return int(match[1]) if match else None
 
 
 def holds_point(folder: Path) -> bool:
-    """Whether the files of a restart point stand in a folder, whatever its name, or some of them."""
+    """Whether the files of a checkpoint stand in a folder, whatever its name, or some of them."""
     return any((folder / name).is_file() for name in (MANIFEST, STATE_FILE))
 
 
 def points_in(output_dir: Path) -> list[Path]:
-    """The folders of restart points in a run's output folder, whole or not, by step."""
+    """The folders of checkpoints in a run's output folder, whole or not, by step."""
     folder = output_dir / CHECKPOINTS
     if not folder.is_dir():
         return []
@@ -83,13 +83,13 @@ def points_in(output_dir: Path) -> list[Path]:
 
 
 def unfinished_in(output_dir: Path) -> list[Path]:
-    """The folders of restart points that were being written, or being deleted."""
+    """The folders of checkpoints that were being written, or being deleted."""
     found = (output_dir / CHECKPOINTS).glob("step_*")
     return sorted(path for path in found if re.fullmatch(rf"step_-?\d+({PARTIAL}|{PRUNED})", path.name))
 
 
 def set_aside(folder: Path) -> Path:
-    """Rename a restart point, so that --resume does not find it; returns its new name."""
+    """Rename a checkpoint, so that --resume does not find it; returns its new name."""
     names = (folder.with_name(f"{folder.name}{ABANDONED}{number}") for number in ("", *range(2, 10_000)))
     aside = next(name for name in names if not os.path.lexists(name))
     return folder.rename(aside)
@@ -172,12 +172,12 @@ class ShardFiles:
         self._runs: dict[str, list[_Run]] = defaultdict(list)
         paths = sorted(folder.glob("*.safetensors"))
         if not paths:
-            raise UserError(f"{folder}: no restart point's numbers are there. Give a whole restart point.")
+            raise UserError(f"{folder}: no checkpoint's numbers are there. Give a whole checkpoint.")
         for path in paths:
             try:
                 self._open(path)
             except (SafetensorError, KeyError, ValueError, AttributeError) as error:
-                raise UserError(f"{path}: no file of a restart point ({error}). Use another restart point.") from None
+                raise UserError(f"{path}: no file of a checkpoint ({error}). Use another checkpoint.") from None
         for runs in self._runs.values():
             runs.sort(key=lambda run: run.start)
 
@@ -210,7 +210,7 @@ class ShardFiles:
                 return
         if place < end:
             raise UserError(
-                f"{self.folder}: holds no numbers {place} to {end} of {name}. The restart point is of another model."
+                f"{self.folder}: holds no numbers {place} to {end} of {name}. The checkpoint is of another model."
             )
 
     def whole(self, name: str) -> Tensor:
@@ -234,12 +234,13 @@ LARGEST = 1 << 26  # bytes of a manifest: of hundreds of thousands of files
 
 
 class Damage(Exception):
-    """What is wrong with a restart point."""
+    """What is wrong with a checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """step: after which the point was written. files: by their paths within the point, the manifest's own left out."""
+    """step: after which the checkpoint was written. files: by their paths within the checkpoint, the manifest's own
+    left out."""
 
     step: int
     files: Mapping[str, FileRecord]
@@ -256,7 +257,7 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> "Manifest":
-        """That of the point in `folder`.
+        """That of the checkpoint in `folder`.
 
         Raises: Damage where it is not there, or not as it was written. UserError where it is of another format.
         """
@@ -272,7 +273,7 @@ class Manifest:
                 raise Damage(f"{MANIFEST} is not as it was written")
             if content["format"] != FORMAT:
                 raise UserError(
-                    f"--resume {folder}: the restart point is of format {content['format']!r}, and this version of the "
+                    f"--resume {folder}: the checkpoint is of format {content['format']!r}, and this version of the "
                     f"program reads format {FORMAT}. Go on with the version that wrote it, or begin anew."
                 )
             return cls(content["step"], {name: FileRecord(*record) for name, record in content["files"].items()})
@@ -297,11 +298,11 @@ def files_in(folder: Path) -> set[str]:
 
 
 def damages(folder: Path) -> list[str]:
-    """What is wrong with a restart point, an item a file; [] where it is whole (all ranks call this).
+    """What is wrong with a checkpoint, an item a file; [] where it is whole (all ranks call this).
 
     The files to be hashed are shared out over the ranks; every rank is told of all that was found.
 
-    Raises: UserError on all ranks where one does not see the folder, or where the point is of another format.
+    Raises: UserError on all ranks where one does not see the folder, or where the checkpoint is of another format.
     """
     old, found = None, []
     try:
@@ -315,7 +316,7 @@ def damages(folder: Path) -> list[str]:
             raise SharedError(old)
         if unseen is not None:
             raise SharedError(
-                f"--resume {folder}: not there for {unseen}. Put the restart point where every node sees it."
+                f"--resume {folder}: not there for {unseen}. Put the checkpoint where every node sees it."
             )
     return list(dict.fromkeys(line for _, _, lines in answers for line in lines))
 
@@ -371,10 +372,10 @@ def config_files(models: Mapping[str, TrainedModel], tokenizer: PreTrainedTokeni
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """When restart points are written and which are kept.
+    """When checkpoints are written and which are kept.
 
-    steps, minutes: between points; 0 for none by this count. keep: the newest so many; 0 for all. keep_best: the one of
-    the best held-out score too. asynchronous: whether training goes on while a point is written.
+    steps, minutes: between checkpoints; 0 for none by this count. keep: the newest so many; 0 for all. keep_best: the
+    one of the best held-out score too. asynchronous: whether training goes on while a checkpoint is written.
     """
 
     steps: int = 0

@@ -54,11 +54,11 @@ SHOWN = 3  # damaged files that a message names
 
 @dataclass(frozen=True, slots=True)
 class ResumePoint:
-    """A restart point, found once in a run, seen to be whole, and handed on.
+    """A checkpoint, found once in a run, seen to be whole, and handed on.
 
     folder: .../checkpoints/step_N. state: what its state file holds; `conditions` says what that is.
     in_output_dir: whether its run stands in this run's --output_dir, where the curves then go on. passed_over: a line
-    for each newer point that is damaged.
+    for each newer checkpoint that is damaged.
     """
 
     folder: Path
@@ -68,13 +68,14 @@ class ResumePoint:
 
     @classmethod
     def find(cls, path: str | None, output_dir: str, with_ema: bool = False) -> "ResumePoint | None":
-        """The restart point that --resume names (all ranks call this); None where there is nothing to go on from.
+        """The checkpoint that --resume names (all ranks call this); None where there is nothing to go on from.
 
-        Every file of a point is hashed before it is taken. In a run's output folder a damaged point is passed over for
-        the one before it.
+        Every file of a checkpoint is hashed before it is taken. In a run's output folder a damaged checkpoint is passed
+        over for the one before it.
 
         Args:
-            path: a restart point's folder, the output folder of a run, or "auto": the newest point in `output_dir`, and
+            path: a checkpoint's folder, the output folder of a run, or "auto": the newest checkpoint in `output_dir`,
+            and
                 none where that has none.
             output_dir: where the run that goes on writes.
             with_ema: whether it keeps a moving average.
@@ -93,7 +94,7 @@ class ResumePoint:
                 in_output_dir = without_links(folder).parent.parent == without_links(output_dir)
                 return cls(folder, state, in_output_dir, tuple(passed_over))
             more = f", and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
-            passed_over.append(f"the restart point {folder} is damaged: {', '.join(found[:SHOWN])}{more}")
+            passed_over.append(f"the checkpoint {folder} is damaged: {', '.join(found[:SHOWN])}{more}")
             if by_name:
                 older = _newest_whole_before(folder)
                 instead = f"Give the older one, {older}" if older else "There is no older whole one beside it"
@@ -125,7 +126,7 @@ class ResumePoint:
 
 
 def _candidates(path: str, output_dir: str) -> tuple[bool, list[Path]]:
-    """Whether `path` names a restart point itself, and the folders to be tried, the best first."""
+    """Whether `path` names a checkpoint itself, and the folders to be tried, the best first."""
     if path == AUTO:
         return False, points_in(Path(output_dir))[::-1]
     folder = Path(path)
@@ -134,7 +135,7 @@ def _candidates(path: str, output_dir: str) -> tuple[bool, list[Path]]:
     points = points_in(folder)[::-1]
     if not points:
         raise UserError(
-            f"--resume {path}: no restart point there. Give a folder .../checkpoints/step_N, or the output folder of a "
+            f"--resume {path}: no checkpoint there. Give a folder .../checkpoints/step_N, or the output folder of a "
             "run that wrote some (--save_steps)."
         )
     return False, points
@@ -154,9 +155,9 @@ def _read(path: Path, with_ema: bool) -> dict:
         state = parsed_json(path.read_text())
         missing = [name for name, kind in STATE_FIELDS.items() if not isinstance(state.get(name), kind)]
     except (ValueError, AttributeError, OSError) as error:
-        raise UserError(f"--resume: {path} is broken ({error}). Use an earlier restart point.") from None
+        raise UserError(f"--resume: {path} is broken ({error}). Use an earlier checkpoint.") from None
     if missing:
-        raise UserError(f"--resume: {path} has no {', '.join(missing)}. Use an earlier restart point.")
+        raise UserError(f"--resume: {path} has no {', '.join(missing)}. Use an earlier checkpoint.")
     if state["ema"] and not with_ema:
         raise UserError(
             f"--resume {path.parent}: it has a moving average, which would be lost. Give --enable_ema, as when the "
@@ -166,8 +167,8 @@ def _read(path: Path, with_ema: bool) -> dict:
 
 
 def set_aside_newer(output_dir: Path, step: int) -> None:
-    """Rename the restart points after `step` to step_N.abandoned (rank 0 does): a run that goes on from an older point
-    takes another course, and the next --resume must not find the course it left.
+    """Rename the checkpoints after `step` to step_N.abandoned (rank 0 does): a run that goes on from an older
+    checkpoint takes another course, and the next --resume must not find the course it left.
 
     What a kill has left half written or half deleted is removed.
     """
@@ -184,11 +185,11 @@ def set_aside_newer(output_dir: Path, step: int) -> None:
 def restore(
     point: ResumePoint, models: Mapping[str, TrainedModel], ema: EMA | None = None, reference: EMA | None = None
 ) -> list[str]:
-    """Give models, moving average and a reference that is refreshed the numbers of a restart point (all ranks call
+    """Give models, moving average and a reference that is refreshed the numbers of a checkpoint (all ranks call
     this).
 
-    A run that keeps an average, of a point that has none, begins it with the point's weights. Returns what is to be
-    said of that. Raises: UserError where the point is of other models.
+    A run that keeps an average, of a checkpoint that has none, begins it with the checkpoint's weights. Returns what is
+    to be said of that. Raises: UserError where the checkpoint is of other models.
     """
     for name, model in models.items():
         model.load_shards(ShardFiles(Path(point.folder) / name), point.state["models"].get(name, {}))
@@ -201,7 +202,7 @@ def restore(
         return []
     for mean, weights in zip(ema.means, ema.actor.master_shards(), strict=True):
         mean.copy_(weights)
-    return ["changed since the restart point: --enable_ema; the average begins with the weights of the restart point"]
+    return ["changed since the checkpoint: --enable_ema; the average begins with the weights of the checkpoint"]
 
 
 OF_MODELS = ("config.json", "generation_config.json")  # what stands beside a whole model and not beside an adapter
@@ -224,11 +225,11 @@ class Tensors(dict[str, Tensor]):
 
 
 class AdapterPoint:
-    """A model of a restart point that was trained by LoRA.
+    """A model of a checkpoint that was trained by LoRA.
 
     Args:
         model: its name, which is its adapter's too.
-        tensors: what the point holds of it, by names within the adapted model.
+        tensors: what the checkpoint holds of it, by names within the adapted model.
         base: where its frozen weights stand; None for where they stood.
 
     Raises: UserError where the model has no adapter.
@@ -322,8 +323,8 @@ class AdapterPoint:
         return model, {name: tensor.detach() for name, tensor in _weights(model).items()}
 
     def _stored(self, model: PreTrainedModel, path: str) -> dict[str, Tensor] | None:
-        """The weights of the files at `path` that are not the point's, by their names in the model; None where one of
-        them has another name there, or the files are not on this machine."""
+        """The weights of the files at `path` that are not the checkpoint's, by their names in the model; None where one
+        of them has another name there, or the files are not on this machine."""
         folder = weights_folder(path)
         if folder is None or model._keep_in_fp32_modules or model._keep_in_fp32_modules_strict:
             return None

@@ -60,20 +60,21 @@ LOOKING_FOR_RANKS = 0.05  # seconds between rank 0's looks for what the others h
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a rank knows of a point's writing: why it cannot come to an end here, and whether (rank 0) it is whole."""
+    """What a rank knows of a checkpoint's writing: why it cannot come to an end here, and whether (rank 0) it is
+    whole."""
 
     problem: str | None = None
     whole: bool = False
 
 
 class PendingPoint:
-    """Writes one restart point in a thread of its own; `outcome` is what has come of it so far.
+    """Writes one checkpoint in a thread of its own; `outcome` is what has come of it so far.
 
     A rank that has written its files says so by a small file beside them, rank_N.json, with their sizes and hashes.
-    Rank 0 waits for all of these, writes the manifest from them and renames the folder. So a point becomes whole
+    Rank 0 waits for all of these, writes the manifest from them and renames the folder. So a checkpoint becomes whole
     without a collective call, and training does not wait for it.
 
-    final: the folder it will be. shards: this rank's, by the path of their file within the point; they are not to
+    final: the folder it will be. shards: this rank's, by the path of their file within the checkpoint; they are not to
     change until it is written. texts: small files that rank 0 writes, by their paths.
     """
 
@@ -87,7 +88,7 @@ class PendingPoint:
         self._shards, self._texts = shards, texts
         self._rank, self._ranks = distributed.rank(), distributed.world_size()
         self._given_up = threading.Event()
-        self._thread = threading.Thread(target=self._run, name=f"restart point {step}", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"checkpoint {step}", daemon=True)
 
     def start(self) -> None:
         """Begin to write."""
@@ -166,10 +167,10 @@ def _in_host_memory(values: Tensor) -> Tensor:
 
 
 def prune(output_dir: Path, keep: int, best: int | None, say: Callable[[str], None]) -> None:
-    """Delete all restart points but the newest `keep` (0: delete none) and that of the step `best` (rank 0 does).
+    """Delete all checkpoints but the newest `keep` (0: delete none) and that of the step `best` (rank 0 does).
 
-    A folder that holds anything beside what its manifest names is left. A point is renamed before it is deleted, so
-    that a kill in between leaves none that is half there.
+    A folder that holds anything beside what its manifest names is left. A checkpoint is renamed before it is deleted,
+    so that a kill in between leaves none that is half there.
     """
     if not keep:
         return
@@ -182,7 +183,7 @@ def prune(output_dir: Path, keep: int, best: int | None, say: Callable[[str], No
                 remove_folder(going)
                 remove_folder(point.rename(going))
         except OSError as error:
-            say(f"the older restart point {point} could not be deleted: {error}. It may be deleted by hand.")
+            say(f"the older checkpoint {point} could not be deleted: {error}. It may be deleted by hand.")
 
 
 def _is_ours(point: Path) -> bool:
@@ -193,20 +194,20 @@ def _is_ours(point: Path) -> bool:
 
 
 RETRY_AFTER = 60.0  # seconds after a failed write
-LOOKING = 0.02  # seconds between looks while the run waits for a point
+LOOKING = 0.02  # seconds between looks while the run waits for a checkpoint
 
 
 class Checkpoints:
-    """Writes a run's restart points.
+    """Writes a run's checkpoints.
 
     Args:
-        models: those that train, by the names of their folders within a point.
+        models: those that train, by the names of their folders within a checkpoint.
         state: () -> what of the run is to be gone on with beside models and EMA, as of now; for JSON.
         conditions: under which the run trains.
         reference: the weights of a reference that is refreshed (`MovingReference.kept`).
         config_files: what stands under config/, by path; see `training.checkpoints.files`.
-        resumed: the point that the run went on from, if any.
-        scores: held-out scores of points that are there already, by step; larger is better.
+        resumed: the checkpoint that the run went on from, if any.
+        scores: held-out scores of checkpoints that are there already, by step; larger is better.
         say: prints a line on the main rank.
     """
 
@@ -230,7 +231,7 @@ class Checkpoints:
         self.averages = {name: kept for name, kept in ((EMA_FOLDER, ema), (REFERENCE, reference)) if kept is not None}
         self.config_files = dict(config_files or {})
         self.newest: Path | None = resumed
-        """The newest point that is known to be whole."""
+        """The newest checkpoint that is known to be whole."""
         self.scores = dict(scores or {})
         self.say = say
         self._pending: PendingPoint | None = None
@@ -241,7 +242,7 @@ class Checkpoints:
         self._pruning: threading.Thread | None = None
 
     def save_if_due(self, step: int, score: float | None = None) -> None:
-        """Write a point after this step if it is time to; and look what became of the one before.
+        """Write a checkpoint after this step if it is time to; and look what became of the one before.
 
         score: of the held-out data, where they were looked at after this step; larger is better.
         """
@@ -266,9 +267,10 @@ class Checkpoints:
     def _clock() -> float:
         return distributed.broadcast_object(time.monotonic())
 
-    @phase("writing a restart point")
+    @phase("writing a checkpoint")
     def save(self, step: int, wait: bool = False) -> Path | None:
-        """Write the point of this step, unless it is there; returns its folder, or None where it cannot be written.
+        """Write the checkpoint of this step, unless it is there; returns its folder, or None where it cannot be
+        written.
 
         The weights and `state` are those of now. wait: until it is whole, or has failed.
         """
@@ -300,7 +302,7 @@ class Checkpoints:
         return found | {name: average.shards() for name, average in self.averages.items()}
 
     def _prepare(self, final: Path) -> str | None:
-        """Make the folder that a point is written into; returns why that cannot be done."""
+        """Make the folder that a checkpoint is written into; returns why that cannot be done."""
         partial = final.with_name(final.name + PARTIAL)
         try:
             remove_folder(partial)
@@ -312,7 +314,7 @@ class Checkpoints:
         return None
 
     def _look(self, wait: bool = False) -> None:
-        """See on all ranks whether the point under way is whole or has failed; or wait until it is one of both."""
+        """See on all ranks whether the checkpoint under way is whole or has failed; or wait until it is one of both."""
         while self._pending is not None:
             outcomes = distributed.all_gather_objects(self._pending.outcome)
             problems = [outcome.problem for outcome in outcomes if outcome.problem is not None]
@@ -339,11 +341,11 @@ class Checkpoints:
             seconds, size = max(pending.seconds, 1e-9), pending.size
             self._metrics |= {"checkpoint/seconds": seconds, "checkpoint/bytes": float(size)}
             waited = f"; training waited {self._held_up:.2f} s" if self.schedule.asynchronous else ""
-            self.say(f"restart point {pending.final}: {_amount(size)} in {seconds:.2f} s{waited}")
+            self.say(f"checkpoint {pending.final}: {_amount(size)} in {seconds:.2f} s{waited}")
         self._prune()
 
     def _prune(self) -> None:
-        """Delete older points beside training (rank 0 does)."""
+        """Delete older checkpoints beside training (rank 0 does)."""
         if distributed.is_main() and self.schedule.keep:
             if self._pruning is not None:
                 self._pruning.join()
@@ -363,13 +365,13 @@ class Checkpoints:
             there = self.newest is not None and self.newest.is_dir()  # not where somebody has deleted it
             older = f"{self.newest} is untouched" if there else "there is none before it"
             self.say(
-                f"RESTART POINT NOT WRITTEN, of step {step}: {problem}. The run goes on, and tries again after a step "
+                f"CHECKPOINT NOT WRITTEN, of step {step}: {problem}. The run goes on, and tries again after a step "
                 f"in {RETRY_AFTER:.0f} s or more; {older}."
             )
 
-    @phase("writing a restart point")
+    @phase("writing a checkpoint")
     def wait(self) -> None:
-        """Wait until the point under way is whole, or has failed, and the older ones are pruned."""
+        """Wait until the checkpoint under way is whole, or has failed, and the older ones are pruned."""
         self._look(wait=True)
         self._prune()  # a held-out score may have come since
         if self._pruning is not None:
@@ -388,9 +390,9 @@ def _amount(size: int) -> str:
 
 @contextlib.contextmanager
 def last_good_named(checkpoints: Checkpoints, weights_of: Callable[[], int | None]) -> Iterator[None]:
-    """Within this context a RunStopped, which all ranks raise together, comes to name a restart point.
+    """Within this context a RunStopped, which all ranks raise together, comes to name a checkpoint.
 
-    Where the weights are sound and those of a finished step, their restart point is written, if it is not there.
+    Where the weights are sound and those of a finished step, their checkpoint is written, if it is not there.
     Otherwise the newest sound one is named, or that there is none.
 
     weights_of: () -> the step after which the weights are what they are; None in the middle of an update.
@@ -411,12 +413,12 @@ def last_good_named(checkpoints: Checkpoints, weights_of: Callable[[], int | Non
 
 
 def last_good(output_dir: Path, good_until: float) -> str:
-    """A sentence on the newest restart point of at most this step, and on those after it."""
+    """A sentence on the newest checkpoint of at most this step, and on those after it."""
     steps = {step_of(point) or 0: point for point in points_in(output_dir) if (point / MANIFEST).is_file()}
     good = [step for step in steps if step <= good_until]
     spoilt = [steps[step].name for step in sorted(steps) if step > good_until]
     later = f" {', '.join(spoilt)} came after it: do not go on from there." if spoilt else ""
     if not good:
-        return f"There is no restart point of a sound step in {output_dir}: --save_steps N writes them.{later}"
+        return f"There is no checkpoint of a sound step in {output_dir}: --save_steps N writes them.{later}"
     point = steps[max(good)]
-    return f"The last good restart point is {point}: go on from it with --resume {point}.{later}"
+    return f"The last good checkpoint is {point}: go on from it with --resume {point}.{later}"

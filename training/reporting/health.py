@@ -208,7 +208,7 @@ def kl_far(rows: Sequence[Mapping]) -> Finding | None:
         f"KL to the reference ended at {kl:.3g} nats a response, {a_token or 0:.2g} a token{moved}",
         "So far away the reward model's scores mean little: read samples/, then raise --kl_coef, lower "
         "--actor_learning_rate, or have the coefficient steered to a KL of your choice (--set kl_controller=adaptive "
-        "kl_target=6); a restart point of before (--save_steps) keeps what was reached, and --max_kl ends a run that "
+        "kl_target=6); a checkpoint of before (--save_steps) keeps what was reached, and --max_kl ends a run that "
         "goes so far.",
     )
 
@@ -307,7 +307,7 @@ def score_unmoved(rows: Sequence[Mapping]) -> Finding | None:
         return Finding(
             ALARM,
             f"the score rose from {first:.3g} to {highest:.3g} (step {step}) and fell back to {last:.3g}",
-            "Lower --actor_learning_rate or raise --kl_coef; a restart point of before (--save_steps) keeps what was "
+            "Lower --actor_learning_rate or raise --kl_coef; a checkpoint of before (--save_steps) keeps what was "
             "reached.",
         )
     if last > first + error:

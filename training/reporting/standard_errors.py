@@ -13,7 +13,7 @@ makes a unit easy or hard then cancels as far as it is in both, which it would n
 A reward that is another since a run went on: its scores do not stand beside those of before.
 
 A held-out line that has the KL's change and not the score's was scored by another reward than the first one was: what
-is paired with lines from then on (`standard_errors.with_errors`), and stands in restart points, has no scores.
+is paired with lines from then on (`standard_errors.with_errors`), and stands in checkpoints, has no scores.
 """
 
 import math

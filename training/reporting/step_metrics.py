@@ -452,7 +452,7 @@ class Profiler:
 
 
 def set_aside_newer_traces(output_dir: Path, step: int) -> None:
-    """Rename this rank's recordings of steps after `step` to *.abandoned, as restart points are: they show a course
+    """Rename this rank's recordings of steps after `step` to *.abandoned, as checkpoints are: they show a course
     that the run has left, and its own recordings take their names."""
     for file in (output_dir / PROFILE).glob(f"step_*_rank{distributed.rank()}.json.gz"):
         if int(file.name.split("_")[1]) > step:

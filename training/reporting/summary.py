@@ -182,7 +182,7 @@ def _short(path: str | Path) -> str:
 BEFORE = {"redone": "steps done again", "start": "start-up", "critic_pretrain": "critic's pretraining"}
 BETWEEN = {
     "evaluate": "evaluations",
-    "checkpoint": "restart points",
+    "checkpoint": "checkpoints",
     "normalize": "normalisation",
     "save": "saving models",
 }

@@ -76,7 +76,7 @@ def report_supervised(args, first_lines: Callable[[], list[str]]) -> None:
 def report_rlhf(args: RLHFFlags, dialect: Dialect, changed: dict, point: ResumePoint | None) -> None:
     """The report of step 3.
 
-    changed: what flags changed of the dialect. point: the restart point that is gone on from, if any.
+    changed: what flags changed of the dialect. point: the checkpoint that is gone on from, if any.
     """
     unseen = unseen_models(
         args, args.actor_model_name_or_path, args.critic_model_name_or_path, args.reward_model_name_or_path

@@ -25,15 +25,15 @@ from training.runtime.models import adapted_lines, adapted_roles, is_pretrained_
 from training.runtime.plan import Plan, server_lines
 
 POINTS = 3
-"""Restart points that a run should have before its end: what a warning's advice comes to."""
-NO_POINTS = "no restart points: a run that dies begins anew (--save_steps, --save_minutes)"
+"""Checkpoints that a run should have before its end: what a warning's advice comes to."""
+NO_POINTS = "no checkpoints: a run that dies begins anew (--save_steps, --save_minutes)"
 
 
 @dataclass(frozen=True, slots=True)
 class RunSchedule:
     """The steps of a run, counted from 1, of which no model has to be there to know them.
 
-    steps: how many. epochs: passes over the rows that they come to. schedule: of restart points. evaluates: whether
+    steps: how many. epochs: passes over the rows that they come to. schedule: of checkpoints. evaluates: whether
     held-out rows are looked at after a step; None where there are none. Before the first step they are in any case.
     """
 
@@ -49,18 +49,18 @@ class RunSchedule:
 
     @property
     def points(self) -> int:
-        """Restart points that are due by number, before the last step: what a run that dies goes on from."""
+        """Checkpoints that are due by number, before the last step: what a run that dies goes on from."""
         return (self.steps - 1) // self.schedule.steps if self.schedule.steps else 0
 
     def lines(self) -> list[str]:
-        """All of it in one line; and a warning where restart points are asked for and none comes before the end."""
+        """All of it in one line; and a warning where checkpoints are asked for and none comes before the end."""
         schedule = self.schedule
         when = []
         if schedule.steps:
             often = "every step" if schedule.steps == 1 else f"every {schedule.steps} steps"
-            when.append(f"{_counted(self.points, 'restart point')} before the end, {often}")
+            when.append(f"{_counted(self.points, 'checkpoint')} before the end, {often}")
         if schedule.minutes:
-            when.append(f"a restart point every {schedule.minutes:g} minutes")
+            when.append(f"a checkpoint every {schedule.minutes:g} minutes")
         if schedule.keep_best:
             when.append("one wherever an evaluation finds a better score")
         said = f"{_counted(self.evaluations, 'evaluation')}; {' and '.join(when) or NO_POINTS}"
@@ -73,7 +73,7 @@ class RunSchedule:
         advice = f"Give --save_steps {often}, or --save_minutes" if self.steps > 1 else "Give --save_minutes"
         return [
             line,
-            f"warning: no restart point before the last step ({why}): a run that dies begins anew. {advice}.",
+            f"warning: no checkpoint before the last step ({why}): a run that dies begins anew. {advice}.",
         ]
 
 
@@ -258,7 +258,7 @@ def run_schedule(args: RLHFFlags, plan: Plan) -> RunSchedule:
 
 
 def changes_since(plan: Plan) -> list[str]:
-    """Which restart point the run goes on from, and a line for each setting that has changed since."""
+    """Which checkpoint the run goes on from, and a line for each setting that has changed since."""
     if plan.resume is None:
         return []
     return plan.resume.lines() + plan.conditions.changes_since(Conditions.read(plan.resume.state))

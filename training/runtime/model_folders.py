@@ -125,7 +125,7 @@ def save(
                 problem = f"the trained model {place} cannot be written ({reason_of(error)}), nor could any other place"
     place, problem = distributed.broadcast_object((place, problem))
     if problem is not None:
-        raise RunStopped(f"{problem}. A restart point has its weights, if the run wrote some (--save_steps).")
+        raise RunStopped(f"{problem}. A checkpoint has its weights, if the run wrote some (--save_steps).")
     return place
 
 

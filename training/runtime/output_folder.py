@@ -256,7 +256,7 @@ SHOWN_HOSTS = 4  # hosts that a message names
 def check_shared(output_dir: str) -> None:
     """Raise UserError on all ranks where one does not see rank 0's run.lock, or cannot write beside it (all call this).
 
-    Each rank looks where it would write its part of a restart point. The lock is the file to look for: rank 0 has just
+    Each rank looks where it would write its part of a checkpoint. The lock is the file to look for: rank 0 has just
     written it, and what stands in it is no other run's. What ranks need not share is not looked at: rank 0 alone writes
     models, metrics and TensorBoard's files, each node may have a cache of its own, and NVMe folders are local.
     """
@@ -278,7 +278,7 @@ def check_shared(output_dir: str) -> None:
         more = f"; and {len(told) - SHOWN_HOSTS} more" if len(told) > SHOWN_HOSTS else ""
         raise SharedError(
             f"--output_dir {output_dir} is not one folder for all ranks. Rank 0 on {writer} writes in {written}; "
-            f"{'; '.join(told[:SHOWN_HOSTS])}{more}. Models and restart points need a folder that all nodes share: "
+            f"{'; '.join(told[:SHOWN_HOSTS])}{more}. Models and checkpoints need a folder that all nodes share: "
             "give one on a network file system, mounted at the same path on all of them and writable on each."
         )
 
@@ -299,7 +299,7 @@ def _problem(folder: Path, token: str) -> str:
 
 WRITTEN_FILE = "written.json"
 POINTS = "checkpoints/step_*"
-"""Restart points are known by what they hold, since they are renamed when they are set aside."""
+"""Checkpoints are known by what they hold, since they are renamed when they are set aside."""
 OWN_FILES = (WRITTEN_FILE, LOCK_FILE)
 COMPLETE = "model.complete"  # a whole model on its way to the output folder itself; see model_folders.py
 KEPT = ".kept"  # the ending that a user's file gets which has a name that the run writes
@@ -333,7 +333,7 @@ def check_output_dirs(args: RunFlags, resumed: bool = False) -> None:
     _check_names(output_dir)
     _check_apart(args, output_dir)
     for name, folder in folders.items():
-        # A run that died before its first restart point begins again.
+        # A run that died before its first checkpoint begins again.
         begun = getattr(args, "resume", None) == AUTO and only_begun(folder)
         _check_own(name, folder, args.overwrite_output_dir or resumed or begun, args.overwrites)
 
@@ -391,7 +391,7 @@ def _check_own(name: str, folder: Path, may_hold_files: bool, overwrites: bool) 
     if others and not may_hold_files:
         ways = ["choose another folder"]
         if overwrites:
-            ways += ["go on from a restart point in it with --resume"] if points_in(folder) else []
+            ways += ["go on from a checkpoint in it with --resume"] if points_in(folder) else []
             ways += ["give --overwrite_output_dir to overwrite what stands there"]
         raise UserError(f"{name} {folder} is not empty. {', or '.join(ways).capitalize()}.")
 
@@ -531,7 +531,7 @@ class Written:
         return name in self.files or any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
     def present(self) -> list[Path]:
-        """The files and restart points of the list that stand there, models aside."""
+        """The files and checkpoints of the list that stand there, models aside."""
         points = filter(is_point, self.folder.glob(POINTS)) if POINTS in self.files else ()
         return [*(self.folder / name for name in files_in(self.folder) if self.has(name)), *points]
 
@@ -541,7 +541,7 @@ class Written:
 
 
 def is_point(path: Path) -> bool:
-    """Whether a folder is a restart point of this program's, or was to become one; a link is none."""
+    """Whether a folder is a checkpoint of this program's, or was to become one; a link is none."""
     if path.is_symlink() or path.parent.is_symlink() or not path.is_dir():
         return False
     if re.fullmatch(r"step_-?\d+(\.\w+)?", path.name) is None:
@@ -612,8 +612,8 @@ def remove_earlier(folder: Path) -> list[str]:
 
 
 def only_begun(folder: Path) -> bool:
-    """Whether nothing stands in the folder but what a run of this program listed that came to no model and no restart
-    point; logs aside."""
+    """Whether nothing stands in the folder but what a run of this program listed that came to no model and no
+    checkpoint; logs aside."""
     listed = Written.read(folder)
     present = set(listed.present())
     if any((path / MANIFEST).is_file() for path in present if path.suffix != PARTIAL):
@@ -650,7 +650,7 @@ def remove_files(folder: Path, names: Iterable[str | Path]) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Remove a file, or of a restart point what its manifest names; one without a manifest wholly."""
+    """Remove a file, or of a checkpoint what its manifest names; one without a manifest wholly."""
     if path.is_symlink() or not path.is_dir():
         path.unlink(missing_ok=True)
         return

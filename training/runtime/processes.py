@@ -22,7 +22,7 @@ ALONE = (
     OUTSIDE,
     "reading data",
     "loading models",
-    "writing a restart point",
+    "writing a checkpoint",
     "normalising",
     "saving models",
     "uploading",

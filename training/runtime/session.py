@@ -1,4 +1,4 @@
-"""What surrounds the training loop of step 3: evaluation, metrics, tables, restart points, models, the summary; and the
+"""What surrounds the training loop of step 3: evaluation, metrics, tables, checkpoints, models, the summary; and the
 critic's pretraining as a run does it.
 """
 
@@ -140,7 +140,7 @@ class Session:
         return metrics.get(SCORE)
 
     def end_early(self, reason: stopping.Reason, report: StepReport) -> NoReturn:
-        """Save a restart point and end; an evaluation that is due is left to the run that goes on, with its line."""
+        """Save a checkpoint and end; an evaluation that is due is left to the run that goes on, with its line."""
         if not self.evaluates_after(report.step):
             self.log_step(report.step, report.samples)
         point = self.checkpoints.save(report.step, wait=True)
@@ -207,7 +207,7 @@ class Session:
 
         Raises: RunStopped if something could not be written.
         """
-        if not self.saved:  # a restart point of the last step leaves no step to train
+        if not self.saved:  # a checkpoint of the last step leaves no step to train
             self.saved |= self.save_models()
         if distributed.is_main():
             metrics, curves = self.output_dir / METRICS_FILE, self.output_dir / "curves.png"

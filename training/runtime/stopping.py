@@ -76,7 +76,7 @@ SAME_KEY = 1.0  # seconds: Ctrl-C reaches the ranks from the terminal, and again
 class StopRequest:
     """Whether this process was asked to end, and how the run stands to it.
 
-    grace: seconds. deadline: by time.monotonic, of a request in haste. saved: the restart point that the run has
+    grace: seconds. deadline: by time.monotonic, of a request in haste. saved: the checkpoint that the run has
     reached so far, for the message of a run that missed its deadline.
     """
 
@@ -97,8 +97,8 @@ class StopRequest:
     @property
     def left(self) -> str:
         """What there is of a run that ends without saving."""
-        where = f"go on with --resume {self.saved.parent.parent}" if self.saved else "no restart point is there"
-        return f"what was trained since the last restart point is lost; {where}."
+        where = f"go on with --resume {self.saved.parent.parent}" if self.saved else "no checkpoint is there"
+        return f"what was trained since the last checkpoint is lost; {where}."
 
     def interrupted_again(self) -> bool:
         """Count a Ctrl-C; whether it is a second one, which ends the process at once."""
@@ -156,12 +156,12 @@ def let_through() -> None:
 def end_early(reason: Reason, step: int, last_step: int, point: Path | None) -> NoReturn:
     """End the run at a step's border, when `point` is written (all ranks call this).
 
-    Raises: EndedEarly; RunStopped where the point could not be written.
+    Raises: EndedEarly; RunStopped where the checkpoint could not be written.
     """
     let_through()
     asked = f"{reason.text}: ended early after step {step} of {last_step}"
     if point is None:
-        raise RunStopped(f"{asked}, and its restart point could not be written: see above.")
+        raise RunStopped(f"{asked}, and its checkpoint could not be written: see above.")
     raise EndedEarly(f"{asked}, saved in {point}. Go on with --resume {point.parent.parent}.")
 
 

@@ -55,7 +55,7 @@ def test_a_saved_policy_opens_in_hugging_face(tmp_path, family, tied):
 
 
 def test_several_named_templates_are_saved_without_a_folder_of_their_own(tmp_path):
-    """The output folder's model and a restart point's files are files alone."""
+    """The output folder's model and a checkpoint's files are files alone."""
     policy, tokenizer = load_policy(make_causal_lm(tmp_path / "base"), torch.float32), make_tokenizer()
     tokenizer.chat_template = {"default": "{{ messages }}", "tool_use": "{{ tools }}"}
     save_model(policy, {}, tokenizer, tmp_path / "saved")
@@ -122,7 +122,7 @@ def test_files_written_a_tensor_at_a_time_are_those_of_save_pretrained(tmp_path,
     assert ("model.safetensors.index.json" in files) == (shard_size == "20KB")
     for name in files:
         assert (tmp_path / "written" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes(), name
-    save_model(policy, {}, make_tokenizer(), tmp_path / "without")  # as restart points have it: the rest alone
+    save_model(policy, {}, make_tokenizer(), tmp_path / "without")  # as checkpoints have it: the rest alone
     assert (tmp_path / "without" / "config.json").read_bytes() == (tmp_path / "whole" / "config.json").read_bytes()
 
 

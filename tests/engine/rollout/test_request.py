@@ -44,6 +44,14 @@ def test_tokens_behind_an_end_are_not_taken():
     assert (request.tokens, request.ended, request.finished) == ([1, 2, 3, 4, 5, 9], True, True)
 
 
+def test_tokens_stay_those_that_were_drawn():
+    """A tokenizer would write "bc" as one token: the policy drew two, and learns their log-probs."""
+    merging = SimpleNamespace(decode=LETTERS.decode, encode=lambda text, **options: [8] if text == "bc" else [])
+    request = Request(row=0, prompt_length=5, most=2)
+    request.look([1, 2], Ends(merging, tokens=(9,), strings=("xyz",)))
+    assert request.tokens == [1, 2] and request.finished
+
+
 def test_an_end_behind_the_last_token_is_none():
     request = Request(row=0, prompt_length=5, most=3)
     request.look([1, 2, 3, 9], Ends(LETTERS, tokens=(9,)))

@@ -64,7 +64,7 @@ PRIVATE_NAMES = (
     PrivateName(
         _PARTITIONS,
         "ds_secondary_tensor",
-        "gathering anew what a restart point has put into frozen weights",
+        "gathering anew what a checkpoint has put into frozen weights",
         "none: it is taken for what never changes",
     ),
     # engine/zero/long_batch.py
@@ -85,7 +85,7 @@ PRIVATE_NAMES = (
     PrivateName(
         _ZERO3,
         "fp16_groups",
-        "whose runs lie in which master, for restart points that other ranks and stages can read",
+        "whose runs lie in which master, for checkpoints that other ranks and stages can read",
         "save_checkpoint, and a conversion of what it wrote",
     ),
     PrivateName(
@@ -141,7 +141,7 @@ PRIVATE_NAMES = (
         PrivateName(owner, name, use, public)
         for owner in (_ZERO3, _ZERO12)
         for name, use, public in (
-            ("loss_scaler", "the loss scale's counters, for restart points", "save_checkpoint, which writes files"),
+            ("loss_scaler", "the loss scale's counters, for checkpoints", "save_checkpoint, which writes files"),
             ("dynamic_loss_scale", "whether it has counters", "the configuration, read as DeepSpeed reads it"),
             ("has_overflow", "looking at gradients before the step", "none tells before the step"),
             ("override_loss_scale", "a step that divides by the scale it was multiplied by", "none"),
@@ -173,13 +173,13 @@ PRIVATE_NAMES = (
     # engine/zero/shards.py
     *(
         PrivateName(
-            "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler", name, "restart points", "none gives the counters"
+            "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler", name, "checkpoints", "none gives the counters"
         )
         for name in ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
     ),
     *(
         PrivateName(
-            "deepspeed.runtime.fp16.loss_scaler.LossScaleConfig", name, "restart points", "none gives the counters"
+            "deepspeed.runtime.fp16.loss_scaler.LossScaleConfig", name, "checkpoints", "none gives the counters"
         )
         for name in ("cur_scale", "last_overflow_iter")
     ),

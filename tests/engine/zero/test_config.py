@@ -211,7 +211,7 @@ def test_what_no_restart_point_could_hold_is_refused_of_engines_that_train(given
         return
     with pytest.raises(UserError) as refusal:
         build(choice)
-    assert f"{choice.path}: zero_optimization.{named}, under which no restart point can be" in str(refusal.value)
+    assert f"{choice.path}: zero_optimization.{named}, under which no checkpoint can be" in str(refusal.value)
 
 
 @pytest.mark.parametrize(
@@ -265,7 +265,7 @@ def test_what_turns_it_off_is_accepted(tmp_path):
 
 def test_moments_in_another_process_are_out_of_reach(tmp_path):
     zero = {"offload_optimizer": {"device": "cpu", "super_offload": True}}
-    with pytest.raises(UserError, match=r"offload_optimizer\.super_offload is True, under which no restart point can"):
+    with pytest.raises(UserError, match=r"offload_optimizer\.super_offload is True, under which no checkpoint can"):
         built(tmp_path, {"zero_optimization": zero})
 
 
@@ -343,9 +343,9 @@ def test_hpz_groups_divide_the_ranks(tmp_path, monkeypatch, ranks, size, refused
         ),
         ({"zero_quantized_gradients": True}, 3, r"zero_quantized_gradients is True, but its numbers are rounded"),
         ({"mics_shard_size": 2}, 3, r"mics_shard_size is 2, but DeepSpeed itself has it no longer"),
-        ({"zenflow": {"topk_ratio": 0.1}}, 2, r"zenflow is {'topk_ratio': 0.1}, but no restart point can be written"),
+        ({"zenflow": {"topk_ratio": 0.1}}, 2, r"zenflow is {'topk_ratio': 0.1}, but no checkpoint can be written"),
         ({"cpu_offload": True}, 2, r'cpu_offload is True, but .*write "offload_optimizer": \{"device": "cpu"\}'),
-        ({"elastic_checkpoint": True}, 1, r"elastic_checkpoint is True, but .*restart points are the program's own"),
+        ({"elastic_checkpoint": True}, 1, r"elastic_checkpoint is True, but .*checkpoints are the program's own"),
         (
             {"stage3_module_granularity_threshold": 9},
             3,

@@ -44,13 +44,13 @@ def test_changed_settings_are_named_and_unchanged_ones_are_not():
     now = conditions(DEFAULT.override(kl_coef=0.5, betas=(0.9, 0.99)), reward_model_name_or_path="c")
     now.check(then, HERE)
     assert now.changes_since(then) == [
-        "changed since the restart point: kl_coef 0.1 -> 0.5",
-        "changed since the restart point: betas [0.9, 0.95] -> [0.9, 0.99]",
-        "changed since the restart point: --reward_model_name_or_path None -> c",
+        "changed since the checkpoint: kl_coef 0.1 -> 0.5",
+        "changed since the checkpoint: betas [0.9, 0.95] -> [0.9, 0.99]",
+        "changed since the checkpoint: --reward_model_name_or_path None -> c",
     ]
     steered = DEFAULT.override(kl_controller="adaptive")
     assert conditions(steered.override(kl_coef=0.5)).changes_since(written(conditions(steered))) == [
-        "changed since the restart point: kl_coef 0.1 -> 0.5 (without effect: the adaptive coefficient goes on from "
+        "changed since the checkpoint: kl_coef 0.1 -> 0.5 (without effect: the adaptive coefficient goes on from "
         "where it was)"
     ]
 
@@ -90,7 +90,7 @@ def test_the_chat_template_must_be_equal():
 def test_another_number_of_steps_is_named_where_learning_rates_fall_by_it():
     changes = conditions(total_steps=20).changes_since(written(conditions()))
     assert changes == [
-        "changed since the restart point: total steps 10 -> 20 (learning rates go on as in a run of so many steps)"
+        "changed since the checkpoint: total steps 10 -> 20 (learning rates go on as in a run of so many steps)"
     ]
     for schedule in ("constant", "constant_with_warmup"):
         flat = DEFAULT.override(lr_schedule=schedule)
@@ -116,7 +116,7 @@ def test_the_micro_batch_is_named_where_losses_or_advantages_are_its(field, valu
     assert (
         changes
         == [
-            "changed since the restart point: --per_device_training_batch_size 8 -> 4 (losses or advantages of this "
+            "changed since the checkpoint: --per_device_training_batch_size 8 -> 4 (losses or advantages of this "
             "dialect are a micro-batch's)"
         ]
         * counts
@@ -154,8 +154,8 @@ def test_ranks_and_stages_may_change_where_a_step_has_as_many_responses(monkeypa
     now.check(then, HERE)
     rounding = " (the state is the same to the last bit; from here on sums are rounded otherwise)"
     assert now.changes_since(then) == [
-        f"changed since the restart point: ranks 1 -> 2{rounding}",
-        f"changed since the restart point: --actor_zero_stage 3 -> 0{rounding}",
+        f"changed since the checkpoint: ranks 1 -> 2{rounding}",
+        f"changed since the checkpoint: --actor_zero_stage 3 -> 0{rounding}",
     ]
     with pytest.raises(UserError, match="responses a step was 16 when it was written and is 32 now"):
         conditions(per_device_generation_batch_size=16).check(then, HERE)
@@ -165,7 +165,7 @@ def test_ranks_and_stages_may_change_where_a_step_has_as_many_responses(monkeypa
     then = written(conditions(by_rank, per_device_generation_batch_size=16))
     monkeypatch.setattr(distributed, "world_size", lambda: 2)
     assert conditions(by_rank, per_device_generation_batch_size=8).changes_since(then) == [
-        "changed since the restart point: ranks 1 -> 2 (the state is the same to the last bit; this dialect computes "
+        "changed since the checkpoint: ranks 1 -> 2 (the state is the same to the last bit; this dialect computes "
         "by rank, and goes on otherwise)"
     ]
 
@@ -185,7 +185,7 @@ def test_other_weights_at_the_same_path_are_refused_and_at_another_path_told():
         moved = conditions(inputs={ACTOR: print_now, REWARD: "2"}, reward_model_name_or_path="r")
         moved.settings[ACTOR] = "b"
         moved.check(then, HERE)
-        assert moved.changes_since(then) == [f"changed since the restart point: {ACTOR} a -> b ({note})"]
+        assert moved.changes_since(then) == [f"changed since the checkpoint: {ACTOR} a -> b ({note})"]
 
 
 def test_another_source_of_the_reward_function_is_told():
@@ -193,8 +193,7 @@ def test_another_source_of_the_reward_function_is_told():
     now = conditions(inputs={FUNCTION: "2"}, reward_function=["rules.py:score"])
     now.check(then, HERE)
     assert now.changes_since(then) == [
-        "changed since the restart point: the source of --reward_function rules.py:score (scores are its own from "
-        "here on)"
+        "changed since the checkpoint: the source of --reward_function rules.py:score (scores are its own from here on)"
     ]
 
 

@@ -1,4 +1,4 @@
-"""Hugging Face folders from restart points: files split and indexed, other dtypes, and what is refused."""
+"""Hugging Face folders from checkpoints: files split and indexed, other dtypes, and what is refused."""
 
 import json
 import re
@@ -101,14 +101,14 @@ def test_damaged_points_and_folders_that_hold_something_are_refused(run, tmp_pat
     flip_bit(run.point / "actor" / "rank_00000.safetensors")
     assert exported(run.point, tmp_path / "hf") == 2
     assert capsys.readouterr().err.startswith(
-        f"error: the restart point {run.point} is damaged: actor/rank_00000.safetensors holds other bytes"
+        f"error: the checkpoint {run.point} is damaged: actor/rank_00000.safetensors holds other bytes"
     )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mine", "out"]
 
 
 def test_a_point_is_not_exported_into_itself(run, capsys):
     assert exported(run.point, run.point / "actor_folder") == 2
-    assert "lies in the restart point" in capsys.readouterr().err
+    assert "lies in the checkpoint" in capsys.readouterr().err
     assert damages(run.point) == []
 
 

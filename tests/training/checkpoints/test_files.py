@@ -92,7 +92,7 @@ def test_a_failed_write_leaves_the_run_going_and_is_tried_again(tmp_path, monkey
     monkeypatch.setattr(saving, "write_shards", write_or_fail)
     run.train_to(4)
     assert names(tmp_path) == ["step_000002"]
-    assert run.said[-1].startswith("RESTART POINT NOT WRITTEN, of step 4: rank 0: [Errno 28] No space left on device")
+    assert run.said[-1].startswith("CHECKPOINT NOT WRITTEN, of step 4: rank 0: [Errno 28] No space left on device")
     assert "step_000002 is untouched" in run.said[-1]
     monkeypatch.setattr(saving, "write_shards", write)
     run.train_to(5)
@@ -106,7 +106,7 @@ def test_a_folder_that_cannot_be_made_is_a_failed_write_too(tmp_path):
     (tmp_path / "checkpoints").write_text("a file")
     run = TinyRun(tmp_path, steps=1)
     run.train_to(2)
-    assert len(run.said) == 2 and all("RESTART POINT NOT WRITTEN" in line for line in run.said)
+    assert len(run.said) == 2 and all("CHECKPOINT NOT WRITTEN" in line for line in run.said)
     assert "there is none before it" in run.said[0] and (tmp_path / "checkpoints").read_text() == "a file"
 
 
@@ -243,7 +243,7 @@ def test_a_damaged_point_is_passed_over_for_the_one_before_it(tmp_path):
         point = find(path, tmp_path)
         assert point.folder == older and point.state["samples"] == 40
         assert point.lines() == [
-            f"PASSED OVER: the restart point {newer} is damaged: actor/rank_00000.safetensors holds other bytes than "
+            f"PASSED OVER: the checkpoint {newer} is damaged: actor/rank_00000.safetensors holds other bytes than "
             "were written",
             f"goes on from {older}, after step 5",
         ]
@@ -256,7 +256,7 @@ def test_a_damaged_point_that_is_named_is_refused_with_the_older_whole_one(tmp_p
     with pytest.raises(UserError) as refusal:
         find(third)
     assert str(refusal.value) == (
-        f"--resume: the restart point {third} is damaged: trainer_state.json is missing. Give the older one, {first}."
+        f"--resume: the checkpoint {third} is damaged: trainer_state.json is missing. Give the older one, {first}."
     )
     flip_bit(first / "config/actor/config.json")
     with pytest.raises(UserError, match="There is no older whole one beside it"):
@@ -270,7 +270,7 @@ def test_a_point_of_another_format_is_refused_by_it_and_passed_over_for_none(tmp
     write_points(tmp_path, 5, 10)
     monkeypatch.setattr("training.checkpoints.files.FORMAT", 2)
     for path in (tmp_path, tmp_path / "checkpoints" / "step_000010"):
-        with pytest.raises(UserError, match="step_000010: the restart point is of format 1, and .* reads format 2"):
+        with pytest.raises(UserError, match="step_000010: the checkpoint is of format 1, and .* reads format 2"):
             find(path)
 
 
@@ -288,7 +288,7 @@ def state_with_average(state, scalars, conditions, with_ema) -> str:
 
 def test_nothing_there_is_said_with_what_to_do(tmp_path):
     for path in (tmp_path, tmp_path / "gone"):
-        with pytest.raises(UserError, match="no restart point there.*--save_steps"):
+        with pytest.raises(UserError, match="no checkpoint there.*--save_steps"):
             find(path)
 
 

@@ -1,4 +1,4 @@
-"""What a restart point asks of a run with a reward server."""
+"""What a checkpoint asks of a run with a reward server."""
 
 import pytest
 
@@ -12,7 +12,7 @@ def test_a_key_in_a_servers_url_is_not_kept_and_may_change():
     now = conditions(reward_url=["http://a/?key=OTHER", "http://b/"])
     now.check(then, HERE)
     assert now.changes_since(then) == []
-    then.settings["--reward_url"] = "http://a/?key=SECRET http://b/"  # of a point that was written with it
+    then.settings["--reward_url"] = "http://a/?key=SECRET http://b/"  # of a checkpoint that was written with it
     assert now.changes_since(then) == []
 
 
@@ -21,7 +21,7 @@ def test_a_reward_server_may_move_and_not_go():
     moved = conditions(reward_url=["http://c/"])
     moved.check(then, HERE)
     assert moved.changes_since(then) == [
-        "changed since the restart point: --reward_url http://a/ http://b/ -> http://c/ (taken for the same server at "
+        "changed since the checkpoint: --reward_url http://a/ http://b/ -> http://c/ (taken for the same server at "
         "another address)"
     ]
     assert not moved.scores_changed_since(then)

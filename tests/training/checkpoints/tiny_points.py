@@ -1,4 +1,4 @@
-"""Restart points of a model that is none: two tensors, a state that is a number, and what damages files."""
+"""Checkpoints of a model that is none: two tensors, a state that is a number, and what damages files."""
 
 from pathlib import Path
 
@@ -59,7 +59,7 @@ class TinyRun:
 
 
 def write_points(output_dir: Path, *steps: int) -> list[Path]:
-    """Restart points of these steps; returns their folders."""
+    """Checkpoints of these steps; returns their folders."""
     run = TinyRun(output_dir)
     for step in steps:
         run.train_to(step)

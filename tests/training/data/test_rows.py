@@ -244,7 +244,7 @@ PINNED = {  # of the training rows and the held-out ones, by form
 
 
 def test_order_and_fingerprints_stay_what_they_were(data):
-    """Restart points compare fingerprints: the same data, seed and flags have to give the same ones for ever."""
+    """Checkpoints compare fingerprints: the same data, seed and flags have to give the same ones for ever."""
     paths = [data("a.jsonl", 12), data("b.jsonl", 7, 100)]
     options = {"phase": 3, "seed": 7, "weights": [1.5, 2], "split": "1,1,2", "held_out": 3}
     assert load(*paths, **options) == ([2, 3, 4, 5, 9, 2, 4, 104, 104], [1, 105, 106])

@@ -75,7 +75,7 @@ health
   generate                     6.0 s       15.0%
   train                       10.0 s       25.0%
   evaluations                  5.5 s       13.8%
-  restart points               2.0 s        5.0%
+  checkpoints                  2.0 s        5.0%
   saving models                3.0 s        7.5%
   other                        8.5 s       21.2%
 
@@ -285,7 +285,7 @@ BEFORE = {"score": [1.0, 3.0], "length": [1.0, 2.0], "bonus": [0.0, 1.0], "kl": 
 def test_parts_of_other_names_are_another_rewards():
     assert paired(BEFORE, ["bonus", "length"]) == BEFORE
     assert paired(BEFORE, ["length", "malus"]) == paired(BEFORE, []) == {"kl": [0.0, 2.0], "new_words": [0.0, 0.0]}
-    assert paired(paired(BEFORE, []), ["malus", "length"]) == without_scores(BEFORE)  # as a later restart point has it
+    assert paired(paired(BEFORE, []), ["malus", "length"]) == without_scores(BEFORE)  # as a later checkpoint has it
     assert paired(None, ["length"]) is None and without_scores(None) is None
 
 

@@ -36,7 +36,7 @@ def said_of_course(count: int, epochs: float = 1.0, evaluates=None, **schedule) 
 def test_steps_evaluations_and_points_are_counted():
     told = said_of_course(59, 0.9904, lambda step: step % 20 == 0 or step == 59, steps=10)
     # Before the first step, after 20, 40 and 59; points after 10, 20, 30, 40 and 50.
-    assert told == ["the run: 59 steps, 0.99 epochs; 4 evaluations; 5 restart points before the end, every 10 steps"]
+    assert told == ["the run: 59 steps, 0.99 epochs; 4 evaluations; 5 checkpoints before the end, every 10 steps"]
 
 
 def test_a_point_of_the_last_step_is_none_before_the_end():
@@ -48,7 +48,7 @@ def test_a_point_of_the_last_step_is_none_before_the_end():
 def test_points_that_are_asked_for_and_never_come_are_warned_of():
     _, warning = said_of_course(59, steps=100)
     assert warning == (
-        "warning: no restart point before the last step (--save_steps 100, and the run has 59): a run that dies begins "
+        "warning: no checkpoint before the last step (--save_steps 100, and the run has 59): a run that dies begins "
         "anew. Give --save_steps 14, or --save_minutes."
     )
     assert RunSchedule(59, 1, Schedule(steps=14)).points == 4
@@ -56,15 +56,15 @@ def test_points_that_are_asked_for_and_never_come_are_warned_of():
 
 def test_a_run_without_points_says_so_in_its_line():
     (line,) = said_of_course(59)
-    assert line.endswith("; no restart points: a run that dies begins anew (--save_steps, --save_minutes)")
+    assert line.endswith("; no checkpoints: a run that dies begins anew (--save_steps, --save_minutes)")
 
 
 @pytest.mark.parametrize(
     "schedule, said",
     [
-        ({"minutes": 30.0}, "a restart point every 30 minutes"),
+        ({"minutes": 30.0}, "a checkpoint every 30 minutes"),
         ({"keep": 1, "keep_best": True}, "one wherever an evaluation finds a better score"),
-        ({"steps": 9, "minutes": 0.5}, "1 restart point before the end, every 9 steps and a restart point every 0.5"),
+        ({"steps": 9, "minutes": 0.5}, "1 checkpoint before the end, every 9 steps and a checkpoint every 0.5"),
     ],
 )
 def test_points_by_the_clock_or_by_scores_are_told(schedule, said):
@@ -74,7 +74,7 @@ def test_points_by_the_clock_or_by_scores_are_told(schedule, said):
 
 def test_one_is_not_a_number_of_many():
     told = said_of_course(1, 1, lambda step: step == 1, steps=1)
-    assert told[0] == "the run: 1 step, 1 epoch; 2 evaluations; no restart points before the end, every step"
+    assert told[0] == "the run: 1 step, 1 epoch; 2 evaluations; no checkpoints before the end, every step"
     assert told[1].endswith("Give --save_minutes.")
     assert "no evaluations" in said_of_course(3)[0]
 
@@ -243,7 +243,7 @@ def test_step_2_tells_of_the_prompts_that_it_normalises_on_too(model):
     prompts = Prompts([ROW, SHORT, SHORT, SHORT], TOKENIZER, 5, "drop")
     assert first_lines(args, TOKENIZER, pairs, pairs, prompts) == [
         "16 pairs (0 cut, 0 dropped), 16 held out; 1 steps on 1 rank",
-        "the run: 1 step, 1 epoch; 2 evaluations; no restart points: a run that dies begins anew "
+        "the run: 1 step, 1 epoch; 2 evaluations; no checkpoints: a run that dies begins anew "
         "(--save_steps, --save_minutes)",
         "3 of 4 prompts (0 cut, 1 dropped: 25.0 %) to normalise scores on",
         "warning: 25.0 % of these 4 rows are longer than --max_prompt_seq_len 5, and were dropped; 95 % of them fit "

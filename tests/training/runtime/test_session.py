@@ -20,7 +20,7 @@ from training.runtime.session import pretrain
 
 
 class Notes:
-    """A session, its writer, its restart points and the steps themselves, in the order in which they are asked."""
+    """A session, its writer, its checkpoints and the steps themselves, in the order in which they are asked."""
 
     def __init__(self, folder, steps: int, done: int = 0):
         self.said = []

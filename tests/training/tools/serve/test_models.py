@@ -1,4 +1,4 @@
-"""Where models may come from: folders, adapters, restart points; and what they have in common."""
+"""Where models may come from: folders, adapters, checkpoints; and what they have in common."""
 
 import shutil
 from pathlib import Path
@@ -36,7 +36,7 @@ def greedy(model, prompt: list[int]) -> list[int]:
 
 
 class Weights:
-    """A model's weights as a restart point takes them."""
+    """A model's weights as a checkpoint takes them."""
 
     def __init__(self, path: str):
         self.state = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).state_dict()
