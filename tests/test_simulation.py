@@ -216,6 +216,7 @@ def test_where_the_smallest_does_not_fit_nothing_larger_is_planned(planned):
     assert asked == [(8, 1, 0), (8, 1, 2), (8, 1, 4)]
 
 
+@pytest.mark.slow
 def test_the_planner_says_what_fits(monkeypatch, tmp_path):
     monkeypatch.setattr(scaling, "_folder", lambda name: llama(tmp_path))
     step = fitting(TASK, Cluster(gpus=2, gpu=85_000_000_000, host=10**12))

@@ -342,6 +342,7 @@ def _readings(answers) -> None:
     answers.put(found)
 
 
+@pytest.mark.slow
 def test_freed_memory_is_kept_for_some_steps_and_then_given_back():
     """In a process of its own: how the C library keeps memory is set for good."""
     context = multiprocessing.get_context("forkserver")

@@ -50,6 +50,7 @@ def test_json_has_bytes(words, capsys):
     assert found["needed_gpu_bytes"] == found["peak"]["gpu_bytes"] + found["fragments"] + found["reserved"]
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_told_what_would(words, capsys):
     words = [*words, "--num_eval_prompts", "0"]  # whose keys and values would be most
     needed = bytes_of(words, capsys)["needed_gpu_bytes"]
@@ -76,6 +77,7 @@ def test_what_nothing_makes_fit_is_told_what_it_has_not_tried(fields, told, monk
     assert told in line and line.count(" or ") == (0 if "share_trunk" in fields else 1)
 
 
+@pytest.mark.slow
 def test_one_trunk_is_planned_from_the_configuration_alone(words, capsys, tmp_path):
     """And no warning of a library's stands before the table."""
     (tmp_path / "rules.py").write_text("def score(prompts, responses):\n    return [0.0] * len(prompts)\n")

@@ -304,6 +304,7 @@ def test_tokens_that_are_never_drawn_leave_their_share_to_the_others():
     assert statistic(counts[kept], ROWS * expected[kept] / expected.sum()) < CRITICAL[10]
 
 
+@pytest.mark.slow
 def test_without_stops_every_response_has_one_length_and_eos_is_a_token():
     torch.manual_seed(0)
     model = gpt2()

@@ -93,6 +93,7 @@ def test_what_is_never_drawn_is_not(tmp_path):
     assert len(own.responses.unique()) > 20
 
 
+@pytest.mark.slow
 def test_vllms_own_sampler_goes_by_the_rows_and_not_by_the_batch(tmp_path):
     actor = actor_of(tmp_path)
     first, second = (rollouts_of(actor, rows_at_once=rows, sampler="own").generate(BATCH, LOGPROBS) for rows in (12, 5))

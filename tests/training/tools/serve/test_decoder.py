@@ -67,6 +67,7 @@ def test_samples_are_drawn_from_the_models_distribution_by_their_own_keys(model,
         assert len(tokens) == 20 or tokens[-1] == EOS
 
 
+@pytest.mark.slow
 def test_a_response_does_not_depend_on_its_company(model, tokenizer):
     alone = [decoded(model, [generation(tokenizer, prompt, seed=5)], rows=1)[0] for prompt in PROMPTS]
     company = [generation(tokenizer, prompt, seed=5) for prompt in PROMPTS]
@@ -77,6 +78,7 @@ def test_a_response_does_not_depend_on_its_company(model, tokenizer):
     assert decoded(model, [generation(tokenizer, prompt, seed=6) for prompt in PROMPTS], rows=6) != alone
 
 
+@pytest.mark.slow
 def test_many_responses_one_after_another_fit_into_one_cache(model, tokenizer):
     """More tokens than the cache has slots, so that rows are moved; the longest prompt joins at the end."""
     long = [4 + i % 60 for i in range(POSITIONS - 2)]

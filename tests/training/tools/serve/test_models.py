@@ -59,6 +59,7 @@ def make_point(folder: Path, model: str) -> Path:
     return run.checkpoints.save(3, wait=True)
 
 
+@pytest.mark.slow
 def test_a_folder_an_adapter_and_a_restart_point(tmp_path):
     base = make_causal_lm(tmp_path / "base", seed=3)
     adapter = make_adapter(tmp_path / "made", base)
