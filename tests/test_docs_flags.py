@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from engine.algorithms import Dialect
-from tests.training.config.command_lines import REQUIRED_FLAGS
 from training.config import other_systems
 from training.config.other_systems import HEADINGS, rows
 from training.config.parsing import STEPS, parse_flags
@@ -45,19 +44,18 @@ def test_flags_and_fields_are_there(page):
     assert fields <= {spec.name for spec in dataclasses.fields(Dialect)}
 
 
-def test_openrlhfs_estimators_are_command_lines_that_step_3_takes():
+def test_openrlhfs_defaults_are_a_command_line_that_step_3_takes():
     text = (DOCS / "from_openrlhf.md").read_text(encoding="utf-8")
-    table = text.partition("## Which dialect")[2].partition("\n\nThe dialects")[0]
-    lines = {row: re.findall(r"`(--[^`]+)`", row) for row in table.splitlines() if "--dialect" in row}
-    assert len(lines) == 6
-    for row, (command, *own) in lines.items():
-        given = [*REQUIRED_FLAGS[RLHFFlags], *f"{command} {' '.join(own)}".split()]
-        dialect = parse_flags(RLHFFlags, given, "").resolved.dialect
-        baseline = dialect.advantage_estimator not in ("gae", "reinforce")
-        assert dialect.kl_coef == 0.01 and dialect.kl_in == "reward" and dialect.kl_estimator == "k1", row
-        assert dialect.ratio == "token" and dialect.loss_scope == "optimizer_step", row
-        assert dialect.score_clip == (None if baseline else 10) and dialect.missing_end == "none", row
-        assert dialect.min_response_tokens == 0 and dialect.old_logprobs == "forward", row
+    words = text.partition("training/step3_rlhf.py")[2].partition("```")[0].replace("\\\n", " ").split()
+    dialect = parse_flags(RLHFFlags, words, "").resolved.dialect
+    assert (dialect.kl_coef, dialect.kl_in, dialect.kl_estimator) == (0.01, "reward", "k1")
+    assert (dialect.advantage_estimator, dialect.lam, dialect.gamma) == ("gae", 1.0, 1.0)
+    assert (dialect.ratio, dialect.loss_scope, dialect.clip_range, dialect.value_clip_range) == (
+        *("token", "optimizer_step"),
+        *(0.2, 0.5),
+    )
+    assert (dialect.score_clip, dialect.missing_end, dialect.min_response_tokens) == (10, "none", 0)
+    assert dialect.old_logprobs == "forward" and dialect.actor_lr == 1e-6 and dialect.critic_lr == 9e-6
 
 
 @pytest.mark.parametrize("row", rows(), ids=lambda row: f"{row.system}-{row.names[:1]}-{row.heading}")
