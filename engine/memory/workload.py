@@ -84,7 +84,7 @@ class Cluster:
 
     @property
     def gpu_bytes(self) -> int:
-        """Of one GPU; 0 where there is none, or it is not known."""
+        """The memory of one GPU in bytes; 0 where there is none, or it is not known."""
         return self.gpu or 0 if self.on_gpu else 0
 
     @property

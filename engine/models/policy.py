@@ -145,7 +145,7 @@ class Policy(Backbone):
             sequences, attention_mask, position_ids: (B, S) int64.
             temperature: what the logits are divided by.
             with_entropy: otherwise the entropies are zeros.
-            probe: find out with these sequences instead which of the two paths is right, and use it from now on.
+            probe: find out instead whether the head may be applied directly (see Policy), and remember it.
             role: "reference" for the model as it was before training, where this one has that too.
 
         Returns: (logprobs, entropy), each (B, T) float32.

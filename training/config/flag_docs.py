@@ -80,7 +80,8 @@ def section(title: str, programs: Sequence[type[ProgramFlags]], told: dict[str, 
             groups.setdefault(group, []).append(row)
         where.append((title, programs))
     lines = [f"## {title}", ""]
-    lines += [f'Of "{there.partition(",")[0]}" also: {", ".join(names)}.\n' for there, names in others.items()]
+    for there, names in others.items():
+        lines.append(f'From the section "{there.partition(",")[0]}" it also takes: {", ".join(names)}.\n')
     for group, found in groups.items():
         head = ("flag", "accepted", "") if group == OLD else ("flag", "value", "default", "")
         lines += _table(group, head, found)

@@ -103,8 +103,9 @@ def save(
     place: a temporary folder, the home or the working directory; and where none of them has the space, it is tried
     again for ten minutes.
 
-    edit: may change the dictionary of weights on the way. Returns the folder. Raises: RunStopped on all ranks if no
-    place could be written.
+    edit: is given the weights by name before they are written, and may change them.
+
+    Returns the folder. Raises: RunStopped on all ranks if no place could be written.
     """
     place, problem = output_dir / name, None
     with freed_memory_given_back(), lent_state(model.module.model) as lent:
