@@ -219,7 +219,7 @@ def _read_soon(path: Path) -> dict:
 
 
 def is_stale(record: dict, path: Path) -> bool:
-    """Whether the holder is gone. An unreadable file counts as being written until it is old: then its writer is gone."""
+    """Whether the holder is gone. An unreadable file counts as being written, until it is too old for that."""
     if record.get("machine") == this_machine() and isinstance(record.get("pid"), int):
         if record["pid"] == os.getpid():  # an earlier run of this very process, which did not end in order
             return _held is None or _held.record["token"] != record.get("token")
