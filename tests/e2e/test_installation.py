@@ -121,7 +121,7 @@ def test_it_holds_the_packages_and_the_engines_configurations(wheel):
     configs = sorted((ROOT / "configs" / "ds").glob("*.json"))
     expected |= {Path("engine/zero/configs", path.name) for path in configs}
     expected |= {Path("training/config/pages", path.name) for path in (ROOT / "docs").glob("from_*.md")}
-    for pattern in ("pages/*.css", "pages/*.js", "serve/*.html"):
+    for pattern in ("tools/pages/*.css", "tools/pages/*.js", "tools/serve/*.html"):
         expected |= {path.relative_to(ROOT) for path in (ROOT / "training").glob(pattern)}
     found = {path.relative_to(wheel) for path in wheel.rglob("*") if path.is_file()}
     assert {path for path in found if not path.parts[0].endswith(".dist-info")} == expected
