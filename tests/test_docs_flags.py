@@ -19,7 +19,7 @@ from training.tools.serve.flags import ServeFlags
 DOCS = Path(__file__).parents[1] / "docs"
 PAGES = (
     *("guide", "sharing", "compare", "serve", "reward_server"),
-    *("from_deepspeed_chat", "from_trl", "from_trlx", "from_openrlhf"),
+    *("from_deepspeed_chat", "from_llamafactory", "from_trl", "from_trlx", "from_openrlhf"),
 )
 OTHERS = {  # of launchers, and of the programs of checkpoints/export and the simulation
     *("num_gpus", "log_level", "module", "hostfile", "master_port", "output"),
