@@ -1,6 +1,7 @@
 """Which tests are quick, and which are `slow`: those that start several ranks, compile, or run whole programs.
 
-They are marked by their folder; the few that stand elsewhere bear the mark themselves.
+They are marked by their folder; where families of models are tried, all but Llama are slow; the few that stand
+elsewhere bear the mark themselves.
 """
 
 from pathlib import Path
@@ -9,10 +10,12 @@ import pytest
 
 HERE = Path(__file__).parent
 SLOW = ("distributed", "e2e")
+QUICK_FAMILY = "llama"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests below these folders."""
+    """Mark the tests below these folders, and those of a `family` that is another."""
     for item in items:
-        if item.path.relative_to(HERE).parts[0] in SLOW:
+        parameters = item.callspec.params if hasattr(item, "callspec") else {}
+        if item.path.relative_to(HERE).parts[0] in SLOW or parameters.get("family", QUICK_FAMILY) != QUICK_FAMILY:
             item.add_marker(pytest.mark.slow)
