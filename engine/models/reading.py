@@ -92,7 +92,7 @@ def has_own_head(config: PretrainedConfig, path: str, what: str, trust_remote_co
         files = weight_files(folder, what)
     except UserError:
         return False
-    return _any_differ(folder, tuple((file, file.stat()[6:9]) for file in files if file.is_file()), pairs)
+    return _any_differ(folder, tuple((file, _stamp(file)) for file in files if file.is_file()), pairs)
 
 
 @lru_cache(maxsize=32)
@@ -214,7 +214,13 @@ def _files_of(path: str) -> tuple:
     """A folder's files with their sizes and times, by which it is seen whether it has changed; none of a Hub's name."""
     folder = Path(path)
     files = sorted(file for file in folder.iterdir() if file.is_file()) if folder.is_dir() else ()
-    return tuple((file.name, file.stat()[6:9]) for file in files)
+    return tuple((file.name, _stamp(file)) for file in files)
+
+
+def _stamp(file: Path) -> tuple[int, ...]:
+    """What of a file changes with its content: size, times in nanoseconds, and which file it is."""
+    found = file.stat()
+    return found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino
 
 
 def read_tokenizer(

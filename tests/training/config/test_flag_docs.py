@@ -26,7 +26,7 @@ def test_every_flag_of_a_program_has_one_row_or_is_named_once(program):
         text = flag_docs.section(title, programs, told)
         if program in programs:
             found += re.findall(r"^\| `--(\w+)` \|", text, re.MULTILINE)
-            found += re.findall(r"`--(\w+)`[,.]", "\n".join(re.findall("^Of .*", text, re.MULTILINE)))
+            found += re.findall(r"`--(\w+)`[,.]", "\n".join(re.findall("^From the section .*", text, re.MULTILINE)))
     assert sorted(found) == sorted([*(spec.name for spec in dataclasses.fields(program)), *program.old_flags])
 
 
