@@ -363,7 +363,7 @@ def _merged(module: Backbone) -> Backbone:
     return module
 
 
-# # Settings of a configuration that may differ between models that share a module. `take_settings_of` sets the offset.
+# Settings of a configuration that may differ between models that share a module. `take_settings_of` sets the offset.
 # `dtype` is the file's on some ranks and the weights' on others.
 _NO_MATTER = ("_name_or_path", "score_offset", "score_position", "pad_token_id", "dtype")
 
@@ -549,7 +549,7 @@ class _Rows:
         rows, until = slice(first, first + len(columns[0])), columns[0].shape[1]
         self.own = rows, slice(0, until)
         if "response_length" in others:
-            # # How many of the last columns, after padding, hold all ranks' responses.
+            # How many of the last columns, after padding, hold all ranks' responses.
             others["response_length"] = most = max(length + width - each[0].shape[1] for each, length in ranks)
             self.own = rows, slice(most - behind - length, most - behind)
         joined = [

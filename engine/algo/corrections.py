@@ -66,7 +66,7 @@ def sequence_ratios(log_ratios: Tensor, mask: Tensor) -> Tensor:
 def truncated(ratios: Tensor, lowest: float, highest: float) -> Tensor:
     """Ratios (any shape) cut to these bounds.
 
-    Source: Ionides 2008, "Truncated importance sampling", which has the upper bound only; TRL and verl have both.
+    Source: Ionides 2008, "Truncated importance sampling", which has the upper bound, as TRL and verl have.
     """
     return ratios.clamp(lowest, highest)
 

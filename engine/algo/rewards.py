@@ -11,7 +11,7 @@ from torch import Tensor
 
 from engine.algo.masked import mean_and_variance
 
-# # How many positions after the response each rule still counts.
+# How many positions after the response each rule still counts.
 POSITIONS_PAST = {"response": 0, "one_past": 1, "two_past": 2}
 SCORE_PAST = {"last": -1, "after_last": 0, "two_after": 1}
 

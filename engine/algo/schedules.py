@@ -1,8 +1,8 @@
 """Learning-rate schedules, and the table from which a run chooses one.
 
 A new schedule is one line of SCHEDULES: a function from progress (the share of the steps after warm-up that is done, 0
-to 1) to the factor of the peak rate. Names and meanings are those of transformers, "cosine_with_restarts" with one
-cycle; but "constant" warms up too if warm-up steps are given.
+to 1) to the factor of the peak rate. Names are those of transformers. "constant_with_warmup" and "cosine_with_restarts"
+(of one cycle) mean the same as there. "constant" warms up too if warm-up steps are given.
 """
 
 import math

@@ -5,7 +5,7 @@ plan."""
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-# # Shares of the free memory: for a copy of each model; for copies that models share; for training together with all
+# Shares of the free memory: for a copy of each model; for copies that models share; for training together with all
 # that stays beside it; and for all that stays where the need of training is not known.
 OWN_SHARE, FREED_SHARE, TRAINING_SHARE, KEPT_SHARE = 0.2, 0.8, 0.9, 0.4
 UNPLANNED = "what training takes is not known"
@@ -60,7 +60,7 @@ def copies_bytes(needs: Sequence[CopyNeed], shared: bool, ranks: int = 1) -> int
     return sum(sizes.values())
 
 
-# # From a model's place in the list to its `CopyNeed.divided` and `CopyNeed.obstacle`.
+# From a model's place in the list to its `CopyNeed.divided` and `CopyNeed.obstacle`.
 Divide = Callable[[int], tuple[Mapping[int, int], str | None]]
 
 

@@ -26,7 +26,7 @@ class DataSheet:
     link: Link
 
 
-# # Latencies are those that NCCL chooses its algorithms by: hwLat, for rings with LL128, in src/graph/tuning.cc of
+# Latencies are those that NCCL chooses its algorithms by: hwLat, for rings with LL128, in src/graph/tuning.cc of
 # NVIDIA/nccl, 01afd20a77b5804e0ecf1042509dd9d20ebf9e93.
 def _nvlink(both_ways: float) -> Link:
     """NVLink with `both_ways` bytes a second, both directions together, as data sheets state it."""
@@ -38,7 +38,7 @@ def _pcie(generation: int) -> Link:
     return Link({3: 16e9, 4: 32e9, 5: 64e9}[generation], 2.5e-6)
 
 
-# # Keys are words of torch.cuda.get_device_name; the first entry whose words all occur in the name counts. Source:
+# Keys are words of torch.cuda.get_device_name; the first entry whose words all occur in the name counts. Source:
 # NVIDIA's data sheets ("NVIDIA H200 Tensor Core GPU" and the like). From Ampere on they state twice the dense rate
 # ("with sparsity").
 DATA_SHEETS = {
@@ -69,7 +69,7 @@ def data_sheet(name: str) -> DataSheet | None:
     return next((sheet for words, sheet in DATA_SHEETS.items() if found.issuperset(words)), None)
 
 
-# # Bytes of each GPU as CUDA reports them (torch.cuda.mem_get_info): fewer than its name says.
+# Bytes of each GPU as CUDA reports them (torch.cuda.mem_get_info): fewer than its name says.
 GPUS = {
     "v100-16g": 16_900_000_000,
     "v100-32g": 34_080_000_000,

@@ -241,7 +241,7 @@ class Planner:
             lora, bucket = self.spec.actor_lora, self._bucket("actor", self.models["actor"].numbers)
             filled = [*always, bucket]
             if lora is not None and lora.only and self.copies.between_steps == "keep":
-                # # Frozen models are copied once, in the first step, when there is nothing else yet.
+                # Frozen models are copied once, in the first step, when there is nothing else yet.
                 filled = [self._at_rest(stepped=False)[0], self._copy_bytes(["actor"]), bucket]
             self._moment("generate", "the actor's copy is filled", filled, host)
         whole = Bytes() if self._copied("actor", True) else self.engines["actor"].gathered(ahead=False)
@@ -261,7 +261,7 @@ class Planner:
                     "experience", "the reference takes the actor's place", [*always, device], [self.host_rest, on_host]
                 )
             if self._copied(host) and (role == host or moving) and engine.stage == 3:
-                # # The actor's copy has generated with its adapter merged, which is now undone; the critic's copy may
+                # The actor's copy has generated with its adapter merged, which is now undone; the critic's copy may
                 # be new.
                 numbers = engine.model.unmerged if role == "actor" else engine.model.numbers
                 filled = [*always, self._bucket(host, numbers)]
@@ -289,7 +289,7 @@ class Planner:
             engine, passes = self.engines[host], self.workload.passes_of(role)
             played = None if role == host else role
             needed = _kinds(role, training_pass(engine.model, self.workload.rows, played, self.cluster.gpu_bytes))
-            # # In an engine with several roles, gradients of an earlier role count as gradients of earlier passes.
+            # In an engine with several roles, gradients of an earlier role count as gradients of earlier passes.
             made = passes if host not in list(trained.values())[: list(trained).index(role)] else passes + 1
             kept = self.kept[host] = self._kept_whole(engine, passes, needed, held) if keeps else NOTHING_KEPT
             whole = Bytes() if self._lent(host) else engine.gathered(backward=True, kept=kept)
@@ -310,7 +310,7 @@ class Planner:
     def _kept_whole(self, engine: ZeroMemory, passes: int, needed: Bytes, held: Bytes) -> Kept:
         """What the engine keeps whole over the passes of a step. needed: bytes of one pass. held: gradients of other
         engines."""
-        # # On CPUs this is decided in the first step, before Adam has moments.
+        # On CPUs this is decided in the first step, before Adam has moments.
         rest = self.rest if self.cluster.on_gpu else self._at_rest(stepped=False)[0]
         free = None if self.cluster.room is None else self.cluster.room - (rest + self._kept + held).total
         return engine.kept(passes, needed + engine.gathered(backward=True) + engine.in_backward(passes), free)

@@ -413,7 +413,7 @@ def gathered_numbers(units: Sequence[int], zero: Any, backward: bool) -> int:
                 held.add(order[ahead])
                 prefetched += units[order[ahead]]
             ahead += 1
-        # # Units that are fetched together arrive in one buffer and are copied out of it.
+        # Units that are fetched together arrive in one buffer and are copied out of it.
         most = max(most, numbers() + max(fetched, prefetched))
         if unit not in order[place + 1 : ahead] and not _soon(unit, order[place + 1 :], units, zero):
             held.discard(unit)
