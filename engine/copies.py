@@ -1,7 +1,8 @@
-"""Copies of partitioned models, to compute with where no gradient is wanted: whole ones, and such as groups of ranks
-hold together where a whole copy does not fit on one.
+"""Copies of partitioned models, for passes without gradients. A copy is a module without ZeRO's hooks whose weights
+were gathered from a model at stage 3. `WholeCopies` are whole on each rank. `TensorParallelCopies` are divided among a
+group of ranks, for models of which a whole copy does not fit on one.
 
-What becomes of them between steps, and how memory that runs out is survived, is the same for both (`PlainCopies`).
+`PlainCopies` has what both have in common: what happens to copies between steps, and what happens when memory runs out.
 """
 
 import contextlib
@@ -33,11 +34,11 @@ EXPERIENCE = "experience was made with it"
 
 
 class PlainCopies(ABC):
-    """Modules without ZeRO's hooks, which compute in place of models at stage 3.
+    """Copies (modules without ZeRO's hooks) that compute in place of models at stage 3.
 
     Args:
-        between_steps: what becomes of the modules when `release_memory` is called: "keep" them, "free" them, or move
-            them to the "host".
+        between_steps: what `release_memory` does with the modules: "keep" them, "free" them, or move them to the
+            "host".
     """
 
     shared = True
@@ -46,34 +47,35 @@ class PlainCopies(ABC):
         self.between_steps, self._away = between_steps, False
         self.let_go: Callable[[], None] = lambda: None
         """Is called before modules are freed: whoever else holds one lets go of it."""
-        self._together: Model | None = None  # whose passes are made, with one agreement for all
+        self._together: Model | None = None  # the model of the block in `together`
 
     @abstractmethod
     def of(self, model: Model, merged: bool = False) -> Backbone | None:
-        """A module that computes what the model's own does, in eval mode where it is a copy (all ranks call this).
+        """A module that computes the same as the model's own; a copy is in eval mode (all ranks call this).
 
-        At stages 0 to 2 that is the model's own. It is the caller's until the next call. None where a rank turned out
-        not to have the memory for it, which a warning tells: the model is then to compute through its partitions.
+        At stages 0 to 2 it is the model's own module. The caller may use it until the next call. None if a rank turned
+        out to have no memory for it. A warning says so, and the caller has the model compute through its partitions.
 
-        merged: a copy may hold the adapters' updates in its matrices; it then computes as the model's own role alone.
+        merged: whether a copy may have the adapters' updates merged into its matrices; it can then compute as the
+        model's own role only.
         """
 
     @abstractmethod
     def attempt(self, model: Model, doing: str, compute: Callable[[], Result]) -> Result | None:
-        """What is computed with what `of` has given; None on all ranks where one ran out of memory: `of` is then to be
-        asked again (all ranks call this).
+        """The result of `compute`, which computes with the module that `of` returned. None on all ranks if one ran out
+        of memory; the caller then asks `of` again (all ranks call this).
 
-        doing: "responses were drawn", for the warning. Raises: RunStopped where a rank cannot fall back.
+        doing: for the warning, "responses were drawn" for example. Raises: RunStopped where a rank cannot fall back.
         """
 
     @abstractmethod
     def group_of(self, model: Model) -> RankGroup | None:
-        """The ranks that compute together with the model's copy; None where each does alone."""
+        """The group of ranks that compute together with the model's copy; None if each rank computes alone."""
 
     @abstractmethod
     def holding(self, model: Model) -> Backbone | None:
-        """The module that holds the model's weights whole, as they are now and without updates merged into them, if one
-        does; nothing is gathered, and all ranks are told the same."""
+        """The module that already holds the model's current weights whole and without merged updates; None if there is
+        none. Nothing is gathered, and the answer is the same on all ranks."""
 
     @abstractmethod
     def free(self) -> None:
@@ -84,8 +86,8 @@ class PlainCopies(ABC):
         """The modules."""
 
     def inferred(self, model: Model, *args, **kwargs) -> Any:
-        """The forward pass by the model's copy, without autograd's bookkeeping; None where there is no memory for one
-        (all ranks call this)."""
+        """The forward pass of the model's copy, in inference mode; None if there is no memory for a copy (all ranks
+        call this)."""
         if self._together is model:
             copy = self.of(model)
             assert copy is not None, "copies are given up where ranks agree, and here they do later"
@@ -98,10 +100,11 @@ class PlainCopies(ABC):
         return None
 
     def together(self, model: Model, make: Callable[[], Result]) -> Result:
-        """What several passes of one model's give, with one agreement of all ranks on memory, and not one for each of
-        them, at which each would wait for the slowest (all ranks call this).
+        """The result of several passes of one model. All ranks agree once on whether memory sufficed, and not after
+        each pass, where each rank would wait for the slowest (all ranks call this).
 
-        make: makes passes of this model by `inferred`, exchanges nothing else with other ranks, and can be made again.
+        make: makes passes of this model by `inferred`, exchanges nothing else with other ranks, and can be called
+        again.
         """
         while self.of(model) is not None:
             made = self.attempt(model, EXPERIENCE, partial(self._made_together, model, make))
@@ -137,7 +140,7 @@ def _inferred(copy: nn.Module, *args, **kwargs) -> Any:
 
 
 def unless_out_of_memory(make: Callable[[], Result]) -> tuple[Result | None, str]:
-    """What `make` makes, and ""; None on all ranks where one ran out of memory, and what its error says.
+    """(result of `make`, ""); or on all ranks, if one ran out of memory, (None, text of the error).
 
     make: exchanges nothing with other ranks.
     """
@@ -153,8 +156,8 @@ def unless_out_of_memory(make: Callable[[], Result]) -> tuple[Result | None, str
 
 
 def together(model: Any, make: Callable[[], Result]) -> Result:
-    """`PlainCopies.together`, where a model computes by copies, or in the engine of one that does; else what `make`
-    makes."""
+    """`PlainCopies.together` if the model, or the engine that hosts it, computes through copies; otherwise the result
+    of `make`."""
     host = getattr(model, "host", model)
     copies = getattr(host, "copies", None)
     return make() if copies is None else copies.together(host, make)
@@ -162,8 +165,8 @@ def together(model: Any, make: Callable[[], Result]) -> Result:
 
 @contextlib.contextmanager
 def stopped_if_out_of_memory(model: Model, doing: str) -> Iterator[None]:
-    """Within this context ranks exchange what they compute with a model's copy, doing what: one that runs out of memory
-    cannot go another way alone.
+    """A context in which ranks exchange data while they compute with a model's copy. A rank that runs out of memory
+    here cannot fall back alone. doing: what they compute, for the message.
 
     Raises: RunStopped, with the flags that help.
     """
@@ -178,7 +181,8 @@ def stopped_if_out_of_memory(model: Model, doing: str) -> Iterator[None]:
 
 
 def warn_of(model: Model, doing: str, message: str, then: str) -> None:
-    """Warn, once for all ranks, that a copy does not fit: doing what, what the error said, and what comes next."""
+    """Warn, once for all ranks, that a copy does not fit: what was being done, the error's message, and what happens
+    then."""
     if on_gpu():
         torch.cuda.empty_cache()
     if distributed.is_main():
@@ -188,31 +192,32 @@ def warn_of(model: Model, doing: str, message: str, then: str) -> None:
 
 
 def first_sentence(error: BaseException) -> str:
-    """Of an error's message."""
+    """The first sentence of an error's message."""
     return (str(error) or type(error).__name__).split(". ")[0]
 
 
 class WholeCopies(PlainCopies):
-    """Modules without ZeRO's hooks, which hold the gathered weights of models at stage 3 and compute in their place.
+    """Modules without ZeRO's hooks that hold the whole, gathered weights of models at stage 3 and compute in their
+    place.
 
-    A module is filled, bucket by bucket and in the compute dtype, when a model asks for it that it does not hold, or
-    whose weights have changed since; otherwise nothing is gathered. What is frozen has not changed.
+    A module is filled bucket by bucket, in the compute dtype, when it is asked for and does not hold the model's
+    current weights. Otherwise nothing is gathered. Frozen weights do not change.
 
-    A model with adapters can be asked for with its updates merged into the matrices, where it computes as its own role
-    without the factors' cost. When it is asked for as it is, those matrices are gathered anew, since subtraction would
-    not give them back exactly.
+    For a model with adapters the updates can be merged into the matrices. The copy then computes as the model's own
+    role only, without the cost of the factors. When the copy is asked for unmerged, these matrices are gathered anew,
+    since subtraction would not restore them exactly.
 
-    Where memory runs out on any rank, while a module is made, filled or computed with, all ranks let go of the modules
-    and do with less: models with copies of their own share them, then what `smaller` gives takes the model's place,
-    then its partitions. A module computes without its fellows on other ranks, so that all of them come to where they
-    agree.
+    If memory runs out on any rank while a module is made, filled or computing, all ranks free the modules and go on
+    with less. First models that had separate copies share them; then the model gets the copies that `smaller` returns;
+    then it computes through its partitions. A whole copy computes without communication, so every rank reaches the
+    point where all agree.
 
     Args:
         between_steps: as in PlainCopies.
-        shared: models of one architecture take turns in one module, actor and reference in one, critic and reward
-            model in another; else each has its own, and frozen ones are gathered once for good.
-        smaller: of a model for which a shared copy has turned out not to fit, copies of another kind, or None for its
-            partitions. All ranks call it together.
+        shared: whether models of one architecture take turns in one module (actor and reference in one, critic and
+            reward model in another). Otherwise each has its own, and frozen ones are gathered only once.
+        smaller: called with a model whose shared copy did not fit; returns copies of another kind, or None to compute
+            through partitions. All ranks call it together.
     """
 
     def __init__(
@@ -226,7 +231,7 @@ class WholeCopies(PlainCopies):
         self._keys: dict[int, object] = {}
         self._modules: dict[object, Backbone] = {}
         self._held: dict[object, _Held] = {}
-        self._instead: dict[int, PlainCopies | None] = {}  # by models that have no whole copy any more
+        self._instead: dict[int, PlainCopies | None] = {}  # by the ids of models that have no whole copy any more
 
     def of(self, model: Model, merged: bool = False) -> Backbone | None:
         """As in PlainCopies."""
@@ -274,7 +279,7 @@ class WholeCopies(PlainCopies):
         return list(self._modules.values())
 
     def _copy(self, model: Model, merged: bool) -> Backbone | None:
-        """A module that holds the model's weights as they are now; None where it does not fit."""
+        """A module that holds the model's current weights; None if it does not fit."""
         if id(model) not in self._keys:
             self._keys[id(model)] = architecture(model.module) if self.shared else id(model)
         key = self._keys[id(model)]
@@ -314,7 +319,7 @@ class WholeCopies(PlainCopies):
         return self._modules[key] if held and not self._away else None
 
     def _do_with_less(self, model: Model, doing: str, message: str) -> None:
-        """Free all modules, and settle what the model computes with from now on (all ranks call this)."""
+        """Free all modules, and decide what the model computes with from now on (all ranks call this)."""
         self.let_go()
         self.free()
         if not self.shared:
@@ -329,7 +334,7 @@ class WholeCopies(PlainCopies):
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """What a module holds: which model, at which version of its weights, and whether with its updates merged."""
+    """The contents of a module: which model, which version of its weights, and whether its updates are merged."""
 
     model: int
     version: int
@@ -337,9 +342,9 @@ class _Held:
 
 
 def _missing(module: Backbone, source: Backbone, held: _Held | None, wanted: _Held) -> frozenset[str] | None:
-    """Names of the weights that the module does not hold as they are wanted; None for all.
+    """Names of the weights that have to be filled in so that the module holds `wanted`; None for all weights.
 
-    Where there are any, its adapters are not merged any more.
+    If there are any, the module's adapters are unmerged.
     """
     if held == wanted:
         return frozenset()
@@ -358,13 +363,13 @@ def _merged(module: Backbone) -> Backbone:
     return module
 
 
-# What of a configuration changes nothing that a shared module computes: `take_settings_of` sees to the offset; the
-# dtype is the file's on some ranks, the weights' own on others.
+# Settings of a configuration that may differ between models that share a module. `take_settings_of` sets the offset.
+# `dtype` is the file's on some ranks and the weights' on others.
 _NO_MATTER = ("_name_or_path", "score_offset", "score_position", "pad_token_id", "dtype")
 
 
 def architecture(module: Backbone) -> object:
-    """Equal for modules that can hold each other's weights and then compute the same."""
+    """A value that is equal for two modules if each can hold the other's weights and then computes the same."""
     shapes = tuple((name, tuple(full_shape(p))) for name, p in module.named_parameters())
     config = {name: value for name, value in module.model.config.to_diff_dict().items() if name not in _NO_MATTER}
     dtype = next(module.parameters()).dtype
@@ -374,19 +379,19 @@ def architecture(module: Backbone) -> object:
 class TensorParallelCopies(PlainCopies):
     """Modules without ZeRO's hooks in place of models at stage 3, each divided among the ranks of a group.
 
-    As WholeCopies, whose place they take, and always shared by models of one architecture. A rank holds its part of
-    each matrix, filled bucket by bucket from the partitions; no rank ever holds more of the whole than a bucket.
+    They work like WholeCopies, and models of one architecture always share one. A rank holds its part of each matrix,
+    filled bucket by bucket from the partitions; no rank ever holds more than one bucket of whole weights.
 
-    What `of` returns makes experience of each rank's own rows: those of the group are computed together, and each rank
-    gets its own back. Its `.model` is the plain thing: it is to be called with the same rows on all ranks of the group.
-    Adapters are always merged, so that it computes as the model's own role alone.
+    The module that `of` returns is called with each rank's own rows; it computes the rows of the whole group together
+    and returns each rank its own. Its `.model` has to be called with the same rows on all ranks of the group. Adapters
+    are always merged, so it computes as the model's own role only.
 
-    Where a rank has no memory to make or fill its part, all ranks do without. While the ranks of a group compute, one
-    that runs out of it cannot be waited for, and the run ends with a message.
+    If a rank has no memory to make or fill its part, all ranks do without the copy. If a rank runs out of memory while
+    its group computes, the others cannot wait for it, and the run ends with a message.
 
     Args:
-        ranks: in a group. between_steps: as in PlainCopies.
-        cache: bytes of keys and values on each rank, without room for which no copy to generate with is made.
+        ranks: how many form a group. between_steps: as in PlainCopies.
+        cache: bytes of keys and values on each rank. A copy that generates is made only if there is room for them too.
     """
 
     def __init__(self, ranks: int, between_steps: str = "keep", cache: int = 0):
@@ -437,10 +442,11 @@ class TensorParallelCopies(PlainCopies):
         return [part.module for part in self._parts.values()]
 
     def _with_room(self, key: object, model: Model, generates: bool) -> "_Part":
-        """The part of a model, which stands where it computes, with room to be filled and to generate."""
+        """This rank's part of a model on the device, with memory left to fill it and, if it `generates`, for keys and
+        values."""
         if key not in self._parts:
             self._parts[key] = _Part(model.module, self.group)
-            if generates:  # keys and values come later, where the ranks could not fall back together
+            if generates:  # keys and values are allocated later, where the ranks could not fall back together
                 torch.empty(self.cache, dtype=torch.uint8, device=distributed.device())
         if self._away:
             self._move(distributed.device())
@@ -450,23 +456,24 @@ class TensorParallelCopies(PlainCopies):
 
 
 def group_sizes(ranks: int, asked: int | None = None) -> tuple[int, ...]:
-    """How many ranks may hold a copy together, of those of a machine: all that divide their number, or what is asked
-    for if it does."""
+    """The possible sizes of groups of ranks on one machine: all divisors of `ranks` over 1, or `asked` alone if it is
+    given."""
     sizes = range(2, ranks + 1) if asked is None else (asked,)
     return tuple(size for size in sizes if size > 1 and ranks % size == 0)
 
 
 def why_no_group(ranks: int, asked: int | None) -> str:
-    """What is to be said where groups were asked for that the ranks of a machine cannot be divided into; else ""."""
+    """A message if a machine's ranks cannot be divided into groups of the size asked for; otherwise ""."""
     if asked is None or asked == 1 or group_sizes(ranks, asked):
         return ""
     return f"; no {asked} ranks hold a copy together, since that does not divide the {ranks} of a machine"
 
 
 def divided_bytes(module: Backbone, sizes: Sequence[int], generates: bool = True) -> tuple[dict[int, int], str | None]:
-    """Bytes on each rank of a tensor-parallel copy of a module, by how many ranks hold it, and why there is none.
+    """{number of ranks that hold it: bytes on each rank} of a tensor-parallel copy of a module; and why there is none,
+    or None.
 
-    generates: whether it is to draw responses with its adapter merged, and not to make experience alone.
+    generates: whether it draws responses with its adapter merged; False if it only makes experience.
     """
     if not sizes:
         return {}, None
@@ -481,9 +488,9 @@ def divided_bytes(module: Backbone, sizes: Sequence[int], generates: bool = True
 
 
 class _Part:
-    """This rank's part of models of one architecture, of which it holds one at a time.
+    """This rank's part of a divided copy. It holds one model at a time, of several with one architecture.
 
-    Raises: ValueError where the model cannot be divided among the ranks of the group, and why.
+    Raises: ValueError, with the reason, where the model cannot be divided among the ranks of the group.
     """
 
     def __init__(self, like: Backbone, group: RankGroup):
@@ -499,13 +506,13 @@ class _Part:
         self._held: tuple[int, int] | None = None  # the model and the version of its weights
 
     def holds(self, model: Model) -> bool:
-        """Whether it has this model's weights as they are now."""
+        """Whether it holds this model's current weights."""
         return self._held == (id(model), model.version)
 
     @traced("gather of weights")
     @torch.no_grad()
     def hold(self, model: Model) -> None:
-        """Hold this model's weights as they are now."""
+        """Fill it with this model's current weights."""
         if self.holds(model):
             return
         for name, weight in merged_weights(model.module):
@@ -519,9 +526,9 @@ class _Part:
 
 
 class _Rows:
-    """Has a module compute the rows of all ranks of a group at once, and return each rank its own.
+    """Hooks with which a module computes the rows of all ranks of a group at once and returns each rank its own.
 
-    Rows come with a width of their own on each rank, and are padded on the right to one.
+    Ranks may call it with rows of different widths; all are padded on the right to one width.
     """
 
     def __init__(self, module: nn.Module, group: RankGroup):
@@ -531,7 +538,8 @@ class _Rows:
         module.register_forward_hook(self.own_rows)
 
     def gathered(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        """The arguments, with the rows of the group for this rank's: sequences, attention_mask, position_ids (B, S)."""
+        """The arguments with the rows of the whole group in place of this rank's: sequences, attention_mask,
+        position_ids (B, S)."""
         columns, others = args[:3], dict(kwargs)
         length = others.get("response_length", 0)
         ranks = self.group.all_objects(([column.cpu() for column in columns], length))
@@ -541,7 +549,7 @@ class _Rows:
         rows, until = slice(first, first + len(columns[0])), columns[0].shape[1]
         self.own = rows, slice(0, until)
         if "response_length" in others:
-            # The last of the padded columns in which all ranks' responses stand.
+            # How many of the last columns, after padding, hold all ranks' responses.
             others["response_length"] = most = max(length + width - each[0].shape[1] for each, length in ranks)
             self.own = rows, slice(most - behind - length, most - behind)
         joined = [
@@ -551,7 +559,7 @@ class _Rows:
         return (*joined, *args[3:]), others
 
     def own_rows(self, module: nn.Module, args: tuple, output: Any) -> Any:
-        """This rank's part of what was computed, (B, T) or (B, S) each."""
+        """This rank's rows of the output, (B, T) or (B, S) each."""
         if isinstance(output, Tensor):
             return output[self.own]
         return tuple(column[self.own] for column in output)

@@ -1,7 +1,7 @@
-"""Processes and what they tell each other; the only file that names torch.distributed.
+"""Ranks and their communication; the only file that uses torch.distributed.
 
-Everything works unchanged with one process and no launcher: the calls then return their argument. The process group
-itself is started by `engine.zero.communication.init`.
+Everything also works with one process and no launcher: the calls then return their argument. The process group itself
+is started by `engine.zero.communication.init`.
 """
 
 import contextlib
@@ -38,9 +38,9 @@ def ranks_in_words() -> str:
 
 
 def rank_share(total: int, of: tuple[int, int] | None = None) -> slice:
-    """Which of `total` items, numbered over all ranks, are this rank's: one piece, and the pieces follow the ranks.
+    """The slice of `total` items that is this rank's. Slices are contiguous and in the order of the ranks.
 
-    Equal pieces where the number of ranks divides `total`; otherwise their sizes differ by at most one.
+    Slices are equal if the number of ranks divides `total`; otherwise their sizes differ by at most one.
     of: (rank, number of ranks), by default this process's.
     """
     number, ranks = of or (rank(), world_size())
@@ -48,7 +48,7 @@ def rank_share(total: int, of: tuple[int, int] | None = None) -> slice:
 
 
 def is_main() -> bool:
-    """Whether this is the process that prints and writes what is written once."""
+    """Whether this is the main rank, which prints, and writes the files that are written once."""
     return rank() == 0
 
 
@@ -87,7 +87,7 @@ def all_gather(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _Works(list):
-    """Collective calls under way, as one."""
+    """Several pending collective calls as one."""
 
     def wait(self) -> None:
         """Wait for all of them."""
@@ -98,8 +98,8 @@ class _Works(list):
 def gather_by_broadcasts(
     output_tensor: torch.Tensor, input_tensor: torch.Tensor, group=None, async_op: bool = False
 ) -> _Works | None:
-    """torch.distributed.all_gather_into_tensor for gloo, which broadcasts large tensors four times as fast as it
-    gathers them."""
+    """all_gather_into_tensor of torch.distributed by broadcasts: with large tensors gloo is four times as fast at
+    these."""
     parts = output_tensor.view(-1).chunk(dist.get_world_size(group))
     parts[dist.get_rank(group)].copy_(input_tensor.view(-1))
     senders = range(len(parts)) if group is None else dist.get_process_group_ranks(group)
@@ -113,8 +113,8 @@ def gather_by_broadcasts(
 def scatter_by_all_reduce(
     output_tensor: torch.Tensor, input_tensor: torch.Tensor, op=dist.ReduceOp.SUM, group=None, async_op: bool = False
 ) -> None:
-    """torch.distributed.reduce_scatter_tensor for gloo, which is faster at reducing all of a large tensor in place than
-    at sorting out its parts. `input_tensor` is overwritten; ZeRO-3 gives a buffer that it has no other use for."""
+    """torch.distributed.reduce_scatter_tensor by an all-reduce: with large tensors gloo is faster at that.
+    `input_tensor` is overwritten; ZeRO-3 passes a buffer that it does not use again."""
     assert not async_op, "ZeRO-3 reduces gradients synchronously on CPUs"
     dist.all_reduce(input_tensor, op=op, group=group)
     own = input_tensor.view(-1).chunk(dist.get_world_size(group))[dist.get_rank(group)]
@@ -123,7 +123,8 @@ def scatter_by_all_reduce(
 
 
 def largest(number: int | torch.Tensor) -> int:
-    """The largest of all ranks' numbers: int, or () int64, which the host then waits for once and not before."""
+    """The largest of all ranks' numbers, as int. number: int, or a tensor () int64; then the host waits for the device
+    only once."""
     if world_size() > 1:
         number = all_reduce_max(torch.as_tensor(number, device=device()))
     return int(number)
@@ -153,12 +154,13 @@ def broadcast_object(value):
 
 
 class RankGroup:
-    """Ranks that do something together: this one's of the groups of `size` that the ranks are divided into.
+    """A group of ranks that do something together: all ranks are divided into groups of `size`, and this is this rank's
+    group.
 
     place: this rank's number within the group.
 
     Args:
-        size: divides the number of ranks; neighbours are together. All ranks make their groups together.
+        size: has to divide the number of ranks; neighbouring ranks form a group. All ranks make their groups together.
     """
 
     def __init__(self, size: int):
@@ -170,14 +172,15 @@ class RankGroup:
             self._group = groups[rank() // size]
 
     def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
-        """`tensor`, in place of which the sum over the group has come."""
+        """`tensor`, overwritten with its sum over the group."""
         if self.size > 1:
             tensor = tensor.contiguous()
             dist.all_reduce(tensor, group=self._group)
         return tensor
 
     def joined(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The ranks' tensors (..., n), of one shape, side by side: (..., size * n)."""
+        """The tensors (..., n) of the group's ranks, all of one shape, joined along the last dimension: (..., size *
+        n)."""
         if self.size == 1:
             return tensor
         parts = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(self.size)]
@@ -200,9 +203,10 @@ def barrier() -> None:
 
 @contextlib.contextmanager
 def waiting(longest: timedelta) -> Iterator[None]:
-    """A block in which one rank may be busy for so long; the others wait for it at its end (all ranks call this).
+    """A context in which one rank may be busy for up to `longest`; the others wait for it at the end (all ranks call
+    this).
 
-    A barrier would break off after the group's own time, which is that of a step.
+    A barrier would time out after the group's timeout, which is chosen for a training step.
     """
     many = dist.is_initialized() and dist.get_world_size() > 1
     group = dist.new_group(backend="gloo", timeout=longest) if many else None
@@ -213,20 +217,20 @@ def waiting(longest: timedelta) -> Iterator[None]:
 
 
 def key_value_store(host: str, port: int, serve: bool = False, seconds: float = 5.0) -> dist.Store:
-    """The store through which processes find each other before there is a group.
+    """The store through which processes find each other before there is a process group.
 
-    serve: be the one that holds it. seconds: after which an answer does not come any more; many ranks that ask at once
-    wait for one another.
-    Raises: RuntimeError where nobody serves it.
+    serve: whether this process holds the store. seconds: timeout for an answer; many ranks that ask at once wait for
+    one another.
+    Raises: RuntimeError if no process serves it.
     """
     wait = timedelta(seconds=seconds)
     return dist.TCPStore(host, port, is_master=serve, timeout=wait, wait_for_workers=False, multi_tenant=serve)
 
 
 def let_groups_wait(longest: timedelta) -> None:
-    """Have the calls of all process groups that are made from now on wait for so long, whoever makes them: DeepSpeed,
-    `RankGroup`, a device mesh. torch has no setting for it, and gives a group that is not told its own constants, 10
-    minutes with NCCL and 30 with gloo, whatever the world's group was given."""
+    """Set the timeout of all process groups that are created from now on, by DeepSpeed, `RankGroup` or a device mesh.
+    torch has no setting for this: a group without a timeout gets torch's constants (10 minutes with NCCL, 30 with
+    gloo), whatever the timeout of the world's group is."""
     distributed_c10d._get_default_timeout = lambda backend: longest
 
 

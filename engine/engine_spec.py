@@ -1,4 +1,4 @@
-"""What the engines of PPO are to be: which models, under which DeepSpeed configurations, and which share an engine."""
+"""The specification of PPO's engines: their models and DeepSpeed configurations, and which models share an engine."""
 
 from dataclasses import dataclass, field
 
@@ -12,9 +12,9 @@ from engine.zero.config import EngineConfig
 class OptimizerSpec:
     """Adam's settings, the maximal gradient norm (0: no clipping) and the peak learning rate.
 
-    form: "adamw", or "tf_adam" for TensorFlowAdam; that one has no weight decay. decay: which weights `weight_decay`
-    shrinks: "matrices", so neither biases nor norms; "all", as PyTorch's AdamW does when given all parameters as one;
-    "deepspeed_chat", by engine.optim.NOT_DECAYED_BY_DEEPSPEED_CHAT.
+    form: "adamw", or "tf_adam" for TensorFlowAdam; that one has no weight decay. decay: the weights that `weight_decay`
+    shrinks: "matrices" (neither biases nor norms); "all", as PyTorch's AdamW with all parameters in one group;
+    "deepspeed_chat": by engine.optim.NOT_DECAYED_BY_DEEPSPEED_CHAT.
     """
 
     lr: float
@@ -27,7 +27,8 @@ class OptimizerSpec:
 
 
 def frozen_stage(partner: EngineConfig) -> int:
-    """The ZeRO stage of a frozen model that is as large as a trained one: 3 where that one is at 3, else 0."""
+    """The ZeRO stage of a frozen model that is as large as the trained model `partner`: 3 if the partner is at stage 3,
+    else 0."""
     return 3 if partner.stage == 3 else 0
 
 
@@ -36,17 +37,18 @@ class EngineSpec:
     """Which models, in which precision, under which DeepSpeed configurations.
 
     critic_path: a reward model or critic; None for the actor's model with a new head (`new_critic`). with_critic: False
-    where none is to be built. reward_path: the critic's path unless given. with_reward_model: False where scores come
-    from elsewhere, and no such model is loaded. hydra_layers: how many of the actor's last layers train; the reference
-    is then copies of those in the actor's engine. 0: all train, and the reference is an engine of its own.
-    actor_lora, critic_lora: adapters that train instead of matrices, or None. share_trunk: one model for all roles.
-    pad_token: the rule for the tokenizer's pad token (engine/models/reading.py). chat_template: a file with one for
-    it, or None. trust_remote_code: whether code in the models' folders may run. attention: which code computes
-    attention, of all models.
-    reference, reward: stage 3 where the actor (the critic, if there is one) is at stage 3, else 0, unless given.
-    ema_decay: None for no average; ema_device: "cpu" keeps it, and a reference that moves, in host memory.
-    reference_is_ema: whether the KL is measured to that average. reference_refresh_steps: after every so many PPO steps
-    the reference becomes reference_mixup_alpha * actor + (1 - reference_mixup_alpha) * reference; None for never.
+    if no critic is built. reward_path: by default the critic's path. with_reward_model: False if scores come from
+    elsewhere, so that no reward model is loaded. hydra_layers: how many of the actor's last layers train; the reference
+    is then a frozen copy of these layers in the actor's engine. 0: all layers train, and the reference has its own
+    engine. actor_lora, critic_lora: adapters that train instead of matrices, or None. share_trunk: one frozen language
+    model serves all roles, each with its own adapter and head. pad_token: the rule for the tokenizer's pad token
+    (engine/models/reading.py). chat_template: a file with the tokenizer's chat template, or None. trust_remote_code:
+    whether code in the models' folders may run. attention: the code that computes attention in all models.
+    reference, reward: by default stage 3 if the actor (for the reward model the critic, if there is one) is at stage 3,
+    else stage 0. ema_decay: None for no moving average; ema_device: "cpu" keeps the average, and a reference that
+    moves, in host memory. reference_is_ema: whether the KL is measured against the average. reference_refresh_steps:
+    after every so many PPO steps the reference becomes reference_mixup_alpha * actor + (1 - reference_mixup_alpha) *
+    reference; None for never.
     """
 
     actor_path: str
@@ -95,13 +97,12 @@ class EngineSpec:
 
     @property
     def reference_moves(self) -> bool:
-        """Whether the reference follows the actor: then it is other weights in the actor's engine."""
+        """Whether the reference follows the actor. It is then a second set of weights in the actor's engine."""
         return self.reference_is_ema or self.reference_refresh_steps is not None
 
     @property
     def hosts(self) -> dict[str, str]:
-        """The frozen models that have no engine of their own: each role, with that of the trained model whose engine
-        computes it."""
+        """The frozen models without their own engine: {role: role of the trained model whose engine computes it}."""
         only_factors = {
             role: lora is not None and lora.only
             for role, lora in (("actor", self.actor_lora), ("critic", self.critic_lora))
@@ -118,15 +119,15 @@ class EngineSpec:
 
     @property
     def plays(self) -> dict[str, str]:
-        """The frozen model that a trained model's module also computes, by the trained one's role. A reference that
-        moves is none: it is other weights in that module."""
+        """{role of a trained model: the frozen model that its module also computes}. A reference that moves is not
+        among them: it is a second set of weights for that module."""
         return {
             host: frozen for frozen, host in self.hosts.items() if not (frozen == "reference" and self.reference_moves)
         }
 
     @property
     def shared(self) -> dict[str, str]:
-        """What the models are that have no engine of their own, in words, by role."""
+        """Descriptions of the models without their own engine, by role."""
         if self.share_trunk:
             words = {
                 "reference": self._moving_reference
@@ -148,7 +149,7 @@ class EngineSpec:
 
     @property
     def _moving_reference(self) -> str | None:
-        """In words, what a reference that moves is; None for one that does not."""
+        """A description of a reference that moves; None if it does not move."""
         if self.reference_is_ema:
             return "the reference is the moving average of the actor's weights, in their place while it computes"
         if self.reference_refresh_steps is None:
@@ -160,7 +161,8 @@ class EngineSpec:
 
     @property
     def engine_configs(self) -> list[EngineConfig]:
-        """Of each engine that is built: the actor's, and if there are any the critic's, reference's, reward model's."""
+        """The configurations of all engines that are built: the actor's, and the critic's, reference's, reward model's
+        if they have one."""
         configs = [self.actor, *([self.critic] if self.with_critic and not self.share_trunk else [])]
         if "reference" not in self.hosts:
             configs.append(self.reference or EngineConfig("reference", frozen_stage(self.actor)))
@@ -171,5 +173,5 @@ class EngineSpec:
 
 
 def _before(path: str | None) -> str:
-    """In words, what the adapters are of a model from `path` that was not trained here."""
+    """A description of the model before training, relative to its adapter: for a model from `path`."""
     return "the adapter that it began with" if path is not None and is_adapter(path) else "its adapters off"

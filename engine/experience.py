@@ -1,4 +1,4 @@
-"""What flows through a step: prompts, rollouts, experience. Frozen, and sure of their shapes."""
+"""The data of a step: prompts, rollouts, experience, training batch. The classes are frozen and check their shapes."""
 
 from dataclasses import dataclass, field, fields, replace
 
@@ -19,10 +19,10 @@ def _check(name: str, tensor: Tensor, shape: tuple, dtype: torch.dtype) -> None:
 
 @dataclass(frozen=True, slots=True)
 class PromptBatch:
-    """Prompts to be answered; left-padded.
+    """Prompts to draw responses for, left-padded.
 
     input_ids (B, P) int64; attention_mask (B, P) int64; indices (B,) int64, each prompt's index in the data;
-    samples (B,) int64, which sample of that prompt is to be drawn.
+    samples (B,) int64, the number of the sample to be drawn for that prompt.
     """
 
     input_ids: Tensor
@@ -66,7 +66,7 @@ class Rollout:
 
     sequences (B, S) int64; attention_mask (B, S) int64, 1 on real prompt tokens and on sampled tokens;
     response_mask (B, T) bool, 1 on every sampled token, EOS included; ended (B,) bool, whether a stop was reached;
-    indices, samples (B,) int64 as in PromptBatch; logprobs, entropy (B, T) float32 as the sampler had them, or None.
+    indices, samples (B,) int64 as in PromptBatch; logprobs, entropy (B, T) float32, the sampler's, or None.
     """
 
     sequences: Tensor
@@ -119,7 +119,8 @@ class Rollout:
         return self.sequences[:, self.prompt_length :]
 
     def cut(self, kept: Tensor, ended: Tensor, pad_token_id: int) -> "Rollout":
-        """The same rows, whose responses are only the tokens in `kept` (B, T) bool; other positions become padding."""
+        """The same rows with only the response tokens in `kept`, (B, T) bool; other response positions become
+        padding."""
         prompt = self.prompt_length
         real = torch.cat([self.attention_mask[:, :prompt], self.attention_mask[:, prompt:] * kept], 1)
         responses = torch.where(kept, self.responses, pad_token_id)
@@ -132,18 +133,17 @@ class Rollout:
         )
 
     def without_attention_to(self, token: int) -> "Rollout":
-        """The same rows, in which no token attends to this one, in prompts and responses, nor does it count in
-        positions."""
+        """The same rows with this token masked out of attention and position ids, in prompts and responses."""
         return replace(self, attention_mask=self.attention_mask * (self.sequences != token))
 
     def from_second_token(self) -> "Rollout":
-        """The same rows with all positions but the first as their responses, to ask for log-probs of prompts too."""
+        """The same rows with all positions but the first as response, which gives log-probs of prompts too."""
         return replace(self, response_mask=self.attention_mask[:, 1:].bool(), logprobs=None, entropy=None)
 
     def select(self, rows: Tensor | slice, positions_after: int | None = 0) -> "Rollout":
-        """The given rows, without the positions that are padding in all of them.
+        """The given rows, without positions that are padding in all of them.
 
-        positions_after: how many are kept behind the longest response; None for all.
+        positions_after: how many positions are kept after the longest response; None for all.
         """
         picked = {
             field.name: getattr(self, field.name)[rows]
@@ -163,16 +163,17 @@ class Rollout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experience:
-    """What the models say of a rollout, which is all that a step's forward passes give. Position t belongs to token t.
+    """The results of a step's forward passes over a rollout. Position t belongs to response token t.
 
-    rollout: its response mask holds the tokens that are learned; what follows a dialect's end is padding.
+    rollout: its response mask is set on the tokens that are learned; after the dialect's end all is padding.
     logprobs, entropy: (B, T) float32, of the policy that sampled. ref_logprobs: (B, T) float32, of the reference.
     values: (B, T) float32, the critic's; None without one. scores: (B,) float32, as the reward source gave them.
     prompt_kl: (B,) float32, the prompts' part of the KL that steers the coefficient; zeros where only responses count.
-    score_parts: name -> (B,) float32, what adds up to the scores where that is more than one thing, else empty.
-    rewards: name -> (B,) float32, what each of several sources said, before its weight.
-    log_ratios: (N,) float32, log-probs of the actor's forward pass minus the sampler's, of all tokens that are learned,
-        or of the longest row's where no others have a forward pass; None where the sampler notes none.
+    score_parts: name -> (B,) float32, the parts that add up to the scores if there are several, else empty. rewards:
+    name -> (B,) float32, the score of each of several sources before its weight.
+    log_ratios: (N,) float32, log-probs of the actor's forward pass minus the sampler's: for all tokens that are
+        learned, or for those of the longest row if only that row had a forward pass; None if the sampler records no
+        log-probs.
     """
 
     rollout: Rollout
@@ -198,7 +199,7 @@ class Experience:
 
     @property
     def kl(self) -> Tensor:
-        """(B, T) float32, log-prob minus reference log-prob of each token of a response: what is reported."""
+        """(B, T) float32, log-prob minus reference log-prob of each response token; metrics report it."""
         return torch.where(
             self.rollout.response_mask, self.logprobs - self.ref_logprobs, torch.zeros_like(self.logprobs)
         )
@@ -206,7 +207,8 @@ class Experience:
 
 @dataclass(frozen=True, slots=True)
 class Masks:
-    """(B, T) bool each: the positions of the policy's loss, those of the critic's, and those whose values are kept."""
+    """Three masks, (B, T) bool each: positions of the policy's loss, of the critic's loss, and of the values that are
+    kept."""
 
     policy: Tensor
     value: Tensor
@@ -215,10 +217,10 @@ class Masks:
 
 @dataclass(frozen=True, slots=True)
 class Positions:
-    """Which positions of responses count for what.
+    """Which positions of responses count for the score, the KL penalty, losses and values.
 
-    lengths: (B,) int64, L, the tokens of each response that count. score: (B,) int64, where its score stands.
-    kl_mask: (B, T) bool, where the KL penalty counts. masks: of losses and values.
+    lengths: (B,) int64, L, how many tokens of each response count. score: (B,) int64, the position of its score.
+    kl_mask: (B, T) bool, where the KL penalty counts. masks: those of losses and values.
     """
 
     lengths: Tensor
@@ -229,16 +231,17 @@ class Positions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingBatch:
-    """Rows of an experience with all that the optimizer steps learn from. Position t belongs to response token t.
+    """Rows of an experience with all data for the optimizer steps. Position t belongs to response token t.
 
     rollout, logprobs, entropy, ref_logprobs, scores: as in Experience; the log-probs are the old policy's.
-    values: (B, T) float32, the old critic's with what the dialect has after the end; zeros without a critic.
-    kl: (B, T) float32, as in Experience; measured_kl (B,) float32, nats, what the coefficient kl_coef is steered by.
-    processed_scores: (B,) float32, as they stand in the rewards; rewards: (B, T) float32, before any whitening.
-    advantages, returns: (B, T) float32; estimated anew where the dialect does so in each mini-batch.
+    values: (B, T) float32, of the critic at the rollout, kept or zeroed after the end as in the dialect; zeros without
+    a critic.
+    kl: (B, T) float32, as in Experience; measured_kl (B,) float32, in nats, steers the coefficient kl_coef.
+    processed_scores: (B,) float32, the scores as they enter the rewards; rewards: (B, T) float32, before any whitening.
+    advantages, returns: (B, T) float32; some dialects estimate them anew in each mini-batch.
     policy_mask, value_mask: (B, T) bool, the positions that each loss is summed over; state_mask, where values count.
-    correction, cut: (B, T) float32, what the policy's loss is multiplied by, and (B, T) bool, where the ratio was cut
-        for it, as `Algorithm.correction` has them; None where it has none.
+    correction, cut: (B, T) float32, factors of the policy's loss, and (B, T) bool, where the ratio was cut, both from
+        `Algorithm.correction`; None without correction.
     """
 
     rollout: Rollout

@@ -1,4 +1,4 @@
-"""From a rollout to an experience: the forward passes of all models, and nothing else."""
+"""From a rollout to an experience: the forward passes of all models."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,24 +18,24 @@ from engine.reference import Reference
 from engine.reward.base import RewardModel, RewardSource
 from engine.zero.engines import TrainedModel
 
-# Responses of each rank whose log-probs by the sampler are compared with a forward pass's where it makes none of all.
+# How many responses of each rank get a forward pass, to compare with the sampler's log-probs, where others get none.
 COMPARED_ROWS = 1
 
-# Columns (N, t) or (N,) of each micro-batch -> one (B, T) or (B,), in the rollout's order and width.
+# Joins the tensors (N, t) or (N,) of all micro-batches into one (B, T) or (B,), in the rollout's order and width.
 Join = Callable[[list[Tensor]], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """What a reward source says of B responses, each (B,) float32: the scores; `parts`, by name what they are the sum
-    of, where that is more than one thing; `rewards`, what each of several sources said, before its weight."""
+    """A reward source's results for B responses, all (B,) float32: the scores; `parts` by name, whose sum the scores
+    are, if there are several; `rewards`, the score of each of several sources before its weight."""
 
     scores: Tensor
     parts: dict[str, Tensor]
     rewards: dict[str, Tensor]
 
     def changed(self, change: Callable[[Tensor], Tensor]) -> "Scores":
-        """With this done to each of them."""
+        """Scores with `change` applied to each tensor."""
         parts, rewards = (
             {name: change(column) for name, column in columns.items()} for columns in (self.parts, self.rewards)
         )
@@ -43,7 +43,7 @@ class Scores:
 
     @classmethod
     def joined(cls, pieces: "Sequence[Scores]") -> "Scores":
-        """Those of all responses, one behind the other."""
+        """The scores of several pieces, one after the other."""
         first = pieces[0]
         return cls(
             torch.cat([piece.scores for piece in pieces]),
@@ -56,8 +56,8 @@ class ExperienceMaker:
     """Runs the models over rollouts, one model after the other, in micro-batches of rows of similar length.
 
     critic: None where the algorithm has none. micro_batch_size: rows of full length in one forward pass.
-    exact_sampler: whether rollouts' log-probs are a forward pass's within rounding, for `old_logprobs` "auto".
-    padded: whether padding counts among a pass's tokens, as it does where a model computes for it.
+    exact_sampler: whether rollouts' log-probs equal those of a forward pass within rounding; for `old_logprobs` "auto".
+    padded: whether padding counts as tokens of a pass, because the models compute it too.
     """
 
     def __init__(
@@ -82,14 +82,14 @@ class ExperienceMaker:
     def make_experience(self, rollout: Rollout, scores: Scores | None = None, policies: bool = True) -> Experience:
         """Log-probs, values and scores of a rollout (all ranks call this together, each with equally many rows).
 
-        policies: whether actor and reference are asked at all; if not, log-probs and entropies are zeros: where the two
-        are one model their KL is 0, and nothing else is to be known of them.
+        policies: whether actor and reference compute; if not, log-probs and entropies are zeros. This is for a step in
+        which the two are the same model, so that their KL is 0, and nothing else of them is needed.
 
-        Where a dialect counts positions past a response, the rows should be as wide as the system's own: they end with
-        the longest response of what was generated together, which is all that this rank generated in the step, or
-        after a fixed length.
+        Where a dialect counts positions past a response, rows should be as wide as in its system. There they end with
+        the longest of the responses generated together (all that this rank generated in the step), or after a fixed
+        length.
 
-        scores: of these rows, from `score`, where they have been asked for before.
+        scores: the scores of these rows, if `score` has been called for them before.
         """
         learned, scored = self.algorithm.texts(rollout)
         if scores is None:
@@ -111,7 +111,8 @@ class ExperienceMaker:
 
     @torch.no_grad()
     def score(self, rollout: Rollout) -> Scores:
-        """The scores alone, of responses of which some may be left out (all ranks call this, as `make_experience`)."""
+        """The scores alone, for responses of which some may be left out later (all ranks call this, as
+        `make_experience`)."""
         learned, scored = self.algorithm.texts(rollout)
         self.reward.prepare(scored)
         rows = self._micro_batches(learned)
@@ -119,12 +120,12 @@ class ExperienceMaker:
         return self._scores([scored.select(part) for part in rows], joined)
 
     def _micro_batches(self, learned: Rollout) -> list[Tensor]:
-        """Rows of each pass, as many passes on all ranks."""
+        """The rows of each pass; all ranks have equally many passes."""
         tokens = self.micro_batch_size * learned.sequences.shape[1]
         return micro_batches(learned, tokens, equally_many=True, padded=self.padded)
 
     def _by_policies(self, learned: Rollout, pieces: list[Rollout], joined: Join) -> dict[str, Any]:
-        """What actor and reference say, by the names of Experience's fields."""
+        """The results of actor and reference, by the names of Experience's fields."""
         dialect = self.algorithm.dialect
         assert learned.logprobs is not None or dialect.old_logprobs != "sampler", (
             "the rollout has no log-probs of the sampler"
@@ -170,7 +171,8 @@ class ExperienceMaker:
         )
 
     def _prompt_kl(self, piece: Rollout, logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-        """(N,) float32; log-probs (N, S - 1) of all tokens but the first. What precedes a token must be real, too."""
+        """(N,) float32, the prompts' part of the KL. Log-probs: (N, S - 1), of all tokens but the first. A token counts
+        only if the token before it is real too."""
         prompt = piece.prompt_length - 1
         real = piece.attention_mask[:, :prompt].bool()
         return measured_kl(logprobs[:, :prompt], ref_logprobs[:, :prompt], real, self.algorithm.dialect.kl_measure)
@@ -200,17 +202,19 @@ class ExperienceMaker:
 
 
 def _joined(columns: list[Tensor], rows: list[Tensor], width: int) -> Tensor:
-    """Columns (N, t) or (N,) of each micro-batch as one (B, width) or (B,). rows: of the rollout, in each."""
+    """The tensors (N, t) or (N,) of all micro-batches joined into one (B, width) or (B,). rows: the rollout's rows in
+    each."""
     padded = [F.pad(column, (0, width - column.shape[1])) if column.dim() == 2 else column for column in columns]
     return torch.cat(padded)[torch.cat(rows).argsort()]
 
 
 def _unasked(learned: Rollout) -> dict[str, Any]:
-    """In the place of what actor and reference say."""
+    """Zeros in place of the results of actor and reference."""
     zeros = torch.zeros(learned.response_mask.shape, device=learned.sequences.device)
     return {**dict.fromkeys(("logprobs", "entropy", "ref_logprobs"), zeros), "prompt_kl": zeros[:, 0]}
 
 
 def _log_ratios(logprobs: Tensor, rollout: Rollout) -> Tensor | None:
-    """The actor's log-probs (B, T) minus the sampler's, of the tokens that are learned: (N,); None without those."""
+    """The actor's log-probs (B, T) minus the sampler's, for the tokens that are learned: (N,); None without the
+    sampler's."""
     return None if rollout.logprobs is None else (logprobs - rollout.logprobs)[rollout.response_mask]

@@ -1,8 +1,9 @@
-"""Paths that a user names, and files that others wrote: opened only where they are files, and read with care.
+"""Paths that a user names, and careful reading of files that others wrote.
 
-Opening a pipe waits for a writer, and opening a device may do anything. A Git LFS pointer is a small text that stands
-in a clone in the place of a large file that was not fetched. Of JSON, whatever is wrong with it is a ValueError, and no
-name of an object may stand twice, of which Python's own reading keeps the last value in silence.
+Only regular files are opened: opening a pipe waits for a writer, and opening a device may do anything. A Git LFS
+pointer is a small text that a clone has in place of a large file that was not fetched. Every fault of a JSON text is
+raised as a ValueError. So is a name that occurs twice in an object, where Python's own reader silently keeps the last
+value.
 """
 
 import contextlib
@@ -27,7 +28,8 @@ KINDS = {
 
 
 def expanded(path: str, what: str) -> Path:
-    """The path with a user's folder for ~ or ~name; raises UserError, naming `what` (a flag), if there is none."""
+    """The path with ~ or ~name replaced by the user's folder; raises UserError, naming `what` (a flag), if there is
+    none."""
     try:
         return Path(path).expanduser()
     except RuntimeError:
@@ -37,14 +39,15 @@ def expanded(path: str, what: str) -> Path:
 
 
 def without_links(path: str | Path) -> Path:
-    """The absolute path without links. One that leads to itself stays: Path.resolve raises RuntimeError for it, or
-    OSError, or nothing, by Python's version."""
+    """The absolute path without links. A link that leads to itself is left as it is; for these Path.resolve raises
+    RuntimeError, OSError or nothing, depending on Python's version."""
     return Path(os.path.realpath(path))
 
 
 def open_file(path: str | Path) -> IO[bytes]:
-    """The file, opened for reading bytes; raises OSError, whose `strerror` says so, for what is no regular file."""
-    _require_file(Path(path).stat().st_mode, path)  # before it is opened, which for a device may do something
+    """The file, opened for reading bytes; raises OSError, with the reason in `strerror`, if it is not a regular
+    file."""
+    _require_file(Path(path).stat().st_mode, path)  # before opening it, which may have effects for a device
     file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
     try:
         _require_file(os.fstat(file.fileno()).st_mode, path)
@@ -55,7 +58,7 @@ def open_file(path: str | Path) -> IO[bytes]:
 
 
 def read_text(path: str | Path) -> str:
-    """What stands in a UTF-8 file; raises OSError as `open_file` does, and ValueError for other bytes."""
+    """The text of a UTF-8 file; raises OSError as `open_file` does, and ValueError for bytes that are not UTF-8."""
     with open_file(path) as file:
         return file.read().decode("utf-8")
 
@@ -68,7 +71,8 @@ def _require_file(mode: int, path: str | Path) -> None:
 
 @contextlib.contextmanager
 def os_errors() -> Iterator[None]:
-    """Raise as OSError what libraries in Rust (safetensors, tokenizers) raise of a file system: a full disk, say."""
+    """Within this context errors of the file system (a full disk, say) from libraries in Rust (safetensors, tokenizers)
+    are raised as OSError."""
     try:
         yield
     except OSError:
@@ -92,7 +96,7 @@ def refuse_pointers(files: Iterable[Path], what: str) -> None:
 
 
 def lfs_problem(path: str | Path) -> str | None:
-    """What the file is and what to do, if it is a pointer; None for any other file, and where none can be read."""
+    """A message with the remedy if the file is a pointer; None for any other file, and for one that cannot be read."""
     try:
         with open_file(path) as file:
             beginning = file.read(len(BEGINNING))
@@ -107,7 +111,8 @@ def lfs_problem(path: str | Path) -> str | None:
 
 
 class RepeatedName(ValueError):
-    """fields: the object as Python reads it. name: what stands in it `count` times."""
+    """A JSON object has a name more than once. fields: the object as Python reads it. name: the name that it has
+    `count` times."""
 
     def __init__(self, fields: dict[str, object], name: str, count: int):
         super().__init__(f"{name} stands there {count} times")
@@ -115,7 +120,7 @@ class RepeatedName(ValueError):
 
 
 def parsed_json(text: str | bytes) -> Any:
-    """The value of a JSON text; raises ValueError for what is none, or too deep to be read."""
+    """The value of a JSON text; raises ValueError if it is not JSON, or nested too deeply to be read."""
     try:
         return json.loads(text)
     except RecursionError:
@@ -123,7 +128,7 @@ def parsed_json(text: str | bytes) -> Any:
 
 
 def unique_names(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    """The object of these names and values; raises RepeatedName."""
+    """The object with these names and values; raises RepeatedName."""
     for name, count in Counter(name for name, _ in pairs).items():
         if count > 1:
             raise RepeatedName(dict(pairs), name, count)

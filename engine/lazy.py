@@ -1,4 +1,4 @@
-"""Tensors whose numbers are fetched when they are asked for, so that a whole model never has to be in host memory."""
+"""Tensors whose numbers are fetched only when they are used, so that host memory never has to hold a whole model."""
 
 from collections.abc import Callable
 
@@ -8,10 +8,10 @@ from torch.utils._pytree import tree_map_only
 
 
 class Lazy(Tensor):
-    """A contiguous tensor of which shape and dtype are known, and no more.
+    """A contiguous tensor with a known shape and dtype whose numbers are not fetched yet.
 
-    `tensor.copy_(lazy)` has it fill that tensor; whatever else is done with it fetches all of it first, anew each time.
-    So libraries that take dictionaries of tensors take these, and those that only hand them on fetch nothing.
+    `tensor.copy_(lazy)` fills that tensor directly. Any other operation first fetches all of it, anew each time. So
+    libraries can use these in dictionaries of tensors, and code that only passes them on fetches nothing.
     """
 
     fill: Callable[[Tensor], None]
@@ -19,13 +19,13 @@ class Lazy(Tensor):
 
     @staticmethod
     def of(shape: tuple[int, ...], dtype: torch.dtype, fill: Callable[[Tensor], None]) -> "Lazy":
-        """A tensor of this shape and dtype, with its `fill`."""
+        """A lazy tensor of this shape and dtype. fill: writes its numbers into a given tensor."""
         tensor = torch.empty(shape, dtype=dtype, device="meta").as_subclass(Lazy)
         tensor.fill = fill
         return tensor
 
     def whole(self) -> Tensor:
-        """All of it in host memory."""
+        """The whole tensor in host memory."""
         whole = torch.empty(self.shape, dtype=self.dtype)
         self.fill(whole)
         return whole
@@ -38,7 +38,7 @@ class Lazy(Tensor):
             if func in (Tensor.contiguous, Tensor.detach):
                 return args[0]
             filled = func is Tensor.copy_ and isinstance(args[1], Lazy) and _holds(args[0], args[1])
-        if filled:  # out of that context, as filling may itself copy from lazy tensors
+        if filled:  # outside that context, as filling may itself copy from lazy tensors
             args[1].fill(args[0])
             return args[0]
         args, kwargs = tree_map_only(Lazy, Lazy.whole, (args, kwargs or {}))

@@ -21,15 +21,17 @@ NOT_DECAYED_BY_DEEPSPEED_CHAT = ("bias", "layer_norm.weight", "layernorm.weight"
 
 
 class TensorFlowAdam(torch.optim.Optimizer):
-    """Adam with epsilon where TensorFlow has it: beside the root of the uncorrected second moment.
+    """Adam with epsilon where TensorFlow adds it: to the root of the uncorrected second moment.
 
         lr_t = lr sqrt(1 - b2^t) / (1 - b1^t),   m = b1 m + (1 - b1) g,   v = b2 v + (1 - b2) g^2
         p -= lr_t m / (sqrt(v) + eps)
 
-    PyTorch's form divides the root by sqrt(1 - b2^t) before it adds eps. In the first steps, where that is small (0.03
-    at t = 1 and b2 = 0.999), eps weighs 1 / sqrt(1 - b2^t) as much here, and small gradients move their weights less.
+    PyTorch divides the root by sqrt(1 - b2^t) before it adds eps. In the first steps that divisor is small (0.03 at t =
+    1 and b2 = 0.999), so eps counts 1 / sqrt(1 - b2^t) times as much here, and small gradients change their weights
+    less.
 
-    Elementwise and with its state by parameter, so that ZeRO may hand it flat shards. There is no weight decay.
+    It is elementwise and keeps its state by parameter, so it also works on ZeRO's flat shards. There is no weight
+    decay.
 
     Source: Kingma and Ba 2015, end of section 2 ("epsilon hat"); tensorflow/tensorflow, `tf.train.AdamOptimizer`.
     """
@@ -74,10 +76,10 @@ class TensorFlowAdam(torch.optim.Optimizer):
 def build_optimizer(
     module: nn.Module, spec: OptimizerSpec, offload: bool, lora_lr: float | None = None
 ) -> torch.optim.Optimizer:
-    """The optimizer of a module's parameters that train.
+    """The optimizer of a module's trained parameters.
 
-    offload: whether its state lives in host memory beside a GPU. lora_lr: the rate of LoRA factors, in groups of their
-    own, whose "lr_ratio" it gives to `spec.lr`.
+    offload: whether its state lives in host memory beside a GPU. lora_lr: the learning rate of LoRA factors, which get
+    groups of their own; the group's "lr_ratio" is lora_lr / spec.lr.
     """
     trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
     return optimizer_of(optimizer_groups(trained, spec, lora_lr), spec, offload)
@@ -86,7 +88,8 @@ def build_optimizer(
 def optimizer_groups(
     trained: Mapping[str, nn.Parameter], spec: OptimizerSpec, lora_lr: float | None = None
 ) -> list[dict]:
-    """Parameters, by name, in groups of one weight decay and one ratio to the learning rate; as `build_optimizer`."""
+    """Parameters by name, in groups with one weight decay and one ratio to the learning rate. Arguments: as in
+    `build_optimizer`."""
     form, decay = spec.form, spec.decay
     if form not in OPTIMIZERS:
         raise ValueError(f"optimizer {form!r}: known are {', '.join(OPTIMIZERS)}")
@@ -96,7 +99,7 @@ def optimizer_groups(
 
     def decays(name: str, parameter: nn.Parameter) -> bool:
         if form == "tf_adam":
-            return True  # nothing does, and one group is enough
+            return True  # no weight decays, and one group is enough
         if decay == "deepspeed_chat":
             return not any(part in name.lower() for part in NOT_DECAYED_BY_DEEPSPEED_CHAT)
         return len(full_shape(parameter)) > 1
@@ -118,7 +121,7 @@ def optimizer_groups(
 
 
 def optimizer_of(groups: list[dict], spec: OptimizerSpec, offload: bool) -> torch.optim.Optimizer:
-    """The optimizer over groups of parameters: AdamW, fused; DeepSpeed's C++ one where its state lives in host memory
+    """The optimizer for groups of parameters: fused AdamW; DeepSpeed's AdamW in C++ if its state lives in host memory
     beside a GPU; or TensorFlowAdam, wherever its state lives."""
     settings: dict[str, Any] = {"lr": spec.lr, "betas": spec.betas, "eps": spec.eps}
     if spec.form == "tf_adam":

@@ -1,8 +1,10 @@
-"""Fields of dataclasses that say all there is to know of an option: the flags of a program, the choices of a dialect.
+"""Options as dataclass fields that carry their help, range and conditions: the flags of a program, the choices of a
+dialect.
 
     lam: float = option(0.95, "lambda of GAE", least=0, most=1)
 
-Help, pages, checks and what a checkpoint asks of a run that goes on are all made of such a field.
+Help texts, documentation pages, checks, and the comparison of a resumed run with its checkpoint are all made from these
+fields.
 """
 
 import dataclasses
@@ -11,7 +13,7 @@ import operator
 from collections.abc import Callable, Collection, Iterator
 
 REQUIRED = dataclasses.MISSING
-LIMITS = (  # key in the metadata, its words, what a value and the limit have to meet
+LIMITS = (  # key in the metadata, its words, the comparison of value and limit
     ("least", "at least", operator.ge),
     ("above", "greater than", operator.gt),
     ("most", "at most", operator.le),
@@ -34,17 +36,17 @@ def option(
     resume: str = FREE,
     **more,
 ):
-    """A dataclass field that is an option; `default` REQUIRED for one that must be given.
+    """A dataclass field that is an option; `default` is REQUIRED for one that must be given.
 
     Args:
-        choices: the values it may have; a table, or a function that returns one, is looked at when values are checked,
-            so that all is known that a user has added by then.
+        choices: the values it may have. A table, or a function that returns one, is read when values are checked, so
+            that entries which a user has added count too.
         least, above, most, below: the range of a number, or of each number of a list. None is in every range.
-        finite: whether numbers must be.
-        only_with: other options of the same class, without which this one has no effect: NAME, which must be set to
-            something, or NAME=VALUE|VALUE, which must have one of these values. Of several one is enough.
-        resume: what a checkpoint asks of a run that goes on from it: the "same" value, or any, of which a change is
-            "told" or not ("free").
+        finite: whether numbers must be finite.
+        only_with: other options of the same class without which this one has no effect: NAME, which must be set, or
+            NAME=VALUE|VALUE, which must have one of these values. If several are given, one is enough.
+        resume: whether a run that resumes from a checkpoint must have the "same" value; or may change it, and is "told"
+            of a change or not ("free").
         more: further keys of the field's metadata.
     """
     conditions = (only_with,) if isinstance(only_with, str) else only_with
@@ -61,7 +63,7 @@ def default_of(spec: dataclasses.Field):
 
 
 def choices_of(spec: dataclasses.Field) -> Collection[str] | None:
-    """The values that an option may have as they are known now; None where there is no such list."""
+    """The values that an option may have at present; None if it has no list of values."""
     choices = spec.metadata["choices"]
     return choices() if callable(choices) else choices
 
@@ -86,13 +88,13 @@ def fault(spec: dataclasses.Field, value) -> str | None:
 
 
 def is_set(value) -> bool:
-    """Whether an option's value stands for something that is there, switched on, or more than 0."""
+    """Whether an option's value counts as set: present, switched on, or more than 0."""
     return value not in (None, False, "", "none") and value != []
 
 
 def unmet(options, spec: dataclasses.Field) -> list[tuple[str, list[str]]]:
-    """The conditions under which an option has an effect, as (name, values), where none of them holds among `options`;
-    empty where one does, or where there are none. Names that are no options of this class are left out."""
+    """The conditions of `only_with`, as (name, values), if none of them holds among `options`; empty if one holds or
+    there are none. Names that are not options of this class are left out."""
     conditions = [
         (name, values.split("|") if values else [])
         for name, _, values in (condition.partition("=") for condition in spec.metadata["only_with"])
@@ -107,7 +109,7 @@ def _holds(value, values: list[str]) -> bool:
 
 
 def with_resume(options, resume: str) -> Iterator[tuple[str, object]]:
-    """(name, value) of the options of which a checkpoint asks this, in their order."""
+    """(name, value) of the options with this `resume`, in their order."""
     for spec in dataclasses.fields(options):
         if spec.metadata["resume"] == resume:
             yield spec.name, getattr(options, spec.name)

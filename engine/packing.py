@@ -1,4 +1,4 @@
-"""Which rows go through a model together, and what makes all ranks pass equally often."""
+"""Which rows go through a model together, and how all ranks get equally many passes."""
 
 import torch
 
@@ -7,13 +7,13 @@ from engine.experience import Rollout
 
 
 def micro_batches(rollout: Rollout, tokens: int, equally_many: bool = False, padded: bool = True) -> list[torch.Tensor]:
-    """Rows of each forward pass, (N,) int64 each; every row once, rows of similar length together.
+    """The rows of each forward pass, (N,) int64 each. Every row comes once, and rows of similar length go together.
 
     Args:
-        tokens: the most that a pass may hold; a longer row goes alone.
-        equally_many: as many passes on all ranks, which have equally many rows (and all call this): where others need
-            more, this rank's largest ones are halved.
-        padded: whether padding counts, as it does for models that compute for it.
+        tokens: the most tokens of a pass; a longer row goes alone.
+        equally_many: whether all ranks get equally many passes. All ranks then call this with equally many rows; if
+            other ranks need more passes, this rank's largest passes are halved.
+        padded: whether padding counts as tokens, because the model computes it too.
     """
     lengths = rollout.attention_mask[:, : rollout.prompt_length].sum(-1), rollout.response_mask.sum(-1)
     prompt, response = torch.stack(lengths).tolist()
@@ -29,8 +29,8 @@ def micro_batches(rollout: Rollout, tokens: int, equally_many: bool = False, pad
 
 
 def pack(prompt_lengths: list[int], response_lengths: list[int], tokens: int, padded: bool = True) -> list[list[int]]:
-    """Row numbers by length in runs; (longest prompt + longest response) x rows of a run is at most `tokens`, or not
-    `padded` the sum of its rows' lengths."""
+    """Row numbers sorted by length and cut into runs. In a run (longest prompt + longest response) x rows is at most
+    `tokens`; if not `padded`, the sum of the rows' lengths is."""
     order = sorted(range(len(prompt_lengths)), key=lambda row: prompt_lengths[row] + response_lengths[row])
     pieces: list[list[int]] = []
     longest, real = (0, 0), 0

@@ -1,4 +1,4 @@
-"""Where the reference log-probs come from: a frozen model, or a moving average of the actor's weights (`EMA`)."""
+"""The sources of reference log-probs: a frozen model, or a moving average of the actor's weights (`EMA`)."""
 
 import contextlib
 from collections.abc import Iterator
@@ -16,13 +16,13 @@ from engine.zero.shards import Shard, ShardSource, read
 class EMA:
     """ema <- decay * ema + (1 - decay) * actor, once per optimizer step, in float32.
 
-    Kept as this rank's shards beside the actor's master weights, in float32 whatever those are in: in bfloat16 at a
-    decay of 0.992 most of the movement would be rounded away, and a model or an engine of its own would cost a whole
-    copy per rank.
+    Each rank keeps its shards of the average beside the actor's master weights, always in float32: in bfloat16 at a
+    decay of 0.992 most of the movement would be rounded away. A separate model or engine would cost a whole copy per
+    rank.
 
     Source: `moving_average` in DeepSpeed-Chat (DeepSpeedExamples 83757d9c), where the decay is 0.992.
 
-    name: under which its shards stand in a checkpoint.
+    name: the name of its shards in a checkpoint.
     """
 
     def __init__(self, actor: TrainedModel | TrainedRole, decay: float, device: str | None = None, name: str = "ema"):
@@ -42,7 +42,7 @@ class EMA:
 
     @contextlib.contextmanager
     def swapped(self) -> Iterator[None]:
-        """Context in which the actor computes, generates and saves with the averaged weights (all ranks enter it)."""
+        """A context in which the actor computes, generates and saves with the averaged weights (all ranks enter it)."""
         with self.actor.swapped(self.means):
             self.in_place = True
             try:
@@ -51,20 +51,20 @@ class EMA:
                 self.in_place = False
 
     def shards(self) -> list[Shard]:
-        """This rank's part of the averages, named "ema/PARAMETER"; over all ranks each number comes exactly once."""
+        """This rank's part of the averages, named "ema/PARAMETER". Over all ranks each number comes exactly once."""
         state = self.actor.state
         return state.own(state.held(self.name, self.means))
 
     def load_shards(self, source: ShardSource) -> None:
-        """Put back what `shards` gave, on whatever ranks and at whatever stage."""
+        """Restore the result of `shards`, for any number of ranks and any ZeRO stage."""
         read(source, self.actor.state.held(self.name, self.means))
 
 
 class Reference:
-    """Log-probs of a rollout's tokens under the policy that training started from: a frozen model in an engine of its
-    own, or what the actor's engine still has of it.
+    """Log-probs of a rollout's tokens under the policy that training started from: a frozen model in its own engine, or
+    the frozen weights of it in the actor's engine.
 
-    models: the engines of its own that it has.
+    models: its own engines, if it has any.
     """
 
     def __init__(self, model: FrozenModel | FrozenRole | TrainedModel | TrainedRole):
@@ -85,32 +85,37 @@ class Reference:
         return logprobs
 
     def on_device(self) -> contextlib.AbstractContextManager:
-        """Context in which whatever is needed is on the device (all ranks enter it)."""
+        """A context in which the weights it needs are on the device (all ranks enter it)."""
         return self.model.on_device()
 
     def after_step(self, steps: int) -> None:
-        """So many PPO steps have been trained: a frozen model stays as it is. All ranks call this together."""
+        """To be called after each PPO step with the number of PPO steps so far (all ranks call this). A frozen model
+        does nothing."""
 
     def moves(self, steps: int) -> int | None:
-        """How often it has moved by the time that so many PPO steps have been trained; None for one that never does."""
+        """How often it has changed after so many PPO steps; None if it never changes."""
         return None
 
     def is_actor(self, steps: int) -> bool:
-        """Whether after so many PPO steps it has the weights that the actor has: a frozen one before the first."""
+        """Whether after so many PPO steps its weights equal the actor's: for a frozen model only before the first
+        step."""
         return steps == 0
 
 
 class MovingReference(Reference):
-    """A reference that follows the actor: averaged weights, which take the place of the actor's own in its engine.
+    """A reference that follows the actor: averaged weights, which replace the actor's weights in its engine while it
+    computes.
 
         reference = MovingReference(ema)                                    # the moving average: WARP's anchor
         reference = MovingReference(EMA(actor, decay=0.0, name="reference"), refresh_steps=50)
 
-    It has no engine of its own: its weights are this rank's float32 shards beside the actor's master weights, whatever
-    is trained (all weights, adapters, last layers), and are exchanged with these while it computes. What does not train
-    is the same in both. KL to it says nothing of how far the actor is from the model that training started from.
+    It has no engine of its own. Each rank keeps float32 shards of its weights beside the actor's master weights, for
+    the weights that train (all, adapters, or last layers), and exchanges the two while the reference computes. Frozen
+    weights are the same in both. The KL to it does not say how far the actor is from the model that training started
+    from.
 
-    average: `update`d by whoever trains, once per optimizer step; or by `after_step` every `refresh_steps` PPO steps:
+    average: its `update` is called by the trainer once per optimizer step, or by `after_step` every `refresh_steps` PPO
+    steps:
 
         reference <- alpha * actor + (1 - alpha) * reference,    alpha = 1 - average.decay
 
@@ -125,23 +130,23 @@ class MovingReference(Reference):
 
     @property
     def kept(self) -> EMA | None:
-        """The average, where nobody but the reference has it."""
+        """The average, if only the reference holds it."""
         return self.average if self.refresh_steps is not None else None
 
     def on_device(self) -> contextlib.AbstractContextManager:
-        """Context in which the actor's engine computes with the reference's weights (all ranks enter it)."""
+        """A context in which the actor's engine computes with the reference's weights (all ranks enter it)."""
         return contextlib.nullcontext() if self.average.in_place else self.average.swapped()
 
     def after_step(self, steps: int) -> None:
-        """Refresh it, where it is time to."""
+        """Refresh the weights if a refresh is due."""
         if self.refresh_steps is not None and steps % self.refresh_steps == 0:
             self.average.update()
 
     def moves(self, steps: int) -> int | None:
-        """Refreshes; of the moving average PPO steps."""
+        """How many refreshes there were; for the moving average the number of PPO steps."""
         return steps // (self.refresh_steps or 1)
 
     def is_actor(self, steps: int) -> bool:
-        """Before the first step, and after a refresh that takes the actor's weights as they are."""
+        """Whether this is before the first step, or after a refresh that takes over the actor's weights unchanged."""
         refreshed = self.refresh_steps is not None and steps % self.refresh_steps == 0
         return steps == 0 or (refreshed and self.average.decay == 0.0)

@@ -36,7 +36,8 @@ from engine.zero.roles import SharedModel, TrainedRole
 
 
 def shared_trunk(spec: EngineSpec) -> SharedModel:
-    """The engine in which the actor, and the critic if there is one, learn, and reference and reward model compute.
+    """One engine for all models (`EngineSpec.share_trunk`): actor and critic learn in it, reference and reward model
+    compute in it.
 
     It runs under the actor's DeepSpeed configuration. Adam's form, betas and epsilon are the actor's too; learning
     rates, weight decay and clipping are each role's own.
@@ -74,10 +75,11 @@ def scoring_roles(
     reward_flag: str = "reward",
     with_tokenizer: bool = True,
 ) -> dict[str, ScoringRole]:
-    """What "critic" and "reward" are to be on the actor's base, as far as there are such; no weights are read.
+    """The descriptions of "critic" and "reward", if there are such, as roles of the actor's base model; no weights are
+    read.
 
-    The flags name the models in messages. with_tokenizer: whether the actor's is asked for the pad token of a new
-    critic. Raises: UserError for a model that is no adapter on that base.
+    The flags name the models in messages. with_tokenizer: whether the pad token of a new critic is read from the
+    actor's tokenizer. Raises: UserError for a model that is not an adapter on that base.
     """
     found, pad = {}, None
     if with_tokenizer:
@@ -94,7 +96,7 @@ def scoring_roles(
 
 
 def _on_base(spec: EngineSpec, actor_flag: str, path: str, flag: str) -> AdapterFolder:
-    """The adapter at `path`; raises UserError unless it is one on the actor's base."""
+    """The adapter at `path`; raises UserError unless its base is the actor's base."""
     adapter, base = read_adapter(path, flag), base_of(spec.actor_path, actor_flag)
     if adapter is not None and same_model(adapter.base, base):
         return adapter
@@ -108,7 +110,8 @@ def _on_base(spec: EngineSpec, actor_flag: str, path: str, flag: str) -> Adapter
 
 
 def _score_config(spec: EngineSpec, start: AdapterFolder | None, pad: int | None):
-    """The configuration of a classifier on the actor's base: with its start's settings, or those of a new critic."""
+    """The configuration of a classifier on the actor's base, with the settings of the adapter `start`, or of a new
+    critic."""
     config = copy.deepcopy(read_config(spec.actor_path, "actor", spec.trust_remote_code))
     settings = {"num_labels": 1, "score_offset": 0.0, "score_position": "last", "pad_token_id": pad}
     for name, value in (settings | (start.settings() if start is not None else {})).items():
@@ -142,12 +145,12 @@ class RLHFEngine:
 
     @property
     def trained(self) -> dict[str, TrainedModel | TrainedRole]:
-        """The models that learn, by role."""
+        """The trained models, by role."""
         return {"actor": self.actor} | ({"critic": self.critic} if self.critic else {})
 
     @property
     def kept_reference(self) -> EMA | None:
-        """The weights of a reference that is refreshed, which a checkpoint has to hold."""
+        """The weights of a reference that is refreshed; a checkpoint has to contain them."""
         return self.reference.kept if isinstance(self.reference, MovingReference) else None
 
     @property
@@ -180,7 +183,7 @@ class RLHFEngine:
 
 
 def _moving_reference(spec: EngineSpec, actor: TrainedModel | TrainedRole, ema: EMA | None) -> MovingReference:
-    """The moving average, or weights that are refreshed from the actor's."""
+    """A reference that follows the actor: the moving average, or weights that are refreshed from the actor's."""
     if spec.reference_refresh_steps is None:
         assert ema is not None, "EngineSpec sees to it"
         return MovingReference(ema)
@@ -206,7 +209,7 @@ def _trained_models(spec: EngineSpec) -> Mapping[str, TrainedModel | TrainedRole
 
 
 def critic_model(spec: EngineSpec) -> TrainedModel:
-    """The critic: what stands at its path, or else the actor's model with a new head."""
+    """The critic: loaded from its path, or else the actor's model with a new head."""
     load, path = (new_critic, spec.actor_path) if spec.critic_path is None else (load_scorer, spec.critic_path)
     if "reward" in spec.hosts:
         load = _load_with_kept_head
@@ -224,7 +227,8 @@ def trained_model(
     gradient_checkpointing: bool = False,
     lora: LoraSpec | None = None,
 ) -> TrainedModel:
-    """An engine with an optimizer around what `load` (`load_policy`, `load_scorer`, or alike) makes of `path`."""
+    """An engine with an optimizer for the module that `load` (`load_policy`, `load_scorer` or the like) loads from
+    `path`."""
     ds_config = build_ds_config(
         config, dtype=spec.dtype, micro_batch_size=spec.micro_batch_size, gradient_clipping=optimizer.max_grad_norm
     )
@@ -244,9 +248,10 @@ def wrap_trained(
     lora: LoraSpec | None = None,
     frozen_role: str | None = None,
 ) -> TrainedModel:
-    """An engine with an optimizer around a module that was loaded under the same `ds_config`, with `lora` adapted.
+    """An engine with an optimizer for a module that was loaded under the same `ds_config`; `lora` describes its
+    adapter.
 
-    frozen_role: as `adapt` has it.
+    frozen_role: as in `adapt`.
     """
     if lora is not None:
         adapt(module, lora, config.role, frozen_role)
@@ -260,7 +265,7 @@ def wrap_trained(
 
 
 def _load_with_kept_head(*args, **kwargs) -> Scorer:
-    """What `load_scorer` gives, with a head that trains and one that goes on being the reward model's."""
+    """The Scorer that `load_scorer` loads, with two heads: one that trains, and a frozen one for the reward model."""
     scorer = load_scorer(*args, **kwargs)
     scorer.keep_head("reward")
     return scorer
@@ -269,7 +274,8 @@ def _load_with_kept_head(*args, **kwargs) -> Scorer:
 def _frozen(
     role: str, load, path: str, spec: EngineSpec, trained: Mapping[str, TrainedModel | TrainedRole]
 ) -> FrozenModel | FrozenRole:
-    """The frozen model of this role: within the engine that plays it, or what `load` makes of `path` in its own."""
+    """The frozen model of this role: in the engine of the trained model that also computes it, or loaded from `path`
+    into its own engine."""
     if role in spec.hosts:
         return FrozenRole(trained[spec.hosts[role]].host, role)
     config = next(config for config in spec.engine_configs if config.role == role)
@@ -278,7 +284,7 @@ def _frozen(
 
 @freed_memory_given_back()
 def frozen_model(load, path: str, config: EngineConfig, spec: EngineSpec) -> FrozenModel:
-    """An engine without optimizer around what `load` makes of `path`."""
+    """An engine without optimizer for the module that `load` loads from `path`."""
     ds_config = build_ds_config(config, dtype=spec.dtype, micro_batch_size=spec.micro_batch_size, trained=False)
     module = _loaded(load, path, ds_config, config, spec)
     model = FrozenModel(module, ds_config, config.offload, config.role)
@@ -298,8 +304,9 @@ def _loaded(load, path: str, ds_config: dict, config: EngineConfig, spec: Engine
 
 
 def _probe(model: TrainedModel | FrozenModel) -> None:
-    """Let a Policy find out, within its engine, whether its head's output is all there is to its logits; and refuse a
-    model that attends to padding, or cannot do without it where it is to, or does not compute as its folder's does."""
+    """Let a Policy find out, within its engine, whether its logits are its head's output unchanged. Refuse a model that
+    attends to padding, or cannot compute packed rows although it should, or computes other results than its folder's
+    model."""
     if isinstance(model.module, Policy):
         vocabulary = model.module.model.config.get_text_config().vocab_size
         tokens = (torch.arange(8, device=distributed.device()) * 7919 % vocabulary).unsqueeze(0)

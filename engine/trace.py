@@ -1,4 +1,4 @@
-"""Names in torch.profiler's traces: what is to be seen in one as a range says so where it is defined; counted."""
+"""Named ranges in torch.profiler's traces: functions are marked by a decorator, and their calls are counted."""
 
 import functools
 from collections.abc import Callable
@@ -15,17 +15,17 @@ _moves, _last = 0, ""
 
 
 def moves() -> int:
-    """How many ranges have begun in this process: where this stands still, so does the process."""
+    """How many ranges have begun in this process. If the number does not grow, the process hangs."""
     return _moves
 
 
 def last() -> str:
-    """The name of the range that began as last, without its arguments: what a process that stands still is in."""
+    """The name of the latest range, without arguments. If the process hangs, it hangs in this range."""
     return _last
 
 
 def moved(name: str) -> None:
-    """Count one more, of this name."""
+    """Count a range of this name."""
     global _moves, _last
     _moves, _last = _moves + 1, name
 

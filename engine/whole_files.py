@@ -1,5 +1,6 @@
-"""Files and folders that are there whole or not at all, whatever instant a process is killed or a machine stops at; and
-safetensors files written a tensor at a time, byte by byte what the safetensors library writes of all at once.
+"""Atomic writes: files and folders are there whole or not at all, even if the process is killed or the machine stops.
+Also safetensors files written one tensor at a time, byte by byte the same as those of the safetensors library, which
+takes all tensors at once.
 """
 
 import contextlib
@@ -22,15 +23,15 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # fcntl.h, linux/fs.h
 
 
 def write_whole(path: str | Path, content: str | bytes) -> None:
-    """Write a file that takes the place of an earlier one, or of a link, only when all of it is on the disk.
+    """Write a file. It replaces an earlier file or link only when all of it is on the disk.
 
-    Raises: OSError; the earlier file then stands as it was.
+    Raises: OSError; the earlier file is then unchanged.
     """
     path = Path(path)
     temporary = path.with_name(path.name + ".tmp")
     try:
         temporary.unlink(missing_ok=True)
-        with temporary.open("xb") as file:  # which follows no link
+        with temporary.open("xb") as file:  # does not follow links
             file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
@@ -43,8 +44,8 @@ def write_whole(path: str | Path, content: str | bytes) -> None:
 
 
 def sync(path: Path) -> None:
-    """Have the system put a file, or the names in a folder, on the disk; some file systems have no such call for
-    folders, and need none. Raises: OSError."""
+    """Have the system write a file, or the names in a folder, to the disk (fsync). Some file systems have no such call
+    for folders, and need none. Raises: OSError."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -56,7 +57,7 @@ def sync(path: Path) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    """`sync` for all that stands below a folder, and for itself; raises OSError."""
+    """`sync` for a folder and everything in it; raises OSError."""
     for path in sorted(folder.rglob("*"), reverse=True):
         if not path.is_symlink():
             sync(path)
@@ -64,7 +65,7 @@ def sync_tree(folder: Path) -> None:
 
 
 def remove_folder(path: Path) -> None:
-    """Remove a folder and what is in it, if there is one; of a link the link alone. Raises: OSError."""
+    """Remove a folder and its contents, if it exists; of a link only the link. Raises: OSError."""
     if path.is_symlink():
         path.unlink()
     elif path.is_dir():
@@ -72,10 +73,11 @@ def remove_folder(path: Path) -> None:
 
 
 def exchange(new: Path, place: Path) -> Path | None:
-    """Put the folder `new`, which is written and synced, to `place`; returns where the one that stood there is now.
+    """Move the folder `new`, which is written and synced, to `place`; returns the new path of the folder that was
+    there.
 
-    At each instant there is a whole folder under one of the names. Linux exchanges two names at once; where the file
-    system cannot, the earlier folder is called `place`.old for an instant, which `restored` undoes after a kill.
+    At each instant one of the names is a whole folder. Linux exchanges two names atomically. Where the file system
+    cannot, the earlier folder is called `place`.old for an instant, which `restored` undoes after a kill.
 
     Raises: OSError.
     """
@@ -95,7 +97,7 @@ def exchange(new: Path, place: Path) -> Path | None:
 
 
 def restored(place: Path) -> bool:
-    """Give a folder its name back that a kill within `exchange` has left as `place`.old; whether there was one."""
+    """Rename `place`.old, which a kill within `exchange` has left, back to `place`; returns whether there was one."""
     old = place.with_name(place.name + OLD)
     if place.exists() or old.is_symlink() or not old.is_dir():
         return False
@@ -110,7 +112,7 @@ def _exchanged(one: Path, other: Path) -> bool:
     return libc.renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0
 
 
-# By the format's names, in the order in which the library writes them: what is aligned to more bytes comes first.
+# By the format's names, in the order in which the library writes them: dtypes with a larger alignment come first.
 DTYPES = {
     torch.int64: "I64",
     torch.float64: "F64",
@@ -127,7 +129,7 @@ _RANKS = {dtype: rank for rank, dtype in enumerate(DTYPES)}
 
 
 def file_order(name: str, dtype: torch.dtype) -> tuple[int, str]:
-    """What the library sorts a file's tensors by."""
+    """The key that the library sorts a file's tensors by."""
     return _RANKS[dtype], name
 
 
@@ -136,8 +138,8 @@ def write_safetensors(
 ) -> None:
     """Write a file's content: the header, and then each tensor in the mapping's order, fetched when its turn comes.
 
-    write: appends all of what it is given. tensors: may have a method `shape_and_dtype(name)`, where asking for a
-    tensor loads it.
+    write: appends bytes to the file. tensors: may have a method `shape_and_dtype(name)`, if getting a tensor would load
+    it.
     """
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     end = 0

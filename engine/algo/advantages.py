@@ -1,7 +1,7 @@
 """Advantages from rewards and values: the formulas, and the table of estimators that a run may choose from.
 
-A new estimator is one function and one line of ESTIMATORS; what it needs stands beside it, and is checked when flags
-are read. docs/extending.md does it from outside.
+A new estimator is one function and one line of ESTIMATORS. The line also says what the estimator needs, which is
+checked when flags are read. docs/extending.md shows how to add one without editing this file.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ def gae(rewards: Tensor, values: Tensor, gamma: float, lam: float | Tensor) -> t
 
     Args:
         rewards, values: (B, T) float32; position t holds the reward of response token t and the value before it.
-        lam: one for all rows, or (B,) float32, each row's own.
+        lam: one number for all rows, or (B,) float32 with one for each row.
 
     Returns: (advantages, returns), each (B, T) float32.
 
@@ -40,12 +40,12 @@ def gae(rewards: Tensor, values: Tensor, gamma: float, lam: float | Tensor) -> t
 def length_adaptive_lambda(lengths: Tensor, alpha: float) -> Tensor:
     """The lambda of each response, by its length: lam = 1 - 1 / (alpha l), at least 0.
 
-    The weights lam^k of the errors add up to 1 / (1 - lam) = alpha l: an error reaches the same share of a response of
-    any length. With one lambda for all, the score at a long response's end does not reach its beginning: 0.95^100 is
-    0.006.
+    The weights lam^k of the errors add up to 1 / (1 - lam) = alpha l, so an error reaches the same share of a response
+    of any length. With one lambda for all responses, the score at the end of a long response does not reach its
+    beginning: 0.95^100 is 0.006.
 
     Args:
-        lengths: (B,) how many tokens each response has. alpha: greater than 0; VAPO has 0.05.
+        lengths: (B,) how many tokens each response has. alpha: greater than 0; VAPO uses 0.05.
 
     Returns: (B,) float32, 0 for a response of no tokens.
 
@@ -63,9 +63,9 @@ def rloo(rewards: Tensor, group_size: int, valid: Tensor | None = None) -> Tenso
     Args:
         rewards: (B,) float32, each response's score less its KL penalty. The k rows of a group stand side by side.
         group_size: k, at least 2.
-        valid: (B,) bool, the responses that count, by default all; the mean is over the valid others.
+        valid: (B,) bool, the responses that count, by default all. The mean is over the other valid responses.
 
-    Returns: (B,) float32; 0 for a response that is not valid, and for one without a valid other.
+    Returns: (B,) float32; 0 for a response that is not valid, and for the only valid one of its group.
     Raises: ValueError if k is 1 or B is no multiple of it.
 
     Source: Ahmadian et al. 2024, "Back to basics: revisiting REINFORCE style optimization for learning from human
@@ -81,21 +81,22 @@ def rloo(rewards: Tensor, group_size: int, valid: Tensor | None = None) -> Tenso
 def group_means(rewards: Tensor, group_size: int, valid: Tensor | None = None) -> Tensor:
     """The mean reward of each response's group, over its valid responses: (B,) float32; 0 where none is valid.
 
-    Arguments and errors as of `rloo`. Source: Shao et al. 2024, "DeepSeekMath", section 4.1.2.
+    Arguments and errors: as for `rloo`. Source: Shao et al. 2024, "DeepSeekMath", section 4.1.2.
     """
     largest, own, counted = _in_groups("GRPO", rewards, group_size, valid)
     return (largest + _means(own, counted)).expand_as(own).reshape(-1)
 
 
 def group_advantages(rewards: Tensor, group_size: int, valid: Tensor | None = None) -> Tensor:
-    """Each response's reward less the mean of its group: (B,) float32; 0 for one that is not valid, or alone valid.
+    """Each response's reward less the mean of its group: (B,) float32; 0 for a response that is not valid, or is the
+    only valid one.
 
-    Exactly 0 where all are equal: a rounded mean would be off by as much as the deviation then is, and their ratio
-    anything up to 1.
+    It is exactly 0 where all rewards are equal. A rounded mean would be off by as much as the deviation, and their
+    ratio could be anything up to 1.
 
-    GRPO divides it by the group's deviation, Dr. GRPO does not. Arguments and errors as of `rloo`, of which it is the
-    (k - 1) / k-th part. Source: Shao et al. 2024, "DeepSeekMath", section 4.1.2; Liu et al. 2025, "Understanding
-    R1-Zero-like training", section 3.2.
+    GRPO divides it by the group's deviation, Dr. GRPO does not. It equals (k - 1) / k times the result of `rloo`, whose
+    arguments and errors it has. Source: Shao et al. 2024, "DeepSeekMath", section 4.1.2; Liu et al. 2025,
+    "Understanding R1-Zero-like training", section 3.2.
     """
     _, own, counted = _in_groups("GRPO", rewards, group_size, valid)
     return ((own - _means(own, counted)) * counted).reshape(-1)
@@ -104,7 +105,7 @@ def group_advantages(rewards: Tensor, group_size: int, valid: Tensor | None = No
 def group_deviations(rewards: Tensor, group_size: int, valid: Tensor | None = None, *, unbiased: bool = True) -> Tensor:
     """The standard deviation of each response's group, over its valid responses: (B,) float32.
 
-    It is 0 where fewer than two are valid. Arguments and errors as of `rloo`; unbiased divides by n - 1 instead of n.
+    It is 0 where fewer than two are valid. Arguments and errors: as for `rloo`. unbiased: divide by n - 1 instead of n.
     """
     _, _, counted = _in_groups("GRPO", rewards, group_size, valid)
     apart = group_advantages(rewards, group_size, valid).view(-1, group_size)
@@ -113,13 +114,14 @@ def group_deviations(rewards: Tensor, group_size: int, valid: Tensor | None = No
 
 
 def _means(own: Tensor, counted: Tensor) -> Tensor:
-    """(groups, 1) float32, of what `_in_groups` gives; 0 where none is valid."""
+    """(groups, 1) float32, the means of the rewards that `_in_groups` returns; 0 where none is valid."""
     return own.sum(-1, keepdim=True) / counted.sum(-1, keepdim=True).clamp(min=1)
 
 
 def _in_groups(name: str, rewards: Tensor, group_size: int, valid: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """(groups, 1) float32, the largest valid reward of each group, 0 where none is valid; and (groups, k) float32 each,
-    the rewards less that, 0 where not valid, and 1 where valid. So equal rewards are 0, and no sum of them is rounded.
+    """Three float32 tensors: (groups, 1), the largest valid reward of each group, 0 where none is valid; (groups, k),
+    the rewards less that largest one, 0 where not valid; (groups, k), 1 where valid, else 0. So equal rewards become 0,
+    and no sum of them is rounded.
 
     Raises: ValueError as `rloo`.
     """
@@ -136,7 +138,7 @@ def _in_groups(name: str, rewards: Tensor, group_size: int, valid: Tensor | None
 
 
 def returns_to_go(rewards: Tensor, gamma: float) -> Tensor:
-    """The discounted rewards from each position on, G_t = r_t + gamma G_{t+1}: REINFORCE without a baseline.
+    """The discounted sum of rewards from each position on, G_t = r_t + gamma G_{t+1}: REINFORCE without a baseline.
 
     Args: rewards: (B, T) float32, zeros after a row's end. Returns: (B, T) float32.
 
@@ -151,14 +153,16 @@ def returns_to_go(rewards: Tensor, gamma: float) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdvantageInputs:
-    """What an estimator may look at: B responses of one rank, T positions; groups stand side by side.
+    """What an estimator is given: B responses of one rank with T positions; the responses of a group stand side by
+    side.
 
     rewards, values: (B, T) float32, zeros after a response's end (values: zeros everywhere without a critic).
     policy_mask: (B, T) bool, the positions that the policy's loss is summed over.
     valid: (B,) bool, the responses that count.
     group_size: responses to each prompt. gamma, lam: discount and lambda.
-    value_lam: lambda of the returns, which the critic learns; None: as the advantages'.
-    length_adaptive_alpha: the advantages' lambda is then each response's own (`length_adaptive_lambda`), and not `lam`.
+    value_lam: lambda of the returns that the critic learns; None: the same as for advantages.
+    length_adaptive_alpha: if given, each response has its own lambda for advantages (`length_adaptive_lambda`) in place
+    of `lam`.
     """
 
     rewards: Tensor
@@ -173,19 +177,19 @@ class AdvantageInputs:
 
     @property
     def decoupled(self) -> bool:
-        """Whether advantages and returns are estimated with lambdas of their own."""
+        """Whether advantages and returns are estimated with different lambdas."""
         return self.value_lam is not None or self.length_adaptive_alpha is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdvantageEstimator:
-    """An estimator, what it needs, and what it gives.
+    """An estimator, what it needs, and what it returns.
 
-    compute: returns (advantages, returns), each (B, T) float32, or (B,) where there is one for each response: then
+    compute: returns (advantages, returns), each (B, T) float32; or each (B,) with one number a response, where the
         returns are the rewards that were compared.
-    needs_critic: whether it reads values; without, no critic is built. needs_groups: whether it compares the responses
-    to one prompt, of which there must then be 2 or more. per_response: whether it gives one number a response.
-    discounts: whether it reads gamma; one with a critic may.
+    needs_critic: whether it reads values; if not, no critic is built. needs_groups: whether it compares the responses
+    to one prompt, which then has to have 2 or more. per_response: whether it returns one number a response. discounts:
+    whether it reads gamma; every estimator with a critic may.
     """
 
     compute: Callable[[AdvantageInputs], tuple[Tensor, Tensor]]
@@ -196,11 +200,11 @@ class AdvantageEstimator:
 
 
 def _gae(given: AdvantageInputs) -> tuple[Tensor, Tensor]:
-    """GAE, with a lambda for the advantages and one for the returns where they are decoupled.
+    """GAE. Where the lambdas are decoupled, advantages and returns each have their own.
 
     Source: Yuan et al. 2025, "What's behind PPO's collapse in long-CoT? Value optimization holds the secret"
     (VC-PPO, arXiv 2503.01491), "Decoupled-GAE": lambda 0.95 for the policy and 1 for the critic, whose targets then
-    have no bias of its own values.
+    have no bias from its own values.
     """
     lam: float | Tensor = given.lam
     if given.length_adaptive_alpha is not None:
@@ -228,7 +232,7 @@ def _reinforce(given: AdvantageInputs) -> tuple[Tensor, Tensor]:
 
 
 def _reinforce_baseline(given: AdvantageInputs) -> tuple[Tensor, Tensor]:
-    """What is still to come less the mean of the group's totals; the source sets gamma to 1 here."""
+    """The rewards to go less the mean of the group's total rewards; the source sets gamma to 1 here."""
     returns = returns_to_go(given.rewards, 1.0)
     return returns - group_means(given.rewards.sum(-1), given.group_size, given.valid).unsqueeze(-1), returns
 

@@ -1,20 +1,23 @@
-"""Importance sampling from a sampler that is not quite the policy that learns: in 16 bits, or in another engine.
+"""Importance sampling, for a sampler that differs slightly from the policy that learns: it computes in 16 bits, or in
+another engine.
 
-Tokens are drawn by the sampler's probabilities mu, and learned as if by those of the policy's forward pass, pi_old. The
-ratio pi_old / mu makes up for it: a number without a gradient, by which the policy's loss is multiplied, after what is
-far from 1 was cut to a bound (truncated importance sampling, TIS) or to 0 (masked, MIS; by token also called IcePop).
+Tokens are drawn with the sampler's probabilities mu, but learned as if drawn with those of the policy's forward pass,
+pi_old. The ratio pi_old / mu corrects for this. It has no gradient, and the policy's loss is multiplied by it. Ratios
+far from 1 are first cut to a bound (truncated importance sampling, TIS) or set to 0 (masked, MIS; by token also called
+IcePop).
 
-Sources, with whose names ours agree:
+Sources; our names agree with theirs:
     TRL's GRPO trainer, as kept in casinca/trl 2674c4f8, trl/trainer/grpo_trainer.py: `vllm_importance_sampling_mode`
         "token_truncate", "token_mask", "sequence_truncate", "sequence_mask", `..._min` and `..._max`.
     verl-project/verl be3e5054, verl/trainer/ppo/rollout_corr_helper.py, `compute_rollout_correction_weights`:
         `rollout_is` "token" or "sequence", with one threshold for TIS and two for IcePop.
     OpenRLHF, as kept in TsinghuaC3I/MARTI 84a2f081, openrlhf/models/loss.py, `PolicyLoss`: `vllm_is_level`,
         `vllm_is_mode` "truncate" or "mask".
-As in TRL, a token that is masked still counts where the loss is divided by the number of tokens, so that the others'
-share does not depend on it, and a KL penalty in the loss is not multiplied. verl can also take tokens out of that count
-(`rollout_rs`) or divide ratios by their mean. That copy of OpenRLHF also has a response's mean ratio (by which upstream
-chooses responses, "seq-mask-tis"), and leaves out responses with a token that is nearly impossible. None of it is here.
+As in TRL, a masked token still counts where the loss is divided by the number of tokens, so the weight of other tokens
+does not depend on it. A KL penalty in the loss is not multiplied by the ratio. Not implemented: verl can also take
+tokens out of that count (`rollout_rs`) or divide ratios by their mean; OpenRLHF as kept in MARTI also has a response's
+mean ratio (by which upstream chooses responses, "seq-mask-tis"), and leaves out responses with a nearly impossible
+token.
 """
 
 from collections.abc import Callable
@@ -23,7 +26,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-FARTHEST = 20.0  # nats; e^20 is finite in float32 with room for sums, and means the same as all that is larger
+FARTHEST = 20.0  # nats; e^20 is finite in float32 with room for sums, and a larger ratio would mean nothing else
 
 
 def bounded(log_ratios: Tensor) -> Tensor:
@@ -42,7 +45,7 @@ def importance_ratios(log_ratios: Tensor) -> Tensor:
 def token_ratios(log_ratios: Tensor, mask: Tensor) -> Tensor:
     """pi_old / mu of each token: (B, T) float32, 1 outside the mask.
 
-    Of low variance, and biased: the tokens before this one were drawn by mu too.
+    It has a low variance and a bias: the tokens before this one were drawn with mu too.
 
     Args:
         log_ratios: (B, T) float32, log pi_old - log mu. mask: (B, T) bool, tokens that were drawn.
@@ -51,9 +54,10 @@ def token_ratios(log_ratios: Tensor, mask: Tensor) -> Tensor:
 
 
 def sequence_ratios(log_ratios: Tensor, mask: Tensor) -> Tensor:
-    """pi_old / mu of each whole response, the product over its tokens, on all positions of its row: (B, T) float32.
+    """pi_old / mu of each whole response, the product over its tokens, repeated on all positions of its row: (B, T)
+    float32.
 
-    Without a bias, and of a variance that grows with the length. Arguments as of `token_ratios`.
+    It has no bias, and a variance that grows with the length. Arguments: as for `token_ratios`.
     """
     log_ratios = torch.where(mask, log_ratios, torch.zeros_like(log_ratios))
     return importance_ratios(log_ratios.sum(-1, keepdim=True)).expand_as(log_ratios)
@@ -62,13 +66,13 @@ def sequence_ratios(log_ratios: Tensor, mask: Tensor) -> Tensor:
 def truncated(ratios: Tensor, lowest: float, highest: float) -> Tensor:
     """Ratios (any shape) cut to these bounds.
 
-    Source: Ionides 2008, "Truncated importance sampling", which has the upper one; so have TRL and verl.
+    Source: Ionides 2008, "Truncated importance sampling", which has the upper bound, as TRL and verl have.
     """
     return ratios.clamp(lowest, highest)
 
 
 def masked(ratios: Tensor, lowest: float, highest: float) -> Tensor:
-    """Ratios (any shape) where they are within these bounds, which belong to them, and 0 elsewhere.
+    """Ratios (any shape) where they are within these bounds (inclusive), and 0 elsewhere.
 
     Source: Ling Team 2025, "Every step evolves" (IcePop, of tokens); TRL, verl and OpenRLHF, as above.
     """
@@ -76,16 +80,16 @@ def masked(ratios: Tensor, lowest: float, highest: float) -> Tensor:
 
 
 def outside(ratios: Tensor, lowest: float, highest: float) -> Tensor:
-    """Which ratios (any shape) a correction cuts, bool."""
+    """Which ratios are outside the bounds, so that a correction cuts them: bool, of their shape."""
     return (ratios < lowest) | (ratios > highest)
 
 
 @dataclass(frozen=True, slots=True)
 class Correction:
-    """What the policy's loss is multiplied by.
+    """How the factor of the policy's loss is computed.
 
     ratios: (log_ratios, mask) -> (B, T), as `token_ratios`. cut: (ratios, lowest, highest) -> (B, T), as `truncated`.
-    of_responses: whether all positions of a row have one number.
+    of_responses: whether all positions of a row have the same ratio.
     """
 
     ratios: Callable[[Tensor, Tensor], Tensor]

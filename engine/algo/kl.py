@@ -22,15 +22,15 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str = "k1") -
 
 
 def measured_kl(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, measure: str = "k1") -> Tensor:
-    """The KL of each sequence that a controller looks at: sums over its tokens, (B,), in nats.
+    """The KL of each sequence that steers the KL coefficient: a sum over its tokens, (B,), in nats.
 
-    "k1" sums delta = log p - log q. "exp_delta" sums exp(delta) - 1 - delta, which is k3 with the sign of delta turned:
-    it is never negative, but its mean over tokens of the policy is not the KL.
+    "k1" sums delta = log p - log q. "exp_delta" sums exp(delta) - 1 - delta, which is k3 with the opposite sign of
+    delta. It is never negative, but its mean over tokens drawn from the policy is not the KL.
 
     Args:
         logprobs, ref_logprobs: (B, N) float32.
-        mask: (B, N) bool, the tokens that are summed over. For "exp_delta" as its system has it N spans prompt and
-            response, all but the first token: a policy's log-probs of the prompt move too.
+        mask: (B, N) bool, the tokens that are summed over. trlX uses "exp_delta" over prompt and response, all tokens
+            but the first, since the policy's log-probs of the prompt change too.
 
     Source: "k1" openai/lm-human-preferences cbfd210b, train_policy.py, `record_step_stats`; "exp_delta" CarperAI/trlx
     3340c2f3, trlx/trainer/accelerate_ppo_trainer.py, `make_experience`.
@@ -44,22 +44,22 @@ def measured_kl(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, measure: s
 
 
 class FixedKL:
-    """A coefficient that stays what it is."""
+    """A constant coefficient."""
 
     def __init__(self, value: float):
         self.value = value
 
     def after_step(self, kl: float, responses: int) -> None:
-        """Nothing changes, whatever was measured."""
+        """Does nothing."""
 
     def after_epoch(self, kl: float, responses: int) -> None:
-        """Nothing changes here either."""
+        """Does nothing."""
 
     def state_dict(self) -> dict:
         return {}
 
     def load_state_dict(self, state: dict) -> None:
-        """Nothing changes during a run: the value stays the one given."""
+        """Does nothing: the value stays the one that this run was given."""
 
 
 class AdaptiveKL:
@@ -67,8 +67,9 @@ class AdaptiveKL:
 
     error = clip(KL / target - 1, -0.2, 0.2),   value *= 1 + error * count / horizon
 
-    per: "step", after each of which it changes once, by all the step's responses; or "epoch", after each PPO epoch, by
-    those of a mini-batch, as CarperAI/trlx 3340c2f3 has it (trlx/trainer/accelerate_ppo_trainer.py).
+    per: "step": it changes once after each step, with count = all the step's responses. "epoch": it changes after each
+    PPO epoch, with count = the responses of a mini-batch, as in CarperAI/trlx 3340c2f3
+    (trlx/trainer/accelerate_ppo_trainer.py).
     """
 
     def __init__(self, value: float, target: float, horizon: float, per: str = "step"):
@@ -77,19 +78,21 @@ class AdaptiveKL:
         self.value, self.target, self.horizon, self.per = value, target, horizon, per
 
     def after_step(self, kl: float, responses: int) -> None:
-        """A step is over. kl: its responses' mean over all ranks, nats; responses: how many all ranks made."""
+        """To be called after each step. kl: mean over all ranks' responses, in nats; responses: how many all ranks
+        made."""
         if self.per == "step":
             self.update(kl, responses)
 
     def after_epoch(self, kl: float, responses: int) -> None:
-        """A PPO epoch is over. kl: the rollout's, as above; responses: those of one mini-batch of this rank."""
+        """To be called after each PPO epoch. kl: as in `after_step`; responses: how many one mini-batch of this rank
+        has."""
         if self.per == "epoch":
             self.update(kl, responses)
 
     def update(self, kl: float, count: int) -> None:
-        """Take note of the mean KL (nats a response, over all ranks) of `count` responses.
+        """Change the coefficient by the mean KL (nats a response, over all ranks) of `count` responses.
 
-        Equal on all ranks only if `kl` is: reduce it first.
+        The coefficient stays equal on all ranks only if `kl` is equal on all: reduce it first.
         """
         error = min(max(kl / self.target - 1, -0.2), 0.2)
         self.value *= 1 + error * count / self.horizon

@@ -1,4 +1,4 @@
-"""Log-probabilities and entropy of tokens, and the one-token shift between what is read and what is predicted."""
+"""Log-probabilities and entropy of tokens, and the shift by one between a position and the token that it predicts."""
 
 import contextlib
 from collections.abc import Iterator
@@ -9,12 +9,12 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 CHUNK_ELEMENTS = 1 << 24  # logits held at once: 64 MiB in float32
-_planned = 0  # bytes of the GPU that tensors on the meta device stand for
+_planned = 0  # bytes of the GPU that tensors on the meta device stand for; 0: a CPU
 
 
 def chunk_elements(device: torch.device) -> int:
-    """How many logits are held at once. Where there is a gradient, those on a GPU take in float32 a 256th of its memory
-    if that is more: going backward each chunk reads and writes the whole gradient of the head."""
+    """How many logits a chunk has. With gradients on a GPU, a chunk in float32 takes a 256th of the GPU's memory if
+    that is more than the default: in the backward pass each chunk reads and writes the whole gradient of the head."""
     if not torch.is_grad_enabled():
         return CHUNK_ELEMENTS
     memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
@@ -23,7 +23,7 @@ def chunk_elements(device: torch.device) -> int:
 
 @contextlib.contextmanager
 def planned_for(memory: int) -> Iterator[None]:
-    """Within this context chunks on the meta device are those of a GPU with so many bytes; of a CPU with 0."""
+    """Within this context chunks on the meta device are as large as on a GPU with `memory` bytes; 0: as on a CPU."""
     global _planned
     before, _planned = _planned, memory
     try:
@@ -50,7 +50,7 @@ def token_logprobs(
         logits: (..., V) in any float dtype.
         labels: (...) int64.
         temperature: what the logits are divided by before the softmax.
-        with_entropy: otherwise the entropies are zeros; they carry no gradient either way.
+        with_entropy: if False the entropies are zeros; they never carry a gradient.
 
     Returns: (logprobs, entropy), each (...) float32, entropy in nats.
     """
@@ -76,14 +76,14 @@ def head_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """`token_logprobs` of the linear head applied to `hidden`, in chunks of positions.
 
-    Only one chunk of float32 logits exists at a time, in the backward pass too (it computes them again).
+    Only one chunk of float32 logits exists at a time. The backward pass computes each chunk again.
 
     Args:
         hidden: (B, T, d) in the model's dtype.
         weight, bias: (V, d) and (V,) or None, the head's.
         labels: (B, T) int64.
-        at_once: logits of a chunk; by default `chunk_elements` of the device.
-        low, up: (B, T, r) and (r, V); their product is added to the logits. None for nothing.
+        at_once: how many logits a chunk has; by default `chunk_elements` of the device.
+        low, up: (B, T, r) and (r, V), whose product is added to the logits; or None.
 
     Returns: (logprobs, entropy), each (B, T) float32.
     """

@@ -1,7 +1,7 @@
-"""PPO's two losses and the reward model's, as sums and counts; and when an update is not to be trusted.
+"""The losses of policy, critic and reward model, as sums and counts; and the tests that leave out an update.
 
-A sum can be added up over micro-batches and ranks before it is divided; a mean cannot. So each function returns what
-it summed and the caller divides once, by the count of the whole optimizer step.
+Sums over micro-batches and ranks can be added up before they are divided; means cannot. So each function returns sums,
+and the caller divides once, by the count of the whole optimizer step.
 """
 
 from dataclasses import dataclass
@@ -16,14 +16,15 @@ from engine.algo.masked import masked_sum
 
 @dataclass(frozen=True, slots=True)
 class PolicyLoss:
-    """Sums over what has a ratio of its own, tokens or responses, each a scalar tensor; only `loss` has a gradient."""
+    """Sums over the tokens, or over the responses if a response has one ratio; each a scalar tensor. Only `loss` has a
+    gradient."""
 
     loss: Tensor
     clipped: Tensor  # how many have the clipped loss as the larger one
     approxkl: Tensor  # (log ratio)^2 / 2, Schulman's k2 of old against new
     ratio: Tensor
     ratio_max: Tensor  # a maximum, not a sum
-    count: Tensor  # of what the sums are over
+    count: Tensor  # how many tokens or responses the sums are over
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,15 +40,16 @@ class ValueLoss:
 def masked_log_ratios(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
     """log pi - log pi_old, (B, T) float32, 0 outside the mask.
 
-    Outside it the two may differ by anything; exp of that could overflow and poison the gradient.
+    Outside the mask the two may differ by any amount, whose exp could overflow and make the gradient NaN.
     """
     return torch.where(mask, logprobs - old_logprobs, torch.zeros_like(logprobs))
 
 
 def response_log_ratios(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, mean: bool = False) -> Tensor:
-    """(B,) float32, the sum over each response's masked tokens of their log-ratios, of the product of their ratios.
+    """(B,) float32, for each response the sum of its masked tokens' log-ratios: the log of the product of their ratios.
 
-    mean: divided by how many they are, of the product's geometric mean: that does not grow with the length.
+    mean: divide the sum by the number of tokens. It is then the log of the ratios' geometric mean, which does not grow
+    with the length.
 
     Source of the mean: Zheng et al. 2025, "Group sequence policy optimization", eq. 7.
     """
@@ -56,7 +58,7 @@ def response_log_ratios(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, me
 
 
 def shares_of_responses(mask: Tensor) -> Tensor:
-    """(B, 1) float32, 1 / |o_i|: with these weights a sum over tokens is the sum of the responses' means."""
+    """(B, 1) float32, 1 / |o_i|: weights with which a sum over tokens is the sum of the responses' means."""
     return 1.0 / mask.sum(-1, keepdim=True).clamp(min=1)
 
 
@@ -78,12 +80,13 @@ def policy_loss(
         logprobs: (B, T) float32 of the policy being trained.
         old_logprobs, advantages: (B, T) float32 of the rollout.
         mask: (B, T) bool.
-        correction: (B, T) float32, what each token's loss is multiplied by (engine/algo/corrections.py); None for 1.
+        correction: (B, T) float32, a factor for each token's loss (engine/algo/corrections.py); None for 1.
         clip_range_high: None for clip_range. Source: Yu et al. 2025, "DAPO", section 3.1.
-        dual_clip: the largest rho of the unclipped side, over 1 + clip_range_high: where A is negative, the loss then
-            stays under -A dual_clip, and has no gradient there. None for none. Source: Ye et al. 2020, "Mastering
+        dual_clip: a bound of rho, larger than 1 + clip_range_high, that counts where A is negative: the loss is at most
+            -A dual_clip, and has no gradient beyond it. None for no bound. Source: Ye et al. 2020, "Mastering
             complex control in MOBA games with deep reinforcement learning", eq. 5; `delta` of TRL 1.16.0's GRPO.
-        weights: what each token's loss counts, of a shape that broadcasts to (B, T); None for 1. Only `loss` has them.
+        weights: the weight of each token's loss, of a shape that broadcasts to (B, T); None for 1. They count in `loss`
+        only.
 
     Source: Schulman et al. 2017, "Proximal policy optimization algorithms", eq. 7.
     """
@@ -112,11 +115,11 @@ def response_policy_loss(
         advantages: (B,) float32, one a response.
         mask: (B, T) bool.
         counted: (B,) bool, the responses that count; by default those with a masked token.
-        correction: (B,) float32, as of `policy_loss`. clip_range_high, dual_clip: as there.
-        mean: whether rho is the geometric mean of the tokens' ratios, and not their product.
+        correction: (B,) float32, as in `policy_loss`. clip_range_high, dual_clip: as in `policy_loss`.
+        mean: whether rho is the geometric mean of the tokens' ratios instead of their product.
 
-    Returns: sums over responses. Source: huggingface/trl v0.11.0, trl/trainer/rloo_trainer.py; of the mean Zheng et al.
-    2025, "Group sequence policy optimization", eq. 5 to 7.
+    Returns: sums over responses. Source: huggingface/trl v0.11.0, trl/trainer/rloo_trainer.py; for the mean Zheng et
+    al. 2025, "Group sequence policy optimization", eq. 5 to 7.
     """
     log_ratio = response_log_ratios(logprobs, old_logprobs, mask, mean)
     high = clip_range if clip_range_high is None else clip_range_high
@@ -132,7 +135,7 @@ def _clipped_surrogate(
     dual_clip: float | None,
     factors: tuple[Tensor | None, ...],
 ) -> PolicyLoss:
-    """Sums over `mask`; `log_ratio` is 0 outside it. factors: what each loss is multiplied by."""
+    """Sums over `mask`; `log_ratio` is 0 outside it. factors: each loss is multiplied by its factor."""
     ratio, (low, high) = log_ratio.exp(), clip_ranges
     plain = -advantages * (ratio if dual_clip is None else ratio.clamp(max=dual_clip))
     clipped = -advantages * ratio.clamp(1 - low, 1 + high)
@@ -160,19 +163,19 @@ def kl_loss(
 ) -> Tensor:
     """Sum over masked tokens of the estimated KL(policy || reference): a penalty for the loss, not for the reward.
 
-    Its gradient flows through `logprobs`. That of k2, delta * grad lp, has the KL's own gradient as its mean; that of
-    k1, grad lp, has mean 0, and k3's follows the KL with policy and reference exchanged.
+    Its gradient flows through `logprobs`. The gradient of k2, delta * grad lp, has the KL's gradient as its mean. The
+    gradient of k1, grad lp, has mean 0. The gradient of k3 follows the KL with policy and reference exchanged.
 
     Args:
         logprobs: (B, T) float32 of the policy being trained; ref_logprobs (B, T) float32.
         mask: (B, T) bool.
-        estimator: as of `kl_estimate`.
-        ratio: (B, T) or (B, 1) float32, of the policy to the rollout's, finite everywhere, with its gradient: what each
-            estimate is multiplied by, after which the mean of k1's and k3's gradient is the KL's own, too. None for 1.
-        weights: as of `policy_loss`.
+        estimator: as in `kl_estimate`.
+        ratio: (B, T) or (B, 1) float32, the ratio of the policy to the rollout's policy, finite everywhere, with its
+            gradient. Each estimate is multiplied by it; then the mean of the gradients of k1 and k3 is the KL's
+            gradient too. None for 1. weights: as in `policy_loss`.
 
     Source: Schulman 2020, "Approximating KL divergence"; Shao et al. 2024, "DeepSeekMath", eq. 4, which has k3 here;
-    of the ratio DeepSeek-AI 2025, "DeepSeek-V3.2", section 3.1, and TRL 1.16.0, `use_bias_correction_kl`.
+    for the ratio DeepSeek-AI 2025, "DeepSeek-V3.2", section 3.1, and TRL 1.16.0, `use_bias_correction_kl`.
     """
     zeros = torch.zeros_like(logprobs)
     estimates = kl_estimate(torch.where(mask, logprobs, zeros), torch.where(mask, ref_logprobs, zeros), estimator)
@@ -188,12 +191,12 @@ def value_loss(
 
         max((V - R)^2, (clip(V, V0 - clip_range, V0 + clip_range) - R)^2)
 
-    Without a clip_range it is the sum of (V - R)^2.
+    Without a clip_range it is factor / 2 x the sum of (V - R)^2.
 
     Args:
         values: (B, T) float32 of the critic being trained.
         old_values, returns: (B, T) float32 of the rollout.
-        mask: (B, T) bool; some systems count the position after the response too.
+        mask: (B, T) bool; some systems also count the position after the response.
 
     Source: openai/lm-human-preferences cbfd210b, train_policy.py, `loss`.
     """
@@ -211,19 +214,19 @@ def value_loss(
 
 
 def loss_weights(counts: list[float], total: float, micro_batches: int, ranks: int, scope: str) -> list[float]:
-    """What each of one rank's micro-batches multiplies its loss sum by, in one optimizer step.
+    """The factors by which a rank multiplies the loss sums of its micro-batches in one optimizer step.
 
-    With these weights the step's gradient is that of the sum over micro-batches and ranks.
+    The gradient of the step is that of the weighted sum over all micro-batches and ranks.
 
     Args:
-        counts: what each of this rank's sums is over: tokens; responses where each has one ratio or one mean; or
-            these times a fixed length.
+        counts: for each of this rank's sums, the number of tokens; of responses if each has one ratio or one mean; or
+            of responses times a fixed length.
         total: the sum of all ranks' counts.
         micro_batches: how many micro-batches all ranks have together.
         ranks: how many there are.
-        scope: "optimizer_step", "response" and "fixed_length" divide by the counts of all ranks, so that no layout
-            changes it; "micro_batch" takes the mean of the micro-batches' own means; "micro_batch_sum" sums each
-            rank's means, and takes the mean of the ranks' sums.
+        scope: "optimizer_step", "response" and "fixed_length" divide by the counts of all ranks, so the result does not
+            depend on the number of ranks and micro-batches; "micro_batch" takes the mean of the micro-batches' means;
+            "micro_batch_sum" sums each rank's means, and takes the mean of the ranks' sums.
 
     Source of "micro_batch": the loss of DeepSpeed-Chat (DeepSpeedExamples 83757d9c) and of huggingface/trl f2cd5771,
     divided by the accumulation steps; of "micro_batch_sum": CarperAI/trlx 3340c2f3 with `minibatch_size`, not divided.
@@ -239,9 +242,10 @@ def loss_weights(counts: list[float], total: float, micro_batches: int, ranks: i
 
 
 def ratio_exploded(ratio_sum: float, count: float, limit: float | None) -> bool:
-    """Whether the mean ratio over all masked tokens (or responses) of a mini-batch is over `limit`: drop its losses.
+    """Whether to drop a mini-batch's losses: the mean ratio over its masked tokens (or responses) is over `limit`.
 
-    Sums are those of all ranks, so that all decide alike; a mean that is not finite is over any limit. None: never.
+    The sums are over all ranks, so that all ranks decide alike. A mean that is not finite is over any limit. None:
+    never.
 
     Source: huggingface/trl v0.11.0, trl/trainer/ppo_trainer.py, `loss` (its `ratio_threshold` is 10).
     """
@@ -249,9 +253,10 @@ def ratio_exploded(ratio_sum: float, count: float, limit: float | None) -> bool:
 
 
 def went_too_far(approxkl_sum: float, count: float, limit: float | None) -> bool:
-    """Whether the policy is further than `limit` from the rollout's: leave out the remaining PPO epochs.
+    """Whether to leave out the remaining PPO epochs: the policy is further than `limit` from the one that sampled.
 
-    approxkl_sum: of (log ratio)^2 / 2 over the `count` masked tokens of the latest pass, over all ranks. None: never.
+    approxkl_sum: the sum of (log ratio)^2 / 2 over the `count` masked tokens of the latest pass, over all ranks. limit:
+    None: never.
 
     Source: huggingface/trl v0.11.0, trl/trainer/ppo_trainer.py, `_early_stop` (which measures the mean of
     minus the log ratio, and whose limit is 1.5 x `target_kl`).

@@ -7,20 +7,20 @@ from torch import Tensor
 def masked_sum(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
     """Sum of `values` (any shape, float) where `mask` (same shape, bool) is set, over `dim` or over everything.
 
-    What stands outside the mask is never read, so a NaN there does no harm.
+    Values outside the mask do not count, even if they are NaN.
     """
     kept = torch.where(mask, values, torch.zeros_like(values))
     return kept.sum() if dim is None else kept.sum(dim)
 
 
 def moments(values: Tensor, mask: Tensor) -> Tensor:
-    """(count, sum, sum of squares) of the masked values, float64 (3,): what ranks add up before they whiten."""
+    """(count, sum, sum of squares) of the masked values, float64 (3,); ranks add them up before they whiten."""
     wide = values.double()
     return torch.stack([mask.sum().double(), masked_sum(wide, mask), masked_sum(wide * wide, mask)])
 
 
 def mean_and_variance(totals: Tensor, unbiased: bool = False) -> tuple[Tensor, Tensor]:
-    """Mean and variance from the (summed) output of `moments`; (0, 0) where nothing was counted."""
+    """Mean and variance from the output of `moments`, possibly summed over ranks; (0, 0) where nothing was counted."""
     count, total, squares = totals
     mean = total / count.clamp(min=1)
     spread = (squares - count * mean * mean).clamp(min=0)
@@ -45,7 +45,7 @@ def whiten(
         mask: same shape, bool.
         center: remove the mean; otherwise it is added back after scaling.
         unbiased: divide by n - 1 instead of n.
-        statistics: (mean, variance) computed elsewhere, say over all ranks; by default those of the masked values.
+        statistics: (mean, variance) to use, over all ranks for example; by default those of the masked values.
 
     Source: `whiten` in openai/lm-human-preferences cbfd210b, lm_human_preferences/utils/core.py.
     """

@@ -1,8 +1,8 @@
-"""From the score of a response to the reward of every token: what becomes of the score, which positions count, the sum.
+"""From the score of a response to the reward of every token: changes of the score, the positions that count, the sum.
 
-Position t holds response token t, and the log-prob and value read where that token is predicted. The position after the
-last token of a response therefore holds the value of the state in which the response is complete. Systems differ in
-whether they count that position, and in what they take for the end.
+Position t holds response token t, and the log-prob and value read where that token is predicted. So the position after
+the last token of a response holds the value of the state in which the response is complete. Systems differ in whether
+they count that position, and in which token they take for the last.
 """
 
 import torch
@@ -11,20 +11,20 @@ from torch import Tensor
 
 from engine.algo.masked import mean_and_variance
 
-# How many positions past the response each rule still counts.
+# How many positions after the response each rule still counts.
 POSITIONS_PAST = {"response": 0, "one_past": 1, "two_past": 2}
 SCORE_PAST = {"last": -1, "after_last": 0, "two_after": 1}
 
 
 def counted_tokens(responses: Tensor, response_mask: Tensor, pad_token_id: int, rule: str) -> Tensor:
-    """Which response tokens a system takes for real, (B, T) bool.
+    """Which response tokens a system takes for real tokens, (B, T) bool.
 
     Args:
         responses: (B, T) int64.
-        response_mask: (B, T) bool, set on every sampled token, or on those that a truncation leaves.
-        rule: "sampled" counts those in the mask, EOS included; "before_pad" those before the first pad token, which
-            leaves EOS out where it doubles as the pad token; "not_pad" all that are not the pad token, also behind one;
-            "row" every position, whatever stands there.
+        response_mask: (B, T) bool, set on every sampled token, or on those that truncation leaves.
+        rule: "sampled" counts the tokens in the mask, EOS included; "before_pad" those before the first pad token, so
+            without EOS where EOS is also the pad token; "not_pad" all tokens but the pad token, also after one; "row"
+            every position, whatever token it holds.
 
     Source: "before_pad" huggingface/trl f2cd5771, `first_true_indices`; "not_pad" DeepSpeedExamples 83757d9c,
     DeepSpeed-Chat's `action_mask`; "row" openai/lm-human-preferences cbfd210b, whose responses all have one length.
@@ -42,10 +42,9 @@ def counted_tokens(responses: Tensor, response_mask: Tensor, pad_token_id: int, 
 
 
 def valid_responses(policy_mask: Tensor, min_tokens: int) -> Tensor:
-    """(B,) bool, the responses that count where each has one number: those with a position in policy_mask (B, T) bool.
+    """(B,) bool, the responses that count where each has one number: those with a position in policy_mask, (B, T) bool.
 
-    Where responses of any length are learned (min_tokens 0), those without a token count too: they have a score, with
-    which others are compared, and a ratio of 1.
+    With min_tokens 0 responses without a token count too: others are compared with their score, and their ratio is 1.
     """
     return policy_mask.any(-1) | (min_tokens == 0)
 
@@ -55,7 +54,7 @@ def score_positions(lengths: Tensor, width: int, rule: str) -> Tensor:
 
     Args:
         lengths: (B,) int64, L.
-        width: T, the number of response positions. It is part of the rule: a position past it becomes the last.
+        width: T, the number of response positions. A position past the width becomes the last one.
         rule: "last" is position L - 1, the last real token; "after_last" position L; "two_after" position L + 1.
     """
     if rule not in SCORE_PAST:
@@ -69,7 +68,8 @@ def first_positions(lengths: Tensor, width: int) -> Tensor:
 
 
 def positions_up_to(lengths: Tensor, width: int, rule: str) -> Tensor:
-    """(B, T) bool: the positions of the "response", those and "one_past" or "two_past" it, or "all" of the row."""
+    """(B, T) bool: the positions of the "response", also one or two after it ("one_past", "two_past"), or "all" of the
+    row."""
     if rule == "all":
         return torch.ones(len(lengths), width, dtype=torch.bool, device=lengths.device)
     if rule not in POSITIONS_PAST:
@@ -78,7 +78,8 @@ def positions_up_to(lengths: Tensor, width: int, rule: str) -> Tensor:
 
 
 def positions_after_tokens(counted: Tensor) -> Tensor:
-    """(B, T) bool: the first position, and those behind a token that counts; a pad inside a response leaves a hole.
+    """(B, T) bool: the first position, and each position after a token that counts. A pad token inside a response
+    leaves a hole.
 
     Args: counted: (B, T) bool.
 
@@ -91,8 +92,8 @@ def compute_rewards(kl: Tensor, kl_coef: float, kl_mask: Tensor, scores: Tensor,
     """r_t = -kl_coef * KL_t where `kl_mask` is set, plus the score on one position.
 
     Args:
-        kl: (B, T) float32, the estimate of each token.
-        kl_coef: the controller's value; 0 where the penalty stands in the loss.
+        kl: (B, T) float32, the estimate for each token.
+        kl_coef: the controller's value; 0 where the penalty is part of the loss.
         kl_mask: (B, T) bool.
         scores: (B,) float32, already clipped and scaled.
         positions: (B,) int64, from `score_positions`.
@@ -104,7 +105,7 @@ def compute_rewards(kl: Tensor, kl_coef: float, kl_mask: Tensor, scores: Tensor,
 
 
 def apply_missing_end(scores: Tensor, ended: Tensor, rule: str, value: float) -> Tensor:
-    """The scores of responses that did not end: replaced by `value`, or lowered by it; others stay.
+    """The scores, where those of responses that did not end are replaced by `value` or lowered by it.
 
     Args:
         scores: (B,) float32.
@@ -124,7 +125,7 @@ def apply_missing_end(scores: Tensor, ended: Tensor, rule: str, value: float) ->
 
 
 def overlong_penalties(lengths: Tensor, longest: int, buffer: float, most: float) -> Tensor:
-    """What the scores of long responses lose: nothing up to a length, then more with each token, `most` at the longest.
+    """What the scores of long responses lose: nothing up to a certain length, then more with each token, up to `most`.
 
         R(y) = 0                                        where |y| <= L_max - L_cache
                ((L_max - L_cache) - |y|) / L_cache      up to L_max, where it is -1; times `most`
@@ -132,7 +133,7 @@ def overlong_penalties(lengths: Tensor, longest: int, buffer: float, most: float
     Args:
         lengths: (B,) int64, |y|, tokens of each response, EOS included.
         longest: L_max, the most tokens that a response may have.
-        buffer: L_cache / L_max, the share of them in which the penalty grows; over 0.
+        buffer: L_cache / L_max, the share of L_max in which the penalty grows; over 0.
         most: the penalty of a response of L_max tokens; 1 in the paper.
 
     Returns: (B,) float32, between -most and 0, to be added to the scores.
@@ -145,10 +146,9 @@ def overlong_penalties(lengths: Tensor, longest: int, buffer: float, most: float
 
 
 def groups_alike(scores: Tensor, group_size: int) -> Tensor:
-    """Which groups have no difference in their scores, (B / group_size,) bool: compared with each other, their
-    responses all have the advantage 0.
+    """Which groups have equal scores, (B / group_size,) bool. All responses of such a group have the advantage 0.
 
-    A group with a score that is NaN or infinite is not among them: that is for others to find.
+    A group with a NaN or infinite score is not among them; such scores are refused elsewhere.
 
     Args:
         scores: (B,) float32; the responses to one prompt stand side by side.
@@ -160,22 +160,23 @@ def groups_alike(scores: Tensor, group_size: int) -> Tensor:
 
 
 def clip_scores(scores: Tensor, limit: float | None) -> Tensor:
-    """The scores within plus and minus `limit`; as they are for None."""
+    """The scores clipped to plus and minus `limit`; unchanged for None."""
     return scores if limit is None else scores.clamp(-limit, limit)
 
 
 class ScoreScale:
-    """The standard deviation that scores are divided by; their mean is not taken off.
+    """The standard deviation that scores are divided by; their mean is not subtracted.
 
-    kind: "none" divides by 1; "running" by the deviation of all scores so far, the present ones among them;
-    "first_batch" by that of the first scores that were ever seen. Deviations are those with n - 1.
+    kind: "none" divides by 1; "running" by the deviation of all scores so far, the present ones included; "first_batch"
+    by that of the first batch of scores. Deviations divide by n - 1.
 
         scale.update(distributed.all_reduce_sum(moments(scores, everywhere)))
         scores = scores / scale.value
 
-    Statistics come as sums (`masked.moments`), so that a caller can add them up over ranks first: then no two ranks
-    differ. Source: CarperAI/trlx 3340c2f3, trlx/utils/modeling.py, `RunningMoments` (whose deviation after any number
-    of updates is that of all scores together), and `make_experience`, whose first-batch deviation is each rank's own.
+    Statistics are given as sums (`masked.moments`), so that a caller can first add them up over ranks; then all ranks
+    divide by the same number. Source: CarperAI/trlx 3340c2f3, trlx/utils/modeling.py, `RunningMoments` (whose deviation
+    after any number of updates is that of all scores together), and `make_experience`, whose first-batch deviation is
+    each rank's own.
     """
 
     def __init__(self, kind: str = "none"):
@@ -185,18 +186,18 @@ class ScoreScale:
         self._totals = torch.zeros(3, dtype=torch.float64)
 
     def update(self, totals: Tensor) -> None:
-        """Take note of a batch: (3,) float64 count, sum and sum of squares of its scores over all ranks."""
+        """Take in a batch. totals: (3,) float64, count, sum and sum of squares of its scores over all ranks."""
         if self.kind == "running" or (self.kind == "first_batch" and not self._totals[0]):
             self._totals = self._totals + totals.double().cpu()
 
     @property
     def value(self) -> float:
-        """The divisor; 1 as long as fewer than two scores, or only equal ones, have been seen."""
+        """The divisor; 1 until two different scores have been seen."""
         _, variance = mean_and_variance(self._totals, unbiased=True)
         return variance.sqrt().item() or 1.0
 
     def state_dict(self) -> dict:
-        """The sums."""
+        """The sums, for a checkpoint."""
         return {"totals": self._totals.tolist()}
 
     def load_state_dict(self, state: dict) -> None:

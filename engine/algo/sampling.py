@@ -1,4 +1,5 @@
-"""Sampling whose random numbers belong to the sample, not to the machine that draws it."""
+"""Sampling with keyed random numbers: each depends on the sample and position, and not on the rank or batch that draws
+it."""
 
 import torch
 from torch import Tensor
@@ -22,13 +23,13 @@ def _mix(bits: Tensor) -> Tensor:
 
 
 def keyed_uniforms(seed: int, indices: Tensor, samples: Tensor, positions: Tensor | int) -> Tensor:
-    """Uniform numbers in [0, 1) that depend on (seed, prompt, sample, position) and on nothing else.
+    """Uniform numbers in [0, 1) that depend only on (seed, prompt, sample, position).
 
     Args:
         seed: the run's.
         indices: (B,) int64, each prompt's index in the data.
         samples: (B,) int64, which sample of that prompt this is.
-        positions: the response position to be filled, 0-based: a number for all rows, or (B,) int64.
+        positions: the response position to be filled, from 0: a number for all rows, or (B,) int64.
 
     Returns: (B,) float64, with 53 random bits.
     """
@@ -46,7 +47,7 @@ def sample_tokens(logits: Tensor, uniforms: Tensor, temperature: float = 1.0) ->
     Args:
         logits: (B, V) in any float dtype.
         uniforms: (B,) float64 in [0, 1).
-        temperature: what the logits are divided by; nothing is cut off the distribution.
+        temperature: what the logits are divided by. The distribution is not truncated (no top_k, no top_p).
 
     Returns: (B,) int64. The probabilities are computed in float32 and added up in float64, so that rounding moves no
     token's share by more than 1e-7; a token of probability 0 is never drawn.

@@ -1,8 +1,8 @@
-"""Learning-rate schedules, and the table of those that a run may choose from.
+"""Learning-rate schedules, and the table from which a run chooses one.
 
-A new schedule is one line of SCHEDULES: what it makes of the part of the steps after warm-up that is done, from 0 to 1.
-Names are those of transformers; "constant_with_warmup" and "cosine_with_restarts" (of one cycle) are what they are
-there, and "constant" warms up too if steps of warm-up are given.
+A new schedule is one line of SCHEDULES: a function from progress (the share of the steps after warm-up that is done, 0
+to 1) to the factor of the peak rate. Names are those of transformers. "constant_with_warmup" and "cosine_with_restarts"
+(of one cycle) mean the same as there. "constant" warms up too if warm-up steps are given.
 """
 
 import math
@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 
 def constant(progress: float) -> float:
-    """The peak, whatever the number of steps is."""
+    """The peak rate throughout."""
     return 1.0
 
 
@@ -34,15 +34,15 @@ SCHEDULES: dict[str, Callable[[float], float]] = {
 
 
 def depends_on_total(schedule: str) -> bool:
-    """Whether the learning rate of a step depends on how many steps the run has."""
+    """Whether the learning rate of a step depends on the number of steps of the run."""
     return SCHEDULES[schedule] is not constant
 
 
 def lr_factor(step: int, total: int, warmup: int, schedule: str, warmup_from_zero: bool = False) -> float:
     """What the peak learning rate is multiplied by at optimizer step `step` (from 0) of `total`.
 
-    In `warmup` steps the factor grows linearly, the first at 1 / warmup, since a step of rate 0 is a step lost; or at
-    0, as transformers' schedules have it, with `warmup_from_zero`. Then it follows the schedule.
+    In the `warmup` steps the factor grows linearly. It begins at 1 / warmup, since a step of rate 0 is a step lost;
+    with `warmup_from_zero` it begins at 0, as in transformers' schedules. Then it follows the schedule.
 
     Raises: KeyError for an unknown schedule.
     """

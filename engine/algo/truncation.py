@@ -1,4 +1,4 @@
-"""Where a response of fixed length ends, and a query begins and ends: at given tokens."""
+"""Truncation at given tokens: the end of a response of fixed length, and the beginning and end of a query."""
 
 from collections.abc import Sequence
 
@@ -7,9 +7,10 @@ from torch import Tensor
 
 
 def kept_positions(responses: Tensor, token: int, after: int = 0) -> Tensor:
-    """(B, T) bool: the positions up to and with the first `token` at or after `after`; all where there is none.
+    """(B, T) bool: the positions up to and including the first `token` at or after position `after`; all positions
+    where there is none.
 
-    What is scored ends there; what was sampled does not.
+    The scored text ends there; the sampled text goes on.
 
     Args:
         responses: (B, T) int64.
@@ -21,7 +22,7 @@ def kept_positions(responses: Tensor, token: int, after: int = 0) -> Tensor:
 
 
 def has_end(responses: Tensor, token: int, after: int = 0) -> Tensor:
-    """(B,) bool: whether `token` stands anywhere at or after position `after`; arguments as of `kept_positions`.
+    """(B,) bool: whether `token` occurs at or after position `after`. Arguments: as for `kept_positions`.
 
     Source: openai/lm-human-preferences cbfd210b, lm_tasks.py, `filter_fn_from_hparams`.
     """
@@ -35,9 +36,11 @@ def _matches(responses: Tensor, token: int, after: int) -> Tensor:
 def trim_query(
     tokens: Sequence[int], length: int, start: int | None = None, end: int | None = None
 ) -> list[int] | None:
-    """The query's tokens from behind the first `start`, at most `length`, up to and with the last `end` among those.
+    """The query's tokens after the first `start` token, at most `length`, up to and including the last `end` among
+    them.
 
-    None where a wanted token is not there: such a text is left out. A `start` that is the very last token cuts nothing.
+    None where a given token does not occur; the text is then left out. A `start` that is the very last token cuts
+    nothing.
 
     Source: openai/lm-human-preferences cbfd210b, language/datasets.py, `Dataset.tf_dataset`.
     """

@@ -1,8 +1,8 @@
-"""What several trainings have changed of one tensor, made into one change.
+"""Merges the changes that several trainings made to one tensor into one change.
 
 Source: Ramé et al. 2024, "WARP: On the Benefits of Weight Averaged Rewarded Policies", section 3: SLERP of changes
-(stage 2), and the line from the start through what they come to (LITI, stage 3). The mean is that of Wortsman et al.
-2022, "Model soups".
+(stage 2), and interpolation between the start and the merged weights (LITI, stage 3). The mean is that of Wortsman et
+al. 2022, "Model soups".
 """
 
 from collections.abc import Callable, Sequence
@@ -15,15 +15,15 @@ PARALLEL = 1e-6
 
 
 def mean_change(changes: Sequence[Tensor]) -> Tensor:
-    """sum_i d_i / n, of n float32 tensors of one shape, which is also the result's."""
+    """sum_i d_i / n of n float32 tensors of one shape; the result has the same shape."""
     return sum(changes[1:], changes[0]) / len(changes)
 
 
 def spherical_change(changes: Sequence[Tensor]) -> Tensor:
-    """The changes one after the other into s_m = slerp(s_(m-1), d_m; 1 / m), s_1 = d_1; float32, of one shape.
+    """The changes merged one after the other: s_1 = d_1, s_m = slerp(s_(m-1), d_m; 1 / m); float32, all of one shape.
 
-    Where changes stand nearly at right angles, as those of independent runs do, their mean is about 1 / sqrt(n) as long
-    as one of them; this one is as long. WARP takes a change for each layer; here it is one for each tensor.
+    Changes of independent runs are nearly at right angles, so their mean is about 1 / sqrt(n) as long as one of them.
+    The spherical change is as long as one of them. WARP merges layer by layer; here it is tensor by tensor.
     """
     merged = changes[0]
     for number, change in enumerate(changes[1:], 2):
@@ -32,10 +32,11 @@ def spherical_change(changes: Sequence[Tensor]) -> Tensor:
 
 
 def slerp(start: Tensor, end: Tensor, share: float) -> Tensor:
-    """sin((1 - share) w) / sin w * start + sin(share * w) / sin w * end, w the angle between the two as vectors.
+    """sin((1 - share) w) / sin w * start + sin(share * w) / sin w * end, where w is the angle between the two as
+    vectors.
 
-    The straight line where one of them is 0, or both have one direction or opposite ones, between which there is no one
-    arc.
+    It is linear interpolation where one of them is 0, or where they have the same direction or opposite ones, between
+    which no unique arc exists.
     """
     lengths = start.norm() * end.norm()
     angle = torch.arccos(((start * end).sum() / lengths).clamp(-1.0, 1.0)) if lengths > 0 else torch.zeros(())

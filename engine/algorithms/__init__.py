@@ -1,12 +1,13 @@
-"""Every algorithmic choice of a PPO run, under names: one frozen dataclass, one row per known system.
+"""Dialects: every algorithmic choice of a PPO run as a field of one frozen dataclass, with a named instance for each
+known system.
 
     dialect = get_dialect("default").override(kl_coef=0.1)
 
 A field that a user gives by flag overrides the dialect's value. `python -m engine.algorithms` prints the table, and
 `python -m engine.algorithms deepspeed_chat openai` where two systems differ.
 
-dialect.py has the fields with their meanings and values, table.py the systems, checks.py what fields ask of each other
-and of a run. algorithm.py has what a step computes with them, losses.py what an optimizer step does.
+dialect.py has the fields with their meanings and values, table.py the systems, checks.py the conditions between fields
+and on a run's sizes. algorithm.py has the computations of a step, losses.py those of an optimizer step.
 """
 
 from engine.algo.advantages import ESTIMATORS, AdvantageEstimator, AdvantageInputs

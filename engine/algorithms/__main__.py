@@ -15,7 +15,8 @@ from engine.errors import UserError
 
 
 def fields_to_show(dialects: list[Dialect]) -> list[str]:
-    """All fields of one dialect or of all there are, otherwise those in which two differ; name aside."""
+    """All fields if one dialect or every dialect is shown, otherwise those in which two of them differ; never the
+    name."""
     names = [field.name for field in dataclasses.fields(Dialect) if field.name != "name"]
     if len(dialects) in (1, len(DIALECTS)):
         return names
@@ -34,7 +35,7 @@ def cell(value) -> str:
 
 
 def render(names: list[str], dialects: list[Dialect], width: int) -> str:
-    """A line a field and a column a dialect; in several tables where one would be wider than `width` characters."""
+    """One line for each field, one column for each dialect; split into several tables of at most `width` characters."""
     first = ["", *names]
     columns = [[dialect.name, *(cell(getattr(dialect, name)) for name in names)] for dialect in dialects]
     tables: list[list[list[str]]] = []
@@ -68,7 +69,7 @@ def meanings(names: list[str], width: int) -> str:
 
 
 def main(words: list[str], width: int = 160) -> str:
-    """What is to be printed for these names; raises UserError for an unknown one."""
+    """The text to print for these names of dialects; raises UserError for an unknown one."""
     dialects = [get_dialect(word) for word in dict.fromkeys(words or DIALECTS)]
     names = fields_to_show(dialects)
     return f"{render(names, dialects, width)}\n\n{meanings(names, width)}" if names else "no field differs"

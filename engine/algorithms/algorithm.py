@@ -1,4 +1,5 @@
-"""What a PPO step calls, in the order in which it calls it: which text counts, scores, rewards, advantages, the batch.
+"""The computations of a PPO step, in the order in which it calls them: texts that count, scores, rewards, advantages,
+batch.
 
     algorithm = Algorithm(get_dialect("default"), pad_token_id=0)
     positions = algorithm.positions(rollout.responses, rollout.response_mask)
@@ -51,9 +52,9 @@ class Algorithm:
 
     Args:
         pad_token_id: what fills the positions after a response.
-        end_token_id: the token that `truncate_token` names; without one that of EOS, or None if there is no EOS.
-        reduce: adds a float64 tensor up over all ranks; called equally often on each. By default there is one rank.
-        ranks: how many there are.
+        end_token_id: the token that `truncate_token` names; if it names none, EOS, or None if there is no EOS. reduce:
+        a function that sums a float64 tensor over all ranks; called equally often on each. By default there is one
+        rank. ranks: how many there are.
         max_response_length: how many tokens a response may have; needed by loss_scope "fixed_length" and
             `overlong_buffer`.
     """
@@ -78,13 +79,13 @@ class Algorithm:
         self.score_scale = ScoreScale(dialect.score_scaling)
         self.losses = Losses(dialect, max_response_length)
 
-    # Which text is learned, which is scored, and which positions count.
+    # Which text is learned from, which is scored, and which positions count.
 
     def texts(self, rollout: Rollout) -> tuple[Rollout, Rollout]:
-        """(what is learned, what is scored).
+        """(the rollout that is learned from, the rollout that is scored).
 
-        They are the same, unless a dialect learns all that was sampled, or reads the score before the first pad token.
-        A system whose attention mask is `ids != pad` attends to no pad token, in prompts and responses.
+        They differ only if a dialect learns from all that was sampled, or reads the score before the first pad token.
+        In a system whose attention mask is `ids != pad`, no token attends to a pad token, in prompts or responses.
         """
         dialect = self.dialect
         kept, ended = self.scored_text(rollout.responses, rollout.response_mask, rollout.ended)
@@ -99,10 +100,10 @@ class Algorithm:
         return learned, rollout.cut(kept, ended, self.pad_token_id)
 
     def scored_text(self, responses: Tensor, mask: Tensor, ended: Tensor) -> tuple[Tensor, Tensor]:
-        """(what of each response is scored, (B, T) bool; whether it has the end it should have, (B,) bool).
+        """(the scored positions of each response, (B, T) bool; whether the response has the required end, (B,) bool).
 
         Args:
-            responses: (B, T) int64. mask: (B, T) bool, every sampled token. ended: (B,) bool, by the sampler.
+            responses: (B, T) int64. mask: (B, T) bool, every sampled token. ended: (B,) bool, as the sampler says.
         """
         dialect, token = self.dialect, self.end_token_id
         if token is None or (dialect.sampling == "until_eos" and not dialect.truncate_token):
@@ -114,12 +115,13 @@ class Algorithm:
         return mask & kept_positions(sampled, token, after), has_end(sampled, token, after)
 
     def positions(self, responses: Tensor, response_mask: Tensor) -> Positions:
-        """How long each response is, where its score stands, and which positions count for what.
+        """How long each response is, which position gets its score, and which positions count for KL, losses and
+        values.
 
         Args:
-            responses: (B, T) int64, as wide as the system's own would be: its rows end with the longest response of
-                the batch that was generated together, or after a fixed length. Wider rows move the score of some.
-            response_mask: (B, T) bool, of what is learned.
+            responses: (B, T) int64, as wide as in the dialect's system, where rows end with the longest response of the
+                batch that was generated together, or after a fixed length. In some dialects wider rows would move the
+                score. response_mask: (B, T) bool, the tokens that are learned from.
         """
         dialect, width = self.dialect, responses.shape[1]
         counted = counted_tokens(responses, response_mask, self.pad_token_id, dialect.length_rule)
@@ -148,10 +150,10 @@ class Algorithm:
     # Scores, and the rewards of all tokens.
 
     def process_scores(self, scores: Tensor, ended: Tensor, response_mask: Tensor | None = None) -> Tensor:
-        """The scores as they enter the rewards, (B,) float32: scaled, changed where an end is missing, clipped, and at
-        last less the penalty of a long response.
+        """The scores as they enter the rewards, (B,) float32: scaled, changed where an end is missing, clipped, and
+        finally reduced by the penalty of long responses.
 
-        The scale takes note of these scores before they are divided by it (all ranks call this together).
+        The scale is updated with these scores before they are divided by it (all ranks call this together).
 
         Args:
             scores: (B,) float32, as the reward source gave them. ended: (B,) bool.
@@ -172,8 +174,8 @@ class Algorithm:
         return scores
 
     def overlong_penalties(self, lengths: Tensor) -> Tensor:
-        """What is added to the scores of long responses, (B,) float32, 0 or negative; in dialects with an
-        `overlong_buffer`. lengths: (B,) int64, in tokens."""
+        """The penalties (0 or negative) that are added to the scores of long responses in dialects with an
+        `overlong_buffer`, (B,) float32. lengths: (B,) int64, in tokens."""
         assert self.max_response_length is not None
         dialect = self.dialect
         return overlong_penalties(lengths, self.max_response_length, dialect.overlong_buffer, dialect.overlong_penalty)
@@ -201,16 +203,18 @@ class Algorithm:
     # Values, advantages and returns.
 
     def kept_values(self, values: Tensor | None, positions: Positions) -> Tensor:
-        """The critic's values (B, T) float32 with what the dialect has after the end; zeros without a critic."""
+        """The critic's values (B, T) float32, with those after the end kept or zeroed as in the dialect; zeros without
+        a critic."""
         state = positions.masks.state
         if values is None:
             return torch.zeros(state.shape, device=state.device)
         return torch.where(state, values, torch.zeros_like(values))
 
     def compute_advantages(self, rewards: Tensor, values: Tensor, masks: Masks) -> tuple[Tensor, Tensor]:
-        """Advantages and returns of the rows given, (B, T) float32 each, whitened over them, or over all ranks'.
+        """Advantages and returns of the given rows, (B, T) float32 each, whitened over these rows or over those of all
+        ranks.
 
-        An estimator of one number a response has it at every position of its row. All ranks call this together.
+        An estimator with one number a response repeats it at every position of the row. All ranks call this together.
 
         Args:
             rewards: (B, T) float32, from `compute_rewards`. values: (B, T) float32, from `kept_values`.
@@ -227,7 +231,7 @@ class Algorithm:
         return advantages, returns
 
     def estimates(self, rewards: Tensor, values: Tensor, masks: Masks) -> tuple[Tensor, Tensor]:
-        """What the estimator gives, advantages and returns before they are whitened; as `compute_advantages`."""
+        """The estimator's advantages and returns before whitening; arguments as in `compute_advantages`."""
         dialect = self.dialect
         return self.estimator.compute(
             AdvantageInputs(
@@ -244,7 +248,8 @@ class Algorithm:
         )
 
     def outcomes(self, rewards: Tensor, masks: Masks) -> Tensor:
-        """What really follows each position, (B, T) float32: returns without a value in them (all ranks call this)."""
+        """The actual rewards to go from each position, (B, T) float32: returns that contain no predicted value (all
+        ranks call this)."""
         return returns_to_go(self._learned_rewards(rewards, masks), self.dialect.gamma)
 
     def _learned_rewards(self, rewards: Tensor, masks: Masks) -> Tensor:
@@ -253,8 +258,8 @@ class Algorithm:
         return self._whitened(rewards, self._whitened_together(masks, masks.value), center=False)
 
     def _deviations(self, rewards: Tensor, valid: Tensor) -> Tensor:
-        """The standard deviation by which each response's advantage is divided, (B,) or a scalar: its group's, or that
-        of all ranks' responses. rewards: (B,) float32."""
+        """The standard deviation that each response's advantage is divided by: its group's, (B,), or that of all ranks'
+        responses, a scalar. rewards: (B,) float32."""
         unbiased = self.dialect.scale_variance == "unbiased"
         if self.dialect.advantage_scale == "group":
             return group_deviations(rewards, self.dialect.samples_per_prompt, valid, unbiased=unbiased)
@@ -262,8 +267,8 @@ class Algorithm:
         return variance.sqrt().to(rewards.dtype)
 
     def _whitened_together(self, masks: Masks, mask: Tensor) -> Tensor:
-        """The positions that the statistics are over: those of the mask, or all up to the end of the longest row, as
-        the system pads them."""
+        """The positions that whitening statistics are computed over: those of the mask, or all positions up to the end
+        of the longest row, in systems that count padding."""
         if self.dialect.whiten_slots == "response":
             return mask
         return first_positions(masks.state.sum(-1).amax().expand(len(mask)), mask.shape[1])
@@ -275,7 +280,7 @@ class Algorithm:
         statistics = mean_and_variance(totals, self.dialect.unbiased_variance(self.ranks))
         return whiten(tensor, mask, center=center, statistics=statistics)
 
-    # What the optimizer steps learn from, and the KL coefficient of the next step.
+    # The batch that the optimizer steps learn from, and the KL coefficient of the next step.
 
     def training_batch(
         self,
@@ -288,10 +293,10 @@ class Algorithm:
         returns: Tensor,
         kl_coef: float,
     ) -> TrainingBatch:
-        """All of this together; the arguments are what the methods above gave.
+        """The batch for the optimizer steps; the arguments are the results of the methods above.
 
-        With `mask_truncated` nothing is learned from responses without an end. They leave the masks here, after the
-        advantages were made: others are compared with them all the same.
+        With `mask_truncated` nothing is learned from responses without an end. They are masked out here, after the
+        advantages were computed, so other responses are still compared with them.
 
         Raises: RunStopped as `correction`.
         Source: huggingface/trl v1.16.0, trl/trainer/grpo_trainer.py, `mask_truncated_completions`, by which advantages
@@ -324,8 +329,8 @@ class Algorithm:
         )
 
     def correction(self, logprobs: Tensor, rollout: Rollout) -> tuple[Tensor, Tensor] | tuple[None, None]:
-        """What the policy's loss is multiplied by because another policy drew, (B, T) float32, and which ratios were
-        cut for it, (B, T) bool; None each in a dialect without correction.
+        """The importance weights of the policy's loss, for tokens drawn from a slightly different policy, (B, T)
+        float32; and which ratios were cut, (B, T) bool. Both None in a dialect without correction.
 
         Args:
             logprobs: (B, T) float32, of the actor's forward pass.
@@ -345,8 +350,8 @@ class Algorithm:
         return rule.cut(ratios, *bounds), outside(ratios, *bounds)
 
     def measured_kl(self, experience: Experience, positions: Positions) -> Tensor:
-        """The KL of each response that the coefficient is steered by, (B,) float32, in nats: of the response, or with
-        kl_measure "exp_delta" of all tokens."""
+        """The KL of each response that steers the coefficient, (B,) float32, in nats: over the response's tokens, or
+        with kl_measure "exp_delta" over all tokens."""
         measure = self.dialect.kl_measure
         if measure == "k1":
             return experience.kl.sum(-1)
@@ -354,21 +359,21 @@ class Algorithm:
         return experience.prompt_kl + of_response
 
     def kl_controller(self) -> FixedKL | AdaptiveKL:
-        """The controller of the KL coefficient, at its start."""
+        """A new controller of the KL coefficient."""
         dialect = self.dialect
         if dialect.kl_controller == "fixed":
             return FixedKL(dialect.kl_coef)
         return AdaptiveKL(dialect.kl_coef, dialect.kl_target, dialect.kl_horizon, dialect.kl_update)
 
-    # Advantages that are estimated anew while training.
+    # Advantages that are estimated anew during the optimizer steps.
 
     def for_mini_batch(self, batch: TrainingBatch) -> TrainingBatch:
-        """These rows with advantages and returns of a mini-batch, where the dialect estimates them there (all ranks
-        call this together); else as they are."""
+        """These rows, with new advantages and returns if the dialect estimates them in each mini-batch (all ranks call
+        this together)."""
         return self._estimated_anew(batch) if self.dialect.advantages_at == "mini_batch" else batch
 
     def for_micro_batch(self, batch: TrainingBatch) -> TrainingBatch:
-        """The same of a micro-batch."""
+        """These rows, with new advantages and returns if the dialect estimates them in each micro-batch."""
         return self._estimated_anew(batch) if self.dialect.advantages_at == "micro_batch" else batch
 
     def _estimated_anew(self, batch: TrainingBatch) -> TrainingBatch:

@@ -1,7 +1,7 @@
-"""What fields of a dialect ask of each other, and of a run's sizes and models, found before any model is loaded.
+"""Checks of a dialect's fields against each other and against a run's sizes and models, before any model is loaded.
 
-What a field may be by itself, and the one field without which it has no effect, stand with the field (dialect.py). The
-relations are looked at when a Dialect is made.
+The values that a field may have, and the field without which it has no effect, are given at the field (dialect.py). The
+relations are checked when a Dialect is made.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ from engine.options import unmet
 
 
 class FieldError(UserError):
-    """A field of a dialect with a value that it cannot have; `reason` says why, and what to do."""
+    """A dialect's field has a value that it cannot have; `reason` says why, and what to do."""
 
     def __init__(self, field: str, value: object, reason: str):
         super().__init__(f"{field} {value!r}: {reason}")
@@ -146,7 +146,7 @@ def check_relations(dialect) -> None:
 
 
 def check_effect(dialect, given: Collection[str]) -> None:
-    """Raises: FieldError for a field that a user gave a value, of `given`, that changes nothing in this dialect."""
+    """Raises: FieldError if a field that the user set (one of `given`) has no effect in this dialect."""
     refuse = partial(_refuse, dialect)
     for spec in dataclasses.fields(dialect):
         missing = unmet(dialect, spec) if spec.name in given else []
@@ -197,14 +197,14 @@ def check_sizes(
     ranks: int = 1,
     layers: int | None = None,
 ) -> None:
-    """Refuse a dialect that does not fit a run's batches, or its actor.
+    """Check that a dialect fits a run's batches and its actor.
 
     Args:
         rows_per_rank: responses that each rank makes in a step.
-        mini_batches: optimizer steps in a pass over them.
+        mini_batches: optimizer steps in a pass over these responses.
         micro_batch_size: responses in a forward and backward pass; None: all of an optimizer step.
         ranks: how many there are.
-        layers: how many the actor has; None where that is not known.
+        layers: how many layers the actor has; None if not known.
 
     Raises: UserError with the reason.
     """

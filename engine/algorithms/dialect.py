@@ -1,5 +1,5 @@
-"""The fields of a dialect, with their meanings, values and defaults, and what follows from them; fields as words of a
-command line (`kl_coef=0.2 score_clip=none query_start=.`), and the tokens that its texts name."""
+"""The fields of a dialect, with their meanings, values and defaults, and properties derived from them. Also: how fields
+are read from a command line (`kl_coef=0.2 score_clip=none query_start=.`), and which tokens its texts name."""
 
 import dataclasses
 import types
@@ -25,8 +25,8 @@ class Dialect:
 
     name: str = choice("default", "what the dialect is called")
 
-    # A fixed coefficient makes curves of score against KL comparable between runs. k1 is the only estimator whose
-    # expected gradient, in the reward, is the KL's own; in the loss that is k2, and k3 times the ratio.
+    # A fixed coefficient makes curves of score against KL comparable between runs. In the reward, k1 is the only
+    # estimator whose expected gradient is the KL's gradient. In the loss these are k2, and k3 times the ratio.
     kl_coef: float = choice(0.1, "coefficient of the KL penalty", least=0, group="KL penalty")
     kl_estimator: str = choice("k1", "estimator of the KL of a token", choices=("k1", "k2", "k3"))
     kl_in: str = choice(
@@ -56,7 +56,8 @@ class Dialect:
         only_with="kl_controller=adaptive",
     )
 
-    # The policy is sampled as it is; log-probs are taken at the same temperature, by the function that learns.
+    # The policy is sampled without changes. Log-probs are taken at the same temperature, by the forward pass that
+    # also learns.
     sampling: str = choice(
         "until_eos",
         "responses end with EOS (until_eos), have one length in which EOS is an ordinary token (fixed), or have one "
@@ -95,7 +96,7 @@ class Dialect:
         choices=("tokenizer", "never_eos", "padding", "eos", "eos_unless_llama"),
     )
 
-    # What was sampled is what is learned, EOS included, or the model never learns to stop.
+    # All sampled tokens are learned, EOS included; otherwise the model never learns to stop.
     length_rule: str = choice(
         "sampled",
         "which positions count: the sampled tokens, those before_pad, those that are not_pad, or the whole row",
@@ -156,8 +157,8 @@ class Dialect:
         False, "nothing is learned from a response without end; others are still compared with it"
     )
 
-    # Whitening over all tokens of all ranks makes learning rates carry over between rewards of any scale. A response is
-    # short, and its end is what is scored: there is nothing to discount. lam has been 0.95 since Ziegler et al. 2019.
+    # Whitening over all tokens of all ranks makes learning rates independent of the scale of rewards. Responses are
+    # short and scored at their end, so nothing is discounted. lam has been 0.95 since Ziegler et al. 2019.
     advantage_estimator: str = choice(
         "gae",
         "gae with a critic; without one the rewards to come (reinforce), those less the group's mean "
@@ -219,8 +220,8 @@ class Dialect:
         only_with=("whiten_advantages", "whiten_rewards"),
     )
 
-    # One mean over all tokens of the optimizer step: no number of ranks or micro-batches changes it. The critic has an
-    # optimizer of its own, whose steps a factor of its loss would not change.
+    # One mean over all tokens of the optimizer step does not depend on the number of ranks or micro-batches. The
+    # critic has its own optimizer (Adam), whose steps a factor of the loss would not change.
     ratio: str = choice(
         "token",
         "the ratio of each token, of the whole response, or the geometric mean of its tokens' (response_mean)",
@@ -246,7 +247,8 @@ class Dialect:
     early_stop_kl: float | None = choice(None, "remaining PPO epochs are left out when approxkl is over this", above=0)
     ratio_limit: float | None = choice(None, "an optimizer step whose mean ratio is over this is left out", above=0)
 
-    # Importance sampling from a sampler that is not quite the policy: 16 bits, another engine. No dialect has it.
+    # Importance sampling, for a sampler that differs slightly from the policy (16 bits, another engine). No dialect
+    # has it.
     correction: str = choice(
         "none",
         "the policy's loss times the ratio of its old log-probs, then always a forward pass's, to the sampler's: of "
@@ -259,8 +261,9 @@ class Dialect:
     )
     correction_max: float = choice(2.0, "and one over this; verl has 2", least=1, only_with="correction")
 
-    # Four passes over each rollout learn about twice as much per sample as one; clipping bounds them. In 10 steps
-    # Adam's second moments fill; the first of them has a rate, or it would be lost. The KL penalty is the regulariser.
+    # Four passes over each rollout learn about twice as much per sample as one; clipping bounds their change. Warm-up
+    # takes the 10 steps in which Adam's second moments fill. Its first step has a rate over 0, or it would be lost.
+    # There is no weight decay, because the KL penalty regularises.
     ppo_epochs: int = choice(4, "passes over each step's responses", above=0, resume=SAME, group="optimization")
     mini_batches: int = choice(1, "optimizer steps in each pass", above=0, resume=SAME)
     critic_epochs: int | None = choice(
@@ -320,7 +323,7 @@ class Dialect:
 
     @classmethod
     def choices(cls, field: str) -> Collection[str]:
-        """The values that a field may have; none where there is no list of them."""
+        """The values that a field may have; empty if it has no list of values."""
         return choices_of(cls.__dataclass_fields__[field]) or ()
 
     def override(self, **values) -> "Dialect":
@@ -339,7 +342,7 @@ class Dialect:
 
     @classmethod
     def check_field(cls, name: str) -> None:
-        """Raise UserError, listing the fields, if there is none of this name."""
+        """Raise UserError, listing all fields, if no field has this name."""
         known = [field.name for field in dataclasses.fields(cls)]
         if name not in known:
             near = nearest(name, known)
@@ -357,10 +360,10 @@ class Dialect:
         }
 
     def takes_sampled_logprobs(self, exact: bool) -> bool:
-        """Whether old log-probs are the sampler's where a rollout has them.
+        """Whether the sampler's log-probs serve as old log-probs if a rollout has them.
 
-        exact: whether they are a forward pass's within rounding. They are of what was drawn, which must be all that
-        counts, and all that is attended to.
+        exact: whether they equal those of a forward pass within rounding. They exist for drawn tokens only, so no other
+        positions may count, and no drawn token may be hidden from attention.
         """
         wanted = self.old_logprobs == "sampler" or (self.old_logprobs == "auto" and exact)
         others_count = self._counts_past_end or self.measures_prompts or self.length_rule == "not_pad"
@@ -383,7 +386,7 @@ class Dialect:
 
     @property
     def decouples_lambdas(self) -> bool:
-        """Whether advantages and returns are estimated with lambdas of their own, so that they differ by more than the
+        """Whether advantages and returns are estimated with different lambdas, so that returns are not advantages plus
         values."""
         return self.value_lam is not None or self.length_adaptive_alpha is not None
 
@@ -399,17 +402,19 @@ class Dialect:
 
     @property
     def critic_learns_apart(self) -> bool:
-        """Whether the critic has optimizer steps of its own, where otherwise each is of both models."""
+        """Whether the critic makes its optimizer steps separately. Otherwise each optimizer step updates both
+        models."""
         return self.has_critic and self.critic_passes != (self.ppo_epochs, self.mini_batches)
 
     @property
     def micro_batches_matter(self) -> bool:
-        """Whether which responses form a micro-batch, and how many, changes what is learned."""
+        """Whether the result depends on how responses are divided into micro-batches."""
         return self.loss_scope in ("micro_batch", "micro_batch_sum") or self.advantages_at == "micro_batch"
 
     @property
     def ranks_matter(self) -> bool:
-        """Whether over how many ranks the same responses are spread changes what is learned, beyond rounding."""
+        """Whether the result depends, beyond rounding, on the number of ranks that the same responses are spread
+        over."""
         whitens = self.whiten_rewards or self.whiten_advantages
         by_rank = whitens and (self.whiten_over == "rank" or self.whiten_variance == "unbiased_alone")
         steered_by_rank = self.kl_controller == "adaptive" and self.kl_update == "epoch"
@@ -422,14 +427,14 @@ class Dialect:
 
     @property
     def _counts_past_end(self) -> bool:
-        """Whether log-probs count in positions for which no token was drawn, or of which it was cut off."""
+        """Whether log-probs count at positions where no token was drawn, or where the drawn token was cut off."""
         if self.length_rule == "row":
             return self.sampling == "until_eos"
         return self.reward_slots != "response" and (self.sampling == "until_eos" or bool(self.truncate_token))
 
     @property
     def positions_past_response(self) -> int | None:
-        """How many positions after a response's last token still carry a number that counts; None: all of the row."""
+        """How many positions after a response's last token still count; None: all of the row."""
         if "all" in (self.reward_slots, self.value_slots):
             return None
         past = {
@@ -445,7 +450,7 @@ class Dialect:
 
     @property
     def counts_padding(self) -> bool:
-        """Whether log-probs or values count in positions where no token is real, or is attended to."""
+        """Whether log-probs or values count at positions whose token is not real, or is not attended to."""
         return self.positions_past_response != 0 or self.length_rule == "not_pad" or self._counts_past_end
 
     def unbiased_variance(self, ranks: int) -> bool:
@@ -456,10 +461,10 @@ class Dialect:
 def parse_settings(words: Sequence[str]) -> dict[str, object]:
     """{field: value} of words FIELD=VALUE, each value of its field's kind.
 
-    "none" stands for None where a field may be that, "true" or "false" for truth values, two numbers with a comma
-    between them for betas; nothing behind the sign is the empty text.
+    "none" stands for None in fields that may be None, "true" or "false" for booleans, two numbers with a comma between
+    them for betas. Nothing after the "=" stands for the empty text.
 
-    Raises: UserError for a word without a sign, a field that does not exist or comes twice, a value of another kind.
+    Raises: UserError for a word without "=", a field that does not exist or is set twice, a value of the wrong type.
     """
     kinds, found = typing.get_type_hints(Dialect), {}
     for word in words:
@@ -496,9 +501,9 @@ def _value(word: str, text: str, kind):
 def token_id(tokenizer, dialect: Dialect, field: str) -> int | None:
     """The id of the token that the dialect's field names; None where it names none.
 
-    A text that is a token as it stands is that one; another has to be encoded as one.
+    A text that is in the vocabulary stands for that token. Any other text has to be encoded as exactly one token.
 
-    Raises: UserError where it is no single token, or one that the tokenizer does not know.
+    Raises: UserError if the text is not a single token, or the tokenizer does not know it.
     """
     text = getattr(dialect, field)
     if not text:
@@ -522,6 +527,6 @@ def token_id(tokenizer, dialect: Dialect, field: str) -> int | None:
 
 
 def end_token_id(tokenizer, dialect: Dialect) -> int | None:
-    """The token that what is scored ends with: that of `truncate_token`, or else EOS, if there is one."""
+    """The token that ends the scored text: that of `truncate_token`, or else EOS, or None if there is none."""
     found = token_id(tokenizer, dialect, "truncate_token")
     return tokenizer.eos_token_id if found is None else found

@@ -1,9 +1,8 @@
-"""The losses of an optimizer step as a dialect has them, as sums over a micro-batch; the formulas are in
-engine/algo/losses.py.
+"""A dialect's losses in an optimizer step, as sums over a micro-batch. The formulas are in engine/algo/losses.py.
 
-    losses = Losses(dialect)
-    sums = losses.policy_loss(logprobs, old_logprobs, ref_logprobs, advantages, mask, kl_coef)
-    (sums.loss * weight).backward()      # weight: from `weights`, by the counts of all micro-batches and ranks
+losses = Losses(dialect)
+sums = losses.policy_loss(logprobs, old_logprobs, ref_logprobs, advantages, mask, kl_coef)
+(sums.loss * weight).backward()      # weight: from `weights`, by the counts of all micro-batches and ranks
 """
 
 from dataclasses import replace
@@ -46,12 +45,12 @@ class Losses:
         kl_coef: float,
         correction: Tensor | None = None,
     ) -> PolicyLoss:
-        """Sums over tokens, or over responses where the ratio is theirs; with the KL in `loss` where the dialect has
-        it there.
+        """Sums over tokens, or over responses if each has one ratio. `loss` includes the KL penalty if the dialect has
+        it in the loss.
 
         Args:
             logprobs, old_logprobs, ref_logprobs, advantages: (B, T) float32. mask: (B, T) bool.
-            correction: (B, T) float32, what the surrogate is multiplied by, or None.
+            correction: (B, T) float32, factors of the clipped surrogate, or None.
         """
         dialect = self.dialect
         means, mean_ratio = dialect.loss_scope == "response", dialect.ratio == "response_mean"
@@ -70,7 +69,7 @@ class Losses:
             )
         else:
             counted = valid_responses(mask, dialect.min_response_tokens)
-            if mean_ratio:  # a mean of no ratios is nothing, as TRL's GRPO has it; a product of none is 1, as its RLOO
+            if mean_ratio:  # TRL: no mean of no ratios (GRPO); a product of no ratios is 1 (RLOO)
                 counted = counted & mask.any(-1)
             sums = response_policy_loss(
                 logprobs,
@@ -91,7 +90,7 @@ class Losses:
         return replace(sums, loss=sums.loss + kl_coef * penalty)
 
     def _ratio(self, logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
-        """(B, T), or (B, 1) where a response has one; with its gradient."""
+        """The ratio with its gradient: (B, T), or (B, 1) if each response has one."""
         if self.dialect.ratio == "token":
             return masked_log_ratios(logprobs, old_logprobs, mask).exp()
         mean = self.dialect.ratio == "response_mean"
@@ -102,7 +101,7 @@ class Losses:
         return value_loss(values, old_values, returns, mask, self.dialect.value_clip_range, self.dialect.value_factor)
 
     def policy_count(self, mask: Tensor) -> Tensor:
-        """What a sum over these positions (B, T), bool, is divided by in the mean that `loss_scope` takes; a scalar."""
+        """The count that a loss sum over this mask, (B, T) bool, is divided by under `loss_scope`; a scalar."""
         dialect = self.dialect
         if dialect.ratio == "token" and dialect.loss_scope not in ("response", "fixed_length"):
             return mask.sum()
@@ -113,5 +112,5 @@ class Losses:
         return count
 
     def weights(self, counts: list[float], total: float, micro_batches: int, ranks: int) -> list[float]:
-        """What the loss sum of each micro-batch is multiplied by; as `loss_weights`, of the dialect's scope."""
+        """The factor of each micro-batch's loss sum: `loss_weights` with the dialect's scope."""
         return loss_weights(counts, total, micro_batches, ranks, self.dialect.loss_scope)

@@ -1,9 +1,10 @@
-"""The named dialects. Each row says where a system departs from `default`, or from the system it came out of.
+"""The named dialects. Each entry lists the differences of a system from `default`, or from the system that it derives
+from.
 
-Where a system trains policy and value head as one model (openai, trlx), its value gradient also moves the policy's
-trunk; here actor and critic are two engines. Rewards, advantages, both losses and their gradients with respect to
-log-probs and values are the system's all the same. Behind these stand the dialects without a critic; docs/dialects.md
-says what each computes, and when to take which.
+Where a system trains policy and value head as one model (openai, trlx), the gradient of its value loss also changes the
+policy's layers; here actor and critic are two engines. Rewards, advantages, both losses and their gradients with
+respect to log-probs and values are still the system's. The dialects without a critic come last. docs/dialects.md says
+what each dialect computes, and when to choose it.
 """
 
 from engine.algorithms.dialect import Dialect
@@ -48,7 +49,7 @@ DEEPSPEED_CHAT_2023 = DEEPSPEED_CHAT.override(
 OPENAI = Dialect(
     name="openai",
     kl_coef=0.15,
-    kl_controller="adaptive",  # to the default target and horizon
+    kl_controller="adaptive",  # with the default target and horizon
     sampling="fixed",  # 24 tokens; EOS is one of them
     temperature=0.7,
     old_logprobs="sampler",
@@ -70,7 +71,7 @@ OPENAI = Dialect(
     betas=(0.9, 0.999),
     eps=1e-5,
     max_grad_norm=0.0,
-    critic_start="zero_head",  # of the policy's own trunk, there
+    critic_start="zero_head",  # on the policy's own layers, in that system
 )
 
 # vwxyzjn/summarize_from_feedback_details ee77a9ab, ppo.py
@@ -110,7 +111,7 @@ SUMMARIZE = Dialect(
 # CarperAI/trlx 3340c2f3, its default PPO configuration
 TRLX = Dialect(
     name="trlx",
-    kl_coef=0.001,  # adaptive where the user sets a target; then by the next two
+    kl_coef=0.001,  # adaptive if the user sets a target; then the next two fields count
     kl_measure="exp_delta",
     kl_update="epoch",
     temperature_in_logprobs=False,
@@ -168,8 +169,8 @@ TRL_RLOO = TRL_PPO.override(
     critic_start="none",
 )
 
-# Dialects without a critic, most of which compare the responses to one prompt with each other. All responses count,
-# also those of which no token is learned (`min_response_tokens=0`), where the source has it so.
+# Dialects without a critic. Most compare the responses to one prompt with each other. With `min_response_tokens=0`
+# responses without a learned token count too, as in the source.
 
 # Shao et al. 2024, "DeepSeekMath" (arXiv 2402.03300v3), equations 3 and 4, sections 4.1.2 and 4.2
 GRPO = Dialect(
@@ -312,7 +313,7 @@ _OPENRLHF = (
     "its learning rate falls to a tenth of the peak; here to 0. It clamps each token's log-ratio to plus or minus 20 "
     "and its KL to plus or minus 10, which is not done here"
 )
-# Where a run is told how it departs from the system itself.
+# Departures from the system itself, which a run with this dialect prints.
 NOTES = {
     "openai": _ONE_TRUNK,
     "trlx": f"{_ONE_TRUNK}. Its head has two layers, drawn at random; here it is one of zeros",

@@ -1,4 +1,4 @@
-"""A model as its configuration describes it, without memory: on the meta device, where tensors have shapes alone."""
+"""A blueprint: a model built from its configuration on the meta device, where tensors have shapes and no memory."""
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
@@ -27,7 +27,7 @@ from engine.rlhf_engine import scoring_roles
 class Blueprint:
     """One engine's module on the meta device.
 
-    role: of the engine. path: where its configuration stands. trained: whether the engine has an optimizer.
+    role: the engine's role. path: the folder of its configuration. trained: whether the engine has an optimizer.
     checkpointing: whether activations are computed again in backward passes.
     """
 
@@ -39,17 +39,17 @@ class Blueprint:
 
     @property
     def width(self) -> int:
-        """Bytes of a number, in the dtype that is computed in."""
+        """Bytes of one number in the compute dtype."""
         return next(self.module.parameters()).element_size()
 
     @cached_property
     def numbers(self) -> int:
-        """Of all parameters, tied ones once."""
+        """How many numbers all parameters have together; tied ones count once."""
         return sum(parameter.numel() for parameter in self.module.parameters())
 
     @cached_property
     def groups(self) -> list[list[int]]:
-        """The sizes of what trains, by the optimizer's groups: matrices, and vectors (factors of LoRA apart)."""
+        """The sizes of the trained parameters, one list for each optimizer group: matrices, vectors, LoRA factors."""
         found: dict[tuple[bool, bool], list[int]] = {}
         for name, parameter in self.module.named_parameters():
             if self.trained and parameter.requires_grad:
@@ -64,8 +64,8 @@ class Blueprint:
 
     @cached_property
     def unmerged(self) -> int:
-        """How many numbers a whole copy gets anew that is to compute with its adapter beside its matrices, after it had
-        it merged into them: these matrices, and what trains. Without adapters all."""
+        """How many numbers are gathered when a whole copy goes from a merged adapter back to an adapter beside its
+        matrices: those of the adapted matrices and of the trained parameters. Without adapters: all numbers."""
         named = list(self.module.named_parameters())
         if not any(".base_layer." in name for name, _ in named):
             return self.numbers
@@ -73,18 +73,18 @@ class Blueprint:
 
     @cached_property
     def largest(self) -> int:
-        """Numbers of the largest parameter."""
+        """How many numbers the largest parameter has."""
         return max(parameter.numel() for parameter in self.module.parameters())
 
     @property
     def vocabulary(self) -> int:
-        """Logits of a token."""
+        """How many logits a token has."""
         return self.module.model.config.get_text_config().vocab_size
 
     @cached_property
     def units(self) -> list[int]:
-        """Numbers of what ZeRO-3 gathers in one piece, in the order of a forward pass: decoder layers, and the modules
-        around them that have weights of their own."""
+        """How many numbers each unit has that ZeRO-3 gathers in one piece, in the order of a forward pass. Units are
+        decoder layers, and the modules around them that have weights of their own."""
         kinds = set(self.module.model._no_split_modules or [])
         return list(_units(self.module.model, kinds))
 
@@ -172,7 +172,7 @@ def blueprints(spec: EngineSpec) -> dict[str, Blueprint]:
 
 @lru_cache(maxsize=8)
 def _trunk(spec: EngineSpec) -> Blueprint:
-    """Of the one engine that serves all roles."""
+    """The blueprint of the one engine that serves all roles."""
     assert spec.actor_lora is not None
     actor, critic, reward = (f"--{role}_model_name_or_path" for role in ("actor", "critic", "reward"))
     policy = module_on_meta(
@@ -207,8 +207,8 @@ def built(
 ) -> Blueprint:
     """The blueprint of one engine: of the model at `path`, a language model or (kind CLASSIFIER) a scorer.
 
-    lora, hydra_layers: as EngineSpec has them. plays: the frozen model that this engine has too, if any. An adapter at
-    `path` is gone on with where there is `lora`, and else merged.
+    lora, hydra_layers: as EngineSpec has them. plays: the frozen model that this engine also computes, if any. An
+    adapter at `path` goes on training where `lora` is given; otherwise it is merged.
     Raises: UserError as `blueprints` does.
     """
     flag = "--actor_model_name_or_path" if kind == LANGUAGE_MODEL else f"--{role}_model_name_or_path"
@@ -239,8 +239,8 @@ def module_on_meta(
 ) -> Policy | Scorer:
     """A Policy (kind LANGUAGE_MODEL) or Scorer (CLASSIFIER) of the configuration at `path`, on the meta device.
 
-    what: the flag that gave the path, for messages. merged: an adapter that is part of it. Raises: UserError where
-    config.json is not there, or describes no such model.
+    what: the flag that gave the path, for messages. merged: an adapter that is merged into the model. Raises: UserError
+    where config.json is not there, or describes no such model.
     """
     config, _ = as_computed(_config(path, what, trust_remote_code))
     if kind == CLASSIFIER:

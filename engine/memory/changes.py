@@ -1,4 +1,4 @@
-"""What would make a run fit: the changes that cost least speed, and what sizes fit at all."""
+"""How to make a run fit into memory: the changes that cost least speed, and the largest sizes that fit."""
 
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -23,13 +23,13 @@ class Setting:
     cluster: Cluster
 
     def planned(self) -> MemoryPlan:
-        """Its plan."""
+        """The memory plan of this setting."""
         return plan(self.spec, self.workload, self.cluster)
 
 
 @dataclass(frozen=True)
 class Change:
-    """What is to be changed, as flags say it.
+    """A change of a setting, and the flags that make it.
 
     apply: gives the changed setting, or None where there is nothing to change.
     """
@@ -41,8 +41,8 @@ class Change:
 def what_fits(setting: Setting) -> tuple[list[Change], MemoryPlan] | None:
     """The changes of CHANGES after which the setting fits, with its plan then; None where all of them are too few.
 
-    They are made one after the other, cheapest first, until it fits; then those that were not needed are taken back,
-    the costliest first.
+    Changes are made one after the other, cheapest first, until the setting fits. Then those that turn out not to be
+    needed are taken back, the costliest first.
     """
     made: list[Change] = []
     planned: MemoryPlan | None = None
@@ -80,13 +80,13 @@ def _copies_freed(setting: Setting) -> Setting | None:
 
 
 def _fewer_decoded(setting: Setting) -> Setting | None:
-    """Half of them at once, and as many in all."""
+    """Half as many responses decoded at once; as many responses in all."""
     load = setting.workload
     return _with_workload(setting, generated=load.generated // 2) if load.generated > 1 else None
 
 
 def _smaller_passes(factor: int, setting: Setting) -> Setting | None:
-    """As many rows of an optimizer step, in more passes."""
+    """As many rows in an optimizer step, in more and smaller passes."""
     load = setting.workload
     size = min(load.micro_batch, load.responses) // factor
     return _with_workload(setting, micro_batch=size) if size else None
@@ -137,7 +137,7 @@ def _offloaded(setting: Setting) -> Setting | None:
 
 
 def _weights_offloaded(setting: Setting) -> Setting | None:
-    """At stage 3, where weights can be in host memory too: one GPU has no other use for that stage."""
+    """Stage 3 with the weights in host memory. One GPU has no other use for stage 3."""
     spec = setting.spec
     if spec.share_trunk:
         return None
@@ -181,10 +181,11 @@ last each layer's weights cross it for each pass and token."""
 
 
 def fewest_gpus(setting: Setting) -> Setting | None:
-    """The setting on the fewest GPUs on which it fits, of nodes with up to GPUS_OF_A_NODE; None for over MOST_GPUS.
+    """The setting on the fewest GPUs on which it fits, with up to GPUS_OF_A_NODE in a node; None if it takes more than
+    MOST_GPUS.
 
-    Each doubling is tried: batches are a rank's, and grow with the ranks. Left out are nodes that cannot be divided
-    into the groups of ranks that hold weights together.
+    The number of GPUs is doubled until it fits. Batch sizes are per rank, so the global batch grows with the number of
+    ranks. Node sizes that cannot be divided into the groups of ranks that hold weights together are left out.
     """
     for gpus in _doublings(1, MOST_GPUS):
         cluster = dataclasses.replace(

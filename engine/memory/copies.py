@@ -1,11 +1,12 @@
-"""Which models compute through whole copies of their weights, as memory allows: what `--rollout_backend auto` decides,
-for models that are there and for models that are planned."""
+"""Which models compute through copies of their weights, as far as memory allows. A copy is a module without ZeRO's
+hooks: whole on each rank, or divided among a few. `--rollout_backend auto` decides by this file, and so does the memory
+plan."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-# Of the free memory: for a copy of each model; for copies that models share; for what training takes and what stays
-# beside it; and for what stays where that is not known.
+# Shares of the free memory: for a copy of each model; for copies that models share; for training together with all
+# that stays beside it; and for all that stays where the need of training is not known.
 OWN_SHARE, FREED_SHARE, TRAINING_SHARE, KEPT_SHARE = 0.2, 0.8, 0.9, 0.4
 UNPLANNED = "what training takes is not known"
 """Why a run that has no plan keeps less. On CPUs none has one: models are traced for a plan, which takes seconds."""
@@ -13,12 +14,12 @@ UNPLANNED = "what training takes is not known"
 
 @dataclass(frozen=True, slots=True)
 class CopyNeed:
-    """What a whole copy of a model takes.
+    """The memory that a whole copy of a model takes.
 
-    stage: the ZeRO stage of its engine; at 0 to 2 its own module computes. kind: equal for models that can take turns
-    in one copy. size: bytes of a copy. gradients: bytes of what comes with the first step, of which a rank has not
-    taken the memory yet. divided: bytes on each rank of a copy that so many ranks hold together, by their number;
-    obstacle: why there is none.
+    stage: the ZeRO stage of its engine; at stages 0 to 2 its own module computes. kind: equal for models that can take
+    turns in one copy. size: bytes of a copy. gradients: bytes that the first step will allocate and that the rank has
+    not allocated yet. divided: {number of ranks: bytes on each rank} of a copy that so many ranks hold together;
+    obstacle: why there can be no divided copy.
     """
 
     role: str
@@ -32,9 +33,9 @@ class CopyNeed:
 
 @dataclass(frozen=True, slots=True)
 class Copies:
-    """Which models have one (their places in the list that was given), whether they share, what becomes of them, and of
-    keys and values, between steps, and why. divided: which models have one that groups of so many `ranks` hold
-    together. freed: whose copies are freed between steps where the actor's is kept."""
+    """Which models have a whole copy (their places in the list that was given), whether they share copies, what happens
+    to copies, keys and values between steps, and why. divided: the models whose copy is held together by groups of
+    `ranks` ranks. freed: the models whose copies are freed between steps while the actor's is kept."""
 
     models: tuple[int, ...]
     why: str
@@ -59,7 +60,7 @@ def copies_bytes(needs: Sequence[CopyNeed], shared: bool, ranks: int = 1) -> int
     return sum(sizes.values())
 
 
-# Of the model at a place of the list, what `CopyNeed.divided` and `obstacle` are.
+# From a model's place in the list to its `CopyNeed.divided` and `CopyNeed.obstacle`.
 Divide = Callable[[int], tuple[Mapping[int, int], str | None]]
 
 
@@ -71,13 +72,15 @@ def place_copies(
     divide: Divide | None = None,
     training: int | str = UNPLANNED,
 ) -> Copies:
-    """Copies of as many models as fit: whole ones, and of what has no room for one, copies that as few ranks as
-    possible hold together. The first model is the actor, which a copy helps most. What training leaves room for stays
-    between steps: all copies, keys and values, or these and the actor's, which passes that are captured once need.
+    """Copies for as many models as fit. A model without room for a whole copy gets one that as few ranks as possible
+    hold together. The first model is the actor, which a copy helps most. Between steps all copies, keys and values stay
+    if training leaves room for them; otherwise keys, values and the actor's copy stay if there is room, because
+    captured passes need them in place.
 
-    cache: bytes of keys and values. free: bytes that are free on each rank, before keys, values and gradients come.
-    between_steps: as in WholeCopies. divide: is asked only where not all models can have a whole copy. training: bytes
-    of these that training takes at its peak, beside what is decided here; or why that is not known.
+    cache: bytes of keys and values. free: bytes free on each rank before keys, values and gradients are allocated.
+    between_steps: as in WholeCopies. divide: called only where not all models can have a whole copy. training: the part
+    of `free` in bytes that training takes at its peak, without copies, keys and values; or a text that says why it is
+    not known.
     """
     later = cache + sum(need.gradients for need in needs)
     if isinstance(training, str):
@@ -146,7 +149,8 @@ def copies_together(needs: Sequence[CopyNeed], ranks: int, between_steps: str, d
 def _given_back(
     needs: Sequence[CopyNeed], whole: tuple[int, ...], divided: tuple[int, ...], most: float
 ) -> tuple[str, tuple[int, ...]]:
-    """As `Copies.between_steps` and `freed`, where not all copies can stay. most: bytes of those that can."""
+    """`Copies.between_steps` and `Copies.freed` where not all copies can stay. most: how many bytes of copies can
+    stay."""
     others = tuple(n for n in (*whole, *divided) if needs[n].stage == 3 and needs[n].kind != needs[0].kind)
     if 0 in whole and others and copies_bytes(needs[:1], shared=True) <= most:
         return "keep", others
@@ -154,9 +158,10 @@ def _given_back(
 
 
 def _fitting(needs: Sequence[CopyNeed], room: float) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-    """Which models have a whole copy, and which a divided one, in so much room; and how many ranks hold such a one.
+    """Which models have a whole copy and which a divided one within `room` bytes, and how many ranks hold a divided
+    one.
 
-    As few ranks as can have the actor's copy, if any can, and then those of the most models.
+    The actor's copy comes first, then as many copies as possible, each held by as few ranks as possible.
     """
 
     def of_groups(ranks: int) -> tuple[tuple[int, ...], tuple[int, ...], int]:

@@ -1,5 +1,5 @@
-"""GPUs by the names that torch has for them: what their data sheets promise of arithmetic, memory bandwidth and links,
-and how much of their memory tensors can have.
+"""GPUs by torch's names for them: arithmetic, memory bandwidth and links from their data sheets, and the bytes that
+tensors can have.
 """
 
 import re
@@ -18,18 +18,18 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class DataSheet:
-    """flops: a second, of dense matrices in 16 bits. bandwidth: bytes of memory a second. link: to any other GPU of its
-    node; of cards on PCIe that, since bridges join no more than two or four."""
+    """flops: floating-point operations a second on dense 16-bit matrices. bandwidth: bytes of memory a second. link: to
+    any other GPU of its node. For PCIe cards it is PCIe, because bridges join no more than two or four cards."""
 
     flops: float
     bandwidth: float
     link: Link
 
 
-# Latencies are those by which NCCL chooses how to reduce: hwLat, of rings with LL128, in src/graph/tuning.cc of
+# Latencies are those that NCCL chooses its algorithms by: hwLat, for rings with LL128, in src/graph/tuning.cc of
 # NVIDIA/nccl, 01afd20a77b5804e0ecf1042509dd9d20ebf9e93.
 def _nvlink(both_ways: float) -> Link:
-    """NVLink of so many bytes a second in both directions together, as data sheets state it."""
+    """NVLink with `both_ways` bytes a second, both directions together, as data sheets state it."""
     return Link(both_ways / 2, 1.9e-6)
 
 
@@ -38,8 +38,9 @@ def _pcie(generation: int) -> Link:
     return Link({3: 16e9, 4: 32e9, 5: 64e9}[generation], 2.5e-6)
 
 
-# By words of what torch.cuda.get_device_name says; the first whose words are all in it counts. NVIDIA's data sheets,
-# "NVIDIA H200 Tensor Core GPU" and alike, which state twice the dense rate ("with sparsity") from Ampere on.
+# Keys are words of torch.cuda.get_device_name; the first entry whose words all occur in the name counts. Source:
+# NVIDIA's data sheets ("NVIDIA H200 Tensor Core GPU" and the like). From Ampere on they state twice the dense rate
+# ("with sparsity").
 DATA_SHEETS = {
     ("B200",): DataSheet(2250e12, 8000e9, _nvlink(1800e9)),
     ("H200", "NVL"): DataSheet(835e12, 4800e9, _pcie(5)),
@@ -63,12 +64,12 @@ DATA_SHEETS = {
 
 
 def data_sheet(name: str) -> DataSheet | None:
-    """What the GPU promises that torch calls so; None for one that is not listed."""
+    """The data sheet of the GPU with this name of torch's; None for a GPU that is not listed."""
     found = set(re.split(r"[\s-]+", name.upper()))
     return next((sheet for words, sheet in DATA_SHEETS.items() if found.issuperset(words)), None)
 
 
-# Bytes that CUDA says such a GPU has (torch.cuda.mem_get_info), which are fewer than its name says.
+# Bytes of each GPU as CUDA reports them (torch.cuda.mem_get_info): fewer than its name says.
 GPUS = {
     "v100-16g": 16_900_000_000,
     "v100-32g": 34_080_000_000,
@@ -100,9 +101,9 @@ _UNITS |= {"tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 
 
 def gpu_bytes(name: str) -> int:
-    """The bytes of a GPU that is called so, in GPUS or as a number of bytes ("80000000000", "80GB", "79.1GiB").
+    """The bytes of a GPU: by its name in GPUS, or given as a number of bytes ("80000000000", "80GB", "79.1GiB").
 
-    Raises: UserError that tells near names, and for a number that no GPU has so few bytes of.
+    Raises: UserError for an unknown name, with similar names, and for a number too small to be a GPU's bytes.
     """
     key = re.sub(r"[\s_]+", "-", name.strip().lower())
     if key in GPUS:
@@ -135,5 +136,5 @@ def parsed_bytes(text: str) -> int | None:
 
 
 def reserved(world: int) -> int:
-    """Bytes of a GPU that are no tensors', whatever is planned."""
+    """Bytes of a GPU that tensors can never have, whatever is planned."""
     return CONTEXT + (NCCL if world > 1 else 0)

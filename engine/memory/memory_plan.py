@@ -1,4 +1,5 @@
-"""What a run takes by phase, role and kind, on one GPU and its host, and whether that fits; as a table and as JSON."""
+"""The bytes that a run takes on one GPU and its host, by phase, role and kind, and whether they fit; as a table and as
+JSON."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,9 +16,10 @@ WIDTH = 12
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """A moment of a phase, and what is alive then.
+    """A moment of a phase, and the bytes alive at that moment.
 
-    device: on a rank's GPU. host: in host memory, of each rank. host_once: the same, of the main rank alone.
+    device: bytes on a rank's GPU. host: bytes in host memory for each rank. host_once: bytes in host memory for the
+    main rank alone.
     """
 
     phase: str
@@ -29,11 +31,12 @@ class Moment:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes at the moments of a step, from the second one on, when Adam has its moments; and of loading and saving.
+    """Bytes at each moment of a step, and of loading and saving. Steps are meant from the second one on, when Adam has
+    its moments.
 
-    copies: which models compute through whole copies, in words. adam: bytes on the device of Adam's moments, which a
-    run that begins does not have before it trains. engines: by role. training: bytes on the device that training takes
-    at its peak, beyond the engines as they are loaded and beside copies, keys and values.
+    copies: which models compute through whole copies, in words. adam: bytes of Adam's moments on the device; they do
+    not exist before the first optimizer step. engines: by role. training: bytes on the device at the peak of training,
+    without the engines as loaded and without copies, keys and values.
     """
 
     moments: tuple[Moment, ...]
@@ -49,12 +52,12 @@ class MemoryPlan:
         return [phase for phase in PHASES if any(moment.phase == phase for moment in self.moments)]
 
     def peak_of(self, phase: str) -> Moment:
-        """The moment of a phase at which most is alive on the device."""
+        """The moment of a phase with the most bytes on the device."""
         return max((moment for moment in self.moments if moment.phase == phase), key=lambda one: one.device.total)
 
     @cached_property
     def peak(self) -> Moment:
-        """The moment of all phases at which most is alive on the device."""
+        """The moment of all phases with the most bytes on the device."""
         return max(self.moments, key=lambda moment: moment.device.total)
 
     @cached_property
@@ -64,8 +67,8 @@ class MemoryPlan:
 
     @cached_property
     def host_phases(self) -> dict[str, dict[str, dict[str, int]]]:
-        """{phase: {role: {kind: bytes}}} in the memory of a node, of all its ranks, each phase at its peak; on CPUs
-        everything is there."""
+        """{phase: {role: {kind: bytes}}} in a node's host memory, summed over its ranks, each phase at its peak. On
+        CPUs all bytes are host memory."""
         return {
             phase: max(
                 (self._on_node(one) for one in self.moments if one.phase == phase), key=lambda b: b.total
@@ -91,12 +94,13 @@ class MemoryPlan:
 
     @property
     def needed(self) -> int:
-        """Bytes that a GPU needs to have: the peak's, what the allocator loses, what is reserved."""
+        """Bytes that a GPU needs: those of the peak, those that the allocator loses to fragments, and the reserved
+        ones."""
         return self.peak.device.total + self.fragments + reserved(self.cluster.world)
 
     @property
     def fits(self) -> bool | None:
-        """Whether GPU and host have what is needed, as far as it is known what they have; None where neither is."""
+        """Whether GPU and host have enough bytes, as far as their sizes are known; None where neither size is known."""
         known = [
             needed <= there
             for needed, there in ((self.needed, self.cluster.gpu), (self.host_peak, self.cluster.host))
@@ -106,7 +110,7 @@ class MemoryPlan:
 
 
 def table(plan: MemoryPlan, title: str) -> str:
-    """GB (10^9 bytes) of one GPU by phase, each at its peak: of each role, of each kind; and whether it fits."""
+    """A table of GB (10^9 bytes) on one GPU: each phase at its peak, by role and by kind; and whether the run fits."""
     names, device = plan.names, "GPU" if plan.cluster.on_gpu else "rank"
     tops = {phase: Bytes(plan.phases[phase]) for phase in names}
     heads = [f"{phase}{'*' if phase == plan.peak.phase else ''}" for phase in names]
@@ -177,6 +181,6 @@ def _row(name: str, cells: list[str]) -> str:
 
 
 def gb(size: int) -> str:
-    """With one digit behind the point; more of what is small."""
+    """GB with one decimal; small sizes get more decimals."""
     gb = size / 1e9
     return "-" if not size else f"{gb:.1f}" if gb >= 9.95 else f"{gb:.2f}" if gb >= 0.1 else f"{gb:.4f}"

@@ -1,12 +1,12 @@
-"""What passes through a model need beside its weights: the passes are made, on the meta device, and counted.
+"""The memory that forward and backward passes need beside the weights, found by running them on the meta device.
 
     with LiveBytes() as live:
         loss = model(tokens).sum()
         loss.backward()
     live.peak        # {"activations": ..., "logits": ...}
 
-What is counted are storages that come into being within the context, for as long as something refers to them: what
-autograd keeps for the backward pass, what operations need for a moment, gradients. Kernels' own scratch space is not.
+A storage that is created within the context counts for as long as something refers to it: tensors that autograd keeps
+for the backward pass, intermediate results, gradients. The scratch space of kernels is not counted.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ _GROUPED = torch.ops.aten._grouped_mm.default
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Rows of a pass: how many, tokens of prompt and of response in each."""
+    """The rows of a pass: how many, and the prompt tokens and response tokens of each."""
 
     count: int
     prompt: int
@@ -46,16 +46,17 @@ class Rows:
 
     @property
     def length(self) -> int:
-        """Tokens of a row."""
+        """How many tokens a row has."""
         return self.prompt + self.response
 
 
 @lru_cache(maxsize=256)
 def training_pass(model: Blueprint, rows: Rows, role: str | None = None, gpu: int = 0) -> Counter[str]:
-    """Bytes of activations and logits when a forward and backward pass holds most of them.
+    """Bytes of activations and logits at the peak of a forward and backward pass.
 
-    A weight's gradient is among them from when it is made to when it is added to the others, as ZeRO-2 and 3 have it.
-    role: as what it computes, where it is several models; None for its own. gpu: its bytes; 0 for a CPU.
+    A weight's gradient counts from when it is computed until it is added to the others, as with ZeRO-2 and 3. role: the
+    role that it computes as, where one module is several models; None for its own role. gpu: the GPU's bytes; 0 for a
+    CPU.
     """
     hooks = [p.register_post_accumulate_grad_hook(_forget) for p in model.module.parameters() if p.requires_grad]
     model.module.train()
@@ -69,7 +70,8 @@ def training_pass(model: Blueprint, rows: Rows, role: str | None = None, gpu: in
 
 @lru_cache(maxsize=256)
 def scoring_pass(model: Blueprint, rows: Rows, role: str | None = None) -> Counter[str]:
-    """The same of a forward pass without gradients, as experience is made with."""
+    """Bytes of activations and logits at the peak of a forward pass without gradients, with which experience is
+    made."""
     model.module.eval()
     with torch.no_grad():
         return _counted(model, lambda: _output(model, rows, role, with_entropy=role is None))
@@ -77,9 +79,9 @@ def scoring_pass(model: Blueprint, rows: Rows, role: str | None = None) -> Count
 
 @lru_cache(maxsize=256)
 def decoding_passes(model: Blueprint, rows: Rows, slots: int) -> Counter[str]:
-    """The same of generation: reading prompts of full length, and one token behind the longest ones.
+    """Bytes at the peak of generation: of reading prompts of full length, and of one token after the longest rows.
 
-    slots: of the cache, whose keys and values are left out.
+    slots: slots of the cache. The cache's own keys and values are not counted.
     """
     module: Any = model.module.model
     module.eval()
@@ -125,7 +127,8 @@ def _tokens(rows: int, length: int) -> Tensor:
 
 
 def _counted(model: Blueprint, run: Callable[[], object]) -> Counter[str]:
-    """The peak of a pass. Of many layers that are alike a few run: each further one adds as much as the one before."""
+    """The peak of a pass. Where many layers are alike only a few run, since each further layer adds as many bytes as
+    the one before."""
     layers = model.layers_alike
     if layers <= MORE:
         return _peak(model, run)
@@ -152,8 +155,8 @@ def _forget(parameter: nn.Parameter) -> None:
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of tensors alive. `kind` names what a new tensor is; `peak` has the bytes of each kind at the
-    moment when all kinds together were most."""
+    """Counts the bytes of live tensors. `kind` is the kind that new tensors count as. `peak` has the bytes of each kind
+    at the moment when their sum was largest."""
 
     def __init__(self, kind: Callable[[Tensor], str] = lambda tensor: "activations"):
         super().__init__()
@@ -164,8 +167,8 @@ class LiveBytes(TorchDispatchMode):
         self._storages: dict[int, tuple[weakref.ref, str, int]] = {}
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        """Run the operation, and count what it has made. A question about numbers is answered with 0, which is no:
-        whether a mask has no padding, above all."""
+        """Run the operation, and count the tensors that it made. Where code asks for a tensor's value (mostly whether a
+        mask has no padding), the answer is 0, which means no."""
         if function is torch.ops.aten._local_scalar_dense.default:
             return 0
         made = (_experts_product if function is _GROUPED else function)(*args, **(kwargs or {}))
@@ -195,15 +198,15 @@ class LiveBytes(TorchDispatchMode):
 
 
 def _experts_product(first: Tensor, second: Tensor, *others, **settings) -> Tensor:
-    """`torch._grouped_mm`, which the meta device has of bfloat16 alone."""
+    """`torch._grouped_mm`, which the meta device supports for bfloat16 only."""
     return _GROUPED(first.bfloat16(), second.bfloat16(), *others, **settings).to(first.dtype)
 
 
 @contextlib.contextmanager
 def fused_attention() -> Iterator[None]:
-    """Within this context attention keeps for its backward pass what a fused kernel keeps: inputs, output and a number
-    a row; and not the (rows, heads, tokens, tokens) of probabilities that torch computes on the meta device, for which
-    it has no such kernel."""
+    """Within this context attention keeps for its backward pass only what a fused kernel keeps: inputs, output and one
+    number a row. Torch has no fused kernel for the meta device, and would keep probabilities (rows, heads, tokens,
+    tokens) there."""
     own = torch.nn.functional.scaled_dot_product_attention
     torch.nn.functional.scaled_dot_product_attention = _without_computing  # where models look it up
     try:

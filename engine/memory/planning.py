@@ -1,6 +1,8 @@
-"""The plan: models on the meta device, their passes, and what ZeRO holds, put together moment by moment.
+"""The memory plan: models on the meta device, their passes, and the bytes that ZeRO holds, put together moment by
+moment.
 
-`plan` is step 3's; `plan_one_model` that of steps 1 and 2, one model that trains, with no rollouts.
+`plan` makes the plan of step 3 (PPO). `plan_one_model` makes that of steps 1 and 2, where one model trains without
+rollouts.
 """
 
 from collections.abc import Iterable, Mapping
@@ -25,7 +27,7 @@ from engine.zero.long_batch import NOTHING_KEPT, Kept
 
 
 def plan(spec: EngineSpec, workload: Workload, cluster: Cluster) -> MemoryPlan:
-    """What a run of these engines takes, from the models' configurations alone.
+    """The memory that a run of these engines takes, from the models' configurations alone.
 
     Raises: UserError where a model's config.json cannot be read, or a DeepSpeed file is wrong.
     """
@@ -34,10 +36,10 @@ def plan(spec: EngineSpec, workload: Workload, cluster: Cluster) -> MemoryPlan:
 
 @dataclass
 class Planner:
-    """How a plan is made.
+    """Makes the memory plan of a run.
 
-    engines: by role. needs: what a whole copy of each takes. copies: which models have one. kept: by the engines'
-    roles, what stays whole over the passes of an optimizer step, once there is a plan.
+    engines: by role. needs: the memory that a whole copy of each takes. copies: which models have a copy. kept: by role
+    of the engine, what stays whole over the passes of an optimizer step; filled when the plan is made.
     """
 
     spec: EngineSpec
@@ -55,7 +57,7 @@ class Planner:
             "actor", "keys and values", cache_bytes(actor.module.model, slots * load.decoded.count)
         )
         self.vllm = Bytes()
-        if load.backend == "vllm":  # which has whole keys and values of a group's rows, a part of each on each rank
+        if load.backend == "vllm":  # each rank of a group holds a part of the keys and values of all the group's rows
             held = cache_bytes(actor.module.model, (load.prompt + load.response) * load.decoded.count)
             self.vllm = Bytes({"vLLM": {"weights": actor.width * actor.numbers // load.parts, "keys and values": held}})
             self.cache = Bytes()
@@ -117,7 +119,7 @@ class Planner:
 
     @cached_property
     def needs(self) -> list[CopyNeed]:
-        """In the engines' order."""
+        """The memory that a whole copy of each model takes, in the order of the engines."""
         needs = []
         for role, engine in self.engines.items():
             model = engine.model
@@ -150,8 +152,8 @@ class Planner:
         )
 
     def _training(self) -> int:
-        """Bytes of a device that training takes at its peak, beyond the engines as they are loaded and beside copies,
-        keys and values; with nothing kept whole over passes, for which there may be room."""
+        """Bytes on a device at the peak of training, without the engines as loaded and without copies, keys and values.
+        Nothing is taken to be kept whole over the passes, even where there is room for it."""
         self.copies = Copies((), "", between_steps="free")
         self._train(keeps=False)
         peak = max(moment.device.total for moment in self.moments)
@@ -159,7 +161,7 @@ class Planner:
         return peak - self._at_rest(stepped=False)[0].total
 
     def _divide(self, place: int) -> tuple[Mapping[int, int], str | None]:
-        """As `place_copies` asks of the model at this place."""
+        """The argument `divide` of `place_copies`: the divided copy of the model at this place."""
         if place not in self._divided:
             role, model = list(self.models.items())[place]
             sizes = group_sizes(self.cluster.gpus, self.workload.group)
@@ -167,7 +169,7 @@ class Planner:
         return self._divided[place]
 
     def _copy_bytes(self, roles: Iterable[str]) -> Bytes:
-        """Of the copies that there are once these models have been computed with."""
+        """Bytes of the copies that exist once these models have computed."""
         copies = self.copies
         whole = [self.needs[place] for place in copies.models if self.needs[place].role in roles]
         divided = [place for place in copies.divided if self.needs[place].role in roles]
@@ -177,14 +179,15 @@ class Planner:
     def _copied(self, role: str, generates: bool = False) -> bool:
         """Whether a model computes through a copy or, at stages 0 to 2, through its own module.
 
-        generates: and draws responses, for which alone a divided copy with an adapter merged is good.
+        generates: whether it also draws responses. A divided copy with an adapter merged can be used for nothing else.
         """
         place, plain = list(self.engines).index(role), self.models[role].module.adapters is None
         divided = place in self.copies.divided and (plain or generates)
         return divided or place in self.copies.models or self.engines[role].stage < 3
 
     def _lent(self, role: str) -> bool:
-        """Whether in all passes of a step the weights are those of a copy, which no other model has filled since."""
+        """Whether all passes of an optimizer step read the weights from the model's copy, which no other model has
+        overwritten since."""
         place, copies = list(self.engines).index(role), self.copies
         alone = (
             not copies.shared or [self.needs[other].kind for other in copies.models].count(self.needs[place].kind) == 1
@@ -198,14 +201,15 @@ class Planner:
 
     @property
     def _kept(self) -> Bytes:
-        """Copies, keys and values that stay while there is training; vLLM sleeps then, on GPUs."""
+        """Bytes of the copies, keys and values that stay during training. On GPUs vLLM sleeps during training and holds
+        none."""
         copies = self._copy_bytes(self._kept_roles)
         if self.copies.between_steps == "keep":
             copies = copies + self.cache
         return copies if self.cluster.on_gpu else copies + self.vllm
 
     def _bucket(self, role: str, numbers: int) -> Bytes:
-        """While so many numbers are gathered a bucket at a time."""
+        """Bytes of the buffers while `numbers` numbers are gathered, a bucket at a time."""
         model = self.models[role]
         if self.engines[role].stage < 3:
             return Bytes()
@@ -237,7 +241,7 @@ class Planner:
             lora, bucket = self.spec.actor_lora, self._bucket("actor", self.models["actor"].numbers)
             filled = [*always, bucket]
             if lora is not None and lora.only and self.copies.between_steps == "keep":
-                # What stays frozen is copied once, in the first step, when there is nothing else yet.
+                # Frozen models are copied once, in the first step, when there is nothing else yet.
                 filled = [self._at_rest(stepped=False)[0], self._copy_bytes(["actor"]), bucket]
             self._moment("generate", "the actor's copy is filled", filled, host)
         whole = Bytes() if self._copied("actor", True) else self.engines["actor"].gathered(ahead=False)
@@ -257,7 +261,8 @@ class Planner:
                     "experience", "the reference takes the actor's place", [*always, device], [self.host_rest, on_host]
                 )
             if self._copied(host) and (role == host or moving) and engine.stage == 3:
-                # The actor's copy has generated, with the adapter merged; the critic's may be new.
+                # The actor's copy has generated with its adapter merged, which is now undone; the critic's copy may
+                # be new.
                 numbers = engine.model.unmerged if role == "actor" else engine.model.numbers
                 filled = [*always, self._bucket(host, numbers)]
                 self._moment("experience", f"the {role}'s copy is filled", filled, [self.host_rest])
@@ -284,7 +289,7 @@ class Planner:
             engine, passes = self.engines[host], self.workload.passes_of(role)
             played = None if role == host else role
             needed = _kinds(role, training_pass(engine.model, self.workload.rows, played, self.cluster.gpu_bytes))
-            # Gradients of the role before, in the same engine, are those of earlier passes.
+            # In an engine with several roles, gradients of an earlier role count as gradients of earlier passes.
             made = passes if host not in list(trained.values())[: list(trained).index(role)] else passes + 1
             kept = self.kept[host] = self._kept_whole(engine, passes, needed, held) if keeps else NOTHING_KEPT
             whole = Bytes() if self._lent(host) else engine.gathered(backward=True, kept=kept)
@@ -303,8 +308,9 @@ class Planner:
             held = Bytes({other: kinds for other, kinds in held.by_role.items() if other != host})
 
     def _kept_whole(self, engine: ZeroMemory, passes: int, needed: Bytes, held: Bytes) -> Kept:
-        """What the engine keeps over the passes of a step; needed: by one pass; held: gradients of other engines."""
-        # On CPUs it is decided in the first step, before there are moments.
+        """What the engine keeps whole over the passes of a step. needed: bytes of one pass. held: gradients of other
+        engines."""
+        # On CPUs this is decided in the first step, before Adam has moments.
         rest = self.rest if self.cluster.on_gpu else self._at_rest(stepped=False)[0]
         free = None if self.cluster.room is None else self.cluster.room - (rest + self._kept + held).total
         return engine.kept(passes, needed + engine.gathered(backward=True) + engine.in_backward(passes), free)
@@ -324,7 +330,7 @@ def _kinds(role: str, sizes: dict[str, int]) -> Bytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OneModel:
-    """A model of step 1, or (scorer) of step 2, and how it trains.
+    """The model of step 1, or (scorer) of step 2, and how it trains.
 
     rows: of one forward and backward pass; length: tokens of each; passes: of one optimizer step.
     """
@@ -344,7 +350,7 @@ class OneModel:
 
     @property
     def blueprint(self) -> Blueprint:
-        """Of its engine; raises UserError as `engine.memory.blueprint.built` does."""
+        """The blueprint of its engine; raises UserError as `engine.memory.blueprint.built` does."""
         return built(
             "model",
             self.path,
@@ -359,7 +365,7 @@ class OneModel:
 
 
 def plan_one_model(one: OneModel, cluster: Cluster) -> MemoryPlan:
-    """Its plan, of loading, training and saving; raises UserError as `engine.memory.plan` does."""
+    """The memory plan of loading, training and saving one model; raises UserError as `engine.memory.plan` does."""
     model = one.blueprint
     ds_config = build_ds_config(one.engine, dtype=one.dtype, micro_batch_size=one.rows)
     zero = zero_settings(with_fitting_sizes(model.module, ds_config))

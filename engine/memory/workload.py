@@ -1,4 +1,4 @@
-"""What a step of PPO goes through, and on how many GPUs: all that memory depends on beside the engines."""
+"""The sizes of a PPO step and the machines that it runs on: all that memory depends on beside the engines."""
 
 from dataclasses import dataclass
 
@@ -10,12 +10,12 @@ from engine.memory.passes import Rows
 class Workload:
     """Lengths and batches of a step, and how responses are generated.
 
-    prompt, response: the most tokens of each. generated: responses that a rank decodes side by side. responses: those
-    that a rank makes in a step. micro_batch: rows of one forward and backward pass. mini_batches: optimizer steps of
-    each of the ppo_epochs. critic_passes: epochs and mini-batches of the critic, where it has its own. texts: whether
-    the actor learns from texts too, as long as prompt and response. backend,
-    between_steps: as `build_rollouts` has them. evaluated: held-out prompts, over all ranks. parts: ranks over which
-    vLLM spreads the actor. group: ranks that are to hold a copy together, as `build_rollouts` has it.
+    prompt, response: the most tokens of each. generated: responses that a rank decodes side by side. responses:
+    responses that a rank makes in a step. micro_batch: rows of one forward and backward pass. mini_batches: optimizer
+    steps in each of the ppo_epochs. critic_passes: epochs and mini-batches of the critic, where it has its own. texts:
+    whether the actor also learns from texts, each as long as prompt and response. backend, between_steps: as in
+    `build_rollouts`. evaluated: held-out prompts, over all ranks. parts: ranks over which vLLM spreads the actor.
+    group: how many ranks hold a copy together (`tensor_parallel` of `build_rollouts`).
     """
 
     prompt: int
@@ -35,17 +35,18 @@ class Workload:
 
     @property
     def rows(self) -> Rows:
-        """Of a pass that makes experience or trains."""
+        """The rows of a pass that makes experience or trains."""
         return Rows(min(self.micro_batch, self.responses), self.prompt, self.response)
 
     @property
     def decoded(self) -> Rows:
-        """Rows that are decoded side by side."""
+        """The rows that are decoded side by side."""
         return Rows(min(self.generated, self.responses), self.prompt, self.response)
 
     @property
     def ranks_together(self) -> int:
-        """Ranks of a node that hold the actor together in any case, and so have to divide the node's."""
+        """How many ranks of a node always hold the actor together; their number has to divide that of the node's
+        ranks."""
         return {"vllm": self.parts, "replica": self.group or 1}.get(self.backend, 1)
 
     def mini_batches_of(self, role: str) -> int:
@@ -66,9 +67,9 @@ class Workload:
 class Cluster:
     """The machines.
 
-    gpus: of each node. gpu: bytes of one, of which a part is reserved (`engine.memory.gpus`); None where that is not
-    known, and then nothing is said of what fits. host: bytes of a node's memory, or None. on_gpu: whether the ranks
-    compute on GPUs at all: else device and host are one.
+    gpus: how many each node has. gpu: bytes of one GPU, of which a part is reserved (`engine.memory.gpus`); None if not
+    known, and then the plan does not say whether the run fits. host: bytes of a node's memory, or None. on_gpu: whether
+    the ranks compute on GPUs; otherwise device and host are the same memory.
     """
 
     gpus: int = 1
@@ -79,7 +80,7 @@ class Cluster:
 
     @property
     def world(self) -> int:
-        """Ranks."""
+        """How many ranks there are."""
         return self.gpus * self.nodes
 
     @property

@@ -1,6 +1,6 @@
-"""What an engine of DeepSpeed's holds on each rank, by ZeRO stage: between steps, and while it trains.
+"""The bytes that a DeepSpeed engine holds on each rank, by ZeRO stage: between steps, and while it trains.
 
-P numbers in all, T of which train, N ranks, b bytes of a number in the dtype that is computed in:
+P numbers in all, T of which train; N ranks; b bytes of a number in the compute dtype:
 
     stage             0                1                2                3
     weights           b P              b P              b P              b P / N
@@ -9,10 +9,10 @@ P numbers in all, T of which train, N ranks, b bytes of a number in the dtype th
                       in fp32
     Adam's moments    8 T              8 T / N          8 T / N          8 T / N
 
-Besides there are the buffers in which gradients are reduced, and copies of gradients while Adam steps.
+In addition there are the buffers in which gradients are reduced, and copies of gradients while Adam steps.
 
-While stage 3 computes through partitions, layers are fetched one after the other, some ahead of time, and freed behind
-their use unless they come again soon.
+While stage 3 computes through partitions, it fetches layers one after the other, some ahead of time. It frees a layer
+after its use unless the layer is needed again soon.
 
 Source: DeepSpeed 0.19.8, runtime/zero/stage_1_and_2.py, runtime/zero/stage3.py,
 runtime/zero/partitioned_param_coordinator.py (fetch_sub_module, release_sub_module), runtime/fp16/unfused_optimizer.py,
@@ -49,7 +49,7 @@ optimizer, need beside the rest. gathered: whole weights that ZeRO-3 joins from 
 
 
 class Bytes:
-    """{role: {kind: bytes}}, to be added up."""
+    """{role: {kind: bytes}}; several can be added up."""
 
     def __init__(self, by_role: Mapping[str, Mapping[str, int]] | None = None):
         self.by_role: dict[str, dict[str, int]] = {}
@@ -78,15 +78,15 @@ class Bytes:
 
     @property
     def total(self) -> int:
-        """Of all roles and kinds."""
+        """Bytes of all roles and kinds."""
         return sum(size for _, _, size in self)
 
     def of_role(self, role: str) -> int:
-        """Of all kinds of one role."""
+        """Bytes of all kinds of one role."""
         return sum(self.by_role.get(role, {}).values())
 
     def of_kind(self, kind: str) -> int:
-        """Of one kind of all roles."""
+        """Bytes of one kind of all roles."""
         return sum(kinds.get(kind, 0) for kinds in self.by_role.values())
 
 
@@ -94,9 +94,9 @@ class Bytes:
 class ZeroMemory:
     """The bytes of one engine on one rank.
 
-    zero: DeepSpeed's settings (`engine.zero.config.zero_settings`). world: ranks. offload: a frozen model that stands
-    in host memory while it is not used. on_gpu: whether device and host are not one. master_width: bytes of a number of
-    the masters, and of each moment. passes: forward and backward passes of one optimizer step.
+    zero: DeepSpeed's settings (`engine.zero.config.zero_settings`). world: ranks. offload: whether a frozen model is
+    kept in host memory while it is not used. on_gpu: whether device and host have separate memory. master_width: bytes
+    of a number of the master weights, and of each moment. passes: forward and backward passes of one optimizer step.
     """
 
     model: Blueprint
@@ -111,7 +111,7 @@ class ZeroMemory:
 
     @property
     def offloads_optimizer(self) -> bool:
-        """Whether masters and moments are in host memory."""
+        """Whether master weights and moments are in host memory."""
         section = self.zero.offload_optimizer
         return self.model.trained and section is not None and section.device != "none"
 
@@ -122,12 +122,13 @@ class ZeroMemory:
         return self.stage == 3 and section is not None and section.device != "none"
 
     def _share(self, sizes: list[int]) -> int:
-        """Numbers of a rank's share of tensors of these sizes, each padded to a multiple of the ranks."""
+        """How many numbers of tensors of these sizes a rank holds; each tensor is padded to a multiple of the number of
+        ranks."""
         return sum(-(-size // self.world) for size in sizes)
 
     @property
     def trained_share(self) -> int:
-        """How many of the numbers that train this rank has masters of."""
+        """How many of the numbers that train have their master weights on this rank."""
         if self.stage == 0:
             return self.model.trains
         if self.stage == 3:
@@ -141,18 +142,18 @@ class ZeroMemory:
         if self.stage < 3:
             return self.model.width * sum(sizes)
         group = min(int(self.zero.zero_hpz_partition_size), self.world)
-        second = sum(-(-size // group) for size in sizes) if group > 1 else 0  # what hpZ's groups hold once more
+        second = sum(-(-size // group) for size in sizes) if group > 1 else 0  # hpZ's second copy in each group
         return self.model.width * (self._share(sizes) + second)
 
     @property
     def masters(self) -> int:
-        """Bytes of masters beside the weights."""
+        """Bytes of the master weights that are kept beside the model's weights."""
         return 0 if self.stage == 0 and self.model.width == FLOAT else self.master_width * self.trained_share
 
     def at_rest(self, stepped: bool = True) -> tuple[Bytes, Bytes]:
-        """(on the device, in host memory): what is there between two steps.
+        """(bytes on the device, bytes in host memory) between two steps.
 
-        stepped: whether Adam has its moments, which come with the first step.
+        stepped: whether Adam has its moments already, which it allocates in the first step.
         """
         role, width = self.model.role, self.model.width
         device, host = Bytes(), Bytes()
@@ -175,7 +176,8 @@ class ZeroMemory:
 
     @property
     def _in_partition(self) -> int:
-        """Numbers of the parameters that lie in a rank's partition, whole or in part; of the rank that has most."""
+        """How many numbers the parameters have that lie in a rank's partition, whole or in part; for the rank with the
+        most."""
         most = 0
         for rank in range(self.world):
             found = 0
@@ -205,10 +207,10 @@ class ZeroMemory:
         return self.model.trains - self._bucket
 
     def kept(self, passes: int, needed: Bytes, free: int | None) -> Kept:
-        """What stays whole over so many passes of an optimizer step.
+        """What stays whole over the passes of an optimizer step.
 
-        needed: on the device, of a forward and backward pass, activations and all. free: bytes before the passes; None
-        where that is not known.
+        needed: bytes on the device that a forward and backward pass needs, activations included. free: bytes free
+        before the passes; None if not known.
         """
         if self.stage < 3 or self.world == 1 or passes < 2:
             return NOTHING_KEPT
@@ -220,10 +222,11 @@ class ZeroMemory:
         )
 
     def in_backward(self, passes: int, kept: Kept = NOTHING_KEPT) -> Bytes:
-        """On the device, beyond `at_rest`, while the last of so many backward passes has all its activations.
+        """Bytes on the device, beyond `at_rest`, at the moment when the last of `passes` backward passes still has all
+        its activations.
 
-        At stages 2 and 3 buckets are reduced as they get full: in copies of their own, before the pass is over where
-        there is more than one. At stage 2 this rank's gradients are then copied to where all of them come to lie.
+        At stages 2 and 3 a bucket is copied and reduced as soon as it is full, so with more than one bucket this begins
+        during the pass. At stage 2 this rank's gradients are then copied to the buffer that collects all of them.
         """
         role, width = self.model.role, self.model.width
         device = Bytes().add(role, "buffers", self._buckets)
@@ -240,11 +243,11 @@ class ZeroMemory:
         return device
 
     def in_reduction(self, passes: int) -> Bytes:
-        """The same at the end of the last backward pass, whose activations, and the weights gathered for it, are gone,
-        while gradients are reduced.
+        """Bytes on the device, beyond `at_rest`, at the end of the last backward pass, while gradients are reduced. The
+        activations and the weights gathered for the pass have been freed.
 
-        A bucket is reduced in a copy of its own, which is gone before the gradients are copied to where they come to
-        lie: of one bucket only the larger of the two is there, of several both.
+        A bucket is reduced in a copy, which is freed before the gradients are copied to their final buffer. With one
+        bucket only the larger of the two copies exists at a time, with several both do.
         """
         role, width, trains = self.model.role, self.model.width, self.model.trains
         copy, kept = width * self._bucket, self._gradients_kept
@@ -261,12 +264,12 @@ class ZeroMemory:
 
     @property
     def _gradients_kept(self) -> int:
-        """Bytes, on the device, of the gradients of this rank's partition after a backward pass of stage 1 or 2."""
+        """Bytes on the device of the gradients of this rank's partition after a backward pass at stage 1 or 2."""
         return 0 if self.offloads_optimizer else self.model.width * self._in_partition
 
     @property
     def held(self) -> Bytes:
-        """On the device, beyond `at_rest`, from the last backward pass to the step."""
+        """Bytes on the device, beyond `at_rest`, from the last backward pass to the optimizer step."""
         if self.stage == 3 or (self.offloads_optimizer and self.stage):
             return Bytes()
         numbers = self.model.trains if self.stage == 0 else self._in_partition
@@ -274,7 +277,7 @@ class ZeroMemory:
 
     @property
     def in_step(self) -> tuple[Bytes, Bytes]:
-        """(device, host) beyond `at_rest` and `held` while the optimizer steps."""
+        """(bytes on the device, bytes in host memory) beyond `at_rest` and `held` while the optimizer steps."""
         role, width = self.model.role, self.model.width
         device, host = Bytes(), Bytes()
         group = self.largest_group
@@ -290,7 +293,7 @@ class ZeroMemory:
 
     @property
     def largest_group(self) -> int:
-        """Numbers that are stepped at once."""
+        """How many numbers the optimizer updates at once."""
         groups = [
             self._share(group) if self.stage == 3 else -(-sum(group) // self.world) for group in self.model.groups
         ]
@@ -299,14 +302,14 @@ class ZeroMemory:
 
     @property
     def largest_tensor(self) -> Bytes:
-        """The largest weight, whole: weights are written one after the other."""
+        """Bytes of the largest weight, gathered whole. Saving writes one weight after the other."""
         return Bytes().add(self.model.role, "gathered", self.model.width * self.model.largest)
 
     def gathered(self, backward: bool = False, ahead: bool = True, kept: Kept = NOTHING_KEPT) -> Bytes:
-        """On the device, beyond `at_rest`, while the module computes through partitions.
+        """Bytes on the device, beyond `at_rest`, while the module computes through partitions.
 
-        ahead: whether layers are fetched before their turn, and kept for their next, as DeepSpeed does once it has seen
-        the order in which they come. In generation, whose prompts and tokens take turns, it knows of none.
+        ahead: whether layers are fetched before their turn and kept for their next use, as DeepSpeed does once it has
+        seen the order of the layers. In generation, where prompts and tokens alternate, it knows no such order.
         """
         if self.stage < 3 or (self.world == 1 and not self.offloads_weights):
             return Bytes()
@@ -318,13 +321,14 @@ class ZeroMemory:
         return Bytes().add(self.model.role, "gathered", self.model.width * numbers)
 
     def on_device(self) -> Bytes:
-        """On the device, beyond `at_rest`, while an offloaded frozen model computes."""
+        """Bytes on the device, beyond `at_rest`, while an offloaded frozen model computes."""
         return Bytes().add(self.model.role, "weights", self.weights if self.offload else 0)
 
     @property
     def reading(self) -> tuple[Bytes, Bytes]:
-        """(device, host) while weights are read: themselves, and at stage 3, where they are partitioned one by one, the
-        largest of them whole, and what is read at once of its file."""
+        """(bytes on the device, bytes in host memory) while weights are read: the weights; and at stage 3, which
+        partitions one weight after the other, the largest weight whole and the piece of its file that is read at
+        once."""
         role, largest = self.model.role, self.model.width * self.model.largest
         weights = Bytes().add(role, "weights", self.weights)
         if self.stage < 3:
@@ -334,11 +338,11 @@ class ZeroMemory:
 
     @property
     def loading(self) -> tuple[Bytes, Bytes]:
-        """(device, host) beyond `at_rest(stepped=False)` while the engine is made.
+        """(bytes on the device, bytes in host memory) beyond `at_rest(stepped=False)` while the engine is made.
 
         At stages 0 to 2 a module is loaded into host memory and moved. On the device its weights are joined into one
-        buffer (1 and 2), or a step is tried with gradients of zero (0, in 16 bits). At stage 3 the parts that train are
-        joined in host memory, and masters are made of 16-bit weights by way of another copy.
+        buffer (stages 1 and 2), or a step with zero gradients is made (stage 0 in 16 bits). At stage 3 the trained
+        partitions are joined in host memory, and master weights are made of 16-bit weights through another copy.
         """
         role, width, trains = self.model.role, self.model.width, self.model.trains
         device, host = Bytes(), Bytes()
@@ -358,41 +362,42 @@ class ZeroMemory:
 
 @dataclass(frozen=True, slots=True)
 class Averages:
-    """Of a run of `spec`, whose actor's engine is `actor`."""
+    """The averaged weights of a run of `spec`: the moving average and a reference that moves. actor: the actor's
+    engine."""
 
     spec: EngineSpec
     actor: ZeroMemory
 
     @property
     def bytes(self) -> Bytes:
-        """Of all of them; {} without any."""
+        """Bytes of all averaged weights; {} without any."""
         shard = FLOAT * self.actor.trained_share
         found = Bytes().add("ema", "average", shard if self.spec.ema_decay is not None else 0)
         return found.add("reference", "weights", shard if self.spec.reference_refresh_steps is not None else 0)
 
     @property
     def on_host(self) -> bool:
-        """Whether they are in host memory."""
+        """Whether the averaged weights are in host memory."""
         return self.spec.ema_device == "cpu" or self.actor.offloads_optimizer
 
     @property
     def exchanged(self) -> tuple[Bytes, Bytes]:
-        """On the device and in host memory, while a reference takes the place of the actor's weights: one master more,
-        which is a group of parameters, or at stage 0 one of them."""
+        """(bytes on the device, bytes in host memory) while a reference takes the place of the actor's weights: one
+        master tensor more, which is a group of parameters, or at stage 0 a single parameter."""
         numbers = self.actor.model.largest if self.actor.stage == 0 else self.actor.largest_group
         needed = Bytes().add("reference", "buffers", FLOAT * numbers)
         return (Bytes(), needed) if self.actor.offloads_optimizer else (needed, Bytes())
 
 
 def gathered_numbers(units: Sequence[int], zero: Any, backward: bool) -> int:
-    """The most numbers that are whole at once.
+    """The most numbers that are gathered (whole) at once.
 
-    units: the numbers of what is fetched in one piece, in the order of the forward pass. zero: DeepSpeed's settings.
-    backward: whether a backward pass follows, in the opposite order.
+    units: how many numbers each unit has that is fetched in one piece, in the order of the forward pass. zero:
+    DeepSpeed's settings. backward: whether a backward pass follows, in the opposite order.
     """
     order = [*range(len(units)), *(reversed(range(len(units))) if backward else ())]
     held: set[int] = set()
-    ahead, most = 0, 0  # the first place of `order` that nothing was fetched for, the most numbers
+    ahead, most = 0, 0  # the first place of `order` not fetched yet; the most numbers so far
 
     def numbers() -> int:
         return sum(units[unit] for unit in held)
@@ -408,7 +413,7 @@ def gathered_numbers(units: Sequence[int], zero: Any, backward: bool) -> int:
                 held.add(order[ahead])
                 prefetched += units[order[ahead]]
             ahead += 1
-        # What is fetched together arrives in one buffer, and is copied out of it.
+        # Units that are fetched together arrive in one buffer and are copied out of it.
         most = max(most, numbers() + max(fetched, prefetched))
         if unit not in order[place + 1 : ahead] and not _soon(unit, order[place + 1 :], units, zero):
             held.discard(unit)
@@ -416,13 +421,13 @@ def gathered_numbers(units: Sequence[int], zero: Any, backward: bool) -> int:
 
 
 def bucket_numbers(numbers: int, largest: int, world: int) -> float:
-    """What a gather of a model's weights, so many numbers, holds at a time on each of `world` ranks: what it sends and
-    what it receives. largest: numbers of the largest weight."""
+    """How many numbers each of `world` ranks holds at a time while a model's weights (`numbers` numbers) are gathered:
+    those that it sends and those that it receives. largest: how many numbers the largest weight has."""
     return min(numbers, GATHER_BUCKET + largest) * (1 + 1 / world)
 
 
 def _soon(unit: int, following: Sequence[int], units: Sequence[int], zero: Any) -> bool:
-    """Whether a unit comes again within `max_reuse_distance` numbers."""
+    """Whether a unit is used again within `max_reuse_distance` numbers."""
     distance = 0
     for other in following:
         if distance >= int(zero.max_reuse_distance):

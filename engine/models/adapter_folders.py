@@ -1,11 +1,11 @@
-"""Adapter folders in peft's format: LoRA factors of a model that stands elsewhere, in adapter_config.json and
-adapter_model.safetensors.
+"""Adapter folders in peft's format: adapter_config.json and adapter_model.safetensors with the LoRA factors of a base
+model, which is in another folder.
 
     adapter = read_adapter("out/actor_adapter", "--actor_model_name_or_path")     # None for a whole model's folder
     for layer, (a, b) in adapter.factors().items(): ...
 
-peft itself, and what builds on it, opens such folders. A reward model's or critic's has its head too, and beside these
-score.json with what this program's scores need and peft has no word for. base.json tells the fingerprint of the base
+peft, and programs that build on it, open such folders. The folder of a reward model or critic also contains its head,
+and score.json with the settings of its scores that peft has no field for. base.json has the fingerprint of the base
 that the factors were trained on.
 """
 
@@ -37,7 +37,7 @@ SCORE, BASE = "score.json", "base.json"
 PREFIX, HEAD = "base_model.model.", "score"
 SCORE_SETTINGS = ("score_offset", "score_position", "pad_token_id")
 LANGUAGE_MODEL, CLASSIFIER = "CAUSAL_LM", "SEQ_CLS"
-# Of peft's LoRA, what makes another function of the weights, or keeps others than factors; by field, its usual name.
+# Variants of LoRA in peft that compute another function, or store other weights than factors: {field: usual name}.
 _OTHER_KINDS = {
     "use_dora": "DoRA",
     "lora_bias": "biases of the factors (lora_bias)",
@@ -65,7 +65,7 @@ _MERGE = "Merge it into its model with peft (merge_and_unload), save that, and g
 
 @dataclass(frozen=True)
 class AdapterFolder:
-    """An adapter as its folder describes it: the path of its base, peft's configuration, and the flag for messages."""
+    """An adapter folder: its path, the path of its base, peft's configuration, and the flag that messages name."""
 
     path: str
     base: str
@@ -74,7 +74,7 @@ class AdapterFolder:
 
     @cached_property
     def file(self) -> Path:
-        """That of the weights. Raises: UserError where there is none."""
+        """The file with the weights. Raises: UserError if there is none."""
         for name in (WEIGHTS, PICKLED_WEIGHTS):
             if (Path(self.path) / name).is_file():
                 return Path(self.path) / name
@@ -85,8 +85,8 @@ class AdapterFolder:
 
     @cached_property
     def headers(self) -> dict[str, Header]:
-        """What the file holds, by the names within the model. Raises: UserError where it is broken, its names are none
-        of peft's, or its numbers are integers."""
+        """The headers of the file's tensors, by their names within the model. Raises: UserError if the file is broken,
+        its names are not peft's, or its numbers are integers."""
         found = file_headers(self.file, self.what)
         foreign = [name for name in found if not name.startswith(PREFIX)]
         if foreign or not found:
@@ -105,11 +105,12 @@ class AdapterFolder:
 
     @property
     def has_head(self) -> bool:
-        """Whether it brings a score head."""
+        """Whether it contains a score head."""
         return f"{HEAD}.weight" in self.headers
 
     def settings(self) -> dict:
-        """What a scorer's configuration is to say beside the base's: offset, position and pad token of the scores."""
+        """The settings that a scorer's configuration gets beside the base's: offset, position and pad token of the
+        scores."""
         file = Path(self.path) / SCORE
         if not file.is_file():
             return {}
@@ -142,12 +143,12 @@ class AdapterFolder:
         return {name.removeprefix(PREFIX): tensor for name, tensor in state.items()}
 
     def factors(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """(A, B) by their layers' names within the model; raises as `tensors` does."""
+        """{layer's name within the model: (A, B)}; raises as `tensors` does."""
         found, ending = self.tensors(), ".lora_A.weight"
         layers = [name.removesuffix(ending) for name in found if name.endswith(ending)]
         factors = {layer: (found[f"{layer}{ending}"], found[f"{layer}.lora_B.weight"]) for layer in layers}
         zeros = [layer for layer, pair in factors.items() if not any(factor.any() for factor in pair)]
-        if zeros:  # as a new one's B is, but never its A: neither would have a gradient
+        if zeros:  # a new adapter has B = 0, but never A = 0: then neither would have a gradient
             raise UserError(
                 f"{self.what}: in {self.file} all numbers of both factors are 0 in {len(zeros)} layers "
                 f"({listed(zeros)}): they change nothing and could not learn. Was its writing cut off? Copy it again."
@@ -155,7 +156,7 @@ class AdapterFolder:
         return factors
 
     def scaling(self, layer: str, dim: int) -> float:
-        """What B A is multiplied by in a layer whose factors have `dim` rows and columns."""
+        """The factor of B A in a layer whose factors have rank `dim`."""
         patterns = self.config.alpha_pattern or {}
         alpha = patterns.get(get_pattern_key(list(patterns), layer), self.config.lora_alpha)
         return alpha / dim**0.5 if self.config.use_rslora else alpha / dim
@@ -163,7 +164,7 @@ class AdapterFolder:
     def check_fit(self, config: PretrainedConfig, model_class) -> None:
         """Raise UserError unless it holds the factors of a model of this class and configuration, and no others.
 
-        The model is built without memory, and peft says which layers the adapter's configuration means.
+        The model is built on the meta device, and peft finds the layers that the adapter's configuration means.
         """
         with torch.device("meta"):
             model = model_class._from_config(config)
@@ -195,14 +196,14 @@ class AdapterFolder:
             raise UserError(f"{self.label} does not fit its base {self.base}: {misfit.difference}. {_OF_ITS_BASE}")
 
     def changes_tied_head(self, config: PretrainedConfig, model_class) -> bool:
-        """Whether it changes the output head of a model of this class and configuration, and that one is the embedding
-        too; no weights are read."""
+        """Whether it adapts the output head of a model of this class and configuration, and the head is tied to the
+        embedding; no weights are read."""
         model, head = self._on_meta(config, model_class)
         return head is not None and model.get_output_embeddings().weight is model.get_input_embeddings().weight
 
     def adapted_head(self, config: PretrainedConfig, model_class) -> str | None:
-        """The name of the output head of a model of this class and configuration, where it changes that one; no weights
-        are read."""
+        """The name of the output head of a model of this class and configuration if the adapter changes it, else None;
+        no weights are read."""
         return self._on_meta(config, model_class)[1]
 
     def _on_meta(self, config: PretrainedConfig, model_class):
@@ -215,7 +216,7 @@ class AdapterFolder:
 
     @property
     def label(self) -> str:
-        """How a message names it."""
+        """The adapter's name in messages."""
         return f"{self.what}: the adapter in {self.path}"
 
 
@@ -223,11 +224,11 @@ _OF_ITS_BASE = f"Give the adapter's own base as base_model_name_or_path of its {
 
 
 def read_adapter(path: str, what: str, base: str | None = None) -> AdapterFolder | None:
-    """The adapter in the folder `path`; None where there is none.
+    """The adapter in the folder `path`; None if there is none.
 
-    base: where its base stands, instead of where the folder says.
+    base: the path of its base, in place of the one that the folder names.
 
-    Raises: UserError, naming `what` (a flag), where it is of another kind than LoRA's plain one, or broken.
+    Raises: UserError, naming `what` (a flag), if it is not plain LoRA, or broken.
     """
     if not is_adapter(path):
         return None
@@ -259,14 +260,15 @@ def read_adapter(path: str, what: str, base: str | None = None) -> AdapterFolder
 
 
 def unset(config: LoraConfig) -> LoraConfig:
-    """The configuration as peft is to inject it: without drawing the factors, and nothing but factors."""
+    """The configuration with which peft injects the adapter: only factors, and these not drawn."""
     return _changed(config, init_lora_weights=False, inference_mode=False, modules_to_save=None)
 
 
 def peft_files(config: LoraConfig, base: str, score: Mapping | None, fingerprint: str | None = None) -> dict[str, str]:
     """The texts of an adapter folder's files beside weights and tokenizer, by name.
 
-    base: where its model stands. score: for a scorer, by SCORE_SETTINGS. fingerprint: of the base's contents, if known.
+    base: the path of its base model. score: the settings of a scorer, by SCORE_SETTINGS. fingerprint: of the base's
+    contents, if known.
     """
     own = _changed(
         config,
@@ -293,7 +295,7 @@ def _changed(config: LoraConfig, **settings) -> LoraConfig:
     return other
 
 
-POSITIONS = ("last", "last_non_pad")  # that a score is read at
+POSITIONS = ("last", "last_non_pad")  # at which a score can be read
 
 
 def check_config(config: LoraConfig) -> None:

@@ -1,4 +1,4 @@
-"""The LoRA adapters within a model: which there are, and which of them compute."""
+"""The LoRA adapters within a model, and the choice of those that compute."""
 
 import warnings
 from collections import Counter
@@ -14,11 +14,11 @@ from engine.models.heads import AdaptedLogProbHead, LogProbHead
 
 
 class Adapters:
-    """What makes of one model several: adapters, and the roles that compute with them.
+    """The adapters of a model, and the roles that compute with them: each role is a different model on the same base.
 
     An adapter has the name of the role that computes with it. own: the role that trains. configs: peft's descriptions,
-    by role. frozen: other roles that compute with an adapter here; all that are not among these compute with none, as
-    the model was loaded. merged: the names of the layers whose matrices hold the own role's updates at present.
+    by role. frozen: other roles with an adapter; all remaining roles compute without one, as the model was loaded.
+    merged: the names of the layers into whose matrices the own role's updates are merged at present.
     """
 
     def __init__(
@@ -35,16 +35,16 @@ class Adapters:
         self.merged: frozenset[str] = frozenset()
 
     def within(self, model: nn.Module) -> "Adapters":
-        """Adapters like these in another model of the architecture, which gets them; their factors are still to be
-        filled in."""
+        """Inject adapters like these into another model of this architecture; their factors still have to be filled
+        in."""
         inject(model, self.configs)
         return Adapters(model, self.own, self.configs, self.frozen)
 
     def take(self, role: str | None) -> None:
-        """Compute as this role (None: the own one) from now on.
+        """Compute as this role (None: the own role) from now on.
 
-        Until the next call, and not for a forward pass alone: where activations are computed again in the backward
-        pass, that follows and has to compute the same.
+        The choice holds until the next call, beyond a forward pass: with activation checkpointing the backward pass
+        computes activations again, and has to compute the same.
         """
         assert not self.merged or role in (None, self.own), (
             f"asked to be the {role}, with the {self.own}'s updates merged"
@@ -52,15 +52,15 @@ class Adapters:
         role = role or self.own
         names = [role] if role == self.own or role in self.frozen else []
         for name, layer in self.layers.items():
-            # peft's own setter makes what is inactive untrained
+            # peft's own setter would freeze inactive adapters
             layer._active_adapter = [] if name in self.merged else names
 
     @torch.no_grad()
     def merge(self) -> None:
         """Add the own role's updates to the matrices, rounded to their dtype, so that it computes without the factors.
 
-        For a copy of a model, unpartitioned and in eval mode: the matrices are lost. What is tied to another module's
-        weight goes on with its factors.
+        Only for a copy of a model, unpartitioned and in eval mode, because the matrices are overwritten. A matrix that
+        is tied to another module's weight is not merged.
         """
         uses = Counter(weight for part in self.model.modules() for weight in part.parameters(recurse=False))
         for name, layer in self.layers.items():
@@ -72,7 +72,8 @@ class Adapters:
         self.take(None)
 
     def unmerge(self) -> list[str]:
-        """Have the factors compute again, and return the names, within the model, of the matrices to be put back."""
+        """Compute with the factors again; returns the names, within the model, of the matrices that have to be
+        restored."""
         names, self.merged = [f"{name}.base_layer.weight" for name in self.merged], frozenset()
         self.take(None)
         return names
@@ -81,8 +82,8 @@ class Adapters:
     def merged_matrix(
         self, name: str, matrix: Tensor, factors: Mapping[str, Tensor], role: str | None = None
     ) -> Tensor:
-        """The matrix of a layer with a role's update (by default the own one's); as it is, where that role has none
-        there. factors: of the model, by name."""
+        """The matrix of a layer plus a role's update (by default the own role's); unchanged if the role has no update
+        there. factors: the model's factors, by name."""
         role, layer = role or self.own, self.layers[name]
         if role not in layer.lora_A:
             return matrix
@@ -91,9 +92,9 @@ class Adapters:
 
     @property
     def tied_head(self) -> str | None:
-        """The name of the output head, where it is adapted and its matrix is the embedding too.
+        """The name of the output head if it is adapted and its matrix is also the embedding; else None.
 
-        The update is the head's alone, so that a merged model has two matrices.
+        The update belongs to the head only, so a merged model has two matrices.
         """
         head, embedding = self.model.get_output_embeddings(), self.model.get_input_embeddings()
         tied = [name for name, layer in self.layers.items() if layer is head and layer.weight is embedding.weight]
@@ -104,7 +105,7 @@ class Adapters:
         return list(self.layers)
 
     def factors(self, adapter: str | None = None) -> dict[str, tuple[nn.Parameter, nn.Parameter]]:
-        """(A, B) of an adapter (the own one by default), by the names of their layers."""
+        """{layer's name: (A, B)} of an adapter, by default the own one."""
         adapter = adapter or self.own
         return {
             name: (layer.lora_A[adapter].weight, layer.lora_B[adapter].weight)
@@ -119,7 +120,7 @@ def is_factor(name: str) -> bool:
 
 
 def inject(model: Any, configs: Mapping[str, LoraConfig]) -> None:
-    """Put adapters of these names and descriptions into a model; their factors are still to be filled in."""
+    """Inject adapters with these names and descriptions into a model; their factors still have to be filled in."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Already found a `peft_config`")  # several are what is wanted
         warnings.filterwarnings("ignore", "Model (has|with) `tie_word_embeddings=True`")  # which saving unties

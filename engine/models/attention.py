@@ -1,14 +1,15 @@
-"""Attention: rows laid end to end without their padding, and which code computes a model's attention.
+"""Attention: packed rows (rows without padding, one after the other), and the choice of the code that computes
+attention.
 
     rows = PackedRows(attention_mask)                              # (B, S), N of its tokens real
     inputs = {"input_ids": rows.packed(sequences), "position_ids": rows.packed(position_ids)}
     hidden = trunk(**inputs, **rows.arguments(BY_ROW))
     by_token = rows.padded(hidden)                                 # (1, N, d) -> (B, S, d)
 
-Position ids begin anew with each row. A kernel for rows of various lengths is told where these begin (`cu_seq_lens`,
-as transformers calls it); torch's own attention is called row by row (`BY_ROW`), and computes no pair of tokens that a
-padded batch would not. Source of the form: Krell et al. 2021 (Efficient Sequence Packing without Cross-contamination);
-transformers, modeling_flash_attention_utils.py.
+Position ids begin anew with each row. A kernel for rows of various lengths gets the starts of rows (`cu_seq_lens` in
+transformers). torch's own attention is called row by row (`BY_ROW`), and computes no pair of tokens that a padded batch
+would not. Source of packing: Krell et al. 2021 (Efficient Sequence Packing without Cross-contamination); transformers,
+modeling_flash_attention_utils.py.
 """
 
 import inspect
@@ -33,7 +34,7 @@ BY_ROW = "sdpa_by_row"
 
 
 class PackedRows:
-    """Where the real tokens of a batch stand.
+    """The places of the real tokens in a padded batch.
 
     Args:
         attention_mask: (B, S) int64, 1 on real tokens.
@@ -45,7 +46,7 @@ class PackedRows:
         self.lengths: list[int] = self.real.sum(-1).tolist()
 
     def arguments(self, implementation: str) -> dict[str, Any]:
-        """What attention is told of the rows, as keyword arguments of a model's forward pass.
+        """The keyword arguments of a model's forward pass that describe the rows to attention.
 
         implementation: a name of transformers' attention functions.
         """
@@ -72,10 +73,10 @@ class PackedRows:
         return whole.index_copy(0, self.places, tensor.squeeze(0)).unflatten(0, self.real.shape)
 
     def predicted(self, response_length: int) -> tuple[Tensor, Tensor]:
-        """Which of the last tokens of the rows are real, and stand behind a real one.
+        """Which of the last tokens of the rows are real and follow a real token.
 
-        Returns: (B, response_length) bool; and for each of these in turn the number, among all N, of the token before
-        it, (n,) int64.
+        Returns: (B, response_length) bool; and (n,) int64, for each of these n tokens the index, among all N, of the
+        token before it.
         """
         before = slice(-response_length - 1, -1)
         slots = self.real[:, -response_length:] & self.real[:, before]
@@ -93,8 +94,8 @@ def _attention_by_row(
     sliding_window: int | None = None,
     **how,
 ) -> tuple[Tensor, None]:
-    """torch's attention, (1, heads, N, d) -> (1, N, heads, d), within each of the rows alone; of a padded batch, which
-    has no `row_lengths`, as transformers calls it."""
+    """torch's attention within each packed row, (1, heads, N, d) -> (1, N, heads, d). A padded batch, which has no
+    `row_lengths`, is computed as in transformers."""
     own = ALL_ATTENTION_FUNCTIONS["sdpa"]
     if row_lengths is None:
         return own(module, query, key, value, attention_mask, sliding_window=sliding_window, **how)
@@ -109,7 +110,8 @@ def _attention_by_row(
 
 
 def _window(query: Tensor, width: int | None) -> Tensor | None:
-    """(1, 1, L, L) bool, of the tokens that each may look at, where these are not all before it."""
+    """(1, 1, L, L) bool, the tokens that each token may attend to in a sliding window; None if these are all before
+    it."""
     length = query.shape[2]
     if width is None or length <= width:
         return None
@@ -118,8 +120,8 @@ def _window(query: Tensor, width: int | None) -> Tensor | None:
 
 
 def _mask_by_row(*args, attention_mask: Tensor | None = None, allow_is_causal_skip: bool = True, **how):
-    """sdpa's mask of a padded batch; none of packed rows, which transformers asks for with no mask of theirs and where
-    plain causality would not do."""
+    """sdpa's mask for a padded batch. None for packed rows: transformers asks without a mask for these, and its plain
+    causal mask would be wrong."""
     if attention_mask is None and not allow_is_causal_skip:
         return None
     own = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
@@ -130,7 +132,7 @@ AttentionInterface.register(BY_ROW, _attention_by_row)
 AttentionMaskInterface.register(BY_ROW, _mask_by_row)
 
 
-# By name: the attribute of transformers' classes that says whether a family has it.
+# {name: attribute of transformers' classes that says whether a family supports it}
 _FAMILIES = {
     "sdpa": "_supports_sdpa",
     "flash_attention_2": "_supports_flash_attn",
@@ -145,12 +147,12 @@ _OLDEST = {"flash_attention_2": (8, 0), "flash_attention_3": (8, 0)}  # Ampere: 
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """Which code computes a model's attention.
+    """The code that computes a model's attention.
 
     implementation: a name of transformers' attention functions; "auto" for torch's own (sdpa) where the model's family
     has it, else the family's plain one (eager).
-    packing: whether rows go through the layers without their padding: "packed", "padded", or "auto", where there is a
-    kernel for rows of various lengths (flash attention).
+    packing: whether rows go through the layers without their padding: "packed", "padded", or "auto": packed if there is
+    a kernel for rows of various lengths (flash attention).
     """
 
     implementation: str = "auto"
@@ -162,7 +164,8 @@ class Attention:
         return self.packing == "packed" or (self.packing == "auto" and self.implementation in _PACKAGES)
 
     def packs_rows_of(self, family: Any) -> bool:
-        """Whether rows of this class of models do: it has to take their positions, and its attention their lengths."""
+        """Whether rows go without their padding through models of this class: it has to take position ids, and its
+        attention row lengths."""
         takes_positions = "position_ids" in inspect.signature(family.forward).parameters
         return self.packs and takes_positions and getattr(family, "_supports_attention_backend", False)
 
@@ -172,19 +175,20 @@ class Attention:
 
     @property
     def arguments(self) -> dict[str, str]:
-        """What transformers is given where it makes a model."""
+        """The arguments that transformers gets when it makes a model."""
         if self._by_row:
             return {"attn_implementation": BY_ROW}
         return {} if self.implementation == "auto" else {"attn_implementation": self.implementation}
 
     @property
     def arguments_on_meta(self) -> dict[str, str]:
-        """The same for models without memory, for which there are no kernels: fused ones allocate what sdpa does."""
+        """The arguments for models on the meta device, which has no fused kernels; sdpa allocates the same as these."""
         fused = self._by_row or self.implementation in (*_PACKAGES, "flex_attention")
         return {"attn_implementation": "sdpa"} if fused else self.arguments
 
     def check(self, path: str, kind: str, dtype: str, what: str, trust_remote_code: bool = False) -> None:
-        """Raise UserError, naming `what` (a flag), where this machine or the family of the model at `path` lacks it.
+        """Raise UserError, naming `what` (a flag), if this machine, or the family of the model at `path`, does not
+        support it.
 
         kind: LANGUAGE_MODEL or CLASSIFIER. dtype: what the model computes in, "fp32", "fp16" or "bf16".
         """
@@ -213,7 +217,7 @@ class Attention:
             )
 
     def _why_not_here(self, dtype: str) -> str | None:
-        """What this machine or the dtype lacks, in a sentence; None where it is all there."""
+        """A sentence that says what this machine or the dtype lacks; None if nothing is missing."""
         package = _PACKAGES.get(self.implementation)
         if (package is not None or self.implementation == "flex_attention") and not on_gpu():
             return "it has kernels for GPUs alone, and this run computes on none."

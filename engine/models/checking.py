@@ -1,7 +1,7 @@
-"""Whether what stands at a model's path is what its role needs, looked at before anything large is loaded.
+"""Checks that the model at a path is of the kind that its role needs, before anything large is loaded.
 
-An adapter's folder is as good as its model's: then the base and the adapter are looked at. By a model's fingerprint a
-run that goes on knows that other weights stand at a path than when it began.
+The path may also be an adapter's folder; then base and adapter are checked. By a model's fingerprint a resumed run
+notices that the weights at a path are not those that it began with.
 """
 
 import copy
@@ -42,7 +42,7 @@ def check_policy(path: str, what: str, trust_remote_code: bool = False):
 
     trust_remote_code: as for `read_config`.
 
-    Raises: UserError, naming `what` (a flag), if something else stands there, or other weights.
+    Raises: UserError, naming `what` (a flag), if there is no language model, or its weights do not fit.
     """
     config, adapter = read_config(path, what, trust_remote_code), read_adapter(path, what)
     base = path if adapter is None else adapter.base
@@ -50,7 +50,7 @@ def check_policy(path: str, what: str, trust_remote_code: bool = False):
     heads = _scorers(config)
     if is_deepspeed_chat_scorer(base, what):
         heads = ["a reward model of DeepSpeed-Chat"]
-    if heads:  # it would load, with random numbers for weights
+    if heads:  # it would load with random weights
         raise UserError(f"{what}: {base} is no language model but {heads[0]}. Give the SFT model or a base model.")
     check_weights(base, config, kind, what)
     if adapter is not None:
@@ -63,7 +63,7 @@ def check_policy(path: str, what: str, trust_remote_code: bool = False):
 def check_trunk(path: str, what: str, trust_remote_code: bool = False):
     """The configuration of the model at `path`, which is to get a new score head.
 
-    Its weights have to be those of the model that it says it is, a language model or another one of the same trunk.
+    Its weights have to fit its configuration: a language model, or another model with the same layers.
 
     Raises: UserError, naming `what` (a flag), if transformers has no scorer of its family, or the weights are others.
     """
@@ -74,7 +74,7 @@ def check_trunk(path: str, what: str, trust_remote_code: bool = False):
         kind = model_class(config, LANGUAGE_MODEL, base, what, trust_remote_code)
     trunk = MODEL_MAPPING.get(type(config), None)
     if trunk is not None and trunk.__name__ in _heads(config, "Model"):
-        kind = trunk  # without any head
+        kind = trunk  # no head at all
     if kind is classifier:
         _check_classifier(base, config, kind, what)
     else:
@@ -95,7 +95,7 @@ def check_scorer(path: str, what: str, trust_remote_code: bool = False) -> str:
     """Whether a reward model stands at `path`, looked at before anything large is loaded.
 
     Returns: "sequence_classification" or "deepspeed_chat"; of an adapter that brings the head, "language_model".
-    Raises: UserError that says what stands there instead.
+    Raises: UserError that says what is there instead.
     """
     adapter = read_adapter(path, what)
     if adapter is None:
@@ -146,7 +146,8 @@ def _check_whole_scorer(path: str, what: str, trust_remote_code: bool) -> str:
 
 
 def _check_classifier(path: str, config, kind, what: str) -> None:
-    """Whether the weights are those of a classifier with one label, by its head's rows: config.json may not say."""
+    """Check, by the rows of its head, that the weights are of a classifier with one label; config.json may not say
+    it."""
     head, is_here = _score_head(path, config, kind, what), weights_folder(path) is not None
     if is_here:
         config.num_labels = 1 if head is None else head.shape[0]
@@ -161,8 +162,8 @@ def _check_classifier(path: str, config, kind, what: str) -> None:
 def _score_head(path: str, config, kind, what: str) -> Header | None:
     """The weight of the score head in the files at `path`; None where there is no head, or no file on this machine yet.
 
-    Raises: UserError where one stands there by another name than config.json gives, or with a bias that the model's
-    class has no place for.
+    Raises: UserError if the head has another name than config.json gives, or a bias that the model's class has no place
+    for.
     """
     folder, head = weights_folder(path), head_name(config)
     found = headers(folder, what) if folder is not None else {}
@@ -224,12 +225,12 @@ def check_vocabularies(
 
 
 def _scorers(config) -> list[str]:
-    """The classes of reward models that the configuration says its weights are of."""
+    """The classes of reward models among those that the configuration names for its weights."""
     return [name for name in _heads(config, "") if name.endswith("ForSequenceClassification") or name == ARCHITECTURE]
 
 
 def _heads(config, ending: str) -> list[str]:
-    """The classes of this ending that the configuration says its weights are of."""
+    """The classes with this ending among those that the configuration names for its weights."""
     return [name for name in config.architectures or [] if name.endswith(ending)]
 
 
@@ -239,15 +240,15 @@ _PASSING = ("transformers_version", "_name_or_path")  # what saving a model anew
 
 
 def fingerprint(path: str, what: str) -> str | None:
-    """What the model at `path` is known by: a hash of its config.json and of its weight files; of a name on the Hub the
+    """The fingerprint of the model at `path`: a hash of its config.json and weight files; for a name on the Hub the
     commit that was fetched, or None before that.
 
-    Of each weight file its name, its size, and 64 blocks of 64 KiB at even distances count, the first and the last
-    bytes among them: the header, and a part of every large tensor. That is 4 MiB a file however large a model is, and
-    all of a file up to that size. What it can miss are changes between these blocks: single numbers, or a few rows of a
-    large model. Training changes every number.
+    For each weight file, the hash covers its name, its size, and 64 evenly spaced blocks of 64 KiB, including the first
+    and the last bytes: the header, and a part of every large tensor. That is 4 MiB a file however large the model is,
+    and the whole file up to that size. Changes between these blocks are missed (single numbers, or a few rows of a
+    large model), but training changes every number.
 
-    Of an adapter all of its file counts, and its base by the base's own fingerprint.
+    For an adapter, its whole file counts, and its base by the base's fingerprint.
 
     Raises: UserError, naming `what` (a flag), where there are no weights.
     """
@@ -264,7 +265,7 @@ def fingerprint(path: str, what: str) -> str | None:
 
 
 def contents(path: str, what: str) -> str | None:
-    """A whole model's `fingerprint` as of a folder, of what was fetched of a name on the Hub too; None before that."""
+    """The `fingerprint` of a whole model's files, also for a name on the Hub once it was fetched; None before that."""
     folder = weights_folder(path)
     if folder is None:
         return None
@@ -282,8 +283,9 @@ def contents(path: str, what: str) -> str | None:
 
 
 def frozen_fingerprint(path: str, what: str) -> str | None:
-    """What stays as it is while LoRA's factors train is known by: a model's `fingerprint`; of an adapter its base's,
-    and behind a space a hash of its settings (layers, ranks, scaling), but of none of its numbers. Raises as that."""
+    """The fingerprint of all that stays unchanged while LoRA's factors train: a model's `fingerprint`; for an adapter
+    its base's fingerprint, a space, and a hash of the adapter's settings (layers, ranks, scaling) without its numbers.
+    Raises as `fingerprint`."""
     adapter = read_adapter(path, what)
     if adapter is None:
         return fingerprint(path, what)
@@ -293,9 +295,9 @@ def frozen_fingerprint(path: str, what: str) -> str | None:
 
 
 def check_base(adapter: AdapterFolder) -> None:
-    """Raise UserError where the adapter's folder knows its base by other `contents` than stand there now.
+    """Raise UserError if the `contents` of the base have changed since the adapter's folder recorded them.
 
-    Only what this program saves has that file. A base of the Hub is not looked at before it was fetched.
+    Only adapters saved by this program record them. A base on the Hub is not checked before it was fetched.
     """
     file = Path(adapter.path) / BASE
     if not file.is_file():
@@ -314,7 +316,8 @@ def check_base(adapter: AdapterFolder) -> None:
 
 
 def block_starts(size: int) -> list[int]:
-    """Where the blocks of a file of so many bytes begin: the first at 0, and the last one ends with the file."""
+    """The starts of the blocks in a file of `size` bytes: the first block starts at 0, and the last ends with the
+    file."""
     if size <= BLOCK * BLOCKS:
         return list(range(0, size, BLOCK))
     return [(size - BLOCK) * number // (BLOCKS - 1) for number in range(BLOCKS)]

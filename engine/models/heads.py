@@ -1,5 +1,5 @@
-"""Output heads that engines gather once a call: log-probs of given tokens, and a score for every token; and a language
-model's head with adapters beside it.
+"""Output heads: log-probs of given tokens, a score for every token, and a language model's head with adapters. ZeRO-3
+gathers the weight of a head once a call.
 """
 
 import torch
@@ -11,9 +11,9 @@ from engine.algo.logprobs import head_logprobs
 
 
 class LogProbHead(nn.Linear):
-    """A language model's output layer that can go on to the log-probs of given labels, chunk by chunk, in one call.
+    """A language model's output layer that can also compute the log-probs of given labels, chunk by chunk, in one call.
 
-    One call, because under ZeRO-3 each call of a module gathers its weight anew.
+    It is one call because under ZeRO-3 each call of a module gathers its weight anew.
     """
 
     def forward(
@@ -25,9 +25,9 @@ class LogProbHead(nn.Linear):
         low: Tensor | None = None,
         up: Tensor | None = None,
     ):
-        """Logits (..., V) of hidden states (..., d); with labels (B, T), what `head_logprobs` returns for them.
+        """Logits (..., V) of hidden states (..., d); with labels (B, T) the result of `head_logprobs`.
 
-        low, up: as for that.
+        low, up: as in `head_logprobs`.
         """
         if labels is None:
             return super().forward(hidden)
@@ -44,16 +44,16 @@ class ScoreHead(nn.Linear):
 
 
 class AdaptedLogProbHead(Linear):
-    """peft's layer around a LogProbHead, which can go on to log-probs as that does: the adapters' update is added to
-    each chunk of logits.
+    """peft's layer around a LogProbHead. It can compute log-probs too, and adds the adapters' update to each chunk of
+    logits.
 
-    The head's matrix may be the embedding too: the update counts where logits are computed, and not in the embedding.
+    If the head is tied to the embedding, the update changes the logits only, and not the embedding.
     """
 
     def forward(
         self, hidden: Tensor, labels: Tensor | None = None, temperature: float = 1.0, with_entropy: bool = False
     ):
-        """As LogProbHead's, with the adapters that are active."""
+        """As in LogProbHead, with the active adapters."""
         if labels is None:
             return super().forward(hidden)
         names = [name for name in self.active_adapters if name in self.lora_A]
@@ -64,7 +64,8 @@ class AdaptedLogProbHead(Linear):
         return self.base_layer(hidden, labels, temperature, with_entropy, torch.cat(low, -1), torch.cat(up))
 
     def _transposed(self, name: str, like: Tensor) -> Tensor:
-        """B of an adapter, (dim, V), as its module's output: under ZeRO-3 a call of a module gathers its weight."""
+        """B of an adapter, transposed to (dim, V), as the output of its module, because under ZeRO-3 a module's call
+        gathers its weight."""
         unit = torch.eye(self.r[name], dtype=like.dtype, device=like.device)
         # ZeRO-3 takes a layer's backward pass to be over when the gradient of its input is there.
         return self.lora_B[name](unit.requires_grad_(torch.is_grad_enabled()))

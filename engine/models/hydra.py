@@ -1,16 +1,16 @@
-"""Hydra: an actor of which only the last layers train, with frozen copies of these beside it, which are its reference.
+"""Hydra: an actor of which only the last layers train. Frozen copies of these layers beside it serve as its reference.
 
     policy = load_hydra("sft", torch.float32, layers=2)
     logprobs, _ = policy(sequences, attention_mask, position_ids, response_length=8)
     ref_logprobs, _ = policy(sequences, attention_mask, position_ids, response_length=8, role="reference")
 
-What trains are the last layers, the norm after them, and the head where it is untied from the embedding. Everything
-before these layers is frozen. The frozen copies, fed by the frozen layers before them, therefore always compute what
-the model computed before training, for the memory of a few layers in place of a second model.
+The last layers train, the norm after them, and the head if it is not tied to the embedding. Everything before these
+layers is frozen. Frozen copies that follow frozen layers compute the same as the model before training, for the memory
+of a few layers in place of a second model.
 
 Source: CarperAI/trlx 3340c2f3, `freeze_bottom_causal_layers` and `ModelBranch`, which copies a tied head too (the copy
-stays equal, as the head is frozen). It freezes the token embedding alone of what stands before the layers: position
-embeddings and an embedding's norm go on learning there, and its reference moves with them. Here they are frozen.
+stays equal, as the head is frozen). Before the layers it freezes only the token embedding. Position embeddings and an
+embedding's norm go on learning there, so its reference changes with them. Here they are frozen.
 """
 
 import contextlib
@@ -32,10 +32,10 @@ from engine.zero.gathering import full_shape, is_partitioned, whole_copy
 
 
 class HydraPolicy(Policy):
-    """A Policy that can also compute log-probs of the model that it was before training.
+    """A Policy that can also compute the log-probs of the model before training.
 
-    `branch` holds the frozen copies. It stands outside `model`, so that the actor is saved without it. Under ZeRO it
-    belongs to the actor's engine, which partitions and gathers it with the other weights.
+    `branch` holds the frozen copies. It is not part of `model`, so the actor is saved without it. Under ZeRO it belongs
+    to the actor's engine, which partitions and gathers it like the other weights.
     """
 
     def __init__(self, model: nn.Module, replaced: dict[str, Any] | None = None, *, layers: int):
@@ -57,13 +57,13 @@ class HydraPolicy(Policy):
         return other
 
     def forward(self, *args, role: str | None = None, **kwargs):
-        """As Policy's; as the "reference", of the model as it was before training."""
+        """As in Policy; with role "reference" the results of the model before training."""
         with self._copies_in_place() if role == "reference" else contextlib.nullcontext():
             return super().forward(*args, **kwargs)
 
     @contextlib.contextmanager
     def _copies_in_place(self) -> Iterator[None]:
-        """Within this context the model's trained parts are the frozen copies."""
+        """Within this context the frozen copies stand in place of the model's trained parts."""
         trained = [self.model.get_submodule(name) for name in self.names]
         try:
             self._put(self.branch)
@@ -87,7 +87,7 @@ def load_hydra(
     trust_remote_code: bool = False,
     attention: Attention = USUAL,
 ) -> HydraPolicy:
-    """What `load_policy` gives, as a HydraPolicy of which the last `layers` layers train.
+    """The policy that `load_policy` loads, as a HydraPolicy whose last `layers` layers train.
 
     Raises: UserError as `check_policy` and `trained_parts` do.
     """
@@ -115,11 +115,11 @@ def check_hydra(path: str, layers: int, what: str, trust_remote_code: bool = Fal
 def trained_parts(model: PreTrainedModel, layers: int) -> list[str]:
     """The names of what trains: the last `layers` decoder layers, the final norm, and the head if it is untied.
 
-    The final norm is taken to be the last module beside the stack that has vectors only and is of a class that the
-    layers use too. Where this finds another module or none, the reference stays right, because exactly what trains is
-    copied.
+    The final norm is taken to be the last module outside the stack that has only vectors and is of a class that the
+    layers use too. If this finds another module or none, the reference is still right, because exactly the trained
+    parts are copied.
 
-    Raises: UserError if there is no such stack, or it is shorter.
+    Raises: UserError if there is no stack of decoder layers, or it is shorter.
     """
     stack = decoder_stack(model)
     kind = type(model).__name__

@@ -1,12 +1,12 @@
-"""Policy and Scorer modules from the folders, or names on the Hub, where their models stand.
+"""Loads Policy and Scorer modules from folders or from names on the Hub.
 
 An adapter's folder is loaded as its base, with the adapter merged into it: W + alpha / dim * B A in float32, then cast.
-With `merge` False the base stays as it is, and the module's `start` says which adapter is still to be given to it.
+With `merge` False the base is left unchanged, and the module's `start` is the adapter that it still has to get.
 
-Loading passes through transformers and, under ZeRO-3, through partitions of every weight. `other_weights` compares
-numbers of every weight with the files, whatever the model's size, at the end of a load. `check_results` compares what a
-small model computes within its engine with what transformers alone computes with the same folder. `check_padding` asks
-whether a model reads a row the same alone, beside longer ones, and without padding.
+Loading goes through transformers and, under ZeRO-3, through partitions of every weight, so it is checked.
+`other_weights` compares numbers of every weight with the files at the end of a load. `check_results` compares the
+results of a small model within its engine with those of transformers for the same folder. `check_padding` tests that a
+model reads a row the same alone, beside longer rows, and without padding.
 """
 
 import copy
@@ -72,11 +72,11 @@ _OUTPUTS = {"output_router_logits": False, "output_hidden_states": False, "retur
 
 
 def as_computed(config, dropout: float = 0.0) -> tuple[Any, dict[str, Any]]:
-    """Replace in a configuration what training decides: every dropout probability, and what forward passes return
-    beside their result (a mixture of experts that is asked for router logits computes a balancing loss with them, which
-    nothing here trains, and fails at single tokens).
+    """Replace settings of a configuration that training decides: every dropout probability, and the extra outputs of
+    forward passes. (A mixture of experts that returns router logits also computes a balancing loss, which is not
+    trained here and fails at single tokens.)
 
-    Returns: the configuration, and what stood there, by name, for the saved model.
+    Returns: the configuration, and the replaced values by name, for the saved model.
     """
     drops = {name: dropout for name, value in config.to_dict().items() if "drop" in name and isinstance(value, float)}
     outputs = {name: value for name, value in _OUTPUTS.items() if hasattr(config, name)}
@@ -95,15 +95,15 @@ def load_policy(
     merge: bool = True,
     attention: Attention = USUAL,
 ) -> Policy:
-    """The causal language model at `path`, partitioned while it loads where `ds_config` is for stage 3.
+    """The causal language model at `path`, partitioned while it loads if `ds_config` is for stage 3.
 
     Args:
-        dtype: always given, because otherwise stage 3 would load another one (the checkpoint's own) than stages 0 to 2.
+        dtype: always given, because otherwise stage 3 would load another dtype (the checkpoint's) than stages 0 to 2.
         what: how messages name the model.
         dropout: replaces every dropout probability of the model's configuration; it counts in train mode only.
         trust_remote_code: as for `read_config`.
         merge: whether an adapter at `path` is merged into its base.
-        attention: which code computes its attention.
+        attention: the code that computes its attention.
 
     Raises: UserError as `check_policy` does, and for weights that are NaN or infinite.
     """
@@ -114,7 +114,7 @@ def load_policy(
     if untied:
         config.tie_word_embeddings = False
     model = _loaded(kind, base, config, dtype, ds_config, what, attention, untied=untied)
-    if not Path(base).is_dir():  # of a name on the Hub, now that its files are here
+    if not Path(base).is_dir():  # a name on the Hub, whose files are here now
         known = check_policy(path, what, trust_remote_code)
         if not untied and getattr(known, "tie_word_embeddings", False) != getattr(config, "tie_word_embeddings", False):
             return load_policy(path, dtype, ds_config, what, dropout, trust_remote_code, merge, attention)
@@ -123,7 +123,7 @@ def load_policy(
 
 
 def empty_like(module: Policy | Scorer, device: torch.device) -> Policy | Scorer:
-    """An unpartitioned, frozen module of the same architecture and dtype, whose weights are still to be filled in."""
+    """An unpartitioned, frozen module of the same architecture and dtype; its weights still have to be filled in."""
     dtype = next(module.parameters()).dtype
     with torch.device(device):
         model = type(module.model)._from_config(module.model.config, dtype=dtype)
@@ -139,9 +139,10 @@ def load_scorer(
     merge: bool = True,
     attention: Attention = USUAL,
 ) -> Scorer:
-    """The reward model or critic at `path`, dropout off; partitioned while it loads where `ds_config` is for stage 3.
+    """The reward model or critic at `path`, dropout off; partitioned while it loads if `ds_config` is for stage 3.
 
-    It may be ours, any decoder-only classifier whose head has one row, or one in DeepSpeed-Chat's or OpenRLHF's format.
+    It may be saved by this program, any decoder-only classifier whose head has one row, or in DeepSpeed-Chat's or
+    OpenRLHF's format.
 
     Raises: UserError as `check_scorer` does, and for weights that are NaN or infinite.
     """
@@ -187,8 +188,8 @@ def new_scorer(
     merge: bool = True,
     attention: Attention = USUAL,
 ) -> Scorer:
-    """A reward model to be trained: the trunk of the language model at `path`, and a head drawn from
-    N(0, 1 / sqrt(d + 1)).
+    """A reward model to be trained: the layers of the language model at `path`, and a head drawn from N(0, 1 / sqrt(d +
+    1)).
 
     Source of the head's scale: Stiennon et al. 2020 (openai/summarize-from-feedback) and
     openai/lm-human-preferences cbfd210b, both by way of vwxyzjn/summarize_from_feedback_details ee77a9ab.
@@ -196,7 +197,7 @@ def new_scorer(
     Args:
         pad_token_id: the tokenizer's pad token; None where it doubles as EOS, so that Hugging Face's own pooling
             cannot take a final EOS for padding.
-        seed: of the head; None for a head of zeros.
+        seed: seed of the head; None for a head of zeros.
         dropout: replaces every dropout probability of the trunk; it counts in train mode only.
         scale: multiplies the head.
 
@@ -229,10 +230,10 @@ def new_critic(
     merge: bool = True,
     attention: Attention = USUAL,
 ) -> Scorer:
-    """A critic where there is no reward model to start from: the language model's trunk and a head of zeros.
+    """A critic that does not start from a reward model: the language model's layers and a head of zeros.
 
-    Zeros, as openai/lm-human-preferences cbfd210b has for its values: a random head would add noise of the scores' own
-    size to the first advantages. The first update moves the head alone, and from then on the trunk learns too.
+    Zeros are those of openai/lm-human-preferences cbfd210b: a random head would add noise as large as the scores to the
+    first advantages. The first update changes the head only; from then on the layers learn too.
     """
     tokenizer = read_tokenizer(path, what, trust_remote_code=trust_remote_code)
     pad = classifier_pad_token_id(tokenizer)
@@ -250,7 +251,7 @@ def new_critic(
 
 
 def _started(module: Backbone, base: str, adapter: AdapterFolder | None, merge: bool, attention: Attention):
-    """The module with the adapter in it, or to be given to it; base: where the rest was loaded from."""
+    """The module with the adapter merged, or with `start` set to it. base: the path of the other weights."""
     module.base = base
     module.pack(attention.packs_rows_of(type(module.model)))
     if adapter is not None and merge:
@@ -273,13 +274,12 @@ def _loaded(
     state=None,
     untied=False,
 ) -> nn.Module:
-    """A model of class `kind` with the weights at `path`, or of `state` (all ranks call this).
+    """A model of class `kind` with the weights at `path`, or those of `state` (all ranks call this).
 
-    new_head: whether the score head may be missing, as it is drawn anew. untied: whether the output head may be, and
-    then becomes a copy of the embedding, which it is by the model's own configuration.
+    new_head: whether the score head may be missing, because it is drawn anew. untied: whether the output head may be
+    missing; it is then a copy of the embedding, to which the model's configuration ties it.
 
-    Raises: SharedError where the real load misses a weight, has another one than the files, or a number is NaN or
-    infinite.
+    Raises: SharedError if the load misses a weight, a weight differs from the files, or a number is NaN or infinite.
     """
     source = path if state is None else None
     with freed_memory_given_back(), read_by_pieces(), partitioned_loading(ds_config):
@@ -294,7 +294,7 @@ def _loaded(
         )
     if dtype != torch.float32 and is_partitioned(next(model.parameters())):
         restore_buffers(model, dtype)
-    misfit, message = replace(Misfit.of(info), left_over=()), None  # which the look at the headers has judged
+    misfit, message = replace(Misfit.of(info), left_over=()), None  # judged already by the headers
     if new_head:
         misfit = replace(misfit, missing=tuple(name for name in misfit.missing if not name.startswith("score.")))
     head = model.get_output_embeddings() if untied else None
@@ -320,9 +320,9 @@ def _name_of(model: nn.Module, wanted: nn.Parameter) -> str:
 
 
 def _refuse_not_finite(model: nn.Module, path: str, dtype: torch.dtype, what: str) -> None:
-    """Raise UserError, naming them, where weights of this rank's part are NaN or infinite."""
+    """Raise UserError, naming them, if weights in this rank's part are NaN or infinite."""
     parts = ((name, own_part(parameter).detach()) for name, parameter in model.named_parameters())
-    # By the extremes, which are NaN where a number is: torch.isfinite makes tensors of twice a weight's size.
+    # Checked by the extremes, which are NaN if any number is: torch.isfinite makes tensors of twice a weight's size.
     bad = [name for name, part in parts if part.numel() and not all(map(torch.isfinite, torch.aminmax(part)))]
     if bad:
         why = " Numbers over 65504 do not fit into fp16: try --dtype bf16." if dtype == torch.float16 else ""
@@ -333,7 +333,7 @@ def _refuse_not_finite(model: nn.Module, path: str, dtype: torch.dtype, what: st
 
 
 def _refuse_other_weights(model: Any, path: str, what: str) -> None:
-    """Raise UserError, naming them, where weights of this rank's part are not those of the files at `path`."""
+    """Raise UserError, naming them, if weights in this rank's part differ from the files at `path`."""
     folder = weights_folder(path)
     assert folder is not None, "they were loaded from there"
     stored = mapped_tensors(folder, what)
@@ -347,7 +347,7 @@ def _refuse_other_weights(model: Any, path: str, what: str) -> None:
 
 
 def _make_saveable(model) -> None:
-    """Mend a generation_config that transformers reads but refuses to write, as Llama-2's is.
+    """Mend a generation_config that transformers reads but refuses to write, such as Llama-2's.
 
     Otherwise saving would fail, at the end of the run. Sampling does not use the generation_config.
     """
@@ -364,18 +364,18 @@ def _make_saveable(model) -> None:
             )
 
 
-SAMPLE = 64  # numbers of a weight
+SAMPLE = 64  # numbers compared of each weight
 SMALL = 30_000_000  # parameters; rank 0 loads such a model once more
 OFF = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 """Too much for a mean difference, where results are of size 1; hundreds of times what rounding does."""
 
 
 def other_weights(model: nn.Module, stored: Mapping[str, Tensor]) -> list[str]:
-    """The names of weights that are not those of the files, each by SAMPLE numbers at even distances of what this rank
-    holds of it, in the dtype that it was cast to.
+    """The names of weights that differ from the files. Compared are SAMPLE evenly spaced numbers of this rank's part of
+    each weight, in the dtype that it was cast to.
 
-    A tied weight is looked at under each of its names. Left out are weights that files hold in another arrangement
-    (the experts of a layer, say), or not at all, such as new heads. stored: the files' tensors, by name.
+    A tied weight is compared under each of its names. Weights are left out that the files have in another arrangement
+    (the experts of a layer, for example) or not at all, such as new heads. stored: the files' tensors, by name.
     """
     found = []
     for name, weight in model.named_parameters(remove_duplicate=False):
@@ -393,17 +393,17 @@ def other_weights(model: nn.Module, stored: Mapping[str, Tensor]) -> list[str]:
 
 @torch.no_grad()
 def check_results(module: Backbone, call: Callable[..., Any], what: str) -> None:
-    """Compare log-probs, or values, of a small model with those that transformers computes with its folder, an adapter
-    there applied by peft (all ranks call this). No random numbers are drawn from the run's generators.
+    """Compare log-probs or values of a small model with those that transformers computes from its folder; peft applies
+    an adapter there (all ranks call this). No random numbers are drawn from the run's generators.
 
-    Left out are models of more than SMALL parameters, and DeepSpeed-Chat's reward models, which transformers cannot
-    open. A scorer's head, which may be new, is the module's own on both sides.
+    Models of more than SMALL parameters are left out, and DeepSpeed-Chat's reward models, which transformers cannot
+    open. A scorer's head may be new, so both sides use the module's head.
 
     Args:
         call: the module's forward pass, as an engine makes it.
         what: how messages name the model.
 
-    Raises: SharedError where they differ by more than rounding does.
+    Raises: SharedError if they differ by more than rounding.
     """
     base, model = module.base, module.model
     if base is None or sum(map(full_numel, model.parameters())) > SMALL or is_deepspeed_chat_scorer(base, what):
@@ -435,8 +435,8 @@ def check_results(module: Backbone, call: Callable[..., Any], what: str) -> None
 
 
 def _expected(module: Backbone, sequences: Tensor, head: Tensor | None) -> Tensor:
-    """By transformers alone, log-probs (B, T - 1) or values (B, T) of a batch (B, T) without padding."""
-    config = copy.deepcopy(module.model.config)  # what forward passes return is as the engine has it
+    """Log-probs (B, T - 1) or values (B, T) that transformers alone computes for a batch (B, T) without padding."""
+    config = copy.deepcopy(module.model.config)  # extra outputs of forward passes are off, as in the engine
     own = type(config).from_pretrained(module.base)
     if hasattr(own, "tie_word_embeddings"):  # an adapter of the head unties it in the engine's
         config.tie_word_embeddings = own.tie_word_embeddings
@@ -463,18 +463,19 @@ def _expected(module: Backbone, sequences: Tensor, head: Tensor | None) -> Tenso
     return plain.base_model(sequences, use_cache=False)[0].float() @ head.float()[0] + getattr(module, "offset", 0.0)
 
 
-SHORT, LONG = 5, 8  # tokens of the row that is asked for, and of the one beside it
+SHORT, LONG = 5, 8  # tokens of the row that is compared, and of the row beside it
 
 
 @torch.no_grad()
 def check_padding(module: Backbone, call: Callable[..., Tensor | tuple[Tensor, Tensor]], what: str) -> None:
-    """Compare the three, unless attention is torch's own of padded rows, as it usually is (all ranks call this).
+    """Compare a row's results alone, beside a longer row, and without padding (all ranks call this). Skipped for
+    torch's own attention with padded rows, which is the usual case.
 
     Args:
         call: the module's forward pass, as an engine makes it.
         what: how messages name the model.
 
-    Raises: SharedError where padding is attended to, or rows without padding are read otherwise.
+    Raises: SharedError if padding is attended to, or rows without padding give other results.
     """
     packs, name = module.packs, module.model.base_model.config._attn_implementation
     if name == "sdpa" and not packs:
@@ -497,8 +498,8 @@ def check_padding(module: Backbone, call: Callable[..., Tensor | tuple[Tensor, T
 
 
 def _answers(module: Backbone, call: Callable, width: int) -> Tensor:
-    """Log-probs or scores of the last tokens of a short row, and of a long one where the batch is as wide as that;
-    (1 or 2, n) float32."""
+    """Log-probs or scores of the last tokens of a short row, and of a long row if the batch is wide enough for one; (1
+    or 2, n) float32."""
     device = distributed.device()
     row = torch.arange(1, LONG + 1, device=device) * 7919 % module.model.config.get_text_config().vocab_size
     sequences = torch.stack([row, row.flip(0)] if width == LONG else [row])[:, -width:]
@@ -511,7 +512,7 @@ def _answers(module: Backbone, call: Callable, width: int) -> Tensor:
 
 
 def _same(module: Backbone, found: Tensor, expected: Tensor) -> bool:
-    """On all ranks, within the rounding of the weights' dtype."""
+    """Whether the results agree on all ranks, within the rounding of the weights' dtype."""
     tolerance = torch.finfo(next(module.parameters()).dtype).eps ** 0.5
     near = (found - expected).abs() <= tolerance * expected.abs().max().clamp(min=1.0)
     return not distributed.any_rank(not bool(near.all()))

@@ -1,12 +1,12 @@
-"""LoRA: models whose matrices stay as they are, each with small factors beside it that train.
+"""LoRA: the matrices of a model stay frozen, and small factors beside each of them train.
 
     adapt(policy, LoraSpec(dim=16, only=True), "actor")
     logprobs, _ = policy(sequences, attention_mask, position_ids, response_length=8)                    # the actor
     ref_logprobs, _ = policy(sequences, attention_mask, position_ids, response_length=8, role="reference")
 
 The weight of an adapted layer is W + alpha / dim * B A, with W frozen, A (dim, in) drawn uniformly within
-+-1 / sqrt(dim) and B (out, dim) zeros, so that training starts from W. The layers are peft's; which of them are adapted
-and how the factors start is DeepSpeed-Chat's, whose alpha is 1.
++-1 / sqrt(dim) and B (out, dim) zeros, so that training starts from W. The layers are peft's. The choice of adapted
+layers and the start of the factors are DeepSpeed-Chat's, whose alpha is 1.
 
 Sources: Hu et al. 2021 (LoRA), section 4.1; microsoft/DeepSpeedExamples 83757d9c, dschat/utils/module/lora.py.
 """
@@ -42,11 +42,11 @@ def decoder_stack(model: PreTrainedModel) -> str | None:
 
 
 def ask_for_gradient(_: nn.Module, inputs: tuple) -> None:
-    """Have the backward pass go through to the input of the first layer that trains, though nothing before it does.
+    """Make the backward pass reach the input of the first layer that trains, although nothing before it trains.
 
-    A forward pre-hook. ZeRO-3, where it gathers a layer in one piece, takes the layer's backward pass to be over when
-    the gradient of its input is there. An input without a gradient would look like that from the start: weights would
-    be freed too early.
+    This is a forward pre-hook. If ZeRO-3 gathers a layer in one piece, it takes the layer's backward pass to be over
+    when the gradient of its input is there. For an input without a gradient this would be so from the start, and
+    weights would be freed too early.
     """
     if torch.is_grad_enabled() and not inputs[0].requires_grad:
         inputs[0].requires_grad_(True)
@@ -57,13 +57,13 @@ ALL_LINEAR = "all-linear"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraSpec:
-    """Which layers of a model get factors, and how these train.
+    """Which layers of a model get factors, and how the factors train.
 
     dim: the rank of the update, r. alpha: the update is scaled by alpha / dim. targets: a text that the names of
     adapted layers contain; "all-linear" for all but the output head; or several names, one of which is a layer's last
-    (peft's target_modules). dropout: of what enters A, in train mode. lr: the factors' peak learning rate. only:
-    nothing else trains (but a score head); otherwise all that is not an adapted matrix does, at the model's own rate.
-    seed: of A.
+    (peft's target_modules). dropout: dropout on the input of A, in train mode. lr: the factors' peak learning rate.
+    only: whether nothing but factors (and a score head) trains; otherwise all weights but the adapted matrices train
+    too, at the model's own rate. seed: seed of A.
     """
 
     dim: int
@@ -76,16 +76,17 @@ class LoraSpec:
 
 
 def adapt(module: Backbone, spec: LoraSpec, role: str, frozen_role: str | None = None) -> None:
-    """Give a Policy or Scorer, partitioned or not, an adapter that trains as `role`, and freeze what does not train.
+    """Give a Policy or Scorer, partitioned or not, an adapter that trains as `role`, and freeze all weights that do not
+    train.
 
-    frozen_role: what the model as it was before training is to go on computing as ("reference" or "reward"), if
-    anything. Where training goes on with an adapter (`module.start`), that is a frozen copy of it, and its alpha and
-    layers count in place of `spec`'s.
+    frozen_role: the role ("reference" or "reward") in which the module also goes on computing as the model before
+    training; None for no such role. If training continues an existing adapter (`module.start`), the frozen role gets a
+    frozen copy of that adapter, and its alpha and layers count in place of `spec`'s.
 
-    Raises: UserError where `spec.targets` names no linear layer, or `spec.dim` is not that of the adapter gone on with.
+    Raises: UserError if `spec.targets` names no linear layer, or `spec.dim` is not the dimension of `module.start`.
     """
     model, start = module.model, module.start
-    if module.base is not None:  # now, since its folder may be written anew before the adapter is saved
+    if module.base is not None:  # read now: the folder may be overwritten before the adapter is saved
         module.base_contents = contents(module.base, role)
     config = adapter_config(model, start, spec)
     frozen = [frozen_role] if start is not None and frozen_role is not None else []
@@ -99,9 +100,9 @@ def adapt(module: Backbone, spec: LoraSpec, role: str, frozen_role: str | None =
 
 
 def adapter_config(model: PreTrainedModel, start: AdapterFolder | None, spec: LoraSpec | None) -> LoraConfig:
-    """peft's description of an adapter: the one in the folder `start`, or else a new one.
+    """peft's configuration of an adapter: that of the folder `start`, or else a new one.
 
-    spec: how it trains; None where it is frozen.
+    spec: how it trains; None if it is frozen.
 
     Raises: UserError as `target_names` does, and where `spec.dim` is not the dimension of `start`.
     """
@@ -122,15 +123,15 @@ def adapter_config(model: PreTrainedModel, start: AdapterFolder | None, spec: Lo
             f"{start.config.r} to go on with it, or no dimension: then it is merged, and all weights train."
         )
     config = unset(start.config)
-    # A frozen model's scores and log-probs are to be the same each time.
+    # A frozen model has no dropout: its scores and log-probs have to be the same each time.
     config.lora_dropout = spec.dropout if spec is not None else 0.0
     return config
 
 
 def target_names(model: PreTrainedModel, targets: str | tuple[str, ...]) -> list[str]:
-    """The full names of the linear layers that `targets` means; a score head, which trains whole, is none of them.
+    """The full names of the linear layers that `targets` means; never a score head, which trains as a whole.
 
-    Raises: UserError, telling near names, where a text or name is that of no layer.
+    Raises: UserError, with similar names, if a text or name matches no layer.
     """
     score, head = getattr(model, "score", None), model.get_output_embeddings()
     linear = {
@@ -163,8 +164,8 @@ _LINEAR = ("Linear", "Conv1D", "LogProbHead", "ScoreHead")
 
 @torch.no_grad()
 def fill_factors(adapters: Adapters, role: str, start: AdapterFolder | None, spec: LoraSpec | None) -> None:
-    """Give a role's factors the numbers that they start with: those of the folder `start`, or else A within
-    +-1 / sqrt(dim), from the seed and the layer's name alone, and B zeros. On the meta device there are none."""
+    """Initialise a role's factors: with those of the folder `start`, or else A uniform within +-1 / sqrt(dim), drawn
+    from the seed and the layer's name alone, and B zeros. Does nothing on the meta device."""
     factors = adapters.factors(role)
     if any(a.is_meta for a, _ in factors.values()):
         return
@@ -180,7 +181,7 @@ def fill_factors(adapters: Adapters, role: str, start: AdapterFolder | None, spe
 
 
 def _choose_trained(module: Backbone, spec: LoraSpec) -> None:
-    """Mark what trains, and let gradients reach the first layer where nothing before it does."""
+    """Mark the parameters that train, and let gradients reach the first layer if nothing before it trains."""
     assert module.adapters is not None
     module.requires_grad_(not spec.only)
     for layer in module.adapters.layers.values():
@@ -199,7 +200,7 @@ def _choose_trained(module: Backbone, spec: LoraSpec) -> None:
 
 @dataclass(frozen=True, slots=True)
 class AdaptedModel:
-    """What of a model an adapter changes.
+    """Which layers of a model an adapter changes, and how many parameters train.
 
     layers: the names of the adapted layers. trained, total: numbers of parameters, factors included in both. scorer:
     whether it has a score head, which trains too.
@@ -221,12 +222,12 @@ class AdaptedModel:
         trust_remote_code: bool = False,
         goes_on: bool = True,
     ) -> Self:
-        """What `adapt` would make of the model at `path`, as a scorer or a language model.
+        """The result that `adapt` would have for the model at `path`, as a scorer or a language model.
 
-        goes_on: whether an adapter at `path` is the one that trains; otherwise a new one stands beside it.
+        goes_on: whether an adapter at `path` goes on training; otherwise a new one is added beside it.
 
-        Raises: UserError, naming `what` (a flag), if something else stands there, no layer has such a name, or the
-        factors of a new adapter would be larger than every matrix that they are to change.
+        Raises: UserError, naming `what` (a flag), if the path has another kind of model, no layer has such a name, or
+        the factors of a new adapter would be larger than every matrix that they change.
         """
         config = read_config(path, what, trust_remote_code)
         kind = model_class(config, CLASSIFIER if scorer else LANGUAGE_MODEL, path, what, trust_remote_code)

@@ -1,6 +1,6 @@
-"""Where a model or a data set may stand: a folder or file on this machine, or a name on the Hugging Face Hub.
+"""Paths of models and data sets: a folder or file on this machine, or a name on the Hugging Face Hub.
 
-Transformers is not imported here, so that a name can be looked at before anything large is.
+This file does not import transformers, so that a name can be checked before the slow import.
 """
 
 import re
@@ -12,32 +12,32 @@ from engine.errors import UserError
 from engine.files import parsed_json, refuse_pointers
 
 ADAPTER_CONFIG = "adapter_config.json"
-_MODELS = ("config.json", ADAPTER_CONFIG)  # what says that a folder is a model's
-WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")  # of which the first is taken, as transformers does
+_MODELS = ("config.json", ADAPTER_CONFIG)  # one of these makes a folder a model's
+WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")  # the first that exists is read, as in transformers
 _WHOLE_WEIGHTS = (*WEIGHT_FILES, *(f"{name}.index.json" for name in WEIGHT_FILES))
-_WITHIN = ("actor", "reward", "sft", "actor_adapter", "adapter")  # where models stand in folders that runs write
+_WITHIN = ("actor", "reward", "sft", "actor_adapter", "adapter")  # subfolders with models in folders that runs write
 
 
 def can_be_hub_name(name: str) -> bool:
-    """Whether a name can be one of the Hub: `name`, or `owner/name` where no folder is called like the owner."""
+    """Whether a name can be one of the Hub: `name`, or `owner/name` if no folder has the owner's name."""
     if re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name) is None:
         return False
     return "/" not in name or not Path(name).parent.is_dir()
 
 
 def is_adapter(path: str | Path) -> bool:
-    """Whether an adapter of peft's stands at `path`."""
+    """Whether the folder `path` contains a peft adapter."""
     return (Path(path) / ADAPTER_CONFIG).is_file()
 
 
 def base_of(path: str, what: str) -> str:
-    """Where the whole model stands that `path` is loaded from: an adapter's base, or the path itself.
+    """The path of the whole model that `path` is loaded from: an adapter's base, or the path itself.
 
-    A base that is no absolute path is looked for from the working directory, as peft does, and from the adapter's
-    folder; what is found in neither is a name on the Hub.
+    A base with a relative path is searched from the working directory, as in peft, and from the adapter's folder; if
+    neither has it, it is a name on the Hub.
 
-    Raises: UserError, naming `what` (a flag), where an adapter names no base or one that cannot be, or stands in the
-    folder of a whole model.
+    Raises: UserError, naming `what` (a flag), if an adapter names no base or an impossible one, or is in the folder of
+    a whole model.
     """
     if not is_adapter(path):
         return path
@@ -76,14 +76,14 @@ def base_of(path: str, what: str) -> str:
 
 
 def same_model(one: str, other: str) -> bool:
-    """Whether two paths or names are of one model."""
+    """Whether two paths or names mean the same model."""
     return one == other or (Path(one).is_dir() and Path(other).is_dir() and Path(one).samefile(other))
 
 
 def require_model(path: str, what: str) -> None:
     """Raise UserError, naming `what` (a flag), unless `path` is a model's folder or the name of a model on the Hub.
 
-    The Hub is asked once: transformers would ask again and again, for a minute, where no network is.
+    The Hub is asked only once; without a network transformers would retry for a minute.
     """
     if is_adapter(path):
         require_model(base_of(path, what), f"{what} {path}, an adapter, and its base")
@@ -113,6 +113,6 @@ def require_model(path: str, what: str) -> None:
 
 
 def one_line(error: Exception) -> str:
-    """A library's complaint in one line: its first, and the second where the first only announces it."""
+    """A library's error message in one line: its first line, and the second if the first only announces it."""
     lines = [" ".join(line.split()) for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
