@@ -170,7 +170,7 @@ def set_aside_newer(output_dir: Path, step: int) -> None:
     """Rename the checkpoints after `step` to step_N.abandoned (rank 0 does): a run that goes on from an older
     checkpoint takes another course, and the next --resume must not find the course it left.
 
-    What a kill has left half written or half deleted is removed.
+    Checkpoints that a kill has left half written or half deleted are removed.
     """
     if distributed.is_main():
         for folder in unfinished_in(output_dir):
