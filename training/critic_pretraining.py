@@ -1,14 +1,15 @@
-"""The critic's training before the first PPO step: what responses of the policy as it starts are worth.
+"""The critic's training before the first PPO step: it learns the value of responses of the initial policy.
 
     trainer = PPOTrainer(..., config=PPOConfig(total_steps=200, critic_pretrain_steps=20))
     for report in CriticPretraining(trainer).fit(feed):  # trainer.steps_done goes from -20 to 0
         print(report.step, report.metrics["critic_pretrain/explained_variance"])
     for report in trainer.fit(other_feed): ...
 
-A critic that starts as a reward model was only ever read at the end of a text, and one with a new head knows nothing:
-the first advantages are then its error. Here it alone learns, from what really followed each token (returns with lambda
-1). Actor and reference are one model meanwhile, so that there is no KL and neither is asked. Its Adam is then as before
-its first step, and so a run that starts from the saved critic takes the same course.
+A critic that starts as a reward model was trained at the end of texts only, and one with a new head knows nothing. In
+both cases the first advantages are mostly the critic's error. Here the critic alone learns, from the outcome that
+followed each token (returns with lambda 1). Actor and reference are still the same model, so the KL is 0 and neither
+model is run for it. Afterwards the critic's Adam is reset to its initial state, so that a run that starts from the
+saved critic computes the same.
 
 Source: Yuan et al. 2025, "What's behind PPO's collapse in long-CoT? Value optimization holds the secret" (VC-PPO, arXiv
 2503.01491), value pretraining: responses of the fixed SFT policy, Monte-Carlo returns.
@@ -27,15 +28,16 @@ from training.reporting.guards import stop_unless_finite, stop_unless_weights_fi
 from training.reporting.metrics import Accumulator
 from training.reporting.step_metrics import add_advantages
 
-SEED = 0xC817C  # mixed into the run's seed: responses share no random numbers with those of the PPO steps
+SEED = 0xC817C  # mixed into the run's seed, so that no random numbers are shared with the PPO steps
 OF_RESPONSES = ("scores", "response_length")
 OF_VALUES = ("loss", "mean", "explained_variance", "slope", "bias", "grad_norm", "lr", "skipped", "loss_scale")
 
 
 class CriticPretraining:
-    """Trains the critic of a PPOTrainer that has not made a step.
+    """Trains the critic of a PPOTrainer before its first step.
 
-    lr: its peak learning rate meanwhile; by default that of the dialect, whose schedule goes by these steps alone.
+    lr: the critic's peak learning rate during pretraining, by default the dialect's. The schedule spans the
+    pretraining steps alone.
     """
 
     def __init__(self, trainer: PPOTrainer, lr: float | None = None):
@@ -72,19 +74,19 @@ class CriticPretraining:
 
     @property
     def steps_done(self) -> int:
-        """How many of them."""
+        """How many pretraining steps are done."""
         return self.steps + self.trainer.steps_done
 
     def fit(self, feed: PromptFeed) -> Iterator[StepReport]:
-        """Train to the last of these steps, reporting after each. The feed's steps are counted from 0."""
+        """Train to the last pretraining step, with a report after each. The feed's batches are counted from 0."""
         while self.trainer.steps_done < 0:
             yield self.step(feed.prompts(self.steps_done))
 
     def step(self, prompts: PromptBatch) -> StepReport:
-        """Answer these prompts, and have the critic learn what the answers were worth (all ranks call this together,
-        with equally many prompts each)."""
+        """Draw responses to these prompts and train the critic on their returns (all ranks call this together, with
+        equally many prompts each)."""
         trainer, counters, metrics = self.trainer, self.counters, Accumulator()
-        counters.steps_done = trainer.steps_done  # which a restart may have put elsewhere
+        counters.steps_done = trainer.steps_done  # a resumed run may have changed it
         batch = self._batch(prompts.to(distributed.device()).repeat(self.algorithm.dialect.samples_per_prompt))
         trainer.counters.begin_updates()
         self._train(batch, metrics)
@@ -99,7 +101,7 @@ class CriticPretraining:
         return StepReport(counters.step, 0, found, batch)
 
     def _batch(self, prompts: PromptBatch) -> TrainingBatch:
-        """Responses with their scores, the critic's values, and what followed each token."""
+        """The responses with their scores, the critic's values, and the returns of each token."""
         trainer, algorithm = self.trainer, self.algorithm
         rollout = trainer.rollouts.generate(prompts, self.sampling)
         experience = trainer.experience_maker.make_experience(rollout, policies=False)
@@ -114,7 +116,7 @@ class CriticPretraining:
         return algorithm.training_batch(experience, positions, scores, rewards, values, advantages, returns, 0.0)
 
     def _train(self, batch: TrainingBatch, metrics: Accumulator) -> None:
-        """The critic's optimizer steps, as many as it has after a rollout of PPO's."""
+        """The critic's optimizer steps, as many as after a rollout of PPO."""
         counters, dialect = self.counters, self.algorithm.dialect
         counters.optimizer_steps = self.steps_done * dialect.updates
         for epoch in range(dialect.ppo_epochs):

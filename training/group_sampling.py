@@ -1,11 +1,12 @@
-"""The responses that a step learns from: all that were drawn, or by dynamic sampling groups whose scores differ.
+"""Chooses the responses that a step learns from: all that were drawn, or, with dynamic sampling, groups whose scores
+differ.
 
     sampled = GroupSampler(experience_maker, dialect, sampling).sample(rollouts, prompts, log, feed, first=1)
     experience = experience_maker.make_experience(sampled.rollout, sampled.scores)
 
-A group are the responses to one prompt. One in which all score the same teaches nothing where responses are compared
-with each other. Dynamic sampling scores what was drawn, keeps the groups with a difference, and draws for further
-prompts until those fill the step; the other models are asked about these alone.
+A group is the set of responses to one prompt. Where the responses of a group are compared with each other, a group of
+equal scores teaches nothing. Dynamic sampling scores the drawn responses, keeps the groups with different scores, and
+draws for further prompts until such groups fill the step. The other models are run on these groups alone.
 
 Source: Yu et al. 2025, "DAPO: an open-source LLM reinforcement learning system at scale", section 3.2, and
 volcengine/verl 53971be5, recipe/dapo/dapo_ray_trainer.py, `fit` (`filter_groups` with the metric "seq_reward"): batches
@@ -45,10 +46,11 @@ class PromptFeed(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """What a step learns from, and what was drawn for it.
+    """The responses that a step learns from, and all that were drawn for it.
 
-    rollout: this rank's rows, as many on all ranks; the rows of a group side by side. scores: of these rows; None where
-    nobody has asked yet. drawn: what this rank drew, batch by batch. drawn_scores: of all of it, as `scores`.
+    rollout: this rank's responses, equally many on all ranks; the rows of a group are adjacent. scores: their scores;
+    None where they are not computed yet. drawn: this rank's rollouts, batch by batch. drawn_scores: the scores of all
+    drawn responses; None as for `scores`.
     """
 
     rollout: Rollout
@@ -58,7 +60,7 @@ class Sampled:
 
     @property
     def responses(self) -> int:
-        """How many were drawn, over all ranks."""
+        """How many responses were drawn, over all ranks."""
         return distributed.world_size() * sum(map(len, self.drawn))
 
     @property
@@ -121,13 +123,13 @@ class GroupSampler:
     def sample(
         self, rollouts: RolloutBackend, prompts: PromptBatch, log: StepLog, feed: PromptFeed | None, first: int
     ) -> Sampled:
-        """The responses to these prompts; with dynamic sampling to as many of these and of further ones (all ranks call
-        this together, with equally many prompts each).
+        """The responses to these prompts. With dynamic sampling some are replaced by responses to further prompts, and
+        their number stays (all ranks call this together, with equally many prompts each).
 
-        Which groups are taken does not depend on the number of ranks: the first ones, in the order of the batches and
-        of the prompts in each over all ranks. In this order they are divided among the ranks.
+        The chosen groups do not depend on the number of ranks: they are the first ones with different scores, in the
+        order of the batches and of each batch's prompts over all ranks. In this order they are divided among the ranks.
 
-        feed: gives further prompts, as its batch number `first` and those after it; needed for dynamic sampling alone.
+        feed: gives further prompts, from its batch number `first` on; needed for dynamic sampling only.
         """
         if self.most_batches == 1:
             rollout = self._responses(rollouts, prompts, log)
@@ -167,7 +169,7 @@ class GroupSampler:
         return differing, alike
 
     def _exchanged(self, batches: Sequence[_Scored], chosen: Sequence[_Group]) -> _Scored:
-        """This rank's share of the chosen groups, some of which others have drawn (all ranks call this)."""
+        """This rank's share of the chosen groups, some of which other ranks have drawn (all ranks call this)."""
         own = range(len(chosen))[distributed.rank_share(len(chosen))]
         groups = {
             number: batches[group.batch].group(group.place, self.group_size)

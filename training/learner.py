@@ -1,4 +1,4 @@
-"""One optimizer step: from rows of a batch to new weights of actor and critic; and what a run counts.
+"""One optimizer step, from rows of a batch to new weights of actor and critic; and the counters of a run.
 
     learner = Learner(models, algorithm, counters, micro_batch_size=8)
     for rows in mini_batch_rows(len(batch), mini_batches, counters.key(epoch)):
@@ -36,17 +36,17 @@ from training.reporting.metrics import Accumulator
 
 
 class Counters:
-    """What a run counts; its checkpoints hold it.
+    """The counters of a run; its checkpoints hold them.
 
     steps_done: PPO steps; the critic's pretraining counts from below up to 0.
-    optimizer_steps: of the actor, and of a critic that learns with it.
-    critic_optimizer_steps: of a critic that learns apart.
+    optimizer_steps: of the actor, and of a critic that is trained in the same optimizer steps.
+    critic_optimizer_steps: of a critic that is trained in separate passes.
     samples: responses drawn, over all ranks. prompt_batches: batches of prompts taken from the feed.
-    weights_are_whole: whether weights and counters are those after `steps_done` steps; not while a step changes them.
+    weights_are_whole: whether weights and counters are those after `steps_done` steps; False while a step changes them.
 
     Args:
         seed: of the mini-batches.
-        total_steps: at whose end learning rates have fallen as far as they do. first_step: where the count begins.
+        total_steps: the steps over which learning rates follow their schedule. first_step: where steps_done begins.
     """
 
     def __init__(self, dialect: Dialect, seed: int, total_steps: int, first_step: int = 0):
@@ -57,27 +57,28 @@ class Counters:
 
     @property
     def step(self) -> int:
-        """The number of the step that is being made."""
+        """The number of the current step."""
         return self.steps_done + 1
 
     def begin_updates(self) -> None:
-        """The optimizer steps of a step begin. A critic that learns apart leaves none out."""
+        """Called before a step's optimizer steps. Counts those of a separately trained critic, which skips none."""
         self.weights_are_whole = False
         self.critic_optimizer_steps = (self.steps_done - self.first_step) * math.prod(self.dialect.critic_passes)
 
     def end_updates(self) -> None:
-        """They are over. Those that were left out count, so that learning rates fall as planned."""
+        """Called after a step's optimizer steps. Omitted ones count, too, so that learning rates keep to the
+        schedule."""
         self.optimizer_steps = (self.step - self.first_step) * self.dialect.updates
 
     def end_step(self, samples: int, prompt_batches: int) -> None:
-        """A step is over, for which so many responses to so many batches of prompts were drawn."""
+        """Called after a step. samples: responses drawn; prompt_batches: batches of prompts used."""
         self.steps_done += 1
         self.samples += samples
         self.prompt_batches += prompt_batches
         self.weights_are_whole = True
 
     def key(self, epoch: int, *more: int) -> tuple[int, ...]:
-        """What the mini-batches of this step's epoch are drawn from."""
+        """The key of the random numbers that draw the mini-batches of this step's epoch."""
         return self.seed, self.steps_done - self.first_step, epoch, *more
 
     @property
@@ -87,14 +88,14 @@ class Counters:
 
     @property
     def critic_lr(self) -> float:
-        """The critic's."""
+        """The learning rate of the critic's next optimizer step."""
         if not self.dialect.critic_learns_apart:
             return self.dialect.critic_lr * self._lr_factor(self.optimizer_steps, self.dialect.updates)
         updates = math.prod(self.dialect.critic_passes)
         return self.dialect.critic_lr * self._lr_factor(self.critic_optimizer_steps, updates)
 
     def _lr_factor(self, optimizer_steps: int, updates: int) -> float:
-        """Of a model that has made so many optimizer steps, of so many a step."""
+        """The schedule's factor after `optimizer_steps` optimizer steps, with `updates` of them per step."""
         dialect, position = self.dialect, (self.steps_done - self.first_step, self.total_steps)
         if dialect.lr_per == "optimizer_step":
             position = optimizer_steps, self.total_steps * updates
@@ -120,10 +121,10 @@ Trained = TrainedModel | TrainedRole
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """A micro-batch that goes through a model: what its sums of losses are multiplied by, and where its metrics go.
+    """The pass of a micro-batch through a model: the weights of its summed losses, and the accumulator of its metrics.
 
     All ranks make equally many passes, since ZeRO-3 gathers weights in each. A rank with fewer micro-batches makes
-    dummies, which have weight 0 and no metrics.
+    dummy passes, which have weight 0 and no metrics.
     """
 
     rows: TrainingBatch
@@ -135,8 +136,8 @@ class Pass:
 class Learner:
     """Trains the actor, and the critic if there is one, of an RLHFEngine, at the learning rates of `counters`.
 
-    pretraining: what the actor learns from beside the experience; nothing if None.
-    padded: whether padding counts among a pass's tokens, as it does where a model computes for it.
+    pretraining: the language-model loss that is added to the actor's; None for none.
+    padded: whether padding counts among a pass's tokens, because the models compute on padding.
     """
 
     def __init__(
@@ -154,14 +155,14 @@ class Learner:
     def update(self, batch: TrainingBatch, rows: Tensor, metrics: Accumulator, *, actor: bool, critic: bool) -> Tensor:
         """One optimizer step of the models that are to learn, from the same rows (all ranks call this).
 
-        Both are skipped together when either overflows in fp16, or the mean ratio is over the dialect's limit: or they
-        would drift apart.
+        Both models skip the step together when either overflows in fp16, or when the mean ratio is over the dialect's
+        limit. Otherwise they would drift apart.
 
         Args:
             rows: (N,) int64, of this rank's batch.
             actor, critic: whether they learn; a critic only where there is one.
 
-        Returns: (3,) float64, sums of the policy's ratios and approxkl over this rank's rows, and what they are over.
+        Returns: (3,) float64, the sums of the policy's ratios and of approxkl over this rank's rows, and their count.
         Raises: RunStopped on all ranks where a loss, or outside fp16 a gradient, is not finite on any.
         """
         learning: dict[str, Trained] = {}
@@ -195,10 +196,10 @@ class Learner:
         return passes + [Pass(parts[0] if parts else batch.select(slice(0, 1)))] * dummies
 
     def _micro_batches(self, batch: TrainingBatch, rows: Tensor) -> list[TrainingBatch]:
-        """The rows of an update by passes, each of at most `micro_batch_size` rows' worth of tokens.
+        """The micro-batches of an update, each with at most as many tokens as `micro_batch_size` full rows.
 
-        Where each micro-batch has a mean, or whitens, of its own, which rows it holds is part of the algorithm: then
-        they go by number, in the order in which they were drawn.
+        In dialects that average or whiten per micro-batch, the choice of its rows is part of the algorithm. There each
+        micro-batch has `micro_batch_size` rows, in the order in which they were drawn.
         """
         if not len(rows):
             return []
@@ -212,8 +213,7 @@ class Learner:
         return [algorithm.for_micro_batch(chosen.select(piece, kept)) for piece in pieces]
 
     def _loss_weights(self, parts: list[TrainingBatch]) -> list[list[float]]:
-        """What each micro-batch's sums are multiplied by: of the policy's losses, of the critic's (all ranks call
-        this)."""
+        """The factors of each micro-batch's summed losses: the policy's factors, the critic's (all ranks call this)."""
         losses = self.algorithm.losses
         counts = torch.ones(len(parts), 3, dtype=torch.float64, device=distributed.device())  # the last: of parts
         for row, part in zip(counts, parts):
@@ -226,7 +226,7 @@ class Learner:
         ]
 
     def _value_gradients(self, passes: list[Pass], last: bool) -> Tensor:
-        """The critic's forward and backward passes; returns their losses, (N,). last: as of `accumulate_gradients`."""
+        """The critic's forward and backward passes; returns their losses, (N,). last: see `accumulate_gradients`."""
         losses = (self._value_loss(one.rows, one.metrics) * one.value_weight for one in passes)
         return accumulate_gradients(self.models.critic, losses, len(passes), last)
 
@@ -242,9 +242,9 @@ class Learner:
         return sums.loss
 
     def _policy_gradients(self, passes: list[Pass], ratios: Tensor, metrics: Accumulator) -> Tensor:
-        """The actor's forward and backward passes; returns their losses, (N,), those of texts behind the others.
+        """The actor's forward and backward passes; returns their losses, (N,), those of texts last.
 
-        Adds ratios, approxkl and what they are over to `ratios`.
+        Adds the sums of ratios and approxkl, and their count, to `ratios`.
         """
         losses = (self._policy_loss(one.rows, one.metrics, ratios) * one.policy_weight for one in passes)
         if self.pretraining is None:
@@ -301,7 +301,7 @@ class Learner:
     def _step(
         self, learning: dict[str, Trained], overflowed: dict[str, bool], exploded: bool, metrics: Accumulator
     ) -> None:
-        """Have each engine step, with all models that it trains, or none of them."""
+        """Make the optimizer step of each engine, for all models that it trains, or skip it for all of them."""
         lrs = {"value": self.counters.critic_lr, "policy": self.counters.actor_lr}
         for host in dict.fromkeys(model.host for model in learning.values()):
             models = {name: model for name, model in learning.items() if model.host is host}
@@ -324,10 +324,10 @@ class Learner:
 def mini_batch_rows(rows: int, mini_batches: int, key: tuple[int, ...]) -> list[Tensor]:
     """Which of this rank's rows go into which mini-batch: a list of (rows / mini_batches,) int64, on its device.
 
-    Of each run of `mini_batches` neighbouring rows every mini-batch gets one, drawn at random. The draw is over all
-    ranks' rows at once, from `key` alone, so each rank has equally many in each mini-batch and they do not depend on
-    how many ranks there are. `rows` is the same on all ranks and a multiple of `mini_batches`. Within a mini-batch a
-    rank's rows are shuffled, for dialects in which it matters which of them form a micro-batch.
+    From each group of `mini_batches` neighbouring rows every mini-batch gets one, drawn at random. The draw covers the
+    rows of all ranks and depends on `key` alone, so each rank has equally many rows in each mini-batch, and
+    mini-batches do not depend on the number of ranks. `rows` is the same on all ranks and a multiple of `mini_batches`.
+    Within a mini-batch a rank's rows are shuffled, for dialects in which the choice of a micro-batch's rows matters.
     """
     assert rows % mini_batches == 0, f"{rows} rows do not divide into {mini_batches} mini-batches"
     groups = rows // mini_batches
@@ -341,8 +341,8 @@ def mini_batch_rows(rows: int, mini_batches: int, key: tuple[int, ...]) -> list[
 def accumulate_gradients(model: Trained, losses: Iterable[Tensor], passes: int, last: bool = True) -> Tensor:
     """A backward pass for each weighted loss; returns this rank's losses, (passes,).
 
-    losses: `passes` of them, as many as on all ranks. They are computed one by one, each before its backward pass.
-    last: whether the step follows, and no other model's passes within the same engine.
+    losses: `passes` losses, the same number on all ranks; each is computed right before its backward pass.
+    last: whether the optimizer step follows directly, without passes of another model in the same engine.
     """
     found = []
     with model.host.accumulating(passes):
@@ -356,14 +356,14 @@ class TextFeed(Protocol):
     """This rank's plain texts."""
 
     def texts(self, optimizer_step: int) -> Tensor:
-        """(B, L) int64, blocks of L tokens without padding for an optimizer step of the run, counted from 0.
+        """(B, L) int64: blocks of L tokens without padding, for an optimizer step of the run, counted from 0.
 
-        At least one block; their number may differ between ranks.
+        There is at least one block; the number of blocks may differ between ranks.
         """
 
 
 class MixedPretraining:
-    """The language-model half of the actor's optimizer steps: it goes on learning from plain texts, to forget less.
+    """The language-model half of the actor's optimizer steps: the actor also learns from plain texts, to forget less.
 
         gradient of one optimizer step = (PPO's + coefficient * the language model's) / 2
 
@@ -377,8 +377,8 @@ class MixedPretraining:
         self.coefficient, self.micro_batch_size = coefficient, micro_batch_size
 
     def losses(self, optimizer_step: int, metrics: Accumulator) -> tuple[Iterator[Tensor], int]:
-        """This rank's weighted losses, not yet halved, each computed when it is asked for; and how many they are, as on
-        all ranks, which call this together."""
+        """(this rank's weighted losses, not yet halved and each computed when it is asked for; their number, the same
+        on all ranks). All ranks call this together."""
         parts = self.feed.texts(optimizer_step).to(distributed.device()).split(self.micro_batch_size)
         own = torch.tensor(float(sum(map(_targets, parts))), device=distributed.device())
         weight = self.coefficient / distributed.all_reduce_sum(own).item()

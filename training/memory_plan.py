@@ -1,9 +1,9 @@
-"""What step 3 takes of memory on machines that need not be there, from the models' configurations alone.
+"""Plans the memory of step 3 on any machines, present or not, from the models' configurations alone.
 
     python training/memory_plan.py --gpu a100-40g --num_gpus 8 --actor_model_name_or_path sft \\
         --critic_model_name_or_path reward --actor_zero_stage 3 --critic_zero_stage 3
 
-Takes step 3's own flags, prints a table, whether it fits, and if not what would make it fit. Exit code 0 where it fits,
+Takes step 3's flags. Prints a table, whether the run fits, and if not, what would make it fit. Exit code 0 if it fits,
 1 where it does not, 2 for flags that cannot work.
 """
 
@@ -72,8 +72,8 @@ def report(args: MemoryFlags) -> int:
 
 
 def _refuse_what_cannot_run(args: MemoryFlags, dialect: Dialect) -> None:
-    """Raise UserError for what step 3 would refuse, whatever memory there is."""
-    _ = args.ds_configs  # what DeepSpeed cannot do is refused
+    """Raise UserError for flags that step 3 would refuse, whatever memory there is."""
+    _ = args.ds_configs  # raises for configurations that DeepSpeed does not support
     args.check_groups(GPUS_OF_A_NODE if args.search == "gpus" else args.num_gpus)
     if args.gpu.lower().startswith(OLDER) and args.dtype == "bf16":
         raise UserError(f"--dtype bf16 with --gpu {args.gpu}: it does not compute in bf16. Give --dtype fp16.")
@@ -91,9 +91,9 @@ def _machines(setting: Setting, args: MemoryFlags) -> str:
 
 
 def _largest_batch(args: MemoryFlags, dialect: Dialect, setting: Setting) -> tuple[Setting, int]:
-    """The setting with the largest batches that fit, of generation and training alike, and their rows.
+    """(the setting with the largest batches that fit, the number of their rows); generation and training have the same.
 
-    With one row, and 0, where not even that fits.
+    Where not even one row fits: (the setting with one row, 0).
     """
 
     def of_size(rows: int) -> Setting:

@@ -4,9 +4,9 @@
     for report in trainer.fit(feed):
         print(report.step, report.metrics["objective/scores"])
 
-Shapes: B responses of this rank, T response positions; position t belongs to response token t. What each line of the
-step computes is chosen by the dialect and stands in engine/algorithms/algorithm.py, the formulas in engine/algo/; an
-optimizer step is `Learner.update` in training/learner.py.
+Shapes: B responses of this rank, T response positions; position t belongs to response token t. The dialect, the set of
+a run's algorithm choices, decides what each line of the step computes: engine/algorithms/algorithm.py, with formulas in
+engine/algo/. An optimizer step is `Learner.update` in training/learner.py.
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,25 +28,25 @@ from training.reporting.guards import Guards
 from training.reporting.metrics import Accumulator
 from training.reporting.step_metrics import STEP_METRICS, Arithmetic, StepLog, StepMetric, add_parts
 
-CRITIC = 0xC817  # in the keys of a critic's own mini-batches, which are drawn apart from the actor's
+CRITIC = 0xC817  # part of the keys of a critic's separate mini-batches, so that they differ from the actor's
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PPOConfig:
-    """Sizes of a run, beside those that the dialect has.
+    """Sizes of a run that are not part of the dialect.
 
-    total_steps: rollouts, each followed by the dialect's ppo_epochs x mini_batches optimizer steps, and those of the
-        critic where it learns apart.
+    total_steps: rollouts, each followed by the dialect's ppo_epochs x mini_batches optimizer steps, and by the critic's
+        own optimizer steps where it is trained in separate passes.
     micro_batch_size: responses in one forward and backward pass of one rank.
-    critic_pretrain_steps: of `CriticPretraining`, before the first step; steps_done counts them from below up to 0.
+    critic_pretrain_steps: steps of `CriticPretraining` before the first step; steps_done counts them up to 0.
     critic_warmup_steps: steps at the start in which the critic alone is trained.
-    unsup_coef: of the language-model loss where there are texts; 27.8 is InstructGPT's.
-    max_kl: nats a response; a rollout further from the reference, as it stands then, ends the run. None for no limit.
-    first_kl_bound: how far actor and reference may be apart where they are one model (`rounding_bound`): before the
-        first update, and after a refresh of the reference; None for no look.
-    exact_sampler: whether rollouts' log-probs are the actor's own within rounding, as they are in fp32 where a backend
-        `computes_as_actor`: `old_logprobs` "auto" takes them then.
-    padded: whether padding counts among a pass's tokens; False where all models leave it out (`RLHFEngine.packs`).
+    unsup_coef: coefficient of the language-model loss where there are texts; 27.8 is InstructGPT's.
+    max_kl: nats a response; a rollout with a larger KL to the current reference ends the run. None for no limit.
+    first_kl_bound: the largest difference of actor and reference while they are the same model (`rounding_bound`):
+        before the first update, and after a refresh of the reference. None for no check.
+    exact_sampler: whether the rollouts' log-probs equal the actor's within rounding, as in fp32 with a backend that
+        `computes_as_actor`. `old_logprobs` "auto" then uses them.
+    padded: whether padding counts among a pass's tokens; False where all models pack rows (`RLHFEngine.packs`).
     """
 
     total_steps: int
@@ -63,7 +63,7 @@ class PPOConfig:
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """A finished step: its number (from 1), responses drawn so far over all ranks, metrics, what was learned from."""
+    """A finished step: its number (from 1), responses drawn so far over all ranks, metrics, the batch learned from."""
 
     step: int
     samples: int
@@ -74,9 +74,9 @@ class StepReport:
 class PPOTrainer:
     """Trains the actor, and the critic if there is one, of an RLHFEngine.
 
-    reward: where scores come from; by default the reward model alone.
-    unsupervised: texts whose language-model loss the actor learns from too; none by default.
-    metrics: what is added to each step's metrics, functions of the accumulator, the batch and the algorithm.
+    reward: the source of scores; by default the reward model alone.
+    unsupervised: texts whose language-model loss is added to the actor's; none by default.
+    metrics: functions of the accumulator, the batch and the algorithm that add to each step's metrics.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class PPOTrainer:
     def step(self, prompts: PromptBatch, feed: PromptFeed | None = None) -> StepReport:
         """One PPO step on this rank's prompts (all ranks call this together, with equally many prompts each).
 
-        feed: where a dialect with dynamic sampling takes further ones from; these are its batch `prompt_batches`.
+        feed: gives further prompts to dialects with dynamic sampling; `prompts` are its batch `prompt_batches`.
         """
         assert self.steps_done >= 0, "the critic's pretraining comes first"
         algorithm, kl_coef, log, step = self.algorithm, self.kl_controller.value, StepLog(), self.counters.step
@@ -172,12 +172,12 @@ class PPOTrainer:
         return StepReport(step, self.counters.samples, self._metrics(log, sampled, experience, batch, epochs), batch)
 
     def train_actor_and_critic(self, batch: TrainingBatch, kl: float, metrics: Accumulator) -> tuple[int, int]:
-        """The optimizer steps of one rollout; returns how many epochs actor and critic have made.
+        """The optimizer steps of one rollout; returns (epochs of the actor, epochs of the critic).
 
-        They are ppo_epochs passes over it, each in mini_batches parts. A critic that has passes of its own makes them
-        first, of all that was rolled out. The actor learns from step `critic_warmup_steps` on.
+        There are ppo_epochs passes over the rollout, each in mini_batches parts. A critic with separate passes makes
+        them first, over the whole rollout. The actor learns only after the first `critic_warmup_steps` steps.
 
-        kl: the rollout's mean over all ranks, for a coefficient that changes after each epoch.
+        kl: the rollout's mean KL over all ranks, for a coefficient that changes after each epoch.
         """
         dialect, counters, epochs = self.algorithm.dialect, self.counters, 0
         critic_epochs, critic_mini_batches = dialect.critic_passes
@@ -193,7 +193,7 @@ class PPOTrainer:
                 ratios += self.learner.update(batch, rows, metrics, actor=actor, critic=not apart)
                 counters.optimizer_steps += 1
             epochs = epoch + 1
-            # By a mini-batch of this rank alone, as trlX has it; its source stands at AdaptiveKL.
+            # Counts a mini-batch of this rank alone, as trlX does; AdaptiveKL cites the source.
             self.kl_controller.after_epoch(kl, len(batch) // dialect.mini_batches)
             if dialect.early_stop_kl is not None:
                 metrics.add_max("policy/epochs", epochs)
@@ -207,7 +207,7 @@ class PPOTrainer:
     def _metrics(
         self, log: StepLog, sampled: Sampled, experience: Experience, batch: TrainingBatch, epochs: tuple[int, int]
     ) -> dict[str, float]:
-        """What the step has measured, over all ranks (all ranks call this). epochs: of actor and critic."""
+        """The step's metrics over all ranks (all ranks call this). epochs: of actor and critic."""
         metrics = log.metrics
         sampled.add_to(metrics, self.algorithm.dialect.samples_per_prompt)
         add_parts(metrics, experience)
@@ -215,14 +215,14 @@ class PPOTrainer:
             add_to(metrics, batch, self.algorithm)
         if self.rollouts.fallback is not None:
             metrics.add_max("speed/decoding_fallback", float(self.rollouts.fallback != ""))
-        moves = self.models.reference.moves(self.steps_done - 1)  # which the experience was made with
+        moves = self.models.reference.moves(self.steps_done - 1)  # the reference that the experience was made with
         if moves is not None:
             metrics.add_max("objective/reference_moves", moves)
         self.arithmetic.add_to(metrics, log.seconds, sampled.drawn, experience, *epochs)
         return log.end(sampled.tokens)
 
     def state_dict(self) -> dict:
-        """What a restart needs beside the models' weights and moments."""
+        """The state that a checkpoint needs beside the models' weights and Adam moments."""
         return self.counters.state_dict() | {
             "kl": self.kl_controller.state_dict(),
             "score_scale": self.algorithm.score_scale.state_dict(),
@@ -236,8 +236,8 @@ class PPOTrainer:
 
 
 def mean_kls(batch: TrainingBatch) -> tuple[float, float]:
-    """The KL that the coefficient is steered by, and the one that is reported: means over all ranks' responses, nats
-    (all ranks call this)."""
+    """(the KL that steers the coefficient, the KL that is reported): means over all ranks' responses, in nats (all
+    ranks call this)."""
     sums = torch.stack([batch.measured_kl.double().sum(), batch.kl.double().sum()])
     steered, reported = (distributed.all_reduce_sum(sums) / (distributed.world_size() * len(batch))).tolist()
     return steered, reported

@@ -1,14 +1,15 @@
-"""What a checkpoint's trainer_state.json says: the state, what must be equal in a run that goes on, what may change.
+"""The content of a checkpoint's trainer_state.json: the training state, the settings that a resumed run must share with
+the run that wrote it, and the settings that may change.
 
 steps_done, optimizer_steps, samples, prompt_batches, kl, score_scale    the state: PPOTrainer.state_dict; steps_done
                     below 0 while the critic is pretrained
-held_out_..., metrics_without_evaluation    BEFORE, FIRST and OWED below, where there are any
-models              step counts and loss scales: TrainedModel.scalars of each
+held_out_..., metrics_without_evaluation    the keys BEFORE, FIRST and OWED below; each only where it is needed
+models              step counts and loss scales of each model: TrainedModel.scalars
 ema                 whether there is a moving average
-identity            what must be equal, or the state would have no meaning or another one
-settings            what may change; every change that has an effect is printed
+identity            settings that must be equal: with other values the state would mean something else, or nothing
+settings            settings that may change; every change that has an effect is printed
 
-What a run reads at paths that it is given, besides data, is known again by fingerprints among the settings.
+Models and reward functions may move to other paths: fingerprints of their contents, among the settings, identify them.
 """
 
 import hashlib
@@ -39,8 +40,8 @@ BASE = "base of "  # before the flag: the weights that stay as they are beside L
 
 
 def fingerprints(args: RLHFFlags) -> dict[str, str]:
-    """By flag, those of the models and of the reward function's source that are on this machine; with LoRA also those
-    of the models' bases, which differ where a model is an adapter."""
+    """{flag: fingerprint} of the models and of the reward function's source, as far as they are on this machine. With
+    LoRA also the fingerprints of the models' bases: where a model is an adapter, its base is another model."""
     found = {}
     for name in MODELS:
         path = getattr(args, name)
@@ -54,14 +55,15 @@ def fingerprints(args: RLHFFlags) -> dict[str, str]:
 
 
 def sources_fingerprint(names: Sequence[str]) -> str | None:
-    """A hash of the files of all functions; that of its file where there is one. None where there are no files."""
+    """A hash of the source files of all functions; of one function, `source_fingerprint`. None where there are no
+    files."""
     found = [each for name in names if name not in BUILT_IN if (each := source_fingerprint(name)) is not None]
     return found[0] if len(found) == 1 else hashlib.sha256(" ".join(found).encode()).hexdigest() if found else None
 
 
 def source_fingerprint(name: str) -> str | None:
-    """A hash of the files in which the reward function `name` is named and written; a class's too. None where there are
-    none. What these files import is not looked at."""
+    """A hash of the file that `name` names and of the file in which the reward function or class is written. None where
+    there are no such files. Files that these import are not hashed."""
     function, where = load_function(name), name.rpartition(":")[0]
     files = {where if names_file(where) else getattr(sys.modules[where], "__file__", None), _written_in(function)}
     texts = [Path(file).read_bytes() for file in sorted(filter(None, {_resolved(file) for file in files}))]
@@ -69,7 +71,10 @@ def source_fingerprint(name: str) -> str | None:
 
 
 def changed_models(now: Mapping[str, object], then: Mapping[str, object], contents: Callable[[str], str]) -> list[str]:
-    """Flags of models that name the same path in both settings, with other contents; contents: flag -> its key."""
+    """The flags of models whose path is the same in both settings while the contents differ.
+
+    contents: flag -> the key of its fingerprint in the settings.
+    """
     return [
         flag
         for flag in (f"--{name}" for name in MODELS)
@@ -93,22 +98,22 @@ def _resolved(file: str | None) -> str | None:
 
 
 OWED = "metrics_without_evaluation"
-"""In a state: the metrics of its step, where it was written before the evaluation that goes into their line."""
+"""Key of the state: the step's metrics, if the checkpoint was written before the evaluation that completes them."""
 BEFORE = "held_out_before_training"
-"""In a state: what was measured of each held-out unit before the first step, with which changes are paired."""
+"""Key of the state: measurements of each held-out unit before the first step; later ones are compared with them."""
 FIRST = "held_out_first_responses"
-"""In a state: the responses to the held-out prompts before the first step, beside which later ones have new words."""
-DATA = "the data"  # whose fingerprints say nothing to people
+"""Key of the state: responses to the held-out prompts before the first step; words not in them count as new later."""
+DATA = "the data"  # its value is a fingerprint, which messages do not show
 URL = "--reward_url"  # an address, which may change
 SERVED = "the reward server"
 TEMPLATE = "the chat template"  # a hash of it
 FROZEN = "frozen weights of the "
-CONTENTS = "contents of "  # and these as little
+CONTENTS = "contents of "  # before the flag: fingerprints, which messages do not show either
 TOTAL_STEPS, MICRO_BATCH, RANKS = "total steps", "--per_device_training_batch_size", "ranks"
 
 
 def shared_identity(args: LoraFlags, data: list[str], tokenizer: PreTrainedTokenizerBase) -> dict[str, object]:
-    """What must be equal in each of the three steps: data, chat template, adapters, and the flags that say so."""
+    """The identity that all three steps share: data, chat template, adapters, and the flags that are marked for it."""
     specs = {model: args.lora(model) for model in args.lora_models}
     return {
         DATA: data,
@@ -123,7 +128,7 @@ def shared_identity(args: LoraFlags, data: list[str], tokenizer: PreTrainedToken
 
 
 def shared_settings(args: LoraFlags, total_steps: int) -> dict[str, object]:
-    """What may change in each of the three steps."""
+    """The settings that may change in all three steps."""
     specs = {model: args.lora(model) for model in args.lora_models}
     return {
         **{f"--{name}": value for name, value in with_resume(args, TOLD)},
@@ -139,10 +144,11 @@ def _as_json(*parts: Mapping) -> list[dict]:
 
 @dataclass(frozen=True, slots=True)
 class Conditions:
-    """The settings under which a run trains, by name: `identity` must be equal when it goes on, `settings` may change.
+    """The settings under which a run trains, by name: a resumed run must have the same `identity`; `settings` may
+    change.
 
-    Values are as JSON has them, without tuples. idle: settings that change no number of this run, beyond rounding.
-    ranks_matter: whether another number of ranks does (`Dialect.ranks_matter`).
+    Values are JSON values, without tuples. idle: settings that change no number of this run, beyond rounding.
+    ranks_matter: whether another number of ranks changes numbers (`Dialect.ranks_matter`).
     """
 
     identity: dict[str, object] = field(default_factory=dict)
@@ -159,10 +165,11 @@ class Conditions:
         tokenizer: PreTrainedTokenizerBase,
         inputs: Mapping[str, str] | None = None,
     ) -> "Conditions":
-        """Those of this run.
+        """The conditions of this run of step 3.
 
-        data: fingerprints of the prompts and of the texts. total_steps: of the whole run, by which learning rates fall.
-        tokenizer: whose chat template is to stay. inputs: fingerprints of models and of the reward function, by flag.
+        data: fingerprints of the prompts and of the texts. total_steps: of the whole run; the learning rates' schedule
+        depends on them. tokenizer: its chat template must stay the same. inputs: fingerprints of models and of the
+        reward function, by flag.
         """
         dialect, weights, inputs = args.resolved.dialect, args.reward_weights, inputs or {}
         identity = {
@@ -189,23 +196,22 @@ class Conditions:
 
     @classmethod
     def read(cls, state: Mapping) -> "Conditions":
-        """Those that a state file holds."""
+        """The conditions that a state file holds."""
         return cls(dict(state["identity"]), dict(state["settings"]))
 
     def check(self, written: "Conditions", folder: Path) -> None:
-        """Raise UserError if this run differs from the one that wrote the checkpoint in `folder` in what must be
-        equal."""
+        """Raise UserError if this run's identity differs from that of the run that wrote the checkpoint in `folder`."""
         others = [name for name in self.identity.keys() ^ written.identity.keys() if not name.startswith(FROZEN)]
         if others:
             raise UserError(
                 f"--resume {folder}: it was written by another version of this program, or by another step of the "
                 f"three (only one of the two has {', '.join(sorted(others))}). Go on with that version, or begin anew."
             )
-        # The data last: seed, lengths and --overlong say, too, which rows are held out.
+        # The data is compared last: seed, lengths and --overlong also decide which rows are held out.
         for name, value in sorted(self.identity.items(), key=lambda item: item[0] == DATA):
             then = written.identity.get(name)
             if name.startswith(FROZEN) and None in (then, value):
-                continue  # of a name on the Hub, before it was fetched
+                continue  # the model was named on the Hub and not yet fetched
             if then != value and name.startswith(FROZEN):
                 raise UserError(
                     f"--resume {folder}: the {name} are others than when it was written, and the factors in it belong "
@@ -221,7 +227,7 @@ class Conditions:
                     f"--resume {folder}: the data, those held out included, are others than when it was "
                     "written. Give the same data as when the run began."
                 )
-            if (then or None) != (value or None):  # a flag that is off is as one that is not given
+            if (then or None) != (value or None):  # a flag that is off equals one that is not given
                 remedy = "Give the same flags and data as when the run began."
                 if name.endswith(" a step"):
                     remedy = "Ranks times batch size has to be what it was: change one with the other."
@@ -237,8 +243,7 @@ class Conditions:
             )
 
     def changes_since(self, written: "Conditions") -> list[str]:
-        """A line for each setting that has changed since the checkpoint was written, where that changes what is
-        computed."""
+        """A line for each setting that has changed since the checkpoint was written and affects the computation."""
         changed = [
             (name, then)
             for name, then in written.settings.items()
@@ -258,10 +263,9 @@ class Conditions:
         return lines
 
     def scores_changed_since(self, written: "Conditions") -> bool:
-        """Whether another reward function or reward model scores than where the checkpoint was written.
+        """Whether the reward function or the reward model is another one than when the checkpoint was written.
 
-        One that is known neither by its contents nor by its path is taken for the same, and so is a reward server,
-        which may have moved.
+        One whose contents and path are both unknown counts as unchanged. So does a reward server, which may have moved.
         """
         function = _contents(f"--{FUNCTION}")
         functions = {conditions.settings.get(function) for conditions in (self, written)} - {None}
@@ -269,7 +273,7 @@ class Conditions:
         return len(functions) > 1 or (model != model_then if None not in (model, model_then) else path != path_then)
 
     def _reward_model(self) -> tuple[object, object]:
-        """Its path and the fingerprint of its contents; None where there is none, or it is not known."""
+        """The reward model's path and the fingerprint of its contents; None where there is none or it is unknown."""
         flag = "--reward_model_name_or_path"
         others = (f"--{FUNCTION}", SERVED)
         if self.settings.get(flag) is None and all(self.identity.get(name) is None for name in others):
@@ -296,9 +300,9 @@ class Conditions:
 
 
 def frozen_identity(flags: Mapping[str, str], inputs: Mapping[str, str], args: LoraFlags) -> dict[str, object]:
-    """The fingerprints of the weights that stay as they are, by model; None without LoRA or where they are not known.
+    """The fingerprints of the frozen weights beside LoRA's factors, by model; None without LoRA or where unknown.
 
-    flags: of each model's path, by what stands before "lora_dim". inputs: fingerprints, by flag.
+    flags: the flag of each model's path, by the prefix of the model's "lora_dim" flag. inputs: fingerprints, by flag.
     """
     return {
         f"{FROZEN}{model.rstrip('_') or 'model'}": inputs.get(f"{BASE}{flag}") if args.lora(model) else None
@@ -307,7 +311,7 @@ def frozen_identity(flags: Mapping[str, str], inputs: Mapping[str, str], args: L
 
 
 def _start_flags(args: RLHFFlags, dialect: Dialect) -> dict[str, str]:
-    """The flags of the models that actor and critic start from, by what stands before "lora_dim"."""
+    """The flags of the models that actor and critic start from, by the prefix of their "lora_dim" flags."""
     flags = {"actor_": "--actor_model_name_or_path"}
     if dialect.has_critic:
         own = dialect.critic_start == "reward_model" and args.critic_model_name_or_path is not None
@@ -324,15 +328,15 @@ def _said(value: object) -> str:
 
 
 def _contents(flag: str) -> str:
-    """Under which name the fingerprint of what a flag names stands among the settings."""
+    """The name, among the settings, of the fingerprint of the model or source that a flag names."""
     return CONTENTS + flag
 
 
 def state_file(trainer_state: Mapping, scalars: Mapping, conditions: Conditions, with_ema: bool) -> str:
     """The text of trainer_state.json.
 
-    trainer_state: of PPOTrainer.state_dict, or another loop's; it has steps_done. scalars: TrainedModel.scalars of each
-    model, by name.
+    trainer_state: PPOTrainer.state_dict(), or another training loop's; it has the key steps_done. scalars:
+    TrainedModel.scalars of each model, by name.
     """
     state = {
         **trainer_state,
@@ -350,9 +354,9 @@ MODEL = "--model_name_or_path"
 def supervised_conditions(
     args: SupervisedFlags, data: list[str], total_steps: int, tokenizer: PreTrainedTokenizerBase
 ) -> Conditions:
-    """Those of this run. data: fingerprints of the training rows and of the held-out ones.
+    """The conditions of a run of step 1 or 2. data: fingerprints of the training rows and of the held-out ones.
 
-    Which examples a step sees is drawn from the seed for all ranks together: it must see as many as before.
+    The examples of an optimizer step are drawn from the seed for all ranks together, so their number must stay.
     """
     examples = args.per_device_train_batch_size * args.gradient_accumulation_steps * distributed.world_size()
     identity = {
@@ -366,7 +370,7 @@ def supervised_conditions(
 
 
 def _bases(args: SupervisedFlags) -> dict[str, str]:
-    """The fingerprint of the weights that stay as they are beside LoRA's factors, if there are such and it is known."""
+    """{flag: fingerprint} of the frozen weights beside LoRA's factors, if there are such and it is known."""
     path = args.model_name_or_path
     found = frozen_fingerprint(path, MODEL) if args.lora() is not None and args.looks_at(path) else None
     return {f"{BASE}{MODEL}": found} if found else {}

@@ -1,14 +1,16 @@
-"""A Hugging Face folder from a checkpoint, without engines and a tensor at a time.
+"""Writes a model of a checkpoint as a Hugging Face folder, one tensor at a time and without engines.
 
     python -m training.checkpoints.export out/checkpoints/step_000100 exported
     python -m training.checkpoints.export out exported_ema --ema               # of the newest whole checkpoint of a run
 
     python -m training.checkpoints.export out exported_adapter --adapter       # of a LoRA run, the adapter alone
 
-What is written opens with from_pretrained, and is what the run would have saved after that step, bit by bit. It takes
-the memory of the largest tensor, and no GPU. Of a LoRA run the checkpoint does not hold the model that it began with,
-which, for the merged one, has to stand where it stood, or where --base says; it is loaded as a whole where its files
-name weights otherwise than the model does, as DeepSpeed-Chat's reward models do.
+The folder opens with from_pretrained, and equals bit by bit what the run would have saved after that step. The export
+takes the memory of the largest tensor, and no GPU.
+
+The checkpoint of a LoRA run does not hold the model that the run began with. To export the merged model, this base
+has to stand where it stood, or where --base says. The base is loaded as a whole if its files use other names for the
+weights than the model does, as DeepSpeed-Chat's reward models do.
 """
 
 import argparse
@@ -42,11 +44,11 @@ SHARD_SIZE = "50GB"  # as save_pretrained has it
 
 
 class PointTensors(Mapping):
-    """The weights of one model of a checkpoint as they are saved: each is read when it is asked for.
+    """The weights of one model of a checkpoint as they are saved; each tensor is read when it is asked for.
 
-    files: the numbers of the model. averages: those of the moving average, to be taken instead of the weights. given:
-    what floats are to become; by default weights take the dtype that the run computed in, `computed`, and what does not
-    train stays as it is.
+    files: the model's training state. averages: the moving average, to be taken instead of the weights. given: the
+    dtype of all floats. By default trained weights take the dtype that the run computed in, `computed`, and frozen
+    tensors keep theirs.
     """
 
     def __init__(
@@ -62,7 +64,7 @@ class PointTensors(Mapping):
             self._places[name.partition("/")[2].removeprefix(WITHIN)] = averages, name
 
     def shape_and_dtype(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
-        """Of a tensor, before it is read."""
+        """Shape and dtype of a tensor, before it is read."""
         files, place = self._places[name]
         dtype = files.dtype(place)
         if dtype.is_floating_point:
@@ -76,7 +78,7 @@ class PointTensors(Mapping):
 
     @property
     def dtype(self) -> torch.dtype:
-        """What trained weights become."""
+        """The dtype that trained weights are saved in."""
         return self._given or self._computed
 
     def __getitem__(self, name: str) -> Tensor:
@@ -84,7 +86,7 @@ class PointTensors(Mapping):
         return files.whole(place).to(self.shape_and_dtype(name)[1])
 
     def __iter__(self) -> Iterator[str]:
-        """As the safetensors library orders them."""
+        """The names in the order in which the safetensors library writes them."""
         return iter(sorted(self._places, key=lambda name: file_order(name, self.shape_and_dtype(name)[1])))
 
     def __len__(self) -> int:
@@ -112,17 +114,18 @@ def export(
     """Write a model of a checkpoint as a Hugging Face folder; returns the folder.
 
     Args:
-        point: a checkpoint, or the output folder of a run: then its newest whole one. One that was found is taken
-            as it is, by one process alone; to find it is for all ranks, if there are several.
+        point: a checkpoint's folder, or the output folder of a run: then its newest whole checkpoint is taken. If
+            several ranks run, all of them must call this. A ResumePoint is taken as it is; one process may then call
+            this alone.
         output: a folder that is not there, or empty.
         ema: the moving average instead of the weights.
         dtype: "fp32", "fp16" or "bf16" instead of what the run computed in.
         max_shard_size: files larger than this are split.
-        adapter: of a LoRA run the adapter alone, without its model.
-        base: where the model stands now that a LoRA run began with, by default where it stood.
+        adapter: the adapter of a LoRA run alone, without its model.
+        base: the path of the model that a LoRA run began with; by default its path in that run.
 
-    Raises: UserError where the checkpoint is damaged or has no such model, or where `output` holds something or lies in
-    it.
+    Raises: UserError where the checkpoint is damaged or has no such model, where `output` is not empty, or where
+    `output` lies in the checkpoint.
     """
     folder = Path(output)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -155,7 +158,7 @@ def export(
 
 
 def _found(path: str, folder: Path) -> ResumePoint:
-    """The checkpoint that a path names, said on the terminal."""
+    """The checkpoint that a path names; prints which one it is."""
     try:
         found = ResumePoint.find(path, str(folder), with_ema=True)
     except UserError as error:
@@ -168,7 +171,7 @@ def _found(path: str, folder: Path) -> ResumePoint:
 
 
 def _name(model: str, ema: bool, adapter: bool) -> str:
-    """The folder that a run saves this model in."""
+    """The name of the folder in which a run saves this model."""
     name = "." if model == "model" else f"{model}_ema" if ema else model
     return name if not adapter else "adapter" if name == "." else f"{name}_adapter"
 
@@ -193,8 +196,8 @@ def _tensors(point: ResumePoint, model: str, ema: bool, dtype: str | None) -> Po
 def write_weights(tensors: Any, max_shard_size: str, folder: Path) -> None:
     """Write a model's weight files, and their index where there are several, a tensor at a time.
 
-    tensors: a mapping in the order of a file, with `shape_and_dtype(name)` and `only(names)`. Raises: UserError for a
-    size that is none.
+    tensors: a mapping in the order of a file, with `shape_and_dtype(name)` and `only(names)`. Raises: UserError for an
+    invalid `max_shard_size`.
     """
     described = {}
     for name in tensors:
@@ -221,7 +224,7 @@ def _write_config(source: Path, dtype: str | None, folder: Path, left_out: Seque
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Export by a command line; returns the exit code."""
+    """Export as the command line says; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("point", help="a checkpoint, or the output folder of a run")
     parser.add_argument("output", help="a folder that is not there, or empty")
@@ -232,7 +235,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--base", help="where the model stands that a LoRA run began with (where it stood)")
     parser.add_argument("--max_shard_size", default=SHARD_SIZE, help=f"larger files are split ({SHARD_SIZE})")
     given = vars(parser.parse_args(argv))
-    logging.set_verbosity_error()  # of a base that has no score head, as the checkpoint has it
+    logging.set_verbosity_error()  # no warning of a base without a score head: the checkpoint holds the head
     logging.disable_progress_bar()
     try:
         print(f"written: {export(given.pop('point'), given.pop('output'), **given)}")

@@ -2,18 +2,19 @@
 
     OUTPUT_DIR/checkpoints/step_000100/     step_-00005: 5 steps of the critic's pretraining before the first step
         actor/rank_00000.safetensors ...    numbers of the actor's training state, a file for each rank that wrote
-        critic/ ema/ reference/             the same of the critic, of the moving average, and of the weights of a
+        critic/ ema/ reference/             the same for the critic, for the moving average, and for the weights of a
                                             reference that is refreshed, if there are any
         config/actor/ config/critic/        config.json and tokenizer, as beside a saved model
         trainer_state.json                  training/checkpoints/conditions.py says what stands there
         manifest.json                       size and hash of each of these files; written last
 
-A checkpoint is written as step_000100.partial and renamed when it is complete. step_000100.abandoned is one that a run
-left behind which then went on from an older one.
+A checkpoint is written as step_000100.partial and renamed when it is complete. It becomes step_000100.abandoned when
+the run is resumed from an older checkpoint.
 
-A key of a file of numbers is name@start: the run's first number has this place in the flattened tensor. The shapes of
-whole tensors stand in the files' metadata. Reading is the safetensors library's; writing is not, because the hash of a
-file is to be that of the numbers in memory and not of what the disk made of them, and no second copy is wanted.
+A file of numbers holds consecutive parts of flattened tensors. The key of a part is name@start, where start is the
+position of its first number in the flattened tensor. The shapes of whole tensors stand in the files' metadata. The
+safetensors library reads these files, but does not write them: the hash has to be computed from the numbers in memory,
+not from what the disk made of them, and without a second copy.
 
 manifest.json: {"format": 1, "step": 100, "files": {"actor/rank_00000.safetensors": [size, blake2b], ...},
                 "digest": the hash of the rest}
@@ -53,7 +54,7 @@ PARTIAL, PRUNED, ABANDONED = ".partial", ".pruned", ".abandoned"
 
 
 def point_folder(output_dir: Path, step: int) -> Path:
-    """Where the checkpoint of a step stands."""
+    """The folder of the checkpoint of a step."""
     return output_dir / CHECKPOINTS / f"step_{step:06d}"
 
 
@@ -63,13 +64,13 @@ def rank_file(rank: int) -> str:
 
 
 def step_of(folder: Path) -> int | None:
-    """The step that a folder is named after as a checkpoint's; None where it is not so named."""
+    """The step in the name of a checkpoint's folder; None where the folder is not named like a checkpoint."""
     match = re.fullmatch(r"step_(-?\d+)", folder.name)
     return int(match[1]) if match else None
 
 
 def holds_point(folder: Path) -> bool:
-    """Whether the files of a checkpoint stand in a folder, whatever its name, or some of them."""
+    """Whether a folder, whatever its name, holds at least some of the files of a checkpoint."""
     return any((folder / name).is_file() for name in (MANIFEST, STATE_FILE))
 
 
@@ -99,7 +100,7 @@ CHUNK = 1 << 24  # bytes written at a time
 
 
 class FileRecord(NamedTuple):
-    """What a manifest says of a file: its size in bytes, and the BLAKE2b hash of what it is to hold."""
+    """The entry of a file in a manifest: its size in bytes, and the BLAKE2b hash of its content."""
 
     size: int
     blake2b: str
@@ -127,7 +128,7 @@ class _HashedFile:
             view = view[self._file.write(view[:CHUNK]) :]
 
     def finish(self) -> FileRecord:
-        """Have the disk hold it."""
+        """Flush the file to the disk and close it."""
         os.fsync(self._file.fileno())
         return FileRecord(self._size, self._hash.hexdigest())
 
@@ -140,14 +141,14 @@ def write_bytes(path: Path, data: bytes) -> FileRecord:
 
 
 def write_shards(path: Path, shards: Sequence[Shard]) -> FileRecord:
-    """Write these runs as a new safetensors file to the disk; values on a device are fetched one after the other."""
+    """Write these shards as a new safetensors file to the disk; shards on a device are fetched one after the other."""
     runs = {f"{shard.name}@{shard.start}": shard.values for shard in shards if shard.values.numel()}
     shapes = {shard.name: shard.shape for shard in shards}
     return write_tensors(path, runs, {"shapes": json.dumps(shapes)})
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> FileRecord:
-    """Write a new safetensors file to the disk, a tensor at a time: iterating may load each when its turn comes."""
+    """Write a new safetensors file to the disk, one tensor at a time, so that `tensors` may load each one lazily."""
     with _HashedFile(path) as file:
         write_safetensors(file.write, tensors, metadata)
         return file.finish()
@@ -163,7 +164,7 @@ class _Run(NamedTuple):
 class ShardFiles:
     """The numbers that the files in a folder hold together; a `ShardSource`.
 
-    Raises: UserError where there are no such files, or one is none that `write_shards` wrote.
+    Raises: UserError where there are no such files, or where `write_shards` did not write one of them.
     """
 
     def __init__(self, folder: Path):
@@ -222,7 +223,7 @@ class ShardFiles:
         return tensor
 
     def dtype(self, name: str) -> torch.dtype:
-        """What the numbers of a tensor are kept in."""
+        """The dtype in which a tensor is stored."""
         by_name = {text: dtype for dtype, text in DTYPES.items()}
         run = self._runs[name][0]
         return by_name[run.file.get_slice(run.key).get_dtype()]
@@ -230,7 +231,7 @@ class ShardFiles:
 
 FORMAT = 1
 READ_AT_ONCE = 1 << 24  # bytes
-LARGEST = 1 << 26  # bytes of a manifest: of hundreds of thousands of files
+LARGEST = 1 << 26  # bytes of a manifest: enough for hundreds of thousands of files
 
 
 class Damage(Exception):
@@ -239,8 +240,8 @@ class Damage(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """step: after which the checkpoint was written. files: by their paths within the checkpoint, the manifest's own
-    left out."""
+    """The content of manifest.json. step: the step after which the checkpoint was written. files: the record of each
+    file, by its path within the checkpoint; without the manifest itself."""
 
     step: int
     files: Mapping[str, FileRecord]
@@ -257,9 +258,9 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> "Manifest":
-        """That of the checkpoint in `folder`.
+        """The manifest of the checkpoint in `folder`.
 
-        Raises: Damage where it is not there, or not as it was written. UserError where it is of another format.
+        Raises: Damage where it is missing or not as it was written. UserError where it has another format.
         """
         path = folder / MANIFEST
         if not path.is_file():
@@ -288,7 +289,7 @@ def _digest(content: dict) -> str:
 
 
 def files_in(folder: Path) -> set[str]:
-    """Everything below a folder but folders, by its path within it."""
+    """The paths, within a folder, of everything below it except folders."""
     found = set()
     for parent, folders, names in os.walk(folder):
         inner = Path(parent)
@@ -298,11 +299,11 @@ def files_in(folder: Path) -> set[str]:
 
 
 def damages(folder: Path) -> list[str]:
-    """What is wrong with a checkpoint, an item a file; [] where it is whole (all ranks call this).
+    """What is wrong with a checkpoint, one item per file; [] where it is whole (all ranks call this).
 
-    The files to be hashed are shared out over the ranks; every rank is told of all that was found.
+    The ranks divide the files to be hashed among them; every rank gets the whole result.
 
-    Raises: UserError on all ranks where one does not see the folder, or where the checkpoint is of another format.
+    Raises: UserError on all ranks where one does not see the folder, or where the checkpoint has another format.
     """
     old, found = None, []
     try:
@@ -358,14 +359,14 @@ def _problem(path: Path, record: FileRecord) -> str | None:
 
 
 def config_files(models: Mapping[str, TrainedModel], tokenizer: PreTrainedTokenizerBase) -> dict[str, bytes]:
-    """What stands beside the weights of a saved model, whole or an adapter, by "MODEL/FILE"."""
+    """The files that stand beside the weights of a saved model or adapter, by "MODEL/FILE"."""
     found = {}
     for name, model in models.items():
         found |= {f"{name}/{file}": text.encode() for file, text in adapter_files(model.module).items()}
         with tempfile.TemporaryDirectory() as folder:
             save_model(model.module, {}, tokenizer, folder)
             for path in sorted(Path(folder).iterdir()):
-                if path.suffix != ".safetensors":  # that of no weights
+                if path.suffix != ".safetensors":  # a file without weights
                     found[f"{name}/{path.name}"] = path.read_bytes()
     return found
 
@@ -374,8 +375,9 @@ def config_files(models: Mapping[str, TrainedModel], tokenizer: PreTrainedTokeni
 class Schedule:
     """When checkpoints are written and which are kept.
 
-    steps, minutes: between checkpoints; 0 for none by this count. keep: the newest so many; 0 for all. keep_best: the
-    one of the best held-out score too. asynchronous: whether training goes on while a checkpoint is written.
+    steps, minutes: the interval between checkpoints; 0 for no checkpoints by this count. keep: how many of the newest
+    are kept; 0 for all. keep_best: whether the one of the best held-out score is kept too. asynchronous: whether
+    training goes on while a checkpoint is written.
     """
 
     steps: int = 0

@@ -1,5 +1,6 @@
-"""The checkpoint that a run goes on from: found, seen to be whole, and its models put back, on any number of ranks and
-at any ZeRO stage. Of a LoRA run's checkpoint also the adapter, and the model with that merged in, for an export.
+"""Resuming: finds the checkpoint that a run goes on from, verifies that it is whole, and restores its models, on any
+number of ranks and at any ZeRO stage. For exports it also gives the adapter of a LoRA run's checkpoint, and the model
+with this adapter merged in.
 """
 
 import contextlib
@@ -54,11 +55,11 @@ SHOWN = 3  # damaged files that a message names
 
 @dataclass(frozen=True, slots=True)
 class ResumePoint:
-    """A checkpoint, found once in a run, seen to be whole, and handed on.
+    """A checkpoint that was found and verified once at the start of a run.
 
-    folder: .../checkpoints/step_N. state: what its state file holds; `conditions` says what that is.
-    in_output_dir: whether its run stands in this run's --output_dir, where the curves then go on. passed_over: a line
-    for each newer checkpoint that is damaged.
+    folder: .../checkpoints/step_N. state: the content of its state file (training/checkpoints/conditions.py).
+    in_output_dir: whether the checkpoint lies in this run's --output_dir, whose curves then continue. passed_over: a
+    line for each newer checkpoint that is damaged.
     """
 
     folder: Path
@@ -75,13 +76,12 @@ class ResumePoint:
 
         Args:
             path: a checkpoint's folder, the output folder of a run, or "auto": the newest checkpoint in `output_dir`,
-            and
-                none where that has none.
-            output_dir: where the run that goes on writes.
-            with_ema: whether it keeps a moving average.
+                or None where there is none.
+            output_dir: the folder that the resumed run writes into.
+            with_ema: whether the resumed run keeps a moving average.
 
-        Raises: UserError on all ranks if there is none, if the one that is named, or all of them, are damaged, or if it
-            has an average and the run has none.
+        Raises: UserError on all ranks if there is no checkpoint, if the named one or all of them are damaged, or if the
+            checkpoint has a moving average and the run keeps none.
         """
         if path is None:
             return None
@@ -109,7 +109,7 @@ class ResumePoint:
         return self.state["steps_done"]
 
     def lines(self) -> list[str]:
-        """What the run says of where it goes on from."""
+        """The lines that the run prints about the checkpoint that it goes on from."""
         return [
             *(f"PASSED OVER: {line}" for line in self.passed_over),
             f"goes on from {self.folder}, after step {self.steps_done}",
@@ -126,7 +126,7 @@ class ResumePoint:
 
 
 def _candidates(path: str, output_dir: str) -> tuple[bool, list[Path]]:
-    """Whether `path` names a checkpoint itself, and the folders to be tried, the best first."""
+    """(whether `path` names a checkpoint itself, the folders of checkpoints to be tried, the best first)."""
     if path == AUTO:
         return False, points_in(Path(output_dir))[::-1]
     folder = Path(path)
@@ -150,7 +150,7 @@ def _newest_whole_before(damaged: Path) -> Path | None:
 
 
 def _read(path: Path, with_ema: bool) -> dict:
-    """The state file of a whole point."""
+    """The content of the state file of a whole checkpoint."""
     try:
         state = parsed_json(path.read_text())
         missing = [name for name, kind in STATE_FIELDS.items() if not isinstance(state.get(name), kind)]
@@ -170,7 +170,7 @@ def set_aside_newer(output_dir: Path, step: int) -> None:
     """Rename the checkpoints after `step` to step_N.abandoned (rank 0 does): a run that goes on from an older
     checkpoint takes another course, and the next --resume must not find the course it left.
 
-    What a kill has left half written or half deleted is removed.
+    Checkpoints that a kill has left half written or half deleted are removed.
     """
     if distributed.is_main():
         for folder in unfinished_in(output_dir):
@@ -185,11 +185,10 @@ def set_aside_newer(output_dir: Path, step: int) -> None:
 def restore(
     point: ResumePoint, models: Mapping[str, TrainedModel], ema: EMA | None = None, reference: EMA | None = None
 ) -> list[str]:
-    """Give models, moving average and a reference that is refreshed the numbers of a checkpoint (all ranks call
-    this).
+    """Load a checkpoint into the models, the moving average and a reference that is refreshed (all ranks call this).
 
-    A run that keeps an average, of a checkpoint that has none, begins it with the checkpoint's weights. Returns what is
-    to be said of that. Raises: UserError where the checkpoint is of other models.
+    If the run keeps a moving average and the checkpoint has none, the average begins with the checkpoint's weights.
+    Returns the lines to be printed about this. Raises: UserError where the checkpoint is of other models.
     """
     for name, model in models.items():
         model.load_shards(ShardFiles(Path(point.folder) / name), point.state["models"].get(name, {}))
@@ -205,7 +204,7 @@ def restore(
     return ["changed since the checkpoint: --enable_ema; the average begins with the weights of the checkpoint"]
 
 
-OF_MODELS = ("config.json", "generation_config.json")  # what stands beside a whole model and not beside an adapter
+OF_MODELS = ("config.json", "generation_config.json")  # files that a whole model has and an adapter has not
 
 
 class Tensors(dict[str, Tensor]):
@@ -216,7 +215,7 @@ class Tensors(dict[str, Tensor]):
         super().__init__({name: tensors[name] for name in order})
 
     def shape_and_dtype(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
-        """Of one of them."""
+        """Shape and dtype of one tensor."""
         return tuple(self[name].shape), self[name].dtype
 
     def only(self, names: Sequence[str]) -> "Tensors":
@@ -229,8 +228,8 @@ class AdapterPoint:
 
     Args:
         model: its name, which is its adapter's too.
-        tensors: what the checkpoint holds of it, by names within the adapted model.
-        base: where its frozen weights stand; None for where they stood.
+        tensors: the model's tensors in the checkpoint, by their names in the adapted model.
+        base: the folder of the frozen weights; None for the folder that the run used.
 
     Raises: UserError where the model has no adapter.
     """
@@ -258,9 +257,9 @@ class AdapterPoint:
         return Tensors(found)
 
     def merged(self) -> Tensors:
-        """The weights of the model with its adapter merged in, matrices when they are asked for.
+        """The weights of the model with its adapter merged in; each matrix is merged when it is asked for.
 
-        Raises: UserError where the model that the run began with is not there, or another one is.
+        Raises: UserError where the model that the run began with is missing, or another one stands in its place.
         """
         adapter = self._folder()
         model, base = self._base(adapter)
@@ -301,9 +300,10 @@ class AdapterPoint:
         return found
 
     def _base(self, adapter: AdapterFolder) -> tuple[PreTrainedModel, dict[str, Tensor]]:
-        """The model that the run began with, maybe without memory, and its weights by name.
+        """The model that the run began with, and its weights by name.
 
-        They are read when they are asked for, where files name them as the model does; other models are loaded.
+        If the files use the model's own names, the model stays on the meta device and each weight is read when it is
+        asked for. Otherwise the whole model is loaded.
         """
         dtype, what = self.tensors.dtype, str(self.point.folder)
         scores = adapter.config.task_type == CLASSIFIER
@@ -323,8 +323,8 @@ class AdapterPoint:
         return model, {name: tensor.detach() for name, tensor in _weights(model).items()}
 
     def _stored(self, model: PreTrainedModel, path: str) -> dict[str, Tensor] | None:
-        """The weights of the files at `path` that are not the checkpoint's, by their names in the model; None where one
-        of them has another name there, or the files are not on this machine."""
+        """The weights that the checkpoint lacks, from the files at `path`, by their names in the model; None where one
+        of them has another name in the files, or where the files are not on this machine."""
         folder = weights_folder(path)
         if folder is None or model._keep_in_fp32_modules or model._keep_in_fp32_modules_strict:
             return None
@@ -343,7 +343,7 @@ class AdapterPoint:
 
 
 def _weights(model: PreTrainedModel) -> dict[str, Tensor]:
-    """What is saved of a model, tied weights by one of their names."""
+    """The weights of a model that are saved; tied weights under one of their names."""
     saved = model.state_dict().keys()
     named = [*model.named_parameters(), *model.named_buffers()]
     return {name: tensor for name, tensor in named if name in saved}

@@ -1,4 +1,4 @@
-"""Checkpoints as a training loop writes them: when one is due, written beside training, the older ones pruned.
+"""Saving: writes checkpoints when they are due, while training goes on, and deletes older ones.
 
     checkpoints = Checkpoints(output_dir, Schedule(steps=100), models=models.trained, state=..., config_files=...)
     ...                                             # a step has been trained
@@ -6,9 +6,9 @@
     ...
     checkpoints.wait()                              # at the end of the run
 
-All ranks call all methods together, between steps. What is written is copied at once; a thread of each rank writes it,
-and rank 0's makes the checkpoint whole. An older one is deleted once a newer one is whole, and nothing is deleted that
-the program did not write.
+All ranks call all methods together, between steps. The state is copied at once; a thread of each rank then writes the
+copy, and the thread of rank 0 completes the checkpoint. An older checkpoint is deleted once a newer one is whole. Files
+that the program did not write are never deleted.
 """
 
 import contextlib
@@ -55,27 +55,26 @@ from training.checkpoints.files import (
 from training.runtime.agreement import from_here
 from training.runtime.processes import phase
 
-LOOKING_FOR_RANKS = 0.05  # seconds between rank 0's looks for what the others have written
+LOOKING_FOR_RANKS = 0.05  # seconds after which rank 0 looks again for the other ranks' files
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a rank knows of a checkpoint's writing: why it cannot come to an end here, and whether (rank 0) it is
-    whole."""
+    """The outcome of writing a checkpoint on a rank: why it failed, and (on rank 0) whether the checkpoint is whole."""
 
     problem: str | None = None
     whole: bool = False
 
 
 class PendingPoint:
-    """Writes one checkpoint in a thread of its own; `outcome` is what has come of it so far.
+    """Writes one checkpoint in a thread; `outcome` says how far it has come.
 
-    A rank that has written its files says so by a small file beside them, rank_N.json, with their sizes and hashes.
-    Rank 0 waits for all of these, writes the manifest from them and renames the folder. So a checkpoint becomes whole
-    without a collective call, and training does not wait for it.
+    A rank that has written its files also writes a small file beside them, rank_N.json, with their sizes and hashes.
+    Rank 0 waits for the rank_N.json of all ranks, writes the manifest from them and renames the folder. So a checkpoint
+    is completed without a collective call, and training does not wait for it.
 
-    final: the folder it will be. shards: this rank's, by the path of their file within the checkpoint; they are not to
-    change until it is written. texts: small files that rank 0 writes, by their paths.
+    final: the folder's name once it is whole. shards: this rank's shards, by the path of their file within the
+    checkpoint; they must not change until they are written. texts: small files that rank 0 writes, by their paths.
     """
 
     def __init__(
@@ -99,8 +98,8 @@ class PendingPoint:
         self._thread.join()
 
     def give_up(self) -> None:
-        """Stop waiting for other ranks, and take away what was written (all ranks have ended their part, or will not
-        end it)."""
+        """Stop waiting for other ranks, and remove what was written (each rank has finished its part, or never
+        will)."""
         self._given_up.set()
         self._thread.join()
         if self._rank == 0:
@@ -111,12 +110,12 @@ class PendingPoint:
             files = {name: write_shards(self.partial / name, shards) for name, shards in self._shards.items()}
             if self._rank == 0:
                 files |= {name: write_bytes(self.partial / name, text) for name, text in self._texts.items()}
-            self._shards = {}  # the copies' memory is free again
+            self._shards = {}  # frees the memory of the copies
             if self._rank == 0:
                 self._complete(files)
             else:
                 self._announce(files)
-        except Exception as error:  # of the disk above all; whatever it is, the run goes on
+        except Exception as error:  # mostly an error of the disk; the run goes on after any error
             self.outcome = Outcome(problem=from_here(f"rank {self._rank}: {error or type(error).__name__}"))
 
     def _announce(self, files: Mapping[str, FileRecord]) -> None:
@@ -152,7 +151,7 @@ class PendingPoint:
 
 
 def copied(shards: list[Shard]) -> list[Shard]:
-    """Shards whose values stand in host memory and do not change with the live state."""
+    """Copies of the shards in host memory, which do not change when training goes on."""
     held = [replace(shard, values=_in_host_memory(shard.values)) for shard in shards]
     if any(shard.values.is_cuda for shard in shards):
         torch.cuda.synchronize()
@@ -167,10 +166,10 @@ def _in_host_memory(values: Tensor) -> Tensor:
 
 
 def prune(output_dir: Path, keep: int, best: int | None, say: Callable[[str], None]) -> None:
-    """Delete all checkpoints but the newest `keep` (0: delete none) and that of the step `best` (rank 0 does).
+    """Delete all checkpoints except the newest `keep` (0: delete none) and the one of step `best` (rank 0 does).
 
-    A folder that holds anything beside what its manifest names is left. A checkpoint is renamed before it is deleted,
-    so that a kill in between leaves none that is half there.
+    A folder that holds files which its manifest does not name is left alone. A checkpoint is renamed before it is
+    deleted, so that a kill in between leaves no incomplete checkpoint under its name.
     """
     if not keep:
         return
@@ -201,13 +200,13 @@ class Checkpoints:
     """Writes a run's checkpoints.
 
     Args:
-        models: those that train, by the names of their folders within a checkpoint.
-        state: () -> what of the run is to be gone on with beside models and EMA, as of now; for JSON.
-        conditions: under which the run trains.
+        models: the trained models, by the names of their folders within a checkpoint.
+        state: () -> the current state of the training loop, without models and EMA, as JSON values.
+        conditions: the settings under which the run trains.
         reference: the weights of a reference that is refreshed (`MovingReference.kept`).
-        config_files: what stands under config/, by path; see `training.checkpoints.files`.
-        resumed: the checkpoint that the run went on from, if any.
-        scores: held-out scores of checkpoints that are there already, by step; larger is better.
+        config_files: the files under config/, by path; see `training.checkpoints.files`.
+        resumed: the checkpoint that the run was resumed from, if any.
+        scores: held-out scores of existing checkpoints, by step; larger is better.
         say: prints a line on the main rank.
     """
 
@@ -242,9 +241,9 @@ class Checkpoints:
         self._pruning: threading.Thread | None = None
 
     def save_if_due(self, step: int, score: float | None = None) -> None:
-        """Write a checkpoint after this step if it is time to; and look what became of the one before.
+        """Write a checkpoint after this step if one is due; and check the outcome of the previous one.
 
-        score: of the held-out data, where they were looked at after this step; larger is better.
+        score: the held-out score after this step, if it was measured; larger is better.
         """
         best = score is not None and score > max(self.scores.values(), default=float("-inf"))
         if score is not None:
@@ -258,7 +257,7 @@ class Checkpoints:
             return True
         if not self.schedule.minutes and self._retry_at is None:
             return False
-        now = self._clock()  # rank 0's, for all
+        now = self._clock()  # rank 0's clock, for all ranks
         if self._retry_at is not None and now >= self._retry_at:
             return True
         return bool(self.schedule.minutes) and now - self._last_saved >= 60 * self.schedule.minutes
@@ -269,10 +268,9 @@ class Checkpoints:
 
     @phase("writing a checkpoint")
     def save(self, step: int, wait: bool = False) -> Path | None:
-        """Write the checkpoint of this step, unless it is there; returns its folder, or None where it cannot be
-        written.
+        """Write the checkpoint of this step, unless it exists; returns its folder, or None where it cannot be written.
 
-        The weights and `state` are those of now. wait: until it is whole, or has failed.
+        The current weights and `state` are written. wait: whether to return only once it is whole or has failed.
         """
         self.wait()
         final = point_folder(self.output_dir, step)
@@ -302,19 +300,19 @@ class Checkpoints:
         return found | {name: average.shards() for name, average in self.averages.items()}
 
     def _prepare(self, final: Path) -> str | None:
-        """Make the folder that a checkpoint is written into; returns why that cannot be done."""
+        """Make the folder that a checkpoint is written into; returns the reason if that fails, else None."""
         partial = final.with_name(final.name + PARTIAL)
         try:
             remove_folder(partial)
             partial.mkdir(parents=True)
-            if os.path.lexists(final):  # of another course of the run, or damaged
+            if os.path.lexists(final):  # a checkpoint of an abandoned course of the run, or a damaged one
                 set_aside(final)
         except OSError as error:
             return f"rank 0: {error}"
         return None
 
     def _look(self, wait: bool = False) -> None:
-        """See on all ranks whether the checkpoint under way is whole or has failed; or wait until it is one of both."""
+        """Check on all ranks whether the checkpoint under way is whole or has failed. wait: until it is either."""
         while self._pending is not None:
             outcomes = distributed.all_gather_objects(self._pending.outcome)
             problems = [outcome.problem for outcome in outcomes if outcome.problem is not None]
@@ -362,7 +360,7 @@ class Checkpoints:
     def _failed(self, step: int, problem: str) -> None:
         self._retry_at = self._clock() + RETRY_AFTER
         if distributed.is_main():
-            there = self.newest is not None and self.newest.is_dir()  # not where somebody has deleted it
+            there = self.newest is not None and self.newest.is_dir()  # False where somebody has deleted it
             older = f"{self.newest} is untouched" if there else "there is none before it"
             self.say(
                 f"CHECKPOINT NOT WRITTEN, of step {step}: {problem}. The run goes on, and tries again after a step "
@@ -390,12 +388,12 @@ def _amount(size: int) -> str:
 
 @contextlib.contextmanager
 def last_good_named(checkpoints: Checkpoints, weights_of: Callable[[], int | None]) -> Iterator[None]:
-    """Within this context a RunStopped, which all ranks raise together, comes to name a checkpoint.
+    """Within this context the message of a RunStopped, which all ranks raise together, is made to name a checkpoint.
 
-    Where the weights are sound and those of a finished step, their checkpoint is written, if it is not there.
-    Otherwise the newest sound one is named, or that there is none.
+    If the weights are sound and those of a finished step, their checkpoint is written, unless it exists. Otherwise the
+    message names the newest sound checkpoint, or says that there is none.
 
-    weights_of: () -> the step after which the weights are what they are; None in the middle of an update.
+    weights_of: () -> the number of the step that made the current weights; None in the middle of an update.
     """
     try:
         yield
@@ -413,7 +411,7 @@ def last_good_named(checkpoints: Checkpoints, weights_of: Callable[[], int | Non
 
 
 def last_good(output_dir: Path, good_until: float) -> str:
-    """A sentence on the newest checkpoint of at most this step, and on those after it."""
+    """A sentence that names the newest checkpoint up to the step `good_until`, and the later ones."""
     steps = {step_of(point) or 0: point for point in points_in(output_dir) if (point / MANIFEST).is_file()}
     good = [step for step in steps if step <= good_until]
     spoilt = [steps[step].name for step in sorted(steps) if step > good_until]

@@ -1,7 +1,8 @@
 """The flags of step 3's algorithm, and the dialect that they make: `AlgorithmFlags.resolved`.
 
---kl_coef 0.2 becomes the field kl_coef of a Dialect (engine/algorithms/dialect.py) here. Behind these stand the flags
-of the actor's moving average, and of a reference that follows the actor.
+A dialect is the set of all algorithm choices of a run, named after the system that it follows: --kl_coef 0.2 sets the
+field kl_coef of a Dialect (engine/algorithms/dialect.py). `ReferenceFlags` adds the flags of the actor's moving
+average, and of a reference that follows the actor.
 """
 
 from collections.abc import Mapping
@@ -17,7 +18,8 @@ from training.config.other_systems import flag_of_other_systems
 
 
 def dialect_flag(field: str, *, group: str = "", only_with: str | tuple[str, ...] = ()):
-    """A flag that gives a field of the dialect a value, and has its meaning and range; None leaves the dialect's."""
+    """A flag that sets a field of the dialect, and takes over the field's help and range; None keeps the dialect's
+    value."""
     metadata = Dialect.__dataclass_fields__[field].metadata
     own = {"default": None, "group": group, "field": field, "only_with": only_with, "resume": FREE}
     return flag(**{**metadata, **own})
@@ -25,7 +27,7 @@ def dialect_flag(field: str, *, group: str = "", only_with: str | tuple[str, ...
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """The dialect that flags make, and what they changed: {field: (dialect's, given)}."""
+    """The dialect that the flags make, and the fields they changed: {field: (the dialect's value, the given value)}."""
 
     dialect: Dialect
     changed: dict[str, tuple]
@@ -113,10 +115,10 @@ class AlgorithmFlags(DataFlags):
 
     @cached_property
     def resolved(self) -> Resolved:
-        """The dialect with the given flags in it; made once, as flags are not changed any more.
+        """The dialect with the given flags applied; computed once, since flags do not change any more.
 
-        Raises: UserError for a field that is given twice, or that is another system's, and for a value that the dialect
-        cannot have or that has no effect in it, under the name of the flag that gave it.
+        Raises: UserError, naming the flag, for a field that is given twice or belongs to another system, and for a
+        value that the dialect cannot have or that has no effect in it.
         """
         named, flags = get_dialect(self.dialect), self._fields_of_flags()
         given = self._set_fields()
@@ -139,12 +141,12 @@ class AlgorithmFlags(DataFlags):
         return Resolved(dialect, named.differences(dialect))
 
     def counted_padding(self) -> str | None:
-        """As RunFlags has it: of some dialects."""
+        """See RunFlags: some dialects make numbers of padding count."""
         counts = self.resolved.dialect.counts_padding
         return f"the dialect {self.dialect} counts numbers of padding" if counts else None
 
     def _set_fields(self) -> dict[str, object]:
-        """The fields that --set gives a value."""
+        """{field: value} as --set gives them."""
         for word in self.set:
             field = _field(word)
             instead = None if field in Dialect.__dataclass_fields__ else flag_of_other_systems(field, 3)
@@ -206,7 +208,7 @@ class AlgorithmFlags(DataFlags):
 
     @classmethod
     def no_flag(cls, name: str, value: str) -> str | None:
-        """For a field of the dialect that is no flag: how it is set."""
+        """If `name` is a field of the dialect without a flag: how to set it."""
         if name == "name" or name not in Dialect.__dataclass_fields__:
             return super().no_flag(name, value)
         own = [f"--{flag_} {value}, or " for flag_, field in DIALECT_FLAGS.items() if field == name]
@@ -214,7 +216,7 @@ class AlgorithmFlags(DataFlags):
 
     @classmethod
     def not_overridden(cls, file: Mapping[str, object], given: Mapping[str, object]) -> dict[str, object]:
-        """What a YAML file says, without the dialect's fields that the command line gives a value, by any flag."""
+        """The YAML file's settings, without the fields of the dialect that any flag of the command line sets."""
         taken = [_field(word) for word in given.get("set", [])]
         taken += [field for name, value in given.items() if value != 0 for field in FIELDS_OF_FLAGS.get(name, ())]
         kept = {
@@ -228,17 +230,17 @@ class AlgorithmFlags(DataFlags):
 
 
 def _field(word: object) -> str:
-    """The field that a word FIELD=VALUE gives a value."""
+    """The field name in a word FIELD=VALUE."""
     return word.partition("=")[0] if isinstance(word, str) else ""
 
 
 DIALECT_FLAGS = {spec.name: spec.metadata["field"] for spec in fields(AlgorithmFlags) if spec.metadata["field"]}
-"""Flag: the field that it gives a value."""
+"""{flag: the field that it sets}."""
 FIELDS_OF_FLAGS = {name: (field,) for name, field in DIALECT_FLAGS.items()} | {
     "gradient_accumulation_steps": ("mini_batches",),
     "missing_eos_penalty": ("missing_end", "missing_end_value"),
 }
-"""The same, with the two flags from which fields are computed."""
+"""{flag: field}, with the two flags from which fields are computed, too."""
 
 
 START, MOVING = "start", "ema"  # of --reference
@@ -246,7 +248,7 @@ START, MOVING = "start", "ema"  # of --reference
 
 @dataclass(kw_only=True)
 class ReferenceFlags(AlgorithmFlags):
-    """Step 3: the average that is kept of the actor, and what KL is measured to."""
+    """Step 3: the moving average of the actor, and the reference to which KL is measured."""
 
     enable_ema: bool = flag(
         False, "keep a moving average of the actor's weights; saved beside the actor", group="average of the actor"
@@ -295,7 +297,7 @@ class ReferenceFlags(AlgorithmFlags):
         return self.enable_ema or self.reference == MOVING
 
     def moving_reference(self) -> dict[str, object]:
-        """The flags of a reference that moves, by name, each None where it does not."""
+        """The flags of a reference that moves, by name; each None where the reference stays."""
         refreshed = self.reference_refresh_steps is not None
         return {
             "--reference": self.reference if self.reference != START else None,

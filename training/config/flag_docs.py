@@ -2,7 +2,7 @@
 
 python -m training.config.flag_docs > docs/flags.md
 
-A flag that several programs have with the same words stands in the first section that they share.
+A flag that several programs have with the same help text stands in the first section that covers all of them.
 """
 
 import dataclasses
@@ -62,10 +62,10 @@ def document() -> str:
 
 
 def section(title: str, programs: Sequence[type[ProgramFlags]], told: dict[str, list]) -> str:
-    """The flags that all of these programs have with the same words: a table for each group.
+    """A section of the page: the flags that all of these programs have with the same help text, a table for each group.
 
-    told: rows that stand in a section before, with its title and programs; this section's are added. A program that is
-    not among those has the names of such flags in one line.
+    told: row -> the title and programs of the sections before that have it; this section is added. If a program has a
+    flag whose row stands in a section of other programs, one line here names the flag.
     """
     shared = set.intersection(*({row for _, row in rows(program)} for program in programs))
     groups: dict[str, list[str]] = {}
@@ -89,7 +89,7 @@ def section(title: str, programs: Sequence[type[ProgramFlags]], told: dict[str, 
 
 
 def rows(program: type[ProgramFlags]) -> list[tuple[str, str]]:
-    """(group, row of a table) of each flag of a program, old ones last."""
+    """(group, table row) of each flag of a program; flags of DeepSpeed-Chat without effect come last."""
     hints = typing.get_type_hints(program)
     found = [
         (group, _row(f"`--{spec.name}`", _value(spec, hints[spec.name]), _default(spec), _help(spec)))
@@ -107,7 +107,7 @@ def dialect_tables() -> str:
     hints, lines = typing.get_type_hints(Dialect), []
     flags = {field: f"`--{name}`" for name, field in DIALECT_FLAGS.items()}
     for group, specs in by_group(Dialect).items():
-        if not group:  # of the dialect's name
+        if not group:  # the field of the dialect's name
             continue
         found = []
         for spec in specs:

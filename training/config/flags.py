@@ -1,10 +1,11 @@
-"""Flags as fields of dataclasses, and those that the three steps share: the run, the Hub, checkpoints, data.
+"""Flags are fields of dataclasses. This file defines such fields, and the flags that the three steps share: those of
+the run, the Hub, checkpoints and data.
 
     size: int = flag(16, "responses in one pass", least=1)
 
-`flag` gives a field its help, range and meaning for a checkpoint (engine/options.py). A class of flags checks them in
-`validate`, its own after those of the classes that it inherits from. `make_paths_absolute` is called before anything
-runs that could change the working directory, as a user's code may.
+`flag` gives a field its help text, its range, and whether a resumed run may change it (engine/options.py). A class
+checks its flags in `validate`, after the checks of its base classes. `make_paths_absolute` is called before a user's
+code, which could change the working directory, runs.
 """
 
 import dataclasses
@@ -43,11 +44,11 @@ def flag(
     field: str | None = None,
     **more,
 ):
-    """A dataclass field that is a flag; `default` REQUIRED for one that must be given.
+    """A dataclass field that is a flag; with the default REQUIRED it must be given.
 
-    group: the heading that it stands under, and those after it until the next heading. adds_up: a list that grows each
-    time the flag is given, where otherwise the last one counts. was: its former name. old_values: values that are none
-    any more, and what to do instead. field: of the dialect, that it gives a value. more: as `option` has it.
+    group: the heading of this flag and of the flags after it, until the next heading. adds_up: each use of the flag
+    appends to its list; otherwise the last use counts. was: its former name. old_values: former values, each with what
+    to use instead. field: the field of the dialect that the flag sets. more: see `option`.
     """
     return option(
         default, help, group=group, adds_up=adds_up, was=was, old_values=old_values or {}, field=field, **more
@@ -55,7 +56,7 @@ def flag(
 
 
 def by_group(options: type) -> dict[str, list[dataclasses.Field]]:
-    """The fields of a class by the headings that they stand under, in the order in which these come first."""
+    """{heading: fields} of a class, headings in the order of their first field."""
     groups: dict[str, list[dataclasses.Field]] = {}
     heading = ""
     for spec in dataclasses.fields(options):
@@ -66,10 +67,10 @@ def by_group(options: type) -> dict[str, list[dataclasses.Field]]:
 
 @dataclass(frozen=True, slots=True)
 class OldFlag:
-    """A flag of DeepSpeed-Chat's that has nothing left to do here.
+    """A flag of DeepSpeed-Chat that has no effect here.
 
-    kind: of its value; bool for one without. instead: what does its work now. allowed: the only values that are
-    accepted, where another would ask for something that is not there; all of them if None.
+    kind: the type of its value; bool for a flag without one. instead: what does its work now. allowed: the accepted
+    values, where other values would ask for a missing feature; None accepts all.
     """
 
     kind: type
@@ -79,7 +80,7 @@ class OldFlag:
 
 @dataclass(kw_only=True)
 class ProgramFlags:
-    """What every program's flags can do: stand in a YAML file, and be checked."""
+    """The base of every program's flags: they can stand in a YAML file, and are checked."""
 
     old_flags: ClassVar[dict[str, OldFlag]] = {}
 
@@ -105,14 +106,14 @@ class ProgramFlags:
 
     @classmethod
     def no_flag(cls, name: str, value: str) -> str | None:
-        """What is said of an unknown flag or key `name` with this value, where that is no misspelling."""
+        """The message about an unknown flag or key `name` with this value, if it is known and no misspelling."""
         return None
 
     @classmethod
     def not_overridden(cls, file: Mapping[str, object], given: Mapping[str, object]) -> dict[str, object]:
-        """What remains of a YAML file's settings beside those of the command line; both by flag.
+        """The settings of a YAML file that the command line leaves in force; both by flag.
 
-        A flag that the command line gives again needs no care here: its value replaces the file's.
+        Flags that stand in both need no care here: the command line's value replaces the file's later.
         """
         return dict(file)
 
@@ -123,7 +124,7 @@ class ProgramFlags:
 
 @dataclass(kw_only=True)
 class TokenizerFlags(ProgramFlags):
-    """How the programs that read texts get their tokenizer."""
+    """The flags that say how a program reads its tokenizer."""
 
     trust_remote_code: bool = flag(
         False,
@@ -147,9 +148,9 @@ class TokenizerFlags(ProgramFlags):
 
 @dataclass(kw_only=True)
 class RunFlags(TokenizerFlags):
-    """What all three steps share.
+    """The flags that all three steps share.
 
-    overwrites: whether --overwrite_output_dir is a flag of this program.
+    overwrites: whether the program has the flag --overwrite_output_dir.
     """
 
     overwrites: ClassVar[bool] = True
@@ -219,20 +220,20 @@ class RunFlags(TokenizerFlags):
 
     @property
     def attention(self) -> Attention:
-        """Which code computes attention, of all models, and of which rows; raises UserError where padding counts and
-        is to be left out."""
+        """Which code computes attention in all models, and whether rows are packed or padded; raises UserError where
+        packing is asked for and numbers of padding count."""
         reason = self.counted_padding()
         if reason is not None and self.packing == "packed":
             raise UserError(f"--packing packed: {reason}, of which there are none then. Leave it out, or give padded.")
         return Attention(self.attn_implementation, self.packing if reason is None else "padded")
 
     def counted_padding(self) -> str | None:
-        """Which choice makes numbers of padding count, in a sentence; None where none does."""
+        """A sentence that names the setting which makes numbers of padding count; None where none does."""
         return None
 
     def check_attention(self, path: str, kind: str, name: str) -> None:
-        """Raise UserError where this machine or the model at `path`, given by the flag `name`, lacks that code; kind:
-        LANGUAGE_MODEL or CLASSIFIER."""
+        """Raise UserError where this machine or the model at `path`, given by the flag `name`, lacks the chosen
+        attention code; kind: LANGUAGE_MODEL or CLASSIFIER."""
         self.attention.check(path, kind, str(self.dtype), name, self.trust_remote_code)
 
     def read_paths(self) -> dict[str, list[str]]:
@@ -245,8 +246,8 @@ class RunFlags(TokenizerFlags):
         }
 
     def looks_at(self, path: str) -> bool:
-        """Whether the model at `path` is to be read: in a dry run only if it, and an adapter's base, is on this
-        machine."""
+        """Whether the model at `path` is to be read. A dry run reads it only if it is on this machine, and so is the
+        base of an adapter."""
         return not self.dry_run or (Path(path).exists() and Path(base_of(path, "model")).exists())
 
 
@@ -278,7 +279,7 @@ def check_name(name: str, value: str) -> None:
 
 
 WRITTEN = ("output_dir", "tensorboard_path", "data_output_path")
-"""Folders that may still have to be made; what is read is a path only if it stands there, else a name on the Hub."""
+"""Flags of folders that may not exist yet. The value of other flags is a path only if it exists, else a Hub name."""
 READ = ("_path", "_dataset_name", "config", "chat_template", "resume", "reward_function")
 
 
@@ -296,13 +297,13 @@ def make_paths_absolute(args: ProgramFlags) -> None:
 
 
 def _to_be_made(value: str, name: str) -> str:
-    """The absolute path, without `..`: behind a folder that is yet to be made, that would name another place later."""
+    """The absolute path, without `..`: behind a folder that does not exist yet, `..` may mean another place later."""
     path = expanded(value, f"--{name}").absolute()
     return os.path.realpath(path) if ".." in path.parts else str(path)
 
 
 def _if_there(value: str, name: str) -> str:
-    """The absolute path of what stands there, of a function's file too; the name as it is where nothing does."""
+    """The absolute path of an existing file or folder, also of a function's file; otherwise `value` as it is."""
     if name == "resume" and value == "auto":
         return value
     where, colon, function = value.rpartition(":") if name == "reward_function" else (value, "", "")
@@ -316,7 +317,7 @@ def _if_there(value: str, name: str) -> str:
 
 @dataclass(kw_only=True)
 class HubFlags(RunFlags):
-    """Whether, and where to, the trained model is uploaded."""
+    """Whether the trained model is uploaded, and to which repository."""
 
     push_to_hub: bool = flag(
         False,
@@ -331,7 +332,7 @@ class HubFlags(RunFlags):
     hub_private: bool = flag(True, "make it for its owner alone; a public one is only written to with false")
 
     def validate(self) -> None:
-        """Raise UserError for a name that is none, too."""
+        """See ProgramFlags; also raises UserError for an invalid repository name."""
         super().validate()
         if self.hub_model_id is None:
             return
@@ -378,7 +379,7 @@ class RestartFlags(RunFlags):
 
 @dataclass(kw_only=True)
 class DataFlags(RunFlags):
-    """Which data sets are read, how often each is seen in a pass, and which part of it this step reads."""
+    """Which data sets are read, how often each is seen in a pass over the data, and which part this step reads."""
 
     phase: ClassVar[int]  # the step: 1, 2 or 3
 
@@ -422,10 +423,10 @@ class DataFlags(RunFlags):
         return None if self.dry_run else cache_folder(self.data_output_path)
 
     def load_rows(self, form: Form, tokenizer, fit: Callable[[dict], Fit], **held_out) -> tuple[Rows, Rows]:
-        """(training rows, held-out rows) of this step; `held_out` as load_rows of training/data/rows.py has it.
+        """(training rows, held-out rows) of this step; `held_out`: see load_rows of training/data/rows.py.
 
-        fit: what of a row is shown to the model; held-out rows are counted without those that it drops.
-        Raises: UserError for a data set that is not there or cannot be read.
+        fit: the part of a row that the model is shown; rows that `fit` drops do not count as held-out rows.
+        Raises: UserError for a data set that is missing or cannot be read.
         """
         return load_rows(
             self.data_path,

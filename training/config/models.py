@@ -1,8 +1,9 @@
 """The flags of models, rewards and engines: which adapters, reward functions, reward servers and models a run has.
 
 LoRA's flags have DeepSpeed-Chat's names and meanings (microsoft/DeepSpeedExamples 83757d9c,
-applications/DeepSpeed-Chat/training/step*/main.py), and beside them what users of peft expect. `--lora_module_name` is
-"decoder.layers." there, OPT's; here all linear layers but the head, which for OPT are the same ones.
+applications/DeepSpeed-Chat/training/step*/main.py); further ones are those that users of peft expect. The default of
+`--lora_module_name` is "decoder.layers." there, which suits OPT. Here the default adapts all linear layers but the
+head; for OPT these are the same layers.
 """
 
 import re
@@ -28,14 +29,14 @@ DROPOUT = (
     "would change them by itself. Leave it out, or give 0."
 )
 RANKS = ("lora_dim", "actor_lora_dim", "critic_lora_dim")
-"""The flags without which there is no LoRA; a step has some of them."""
+"""The flags that turn LoRA on; each step has some of them."""
 
 
 @dataclass(kw_only=True)
 class LoraFlags(RunFlags):
-    """What the adapters of a run have in common; a step's own flags say of which rank each model's is.
+    """The flags that the adapters of a run share; flags of the single steps give the rank of each model's adapter.
 
-    lora_models: what stands before `lora_dim` and its like, once for each model that can have an adapter.
+    lora_models: the prefix of `lora_dim` and similar flags, for each model that can have an adapter.
     """
 
     lora_models: ClassVar[tuple[str, ...]]
@@ -90,13 +91,13 @@ class LoraFlags(RunFlags):
             )
 
     def lora(self, model: str = "") -> LoraSpec | None:
-        """The adapter that is asked for of a model, or None. model: one of `lora_models`."""
+        """The adapter that the flags ask for, or None. model: one of `lora_models`."""
         dim, rate = getattr(self, f"{model}lora_dim"), getattr(self, f"{model}lora_learning_rate")
         if not dim:
             return None
         targets = getattr(self, f"{model}lora_module_name") or tuple(self.lora_target_modules)
         if model == "critic_" and ALL_LINEAR in self.lora_target_modules:
-            targets = ()  # what stands beside it is of a language model's output head, which a scorer has none of
+            targets = ()  # the other target is a language model's output head, which a scorer lacks
         return LoraSpec(
             dim=dim,
             alpha=1.0 if self.lora_alpha is None else self.lora_alpha,
@@ -108,10 +109,11 @@ class LoraFlags(RunFlags):
         )
 
     def check_rate(self, model: str, rate: float, by: str | None = None) -> None:
-        """Raise UserError where factors are to learn beside weights whose rate is 0, of which theirs is no multiple.
+        """Raise UserError where LoRA factors are to learn while the rate of the model's weights is 0: the factors' rate
+        is a multiple of it.
 
-        rate: of the model's weights. model: one of `lora_models`. by: the flag that it has factors by, if it is not the
-        one of their rank.
+        rate: the learning rate of the model's weights. model: one of `lora_models`. by: the flag that gives the model
+        its factors, if it is not the flag of their rank.
         """
         dim = getattr(self, f"{model}lora_dim")
         if (dim or by) and not rate:
@@ -190,7 +192,7 @@ class RoleLoraFlags(LoraFlags):
 
 @dataclass(kw_only=True)
 class RewardFunctionFlags(AlgorithmFlags):
-    """What the score of step 3 is made of, beside the reward model."""
+    """The parts of step 3's score beside the reward model."""
 
     reward_function: list[str] = flag(
         [],
@@ -229,14 +231,14 @@ class RewardFunctionFlags(AlgorithmFlags):
     length_penalty: float = flag(0.0, "subtracted from the score for each token of the response", resume=SAME)
 
     def validate(self) -> None:
-        """Raise UserError for a function that is given twice, and for a form of responses that is none."""
+        """Raise UserError for a function that is given twice, and for an invalid form of responses."""
         super().validate()
         refuse_twice(self, "reward_function")
         check_format(self.response_format)
 
 
 def refuse_twice(args: ProgramFlags, name: str) -> None:
-    """Raise UserError where a list that is a flag's value has the same item twice."""
+    """Raise UserError where the list of a flag has the same item twice."""
     values = getattr(args, name)
     twice = next((value for place, value in enumerate(values) if value in values[:place]), None)
     if twice is not None:
@@ -287,7 +289,7 @@ class RewardServerFlags(RewardFunctionFlags):
     )
 
     def validate(self) -> None:
-        """Raise UserError for URLs that are none, and for columns that a request has no room for."""
+        """Raise UserError for invalid URLs, and for columns that a request has no place for."""
         super().validate()
         for url in self.reward_url:
             check_reward_url(url)
@@ -303,11 +305,11 @@ class RewardServerFlags(RewardFunctionFlags):
 
     @property
     def other_rewards(self) -> list[str]:
-        """Functions, and then the server."""
+        """The reward functions, then the reward server."""
         return [*self.reward_function, *self.reward_url[:1]]
 
     def reward_server(self) -> ServerSettings | None:
-        """What is to be known of the servers; None where there are none."""
+        """The settings of the reward servers; None where there are none."""
         if not self.reward_url:
             return None
         return ServerSettings(
@@ -321,7 +323,7 @@ class RewardServerFlags(RewardFunctionFlags):
 
 
 def check_reward_url(url: str) -> None:
-    """Raise UserError for what is no URL of a server, or holds a user's name; a password or key in it is not shown."""
+    """Raise UserError for an invalid server URL, or one with a user's name; passwords and keys in it are not shown."""
     shown = re.sub("//.*@[^/]*", "//...", url).partition("?")[0]
     try:
         parts = urlsplit(url)
@@ -416,7 +418,7 @@ class ModelFlags(RoleLoraFlags, ReferenceFlags, RewardServerFlags):
 
     @property
     def half_by_model(self) -> str:
-        """The flags by which the reward model is half of the score, and the other half what else scores."""
+        """The flags with which the reward model makes up half of the score, and the other rewards the other half."""
         model = self.reward_path or self.critic_model_name_or_path or "REWARD_MODEL"
         count = len(self.other_rewards)
         weights = " ".join([f"{0.5 / count:g}"] * count)
@@ -441,8 +443,8 @@ class ModelFlags(RoleLoraFlags, ReferenceFlags, RewardServerFlags):
 
     @cached_property
     def spec(self) -> EngineSpec:
-        """Which engines are to be built; made once, after --dtype is settled. Raises UserError where flags contradict
-        the dialect or a DeepSpeed file."""
+        """The engines to build; computed once, after --dtype is settled. Raises UserError where flags contradict the
+        dialect or a DeepSpeed file."""
         dialect = self.resolved.dialect
         self._check_engines(dialect)
 
@@ -517,7 +519,7 @@ class ModelFlags(RoleLoraFlags, ReferenceFlags, RewardServerFlags):
         return configs
 
     def _check_engines(self, dialect: Dialect) -> None:
-        """Raise UserError for flags of models that this dialect does not have, and for offload of what has nothing."""
+        """Raise UserError for flags of models that this dialect does not have, and for useless offload."""
         for name in (
             "critic_zero_stage",
             "critic_ds_config",
@@ -559,7 +561,8 @@ class ModelFlags(RoleLoraFlags, ReferenceFlags, RewardServerFlags):
             )
 
     def _critic_lora(self, dialect: Dialect) -> LoraSpec | None:
-        """The critic's adapter; within a shared trunk it has one in any case, of its start's rank or the actor's."""
+        """The critic's adapter. With a shared trunk (actor and critic use one set of weights) the critic always has an
+        adapter: with the rank of the adapter it starts from, or the actor's rank."""
         given = self.lora("critic_")
         if given is not None or not self.share_trunk or not dialect.has_critic:
             return given
@@ -570,7 +573,7 @@ class ModelFlags(RoleLoraFlags, ReferenceFlags, RewardServerFlags):
         return replace(actor, lr=LEARNING_RATE, dim=start.config.r if start is not None and starts_so else actor.dim)
 
     def _check_shared(self, spec: EngineSpec, dialect: Dialect) -> None:
-        """Raise UserError for flags of engines that do not exist, because another one plays their role."""
+        """Raise UserError for flags of an engine that does not exist because another engine plays its role."""
         for role, what in spec.shared.items():
             for name in (f"{role}_ds_config", f"offload_{role}_model"):
                 if not getattr(self, name, None):

@@ -1,9 +1,9 @@
-"""Flags of DeepSpeed-Chat's scripts that have nothing left to do here, and what does their work now.
+"""Flags of other systems: what this program answers when it is given one.
 
-Names and kinds are those of DeepSpeedExamples 83757d9c, applications/DeepSpeed-Chat/training/step*/main.py, and of the
-scripts beside them.
+DeepSpeed-Chat's flags without effect here are accepted or refused, with what does their work now. Names and kinds are
+those of DeepSpeedExamples 83757d9c, applications/DeepSpeed-Chat/training/step*/main.py, and of the scripts beside them.
 
-What is said of a flag that another system has: the row of its page, docs/from_*.md, in which the name stands.
+For flags of other systems the answer is the row with the flag's name on the system's page, docs/from_*.md.
 """
 
 import re
@@ -76,15 +76,16 @@ STEP3 = {
 }
 
 
-# A wheel has these pages beside this file; a checkout has them in its documents.
+# In a wheel these pages lie beside this file; in a checkout they lie in docs/.
 _INSTALLED = Path(__file__).with_name("pages")
 PAGES = _INSTALLED if _INSTALLED.is_dir() else Path(__file__).resolve().parents[2] / "docs"
 HEADINGS = {"in step 3": (3,), "in steps 1 and 2": (1, 2), "no counterpart; instead": (1, 2, 3)}
-"""Of the column that says what there is here, and in which steps that is so."""
+"""{heading of the column with this project's counterpart: the steps that the table is about}."""
 
 
 class Row(NamedTuple):
-    """A line of a table: the names in its first cell, the heading of what there is here, that, and a remark."""
+    """A row of a table: the names in its first cell, the heading of the counterpart's column, the counterpart here, and
+    a remark."""
 
     system: str
     names: list[str]
@@ -94,8 +95,8 @@ class Row(NamedTuple):
 
 
 def flag_of_other_systems(name: str, step: int) -> str | None:
-    """What there is in this step in place of the flag `name` of another system, of any that has one of this name (or of
-    this last part: `algo.kl.init_coef`), or what there is in other steps; None where no page has it."""
+    """The counterpart, in this step or else in other steps, of the flag `name` of any other system; None where no page
+    has it. The last part of a dotted name (`algo.kl.init_coef`) is found, too."""
     found = [(row, known) for row in rows() for known in row.names if name in (known, known.rpartition(".")[2])]
     found = [one for one in found if step in HEADINGS[one[0].heading]] or found
     sentences = [
@@ -106,7 +107,7 @@ def flag_of_other_systems(name: str, step: int) -> str | None:
 
 
 def rows() -> Iterator[Row]:
-    """The lines of all pages' tables that have one of the headings."""
+    """The rows of the tables of all pages that have one of the headings."""
     for page in sorted(PAGES.glob("from_*.md")):
         text = re.sub(r"\[[^]]*\]\(([^)]*)\)", r"docs/\1", page.read_text(encoding="utf-8"))
         system, heading, column = text.partition("\n")[0].removeprefix("# From "), "", 0

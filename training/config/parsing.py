@@ -1,7 +1,7 @@
-"""A command line, and the YAML file that it names, as a dataclass of flags: `parse_flags`.
+"""Parses a command line, and the YAML file that it names, into a dataclass of flags: `parse_flags`.
 
-The YAML file is one mapping, read safely, in which no key stands twice. An unknown flag or key is answered with what
-does its work here: of another of the three steps, of another system, or the nearest name.
+The YAML file is one mapping, read safely, in which no key stands twice. The error about an unknown flag or key says
+what to use instead, if it is a flag of another step or of another system; otherwise it gives the nearest name.
 """
 
 import argparse
@@ -27,7 +27,7 @@ def read_yaml(path: str) -> dict:
     import yaml
 
     class UniqueKeys(yaml.SafeLoader):
-        """YAML in which a key that comes twice is a mistake, and not the later value."""
+        """A YAML loader that raises where a key stands twice, instead of taking the later value."""
 
         def construct_mapping(self, node, deep=False):
             seen = set()
@@ -63,7 +63,7 @@ def _yaml_problem(error: Exception) -> str:
 
 STEPS = {SFTFlags: 1, RewardFlags: 2, RLHFFlags: 3}
 
-# What serves a flag's purpose in the steps that do not have it.
+# What to use in place of a flag in the steps that do not have it.
 IN_STEP_3 = {
     "held_out": "here --num_eval_prompts says how many prompts are held out",
     "max_seq_len": "here --max_prompt_seq_len and --max_answer_seq_len say how long a prompt and its answer may be",
@@ -78,12 +78,12 @@ IN_STEPS_1_AND_2 = {
 
 
 def step_of(arguments_class: type[ProgramFlags]) -> int | None:
-    """The step whose flags these are; None of another program's."""
+    """The step whose flags these are; None for another program."""
     return next((step for known, step in STEPS.items() if issubclass(arguments_class, known)), None)
 
 
 def flag_of_other_steps(arguments_class: type[ProgramFlags], name: str) -> str | None:
-    """Of which steps `name` is a flag, and what there is here in its place; None where no other step has it."""
+    """The steps that have the flag `name`, and what to use here in its place; None where no other step has it."""
     steps = [str(step) for other, step in STEPS.items() if name in other.__dataclass_fields__]
     if not steps or name in arguments_class.__dataclass_fields__:
         return None
@@ -93,7 +93,7 @@ def flag_of_other_steps(arguments_class: type[ProgramFlags], name: str) -> str |
 
 
 UNTOLD = ("local_rank", "help")
-"""Words that every command line may have, and that no misspelt flag was meant to be."""
+"""Flags that every program has; they are never suggested for a misspelt flag."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -107,10 +107,10 @@ def parse_flags(
     description: str,
     say: Callable[[str], None] = lambda line: None,
 ):
-    """The dataclass filled from a command line, and from the YAML file that it names, and validated.
+    """The dataclass of flags, filled from a command line and the YAML file that it names, and validated.
 
-    say: is given one line for each flag that has nothing left to do. Raises: UserError for an unknown flag or key
-    (naming the nearest known one), a missing one, a value of the wrong type, or one that asks for what is not there.
+    say: called with one line for each flag without effect. Raises: UserError for an unknown flag or key (naming the
+    nearest known one), a missing one, a value of the wrong type, or one that asks for a missing feature.
     """
     parser = _parser(arguments_class, description)
     known = [spec.name for spec in dataclasses.fields(arguments_class)] + list(arguments_class.old_flags)
@@ -131,7 +131,7 @@ def parse_flags(
 
 
 def _parser(arguments_class: type[ProgramFlags], description: str, defaults: bool = True) -> _Parser:
-    """defaults: whether flags that are not given have their default, or are missing where they are required."""
+    """The parser. defaults: whether it fills in defaults and demands required flags."""
     parser = _Parser(description=description, allow_abbrev=False, argument_default=argparse.SUPPRESS, add_help=defaults)
     parser.add_argument("--local_rank", type=int, default=-1, help=argparse.SUPPRESS)  # the launcher's
     hints = typing.get_type_hints(arguments_class)
@@ -164,7 +164,7 @@ def _tell_old(old: OldFlag, name: str, value, say: Callable[[str], None]) -> Non
 
 
 def _shortened(text: str) -> str:
-    """The text in one line that can be read, without what a terminal would take for a command."""
+    """The text in one short line, with control characters of terminals escaped."""
     line = visible(without_query(text))
     return line if len(line) <= 400 else f"{line[:300]} ... {line[-97:]}"
 
@@ -184,7 +184,7 @@ def _refuse_unknown(arguments_class: type[ProgramFlags], argv: Sequence[str], kn
 
 
 def _hint(arguments_class: type[ProgramFlags], name: str, value: str, names: Sequence[str], dashes: str) -> str:
-    """What is to be done about an unknown flag or key."""
+    """What the user should do about an unknown flag or key."""
     for spec in dataclasses.fields(arguments_class):
         if spec.metadata["was"] == name:
             old_value = spec.metadata["old_values"].get(value)
@@ -274,7 +274,7 @@ def _argparse_options(spec: dataclasses.Field, hint, defaults: bool) -> dict:
     if isinstance(hint, types.UnionType):
         hint = next(kind for kind in typing.get_args(hint) if kind is not type(None))
     if hint is bool:
-        # Bare for yes; a value takes back what a file or a script before it said.
+        # Without a value it means true; a value can undo what a file or a script said before.
         return options | {"type": _truth, "metavar": "true|false", "nargs": "?", "const": True}
     if typing.get_origin(hint) is list:
         return options | {

@@ -1,7 +1,8 @@
-"""The reward that a user names: module:function or path/to/file.py:function; a RewardSource class will do, too.
+"""Loads the rewards that a user names: module:function or path/to/file.py:function, where a function or a RewardSource
+class stands.
 
-What the score of a run is made of: the reward model, what --reward_function names, and reward servers, each with its
-weight and the name that metrics have for it.
+`score_parts` lists the parts of a run's score: the reward model, the functions of --reward_function, and the reward
+servers, each with its weight and its name in metrics.
 """
 
 import importlib.util
@@ -28,14 +29,14 @@ from training.reporting.standard_errors import ENDINGS
 
 
 def load_function(name: str) -> Callable:
-    """Import a function that can be called as `engine.reward.function` has it; or a class of RewardSource that is made
-    of the tokenizer.
+    """Import a reward function with the signature in `engine.reward.function`, or a RewardSource class whose
+    constructor takes the tokenizer.
 
-    Modules are also looked for in the current directory, behind all else. A file's folder may hold modules that it
-    imports.
+    Modules are also searched for in the current directory, after all other places. A file may import modules from its
+    own folder.
 
-    Raises: UserError, naming the flag, for a module that is not found or whose import raises, and for a name
-    that it lacks or that cannot be called so.
+    Raises: UserError, naming the flag, for a module that is not found or whose import raises, and for a name that the
+    module lacks or that cannot be called this way.
     """
     what = f"--reward_function {name}"
     where, _, attribute = name.rpartition(":")
@@ -56,19 +57,20 @@ def load_function(name: str) -> Callable:
 
 
 def names_file(where: str) -> bool:
-    """Whether what stands before the function's name is a file's path, of any ending, and not a module's name."""
+    """Whether `where`, the part before the function's name, is the path of a file with any ending, not a module
+    name."""
     return where.endswith(".py") or "/" in where or _is_file(Path(where))
 
 
 def is_source(function: Callable) -> bool:
-    """Whether it is a class of RewardSource, whose objects score rollouts."""
+    """Whether this is a RewardSource class, whose objects score rollouts."""
     return isinstance(function, type) and issubclass(function, RewardSource)
 
 
 def function_source(function: Callable, given: str, tokenizer, rows: Sequence[dict]) -> RewardSource:
-    """What --reward_function names, as it scores: a RewardSource class, or a function of texts and of the data's rows.
+    """The RewardSource of a value of --reward_function: of a RewardSource class, or of a function of texts and rows.
 
-    given: as the flag names it. rows: rows[index] for the indices of the prompts.
+    given: the flag's value. rows: rows[index] is the data row of the prompt with this index.
     """
     if is_source(function):
         return AgreedReward.made(function, tokenizer, f"the reward source {given}")
@@ -76,7 +78,7 @@ def function_source(function: Callable, given: str, tokenizer, rows: Sequence[di
 
 
 def _imported_file(path: Path, what: str) -> ModuleType:
-    """The module in a file of any name, which may be a link, and called like an installed module."""
+    """The module in a file. The file may have any name, also an installed module's, and may be a link."""
     if not _is_file(path):
         raise UserError(f"{what}: there is no file {path} (relative paths start from {Path.cwd()}).")
     refuse_pointers([path], what)
@@ -168,16 +170,16 @@ def _origin(module: ModuleType) -> str:
 
 
 MODEL = "model"  # how metrics call the reward model
-ALONE = "function"  # a function, or class, that nothing else scores beside
-SERVER = "server"  # those of --reward_url
+ALONE = "function"  # the name of a function or class that is the only part of the score
+SERVER = "server"  # the name of the servers of --reward_url
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One of the things whose weighted sum is the score.
+    """One part of the score, which is the weighted sum of its parts.
 
-    name: in metrics, as reward/NAME and objective/scores_NAME. what: as people read it. given: of a function, as the
-    flag names it.
+    name: its name in metrics, reward/NAME and objective/scores_NAME. what: its description for people. given: the
+    flag's value, for a function.
     """
 
     name: str
@@ -187,7 +189,7 @@ class Part:
 
 
 def score_parts(args: ModelFlags) -> list[Part]:
-    """Those of a run: the reward model, the functions as they are given, the reward servers."""
+    """The parts of a run's score: the reward model, the functions in the order given, the reward servers."""
     given, others = args.reward_function, args.other_rewards
     weights = args.reward_weights or [1.0] * len(others)
     alone = args.reward_path is None and others == given[:1]
@@ -201,13 +203,13 @@ def score_parts(args: ModelFlags) -> list[Part]:
 
 
 def _what(name: str, given: str) -> str:
-    """A function's own name; and where it stands, if metrics call it otherwise."""
+    """The function's name; with the flag's value, if metrics use another name."""
     own = given.rpartition(":")[2]
     return own if name in (own, ALONE) else f"{name} ({given})"
 
 
 def load_functions(args: ModelFlags) -> dict[str, Callable]:
-    """The functions and classes of a run, as they are given; raises UserError for one that cannot be loaded."""
+    """{flag's value: function or class} of a run; raises UserError for one that cannot be loaded."""
     functions = {name: load_given(name, args) for name in args.reward_function}
     for name, function in functions.items():
         if args.overlap_rewards and is_source(function):
@@ -234,8 +236,8 @@ def load_given(name: str, args: BuiltInFlags) -> Callable:
 
 
 def names(given: Sequence[str]) -> list[str]:
-    """How metrics call functions that have others beside them: each by its own name, with a number where another, the
-    reward model or a server has it."""
+    """The names in metrics of functions that are not the only part of the score: each function's name, with a number
+    where another function, the reward model or a server has this name."""
     found: list[str] = []
     for each in given:
         name = re.sub(r"\W", "_", each.rpartition(":")[2])
@@ -251,14 +253,14 @@ def _numbered(name: str, taken: Collection[str]) -> str:
 
 
 def _free(name: str, taken: Collection[str]) -> bool:
-    """Whether no metric of another meaning has this name."""
+    """Whether the name is free: no metric with another meaning has it."""
     return name not in (*taken, MODEL, SERVER) and f"scores_{name}" not in OBJECTIVE and not name.endswith(ENDINGS)
 
 
 def check_columns(functions: Mapping[str, Callable], data: Mapping[str, Prompts]) -> None:
-    """Raise UserError for a column that a function asks for and that was not read, or that the data's first row lacks.
+    """Raise UserError where a function asks for a column that was not read or that the first row of the data lacks.
 
-    functions: as they are given. data: by what a message calls it.
+    functions: by the flag's value. data: by the name that messages use for it.
     """
     for given, function in functions.items():
         if is_source(function):
@@ -277,5 +279,5 @@ def check_columns(functions: Mapping[str, Callable], data: Mapping[str, Prompts]
 
 
 def short_names(given: Sequence[str]) -> str | None:
-    """The functions as checkpoints know them, without folders, which may be moved; None where there are none."""
+    """The functions' names in checkpoints, without folders, since files may be moved; None where there are none."""
     return " ".join(Path(name).name for name in given) or None

@@ -1,5 +1,5 @@
-"""The flags of step 3: how responses are drawn, for how long it trains, and what is looked at; and those of the memory
-planner, which are step 3's and which machines.
+"""The flags of step 3: how responses are drawn, how long it trains, and what it evaluates. The memory planner's flags
+are step 3's flags and a description of the machines.
 """
 
 import os
@@ -15,12 +15,12 @@ from training.config import other_systems
 from training.config.flags import HubFlags, OldFlag, RestartFlags, RunFlags, flag
 from training.config.models import ModelFlags
 
-COPIES = "rollout_backend=auto|replica|zero3"  # of the actor, in these processes
+COPIES = "rollout_backend=auto|replica|zero3"  # the backends that sample from the actor within these processes
 
 
 @dataclass(kw_only=True)
 class RolloutFlags(RunFlags):
-    """By which backend responses are drawn, and what is said to it."""
+    """The backend that draws responses, and its settings."""
 
     rollout_backend: str = flag(
         "auto",
@@ -70,7 +70,7 @@ class RolloutFlags(RunFlags):
     def validate(self) -> None:
         """Raise UserError for values that cannot work, alone or together."""
         super().validate()
-        if "RANK" in os.environ:  # not in a program that plans for other machines
+        if "RANK" in os.environ:  # a program that plans for other machines has no RANK
             self.check_groups(ranks_of_this_machine())
         if self.decoding in ("recorded", "graphs") and self.replicas_between_steps != "keep":
             raise UserError(
@@ -173,7 +173,7 @@ LEAST_HOST = 10**9  # bytes; a smaller number was given without its unit
 
 @dataclass(kw_only=True)
 class MemoryFlags(RLHFFlags):
-    """Step 3's flags, of which those of data and output may be left out, and the machines."""
+    """Step 3's flags, where those of data and output are optional, and the flags that describe the machines."""
 
     output_dir: str = flag("memory_plan", "nothing is written")
     data_path: list[str] = flag([], "nothing is read")
@@ -205,5 +205,5 @@ class MemoryFlags(RLHFFlags):
 
     @property
     def host_bytes(self) -> int | None:
-        """What --host_memory says."""
+        """The bytes of --host_memory."""
         return parsed_bytes(self.host_memory) if self.host_memory is not None else None

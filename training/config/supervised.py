@@ -17,7 +17,7 @@ from training.config.models import ModelLoraFlags
 
 @dataclass(kw_only=True)
 class SupervisedFlags(HubFlags, RestartFlags, ModelLoraFlags, DataFlags):
-    """What steps 1 and 2 share."""
+    """The flags that steps 1 and 2 share."""
 
     old_flags: ClassVar[dict[str, OldFlag]] = other_systems.SUPERVISED
 
@@ -56,7 +56,7 @@ class SupervisedFlags(HubFlags, RestartFlags, ModelLoraFlags, DataFlags):
         self.engine_config().check_offload()
 
     def engine_config(self) -> EngineConfig:
-        """The DeepSpeed configuration asked for."""
+        """The settings of the engine that the flags ask for."""
         stage = self.zero_stage
         if stage is None and self.ds_config is not None:
             stage = stage_of_file(self.ds_config, "model")
@@ -94,7 +94,7 @@ class SupervisedFlags(HubFlags, RestartFlags, ModelLoraFlags, DataFlags):
         return self.max_steps or an_epoch * self.num_train_epochs
 
     def evaluates(self, step: int, examples: int) -> bool:
-        """Whether the held-out examples are looked at after a step of a run over so many examples."""
+        """Whether the held-out examples are evaluated after this step of a run over so many examples."""
         if step % self.steps_per_epoch(examples) == 0 or step == self.total_steps(examples):
             return True
         return bool(self.eval_interval and step % self.eval_interval == 0)
@@ -142,10 +142,10 @@ class RewardFlags(SupervisedFlags):
     temperature: float = flag(Dialect().temperature, "of sampling them", above=0)
 
     def counted_padding(self) -> str | None:
-        """As RunFlags has it: the shorter response of a pair is compared up to the end of the longer one."""
+        """See RunFlags: the shorter response of a pair is compared up to the end of the longer one."""
         return "from_difference counts numbers of padding" if self.pairwise_loss == "from_difference" else None
 
     @property
     def sft_path(self) -> str:
-        """The model whose responses normalise the scores."""
+        """The path of the model on whose responses the scores are normalised."""
         return self.sft_model_name_or_path or self.model_name_or_path

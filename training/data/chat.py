@@ -1,8 +1,8 @@
 """Messages as text, by the tokenizer's chat template: a program that came with the model.
 
-It may be broken, leave texts out, never end, or take all memory, with some messages only. So it runs in a process of
-its own, forked for it, that is asked for one rendering after the other: each has a limit of time, and the process one
-of memory. What goes wrong there ends that process at most; the next rendering has another one.
+A template may be broken, leave texts out, never end, or take all memory, and do so for some messages only. So it runs
+in a separate, forked process, which renders one dialogue after the other. Each rendering has a time limit, and the
+process has a memory limit. An error there ends that process at most; the next rendering starts a new one.
 
 `Turns` finds where in a dialogue, written as one text, a user begins to speak.
 """
@@ -27,31 +27,31 @@ from jinja2 import TemplateError
 from engine.errors import UserError
 
 SECONDS = 10  # of processor time for one dialogue; a good template takes milliseconds
-WAIT = 120.0  # seconds for what is asked for at once, on however busy a machine
-IDLE = 5.0  # seconds after which a process that is asked for nothing ends: it keeps what this one has freed since
-MEMORY = 2**30  # bytes that the process may take, beside those of this one
+WAIT = 120.0  # seconds for all renderings of one call, on however busy a machine
+IDLE = 5.0  # seconds after which an idle process ends: it still holds memory that this process has freed since the fork
+MEMORY = 2**30  # bytes that the process may take beyond those of this process
 LONGEST = 2**26  # characters of a text
 REMEDY = "Mend chat_template in its tokenizer_config.json (or chat_template.jinja), or give --chat_template FILE."
 TRIAL = "a question and its reply"
-# That, with which a template is tried.
+# The dialogue with which a template is tried.
 TURNS = ({"role": "user", "content": "the-question"}, {"role": "assistant", "content": "the-reply"})
 
 
 class Rendered(str):
-    """A text that a chat template made: whether it begins with a BOS, the template has decided."""
+    """A text that a chat template made. The template decided whether it begins with a BOS; none is added."""
 
 
 def render(tokenizer, messages: list[dict], where: str = "", **options) -> Rendered:
-    """The text of the messages; `options` as of apply_chat_template. The rest as in `renderings`."""
+    """The text of the messages; `options`: those of apply_chat_template. Otherwise see `renderings`."""
     return renderings(tokenizer, [(messages, where, options)])[0]
 
 
 def renderings(tokenizer, asked: Sequence[tuple[list[dict], str, dict]]) -> list[Rendered]:
-    """The text of each (messages, where, options of apply_chat_template); of several at once sooner than of each alone.
+    """The text of each (messages, where, options of apply_chat_template). One call for many is faster than many calls.
 
-    where: the record and column that they stand in; none for an example, of which a template may leave texts out.
-    Raises: UserError for a template that cannot render a question and its reply, or these messages, or takes too much
-    time or memory for them.
+    where: the record and column of the messages; empty for an example, where the template may leave texts out.
+    Raises: UserError for a template that cannot render a question and its reply, or these messages, or that takes too
+    much time or memory for them.
     """
     name = getattr(tokenizer, "name_or_path", None) or "the model"
     broken, lossy = _tried(tokenizer)
@@ -72,7 +72,7 @@ def renderings(tokenizer, asked: Sequence[tuple[list[dict], str, dict]]) -> list
 
 
 def template_key(tokenizer) -> str:
-    """By which chat templates are told apart."""
+    """A key that identifies the tokenizer's chat template."""
     template = tokenizer.chat_template
     return template if isinstance(template, str) else json.dumps(template, default=repr)
 
@@ -81,7 +81,7 @@ _trials: dict[str, tuple[str | None, str | None]] = {}  # by the template's text
 
 
 def _tried(tokenizer) -> tuple[str | None, str | None]:
-    """(why the template cannot be used at all, why not for messages of data); None where it can."""
+    """(why the template cannot be used at all, why it cannot be used for messages of data); None where it can."""
     template = template_key(tokenizer)
     if template not in _trials:
         ((_, lossy, broken),) = _process(tokenizer).asked([None], TRIAL)
@@ -90,7 +90,7 @@ def _tried(tokenizer) -> tuple[str | None, str | None]:
 
 
 def _loss(tokenizer) -> str | None:
-    """Which texts the template leaves out; dialogues of several kinds show whether it ends."""
+    """Which texts the template leaves out, or None. Dialogues of several kinds also show whether it ends."""
 
     def text(turns: list[dict], **options) -> str:
         return tokenizer.apply_chat_template(turns, tokenize=False, **options)
@@ -106,7 +106,7 @@ def _loss(tokenizer) -> str | None:
         [question, reply] * 32,
         [{**question, "content": "the-question " * 1000}, reply],
     ):
-        with contextlib.suppress(TemplateError, TypeError, ValueError):  # not all have to be admitted, only to end
+        with contextlib.suppress(TemplateError, TypeError, ValueError):  # it may refuse some, but it has to end
             text(turns)
     return lossy
 
@@ -121,7 +121,7 @@ def _process_of(tokenizer, *as_it_is) -> "_Process":
 
 
 Request = tuple[list[dict], dict] | None  # messages and options; None for a trial
-Answer = tuple[str | None, str | None, str | None]  # a text; why the template refuses, or loses; what went wrong
+Answer = tuple[str | None, str | None, str | None]  # the text; why the template refuses or loses texts; other errors
 
 
 class _Process:
@@ -137,7 +137,7 @@ class _Process:
             answers, problem = self._told(requests, what)
         if problem is None:
             return answers
-        if len(requests) > 1:  # of which one it is that the process has ended with
+        if len(requests) > 1:  # to find the request at which the process has ended
             return [answer for request in requests for answer in self.asked([request], what)]
         return [(None, None, problem)]
 
@@ -153,17 +153,17 @@ class _Process:
                 os.kill(self._child, signal.SIGPROF)
             except RecursionError as error:
                 return [], f"cannot be given {what} ({_line(error)})"
-            except (EOFError, OSError):  # it has ended meanwhile
+            except (EOFError, OSError):  # the process has ended meanwhile
                 pass
             self._pipe, status = None, self._statuses.get()
             if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF:
                 return [], f"had not ended {what} after {SECONDS} seconds"
-            if status != 0 and not kept:  # a kept one may have been ended by others, and another one is tried
+            if status != 0 and not kept:  # a kept process may have been ended by others: then a new one is tried
                 return [], "takes Python down with it"
 
     def _begun(self) -> Connection:
         ours, theirs = Pipe()
-        with warnings.catch_warnings():  # Python's, of threads: the child calls nothing that waits for one
+        with warnings.catch_warnings():  # Python warns of forks beside threads; the child waits for none of them
             warnings.simplefilter("ignore", DeprecationWarning)
             self._child = child = os.fork()
         if child == 0:
@@ -175,10 +175,10 @@ class _Process:
 
 
 def _answer_requests(tokenizer, pipe: Connection) -> None:
-    """What the process does until it is asked for nothing more; its status is 0 then."""
+    """The main loop of the process; it ends with status 0 when no more requests come."""
     status = 1
     try:
-        gc.freeze()  # what there is already is not to be destroyed here: a GPU's memory, say
+        gc.freeze()  # existing objects, such as GPU memory, must not be destroyed here
         signal.set_wakeup_fd(-1)
         for each, handler in (("PROF", signal.SIG_DFL), ("TERM", signal.SIG_DFL), ("INT", signal.SIG_IGN)):
             signal.signal(getattr(signal, f"SIG{each}"), handler)
@@ -197,7 +197,7 @@ def _answer_requests(tokenizer, pipe: Connection) -> None:
             signal.setitimer(signal.ITIMER_PROF, 0)
             pipe.send(answers)
         status = 0
-    except (EOFError, OSError):  # nobody is there to ask for more
+    except (EOFError, OSError):  # the parent is gone
         status = 0
     finally:
         os._exit(status)
@@ -217,7 +217,7 @@ def _answer(tokenizer, request: Request, what: str) -> Answer:
         return text, None, None
     except MemoryError:
         return None, None, f"takes more than {MEMORY >> 30} GB of memory for {what}"
-    except Exception as error:  # whatever a template's own mistakes lead to
+    except Exception as error:  # a template's mistakes may raise anything
         return None, None, f"fails with {what} ({_line(error)})"
 
 
@@ -237,10 +237,11 @@ SYSTEM = "the-system-message"
 
 
 class Turns:
-    """What stands before a user's turn: by the tokenizer's chat template (`mark`, if it has one), or in a text.
+    """Finds where a user's turn begins: by the mark that the tokenizer's chat template writes before it (`mark`, if it
+    has one), or by the words that stand before turns in plain texts.
 
-    around_system: what the template writes before and behind a system message within the first user's turn, as
-    Llama-2's does; None if it writes it elsewhere, or so that it cannot be told from what the user says.
+    around_system: what the template writes before and after a system message within the first user's turn, as
+    Llama-2's does. None if it writes the system message elsewhere, or if this cannot be told from the user's words.
     """
 
     def __init__(self, tokenizer):
@@ -248,10 +249,10 @@ class Turns:
         self.around_system = _around_system(tokenizer, self.mark) if self.mark else None
 
     def borders(self, text: str) -> list[int]:
-        """The positions, ascending, at which a user's turn begins, its mark included; none where there are no turns.
+        """The positions, ascending, at which a user's turn begins with its mark; empty where there are no turns.
 
-        The marks of a text are of the form with which it begins; or else, where something stands before the first turn,
-        of that with the most turns. Those of another may be quoted in what somebody says, and so may these.
+        The text's form of marks is the one that it begins with. If something else stands before the first turn, it is
+        the form with the most turns. Marks of other forms may be quotations, and so may these.
         """
         found = [
             (text.lstrip(" ").startswith(form[0]) or text.startswith(form[0]), _alternating(text, *form))
@@ -260,15 +261,15 @@ class Turns:
         begun = [borders for begins, borders in found if begins and borders]
         if begun:
             return begun[0]
-        # A template's own marks are no words, and what it writes behind a user's message is not asked for.
+        # A template's marks are no words of a text, so the answerer's marks need not be looked for.
         if self.mark and (borders := _alternating(text, self.mark, "")):
             return borders
         return max((borders for _, borders in found), key=len)
 
     def head(self, text: str) -> tuple[str, list[int]]:
-        """(what stands before the first turn, the positions at which what is left behind it may begin).
+        """(the head: the text before the first turn, the positions at which the rest behind it may begin).
 
-        A system message within the first turn belongs to the head, with the mark before it: later turns then begin
+        A system message within the first turn, and the mark before it, belong to the head. Later turns then begin
         behind their marks.
         """
         borders = self.borders(text)
@@ -285,9 +286,9 @@ class Turns:
 
 
 def _alternating(text: str, user: str, answerer: str) -> list[int]:
-    """Where a user's mark stands that begins a turn: the first, and the next one behind each answerer's mark.
+    """The positions of the user's marks that begin a turn: the first mark, and the next one after each answerer's mark.
 
-    None without an answerer's mark behind one of the user's: it is a word of the text then.
+    Empty where no answerer's mark follows a user's mark: the mark is then an ordinary word of the text.
     """
     found, answered = [], False
     place = 0 if text.lstrip(" ").startswith(user.lstrip()) else text.find(user)
@@ -322,7 +323,7 @@ def _mark_of_template(tokenizer) -> str | None:
 
 
 def _around_system(tokenizer, mark: str) -> tuple[str, str] | None:
-    """What the template writes before and behind a system message, where that stands behind the first user's mark."""
+    """What the template writes before and after a system message that stands behind the first user's mark."""
     try:
         text = render(tokenizer, [{"role": "system", "content": SYSTEM}, *TURNS])
     except UserError:  # the template admits none

@@ -5,9 +5,9 @@
     for indices in epoch_batches(len(examples), batch_size=8, epoch=0, seed=0, rank=rank(), world=world_size()):
         batch = collate_sft([examples[index] for index in indices], pad_id)
 
-All rows are tokenised once, at the start: the order in which examples are visited (training/data/order.py) is then a
-question of numbers, the same for any number of ranks. What is cut or left out is counted and never silent. `rows` is
-what load_rows gives, or a list of such rows; with a folder for `cache`, a later run finds the ids there.
+All rows are tokenised once, at the start. The order in which examples are visited (training/data/order.py) then needs
+only their numbers, and is the same for any number of ranks. Rows that are cut or left out are counted and reported.
+`rows` is the result of load_rows, or a list of such rows. With a folder for `cache`, a later run finds the ids there.
 """
 
 import json
@@ -42,18 +42,18 @@ from training.data.tokens import (
     together,
 )
 
-NOTED = 3  # rows of each kind whose numbers are kept, so that they can be shown
-ENOUGH = 0.95  # where a smaller share of the rows fits, that is warned of
+NOTED = 3  # of each kind so many row numbers are kept, so that these rows can be shown
+ENOUGH = 0.95  # a run warns where a smaller share of the rows fits
 
 
 class FittedRows(Sequence):
     """An Arrow table of the rows that are kept, and counts of the others.
 
-    rows: where they are from; fit: what of a row is shown to the model. cut, dropped: how many rows were cut, and left
-    out for their length; equal: left out because their answers are the same; empty: because the tokenizer makes no
-    tokens of them. needed: the length that 95 % of the rows but these two kinds would fit into. noted: by kind, the
-    numbers of the first rows of this kind. notes: (the number of the first row, how many rows) by the note that they
-    have (`Row.notes`). unread: what the columns hold that were not read, by name.
+    rows: the rows before fitting. fit: gives the part of a row that the model is shown. cut: how many rows were cut.
+    dropped: how many were left out for their length; equal: because their answers are the same; empty: because the
+    tokenizer makes no tokens of them. needed: the length into which 95 % of the rows fit, equal and empty ones aside.
+    noted: {kind: numbers of its first rows}. notes: {note (`Row.notes`): (number of the first row with it, how many
+    rows have it)}. unread: {name of a column that was not read: what it holds}.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class FittedRows(Sequence):
         cache: Path | None,
         **settings,
     ):
-        """columns: what stands in the table of a row that is kept. settings: all that `fit` depends on.
+        """columns: gives the table's values for a row that is kept. settings: everything that `fit` depends on.
 
         Raises UserError where the tokenizer makes no tokens of any row.
         """
@@ -79,7 +79,7 @@ class FittedRows(Sequence):
                 for each in getattr(row, "notes", ()):
                     first, count = notes.get(each, (number, 0))
                     notes[each] = first, count + 1
-                if found.kind not in (EQUAL, EMPTY):  # which would be left out at any length
+                if found.kind not in (EQUAL, EMPTY):  # rows of these kinds are left out at any length
                     lengths[found.needed] += 1
                 if len(noted[found.kind]) < NOTED:
                     noted[found.kind].append(number)
@@ -128,9 +128,9 @@ class FittedRows(Sequence):
     def warnings(
         self, flag: str, limit: int, overlong: str, most: Callable[[], int | None] = lambda: None
     ) -> list[str]:
-        """A line where more than 5 % of the rows do not fit, with what to do; `limit` is the value of `flag`.
+        """A warning with its remedy where more than 5 % of the rows do not fit; `limit` is the value of `flag`.
 
-        most: asked for the largest value of `flag` for which the models have positions, if they have a number of them.
+        most: () -> the largest value of `flag` for which the models have positions; None without such a limit.
         """
         too_long = self.cut + self.dropped
         if self.needed <= limit or too_long <= (1 - ENOUGH) * len(self.source):
@@ -149,12 +149,12 @@ class FittedRows(Sequence):
 
 
 def place_of(rows: Sequence[dict], number: int) -> str:
-    """Where a row is from, in words."""
+    """The place of a row, in words: its file and line."""
     return rows.where(number) if hasattr(rows, "where") else f"row {number + 1}"
 
 
 def _enough(lengths: Mapping[int, int]) -> int:
-    """The length that a share ENOUGH of the rows do not exceed, of how many rows have each length; 0 for none."""
+    """The length that a share ENOUGH of the rows do not exceed; 0 without rows. lengths: {length: number of rows}."""
     place, seen = math.ceil(ENOUGH * sum(lengths.values())), 0
     for length in sorted(lengths):
         seen += lengths[length]
@@ -177,7 +177,7 @@ def _remedy(flag: str, limit: int, needed: int, most: int | None) -> str:
 
 
 class SFTExample(NamedTuple):
-    """The ids of a text, and the position of the first one that is to be learned (at least 1)."""
+    """The ids of a text, and the position of the first id that is learned (at least 1)."""
 
     token_ids: list[int]
     first_target: int
@@ -186,7 +186,7 @@ class SFTExample(NamedTuple):
 def sft_fit(
     tokenizer, max_length: int, loss_on: str = "response", overlong: str = "cut_prompt", stops: Iterable[int] = ()
 ) -> RowFit:
-    """What of a row step 1 learns; arguments as of SFTExamples."""
+    """The part of a row that step 1 learns; arguments: see SFTExamples."""
     if loss_on not in ("response", "all"):
         raise UserError(f"loss_on is {loss_on!r}; choose 'response' or 'all'.")
     lengths = Lengths(tokenizer, max_length, overlong, stops)
@@ -213,11 +213,11 @@ def sft_fit(
 class SFTExamples(FittedRows):
     """The examples of step 1: prompt + response + EOS, or text + EOS.
 
-    Learned is the response with its EOS, or with loss_on="all" everything behind the first token; of a `text` always
-    everything. What is longer than max_length is cut or left out as `overlong` says (training/data/tokens.py). What
-    lost its end has no EOS: it has not ended there, and a model that learned so would stop in the middle of its
-    sentences. stops: the ids beside EOS and the chat template's end of a turn at which step 3 stops: what is learned
-    ends there, too.
+    The loss covers the response with its EOS, or with loss_on="all" everything after the first token. Of a `text` it
+    always covers everything. Examples longer than max_length are cut or left out as `overlong` says
+    (training/data/tokens.py). An example that lost its end gets no EOS, since a model that learned such an EOS would
+    stop in the middle of its sentences. stops: the ids at which step 3 stops, beside EOS and the chat template's
+    end of a turn; an example ends there, too.
     """
 
     def __init__(
@@ -252,7 +252,7 @@ class SFTBatch:
     """Right-padded examples.
 
     sequences (B, S) int64; attention_mask (B, S) int64, 1 on tokens of the text, EOS included;
-    loss_mask (B, S - 1) bool, slot t says whether token t + 1, which is predicted from position t, is to be learned.
+    loss_mask (B, S - 1) bool: entry t says whether token t + 1, which is predicted from position t, is learned.
     """
 
     sequences: Tensor
@@ -279,7 +279,7 @@ class Pair(NamedTuple):
 
 
 def pair_fit(tokenizer, max_length: int, overlong: str = "cut_prompt", stops: Iterable[int] = ()) -> RowFit:
-    """What of a pair is shown to the reward model; arguments as of PairExamples."""
+    """The part of a pair that the reward model is shown; arguments: see PairExamples."""
     lengths = Lengths(tokenizer, max_length, overlong, stops)
 
     def fit(row: dict) -> Fit:
@@ -297,9 +297,10 @@ def pair_fit(tokenizer, max_length: int, overlong: str = "cut_prompt", stops: It
 class PairExamples(FittedRows):
     """The examples of step 2, a `Pair` each, both sides with the same prompt.
 
-    What is longer than max_length is cut or left out as `overlong` says (training/data/tokens.py); what lost its end
-    has no EOS, as in SFTExamples. Pairs whose sides are the same, from the start (`equal`) or by what was cut
-    (`dropped`), are left out: nothing can be learned from them. stops: as of SFTExamples.
+    Pairs longer than max_length are cut or left out as `overlong` says (training/data/tokens.py). An answer that lost
+    its end has no EOS, as in SFTExamples. Pairs of equal answers are left out, since nothing can be learned from them:
+    they count as `equal` if they were the same from the start, and as `dropped` if they are the same after cutting.
+    stops: see SFTExamples.
     """
 
     def __init__(
@@ -330,7 +331,7 @@ class PairBatch:
     """Right-padded answers, the B chosen ones first, then their B rejected ones in the same order.
 
     sequences (2B, S) int64; attention_mask (2B, S) int64; first_difference (B,) int64, the first position at which a
-    pair's two sequences differ, the end of the shorter one where that is how the longer one begins.
+    pair's two sequences differ. Where the longer one begins with the shorter one, this is the shorter one's end.
     """
 
     sequences: Tensor
@@ -358,7 +359,7 @@ def prompt_fit(
     query_start: int | None = None,
     query_end: int | None = None,
 ) -> RowFit:
-    """What of a prompt the actor is shown; arguments as of Prompts."""
+    """The part of a prompt that the actor is shown; arguments: see Prompts."""
     lengths = Lengths(tokenizer, max_prompt_length, overlong)
     opening = lengths.encoder.opening
     room = max_prompt_length - len(opening)
@@ -385,14 +386,15 @@ def prompt_fit(
 
 
 class Prompts(FittedRows):
-    """The prompts of step 3, each a list of ids; `rows` are the rows of those that are kept, with all columns that are
-    read.
+    """The prompts of step 3, each a list of ids; `rows` are the rows of the prompts that are kept, with all columns
+    that are read.
 
-    overlong: what becomes of prompts of more than max_prompt_length tokens (training/data/tokens.py). A prompt's
-    index, by which its samples are keyed, is its index among those kept.
+    overlong: what happens to prompts of more than max_prompt_length tokens (training/data/tokens.py). A prompt's index,
+    which keys the random numbers of its samples, counts kept prompts only.
 
-    query_start, query_end: tokens between which the prompt stands in its text, if given (`trim_query`): what follows
-    the start, cut on the right to max_prompt_length and then behind the last end. Texts without them are dropped.
+    query_start, query_end: if given, the prompt is the part of its text between these tokens (`trim_query`): the part
+    after the start token, cut on the right to max_prompt_length and then behind the last end token. Texts without
+    these tokens are dropped.
     """
 
     def __init__(
@@ -413,7 +415,7 @@ class Prompts(FittedRows):
 
         def columns(found: Fit, row: dict) -> tuple[list[int], str]:
             kept = {name: value for name, value in row.items() if not isinstance(value, Unread)}
-            return found.prompt, json.dumps(kept, default=str)  # str: of decimals, dates and times
+            return found.prompt, json.dumps(kept, default=str)  # decimals, dates and times become texts
 
         super().__init__(rows, fit, schema, columns, tokenizer, cache, **settings)
         self.rows = _JsonColumn(self.table["row"])
@@ -430,7 +432,7 @@ class Prompts(FittedRows):
         return ids_at(self.table, "token_ids", index)
 
     def refuse_unread(self, columns: Iterable[str], asked: str) -> None:
-        """Raise UserError for a column that was not read; asked: who asks for these, as the message begins."""
+        """Raise UserError for a column that was not read; asked: the beginning of the message, which says who asks."""
         for name in columns:
             if name in self.unread:
                 raise UserError(
@@ -440,7 +442,7 @@ class Prompts(FittedRows):
 
 
 class _JsonColumn(Sequence):
-    """A column of JSON texts as what they stand for, parsed when asked for."""
+    """The values of a column of JSON texts, each parsed when it is asked for."""
 
     def __init__(self, column: pyarrow.ChunkedArray):
         self.column = column
@@ -455,8 +457,8 @@ class _JsonColumn(Sequence):
 def collate_prompts(token_lists: list[list[int]], indices: Tensor, visits: Tensor, pad_id: int) -> PromptBatch:
     """The prompts of one batch, left-padded to the longest.
 
-    indices, visits: (B,) int64, as PromptOrder gives them. The visit stands in `samples`, without which a prompt would
-    be given the same responses in each epoch.
+    indices, visits: (B,) int64, as PromptOrder gives them. The visits become `samples` of the batch: without them a
+    prompt would get the same responses in each epoch.
     """
     input_ids, attention_mask = padded(token_lists, pad_id, left=True)
     return PromptBatch(input_ids=input_ids, attention_mask=attention_mask, indices=indices, samples=visits)
@@ -465,8 +467,8 @@ def collate_prompts(token_lists: list[list[int]], indices: Tensor, visits: Tenso
 def prompt_batch(texts: list[str], tokenizer, visit: int = 0) -> PromptBatch:
     """Texts as one batch of prompts with the indices 0, 1, ...: for use from Python, without a data set.
 
-    visit: how often they were answered before. With the same number they are given the same responses again, as long as
-    the policy is the same. Raises UserError for a text of which the tokenizer makes no tokens.
+    visit: how often the texts were answered before. The same number gives the same responses again as long as the
+    policy is the same. Raises UserError for a text of which the tokenizer makes no tokens.
     """
     indices, encoder = torch.arange(len(texts)), TextEncoder(tokenizer)
     token_lists = [encoder.prompt(text) for text in texts]

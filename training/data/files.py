@@ -6,10 +6,10 @@
 Files are read here and not by the loaders of the `datasets` library: these give no line numbers, guess types (a text
 that looks like a date becomes one), and keep copies by a file's time stamp. A record is parsed when it is asked for.
 
-A file is read where a record is asked for and is not mapped into memory: reading behind the end of a mapped file that
-was cut meanwhile kills the process. Compressed files and Parquet, in which no record can be found again, are written
-out once into a temporary file without a name in $TMPDIR, which is gone with the process, however that ends. All that is
-read of a file belongs to one content: a file that changes is refused.
+A file is read when a record is asked for, and is not mapped into memory: reading beyond the end of a mapped file that
+was truncated meanwhile kills the process. Single records cannot be found in compressed files and in Parquet. These are
+written once into a temporary file in $TMPDIR. It has no name, so it vanishes with the process, however that ends. A
+file that changes while it is used is refused.
 """
 
 import csv
@@ -36,21 +36,21 @@ from engine.files import lfs_problem, open_file
 from training.data.tables import mapped, no_room
 
 ENDINGS = (".jsonl", ".json", ".csv", ".parquet")
-COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}  # by ending, as Arrow calls them
+COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}  # ending: Arrow's name
 BEGINNINGS = {".gz": rb"\x1f\x8b", ".zst": rb"\x28\xb5\x2f\xfd"}
-LARGEST_RATIO = 200  # of texts and tables; the same few bytes over and over give 1,000 and more
-ALWAYS_ALLOWED = 2**28  # bytes, whatever the ratio
+LARGEST_RATIO = 200  # size of real texts and tables over their compressed size; repeated bytes reach 1,000 and more
+ALWAYS_ALLOWED = 2**28  # bytes of content that are allowed whatever the ratio
 CHUNK = 2**20  # bytes
 LONGEST_TEXT = 10_000_000  # characters; tokenizers take 20 seconds for as many, and minutes and all memory for more
-LONGEST_CELL = 2**31 - 1  # of a CSV file, in characters; the csv module's own limit is 131,072
-NO_BLANK = re.compile(r"[^ \t\r\n]")  # with which a JSON value begins
+LONGEST_CELL = 2**31 - 1  # characters of a cell of a CSV file; the csv module's default limit is 131,072
+NO_BLANK = re.compile(r"[^ \t\r\n]")  # the beginning of a JSON value
 WORKER = Path(__file__).with_name("table_worker.py")  # decodes Parquet
 
 
 class Records(Protocol):
     """The records of one file or split, as (where, record): the place that messages name, and any JSON value.
 
-    fingerprint: a hash of the content. Caches and checkpoints know the data by it.
+    fingerprint: a hash of the content, by which caches and checkpoints identify the data.
     """
 
     fingerprint: str
@@ -61,7 +61,7 @@ class Records(Protocol):
 
 
 def data_ending(path: str | Path) -> str:
-    """The ending that says what a file holds, in small letters, without that of its compression: ".csv" of A.CSV.gz."""
+    """The file's ending in small letters, without the ending of its compression: ".csv" for A.CSV.gz."""
     path = Path(path)
     return (Path(path.stem) if compression(path) else path).suffix.lower()
 
@@ -97,10 +97,10 @@ class DataFile:
         self.state = self._state()
 
     def decompress(self) -> None:
-        """From here on read what comes out of the compressed file, which may have several members.
+        """Replace the file by its decompressed content; the compressed file may have several members.
 
-        Raises: UserError for what is damaged or cut off, or far larger than data are; and where a temporary file has no
-        room.
+        Raises: UserError for a file that is damaged or truncated, or whose content is implausibly large, and where the
+        temporary file has no room.
         """
         limit, size = largest_content(self.file), 0
         stream = pyarrow.CompressedInputStream(self.file, COMPRESSIONS[compression(self.path)])
@@ -165,7 +165,7 @@ class DataFile:
         return found.st_size, found.st_mtime_ns
 
     def check(self) -> None:
-        """Raise UserError if the file is another than it was when it was opened."""
+        """Raise UserError if the file has changed since it was opened."""
         if self._state() != self.state:
             raise UserError(
                 f"{self.path}: was changed while it was read. Start again when nothing writes to it, or give a copy."
@@ -190,13 +190,13 @@ class JsonLines:
 
     def __init__(self, file: DataFile):
         self.path, self.file, self.fingerprint = file.path, file, file.hash()
-        self.starts, blank = array("q", [0]), []  # of each line, and at last the file's end
+        self.starts, blank = array("q", [0]), []  # the start of each line, and last the file's end
         for number, line in enumerate(file.lines()):
             self.starts.append(self.starts[-1] + len(line))
             if line.isspace():
                 blank.append(number)
         lines = len(self.starts) - 1
-        self.numbers = np.delete(np.arange(lines), blank) if blank else range(lines)  # of those that are not blank
+        self.numbers = np.delete(np.arange(lines), blank) if blank else range(lines)  # numbers of lines not blank
 
     def __len__(self) -> int:
         return len(self.numbers)
@@ -227,21 +227,21 @@ class JsonLines:
 
 @dataclass(frozen=True, slots=True)
 class Unread:
-    """Stands for a value of a column that is not read. why: what the column holds, as messages have it."""
+    """Stands for a value of a column that is not read. why: what the column holds, in the words of messages."""
 
     why: str
 
 
 class ArrowRecords:
-    """The records of an Arrow table: of a Parquet file, or of a `datasets.Dataset`. `name` is what messages call it.
+    """The records of an Arrow table: of a Parquet file, or of a `datasets.Dataset`. `name`: its name in messages.
 
-    Values are read as they are stored, and nothing is decoded: an image or a recording is a column of bytes, which is
-    not read. Maps become dicts, and texts of Arrow's type json what they stand for. A value that cannot be read is an
-    `Unread`, which is a mistake only where it is asked for.
+    Values are read as they are stored. Images and recordings are columns of bytes, which are not read. Maps become
+    dicts, and texts of Arrow's type json are parsed. A value that cannot be read is an `Unread`, which is an error only
+    where the value is asked for.
     """
 
     def __init__(self, table: pyarrow.Table, unread: dict[str, Unread], name: str, fingerprint: str):
-        """unread: `unread_columns` of the file or data set, whether the table holds them or not."""
+        """unread: `unread_columns` of the file or data set, also those that the table does not hold."""
         self.size, self.unread, self.name, self.fingerprint = len(table), unread, name, fingerprint
         self.types = {field.name: field.type for field in table.schema if field.name not in unread}
         self.json = {
@@ -267,12 +267,12 @@ class ArrowRecords:
             value = stored.as_py(maps_as_pydicts="strict")
             return _decoded_json(value, self.types[column]) if column in self.json else value
         except (ValueError, OverflowError, KeyError, pyarrow.ArrowException) as error:
-            # No UTF-8 (a ValueError), no JSON, a time that Python has no date for, a map with a key twice.
+            # Invalid UTF-8 (a ValueError) or JSON, a time out of the range of Python's dates, a map with a key twice.
             return Unread(f"what cannot be read ({_reason(error)})")
 
 
 def unread_columns(schema: pyarrow.Schema) -> dict[str, Unread]:
-    """The columns of a table that are not read: those of bytes, and of maps whose keys are no texts."""
+    """The columns of a table that are not read: columns of bytes, and of maps whose keys are not texts."""
     bytes_types = (types.is_binary, types.is_large_binary, types.is_binary_view, types.is_fixed_size_binary)
     text_types = (types.is_string, types.is_large_string, types.is_string_view)
     found = {}
@@ -294,7 +294,7 @@ def _within(kind: pyarrow.DataType) -> Iterator[pyarrow.DataType]:
 
 
 def _decoded_json(value, kind: pyarrow.DataType):
-    """A value of this type with its texts of the type json decoded."""
+    """The value, with all parts of Arrow's type json parsed; kind: the value's type."""
     if value is None:
         return None
     if isinstance(kind, pyarrow.JsonType):
@@ -309,9 +309,9 @@ def _decoded_json(value, kind: pyarrow.DataType):
 def read_records(path: str | Path) -> Records:
     """The records of a .jsonl, .json, .csv or .parquet file, possibly none; it may be compressed (.jsonl.gz, .csv.zst).
 
-    A .json file holds a list of objects, or objects one behind the other, like a .jsonl one a line or spread over
-    lines. Raises UserError, with the file and the line, for what cannot be read; for a line of a .jsonl file when its
-    record is asked for.
+    A .json file holds a list of objects, or one object after the other, one per line as in .jsonl or spread over
+    several lines. Raises UserError, with the file and the line, for what cannot be read. For a line of a .jsonl file it
+    is raised when the record is asked for.
     """
     path = Path(path)
     if path.is_dir():
@@ -349,7 +349,7 @@ def read_records(path: str | Path) -> Records:
 
 
 def _decoded(path: Path, content: bytes, first_line: int = 1) -> str:
-    """Bytes that begin at a line of the file as text; a byte-order mark, which some editors write, is left out."""
+    """The bytes as text, without a byte-order mark, which some editors write; first_line: the line they begin at."""
     try:
         text = content.decode("utf-8-sig" if first_line == 1 else "utf-8")
     except UnicodeDecodeError as error:
@@ -383,7 +383,7 @@ def _json_list(path: Path, text: str) -> list[tuple[str, object]]:
 
 
 def _json_objects(path: Path, text: str) -> list[tuple[str, object]]:
-    """(where, record) of objects that stand one behind the other, each spread over lines as it may be."""
+    """(where, record) of objects that stand one after the other, each on one or several lines."""
     decoder, records, end = json.JSONDecoder(), [], 0
     try:
         while found := NO_BLANK.search(text, end):
@@ -403,7 +403,7 @@ def _no_json(path: Path, text: str, error: Exception) -> UserError:
 
 
 def _csv_list(path: Path, text: str) -> list[tuple[str, dict]]:
-    """(where, record) of each line under the header; an empty cell is None: there is no other way to leave one out."""
+    """(where, record) of each line under the header. An empty cell is None, since CSV cannot leave a value out."""
     csv.field_size_limit(LONGEST_CELL)
     reader = csv.reader(io.StringIO(text, newline=""), strict=True)
     records, header, start = [], None, 1
@@ -447,15 +447,15 @@ def _parquet(file: DataFile) -> ArrowRecords:
         table = _decoded_table(file, columns)
     except (pyarrow.ArrowException, OSError) as error:
         raise UserError(f"{file.path}: found no Parquet that can be read ({_reason(error)}). Write it again.") from None
-    file.check()  # what was hashed is what was read
+    file.check()  # the content that was hashed is the content that was read
     return ArrowRecords(table, unread, str(file.path), fingerprint)
 
 
 def _decoded_table(file: DataFile, columns: list[str]) -> pyarrow.Table:
-    """These columns of a Parquet file, in a temporary file: in Parquet itself no row can be found.
+    """These columns of a Parquet file, decoded into a temporary file, since Parquet gives no access to single rows.
 
-    A process with a limit of memory decodes them. Raises: UserError for what becomes far larger than data are, and
-    without room; pyarrow.ArrowException for what cannot be read.
+    A process with a memory limit decodes them. Raises: UserError for an implausibly large content, and where there is
+    no room; pyarrow.ArrowException for a file that cannot be read.
     """
     limit = largest_content(file.file)
     with tempfile.TemporaryFile(buffering=0) as copy:
@@ -517,7 +517,7 @@ def quoted(text: str, limit: int = 60) -> str:
 
 
 def _reason(error: Exception) -> str:
-    """A parser's complaint, shortened."""
+    """A parser's error message, shortened."""
     if isinstance(error, RecursionError):
         return "brackets within brackets, too deep"
     if isinstance(error, json.JSONDecodeError):

@@ -3,9 +3,9 @@
     SFT.row(where, {"prompt": "Hi", "chosen": " Hello."}, tokenizer)        # {"prompt": "Hi", "response": " Hello."}
 
 Messages become texts through the tokenizer's chat template. Whichever step reads a record, its prompt is the same text.
-A template may pass over roles, reasoning or tools without a word. So what messages say is looked for in what the
-template makes of them. Of a context a loss is a note, which the run prints with its share of the rows; where it is what
-would be answered or learned, the record is refused.
+A template may silently ignore roles, reasoning or tools. So each message's content is looked for in the rendered text.
+If a part of the context is missing, the row gets a note, and the run prints the share of rows that have it. If the
+missing part is the message to be answered, or the answer to be learned, the record is refused.
 """
 
 import functools
@@ -24,8 +24,8 @@ from training.data.tokens import end_of_turn, opening_tokens
 
 Columns = tuple[tuple[str, ...], ...]  # alternatives, each the columns that a record needs to have
 ANSWERS = ("chosen", "rejected", "response", "completion")
-TURN = "\n\nAssistant:"  # with which an answer begins in dialogues that are written as one text, like Anthropic/hh-rlhf
-# Roles as templates name them, by what data sets call them, in small letters; any other is left as it is.
+TURN = "\n\nAssistant:"  # the beginning of an answer in dialogues written as one text, such as Anthropic/hh-rlhf
+# {role in a data set, in small letters: the role's name in templates}; other roles are left as they are.
 ROLES = {name: name for name in ("user", "assistant", "system", "developer", "tool")} | {
     "human": "user",
     "gpt": "assistant",
@@ -33,9 +33,9 @@ ROLES = {name: name for name in ("user", "assistant", "system", "developer", "to
     "model": "assistant",
     "bot": "assistant",
 }
-REASONING = ("reasoning_content", "reasoning", "thinking")  # keys under which transformers looks for it
-SAME = ("role", "content", "name", "tool_calls", "tool_call_id", *REASONING)  # not a message's own id or time
-# Arguments of apply_chat_template that are not the template's.
+REASONING = ("reasoning_content", "reasoning", "thinking")  # keys under which transformers looks for reasoning
+SAME = ("role", "content", "name", "tool_calls", "tool_call_id", *REASONING)  # keys by which messages are compared
+# Arguments of apply_chat_template itself, which are not passed to the template.
 NOT_THE_TEMPLATES = frozenset(
     ("conversation", "messages", "tools", "chat_template", "add_generation_prompt", "continue_final_message")
     + ("tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict", "tokenizer_kwargs")
@@ -49,7 +49,7 @@ NO_BEGINNING = (
 
 
 class Row(dict):
-    """The checked texts of a record; `notes` say what of its messages a model is not shown."""
+    """The checked texts of a record; `notes` name parts of its messages that the model is not shown."""
 
     def __init__(self, texts: dict, notes: tuple[str, ...] = ()):
         super().__init__(texts)
@@ -60,9 +60,9 @@ class Row(dict):
 class Form:
     """How one step reads records.
 
-    name: of the form; part of the rows' fingerprint. columns: the first alternative that a record has is read.
-    shape: makes the row of (record, the texts of these columns). may_be_blank: whether texts may be blank.
-    answers: whether answers are read, and messages up to the assistant's last one; otherwise prompts alone.
+    name: the form's name; part of the rows' fingerprint. columns: the first alternative that a record has is read.
+    shape: (record, the texts of these columns) -> the row. may_be_blank: whether texts may be blank. answers: whether
+    answers are read, and messages up to the assistant's last one; otherwise prompts alone are read.
     """
 
     name: str
@@ -72,10 +72,10 @@ class Form:
     answers: bool = True
 
     def row(self, where: str, record: object, tokenizer) -> Row:
-        """The row of a record, whose place is `where`. Messages need a tokenizer with a chat template; texts need none.
+        """The row of the record at the place `where`. Messages need a tokenizer with a chat template; texts do not.
 
         Raises UserError, with the place and the column, for a record that has none of the alternatives, or whose texts
-        are none that a tokenizer takes.
+        a tokenizer does not take.
         """
         record = messages_on_both_sides(_from_share_gpt(record)) if isinstance(record, dict) else record
         names = matching_columns(where, record, self.columns)
@@ -104,7 +104,7 @@ def _sft_row(record: dict, texts: dict[str, str]) -> dict:
     return {"prompt": texts["prompt"], "response": answer}
 
 
-# chosen before response: sets like Dahoas/rm-static have both, and chosen is the better one of their pair
+# chosen comes before response: data sets like Dahoas/rm-static have both, and chosen is the better answer of the pair
 SFT = Form(
     "text",
     (
@@ -148,7 +148,7 @@ def alternatives(columns: Columns) -> str:
 
 
 def _remedy(record: dict, columns: Columns = (), otherwise: str = "Rename or add them.") -> str:
-    """What to do with a record whose columns have other names, two well-known forms among them."""
+    """The advice for a record whose columns have other names; two well-known forms get advice of their own."""
     if record.get("instruction") is not None:
         if all("rejected" in names for names in columns) and record.get("rejected") is None:
             return "It has an answer and none that is worse: from such records step 1 learns."
@@ -169,7 +169,8 @@ def _remedy(record: dict, columns: Columns = (), otherwise: str = "Rename or add
 def _split_dialogues(where: str, record: dict) -> dict[str, str]:
     """prompt, chosen and rejected of two dialogues written as texts.
 
-    The prompt is what both begin with, up to the last `TURN` in it. An answer may be empty, as in some real dialogues.
+    The prompt is the common beginning of both, up to the last `TURN` in it. An answer may be empty, as in some data
+    sets.
     """
     for name in ("chosen", "rejected"):
         check_text(where, name, record[name])
@@ -185,10 +186,10 @@ def _split_dialogues(where: str, record: dict) -> dict[str, str]:
 
 
 def _from_share_gpt(record: dict) -> dict:
-    """The record with ShareGPT's turns, {"from", "value"}, as messages, behind the text of its `system` if it has one.
+    """The record with ShareGPT's turns, {"from", "value"}, as messages, after a message with its `system` text if any.
 
-    Its `conversations` are the `messages`; or the `prompt` where `chosen` and `rejected` are a turn each. A record with
-    another column that says what is asked keeps its `conversations`.
+    The column `conversations` becomes `messages`, or `prompt` if `chosen` and `rejected` are a turn each. A record with
+    another column for what is asked keeps its `conversations`.
     """
     turns = {name: _messages(record[name]) for name in ("messages", "prompt", *ANSWERS) if name in record}
     conversation = next((record[name] for name in ("conversations", "conversation") if record.get(name)), None)
@@ -204,7 +205,7 @@ def _from_share_gpt(record: dict) -> dict:
 
 
 def _messages(value: Any) -> Any:
-    """A list of ShareGPT's turns, or one of them, as messages; anything else as it is."""
+    """A list of ShareGPT's turns, or a single turn, as messages; anything else as it is."""
     turns = [value] if isinstance(value, dict) else value
     if not isinstance(turns, list) or not all(map(_is_turn, turns)):
         return value
@@ -218,8 +219,8 @@ def _is_turn(value: object) -> bool:
 def messages_on_both_sides(record: dict) -> dict:
     """The record with messages on both sides where one side has them.
 
-    A text beside messages becomes one message: a prompt the user's, an answer the assistant's. Where the answers are
-    dialogues from their beginning, which hold the prompt, a prompt given as text is left out.
+    A text beside messages becomes one message: a prompt becomes the user's, an answer the assistant's. If the answers
+    are whole dialogues, which hold the prompt, a prompt given as text is left out.
     """
     listed = [record[name] for name in ANSWERS if is_dialogue(record.get(name))]
     if listed and isinstance(record.get("prompt"), str):
@@ -244,14 +245,14 @@ def is_dialogue(value: object) -> bool:
 def messages_as_texts(
     where: str, record: dict, names: tuple[str, ...], tokenizer, answers: bool
 ) -> tuple[dict[str, str], tuple[str, ...]]:
-    """(the texts of the columns `names`, which hold messages; notes on what the model is not shown).
+    """(the texts of the columns `names`, which hold messages; notes on parts that the model is not shown).
 
-    answers: whether the answers are learned from; otherwise there is a prompt alone. A column `tools` is given to the
-    template, and what `chat_template_kwargs` holds. Where the last message of a column `prompt` is the assistant's, the
-    answer goes on with it.
+    answers: whether the answers are learned from; otherwise there is a prompt alone. The template is also given the
+    column `tools` and the content of `chat_template_kwargs`. If the last message of a column `prompt` is the
+    assistant's, the answer continues it.
 
-    Raises: UserError, with place and column, for messages that the template refuses, and where what would be answered
-    or learned is not in the text that it makes.
+    Raises: UserError, with place and column, for messages that the template refuses, and where the rendered text lacks
+    the message to be answered or a part of the answer to be learned.
     """
     columns = {name: _checked(where, name, record[name]) for name in names}
     if not getattr(tokenizer, "chat_template", None):
@@ -300,7 +301,7 @@ def messages_as_texts(
 
 
 def _checked(where: str, column: str, messages: object) -> list[dict]:
-    """The messages, with their roles by the names that templates know; what is null is left out, but for contents."""
+    """The messages, with their roles under the templates' names, and without null values except for contents."""
     if not isinstance(messages, list) or not messages:
         raise UserError(
             f"{where}, column {column}: found {described(messages)}; needed a list of messages, each with "
@@ -323,7 +324,7 @@ def _checked(where: str, column: str, messages: object) -> list[dict]:
 
 
 def _role(message: dict) -> object:
-    """The message's role by the name that templates know it by."""
+    """The message's role under the templates' name."""
     role = message.get("role")
     return ROLES.get(role.lower(), role) if isinstance(role, str) else role
 
@@ -331,7 +332,7 @@ def _role(message: dict) -> object:
 def _last_turn(where: str, messages: list[dict], answers: bool) -> tuple[list[dict], dict[str, list[dict]]]:
     """(the messages before the assistant's last one, {"response": [that one]}).
 
-    Where the last message is not the assistant's and need not be: (all messages, {}), for it is still to be answered.
+    (all messages, {}) if the last message is not the assistant's and answers are not needed: it is to be answered.
     """
     turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
     if answers and not turns:
@@ -345,7 +346,8 @@ def _last_turn(where: str, messages: list[dict], answers: bool) -> tuple[list[di
 
 
 def _shared_turns(where: str, chosen: list[dict], rejected: list[dict]) -> tuple[list[dict], dict[str, list[dict]]]:
-    """(the messages that both begin with, up to the assistant's in which they differ, {column: those that follow})."""
+    """(the common messages up to the assistant's message in which both differ, {column: the messages from there
+    on})."""
 
     def same(one: dict, other: dict) -> bool:
         return all(one.get(key) == other.get(key) for key in SAME)
@@ -363,7 +365,7 @@ def _shared_turns(where: str, chosen: list[dict], rejected: list[dict]) -> tuple
 
 
 def _options(where: str, record: dict) -> dict:
-    """What the record gives the template beside its messages."""
+    """The arguments for the template that a record holds beside its messages."""
     tools, others = (_parsed(record.get(name)) for name in ("tools", "chat_template_kwargs"))
     options = {}
     if tools:
@@ -405,7 +407,7 @@ def _check_is_answer(place: str, answer: list[dict]) -> None:
 
 
 def _check_begins(place: str, dialogue: str, prompt: str, tokenizer) -> None:
-    """Raise UserError where the template does not begin an answer as it asks for one."""
+    """Raise UserError where the rendered dialogue does not begin with the prompt, as the template renders it."""
     if dialogue.startswith(prompt):
         return
     same = sum(1 for _ in takewhile(lambda two: two[0] == two[1], zip(prompt, dialogue)))
@@ -419,7 +421,7 @@ def _check_begins(place: str, dialogue: str, prompt: str, tokenizer) -> None:
 
 
 def _answer_text(place: str, dialogue: str, start: int, answer: list[dict], tokenizer) -> str:
-    """What the template makes of the answer, up to and with the token at which step 3 stops.
+    """The rendered answer, up to and including the token at which step 3 stops.
 
     Raises: UserError where a part of the answer is not in it.
     """
@@ -472,10 +474,10 @@ def _tool_names(tools: list[dict]) -> list[str]:
 
 
 def _left_out(text: str, messages: list[dict], start: int = 0) -> tuple[list[tuple[dict, str, str]], int]:
-    """([(message, what of it, the words) that is not in text], the position behind the last that is).
+    """([(message, name of its part, words)] of all parts that the text lacks, the position after the last part found).
 
-    What users, assistants and tools say is looked for in this order. Other messages may be moved: some templates write
-    the system's into the last question.
+    The messages of users, assistants and tools are looked for in their order. Other messages may be moved: some
+    templates write the system message into the last question.
     """
     lost, end = [], start
     for message in messages:
@@ -490,7 +492,7 @@ def _left_out(text: str, messages: list[dict], start: int = 0) -> tuple[list[tup
 
 
 def _pieces(message: dict) -> Iterator[tuple[str, str]]:
-    """(what it is, words) that the template has to write of a message, without blanks around."""
+    """(name, words) of each part of a message that the template has to write, without surrounding blanks."""
     content = message["content"] or ""
     for key in REASONING:
         if isinstance(message.get(key), str) and message[key].strip():
@@ -506,10 +508,10 @@ def _pieces(message: dict) -> Iterator[tuple[str, str]]:
 
 
 def _end_of(text: str, value: object, start: int) -> int:
-    """Where a value ends in the text, from `start` on; -1 where it is not there.
+    """The end of the first occurrence of a value in the text from `start` on; -1 where it does not occur.
 
-    A text counts as it is, as JSON writes it, once or twice, with other blanks between its words, or, being JSON
-    itself, by the texts in it; so does an object, wherever its texts stand. Numbers are not looked for.
+    A text is found as it is, escaped as in JSON once or twice, or with other blanks between its words. A text that is
+    JSON, and an object, are found by the texts in them, in any order. Numbers are not looked for.
     """
     if isinstance(value, str):
         forms = [value.strip()]
@@ -531,12 +533,12 @@ def _end_of(text: str, value: object, start: int) -> int:
 
 @functools.lru_cache(maxsize=8)
 def _closing(tokenizer, template: str) -> str:
-    """The token with which the template ends a turn, as it is written; empty where it has none."""
+    """The text of the token with which the template ends a turn; empty where it has none."""
     token = end_of_turn(tokenizer)
     return "" if token is None else tokenizer.convert_ids_to_tokens(token)
 
 
 @functools.lru_cache(maxsize=8)
 def _opening(tokenizer) -> str:
-    """What the tokenizer itself puts before a text, as it is written."""
+    """The text of the tokens that the tokenizer itself puts before a text."""
     return "".join(tokenizer.convert_ids_to_tokens(opening_tokens(tokenizer)))

@@ -3,10 +3,10 @@
     rows, held_out = load_rows(["Dahoas/rm-static", "own.jsonl"], PAIRS, tokenizer, phase=2, seed=1234,
                                weights=[1, 0.5], split="2,4,4", held_out=0.05)
 
-Data sets are opened, divided among the steps, held out from, weighted and put one behind the other. All this is done
-on the numbers of the rows and drawn from the seed alone, so that all ranks choose the same. A row is read and checked
-when it is asked for. Held-out rows are counted without those that will be dropped; they are asked for only as far as
-the drawn order is gone through, so that few are tokenised twice.
+Data sets are opened and divided among the steps; then rows are held out, and the rest is weighted and concatenated.
+All this works on the numbers of the rows and is drawn from the seed alone, so that all ranks choose the same rows. A
+row is read and checked when it is asked for. Rows that will be dropped do not count as held-out rows. To find them,
+rows are looked at in the drawn order until enough are held out, so that few are tokenised twice.
 """
 
 import hashlib
@@ -23,9 +23,9 @@ from training.data.forms import Form, alternatives
 from training.data.sources import Source, open_source
 from training.data.tables import Progress, handed_over
 
-PLACE = np.int32  # eight bytes a row: of tens of millions each rank has a list
+PLACE = np.int32  # makes eight bytes a row: each rank holds the places of tens of millions of rows
 EMPTY = np.empty((0, 2), PLACE)  # no places
-HASHED = 100_000  # rows at once
+HASHED = 100_000  # rows that are hashed at once
 DIVIDE, DRAW, LIMIT = 1, 2, 3  # what the seed is used for, so that no two draws are the same
 
 
@@ -33,7 +33,7 @@ DIVIDE, DRAW, LIMIT = 1, 2, 3  # what the seed is used for, so that no two draws
 class Rows(Sequence):
     """Rows of one form, each a dict of texts.
 
-    places (n, 2) int32 says for each row which of the `records` it is made of: the file or split, and the number there.
+    places (n, 2) int32 names the record of each row: the index of its file or split in `records`, and its number there.
     """
 
     records: list[Records]
@@ -52,7 +52,7 @@ class Rows(Sequence):
         where, record = self.records[part][number]
         return self.form.row(where, record, self.tokenizer)
 
-    def __iter__(self):  # not Sequence's own, which would take an IndexError from within for the end
+    def __iter__(self):  # Sequence's own __iter__ would take an IndexError from within for the end
         return (self[index] for index in range(len(self)))
 
     def where(self, index: int) -> str:
@@ -88,18 +88,18 @@ def load_rows(
     undivided: Sequence[str] = (),
     config_name: str | None = None,
 ) -> tuple[Rows, Rows]:
-    """(training rows, held-out rows) of the data sets; no row of one is in the other.
+    """(training rows, held-out rows) of the data sets; the two have no row in common.
 
-    tokenizer: whose chat template makes texts of messages.
-    phase: 1, 2 or 3, whose part of `split` ("2,4,4") is read; without `split` everything is.
+    tokenizer: its chat template makes texts of messages.
+    phase: 1, 2 or 3: the step whose part of `split` ("2,4,4") is read; without `split` all rows are read.
     weights: how often each data set is seen in one pass; a fraction is drawn by the seed.
-    Held out are the rows of eval_data_path; or the data sets' own held-out splits, and of the sets that have none
-    `held_out` of their rows together: a fraction when below 1, otherwise a number, and none when 0.
+    The held-out rows are those of eval_data_path. Without it they are the data sets' own held-out splits, and from the
+    sets without such a split `held_out` of their rows together: a fraction when below 1, otherwise a number, none if 0.
     eval_limit: at most so many held-out rows, drawn by the seed.
-    keeps: which rows are not dropped, for their length say. Where numbers of held-out rows are given, these alone are
-    counted and held out; training rows are not asked. By default all are.
-    held_out_flag: what messages call `held_out`. undivided: data sets beside data_path that `split` does not divide.
-    config_name: which configuration of data_path's sets on the Hub.
+    keeps: row -> whether it is kept; others are dropped, for their length say. Where a number of held-out rows is
+    given, only kept rows are held out and counted; `keeps` is not asked about training rows. By default all are kept.
+    held_out_flag: the name of `held_out` in messages. undivided: data sets beside data_path that `split` does not
+    divide. config_name: the configuration of data_path's sets on the Hub.
     Raises UserError for data sets that cannot be read, and for flags that leave no rows.
     """
     divided, eval_paths = _listed(data_path), _listed(eval_data_path)
@@ -151,14 +151,14 @@ def _opened(path: str, form: Form, config_name: str | None = None) -> Source:
 
 
 class _Mixture:
-    """The records of all data sets of a run, and which of them are this step's."""
+    """The records of all data sets of a run, and the choice of those that this step reads."""
 
     def __init__(self, form: Form, tokenizer, seed: int, proportions: list[float] | None, phase: int):
         self.form, self.tokenizer, self.seed = form, tokenizer, seed
         self.proportions, self.phase, self.records = proportions, phase, []
 
     def add(self, records: list[Records], name: str, divide: bool) -> np.ndarray:
-        """The places (n, 2) of a data set's records, or of this step's part of them; as `Rows.places`."""
+        """The places (n, 2), see `Rows.places`, of a data set's records, or of this step's part of them."""
         first = len(self.records)
         self.records.extend(records)
         numbered = enumerate(map(len, records), start=first)
@@ -191,7 +191,8 @@ def _joined(parts: list[np.ndarray]) -> np.ndarray:
 
 
 def _refuse_twice(sources: list[Source]) -> None:
-    """Raise UserError for the same records given twice: what is held out of one would be trained on in the other."""
+    """Raise UserError for the same records given twice: rows held out from one copy would be trained on in the
+    other."""
     seen: dict[str, tuple[Source, Records]] = {}
     for source in sources:
         for records in filter(len, source.training):
@@ -283,9 +284,9 @@ def hold_out(
     what: str,
     advice: str,
 ) -> np.ndarray:
-    """The places to hold out from the parts numbered `own`; they are removed from these, in place.
+    """The places to hold out from the parts numbered `own`; they are removed from these parts, in place.
 
-    kept: whether the row at a place is not dropped. The others as split_held_out has them.
+    kept: place -> whether its row is kept, not dropped. The other arguments: see split_held_out.
     """
     candidates = parts[own[0]] if len(own) == 1 else np.concatenate([parts[number] for number in own])
     stays = split_held_out(len(candidates), held_out, seed, what, advice, lambda number: kept(candidates[number]))
@@ -306,11 +307,10 @@ def split_held_out(
 ) -> np.ndarray:
     """(size,) bool: which rows are trained on; the others, drawn by `seed` alone, are held out.
 
-    held_out: a fraction of the rows when below 1, otherwise a number of rows. kept: whether the row of a number is not
-    dropped; of the others none is held out. A fraction is held out of the drawn order: of that part of it those that
-    are kept, at least one, which are the same fraction of all that are kept but for the luck of the draw. what: for the
-    message, where the number and the rows come from. advice: what to do then. Raises UserError if either part would
-    have no row that is kept.
+    held_out: a fraction of the rows when below 1, otherwise a number of rows. kept: number of a row -> whether it is
+    kept; dropped rows are never held out. A fraction is taken of the drawn order: its kept rows, at least one, are held
+    out, which is about the same fraction of all kept rows. what: the source of the number and of the rows, for the
+    message. advice: the message's remedy. Raises UserError if either part would have no row that is kept.
     """
     count = round(held_out * size) if held_out < 1 else held_out
     if count != int(count) or not 0 < count < size:

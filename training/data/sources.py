@@ -27,7 +27,7 @@ from training.data.files import (
     unread_columns,
 )
 
-HELD_OUT_SPLITS = ("test", "validation", "eval")  # of these the first that a data set has
+HELD_OUT_SPLITS = ("test", "validation", "eval")  # the first one that a data set has is held out
 DEEPSPEED_CHAT_FILES = "local/jsonfile"  # its name for data/train.json and data/eval.json
 PROBE_SECONDS = 10
 
@@ -44,15 +44,15 @@ class Source:
 def open_source(name: str, config_name: str | None = None) -> Source:
     """The data set of this name: a file, a folder, or a name on the Hub.
 
-    config_name: which of several configurations of a data set on the Hub. Raises: UserError if there is none of that
-    name, or none that can be read or reached.
+    config_name: one of several configurations of a data set on the Hub. Raises: UserError if there is no data set of
+    this name, or if it cannot be read or reached.
     """
     if not name:
         raise UserError("--data_path: found an empty name; give a file, a folder, or a data set on the Hub.")
     path = Path(name).expanduser()
     try:
         is_folder, exists = path.is_dir(), path.exists()
-    except OSError as error:  # a folder on the way that may not be entered
+    except OSError as error:  # no permission to enter a folder of the path
         raise UserError(f"{name}: cannot be looked at ({error.strerror}). Check the path.") from None
     if is_folder:
         splits = _folder_splits(path, config_name)
@@ -70,7 +70,7 @@ def open_source(name: str, config_name: str | None = None) -> Source:
 
 
 def is_path(name: str) -> bool:
-    """Whether the name is a file's or a folder's, and not one that the Hub could have."""
+    """Whether the name can only be a path, not a name on the Hub."""
     return data_ending(name) in ENDINGS or not can_be_hub_name(name)
 
 
@@ -96,13 +96,13 @@ def _folder_splits(path: Path, config_name: str | None = None) -> dict[str, list
         content = hash_of_files(file for file in sorted(path.rglob("*")) if file.is_file())
         try:
             saved = datasets.load_from_disk(str(path))
-        except Exception as error:  # whatever the files lead the library's code to
+        except Exception as error:  # the library may raise anything for bad files
             raise UserError(
                 f"{path}: found a data set of save_to_disk that is broken ({_first_line(error)}). Save it again."
             ) from None
         return _dataset_splits(saved, str(path), content)
     try:
-        with tempfile.TemporaryDirectory() as unused:  # where the builder would keep copies, if it were asked to build
+        with tempfile.TemporaryDirectory() as unused:  # the builder needs a folder for copies, and makes none
             found = datasets.load_dataset_builder(str(path.absolute()), config_name, cache_dir=unused).config.data_files
     except Exception as error:  # whatever the files lead the library's code to; a loading script is not run
         raise UserError(
@@ -139,7 +139,7 @@ def _hub_splits(name: str, config_name: str | None) -> dict[str, list[Records]]:
     from huggingface_hub import HfApi, constants
 
     if not constants.HF_HUB_OFFLINE:
-        try:  # one question: the loader asks again and again, for half a minute, where no network is
+        try:  # one request first: without a network the loader would retry for half a minute
             HfApi().dataset_info(name, timeout=PROBE_SECONDS)
         except Exception as error:  # of the HTTP library's own kinds too, whichever that is
             raise UserError(
@@ -186,7 +186,7 @@ def _first_line(error: Exception) -> str:
 
 
 class ChangedRecords:
-    """The records of a known data set, changed when they are asked for; `name` stands for that in the fingerprint."""
+    """The records of a known data set, changed when they are asked for; the fingerprint names the change by `name`."""
 
     def __init__(self, records: Records, change: Callable[[dict], dict], name: str):
         self.records, self.change, self.fingerprint = records, change, f"{records.fingerprint} {name}"
@@ -206,7 +206,8 @@ class ChangedRecords:
 
 
 def known_change(name: str) -> Callable[[dict], dict] | None:
-    """What is done to each record of the data set of this name, or of a local copy whose path ends so, if anything."""
+    """The function that changes each record of the data set of this name, or of a local copy whose path ends with the
+    name; None for other data sets."""
     return next((change for known, change in KNOWN_SETS.items() if f"/{name.rstrip('/')}".endswith(f"/{known}")), None)
 
 

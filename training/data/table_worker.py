@@ -1,11 +1,11 @@
-"""The process that decodes Parquet files of others; `training.data.files` starts it, with the files open.
+"""The process that decodes Parquet files from unknown sources; `training.data.files` starts it with the files open.
 
-It reads {"file": its descriptor, "copy": another, "columns": names, "limit": bytes} as JSON, and writes the columns to
-the copy, as an Arrow stream. It answers {}, or what went wrong: {"too_large": true}, {"unreadable": in words}, or
-{"no_room": in words}.
+It reads JSON: {"file": descriptor of the Parquet file, "copy": descriptor to write to, "columns": names, "limit":
+bytes}. It writes the columns to the copy as an Arrow stream. It answers {}, or the error: {"too_large": true},
+{"unreadable": text}, or {"no_room": text}.
 
-A kilobyte of Parquet may stand for gigabytes, of which neither its footer nor its pages need say anything before they
-are decoded; and only a process can be given so much memory and no more. It imports nothing of ours.
+A kilobyte of Parquet may decode to gigabytes, and neither its footer nor its pages tell the size beforehand. Only a
+process can be given a memory limit, so this one decodes. It imports nothing of this project.
 """
 
 import errno
@@ -19,18 +19,18 @@ from typing import IO
 import pyarrow
 from pyarrow import ipc, parquet
 
-MEMORY = 2 * 2**30  # bytes that this process may take, and TIMES the size of the file besides: its pages may be large
+MEMORY = 2 * 2**30  # bytes that this process may take, plus TIMES the size of the file: its pages may be large
 TIMES = 8
-ROWS = (10_000, 100, 1)  # at once, and where these have no room
+ROWS = (10_000, 100, 1)  # rows decoded at once; the next smaller number where memory does not suffice
 
 
 def copied(source: parquet.ParquetFile, copy: IO[bytes], columns: list[str], limit: int, rows: int) -> dict:
-    """Write the columns, so many rows at once; what is answered."""
+    """Write the columns, `rows` rows at once; returns the answer."""
     schema = pyarrow.schema([source.schema_arrow.field(name) for name in columns])
     copy.seek(0)
     copy.truncate()
-    with ipc.new_stream(copy, schema) as writer:  # a file of Arrow's may not change a column's dictionary
-        for batch in source.iter_batches(rows, columns=columns, use_threads=False):  # each thread takes addresses
+    with ipc.new_stream(copy, schema) as writer:  # Arrow's file format does not let a column's dictionary change
+        for batch in source.iter_batches(rows, columns=columns, use_threads=False):  # threads take address space
             if copy.tell() + batch.nbytes > limit:
                 return {"too_large": True}
             writer.write_batch(batch)
@@ -38,8 +38,8 @@ def copied(source: parquet.ParquetFile, copy: IO[bytes], columns: list[str], lim
 
 
 def main(file: int, copy: int, columns: list[str], limit: int) -> dict:
-    """Try it with ever fewer rows at once; what is answered."""
-    pyarrow.set_memory_pool(pyarrow.system_memory_pool())  # others take addresses that they do not use
+    """Write the columns with ever fewer rows at once until memory suffices; returns the answer."""
+    pyarrow.set_memory_pool(pyarrow.system_memory_pool())  # other pools reserve address space that they do not use
     taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     most, (_, hard) = taken + MEMORY + TIMES * os.fstat(file).st_size, resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))

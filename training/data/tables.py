@@ -2,9 +2,10 @@
 
     table = cached_table(MadeTable(schema, examples), cache_folder(None), rows, tokenizer, kind="sft", max_length=512)
 
-A file is named by a hash of all that it was made from, begins with a hash of all that it holds, and is written under
-another name first: whoever sees it sees all of it. Tables are written a batch at a time and mapped into memory: no
-process holds the rows of one, and the ranks of a machine share one copy. The folder may be deleted at any time.
+A file's name is a hash of everything that it was made from, and the file begins with a hash of its content. It is
+written under another name and then renamed, so that nobody sees an incomplete file. Tables are written a batch at a
+time and mapped into memory: no process holds a table's rows, and the ranks of a machine share one copy. The folder may
+be deleted at any time.
 
 The first rank of a node reads the data; the others take its tables from the cache (`recorded`, `repeated`):
 
@@ -12,7 +13,7 @@ The first rank of a node reads the data; the others take its tables from the cac
         examples = load()
     examples = repeated(load, found)                     # on another one: reads no data set
 
-Of the rows themselves these have no need: how many there were and what they are known by is enough to find the table.
+The other ranks do not need the rows themselves: the number of rows and their fingerprint suffice to find the table.
 Where no cache can be written, each rank reads for itself.
 """
 
@@ -42,20 +43,20 @@ from engine.files import os_errors
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-FIRST, LAST = 15.0, 300.0  # seconds between lines, at the beginning and at most
-LINES = 50  # between the two, a line for each such share of the time passed
+FIRST, LAST = 15.0, 300.0  # seconds between progress lines, at the beginning and at most
+LINES = 50  # between the two, the next line comes after 1 / LINES of the time that has passed
 EACH = 1000  # items between looks at the clock
 DIGEST = 64  # bytes of the hash at the beginning of a file; a multiple of 8 keeps Arrow's columns aligned
 BATCH = 10_000  # examples that are put into Arrow's format at once
 IDS = pyarrow.large_list(pyarrow.int32())  # a column of token ids
-FORMAT = 5  # to be raised when the same rows are to become other tables, or these other files
+FORMAT = 5  # to be raised when the same rows become other tables, or the same tables other files
 DAY = 86_400  # seconds
 
 
 class MadeTable:
-    """A table that is made while it is written: what `examples(counts)` yields, tuples of one value a column.
+    """A table that is made while it is written, from the tuples that `examples(counts)` yields: one value per column.
 
-    counts: filled by `examples`; the table's metadata once all of it is made.
+    counts: filled by `examples`; becomes the table's metadata once the whole table is made.
     """
 
     def __init__(self, schema: pyarrow.Schema, examples: Callable[[Counter], Iterable[tuple]]):
@@ -84,10 +85,10 @@ def cache_folder(given: str | None) -> Path:
 
 
 def cached_table(made: MadeTable, folder: Path | None, rows, tokenizer, **settings) -> pyarrow.Table:
-    """The table that was made from the same rows, tokenizer and settings before, or else a new one, which is kept.
+    """The cached table of the same rows, tokenizer and settings; if there is none, a new one, which is cached.
 
     Without a folder, or where it cannot be written (one line says so), the table is in a temporary file of this process
-    alone. Raises: UserError where that finds no room, either.
+    alone. Raises: UserError where the temporary file has no room.
     """
     path = folder / f"{cache_key(rows, tokenizer, **settings)}.arrow" if folder else None
     table = read_table(path) if path else None
@@ -117,7 +118,7 @@ def cached_table(made: MadeTable, folder: Path | None, rows, tokenizer, **settin
 
 
 def _remove_unfinished(folder: Path) -> None:
-    """Remove what killed runs have left half written, a day later: until then it may be in the middle of being made."""
+    """Remove incomplete files that are older than a day: killed runs left them. Younger ones may still be written."""
     for file in folder.glob("*.tmp"):
         with contextlib.suppress(OSError):  # another process was quicker
             if file.stat().st_mtime < time.time() - DAY:
@@ -134,9 +135,8 @@ def cache_key(rows, tokenizer, **settings) -> str:
 
 @functools.lru_cache(maxsize=4)
 def tokenizer_hash(tokenizer) -> str:
-    """A hash of all that the tokenizer would save, chat template included, except how it last padded and cut.
-
-    It is made once, as a tokenizer is not changed after it was read.
+    """A hash of everything that the tokenizer would save, with its chat template but without its last padding and
+    truncation settings. It is computed once, since a tokenizer does not change after it was read.
     """
     try:
         folder = tempfile.TemporaryDirectory()
@@ -163,7 +163,7 @@ def ids_at(table: pyarrow.Table, column: str, index: int) -> list[int]:
 
 
 def count_of(table: pyarrow.Table, name: str) -> int:
-    """What was counted under this name when the table was built; 0 if nothing was."""
+    """The count of this name from the table's metadata; 0 if it is not there."""
     return int(table.schema.metadata.get(name.encode(), 0))
 
 
@@ -182,7 +182,7 @@ def write_table(made: MadeTable, path: Path) -> None:
 
 
 def _write(made: MadeTable, file: IO[bytes]) -> None:
-    """Write the table, its counts beside a last batch that is empty, and before them the hash of all that."""
+    """Write the table and a last, empty batch with its counts; at the file's beginning, the hash of all of this."""
     file.write(bytes(DIGEST))
     with pyarrow.ipc.new_file(pyarrow.PythonFile(file, "w"), made.schema) as writer:
         for batch in made.batches():
@@ -201,7 +201,7 @@ def read_table(path: Path) -> pyarrow.Table | None:
     try:
         with path.open("rb") as file:
             digest = file.read(DIGEST)
-            found = hashlib.file_digest(file, "sha256")  # read and not mapped: maps count as our memory
+            found = hashlib.file_digest(file, "sha256")  # read, not mapped: mapped pages count as our memory
             if found.hexdigest().encode() != digest:
                 return None
         with pyarrow.memory_map(str(path)) as content:
@@ -222,7 +222,7 @@ def mapped(file: IO[bytes]) -> pyarrow.Buffer:
 
 
 def no_room(reason: str) -> UserError:
-    """Says that a temporary file could not be written."""
+    """The error that a temporary file could not be written."""
     return UserError(
         f"{tempfile.gettempdir()}: a temporary file of data cannot be written ({reason}). Set TMPDIR to a folder where "
         "there is room."
@@ -230,12 +230,12 @@ def no_room(reason: str) -> UserError:
 
 
 class NotHandedOver(Exception):
-    """Rows, or the table made of them, that are asked for where only what they are known by is there."""
+    """Raised where a row, or a table that is not cached, is asked for while only the rows' fingerprint is known."""
 
 
 @dataclass(frozen=True, slots=True)
 class KnownRows(Sequence):
-    """Rows that another rank has read; see `Rows` of rows.py."""
+    """The number and the fingerprint of rows that another rank has read; see `Rows` of rows.py."""
 
     size: int
     fingerprint: str
@@ -249,7 +249,7 @@ class KnownRows(Sequence):
 
 @dataclass
 class Found:
-    """What was read: the rows, in the order in which they were asked for. kept: whether all tables are in the cache."""
+    """The rows that were read, in the order in which they were asked for. kept: whether all tables are in the cache."""
 
     rows: list[tuple[KnownRows, ...]] = field(default_factory=list)
     kept: bool = True
@@ -261,7 +261,7 @@ _remaining: list[tuple[KnownRows, ...]] | None = None
 
 @contextlib.contextmanager
 def recorded() -> Iterator[Found]:
-    """Note what is read while the block runs."""
+    """Record the rows that are read while the block runs."""
     global _recording
     _recording = found = Found()
     try:
@@ -271,14 +271,15 @@ def recorded() -> Iterator[Found]:
 
 
 def repeated(load: Callable[[], Result], found: Found | None) -> Result:
-    """`load()`, in which all rows are those that were found, if they were kept; otherwise all is read again."""
+    """`load()` with the rows and tables that were `found`, if they are in the cache; otherwise everything is read
+    again."""
     global _remaining
     if found is None or not found.kept:
         return load()
     _remaining = list(found.rows)
     try:
         return load()
-    except NotHandedOver:  # the cache is not one that this rank sees, or was emptied meanwhile
+    except NotHandedOver:  # this rank does not see the cache, or the cache was emptied meanwhile
         pass
     finally:
         _remaining = None
@@ -286,7 +287,7 @@ def repeated(load: Callable[[], Result], found: Found | None) -> Result:
 
 
 def handed_over(read: Callable[..., tuple[Sequence, ...]]) -> Callable[..., tuple[Sequence, ...]]:
-    """`read`, which gives the rows that were handed over, where some were, and notes what it reads, where asked to."""
+    """Wraps `read`: within `repeated` it returns the rows handed over, and within `recorded` it records its result."""
 
     @functools.wraps(read)
     def rows(*args, **options):
@@ -309,9 +310,9 @@ def say(line: str) -> None:
 
 
 class Progress:
-    """Counts items that are gone through, and says how fast that goes and how long it will take.
+    """Counts items as they are processed, and prints the speed and the time left.
 
-    what: is done to the items. noun: what they are.
+    what: what is done to the items, in words. noun: what the items are called.
     """
 
     def __init__(self, total: int, what: str, noun: str = "rows", clock: Callable[[], float] = time.monotonic):

@@ -1,7 +1,8 @@
 """How texts become token ids, which ids end a response, and how a row that is too long is made to fit.
 
-A prompt has the same ids in steps 1, 2 and 3, whatever follows it: those that the actor is given in step 3. A response
-is tokenised as the continuation of its prompt, so that SFT and reward model learn on ids that the actor can sample.
+A prompt has the same ids in steps 1, 2 and 3, whatever follows it: the ids that the actor is given in step 3. A
+response is tokenised as the continuation of its prompt, so that SFT and the reward model learn from ids that the actor
+can sample.
 `tokenizer` is a Hugging Face tokenizer throughout.
 
     lengths = Lengths(tokenizer, limit=256, overlong="cut_prompt")
@@ -10,10 +11,10 @@ is tokenised as the continuation of its prompt, so that SFT and reward model lea
 
 Three ways (`OVERLONG`):
 
-cut_prompt    The answer with its EOS stays, and of the prompt as much as fits of what stands right before it, from a
-              user's turn on where there are turns. The tokens that open a sequence stay, and what precedes the first
-              turn, such as a system message. An answer that leaves the prompt no token loses its end instead, so that a
-              quarter of the limit holds the prompt's end.
+cut_prompt    The answer and its EOS stay, and as much of the prompt's end as fits; where there are turns, this end
+              begins at a user's turn. The tokens that open a sequence stay, and so does the text before the first turn,
+              such as a system message. An answer that would leave no token for the prompt loses its end instead, so
+              that a quarter of the limit holds the prompt's end.
 cut_answer    The end of prompt + answer goes. A prompt that is to be answered, which has no answer yet, is left out.
 drop          The row is left out.
 
@@ -32,14 +33,14 @@ from torch import Tensor
 from engine.errors import UserError
 from training.data.chat import TURNS, Rendered, Turns, render
 
-PARALLEL = "TOKENIZERS_PARALLELISM"  # which the library looks at in each call
+PARALLEL = "TOKENIZERS_PARALLELISM"  # the library reads this variable in each call
 
 
 class TextEncoder:
-    """Texts to ids with one tokenizer; what has to be tried out about the tokenizer is tried once.
+    """Texts to ids with one tokenizer; properties of the tokenizer that have to be tried out are tried once.
 
-    opening: the ids that a sequence begins with (`opening_tokens`). stops: the ids at which step 3 stops: EOS, the one
-    with which the chat template ends an answer, and what is given, such as those of the generation config.
+    opening: the ids that a sequence begins with (`opening_tokens`). stops: the ids at which step 3 stops: EOS, the id
+    with which the chat template ends an answer, and the given ids, such as those of the generation config.
     """
 
     def __init__(self, tokenizer, stops: Iterable[int] = ()):
@@ -58,8 +59,8 @@ class TextEncoder:
     def prompt(self, text: str) -> list[int]:
         """The ids of a text that begins a sequence: the opening tokens, once, and the text.
 
-        A text that spells its BOS out gets no second one; one that a chat template made (`Rendered`) gets none that the
-        template does not write, as with apply_chat_template.
+        A text that spells its BOS out gets no second BOS. A text made by a chat template (`Rendered`) gets a BOS only
+        if the template wrote one, as with apply_chat_template.
         """
         ids = self._bare(text)
         return ids if isinstance(text, Rendered) or self.opened(ids) else self.opening + ids
@@ -88,15 +89,15 @@ class TextEncoder:
         return both[len(head) :]
 
     def answered(self, prompt: str, answer: str) -> tuple[list[int], int]:
-        """The ids of prompt + answer + EOS, and the number of those that are the prompt's."""
+        """(the ids of prompt + answer + EOS, how many of them are the prompt's)."""
         prompt_ids = self.prompt(prompt)
         return prompt_ids + self.ended(self.continuation(prompt, answer)), len(prompt_ids)
 
     def ended(self, ids: list[int]) -> list[int]:
-        """`ids` up to and with the token at which step 3 stops, or where their end has none, with EOS behind them.
+        """`ids` up to and including the stop token at their end; or, if they do not end with a stop token, plus EOS.
 
-        Behind that token may stand blanks and other stops alone ("<|im_end|>", a newline, EOS): what stands before
-        others is a part of the text.
+        Only blanks and other stop tokens may follow this stop token ("<|im_end|>", a newline, EOS). A stop token that
+        other tokens follow is a part of the text.
         """
         end = last = len(ids)
         while last and (ids[last - 1] in self.stops or not self.tokenizer.decode([ids[last - 1]]).strip()):
@@ -112,7 +113,7 @@ class TextEncoder:
         return [*ids, eos]
 
     def _bare(self, text: str) -> list[int]:
-        """The ids of the text alone; those of the last one are kept, for each answer to a prompt asks for them anew."""
+        """The ids of the text alone. The last text's ids are cached, since each answer to a prompt asks for them."""
         if text != self._last[0]:
             self._last = text, self._encoded(text)
         return self._last[1]
@@ -125,8 +126,8 @@ class TextEncoder:
 def opening_tokens(tokenizer) -> list[int]:
     """The special tokens that the tokenizer itself puts before a text, such as BOS; often none.
 
-    Found by trying, because each family of tokenizers has other settings for them. Tokens that it puts behind a text
-    (EOS, SEP) are not among them: the examples decide where a text ends.
+    They are found by trying, because each family of tokenizers has other settings for them. Tokens that it puts after a
+    text (EOS, SEP) are not among them: the examples decide where a text ends.
     """
     added, bare = tokenizer("x")["input_ids"], _encode(tokenizer, "x")
     start = next(start for start in range(len(added) + 1) if added[start : start + len(bare)] == bare)
@@ -172,7 +173,7 @@ def end_of_turn(tokenizer) -> int | None:
 
 @contextlib.contextmanager
 def _all_cores() -> Iterator[None]:
-    """Have tokenizers in Rust use them: other ranks of this machine wait for this one meanwhile."""
+    """Let tokenizers in Rust use all cores: the other ranks of this machine wait for this one meanwhile."""
     before = os.environ.get(PARALLEL)
     os.environ[PARALLEL] = "true"
     try:
@@ -183,7 +184,7 @@ def _all_cores() -> Iterator[None]:
 
 
 def _encode(tokenizer, text):
-    """The ids of the text alone, or of each of a list; not verbose, for texts too long are cut and counted later."""
+    """The ids of the text alone, or of each text of a list; without warnings about length, which is handled later."""
     nothing_else = {"return_attention_mask": False, "return_token_type_ids": False}
     return tokenizer(text, add_special_tokens=False, verbose=False, **nothing_else)["input_ids"]
 
@@ -210,14 +211,14 @@ ROWS, CHARACTERS = 1000, 2**20  # which a tokenizer is given at once, at most
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """What of a row a model is shown.
+    """The part of a row that a model is shown.
 
     prompt: its ids with the opening tokens; none for a text. answers: the ids of each answer, or of the text, with EOS
-    unless the end was cut. needed: ids of prompt + longest answer before anything was cut. lost: how many ids of the
-    prompt went, at position `gap` of what is left; ends_lost: how many at the end of each answer. learned: the first
-    position of prompt + answer that is learned, in step 1. reason: why the row is left out, empty if it is not.
-    left_out: the kind of a row that is: DROPPED for its length, EQUAL where its answers are the same, EMPTY where the
-    tokenizer makes no tokens of it.
+    unless the end was cut. needed: number of ids of prompt + longest answer before cutting. lost: how many ids were cut
+    from the prompt, at position `gap` of the remaining ids; ends_lost: how many from the end of each answer. learned:
+    the first position of prompt + answer that is learned, in step 1. reason: why the row is left out; empty if it is
+    kept. left_out: the kind of a row that is left out: DROPPED for its length, EQUAL where its answers are the same,
+    EMPTY where the tokenizer makes no tokens of it.
     """
 
     prompt: list[int]
@@ -245,9 +246,9 @@ class Fit:
 
 @dataclass(frozen=True, slots=True)
 class RowFit:
-    """What of a row is shown to the model: `fit(row)`.
+    """`fit(row)` is the part of a row that the model is shown.
 
-    texts: those of a row that `of` has the encoder encode, so that it can be given those of many rows at once.
+    texts: row -> the texts that `of` encodes, so that the encoder can be given the texts of many rows at once.
     """
 
     encoder: TextEncoder
@@ -258,7 +259,7 @@ class RowFit:
         return self.of(row)
 
     def each(self, rows: Iterable[dict]) -> Iterator[tuple[dict, Fit]]:
-        """Each row, and what of it is shown."""
+        """(row, its Fit) for each row."""
         for some, texts in together(rows, self.texts):
             self.encoder.ahead(texts)
             yield from ((row, self.of(row)) for row in some)
@@ -266,7 +267,7 @@ class RowFit:
 
 
 def together(rows: Iterable[dict], texts: Callable[[dict], list[str]]) -> Iterator[tuple[list[dict], list[str]]]:
-    """Rows, and their texts, as many at once as a tokenizer is to be given."""
+    """(rows, their texts) in groups of the size that a tokenizer is given at once."""
     some: list[dict] = []
     many: list[str] = []
     size = 0
@@ -282,14 +283,14 @@ def together(rows: Iterable[dict], texts: Callable[[dict], list[str]]) -> Iterat
 
 
 def answered_texts(prompt: str, *answers: str) -> list[str]:
-    """What `Lengths.answered` has encoded, where nothing needs to be cut."""
+    """The texts that `Lengths.answered` encodes if nothing needs to be cut."""
     return [prompt, *(prompt + answer for answer in answers)]
 
 
 class Lengths:
     """Makes rows fit into `limit` tokens with one tokenizer; `overlong` is one of OVERLONG.
 
-    stops: as of TextEncoder. Raises UserError for another `overlong`.
+    stops: see TextEncoder. Raises UserError for another `overlong`.
     """
 
     def __init__(self, tokenizer, limit: int, overlong: str = "cut_prompt", stops: Iterable[int] = ()):
@@ -350,22 +351,23 @@ class Lengths:
         return replace(whole, reason=f"{whole.needed:,} tokens, more than {self.limit:,}")
 
     def _room(self, whole: Fit) -> int:
-        """How many tokens the prompt may have beside its longest answer, or beside what is left of that."""
+        """How many tokens the prompt may have beside its longest answer, which may have to be cut, too."""
         least = min(len(whole.prompt), len(self.encoder.opened(whole.prompt)) + 1)
         beside = self.limit - max(map(len, whole.answers))
         return beside if beside >= least else max(self.limit // 4, least)
 
     def _shorter(self, text: str, ids: list[int], room: int) -> tuple[list[int], int]:
-        """(the ids of the prompt without so much of its beginning that `room` tokens are left, where that is missing).
+        """(the ids of the prompt, cut to `room` tokens, the position of the cut).
 
-        From a turn's border on it is tokenised anew, so that its ids are those of a prompt that begins there.
+        The beginning is cut, behind the head. A rest that begins at a turn is tokenised anew, so that its ids are those
+        of a prompt that begins there.
         """
         if len(ids) <= room:
             return ids, 0
         opening = self.encoder.opened(ids)
 
         def encode(part: str) -> list[int]:
-            return self.encoder.prompt(type(text)(part))  # as a part of such a text
+            return self.encoder.prompt(type(text)(part))  # a part of a Rendered text is Rendered, too
 
         head, starts = self.turns.head(text)
         bos = self.encoder.spelt_bos(text)
