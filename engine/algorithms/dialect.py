@@ -30,22 +30,27 @@ class Dialect:
     kl_coef: float = choice(0.1, "coefficient of the KL penalty", least=0, group="KL penalty")
     kl_estimator: str = choice("k1", "estimator of the KL of a token", choices=("k1", "k2", "k3"))
     kl_in: str = choice(
-        "reward", "the penalty stands in the reward of each token, or in the policy's loss", choices=("reward", "loss")
+        "reward", "the penalty is part of each token's reward, or of the policy's loss", choices=("reward", "loss")
     )
-    kl_times_ratio: bool = choice(False, "in the loss, each estimate times the policy's ratio")
+    kl_times_ratio: bool = choice(False, "in the loss, multiply each KL estimate by the policy's ratio")
     kl_controller: str = choice(
         "fixed",
         "the coefficient stays (fixed), or is steered towards kl_target (adaptive)",
         choices=("fixed", "adaptive"),
         resume=SAME,
     )
-    kl_target: float = choice(6.0, "nats a response", above=0, only_with="kl_controller=adaptive")
+    kl_target: float = choice(
+        6.0,
+        "the KL that the coefficient is steered towards, in nats a response",
+        above=0,
+        only_with="kl_controller=adaptive",
+    )
     kl_horizon: float = choice(
         10000.0, "responses in which the coefficient can change by a fifth", above=0, only_with="kl_controller=adaptive"
     )
     kl_measure: str = choice(
         "k1",
-        "what is steered: k1 over the response, or trlX's exp_delta over all tokens",
+        "the KL that steers: k1 over the response, or trlX's exp_delta over all tokens",
         choices=("k1", "exp_delta"),
         only_with="kl_controller=adaptive",
     )
@@ -66,7 +71,7 @@ class Dialect:
         group="sampling",
     )
     temperature: float = choice(1.0, "temperature of sampling", above=0)
-    temperature_offset: float = choice(0.0, "added to the temperature wherever logits are divided by it")
+    temperature_offset: float = choice(0.0, "is added to the temperature wherever logits are divided by it")
     temperature_in_logprobs: bool = choice(True, "log-probs are taken at the temperature of sampling, too")
     old_logprobs: str = choice(
         "auto",
@@ -105,24 +110,25 @@ class Dialect:
     )
     reward_slots: str = choice(
         "response",
-        "KL counts at the positions of the response, also at the one_past it, of these at those after_tokens that "
-        "count, or at all",
+        "KL counts at the positions of the response, also at the next one (one_past), only at those of them that follow "
+        "a counted token (after_tokens), or at all",
         choices=("response", "one_past", "after_tokens", "all"),
     )
     score_slot: str = choice(
         "last",
-        "the score stands at the last token of the response, at the position after_last, or two_after it",
+        "the position of the score: the last token of the response, the next one (after_last), or the second after it "
+        "(two_after)",
         choices=("last", "after_last", "two_after"),
     )
     value_slots: str = choice(
         "response",
-        "where values are kept, with 0 elsewhere: the positions of the response, also those up to one_past or "
-        "two_past it, or all",
+        "where values are kept (elsewhere they are 0): the positions of the response, also one or two after it "
+        "(one_past, two_past), or all",
         choices=("response", "one_past", "two_past", "all"),
     )
     value_loss_slots: str = choice(
         "response",
-        "which values are learned: those of the response, or also the one_past it, of the complete response",
+        "which values are learned: those of the response, or also that of the complete response (one_past)",
         choices=("response", "one_past"),
     )
     min_response_tokens: int = choice(1, "shorter responses are masked out and counted as degenerate", least=0)
@@ -140,12 +146,16 @@ class Dialect:
     )
     missing_end: str = choice(
         "none",
-        "what becomes of the score of a response without end: missing_end_value replaces it, or is subtracted",
+        "the score of a response without end: unchanged (none), replaced by missing_end_value, or less that value "
+        "(subtract)",
         choices=("none", "replace", "subtract"),
         resume=SAME,
     )
     missing_end_value: float = choice(
-        0.0, "the score of a response without end, or what it loses", only_with="missing_end", resume=SAME
+        0.0,
+        "replaces the score of a response without end, or is subtracted from it",
+        only_with="missing_end",
+        resume=SAME,
     )
     overlong_buffer: float = choice(
         0.0, "the last share of the longest response, in which a score falls by up to overlong_penalty", least=0, most=1
@@ -196,20 +206,20 @@ class Dialect:
     )
     advantages_at: str = choice(
         "rollout",
-        "advantages and whitening once a rollout, or anew in each mini_batch or micro_batch",
+        "advantages are estimated and whitened once a rollout, or anew in each mini_batch or micro_batch",
         choices=("rollout", "mini_batch", "micro_batch"),
     )
-    whiten_rewards: bool = choice(False, "scale rewards to variance 1, the mean kept")
+    whiten_rewards: bool = choice(False, "scale rewards to variance 1, and keep their mean")
     whiten_advantages: bool = choice(True, "scale advantages to mean 0 and variance 1 over all tokens")
     whiten_slots: str = choice(
         "response",
-        "statistics of whitening over the positions of the response, or over the padded row",
+        "whitening takes its statistics over the positions of the response, or over the padded row",
         choices=("response", "row"),
         only_with=("whiten_advantages", "whiten_rewards"),
     )
     whiten_over: str = choice(
         "all_ranks",
-        "statistics of whitening over all_ranks, or each rank's own",
+        "whitening takes its statistics over all_ranks, or over each rank alone",
         choices=("all_ranks", "rank"),
         only_with=("whiten_advantages", "whiten_rewards"),
     )
@@ -232,7 +242,7 @@ class Dialect:
     clip_range_high: float | None = choice(
         None, "clip range upwards, if not as far as downwards (DAPO's clip-higher)", above=0
     )
-    dual_clip: float | None = choice(None, "a ratio counts at most as this where the advantage is negative", above=0)
+    dual_clip: float | None = choice(None, "an upper bound of the ratio where the advantage is negative", above=0)
     value_clip_range: float | None = choice(
         0.2, "clip range of the values; none: not clipped", above=0, only_with="critic_start"
     )
@@ -259,7 +269,9 @@ class Dialect:
     correction_min: float = choice(
         0.0, "a ratio under this is cut to it, or masked; IcePop has 0.5", least=0, most=1, only_with="correction"
     )
-    correction_max: float = choice(2.0, "and one over this; verl has 2", least=1, only_with="correction")
+    correction_max: float = choice(
+        2.0, "a ratio over this is cut to it, or masked; verl has 2", least=1, only_with="correction"
+    )
 
     # Four passes over each rollout learn about twice as much per sample as one; clipping bounds their change. Warm-up
     # takes the 10 steps in which Adam's second moments fill. Its first step has a rate over 0, or it would be lost.
@@ -284,7 +296,7 @@ class Dialect:
     warmup_from_zero: bool = choice(False, "the first step of warm-up has rate 0", only_with="warmup_steps")
     optimizer: str = choice(
         "adamw",
-        "adamw, or tf_adam: Adam with epsilon where TensorFlow has it",
+        "adamw, or tf_adam: Adam with epsilon where TensorFlow adds it",
         choices=("adamw", "tf_adam"),
         resume=SAME,
     )

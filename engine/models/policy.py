@@ -1,8 +1,9 @@
-"""Policy, a causal language model that returns log-probs of given tokens, and Scorer, a reward model or critic: a
-number for every token. `Backbone` is what they have in common: a Hugging Face model, and how its trunk is called.
+"""Policy, a causal language model that returns log-probs of given tokens, and Scorer, a reward model or critic with a
+number for every token. Their base class `Backbone` holds a Hugging Face model and calls its trunk: the layers without
+the head.
 
-Log-probs (B, T) are all that leaves a policy. The logits, (B, T, V), would be a step's largest tensor; they are
-computed a few rows at a time, so that no more than those few are ever in memory.
+A policy returns only log-probs, (B, T). The logits, (B, T, V), would be the largest tensor of a step; they are computed
+a few rows at a time, so only these few are ever in memory.
 """
 
 import inspect
@@ -26,12 +27,12 @@ from engine.zero.gathering import whole_copy
 class Backbone(nn.Module):
     """A Hugging Face model, called with the arguments that its family's trunk takes.
 
-    replaced: settings of the model's own configuration, by name, for which loading has put others (`as_computed`); they
-    are put back into what is saved.
+    replaced: the original values of the settings that loading has replaced in the model's configuration
+    (`as_computed`), by name; they are put back when the model is saved.
     adapters: the LoRA adapters within the model, if it has some.
-    base: the path that its weights were loaded from. base_contents: the fingerprint by which an adapter's folder is to
-    know these; None without adapters. start: the adapter that training is to go on with, of a model that
-    was loaded without it; None otherwise. merged: the adapter that loading has merged into the weights.
+    base: the path that its weights were loaded from. base_contents: the fingerprint of these weights that an adapter's
+    folder records; None without adapters. start: the adapter that training goes on with, if the model was loaded
+    without it; None otherwise. merged: the adapter that loading has merged into the weights.
     packs: whether padding is taken out of rows before they go through the layers.
     """
 
@@ -47,11 +48,11 @@ class Backbone(nn.Module):
         super().__init__()
         self.model = model
         self.replaced = replaced or {}
-        # Some families, BLOOM for one, take no positions: they count along the attention mask.
+        # Some families (BLOOM, for example) take no position ids: they count along the attention mask.
         self._takes_positions = "position_ids" in inspect.signature(model.base_model.forward).parameters
 
     def with_model(self, model: PreTrainedModel) -> Self:
-        """A module of this kind and with these settings and adapters, for another model of the same architecture."""
+        """A module of this class, with these settings and adapters, around another model of the same architecture."""
         other = type(self)(model, self.replaced)
         other.pack(self.packs)
         if self.adapters is not None:
@@ -59,28 +60,28 @@ class Backbone(nn.Module):
         return other
 
     def take_settings_of(self, other) -> None:
-        """Take over what another module of this architecture computes with besides its weights.
+        """Take over the settings, beside the weights, that another module of this architecture computes with.
 
         A module that holds the weights of different models in turn is given these settings with each.
         """
 
     def pack(self, packs: bool) -> None:
-        """Have rows go through the layers without their padding from now on, or with it."""
+        """From now on rows go through the layers without their padding, or with it."""
         self.packs = packs
 
     def checkpoint_activations(self) -> None:
-        """Keep each layer's input alone in forward passes, and compute the rest again in the backward pass."""
+        """Keep only each layer's input in forward passes, and compute the rest again in the backward pass."""
         model = self.model
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable({"use_reentrant": False})  # the first is its name from transformers 5.23 on, where the other one warns
 
     def as_role(self, role: str) -> "Backbone":
-        """The Policy or Scorer that this is in a role: itself, unless it is several."""
+        """The Policy or Scorer of a role: this module itself, unless it is several models."""
         return self
 
     def take_role(self, role: str | None) -> None:
-        """Compute as one of the models that this one is from now on: None for what trains, and always for those that
-        are one model only."""
+        """From now on compute as one of the models that this module is. None: the model that trains; a module that is
+        only one model takes nothing else."""
         if self.adapters is not None:
             self.adapters.take(role)
         else:
@@ -94,7 +95,8 @@ class Backbone(nn.Module):
         return named
 
     def packed_inputs(self, rows: PackedRows, sequences: Tensor, position_ids: Tensor) -> dict:
-        """The same of rows without their padding; no mask, which would be taken for one of a padded batch."""
+        """The keyword arguments for rows without their padding. There is no mask, which would be taken for that of a
+        padded batch."""
         named = {"input_ids": rows.packed(sequences), "position_ids": rows.packed(position_ids), "use_cache": False}
         return named | rows.arguments(self.model.base_model.config._attn_implementation)
 
@@ -110,8 +112,9 @@ class Backbone(nn.Module):
 class Policy(Backbone):
     """A causal language model that returns log-probs of given tokens.
 
-    Models that change their logits after the head (soft caps, scales) go through the generic path, which asks the
-    model itself for logits. Which path is right is found by a trial: `forward(probe=True)`, after loading.
+    For models that change their logits after the head (soft caps, scales) the model itself computes the logits; for
+    others the head is applied directly. `forward(probe=True)`, called after loading, finds out by a trial which is
+    right.
     """
 
     def __init__(self, model: PreTrainedModel, replaced: dict[str, Any] | None = None):
@@ -145,8 +148,8 @@ class Policy(Backbone):
             sequences, attention_mask, position_ids: (B, S) int64.
             temperature: what the logits are divided by.
             with_entropy: otherwise the entropies are zeros.
-            probe: find out instead whether the head may be applied directly (see Policy), and remember it.
-            role: "reference" for the model as it was before training, where this one has that too.
+            probe: instead find out whether the head may be applied directly (see Policy), and remember it. role:
+            "reference" for the model before training, if this module also computes that one.
 
         Returns: (logprobs, entropy), each (B, T) float32.
         """
@@ -176,7 +179,8 @@ class Policy(Backbone):
         temperature: float,
         with_entropy: bool,
     ) -> tuple[Tensor, Tensor]:
-        """What `forward` returns, of rows without their padding: zeros where a token, or the one before it, is none."""
+        """The result of `forward`, computed from rows without their padding. It is zero where a token, or the one
+        before it, is padding."""
         slots, before = rows.predicted(labels.shape[1])
         wanted = labels[slots].unsqueeze(0)
         if self.direct_head:
@@ -191,10 +195,10 @@ class Policy(Backbone):
         return logprobs, entropy
 
     def _probe(self, sequences: Tensor) -> Tensor:
-        """Whether the logits are what the head makes of the trunk's hidden states, and nothing else.
+        """Whether the logits are the head's output for the trunk's hidden states, unchanged.
 
-        The model's own code has the head's output replaced by large numbers, of which a soft cap or a scale makes
-        others: initial logits may be too small to show it.
+        The model's own code runs with the head's output replaced by large numbers, which a soft cap or a scale would
+        change. Initial logits may be too small to show this.
         """
         mask = torch.ones_like(sequences)
         inputs = self.inputs(sequences, mask, positions_from(mask))
@@ -233,10 +237,10 @@ def _alike(first: Tensor, second: Tensor) -> bool:
 class Scorer(Backbone):
     """A reward model or critic: backbone, one linear head on every token, and a stored offset.
 
-    The gain of the normalisation is folded into the head's weight. The offset stands beside it, in the model's
-    config.json (`score_offset`), because Hugging Face's heads have no bias.
+    The gain of the normalisation is folded into the head's weight. The offset is stored in the model's config.json
+    (`score_offset`), because Hugging Face's heads have no bias.
 
-    kept_heads: by role, frozen copies of a head that trains. They stand outside `model`, which is saved without them.
+    kept_heads: frozen copies of a head that trains, by role. They are not part of `model`, which is saved without them.
     """
 
     def __init__(self, model: PreTrainedModel, replaced: dict[str, Any] | None = None):
@@ -248,7 +252,7 @@ class Scorer(Backbone):
         self.kept_heads = nn.ModuleDict()
 
     def keep_head(self, role: str) -> None:
-        """Keep the head as it is now, to go on computing as `role` with it (all ranks call this)."""
+        """Keep a frozen copy of the present head, with which the module computes as `role` (all ranks call this)."""
         self.kept_heads[role] = whole_copy(self.model.score).requires_grad_(False)
 
     def with_model(self, model: PreTrainedModel) -> Self:
@@ -266,9 +270,10 @@ class Scorer(Backbone):
     def forward(
         self, sequences: Tensor, attention_mask: Tensor, position_ids: Tensor, role: str | None = None
     ) -> Tensor:
-        """The score at every token; all arguments (B, S) int64. Returns (B, S) float32; without padding zeros for it.
+        """The score at every token; all arguments (B, S) int64. Returns (B, S) float32; for packed rows padding has
+        zeros.
 
-        role: "reward" for the model as it was before training, where this one has that too.
+        role: "reward" for the model before training, if this module also computes that one.
         """
         self.take_role(role)
         head = dict(self.kept_heads.items()).get(role or "", self.model.score)
@@ -279,10 +284,10 @@ class Scorer(Backbone):
         return head(hidden).squeeze(-1) + self.offset
 
     def sequence_scores(self, token_scores: Tensor, sequences: Tensor, attention_mask: Tensor) -> Tensor:
-        """The score of each sequence: the one at the token that this model was trained to be read at.
+        """The score of each sequence: the score at the token at which this model was trained to be read.
 
-        `score_position` "last" is the last real token, EOS included: ours. "last_non_pad" is Hugging Face's rule, the
-        last token that differs from the pad token, hence the one before EOS where pad == eos: models of others.
+        `score_position` "last" is the last real token, EOS included; models of this program have it. "last_non_pad" is
+        Hugging Face's rule: the last token that differs from the pad token, so the one before EOS if pad == eos.
 
         Args: all (B, S). Returns (B,) float32.
         """

@@ -1,4 +1,4 @@
-"""Policies and Scorers written as Hugging Face folders: whole models, or adapters alone.
+"""Writes Policies and Scorers as Hugging Face folders: whole models, or adapters alone.
 
 Adapters are merged into their models' matrices, in place or on the way to a file: W + alpha / dim * B A in float32,
 cast to W's dtype.
@@ -27,7 +27,7 @@ from engine.zero.gathering import gathered_params, set_parameter, whole_weights
 def save_model(module: Policy | Scorer, state: dict, tokenizer: PreTrainedTokenizerBase, folder: str | Path) -> None:
     """Write a Hugging Face folder (safetensors, config, tokenizer) from gathered weights; one process calls this.
 
-    Raises: OSError, of a full disk too, which the libraries call otherwise.
+    Raises: OSError, also for a full disk, for which the libraries raise other exceptions.
 
     Args:
         state: full weights by the names of `module.model`, tied ones once; of a model with adapters what `merged_state`
@@ -49,15 +49,15 @@ def save_model(module: Policy | Scorer, state: dict, tokenizer: PreTrainedTokeni
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: str | Path) -> None:
-    """Write the tokenizer's files into a folder that has no folders: several named chat templates, which would get one
-    of their own, go into tokenizer_config.json."""
+    """Write the tokenizer's files without subfolders: several named chat templates go into tokenizer_config.json
+    instead."""
     tokenizer.save_pretrained(folder, save_jinja_files=not isinstance(tokenizer.chat_template, dict))
 
 
 def save_adapter(
     module: Policy | Scorer, state: Mapping[str, Tensor], tokenizer: PreTrainedTokenizerBase, folder: str | Path
 ) -> None:
-    """Write a folder of the adapter alone, as peft and what builds on it open it; one process calls this.
+    """Write a folder with the adapter alone, in peft's format; one process calls this.
 
     Args:
         state: what `adapter_state` gives.
@@ -74,7 +74,7 @@ def save_adapter(
 
 
 def adapter_files(module: Policy | Scorer) -> dict[str, str]:
-    """What stands in an adapter's folder beside weights and tokenizer, by name; {} for a model without adapters."""
+    """The texts of an adapter folder's files beside weights and tokenizer, by name; {} for a model without adapters."""
     if module.adapters is None:
         return {}
     assert module.base is not None, "an adapter of a model that was not loaded"
@@ -111,7 +111,7 @@ BASE = ".base_layer."  # peft's name for the layer within an adapted one
 
 @torch.no_grad()
 def merge_adapter(model: PreTrainedModel, adapter: AdapterFolder) -> None:
-    """Add an adapter to the matrices of its base, partitioned or not, one after the other (all ranks call this)."""
+    """Merge an adapter into the matrices of its base, partitioned or not, one after the other (all ranks call this)."""
     for name, (a, b) in adapter.factors().items():
         layer = model.get_submodule(name)
         change = update(a, b, adapter.scaling(name, a.shape[0]), transposed=isinstance(layer, Conv1D))
@@ -187,7 +187,7 @@ def adapter_state(module: Backbone, state: Mapping[str, Tensor], role: str | Non
 
 
 def adapter_holds_all(module: Backbone) -> bool:
-    """Whether nothing trains that an adapter's folder has no place for: all but factors and a score head is frozen."""
+    """Whether an adapter's folder can hold all that trains: everything but factors and a score head is frozen."""
     trained = {name for name, parameter in module.model.named_parameters() if parameter.requires_grad}
     return all(is_factor(name) or name.startswith(f"{HEAD}.") for name in trained)
 

@@ -1,16 +1,16 @@
-"""A language model or scorer divided among the ranks of a group, each of which holds a part of every large matrix and
-computes with it (tensor parallelism: Shoeybi et al. 2019, Megatron-LM).
+"""Tensor parallelism: each rank of a group holds a part of every large matrix of a language model or scorer, and
+computes with it. Source: Shoeybi et al. 2019, Megatron-LM.
 
     plan = TensorParallelPlan.of(bare_model(policy), 2)        # plan.obstacle says why not, where it cannot be
     own = plan.part(bare_model(policy), group, device)         # memory for this rank's part, still to be filled:
     for name, weight in merged_weights(policy):
         plan.fill(own, name, weight, group)
 
-What is cut, and how, is told by the plans that transformers has for most families (`model.tp_plan`: names of modules
-with the style of each), and by our own for OPT, which has none. The cutting and the sums are our own, on plain tensors:
-transformers' need the weights to be read from files, and their names have changed with each of its versions.
+Plans say what is cut, and how. transformers has plans for most families (`model.tp_plan`: names of modules with the
+style of each); the plan for OPT is our own. The cutting and the sums are our own too, on plain tensors: transformers'
+code needs weights that are read from files, and its names have changed with each version.
 
-Vocabularies are always divided, the embedding's and the output layer's, if need be with empty rows at their end.
+The vocabularies of embedding and output layer are always divided, if necessary with empty rows at their end.
 """
 
 import copy
@@ -128,7 +128,7 @@ class TensorParallelPlan:
         self._cut(name, weight.dim()).copy(weight, target, group)
 
     def _style(self, name: str) -> str | None:
-        """Of a parameter: its own, or its module's."""
+        """The style of a parameter: its own, or that of its module."""
         pattern = _pattern(name)
         return self.styles.get(pattern) or self.styles.get(pattern.rpartition(".")[0])
 
@@ -145,7 +145,7 @@ class TensorParallelPlan:
         return _Cut(style, None)
 
     def _divide(self, name: str, module: nn.Module, group: RankGroup) -> None:
-        """Have a module exchange with its fellows what it computes."""
+        """Have a module exchange its results with the other ranks of the group."""
         style = self.styles.get(_pattern(name))
         if style == VOCABULARY and isinstance(module, nn.Embedding):
             _VocabularyPart(module, group)
@@ -172,9 +172,9 @@ class TensorParallelPlan:
 
 @dataclass(frozen=True)
 class _Cut:
-    """Which part of a parameter a rank holds: along `dim` (None: all of it) its share of each of so many blocks.
+    """Which part of a parameter a rank holds: its share of each block along `dim` (None: all of it).
 
-    Of vectors that are added to a sum over the ranks, the first rank's are the parameter and the others' zeros.
+    A vector that is added to a sum over the ranks is kept by the first rank; the others have zeros.
     """
 
     style: str | None
@@ -182,7 +182,7 @@ class _Cut:
     blocks: int = 1
 
     def shape(self, whole: torch.Size, ranks: int) -> torch.Size:
-        """Of the part."""
+        """The shape of the part."""
         sizes = list(whole)
         if self.dim is not None:
             sizes[self.dim] = -(-sizes[self.dim] // ranks)

@@ -1,13 +1,14 @@
-"""One model in four roles: a frozen language model, with an adapter and a head for each role.
+"""The shared trunk: one frozen language model that serves all four roles, with an adapter and a head for each role.
 
     policy = load_policy("sft", torch.float32, merge=False)
     trunk = make_trunk(policy, actor=LoraSpec(dim=16, only=True), scorers={"critic": config}, critic=...)
     logprobs, _ = trunk(sequences, attention_mask, position_ids, response_length=8)
     values = trunk(sequences, attention_mask, position_ids, role="critic")
 
-The actor has its adapter and the language model's head. The reference has the same head and no adapter, or a frozen one
-that the actor started from. The reward model has a frozen adapter and head; the critic has its own of both, which start
-as copies of a reward model's or as nothing. What is frozen for all of them is there once.
+The actor has its adapter and the language model's head. The reference has the same head, and no adapter or the frozen
+one that the actor started from. The reward model has a frozen adapter and head. The critic has its own adapter and
+head, which start as copies of a reward model's, or as a new adapter and a head of zeros. The frozen weights that all
+share exist once.
 """
 
 from collections.abc import Mapping
@@ -29,10 +30,11 @@ from engine.models.reading import CLASSIFIER, model_class
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoringRole:
-    """What "critic" or "reward" is to be.
+    """The description of the role "critic" or "reward".
 
-    config: of the classifier that it would be alone, with one label and the settings of the scores. start: the adapter
-    and head that it has, or starts from; None for a head of zeros. lora: how it trains; None where it is frozen.
+    config: the configuration of the classifier that the role would be alone, with one label and the settings of the
+    scores. start: the adapter and head that it has or starts from; None for a head of zeros. lora: how it trains; None
+    if it is frozen.
     """
 
     config: PretrainedConfig
@@ -43,8 +45,8 @@ class ScoringRole:
 class Trunk(Policy):
     """A Policy that also computes as Scorers, with the same layers.
 
-    scorers: by role. Their models have this one's layers for their own. Their heads are registered here, and the layers
-    once: modules that are met twice would get ZeRO's hooks twice.
+    scorers: the Scorers by role. Their models use this model's layers. Only their heads are registered here in
+    addition, because modules that are found twice would get ZeRO's hooks twice.
     """
 
     def __init__(self, model: PreTrainedModel, replaced: dict[str, Any], scorers: Mapping[str, Scorer]):
@@ -54,7 +56,7 @@ class Trunk(Policy):
 
     @property
     def scorers(self) -> dict[str, Scorer]:
-        """What it is as "critic" and "reward", where it is."""
+        """The Scorers for the roles "critic" and "reward", as far as it has them."""
         return dict(self._scorers)
 
     def as_role(self, role: str) -> Backbone:
@@ -75,20 +77,20 @@ class Trunk(Policy):
         return other
 
     def pack(self, packs: bool) -> None:
-        """As Backbone's, of all roles."""
+        """As in Backbone, for all roles."""
         super().pack(packs)
         for scorer in self.scorers.values():
             scorer.pack(packs)
 
     def give_adapters(self, configs: Mapping[str, LoraConfig]) -> None:
-        """Put adapters, by the roles that they are of, into the model."""
+        """Inject adapters into the model. configs: by role."""
         inject(self.model, configs)
         self.adapters = Adapters(self.model, "actor", configs, ["reference"] if "reference" in configs else [])
         for role, scorer in self.scorers.items():
             scorer.adapters = Adapters(scorer.model, role, configs)
 
     def forward(self, *args, role: str | None = None, **kwargs):
-        """As Policy's for actor and reference; as Scorer's for critic and reward model."""
+        """As in Policy for actor and reference; as in Scorer for critic and reward model."""
         scorer = self.scorers.get(role or "")
         if scorer is not None:
             return scorer(*args, **kwargs)
@@ -96,12 +98,12 @@ class Trunk(Policy):
 
 
 def make_trunk(policy: Policy, actor: LoraSpec, scoring: Mapping[str, ScoringRole]) -> Trunk:
-    """A Trunk of a language model that was loaded without adapters; on all ranks alike.
+    """Make a Trunk from a language model that was loaded without adapters; the same on all ranks.
 
-    policy: its `start` is the adapter that the actor goes on with and that the reference has, if there is one.
-    scoring: "critic" and "reward", as far as there are such.
+    policy: its `start`, if any, is the adapter that the actor goes on training and that the reference keeps. scoring:
+    "critic" and "reward", as far as the run has them.
 
-    Raises: UserError where the layers that an adapter is asked for are none, or its dimension is not its start's.
+    Raises: UserError if an adapter's targets match no layer, or its dimension is not that of its start.
     """
     model, kept = policy.model, policy.start
     scorers = {}
@@ -134,12 +136,12 @@ def make_trunk(policy: Policy, actor: LoraSpec, scoring: Mapping[str, ScoringRol
 
 
 def owner(name: str) -> str:
-    """Which role a parameter that trains is of, by its name within a Trunk."""
+    """The role of a trained parameter, by its name within a Trunk."""
     return "critic" if name.startswith("heads.critic.") or ".critic." in name else "actor"
 
 
 def _choose_trained(trunk: Trunk, roles: list[str]) -> None:
-    """Mark what trains: these roles' factors, and the critic's head."""
+    """Mark the parameters that train: the factors of these roles, and the critic's head."""
     assert trunk.adapters is not None
     trunk.requires_grad_(False)
     for role in roles:
@@ -154,7 +156,7 @@ def _choose_trained(trunk: Trunk, roles: list[str]) -> None:
 
 
 def _classifier(model: PreTrainedModel, config: PretrainedConfig, kind: Any) -> PreTrainedModel:
-    """A classifier whose layers are those of a language model; with a head of zeros."""
+    """A classifier that uses the layers of a language model, with a head of zeros."""
     like = next(model.parameters())
     with torch.device("meta"):
         shell = kind._from_config(config, dtype=like.dtype)

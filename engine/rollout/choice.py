@@ -1,4 +1,4 @@
-"""Which models compute through a whole copy of their weights, and by which backend the actor generates, and why."""
+"""Chooses the models that compute through copies of their weights, and the backend with which the actor generates."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -26,15 +26,15 @@ from engine.zero.engines import TrainedModel
 from engine.zero.gathering import full_numel
 from engine.zero.roles import TrainedRole
 
-# The names of --rollout_backend. One of your own has what makes it of the actor and its tokenizer, a class mostly; the
-# built-in ones, which models share copies with, are made by `build_rollouts`.
+# The names of --rollout_backend. A backend of your own is a function, usually a class, that makes it from the actor and
+# its tokenizer. `build_rollouts` makes the built-in ones, whose copies other models share.
 ROLLOUT_BACKENDS: dict[str, Callable[..., RolloutBackend] | None] = dict.fromkeys(("auto", "replica", "zero3", "vllm"))
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Which models compute through which copies (at stages 0 to 2 their own modules), and why these. Those of `parts`
-    are all that there are; the first may be nobody's."""
+    """Which models compute through which copies (at stages 0 to 2 through their own modules), and why. `parts` has all
+    copies; no model may use the first."""
 
     why: str
     parts: Sequence[tuple[PlainCopies, Sequence[Model]]]
@@ -58,15 +58,15 @@ def build_rollouts(
     sampler: str = "keyed",
     training: int | str = "what training takes is not known",
 ) -> RolloutBackend:
-    """The backend of this name; "auto" takes the fastest that fits in memory. Its `why` says what was taken and why.
+    """The backend of this name; "auto" takes the fastest that fits in memory. Its `why` explains the choice.
 
     Args:
-        actor: a role within an engine computes with that one's copies.
-        others: models that are to make experience through whole copies too, each where there is room for its own.
-        rows_at_once, row_length: responses decoded side by side, and tokens of prompt and response, for the cache.
-        between_steps: as in WholeCopies. decoding: as in Sampler; zero3 has no use for it.
-        tensor_parallel: ranks that hold a copy together: with "vllm" and "replica" always (None: 1), with "auto" that
-            of a model of which a whole one does not fit (None: as few as it fits on).
+        actor: if it is a role within an engine, it computes with the engine's copies.
+        others: models that also make experience through whole copies, as far as there is room for them. rows_at_once,
+        row_length: responses decoded side by side, and tokens of prompt and response, for the cache. between_steps: as
+        in WholeCopies. decoding: as in Sampler; zero3 has no use for it.
+        tensor_parallel: how many ranks hold a copy together. With "vllm" and "replica" always so many (None: 1); with
+            "auto" only for a model whose whole copy does not fit (None: as few as it fits on).
         sampler: as in VLLMRollouts; others have no use for it.
         training: as in place_copies, the same on all ranks.
 
@@ -104,7 +104,7 @@ def build_rollouts(
 
 
 def _why_plain(copies: PlainCopies | None) -> str:
-    """Why single tokens cannot go through the actor's copies but by its own code; "" where they can."""
+    """Why single tokens have to go through the actor's copies by the model's own code; "" if they do not."""
     if copies is None:
         return "ZeRO's hooks fetch each layer"
     if isinstance(copies, TensorParallelCopies):
@@ -175,7 +175,7 @@ def _placement(
 
 
 class _Smaller:
-    """Copies that ranks hold together, for models whose whole ones turn out not to fit; made when they are needed.
+    """Makes copies that ranks hold together, when a model's whole copy turns out not to fit.
 
     actor: generates, with so many bytes of keys and values in its `cache`. sizes: of groups, of which the largest is
     taken where none is there yet, because the guess of what fits was wrong once. together: copies of other models that
@@ -194,7 +194,7 @@ class _Smaller:
         self.between_steps, self.together = between_steps, together
 
     def __call__(self, model: Model) -> TensorParallelCopies | None:
-        """Those of a model, if it can be divided (all ranks call this)."""
+        """The divided copies for a model, or None if it cannot be divided (all ranks call this)."""
         sizes = self.sizes if self.together is None else (self.together.group.size,)
         parts, _ = divided_bytes(model.module, sizes, generates=model is self.actor)
         if parts and self.together is None:

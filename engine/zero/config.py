@@ -1,7 +1,9 @@
-"""DeepSpeed configurations: a file of configs/ds/ or a user's, checked, and completed by what the program owns.
+"""DeepSpeed configurations: a file of configs/ds/ or of the user is checked, and completed with the program's own
+settings.
 
-What a file may set is listed in TAKEN and TAKEN_OF_ZERO. Anything else is refused, with a reason where people bring it
-from elsewhere (REASONS). What is off is taken out: files that are handed on name much of it as off.
+TAKEN and TAKEN_OF_ZERO list the settings that a file may have. Anything else is refused, with a reason if files from
+elsewhere often have it (REASONS). Settings that are off are removed without a refusal, since such files name many of
+them as off.
 """
 
 import json
@@ -138,10 +140,10 @@ _DTYPES = ("fp32", "fp16", "bf16")
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """Which DeepSpeed configuration an engine runs under.
+    """The choice of an engine's DeepSpeed configuration.
 
     role: "actor", "critic", "reference" or "reward", for messages; stage: 0 to 3; offload: optimizer state (and, at
-    stage 3, parameters) in host memory; path: a JSON file that wins over the shipped one.
+    stage 3, parameters) in host memory; path: a JSON file that replaces the shipped one.
     """
 
     role: str
@@ -150,7 +152,8 @@ class EngineConfig:
     path: str | None = None
 
     def flag(self, name: str) -> str:
-        """This engine's flag of the name: steps 1 and 2 train one "model", whose flags are not called after a role."""
+        """The flag with this name for this engine. In steps 1 and 2, which train one "model", flags are not named after
+        a role."""
         return f"--{name}" if self.role == "model" else f"--{self.role}_{name}"
 
     def check_stage(self) -> None:
@@ -159,7 +162,7 @@ class EngineConfig:
             raise UserError(f"{self.flag('zero_stage')} {self.stage}: ZeRO has the stages 0, 1, 2 and 3.")
 
     def check_offload(self, flag: str = "--offload", trained: bool = True) -> None:
-        """Raise UserError where `flag` contradicts a file, or a trained engine has nothing that could be offloaded."""
+        """Raise UserError if `flag` contradicts a file, or a trained engine has nothing that could be offloaded."""
         if self.offload and self.path is not None:
             raise UserError(
                 f"{flag} and {self.flag('ds_config')} {self.path} contradict each other: say in the file what is "
@@ -183,7 +186,7 @@ def build_ds_config(
         gradient_clipping: the maximal gradient norm; 0 for none.
         trained: whether the engine has an optimizer.
 
-    Raises: UserError for a stage that is none, a missing or broken file, an unknown key, or a contradiction.
+    Raises: UserError for a stage that does not exist, a missing or broken file, an unknown key, or a contradiction.
     """
     choice.check_stage()
     if not trained and choice.stage in (1, 2):
@@ -241,7 +244,7 @@ def build_ds_config(
             "DeepSpeed's. Use stage 2, or leave it out."
         )
     config.pop("comment", None)
-    # The optimizer is ours, also where its state is offloaded; nothing is printed but what the program prints.
+    # The optimizer is ours, even if its state is offloaded; DeepSpeed's own output is off.
     return {
         "steps_per_print": 10**9,
         "zero_force_ds_cpu_optimizer": False,
@@ -252,13 +255,13 @@ def build_ds_config(
 
 
 def zero_settings(config: dict) -> Any:
-    """The ZeRO section of what `build_ds_config` gives, with DeepSpeed's own values where it says nothing; an object
+    """The ZeRO section of a configuration from `build_ds_config`, completed with DeepSpeed's defaults, as an object
     with the settings as attributes."""
     return _sections()["zero_optimization"](**config["zero_optimization"])
 
 
 def read_ds_file(choice: EngineConfig) -> dict:
-    """The JSON of one engine, with its stage in it, checked for unknown keys and for what its flags say."""
+    """The JSON of one engine with its stage, checked for unknown keys and against the engine's flags."""
     path = (
         Path(choice.path)
         if choice.path
@@ -304,18 +307,18 @@ def read_ds_file(choice: EngineConfig) -> dict:
 
 
 def stage_of_file(path: str, role: str) -> int | None:
-    """The ZeRO stage that a user's file asks for, if it says one."""
+    """The ZeRO stage in a user's file; None if it names none."""
     try:
         stage = json.loads(read_text(path)).get("zero_optimization", {}).get("stage")
     except (OSError, ValueError, AttributeError, RecursionError):
-        return None  # build_ds_config says what is wrong with the file
+        return None  # build_ds_config refuses the file with a message
     if stage is not None and stage not in (0, 1, 2, 3):
         raise UserError(f"{path}: zero_optimization.stage is {stage!r} for the {role}; ZeRO has the stages 0 to 3.")
     return stage
 
 
 def refuse_offload_of_roles(config: Mapping) -> None:
-    """Raise UserError where the optimizer's states of an engine in which several models learn are in host memory."""
+    """Raise UserError if an engine in which several models learn offloads its optimizer state to host memory."""
     if config["zero_optimization"].get("offload_optimizer"):
         raise UserError(
             "--share_trunk with an offloaded optimizer: DeepSpeed then takes over the gradients of the last backward "
@@ -327,9 +330,9 @@ def refuse_offload_of_roles(config: Mapping) -> None:
 def _keep_taken(
     section: dict, taken: Collection[str], path: Path, prefix: str = "", harmless: Collection[str] | None = None
 ) -> None:
-    """Take out of a section what is off and not `taken`; raise UserError for what else is not.
+    """Remove settings of a section that are off and not in `taken`; raise UserError for other settings not in `taken`.
 
-    harmless: names that may be there if they are off, beside those with REASONS; None for any.
+    harmless: names that are allowed if they are off, beside those with REASONS; None for any name.
     """
     for name in [name for name in section if name not in taken]:
         value, reason = section[name], REASONS.get(prefix + name)
@@ -345,7 +348,7 @@ def _keep_taken(
 
 
 def _is_off(value: Any, deep: bool) -> bool:
-    """deep: a section is off, too, where all that it holds is."""
+    """Whether a setting is off. deep: a section is off too if all its settings are."""
     if isinstance(value, dict):
         empty = all(_is_off(own, deep) for own in value.values()) if deep else not value
         return empty or value.get("enabled") is False
@@ -353,7 +356,7 @@ def _is_off(value: Any, deep: bool) -> bool:
 
 
 def _check_section(section: dict, model: type[BaseModel], path: Path, name: str) -> None:
-    """Refuse keys and values that DeepSpeed would refuse later, when the weights are loaded."""
+    """Raise UserError for keys and values that DeepSpeed would refuse only when the weights are loaded."""
     fields = model.model_fields
     known = {key for field in fields for key in (field, fields[field].alias) if key}
     _keep_taken(section, TAKEN_OF_ZERO if name == "zero_optimization" else known, path, f"{name}.", known)
@@ -366,7 +369,7 @@ def _check_section(section: dict, model: type[BaseModel], path: Path, name: str)
 
 
 def _refuse_dtypes(config: dict, path: Path) -> None:
-    """Raise UserError for dtypes that are --dtype's business, and for names that DeepSpeed does not know."""
+    """Raise UserError for dtypes, which --dtype sets, and for names that DeepSpeed does not know."""
     types = config.get("data_types", {})
     if not isinstance(types, dict):
         raise UserError(f"{path}: data_types is {types!r}, but should be a JSON object.")
@@ -383,7 +386,7 @@ def _refuse_dtypes(config: dict, path: Path) -> None:
 
 
 def _refuse_at_stage(zero: Mapping, path: Path) -> None:
-    """Raise UserError for what ZeRO has at stage 3 alone, and would ignore at another one."""
+    """Raise UserError for settings that ZeRO has at stage 3 only, and would ignore at another stage."""
     stage, size = zero["stage"], int(zero.get("zero_hpz_partition_size", 1))
     asked = {
         "zero_hpz_partition_size": size if size > 1 else None,
@@ -410,8 +413,8 @@ def _refuse_at_stage(zero: Mapping, path: Path) -> None:
 
 
 def _refuse_out_of_reach(zero: Mapping, path: str | None) -> None:
-    """Raise UserError for a file that keeps numbers of the training state where no checkpoint finds them, or that
-    offloads what stage 0 does not."""
+    """Raise UserError for a file that keeps a part of the training state where checkpoints cannot read it, or that
+    offloads at stage 0, which cannot."""
     if zero["stage"] == 0 and zero.get("offload_optimizer"):
         raise UserError(
             f"{path}: zero_optimization.offload_optimizer is {zero['offload_optimizer']!r}, but the stage is 0, which "
@@ -428,7 +431,7 @@ def _refuse_out_of_reach(zero: Mapping, path: str | None) -> None:
 
 
 def _refuse_low_precision(config: Mapping, dtype: str, path: str | None) -> None:
-    """Raise UserError for 16-bit master weights that DeepSpeed would not take, or that would learn nothing."""
+    """Raise UserError for 16-bit master weights that DeepSpeed does not support, or that could not learn."""
     low, zero = config["bf16"], config["zero_optimization"]
     if config["fp16"].get("fp16_master_weights_and_grads"):
         raise UserError(
@@ -457,15 +460,15 @@ def _refuse_low_precision(config: Mapping, dtype: str, path: str | None) -> None
 
 
 def _use_own_swap_folder(zero: dict, role: str) -> None:
-    """Have an engine that swaps its parameters to a disk do so in a folder of its own below the one that is given:
-    DeepSpeed removes what it finds there when it begins, another engine's parameters too."""
+    """Give an engine that swaps parameters to a disk its own subfolder of the given folder. When DeepSpeed starts it
+    empties the folder, and would remove another engine's parameters."""
     section = zero.get("offload_param") or {}
     if section.get("device") == "nvme" and section.get("nvme_path") is not None:
         zero["offload_param"] = {**section, "nvme_path": str(Path(section["nvme_path"]) / role)}
 
 
 def _sections() -> dict[str, type]:
-    """DeepSpeed's own description of each section that it describes as a pydantic model."""
+    """DeepSpeed's pydantic model of each section that has one."""
     from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
@@ -477,19 +480,19 @@ LIVE, AHEAD = 100_000_000, 30_000_000
 
 
 def decoder_layers(module: nn.Module) -> list[nn.Module]:
-    """The layers of a Policy or Scorer, by the names that transformers has for what is not to be split."""
+    """The decoder layers of a Policy or Scorer: the classes in transformers' `_no_split_modules`."""
     names = set(getattr(getattr(module, "model", None), "_no_split_modules", None) or [])
     return [part for part in module.modules() if type(part).__name__ in names]
 
 
 def with_fitting_sizes(module: nn.Module, ds_config: dict) -> dict:
-    """The configuration, with room at stage 3 for the layer that computes, the next, which is fetched meanwhile, and
-    the one before.
+    """The configuration, with limits at stage 3 that leave room for three layers: the one that computes, the next one,
+    which is being fetched, and the one before.
 
-    A layer of a Llama of 7 billion numbers has 2e8 of them: with room for 1e8 none is fetched before its turn. Small
-    layers are fetched several at a time.
+    A layer of a 7B Llama has 2e8 parameters; with room for 1e8 no layer is fetched before its turn. Several small
+    layers are fetched at a time.
     """
-    from engine.zero.gathering import full_numel  # imports DeepSpeed, which flags are not to wait for
+    from engine.zero.gathering import full_numel  # imports DeepSpeed, too slow for reading flags
 
     zero = ds_config["zero_optimization"]
     if zero.get("stage") != 3:
@@ -506,10 +509,10 @@ def with_fitting_sizes(module: nn.Module, ds_config: dict) -> dict:
 
 
 def with_fitting_bucket(module: nn.Module, ds_config: dict) -> dict:
-    """The configuration, with buckets of gradients no larger than all gradients together.
+    """The configuration, with gradient buckets no larger than all gradients together.
 
-    DeepSpeed allocates a whole bucket, at stage 3 for good, however little there is to be reduced: a small model, or
-    adapters. What does fit into one bucket is reduced in one, as before.
+    DeepSpeed always allocates a whole bucket (at stage 3 permanently), even for the few gradients of a small model or
+    of adapters. Gradients that fit into one bucket are still reduced in one.
     """
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 

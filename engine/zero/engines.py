@@ -26,17 +26,18 @@ DeepSpeed's hysteresis the first few lower nothing; after these the model does n
 
 
 class Copies(Protocol):
-    """Plain modules that compute what models (a TrainedModel, a FrozenModel) do; `engine.copies.PlainCopies`."""
+    """Modules without ZeRO's hooks that compute in place of a TrainedModel or FrozenModel:
+    `engine.copies.PlainCopies`."""
 
     def inferred(self, model: Any, *args, **kwargs) -> Any:
         """The forward pass without gradients or hooks; None for lack of memory. All ranks call this together."""
 
     def holding(self, model: Any) -> nn.Module | None:
-        """The module that holds the model's own weights as they are now, if one does."""
+        """The module that holds the model's current weights, or None."""
 
 
 class LearningModel:
-    """What is asked of a model that learns, in an engine of its own or beside others in one (`host`).
+    """The interface of a model that learns, in its own engine or in one with other models (`host`).
 
     state: its weights, moments and counters by name.
     """
@@ -46,11 +47,11 @@ class LearningModel:
 
     def master_shards(self) -> list[Tensor]:
         """This rank's master weights: the tensors that the optimizer updates, each on one rank (stage 0: on all); in
-        float32, or in bfloat16 where its file says so."""
+        float32, or in bfloat16 if the DeepSpeed file says so."""
         return [master.tensor.data for master in self.state.stage.masters()]
 
     def weights_finite(self) -> bool:
-        """Whether all weights, over all ranks, are numbers of the dtype that is computed in (all ranks call this).
+        """Whether all weights, over all ranks, are finite in the compute dtype (all ranks call this).
 
         Reads each float32 master weight once, a fraction of what an optimizer step reads.
         """
@@ -59,8 +60,8 @@ class LearningModel:
     def swapped(self, shards: list[Tensor]) -> contextlib.AbstractContextManager:
         """Within this context the model computes with other float32 weights, given like `master_shards`.
 
-        On leaving all is as before, bit by bit. Both are exchanged in place, so it takes the memory of one more shard;
-        16-bit master weights, which could not hold the others exactly, are kept aside instead.
+        On leaving, all weights are restored bit by bit. The two sets are exchanged in place, so this takes the memory
+        of one more shard. 16-bit master weights, which could not hold float32 ones exactly, are put aside instead.
         """
         return self.host.exchanged(self.master_shards(), shards)
 
@@ -69,15 +70,15 @@ class LearningModel:
         return self.state.shards()
 
     def scalars(self) -> dict:
-        """The rest of the training state, the same on all ranks: step counts and the loss scale, as JSON has them."""
+        """The rest of the training state, the same on all ranks: step counts and the loss scale, in a form for JSON."""
         return self.state.scalars()
 
     def forget_moments(self) -> None:
-        """Have Adam be as before its first step; weights and loss scale stay (all ranks call this)."""
+        """Reset Adam to its state before the first step; weights and loss scale stay (all ranks call this)."""
         self.state.set_steps(0)
 
     def load_shards(self, source: ShardSource, scalars: Mapping) -> None:
-        """Put back what `shards` and `scalars` gave, on whatever ranks and at whatever stage (all ranks call this).
+        """Restore the results of `shards` and `scalars`, from any number of ranks and any stage (all ranks call this).
 
         Adam's settings stay those of this run. Raises: UserError where the state is another model's.
         """
@@ -94,7 +95,7 @@ class TrainedModel(LearningModel):
                 model.backward(loss_sum / count_over_all_ranks, last=i == len(micro_batches) - 1)
         model.step(lr)
 
-    Every rank must run the same number of micro-batches; one that has fewer runs dummies with a loss times 0.
+    Every rank must run the same number of micro-batches; a rank with fewer runs dummies with a loss times 0.
     """
 
     def __init__(self, module: nn.Module, ds_config: dict, optimizer: torch.optim.Optimizer, role: str = "model"):
@@ -104,14 +105,14 @@ class TrainedModel(LearningModel):
             self.ds_engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=ds_config)
         self.module: Any = self.ds_engine.module  # a Policy or a Scorer, classes that stand above this folder
         self.role = role  # for messages and traces
-        self.copies: Copies | None = None  # through which passes without gradients go
+        self.copies: Copies | None = None  # passes without gradients go through these
         self.stage = self.ds_engine.zero_optimization_stage()
-        self.version = 0  # goes up when the weights change: tells copies of them whether they are stale
+        self.version = 0  # goes up when the weights change, so that copies know whether they are stale
         self.grad_norm = 0.0  # of the latest step, before clipping
         self.scales_loss = self.ds_engine.fp16_enabled()
         """Whether gradients that overflow are a matter of course (fp16) and not a reason to stop."""
         self._by_stage = stage_of(self.ds_engine)
-        self._overflows_at_floor = 0  # in a row, the loss scale unchanged
+        self._overflows_at_floor = 0  # overflows in a row, with the loss scale unchanged
         self.state = TrainingState(self.module, self._by_stage)
         _, sums = self.ds_engine.get_data_types()
         self.long_batch = LongBatch(self.module, role, self._by_stage.forget_gradients, sums)
