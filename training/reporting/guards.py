@@ -277,7 +277,7 @@ class Change:
 
 
 def of_sft(rows: Sequence[Mapping], vocabulary: int) -> Verdict:
-    """Of step 1's metrics (`read_metrics`). vocabulary: how many tokens a uniform guess chooses from."""
+    """The verdict on step 1's metrics (`read_metrics`). vocabulary: how many tokens a uniform guess chooses from."""
     loss, guess = Change.of(rows, "loss"), math.log(vocabulary)
     if loss is None or loss.after <= loss.before + max(LOSS_TOLERANCE, loss.noise):
         return Verdict()
