@@ -48,8 +48,8 @@ def own_programs_first() -> None:
 
 
 def check_launch() -> None:
-    """Raise UserError where the variables that a launcher or a script has set for this process contradict each
-    other."""
+    """Raise UserError where the launcher's variables of this process are no numbers, or RANK is not below
+    WORLD_SIZE."""
     numbers = {
         name: os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT") if name in os.environ
     }

@@ -1,8 +1,7 @@
 """Heartbeats: each rank sends rank 0 its phase and step once a second, and rank 0 finds out which rank is missing and
 what has happened to it.
 
-Watch threads send heartbeats over separate sockets, independent of the collective calls in which main threads wait. A
-rank
+Watch threads send heartbeats over separate sockets, independent of the collective calls of main threads. A rank
     died        its connection ended without a word
     is cut off  its machine has not answered for CUT_OFF seconds: TCP's own keepalive says so
     is silent   its machine answers and it does not: its process is stopped, or is in a call that lets no other thread
