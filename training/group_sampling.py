@@ -69,12 +69,12 @@ class Sampled:
         return torch.stack([rollout.response_mask.sum() for rollout in self.drawn]).sum()
 
     def add_to(self, metrics: Accumulator, group_size: int) -> None:
-        """Put what was drawn and not learned from into the metrics, beside the scores of what was learned from."""
+        """Add metrics of the responses that were drawn but not learned from, and the scores of those learned from."""
         if self.scores is None or self.drawn_scores is None:
             return
         learned, drawn = self.scores.scores, self.drawn_scores.scores
         count = len(drawn) - len(learned)
-        # What all ranks have drawn less what all learn from, though a rank may learn from what others have drawn.
+        # Drawn minus learned is right over all ranks together; on one rank it need not be, as groups are exchanged.
         metrics.add("objective/scores", drawn.sum() - learned.sum(), count)
         for name, part in self.drawn_scores.parts.items():
             metrics.add(f"objective/{name}", part.sum() - self.scores.parts[name].sum(), count)

@@ -5,7 +5,7 @@
 
 Records hold `prompt`, `chosen` and `rejected` (docs/data.md has all forms). After training, scores are normalised to
 mean 0 and variance 1 on responses that the SFT model samples. What is saved opens with
-AutoModelForSequenceClassification; its score plus `score_offset` of config.json is ours.
+AutoModelForSequenceClassification; its score plus `score_offset` of config.json is the score that this project uses.
 """
 
 import training.runtime.import_errors  # noqa: F401  before what may not be there
@@ -193,9 +193,9 @@ def normalize(args: RewardFlags, trainer: "RewardTrainer", prompts: Prompts | No
 
 
 def starting_scale(args: RewardFlags, tokenizer, prompts: Prompts, pad_token_id: int | None) -> float:
-    """What the new head is multiplied by, so that it scores the SFT model's responses with variance 1 from the start.
+    """The factor of the new head that makes its scores of the SFT model's responses have variance 1 from the start.
 
-    Their mean stays what it is: pairs are compared by differences, which an offset does not change.
+    The mean of the scores is not changed: pairs are compared by differences, which do not depend on an offset.
 
     Source: openai/lm-human-preferences cbfd210b, train_reward.py, `normalize_before`.
     """

@@ -44,9 +44,9 @@ class SupervisedTrainer:
         count: batch -> the number of targets that its loss sums over.
         loss: (batch, metrics) -> the sum of the loss over these targets, a scalar tensor; what is to be logged of a
             training batch is added to the metrics.
-        evaluate: a held-out batch -> by name a number for each of its examples, (B,) tensors.
-        summarize: what was measured of each held-out example, and of the same before training -> metrics.
-        held_out_score: these metrics -> what --keep_best_checkpoint compares; larger is better.
+        evaluate: a held-out batch -> {name: (B,) tensor with a number for each example}.
+        summarize: (measurements of each held-out example, the same before training or None) -> metrics.
+        held_out_score: these metrics -> the score that --keep_best_checkpoint compares; larger is better.
     """
 
     def __init__(
@@ -104,13 +104,13 @@ class SupervisedTrainer:
         return self.output_dir / METRICS_FILE
 
     def state_dict(self) -> dict:
-        """What a restart needs beside the model: all else is drawn from the seed and the number of the step."""
+        """The state that a checkpoint needs beside the model; the rest follows from the seed and the step's number."""
         found = {"steps_done": self.steps_done, OWED: self.owed, BEFORE: self.before}
         return {name: value for name, value in found.items() if value is not None}
 
     def _resume_or_clear(self, conditions: Conditions) -> None:
-        """Go on from the checkpoint; or remove what an earlier run left in the output folder: the model is loaded by
-        now, and the run will come to something."""
+        """Go on from the checkpoint; or remove what an earlier run left in the output folder, which is only done once
+        the model is loaded, as the run can hardly fail at its start any more."""
         if self.point:
             restore(self.point, {"model": self.model})
             if distributed.is_main():
@@ -138,7 +138,8 @@ class SupervisedTrainer:
 
     @phase("saving models")
     def save(self, edit: Callable[[dict], None] | None = None) -> None:
-        """Write the model into the output folder; `edit` may change the weights on the way."""
+        """Write the model into the output folder; `edit`, called with {name: weight}, may change the written
+        weights."""
         merged = model_folders.merged_wanted(self.args.save_merged, [self.model], self.output_dir)
         self.saved |= model_folders.save_forms(self.model, self.tokenizer, self.output_dir, ".", merged, edit)
         model_folders.finish(self.output_dir, self.saved, self.total_steps)
@@ -217,7 +218,7 @@ class SupervisedTrainer:
         return self.args.evaluates(self.steps_done, len(self.examples))
 
     def end_early(self, reason: stopping.Reason) -> NoReturn:
-        """Save a checkpoint and end; an evaluation that is due is left to the run that goes on, with its line."""
+        """Save a checkpoint and end; an evaluation that is due, and the step's line, are left to the resumed run."""
         if not self.evaluates():
             self.log_step()
         point = self.checkpoints.save(self.steps_done, wait=True)
@@ -279,14 +280,14 @@ class SupervisedTrainer:
         return metrics.reduce()
 
     def _seed_dropout(self, step: int) -> None:
-        """Have what dropout leaves out depend on seed, step and rank alone: a run that goes on leaves out the same."""
+        """Make dropout depend on seed, step and rank alone, so that a resumed run drops the same."""
         key = np.random.SeedSequence((self.args.seed, step, distributed.rank()))
         torch.manual_seed(int(key.generate_state(1, np.uint64)[0] >> 1))
 
     @phase("evaluating")
     @torch.no_grad()
     def held_out_metrics(self) -> dict[str, float]:
-        """Of all held-out examples; every rank runs equally many batches, some of them empty."""
+        """The metrics of all held-out examples; every rank runs equally many batches, some of them empty."""
         self.model.module.eval()
         size, batch_size = len(self.held_out), self.args.per_device_eval_batch_size
         ranks = distributed.rank(), distributed.world_size()

@@ -110,7 +110,7 @@ class LoraFlags(RunFlags):
 
     def check_rate(self, model: str, rate: float, by: str | None = None) -> None:
         """Raise UserError where LoRA factors are to learn while the rate of the model's weights is 0: the factors' rate
-        is a multiple of it.
+        is held as a multiple of that rate.
 
         rate: the learning rate of the model's weights. model: one of `lora_models`. by: the flag that gives the model
         its factors, if it is not the flag of their rank.

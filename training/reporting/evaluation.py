@@ -1,8 +1,8 @@
 """Held-out prompts: what the actor answers, how it scores, how far it is from the reference, how varied it is.
 
-Variety is counted by words and by what texts compress to; a list of words is not needed. Each number is compared with
-an earlier one, over the same prompts: alone it says little. Words are what stands between spaces; where a language has
-none, a response is one word.
+Variety is measured by distinct words and by the compressed size of texts; no word list is needed. Each number is
+compared with an earlier one over the same prompts, since alone it says little. Words are separated by spaces; in a
+language without spaces a response is one word.
 """
 
 import dataclasses
@@ -33,11 +33,11 @@ EVAL_SEED = 0x5EED  # mixed into the run's seed: held-out samples share no rando
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """What a policy said to the held-out prompts.
+    """A policy's responses to the held-out prompts.
 
-    rows: one a response, by prompt and then by sample: prompt, response, score, kl, tokens, and the parts of the score.
-    ended: whether each response came to an end of its own. score_parts, rewards: columns of the rows, what adds up to
-    the score where that is more than one thing, and what each of several sources said, before its weight.
+    rows: one per response, by prompt and then by sample: prompt, response, score, kl, tokens, and the parts of the
+    score. ended: whether each response ended by itself. score_parts: the columns that add up to the score, if there are
+    several. rewards: the columns with the scores of several sources, before their weights.
     """
 
     rows: list[dict]
@@ -49,11 +49,11 @@ class Answers:
 class Evaluator:
     """Answers the same prompts with the same random numbers each time, so that scores differ by the policy alone.
 
-    first_index: what a reward function's `rows` hold before the first held-out row, the training rows: it finds the row
-    of held-out prompt i at first_index + i. before, first: what each prompt's answer measured before the first step,
-    with which changes are paired, and the answers, beside which words are new; both set by `run(0)`. Where `before` has
-    no scores, or of other parts than now, they are another reward's: the score then has no change. samples: responses
-    to each prompt; `run`, which pairs prompt by prompt, needs 1.
+    first_index: the number of training rows, which precede the held-out rows in a reward function's `rows`: the row of
+    held-out prompt i is at first_index + i. before: the measurements of each prompt's response before the first step,
+    from which changes are computed. first: the responses before the first step; words not in them count as new.
+    `run(0)` sets both. If `before` has no scores, or scores of other parts than now, another reward made them, and no
+    change of the score is reported. samples: responses to each prompt; `run`, which pairs prompt by prompt, needs 1.
     """
 
     def __init__(
@@ -75,9 +75,9 @@ class Evaluator:
         self.samples = samples
 
     def run(self, step: int) -> tuple[dict[str, float], list[dict]]:
-        """Metrics and one row a prompt (prompt, response, score, its parts, kl), the same on all ranks (all call this).
+        """Metrics, and one row per prompt (prompt, response, score, its parts, kl); equal on all ranks (all call this).
 
-        step: after which the weights are what they are.
+        step: the number of the step that made the current weights.
         Raises: RunStopped on all ranks for a score or KL that is NaN or infinite.
         """
         assert self.samples == 1, "several samples of a prompt are not independent: `answers` has them"
@@ -102,10 +102,10 @@ class Evaluator:
     def answers(self, step: int) -> Answers:
         """Every response, the same on all ranks (all call this).
 
-        step: after which the weights are what they are, for messages.
+        step: the number of the step that made the current weights, for messages.
         Raises: RunStopped on all ranks for a score or KL that is NaN or infinite.
         """
-        # Equally many prompts on all ranks: what is left over is filled up with repeats.
+        # All ranks need equally many prompts: missing ones are filled up with repeats.
         filled = -(-len(self.prompts) // distributed.world_size()) * distributed.world_size()
         indices = [number % len(self.prompts) for number in range(filled)[distributed.rank_share(filled)]]
         keys = torch.tensor(indices)
@@ -134,8 +134,8 @@ class Evaluator:
         return Answers(rows, ended, list(experience.score_parts), list(rewards))
 
     def _shifted(self, rollout: Rollout) -> Rollout:
-        """By the indices that reward functions know held-out rows by. Not before they are drawn: random numbers are
-        keyed by the index among the held-out prompts."""
+        """The rollout with the indices under which reward functions find held-out rows. They are set after drawing,
+        since random numbers are keyed by the index among the held-out prompts."""
         return dataclasses.replace(rollout, indices=rollout.indices + self.first_index)
 
 
@@ -192,25 +192,25 @@ def words_of(texts: Iterable[str]) -> set[str]:
 def known_share(texts: Iterable[str], known: Collection[str]) -> float:
     """The share of the texts' words that are known; 1 where they have none.
 
-    Invented words make texts more varied by every count of what is different: this tells them apart.
+    Invented words raise every count of distinct words or pairs; this share tells them from real variety.
     """
     words = [word for text in texts for word in text.split()]
     return sum(word in known for word in words) / len(words) if words else 1.0
 
 
 def compressed_bytes(texts: Iterable[str]) -> int:
-    """How many bytes the texts take when zlib compresses them together: what one shares with another counts once."""
+    """How many bytes the texts take when zlib compresses them together: passages that texts share count once."""
     return len(zlib.compress("\n".join(texts).encode("utf-8", "surrogatepass"), 9))
 
 
 def new_words(texts: Sequence[str], first: Sequence[str], prompts: Sequence[str]) -> list[float]:
-    """Of each text the share of its words that no prompt holds, nor any of the `first` texts but the one in the same
+    """For each text the share of its words that occur in no prompt and in no `first` text but the one at the same
     place; 0 where it has no words.
 
-    texts, first, prompts: one a prompt, in the same order; `first` are what the prompts were answered with before
-    training. Leaving out the answer to the same prompt has the first texts judged by the same rule as later ones: what
-    they have is how often an unchanged policy uses a word that so many texts do not hold. A policy that invents words
-    has more of them; one that learns to say something else in its language hardly has.
+    texts, first, prompts: one per prompt, in the same order; `first` are the responses before training. The response
+    to the same prompt is left out so that the first texts are judged by the same rule as later ones: their share says
+    how often an unchanged policy uses a word that all other texts lack. A policy that invents words has a higher share;
+    one that learns to say other things in its language hardly has.
     """
     texts_with = Counter(word for text in first for word in set(text.split()))
     known = {word for prompt in prompts for word in prompt.split()}

@@ -1,4 +1,4 @@
-"""When a run stops by itself in the middle, and how one is judged that came to its end.
+"""When a run stops by itself in the middle, and how a run that reached its end is judged.
 
     stops on                                    looked at                            weights sound until step
     a score or reference log-prob not finite    before the step's first update       the one before this
@@ -12,9 +12,9 @@
     fp16: 16 overflows in a row, the loss       at the 16th                          any: nothing was changed
     scale at its floor or fixed
 
-Each is decided over all ranks, and all of them stop, with exit code 1, rank 0 telling; nothing that was computed from
-such a number reaches a checkpoint or a saved model. In fp16 a gradient that overflows once is no reason to stop: the
-update is left out and the loss scale lowered, which policy/skipped, value/skipped and train/skipped count.
+Each check covers all ranks, and all of them stop with exit code 1; rank 0 prints the reason. Nothing computed from such
+a number reaches a checkpoint or a saved model. In fp16 a single overflow of a gradient is no reason to stop: the update
+is skipped and the loss scale lowered, and policy/skipped, value/skipped and train/skipped count it.
 
     step   held out, after the last step against before the first                             verdict
     1      loss not finite; or worse than before and over that of a uniform guess, ln V       BROKEN
@@ -29,9 +29,9 @@ update is left out and the loss scale lowered, which policy/skipped, value/skipp
 
 Noise is two standard errors of the change, paired example by example (metrics named _change_se; standard_errors.py).
 The models are saved whatever the verdict. FINE ends with the word "done" and exit code 0. WORSE is a judgement that the
-run's owner may not share: exit code 0, and loud words in place of "done". BROKEN leaves no use of the model: exit code
-1 keeps a script from training on it. Without held-out prompts step 3 is judged by its training curves, and never as
-BROKEN. A score of another reward than before the first step is not judged.
+run's owner may not share: exit code 0, and a loud warning in place of "done". A BROKEN model is of no use: exit code 1
+keeps a script from training on with it. Without held-out prompts step 3 is judged by its training curves, and never as
+BROKEN. The score is not judged if the reward has changed since before the first step.
 """
 
 import math
@@ -70,11 +70,11 @@ _OF_SAMPLER = (
 
 @dataclass(frozen=True, slots=True)
 class Guards:
-    """What is looked at in each step of PPO; all ranks call each together, and stop together.
+    """The checks of each PPO step; all ranks call each together, and stop together.
 
-    max_kl: nats a response; a rollout further from the reference, as it stands then, ends the run. None for no limit.
-    first_kl_bound: how far actor and reference may be apart where they are one model (`rounding_bound`); None for no
-        look.
+    max_kl: nats a response; a rollout with a larger KL to the current reference ends the run. None for no limit.
+    first_kl_bound: the largest difference of actor and reference while they are the same model (`rounding_bound`);
+        None for no check.
     """
 
     models: RLHFEngine
@@ -82,16 +82,16 @@ class Guards:
     first_kl_bound: float | None
 
     def check_experience(self, step: int, experience: Experience) -> None:
-        """Before anything is made of it. Raises: RunStopped where a number is not finite, or actor and reference are
-        one model and do not agree."""
+        """Called before the experience is used. Raises: RunStopped where a number is not finite, or where actor and
+        reference disagree although they are the same model."""
         stop_unless_finite(step, experience, self.models.tokenizer)
         if self.models.reference.is_actor(step - 1):
             stop_unless_at_reference(step, experience, self.first_kl_bound)
 
     def check_kl(self, step: int, kl: float) -> None:
-        """Before the first update. kl: objective/kl, which is that of the policy after `step` - 1 steps.
+        """Called before the first update. kl: objective/kl, of the policy after `step` - 1 steps.
 
-        Raises: RunStopped where the policy has gone too far.
+        Raises: RunStopped where the KL is over max_kl.
         """
         if self.max_kl is None or not kl > self.max_kl:
             return
@@ -105,7 +105,7 @@ class Guards:
         )
 
     def check_weights(self, step: int) -> None:
-        """After the last update. Raises: RunStopped where a weight is not finite."""
+        """Called after the last update. Raises: RunStopped where a weight is not finite."""
         stop_unless_weights_finite(step, self.models.trained)
 
 
@@ -128,10 +128,10 @@ def stop_unless_finite(step: int, experience: Experience, tokenizer) -> None:
 
 
 def stop_unless_at_reference(step: int, experience: Experience, bound: float | None) -> None:
-    """Stop on all ranks where actor and reference do not agree on responses, though they are one model (all ranks call
-    this): in step 1, and in a step after a refresh of the reference.
+    """Stop on all ranks where the log-probs of actor and reference differ although they are the same model: in step 1,
+    and in a step after a refresh of the reference (all ranks call this).
 
-    bound: of the mean absolute difference of their log-probs, a token; None for no such look. Raises: RunStopped.
+    bound: the largest mean absolute difference of their log-probs, per token; None for no check. Raises: RunStopped.
     """
     if bound is None:
         return
@@ -170,8 +170,8 @@ def stop_unless_losses_finite(
 ) -> None:
     """Stop on all ranks when a loss is not finite on any (all ranks call this).
 
-    losses: by name ("policy", "value"), those of this rank's passes, (N,). passes: their rows; further losses are of
-        texts.
+    losses: by name ("policy", "value"), the losses of this rank's passes, (N,). passes: the rows of each pass; further
+        losses are of texts.
     Raises: RunStopped with samples of the first pass whose loss went bad.
     """
     if not distributed.any_rank(~torch.cat(list(losses.values())).isfinite().all()):
@@ -229,7 +229,7 @@ def _described(batch: Experience | TrainingBatch, tokenizer, row: int) -> str:
     return f"  score {batch.scores[row].item():.4g}, prompt {prompt[-200:]!r}, response {response[:300]!r}"
 
 
-# How a run that came to its end is judged.
+# How a run that reached its end is judged.
 
 LOSS_TOLERANCE = 0.02
 """Nats a token: 2 % of perplexity, less than fine-tuning on other texts costs."""
@@ -240,7 +240,7 @@ KL_A_TOKEN = 2.0
 
 
 class Kind(StrEnum):
-    """What a run came to."""
+    """The verdict on a run."""
 
     FINE = "fine"
     WORSE = "worse"
@@ -249,7 +249,7 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """seen: what was found, in numbers, and what to try; empty where the run is FINE."""
+    """A verdict and its reason. seen: the findings in numbers, and what to try; empty where the run is FINE."""
 
     kind: Kind = Kind.FINE
     seen: tuple[str, ...] = ()
@@ -257,8 +257,8 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A held-out metric before the first step and after the last step at which it was measured; NaN where it was not
-    finite. noise: within which a change is chance."""
+    """A held-out metric before the first step and at its last measurement; NaN where it was not finite. noise: the size
+    up to which a change counts as chance."""
 
     before: float
     after: float
@@ -266,7 +266,7 @@ class Change:
 
     @classmethod
     def of(cls, rows: Sequence[Mapping], name: str) -> "Change | None":
-        """That of eval/`name`; None where it was not measured before or not after."""
+        """The change of eval/`name`; None where it was not measured both before and after."""
         measured = [row for row in rows if f"eval/{name}" in row]
         first = [row for row in measured if row["step"] == 0]
         last = [row for row in measured if row["step"] > 0]
@@ -277,7 +277,7 @@ class Change:
 
 
 def of_sft(rows: Sequence[Mapping], vocabulary: int) -> Verdict:
-    """Of step 1's metrics (`read_metrics`). vocabulary: how many tokens a uniform guess chooses from."""
+    """The verdict on step 1's metrics (`read_metrics`). vocabulary: how many tokens a uniform guess chooses from."""
     loss, guess = Change.of(rows, "loss"), math.log(vocabulary)
     if loss is None or loss.after <= loss.before + max(LOSS_TOLERANCE, loss.noise):
         return Verdict()
@@ -290,7 +290,7 @@ def of_sft(rows: Sequence[Mapping], vocabulary: int) -> Verdict:
 
 
 def of_reward(rows: Sequence[Mapping]) -> Verdict:
-    """Of step 2's metrics."""
+    """The verdict on step 2's metrics."""
     loss, accuracy = Change.of(rows, "pair_loss"), Change.of(rows, "accuracy")
     if loss is None or accuracy is None:
         return Verdict()
@@ -315,7 +315,7 @@ def of_reward(rows: Sequence[Mapping]) -> Verdict:
 
 
 def of_ppo(rows: Sequence[Mapping], prompts: int) -> Verdict:
-    """Of step 3's metrics. prompts: how many are held out; 0 where none are."""
+    """The verdict on step 3's metrics. prompts: how many are held out; 0 where none are."""
     score = Change.of(rows, "score")
     if not prompts or score is None:
         return _of_curves(rows)
@@ -367,9 +367,9 @@ def _last(rows: Sequence[Mapping], name: str) -> float | None:
 
 
 def conclude(judge: Callable[[], Verdict], saved: str) -> None:
-    """Say a run's last words by rank 0's `judge()` (all ranks call this, when the models are saved).
+    """Print the verdict of rank 0's `judge()` as a run's last words (all ranks call this, after saving the models).
 
-    saved: where the models are. Raises: RunStopped on all ranks for one that is BROKEN.
+    saved: where the models are. Raises: RunStopped on all ranks if the verdict is BROKEN.
     """
     verdict = distributed.broadcast_object(judge() if distributed.is_main() else None)
     lines = "\n".join(f"  {text}" for text in verdict.seen)

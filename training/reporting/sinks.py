@@ -8,11 +8,12 @@
     writer.close()
 
 Every rank may hold a MetricWriter; on all but the main one it does nothing. `resume_step` is the last step that counts
-when a run goes on from a checkpoint: what an earlier process logged after it is dropped, so no step counts twice.
+when a run goes on from a checkpoint: lines of an earlier process after it are dropped, so no step counts twice.
 
-A View says what a program shows, and in which order. The names are those of docs/metrics.md. A chart may list metrics
-that a run does not have (no critic): it shows those that it has. One TensorBoard may show the runs of all three steps:
-sections of one title become one, charts that are equal one chart, and a metric is drawn for every run that has it.
+A View says which metrics a program shows, and in which order. docs/metrics.md explains their names. A chart may list
+metrics that a run lacks (without a critic, say), and then shows the others. One TensorBoard may show the runs of all
+three steps: sections of the same title are merged, and so are equal charts; a metric is drawn for every run that has
+it.
 """
 
 import dataclasses
@@ -46,11 +47,11 @@ from training.runtime.stopping import note_unwritten, note_written
 
 @dataclass(frozen=True, kw_only=True)
 class View:
-    """What stands behind the progress bar, in TensorBoard's HPARAMS table, and in its Custom Scalars tab.
+    """The metrics shown in the progress bar, in TensorBoard's HPARAMS table, and in its Custom Scalars tab.
 
-    bar: label -> metric. tuned: the settings seen first in the table, where the others are columns to be ticked.
-    compared: the metrics by which it compares runs. charts: section -> chart -> its metrics; three charts make a row.
-    held_out: the same, a metric a chart: drawn as measured, with its margin of error.
+    bar: label -> metric. tuned: the settings that the table shows at first; columns of others can be ticked. compared:
+    the metrics by which the table compares runs. charts: section -> chart -> its metrics; three charts make a row.
+    held_out: section -> chart -> its metric, drawn unsmoothed with its margin of error.
     """
 
     bar: Mapping[str, str]
@@ -231,7 +232,7 @@ class MetricWriter:
 
     def log(self, step: int, samples: int, metrics: Mapping[str, float]) -> None:
         """Write the metrics of `step`, after which `samples` responses (or examples) had been seen; once a step,
-        reduced before. What passed since the line before is added to them."""
+        reduced before. The time since the line before is added to them."""
         metrics = {**metrics, **self.take_time()}
         if self._file and self._bar:
             self._file.log(step, samples, metrics)
@@ -239,7 +240,7 @@ class MetricWriter:
         self._to_tensorboard(lambda sink: sink.log(step, samples, metrics))
 
     def count(self, total_steps: int, *, shown: Mapping[str, str], **how) -> None:
-        """Have the progress be of these steps from here on; arguments as of `ProgressBar`."""
+        """Begin a new progress bar of `total_steps` steps; arguments: see `ProgressBar`."""
         if self._file is None:
             return
         if self._bar is not None:
@@ -247,7 +248,7 @@ class MetricWriter:
         self._bar = ProgressBar(total_steps, shown=shown, **how)
 
     def take_time(self) -> dict[str, float]:
-        """What passed since the last line, as metrics; the next line does not count it again. {} on other ranks."""
+        """The time since the last line, as metrics; the next line does not count it again. {} on other ranks."""
         return self._clock.take() if self._clock else {}
 
     def samples(self, step: int, rows: Sequence[Mapping]) -> None:
@@ -282,7 +283,7 @@ class MetricWriter:
             self._wandb.finish()
 
     def _to_tensorboard(self, write: Callable[["TensorBoardSink"], None]) -> None:
-        """Its first error is noted, and it gets nothing from then on: a run does not end for its curves."""
+        """Write to TensorBoard. Its first error is noted, and it is not used any more: curves do not end a run."""
         if self._tensorboard is not None:
             try:
                 write(self._tensorboard)
@@ -292,7 +293,7 @@ class MetricWriter:
 
 
 def run_name(output_dir: Path) -> str:
-    """The run's name where several are compared: its folder's and that of the folder above."""
+    """The run's name in comparisons: the names of its folder and of the folder above."""
     folder = output_dir.resolve()
     return f"{folder.name} ({folder.parent.name})"
 
@@ -531,9 +532,9 @@ PHASES = {
 
 
 class WallClock:
-    """Seconds of this process by what they went into; what has passed before this is made is its start-up.
+    """Seconds of this process by phase; the time before this object is made counts as start-up.
 
-    redone: seconds of earlier processes whose lines do not count any more, because their steps are done again.
+    redone: seconds of earlier processes for steps that are done again, whose lines do not count any more.
     """
 
     def __init__(self, redone: float = 0.0):
@@ -542,7 +543,7 @@ class WallClock:
             self._first["time/redone"] = redone
 
     def take(self) -> dict[str, float]:
-        """What passed since the last call, as metrics: all of it is time/wall."""
+        """The time since the last call, as metrics; time/wall is the whole of it."""
         phases, first = place.take_seconds(), self._first
         self._first = {}
         metrics = {"time/wall": sum(phases.values()) + sum(first.values()), **first}
@@ -550,7 +551,7 @@ class WallClock:
 
 
 def seconds_after(path: Path, step: int | None) -> float:
-    """What the lines of a metrics file beyond this step took; 0 where there is no file, or no step is given."""
+    """The seconds of the lines of a metrics file after this step; 0 where there is no file, or no step is given."""
     rows = read_metrics(path) if step is not None and path.is_file() else []
     return sum(row.get("time/wall", 0.0) for row in rows if row["step"] > step)
 
@@ -558,7 +559,7 @@ def seconds_after(path: Path, step: int | None) -> float:
 FIRST_INTERVAL, LAST_INTERVAL = 15.0, 600.0
 """Seconds between lines in a log file, at a run's start and at most."""
 LINES_A_RUN = 100
-"""Between the two, a line for each such share of the time passed: some hundred lines a day, never thousands."""
+"""Between the two, the next line comes after this share of the time passed: some hundred lines a day."""
 
 
 class ProgressBar:

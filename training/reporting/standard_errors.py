@@ -1,4 +1,4 @@
-"""Standard errors of what is measured on held-out units (prompts, pairs, texts), and of how it changed.
+"""Standard errors of metrics on held-out units (prompts, pairs, texts), and of the changes of these metrics.
 
 Units are drawn independently of each other; the tokens of a text are not. A mean over units, or the ratio of two sums
 over them (nats over tokens), is linearised in its n units (W. G. Cochran, Sampling Techniques, 3rd ed., section 2.11):
@@ -7,13 +7,12 @@ over them (nats over tokens), is linearised in its n units (W. G. Cochran, Sampl
     d_i = (totals_i - r * counts_i) / sum(counts)        how far unit i pulls r
     se  = sqrt(n / (n - 1) * sum(d_i^2))                 of a mean that is s / sqrt(n)
 
-Before and after are measured on the same units: the change's error has the differences of d_i in place of d_i. What
-makes a unit easy or hard then cancels as far as it is in both, which it would not with two sets of units.
+Before and after are measured on the same units, so the error of a change uses the differences of d_i in place of d_i.
+The difficulty of a unit then cancels as far as it affects both; with two sets of units it would not.
 
-A reward that is another since a run went on: its scores do not stand beside those of before.
-
-A held-out line that has the KL's change and not the score's was scored by another reward than the first one was: what
-is paired with lines from then on (`standard_errors.with_errors`), and stands in checkpoints, has no scores.
+A resumed run may have another reward. Its scores are not compared with those of the earlier reward. A held-out line
+with the change of the KL and without that of the score was scored by another reward than the first line. From then on
+the earlier measurements that lines are compared with (`with_errors`), and those in checkpoints, have no scores.
 """
 
 import math
@@ -33,14 +32,15 @@ ENDINGS = ("_se", "_change", "_change_se")
 """What `with_errors` puts behind a metric's name."""
 
 Units = Mapping[str, Sequence[float]]
-"""What was measured of each held-out unit, in their order, by name."""
+"""{name: the measurement of each held-out unit, in order}."""
 
 
 def gathered(size: int, parts: Iterable[tuple[list[int], Mapping[str, Tensor]]]) -> Units:
     """A number for each of `size` examples, by name, in their order and the same on all ranks (all call this).
 
-    parts: batch by batch the indices of this rank's examples, each on one rank only, and by name (B,) tensors whose
-    first rows are theirs; the rest fills up a batch. All ranks have at least one batch, with the same names.
+    parts: for each batch (indices of this rank's examples, {name: (B,) tensor}). The first rows of a tensor belong to
+    these examples; the rest pads the batch. Each example is on one rank only. All ranks have at least one batch, with
+    the same names.
     """
     own: dict[str, Tensor] = {}
     for indices, values in parts:
@@ -78,7 +78,7 @@ class Estimate:
         return _error(self.pulls)
 
     def change_error(self, before: "Estimate") -> float | None:
-        """That of the change since `before`, which was measured on the same units."""
+        """The standard error of the change since `before`, which was measured on the same units."""
         return _error(self.pulls - before.pulls)
 
 
@@ -88,7 +88,7 @@ def _error(pulls: np.ndarray) -> float | None:
 
 
 def with_errors(after: Mapping[str, Estimate], before: Mapping[str, Estimate] | None = None) -> dict[str, float]:
-    """Metrics: each value by its name, NAME_se; and where `before` has it NAME_change and NAME_change_se."""
+    """Metrics: NAME and NAME_se of each value; where `before` has it, also NAME_change and NAME_change_se."""
     metrics: dict[str, float | None] = {}
     for name, now in after.items():
         metrics |= {name: now.value, f"{name}_se": now.error}
@@ -104,8 +104,8 @@ def within_noise(change: float, error: float) -> bool:
 
 
 def with_error(value: float, error: float | None, sign: str = "") -> str:
-    """1.250 ± 0.110, or the value alone; from a thousand on 1250.0 ± 110.0. sign: "+" for one that is shown where it is
-    positive, too."""
+    """The text "1.250 ± 0.110", or the value alone; from a thousand on "1250.0 ± 110.0". sign: "+" also marks positive
+    values."""
     digits = 3 if max(abs(value), error or 0.0) < 1000 else 1
     value = round(value, digits) + 0.0  # no -0.000
     return f"{value:{sign}.{digits}f}" + ("" if error is None else f" ± {error:.{digits}f}")
@@ -129,7 +129,7 @@ def change_text(metrics: Mapping[str, float], name: str) -> str:
 
 
 def chance_text(metrics: Mapping[str, float], name: str, chance: float) -> str:
-    """That a share is no better than `chance`, where it is not above it by more than noise; else nothing."""
+    """A remark that a share is no better than `chance`, unless it is above chance by more than noise; else ""."""
     if metrics[name] - chance > NOISE * metrics.get(f"{name}_se", 0.0):
         return ""
     return f"; no better than chance ({chance:g})"
@@ -142,8 +142,8 @@ def metrics_text(metrics: Mapping[str, float]) -> str:
 
 
 OF_RESPONSES = ("kl", "response_length", "new_words")
-"""What is measured of held-out responses whatever scores them."""
-OTHERS = {"score", *OF_RESPONSES}  # than the score's parts
+"""Measurements of held-out responses that do not depend on the reward."""
+OTHERS = {"score", *OF_RESPONSES}  # measurements that are no parts of the score
 
 
 def without_scores(before: Units | None) -> Units | None:
@@ -152,7 +152,7 @@ def without_scores(before: Units | None) -> Units | None:
 
 
 def paired(before: Units | None, parts: Collection[str]) -> Units | None:
-    """`before`, without scores if these were made of other parts: a part's name is the reward's own."""
+    """`before`, without scores if these had other parts than `parts`: then another reward made them."""
     same = before is None or set(before) - OTHERS == set(parts)
     return before if same else without_scores(before)
 
@@ -163,13 +163,13 @@ def scored_otherwise(row: Mapping) -> bool:
 
 
 def comparable_scores(rows: Sequence[Mapping]) -> list[Mapping]:
-    """The lines with held-out scores, from the last change of the reward on that they tell of."""
+    """The lines with held-out scores since the last change of the reward."""
     scored = [row for row in rows if "eval/score" in row]
     return [row for row in scored if scored_otherwise(row) == scored_otherwise(scored[-1])]
 
 
 def of_one_reward(rows: Sequence[Mapping]) -> list[Mapping]:
-    """The lines of a run, those before the last change of its reward without the scores in training."""
+    """The lines of a run; lines before the last change of the reward are without their training scores."""
     changes = [place for place, row in enumerate(rows) if "objective/reward_changed" in row]
     before = changes[-1] if changes else 0
     kept = [{name: value for name, value in row.items() if name != "objective/scores"} for row in rows[:before]]

@@ -1,13 +1,13 @@
-"""What a step measures: seconds by phase, memory, metrics, speed and the share of the GPU's arithmetic, and traces.
+"""The measurements of a step: seconds by phase, memory, metrics, speed and the share of the GPU's peak, and traces.
 
-A metric of your own is a function and a line, STEP_METRICS.append(function).
+To add a metric, write a function and append it: STEP_METRICS.append(function).
 
-`PhaseMemory` counts the most that tensors take of this rank's GPU in each phase of a run, which stands beside what was
-planned. It is what torch's allocator counts, without what it holds in reserve. On CPUs nothing is counted.
+`PhaseMemory` measures the peak of the GPU memory that tensors take on this rank in each phase of a run; it is printed
+beside the planned memory. It counts torch's allocated memory, without reserved memory. On CPUs nothing is counted.
 
 Model FLOPs utilisation (MFU) is the number of floating-point operations that a phase's tokens need, divided by what the
-GPUs could have done in its time (Chowdhery et al. 2022, PaLM, appendix B). Padding, masked attention, what is computed
-again under gradient checkpointing, and adapters' factors are no need. docs/performance.md has the formulas.
+GPUs could have done in its time (Chowdhery et al. 2022, PaLM, appendix B). Padding, masked attention, recomputation
+under gradient checkpointing, and adapters' factors do not count as needed. docs/performance.md has the formulas.
 
 `Profiler` writes traces of single steps by torch.profiler, which ui.perfetto.dev opens, one a rank and step. Within
 the phases, which `StepLog` names, the passes of each model are ranges of their own (`engine.trace.traced`). Shapes,
@@ -44,9 +44,9 @@ from training.runtime.stopping import unwritten_noted
 
 
 class PhaseMemory:
-    """Peaks by phase, as long as it is `counting`; of a phase that comes again, the latest.
+    """Peak memory by phase while `counting`; a phase that comes again replaces its earlier peak.
 
-    The allocator's count begins anew with each phase: `most` is over all of them.
+    Each phase resets the allocator's peak; `most` is the peak over all phases.
     """
 
     def __init__(self):
@@ -86,14 +86,14 @@ phase_memory = PhaseMemory()
 """This process's."""
 
 
-USUAL_RATIOS = (0.5, 2.0)  # of the actor's probability over the sampler's; what is outside is counted
+USUAL_RATIOS = (0.5, 2.0)  # range of the actor's probability over the sampler's; tokens outside are counted
 
 # Adds sums and counts of this rank's batch, under one or more names; all ranks call it, and reduce afterwards.
 StepMetric = Callable[[Accumulator, TrainingBatch, Algorithm], None]
 
 
 class StepLog:
-    """What one step of training measures: seconds of wall-clock time by phase, and sums that become metrics.
+    """The measurements of one training step: wall-clock seconds by phase, and sums that become metrics.
 
     log = StepLog()
     with log.phase("train"):
@@ -107,9 +107,9 @@ class StepLog:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """What happens in this context is of this phase; at both ends the device's queue is emptied.
+        """Time this context as a phase; the device is synchronised at both ends.
 
-        In a trace phases are ranges, for the watch over the run they are its places, and `phase_memory` counts them.
+        Phases are ranges in traces, `phase_memory` measures their peaks, and messages of the watch thread name them.
         """
         with phase_memory.phase(name), record_function(name), processes.phase(name):
             started = _now()
@@ -172,7 +172,7 @@ def add_objective(metrics: Accumulator, batch: TrainingBatch, algorithm: Algorit
 
 
 def add_advantages(metrics: Accumulator, batch: TrainingBatch, algorithm: Algorithm) -> None:
-    """The moments of advantages and returns, over tokens or, where there is one for each, over responses."""
+    """The moments of advantages and returns, over tokens, or over responses where each response has one value."""
     advantages, returns, mask = batch.advantages, batch.returns, batch.policy_mask
     if algorithm.estimator.per_response:  # the same in all positions of a row
         advantages, returns, mask = advantages[:, 0], returns[:, 0], algorithm.valid_responses(mask)
@@ -188,7 +188,7 @@ def add_advantages(metrics: Accumulator, batch: TrainingBatch, algorithm: Algori
 
 
 def add_calibration(metrics: Accumulator, batch: TrainingBatch, algorithm: Algorithm) -> None:
-    """How well the values that a rollout had say what followed: the returns with lambda 1, in which no value stands."""
+    """How well the critic's values predict the outcomes: the returns with lambda 1, which contain no values."""
     values, mask = batch.values, batch.value_mask
     outcomes = algorithm.outcomes(batch.rewards, batch.masks)
     metrics.add_explained_variance("value/explained_outcome", values, outcomes, mask)
@@ -197,7 +197,7 @@ def add_calibration(metrics: Accumulator, batch: TrainingBatch, algorithm: Algor
 
 
 def add_correction(metrics: Accumulator, batch: TrainingBatch, algorithm: Algorithm) -> None:
-    """What the policy's loss is multiplied by where another policy drew, over the positions of that loss."""
+    """The correction factors of the policy's loss where another policy drew the tokens, over that loss's positions."""
     if batch.correction is None or batch.cut is None:
         return
     mask = batch.policy_mask
@@ -209,8 +209,8 @@ STEP_METRICS: list[StepMetric] = [add_objective, add_advantages, add_correction]
 
 
 def add_parts(metrics: Accumulator, experience: Experience) -> None:
-    """What only exists where there is something to it: the score's parts, with their weights and before these, and how
-    far the sampler is from the actor."""
+    """Metrics that only some runs have: the parts of the score, with and before their weights, and the distance of the
+    sampler from the actor."""
     for name, part in experience.score_parts.items():
         metrics.add(f"objective/{name}", part.sum(), len(part))
     for name, reward in experience.rewards.items():
@@ -220,8 +220,8 @@ def add_parts(metrics: Accumulator, experience: Experience) -> None:
 
 
 def add_sampler_distance(metrics: Accumulator, log_ratios: Tensor) -> None:
-    """How far the sampler's probabilities are from the actor's: their distance, KL(sampler || actor) by two estimators,
-    and the extremes of the ratio actor over sampler, of which none is far from 1 where both compute alike.
+    """How far the sampler's probabilities are from the actor's: the mean difference, KL(sampler || actor) by two
+    estimators, and the extremes of the ratio actor over sampler. Where both compute alike, these are close to 1.
 
     log_ratios: (N,) float32, as in Experience.
     """
@@ -249,16 +249,16 @@ def distributions(batch: TrainingBatch) -> dict[str, Tensor]:
 
 # Speed, and the share of the GPU's arithmetic.
 
-MIXTURES = ("num_experts", "num_local_experts", "n_routed_experts")  # settings of models of experts
+MIXTURES = ("num_experts", "num_local_experts", "n_routed_experts")  # settings of mixture-of-experts models
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What a model's passes cost.
+    """The sizes that determine the FLOPs of a model's passes.
 
-    matrices: numbers in the matrices of its layers; trained: of these, what trains; passed: those through which
-    gradients go on to what is before them. attention: layers x heads x numbers a head. head: numbers of a language
-    model's output layer, 0 for a scorer; head_trained: as `trained`.
+    matrices: weights in the matrices of its layers; trained: those of them that train; passed: those through which
+    gradients flow to earlier layers. attention: layers x heads x size of a head. head: weights of a language model's
+    output layer, 0 for a scorer; head_trained: those of them that train.
     """
 
     matrices: int
@@ -270,7 +270,7 @@ class Cost:
 
     @classmethod
     def of(cls, module: Backbone) -> "Cost | None":
-        """A model's; None for mixtures of experts, of which a token goes through a part that the router chooses."""
+        """The cost of a model; None for mixtures of experts, where the router chooses a part for each token."""
         trunk, config = module.model.base_model, module.model.config.get_text_config()
         embeddings = {id(part.weight) for part in trunk.modules() if isinstance(part, nn.Embedding)}
         found = {
@@ -318,14 +318,14 @@ def _sums(lengths: Tensor, predicted: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class Arithmetic:
-    """What the phases of a step of PPO need of this rank's GPU."""
+    """The FLOPs that the phases of a PPO step need on this rank's GPU."""
 
     def __init__(self, models: RLHFEngine):
         self.models = models
 
     @cached_property
     def costs(self) -> tuple[Cost | None, ...]:
-        """Of actor, critic and reward model; of one that is not there nothing."""
+        """The costs of actor, critic and reward model; None for a model that is missing."""
         models = self.models
         reward = models.reward.model if models.reward is not None else None
         each = models.actor, models.critic, reward
@@ -339,9 +339,9 @@ class Arithmetic:
     def of_step(
         self, drawn: Sequence[Rollout], experience: Experience, epochs: int, critic_epochs: int
     ) -> dict[str, Tensor]:
-        """FLOPs by phase, where they are known; without those of scoring responses that are left out.
+        """FLOPs by phase, where they are known; without the scoring of responses that dynamic sampling left out.
 
-        drawn: as they were generated. epochs, critic_epochs: how often actor and critic learned from its
+        drawn: the rollouts as they were generated. epochs, critic_epochs: how often actor and critic learned from the
             responses.
         """
         actor, critic, reward = self.costs
@@ -355,7 +355,7 @@ class Arithmetic:
         training = critic_epochs * critic.training(lengths, labels) + epochs * actor.training(lengths, labels)
         scoring = critic.forward(lengths, labels) + reward.forward(lengths, labels)
         return {
-            "generate": actor.forward(generated - 1, responses),  # the last token is read by no one
+            "generate": actor.forward(generated - 1, responses),  # the last token is never fed to the model
             "make_experience": policies * actor.forward(lengths, labels) + scoring,
             "train": training,
         }
@@ -380,14 +380,14 @@ class Arithmetic:
 
 
 class TrainingArithmetic:
-    """What an optimizer step of steps 1 and 2, which train one model, needs of this rank's GPU."""
+    """The FLOPs that an optimizer step of steps 1 and 2, which train one model, needs on this rank's GPU."""
 
     def __init__(self, model: TrainedModel):
         self.model = model
 
     @cached_property
     def cost(self) -> Cost | None:
-        """The model's."""
+        """The cost of the model."""
         return Cost.of(self.model.module)
 
     @cached_property
@@ -407,7 +407,7 @@ class TrainingArithmetic:
 
 
 def peak_flops(model: TrainedModel) -> float | None:
-    """What this rank's GPU could do a second; None in float32, on GPUs whose data sheet is not listed, on CPUs."""
+    """The peak FLOPs per second of this rank's GPU; None in float32, on GPUs that are not listed, and on CPUs."""
     if not on_gpu() or next(model.module.parameters()).dtype == torch.float32:
         return None
     sheet = data_sheet(torch.cuda.get_device_name())

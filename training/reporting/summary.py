@@ -1,11 +1,11 @@
-"""What a finished run says at its end: scores before and after, KL, time by part, its health; and its curves.
+"""The summary at the end of a run: scores before and after, KL, time by part, health; and a picture of its curves.
 
     rows = read_metrics(output_dir / "metrics.jsonl")
     plot_curves(output_dir / "metrics.jsonl", output_dir / "curves.png")
     print(summary_text(RunSummary.from_metrics(rows, saved={"actor": actor_dir}, curves=output_dir / "curves.png")))
 
-All of it reads metrics.jsonl and nothing else, so it also works on a run that was resumed, killed or is still going on.
-The panels of the picture are one table, PANELS; what a run did not log is left out of it.
+Everything is read from metrics.jsonl alone, so it also works for a run that was resumed, killed or is still running.
+The table PANELS defines the panels of the picture; metrics that a run did not log are left out.
 """
 
 import math
@@ -27,10 +27,10 @@ from training.reporting.standard_errors import ENDINGS, NOISE, scored_otherwise,
 
 @dataclass(frozen=True, kw_only=True)
 class RunSummary:
-    """What the end of a run reports. `before` and `after` hold metrics named eval/..., on the held-out prompts.
+    """The content of the summary. `before` and `after` hold metrics named eval/..., on the held-out prompts.
 
-    responses: how many the run learned from. phase_seconds: of each part, by `seconds_by_part`. other_reward: whether
-    the score after is another reward's than the one before, which is then left out.
+    responses: how many the run learned from. phase_seconds: seconds of each part, from `seconds_by_part`. other_reward:
+    whether the scores before and after come from different rewards; the score before is then left out.
     """
 
     before: Mapping[str, float]
@@ -55,7 +55,7 @@ class RunSummary:
         """The summary of the records of a run: the evaluation of step 0 and the last one, responses and steps, the time
         of each part, and health.
 
-        since: what passed since the last record, as `WallClock.take` gives it.
+        since: the time since the last record, from `WallClock.take`.
         """
         evaluations = [row for row in rows if "eval/score" in row]
         first = [row for row in evaluations if row["step"] == 0]
@@ -75,7 +75,7 @@ class RunSummary:
 
 
 def _evaluation(rows: Sequence[Mapping], without: tuple[str, ...] = ()) -> dict[str, float]:
-    """Its metrics, but those whose names begin so."""
+    """The metrics of the evaluation, except those whose names begin with one of `without`."""
     found = {name: value for row in rows for name, value in row.items() if name.startswith("eval/")}
     return {name: value for name, value in found.items() if not name.startswith(without)}
 
@@ -89,7 +89,7 @@ EVALUATED = (
 )
 """The lines of the summary's first table: label, and metric behind eval/ (and behind eval/ema_ for the EMA)."""
 PART = "eval/reward_"
-"""Metrics of what each part of a score says, before its weight, begin so. Each has a line below the score."""
+"""The prefix of metrics of a score's parts, before their weights. Each has a line below the score."""
 
 COLUMNS = 100
 
@@ -143,7 +143,8 @@ def _number(metrics: Mapping[str, float], name: str) -> str:
 
 
 def _change(summary: RunSummary, name: str) -> str:
-    """Of a metric since before the first step, which stands elsewhere where a run went on in another folder."""
+    """The change of a metric since before the first step. If the run went on in another folder, it is read from the
+    metrics: the first evaluation is then in the other folder."""
     if f"{name}_change" in summary.after:
         return with_error(summary.after[f"{name}_change"], summary.after.get(f"{name}_change_se"), sign="+")
     if name in summary.before and name in summary.after:
@@ -189,11 +190,10 @@ BETWEEN = {
 
 
 def seconds_by_part(rows: Sequence[Mapping]) -> dict[str, float]:
-    """What the lines of a run took, by part, in the order to be shown: they add up to the whole time.
+    """{part of a run: its seconds}, in the order to be shown; they add up to the whole time.
 
-    A step's phases are those of the slowest rank each; where these are together more than the steps took, they are
-    shares of that. What is in no part is "other".
-    """
+    The time of each phase is that of its slowest rank. If the phases add up to more than the steps took, they are
+    scaled down to it. Time in no part is "other"."""
     totals = Counter()
     for row in rows:
         totals.update({name.removeprefix("time/"): row[name] for name in row if name.startswith("time/")})
@@ -209,7 +209,7 @@ def seconds_by_part(rows: Sequence[Mapping]) -> dict[str, float]:
 
 
 def time_lines(what: str, parts: Mapping[str, float]) -> list[str]:
-    """What was done and in which time, and a line for each part with its share."""
+    """A line with what was done and how long it took, and a line for each part with its share."""
     total = sum(parts.values())
     lines = [f"{what}, {timedelta(seconds=round(total))}"]
     for name, seconds in parts.items():

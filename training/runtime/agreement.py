@@ -1,8 +1,8 @@
-"""What ranks tell each other so that all of them end alike: before their process group stands, and within it.
+"""Messages between ranks so that all of them end in the same way, before the process group exists and after.
 
-Ranks meet at a key-value store at MASTER_ADDR:MASTER_PORT, which rank 0 serves, or torchrun. A rank that cannot join
-says why there, the watch threads of the others look for that every few seconds, and rank 0 prints it. Once the group
-stands, what one rank finds wrong, all of them raise (`checked`, `agreed`).
+Ranks meet at a key-value store at MASTER_ADDR:MASTER_PORT, which rank 0 or torchrun serves. A rank that cannot join
+writes its reason there. The watch threads of the others look for such reasons every few seconds, and rank 0 prints
+them. Once the process group exists, an error that one rank finds is raised by all of them (`checked`, `agreed`).
 """
 
 import contextlib
@@ -17,19 +17,19 @@ from engine import distributed
 from engine.errors import SharedError, UserError
 from training.runtime.environment import AGENTS_STORE, on_several_hosts
 
-LOOK_EVERY = 5.0  # seconds; with a connection of its own each time, which rank 0 need not hold for every rank
+LOOK_EVERY = 5.0  # seconds; each look opens a new connection, so that rank 0 need not hold one for every rank
 PATIENCE = 30.0  # seconds; the imports of others may take longer than this rank's
-BETWEEN, LINGER = 0.2, 1.0  # seconds between looks of one who waits, and for which rank 0 then goes on serving
-USER_ERROR = 2  # the exit code of a mistake of the user's
+BETWEEN, LINGER = 0.2, 1.0  # seconds between looks while waiting, and seconds for which rank 0 then goes on serving
+USER_ERROR = 2  # the exit code of a user's mistake
 
 
 def from_here(message: str) -> str:
-    """The message with this host's name, where there are others: "on gpu07: there is no folder X"."""
+    """The message with this host's name, if there are several hosts: "on gpu07: there is no folder X"."""
     return f"on {socket.gethostname()}: {message}" if on_several_hosts() else message
 
 
 def first_of(messages: Sequence[str | None], hosts: Sequence[str]) -> str | None:
-    """The first rank's message that is one, with the names of the hosts that have it, unless all have; None without.
+    """The first message that is not None, with the names of the hosts that have it, unless all have it; else None.
 
     messages, hosts: of each rank.
     """
@@ -41,13 +41,13 @@ def first_of(messages: Sequence[str | None], hosts: Sequence[str]) -> str | None
 
 
 def start_key(name: str, environment: Mapping[str, str]) -> str:
-    """A key of this start of the ranks: torchrun keeps the store when it starts them anew."""
+    """The key `name`, made unique to this start of the ranks, since torchrun keeps the store when it restarts them."""
     return f"four_engine_rlhf/{environment.get('TORCHELASTIC_RESTART_COUNT', '0')}/{name}"
 
 
 def open_store(environment: Mapping[str, str], serve: bool = False, seconds: float = 5.0):
-    """torch's store where the ranks meet. serve: be rank 0, which holds it unless torchrun does. seconds: after which
-    it does not answer any more.
+    """torch's store where the ranks meet. serve: whether this is rank 0, which serves it unless torchrun does. seconds:
+    the timeout of its answers.
 
     Raises: OSError or RuntimeError where nobody serves it; RuntimeError where this process cannot.
     """
@@ -59,9 +59,9 @@ def open_store(environment: Mapping[str, str], serve: bool = False, seconds: flo
 
 
 class MeetingPoint:
-    """Where the ranks meet, as this one sees it.
+    """This rank's access to the store where the ranks meet.
 
-    environment: with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. A process alone says and hears nothing.
+    environment: with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. A single process neither writes nor reads there.
     """
 
     def __init__(self, environment: Mapping[str, str] = os.environ):
@@ -91,8 +91,8 @@ class MeetingPoint:
         return str(message), code if code in (1, USER_ERROR) else 1
 
     def let_others_hear(self) -> None:
-        """By rank 0, which may serve the store: say that the failure is printed, and wait until all have heard of it,
-        but not for longer than they take for a look or two."""
+        """Called by rank 0, which may serve the store: write that the failure is printed, and wait until all ranks have
+        read this, but not longer than they take for a look or two."""
         deadline = time.monotonic() + 2 * LOOK_EVERY
         with contextlib.suppress(OSError, RuntimeError):
             store = open_store(self._environment)
@@ -102,10 +102,10 @@ class MeetingPoint:
             time.sleep(LINGER)
 
     def announce(self, message: str, code: int) -> bool:
-        """Say why this rank does not come; returns whether rank 0 has printed a failure, so that this rank need not.
+        """Write why this rank cannot join; returns whether rank 0 has printed a failure, so that this rank need not.
 
-        Waits at most PATIENCE: for rank 0 to print a failure, or, on rank 0, for all others to hear of its own, which
-        it has printed. What was said first stays.
+        Waits at most PATIENCE for rank 0 to print a failure; on rank 0, which has printed its own, for the others to
+        read it. The first failure that was written stays.
         """
         store, said, deadline = None, False, time.monotonic() + PATIENCE
         while self._world > 1 and time.monotonic() < deadline:
@@ -133,10 +133,10 @@ Result = TypeVar("Result")
 
 
 def checked(check: Callable[[], Result]) -> Result:
-    """Rank 0's `check()`, for all ranks; where it raises UserError, all ranks do.
+    """The result of rank 0's `check()` on all ranks; where it raises UserError, all ranks raise it.
 
-    For checks that read files: one process looks, and none goes on before the verdict is known. With several hosts the
-    message says on which it looked.
+    For checks that read files: one process looks, and none goes on before its result is known. With several hosts the
+    message names the host that looked.
     """
     result = message = None
     if distributed.is_main():
@@ -153,11 +153,11 @@ def checked(check: Callable[[], Result]) -> Result:
 def agreed(load: Callable[[], Result]) -> Result:
     """This rank's own `load()`; where it raises UserError on any rank, all ranks raise the first one's.
 
-    For what every rank reads for itself: a file that one node lacks ends the run on all, with its message and its
-    name. One rank of each node goes first; the others take over what it has found of data sets, with the tables that it
-    has put into the cache. They wait for as long as it takes: a rank that dies meanwhile ends the run (heartbeats.py).
+    For data that every rank reads for itself: if one node lacks a file, all ranks end with the message and the node's
+    name. One rank of each node loads first; the others take over the rows that it has found and the tables that it has
+    put into the cache. They wait as long as it takes: a rank that dies meanwhile ends the run (heartbeats.py).
     """
-    from training.data.tables import recorded, repeated  # not before: a host without its packages has to say so
+    from training.data.tables import recorded, repeated  # imported late: a host that lacks packages has to report it
 
     host, result = socket.gethostname(), None
     found: dict = {}

@@ -1,10 +1,10 @@
-"""What a command would do, without GPUs and downloads: put this before it.
+"""Shows what a command would do, without GPUs and downloads: put this before the command.
 
     python -m training.runtime.dry_run deepspeed --hostfile hosts --num_gpus 8 training/step3_rlhf.py --data_path ...
 
-The same as --dry_run in a program's own flags, which then counts the processes that it was started with. Prints the
-command, some rows as the model sees them and each engine's DeepSpeed configuration, after everything was checked that
-can be.
+The flag --dry_run of a program does the same, and counts the processes that the program was started with. After all
+checks that are possible, a dry run prints the command, some rows as the model sees them, and each engine's DeepSpeed
+configuration.
 """
 
 import dataclasses
@@ -40,8 +40,8 @@ def report(
 ) -> None:
     """Print what was found.
 
-    checked: lines about what was looked at. unseen: models and data that are not on this machine. engines: each one's
-    DeepSpeed configuration. memory: lines about what the run takes.
+    checked: lines about what was checked. unseen: models and data that are not on this machine. engines: the DeepSpeed
+    configuration of each engine. memory: lines about the memory that the run takes.
     """
     print("command\n  " + _command())
     for line in checked:
@@ -56,7 +56,7 @@ def report(
 
 
 def report_supervised(args, first_lines: Callable[[], list[str]]) -> None:
-    """The report of steps 1 and 2; `first_lines()` reads the data, and gives what a run would say of them."""
+    """The report of steps 1 and 2; `first_lines()` reads the data, and returns the lines that a run would print."""
     models, data = (
         [
             path
@@ -76,7 +76,7 @@ def report_supervised(args, first_lines: Callable[[], list[str]]) -> None:
 def report_rlhf(args: RLHFFlags, dialect: Dialect, changed: dict, point: ResumePoint | None) -> None:
     """The report of step 3.
 
-    changed: what flags changed of the dialect. point: the checkpoint that is gone on from, if any.
+    changed: the fields of the dialect that flags changed. point: the checkpoint that the run goes on from, if any.
     """
     unseen = unseen_models(
         args, args.actor_model_name_or_path, args.critic_model_name_or_path, args.reward_model_name_or_path
@@ -119,7 +119,7 @@ def unseen_data(paths: Sequence[str]) -> list[str]:
 
 
 def _command() -> str:
-    """The command that is tried: what stands behind this module's name, or how the program was started."""
+    """The command of the dry run: the words after this module's name, or the command that started the program."""
     if Path(sys.argv[0]).name == "dry_run.py":
         return shown_command(sys.argv[1:])
     return command_line([word for word in sys.argv if word != "--dry_run"], os.environ)
@@ -145,7 +145,7 @@ def _processes(launcher: Sequence[str]) -> tuple[int, int]:
 
 
 def _options(launcher: Sequence[str]) -> dict[str, str]:
-    """What follows each word, among which are the values of flags."""
+    """{word: the next word}, which has the flags' values."""
     words = [part for word in launcher for part in (word.split("=", 1) if word.startswith("--") else [word])]
     return dict(itertools.pairwise("--hostfile" if word == "-H" else word for word in words))
 

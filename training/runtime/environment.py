@@ -1,13 +1,13 @@
-"""What a process was given: the variables of its launcher, or of a script in its place, and where it prints.
+"""The environment of a process: the variables that its launcher or a script has set, and the streams it prints to.
 
     srun --nodes 4 --ntasks-per-node 8 python training/step3_rlhf.py ...
 
-srun is a launcher, too, one task a rank: what SLURM tells a task becomes the variables that torch's launchers set. What
-is set already stays, by a launcher that runs within the task or by the user, who may give MASTER_ADDR and MASTER_PORT
-where the first node or the port is not to be used.
+srun is a launcher, too, with one task per rank: SLURM's variables of a task are translated to those that torch's
+launchers set. Variables that are already set stay, whether a launcher within the task or the user has set them. The
+user may so choose another MASTER_ADDR and MASTER_PORT than the first node and the default port.
 
-What is printed must not end a run: the pipe behind standard output may be gone, and the disk that a log is written to
-full. Then it is lost.
+Printing must not end a run: the pipe behind standard output may be closed, or the disk of a log may be full. What
+cannot be printed is lost.
 """
 
 import contextlib
@@ -25,18 +25,19 @@ from pathlib import Path
 from engine.errors import SharedError, UserError
 
 AGENTS_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # "True" where torchrun serves the store
-FIRST_PORT, PORTS = 20000, 12000  # of srun's: below those that Linux gives to outgoing connections (32768 to 60999)
+FIRST_PORT, PORTS = 20000, 12000  # ports for srun: below those of Linux's outgoing connections (32768 to 60999)
 NODE_LISTS = ("SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NODELIST")
 
 
 def on_several_hosts(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether a launcher (deepspeed, torchrun, srun) has started ranks on other hosts, too; a dry run has no rank."""
+    """Whether a launcher (deepspeed, torchrun, srun) has started ranks on other hosts, too; False in a dry run."""
     here = environment.get("LOCAL_SIZE") or environment.get("LOCAL_WORLD_SIZE")
     return "RANK" in environment and here is not None and here != environment.get("WORLD_SIZE", here)
 
 
 def own_programs_first() -> None:
-    """Put the folder of this Python's programs at the beginning of PATH: ninja is one, which builds extensions.
+    """Put the folder of this Python's programs at the beginning of PATH: ninja, which builds extensions, is one of
+    them.
 
     A process that was started through ssh, or by the full path of an environment's Python, has another PATH than the
     shell in which the environment was activated.
@@ -47,7 +48,8 @@ def own_programs_first() -> None:
 
 
 def check_launch() -> None:
-    """Raise UserError for what a launcher, or a script in its place, says of this process and that cannot be so."""
+    """Raise UserError where the launcher's variables of this process are no numbers, or RANK is not below
+    WORLD_SIZE."""
     numbers = {
         name: os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT") if name in os.environ
     }
@@ -62,7 +64,7 @@ def check_launch() -> None:
 
 
 def check_meeting_point() -> None:
-    """Raise UserError where several processes are to meet, and nothing says where: they would wait for ever."""
+    """Raise UserError where several processes are to meet and no address is given: they would wait for ever."""
     world = os.environ.get("WORLD_SIZE", "1")
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if os.environ.get(name, "0") in ("", "0")]
     if int(world) > 1 and missing:
@@ -74,13 +76,13 @@ def check_meeting_point() -> None:
 
 
 def check_port() -> None:
-    """Raise UserError on rank 0 where it is to serve the others at a port that is another's, a second run's mostly.
+    """Raise UserError on rank 0 where another process, mostly a second run, uses the port at which it is to serve.
 
-    It is asked for before the imports that take seconds: ranks that come later would join the other run, and end both.
+    This is checked before the imports, which take seconds: the other ranks would join the other run, and end both.
     """
     port = int(os.environ.get("MASTER_PORT") or 0)
     served_by_torchrun = os.environ.get(AGENTS_STORE) == "True"
-    group = sys.modules.get("torch.distributed")  # one that stands already, in a program that calls ours, has the port
+    group = sys.modules.get("torch.distributed")  # a process group of a program that calls ours already has the port
     stands = group is not None and group.is_available() and group.is_initialized()
     if os.environ.get("RANK", "0") != "0" or served_by_torchrun or stands or port == 0:
         return
@@ -97,7 +99,7 @@ def check_port() -> None:
 
 
 def check_gpus() -> None:
-    """Raise UserError where this host has GPUs that torch cannot use; only the first of its ranks tells it."""
+    """Raise UserError where this host has GPUs that torch cannot use; only the host's first rank reports it."""
     from engine.zero.gpu_support import usable_gpus  # imports torch, which flags are not to wait for
 
     try:
@@ -117,10 +119,10 @@ def is_slurm_task(environment: Mapping[str, str]) -> bool:
 
 
 def of_srun(environment: Mapping[str, str]) -> dict[str, str]:
-    """RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_SIZE, MASTER_ADDR and MASTER_PORT of a task of srun's, those that are not set
-    yet; none where srun did not start this process, the task is alone, or another launcher has given it its rank.
+    """Those of RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_SIZE, MASTER_ADDR and MASTER_PORT that are not set yet, for a task
+    of srun; none where srun did not start this process, the task is alone, or another launcher has given it its rank.
 
-    Raises: UserError where SLURM says something that cannot be.
+    Raises: UserError where SLURM's variables are invalid.
     """
     if not is_slurm_task(environment) or "RANK" in environment or "WORLD_SIZE" in environment:
         return {}
@@ -168,7 +170,7 @@ def slurm_hosts(environment: Mapping[str, str]) -> dict[int, str]:
 
 
 def _tasks_by_node(environment: Mapping[str, str]) -> list[int]:
-    """How many tasks of the step run on each node, of numbers such as "8(x3),4"."""
+    """How many tasks of the step run on each node, from SLURM's form "8(x3),4"."""
     text = _given(environment, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
     counts: list[int] = []
     for part in text.split(","):
@@ -187,7 +189,7 @@ def _number(environment: Mapping[str, str], *names: str) -> int:
 
 
 def _given(environment: Mapping[str, str], *names: str) -> str:
-    """The first of these that is set; raises UserError where none is."""
+    """The value of the first of these variables that is set; raises UserError where none is."""
     value = next((environment[name] for name in names if environment.get(name)), None)
     if value is None:
         raise UserError(
@@ -236,8 +238,8 @@ def keep_printing() -> None:
 
 
 def flush_all(code: int) -> None:
-    """Flush what was printed; end the process with the code at once where some of it was lost, since Python's own end
-    would try again and fail."""
+    """Flush the output. If some of it was lost, end the process with the code at once, since Python's own exit would
+    try again and fail."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError, AttributeError):
             stream.flush()
@@ -246,7 +248,7 @@ def flush_all(code: int) -> None:
 
 
 def harmless(text: str) -> str:
-    """The text with what a terminal would obey as escapes (\\x1b), for what another process may have written."""
+    """The text with control characters escaped (\\x1b), for text that another process may have written."""
     return "".join(char if char.isprintable() or char in "\n\t" else repr(char)[1:-1] for char in text)
 
 

@@ -1,7 +1,7 @@
-"""What a run says first: its dialect, score, data, steps and engines, and changes since a checkpoint.
+"""The first lines that a run prints: its dialect, score, data, steps and engines, and changes since a checkpoint.
 
-Of its steps: how many, in how many epochs, and when it evaluates and writes checkpoints. Of its data: how many rows are
-kept, cut and dropped, what to do about it, and some of them as the model is shown them:
+About steps they say how many there are, in how many epochs, and when the run evaluates and writes checkpoints. About
+data they say how many rows are kept, cut and dropped, what to do about it, and show some rows as the model sees them:
 
     cut, hh.jsonl, line 7: 256 of 412 tokens
       [156 tokens cut] '\\n\\nHuman: Can you help me?\\n\\nAssistant:' -> ' Of course.</s>'
@@ -25,16 +25,16 @@ from training.runtime.models import adapted_lines, adapted_roles, is_pretrained_
 from training.runtime.plan import Plan, server_lines
 
 POINTS = 3
-"""Checkpoints that a run should have before its end: what a warning's advice comes to."""
+"""Number of checkpoints before a run's end that a warning advises."""
 NO_POINTS = "no checkpoints: a run that dies begins anew (--save_steps, --save_minutes)"
 
 
 @dataclass(frozen=True, slots=True)
 class RunSchedule:
-    """The steps of a run, counted from 1, of which no model has to be there to know them.
+    """The steps of a run, counted from 1; computed without a model.
 
-    steps: how many. epochs: passes over the rows that they come to. schedule: of checkpoints. evaluates: whether
-    held-out rows are looked at after a step; None where there are none. Before the first step they are in any case.
+    steps: how many. epochs: how many passes over the rows these are. schedule: of checkpoints. evaluates: step ->
+    whether held-out rows are evaluated after it; None where there are none. They are always evaluated before step 1.
     """
 
     steps: int
@@ -44,16 +44,16 @@ class RunSchedule:
 
     @property
     def evaluations(self) -> int:
-        """How many, with the one before the first step."""
+        """The number of evaluations, with the one before the first step."""
         return 0 if self.evaluates is None else 1 + sum(map(self.evaluates, range(1, self.steps + 1)))
 
     @property
     def points(self) -> int:
-        """Checkpoints that are due by number, before the last step: what a run that dies goes on from."""
+        """The number of checkpoints that are due by step before the last step; a run that dies goes on from these."""
         return (self.steps - 1) // self.schedule.steps if self.schedule.steps else 0
 
     def lines(self) -> list[str]:
-        """All of it in one line; and a warning where checkpoints are asked for and none comes before the end."""
+        """The schedule in one line; and a warning where checkpoints are asked for and none comes before the end."""
         schedule = self.schedule
         when = []
         if schedule.steps:
@@ -87,8 +87,8 @@ ARROW = {"texts": "what is learned begins", "pairs": "an answer begins", "prompt
 def counted(rows: FittedRows, noun: str, held_out: FittedRows | None, asked: int = 0) -> str:
     """ "1,834 texts (226 cut: 12.3 %, 8 dropped: 0.4 %), 96 held out".
 
-    asked: the number of held-out rows that was asked for, wherever they are from; 0 where no flag says one. (That of
-    steps 1 and 2, --held_out, is of rows of --data_path alone, and has them or ends the run.)
+    asked: the number of held-out rows that a flag asks for, whatever their source; 0 without such a flag. (--held_out
+    of steps 1 and 2 is not one: it counts rows of --data_path alone, and a run that lacks them ends.)
     """
     if held_out is None:
         return f"{rows.told(noun)}, 0 held out"
@@ -107,11 +107,11 @@ def too_long(
     models: Sequence[str | None],
     beside: int = 0,
 ) -> list[str]:
-    """The warning of rows that are too long, if many are, and some rows as the model is shown them.
+    """A warning if many rows are too long, and some rows as the model sees them.
 
-    flag: which limits them. models: paths of those that are given the rows, beside which each needs `beside` positions.
-    In a dry run three rows of each kind; otherwise one that is cut, one that is dropped and one of which the tokenizer
-    makes no tokens, if any is.
+    flag: the flag that limits their length. models: paths of the models that read the rows; each needs `beside` further
+    positions. A dry run shows three rows of each kind. Otherwise one row is shown that is cut, one that is dropped, and
+    one of which the tokenizer makes no tokens, as far as there are any.
     """
     whole = args.dry_run
     examples = shown_rows(rows, tokenizer, NOTED) if whole else shown_rows(rows, tokenizer, 1, (CUT, DROPPED, EMPTY))
@@ -124,7 +124,7 @@ def too_long(
 
 
 def warnings(rows: FittedRows, flag: str, args: DataFlags, models: Sequence[str | None], beside: int = 0) -> list[str]:
-    """The warning of rows that are too long, if many are; arguments as of too_long."""
+    """A warning if many rows are too long; arguments: see too_long."""
     limit = getattr(args, flag.removeprefix("--"))
     return rows.warnings(flag, limit, args.overlong, lambda: most_tokens(args, models, beside))
 
@@ -149,7 +149,7 @@ def supervised_schedule(args: SupervisedFlags, examples: int) -> RunSchedule:
 
 
 def first_lines(args: RLHFFlags, plan: Plan, changed: dict) -> str:
-    """All of them; `changed` as dialect_lines has it."""
+    """All first lines; changed: see dialect_lines."""
     lines = [dialect_lines(plan.dialect, changed), *score_lines(args, plan.dialect)]
     return "\n".join([*lines, *plan_lines(args, plan), *changes_since(plan)])
 
@@ -166,8 +166,8 @@ def dialect_lines(dialect: Dialect, changed: dict) -> str:
 
 
 def score_lines(args: RLHFFlags, dialect: Dialect) -> list[str]:
-    """What the score is made of and what is done to it before it enters the rewards; and a warning where the critic
-    starts from a reward model that the score does not use."""
+    """The parts of the score and how it is changed before it enters the rewards; and a warning where the critic starts
+    from a reward model that the score does not use."""
     terms = [(part.what, part.weight) for part in score_parts(args)]
     changes = _score_changes(dialect, args.max_answer_seq_len)
     lines = [f"score = {', '.join([sum_in_words(terms, args.length_penalty), *changes])}"]

@@ -1,16 +1,16 @@
-"""Which ranks are there: each sends rank 0 a heartbeat once a second, with its phase and step, and rank 0 finds out
-which is missing and what has become of it.
+"""Heartbeats: each rank sends rank 0 its phase and step once a second, and rank 0 finds out which rank is missing and
+what has happened to it.
 
-Watch threads send them by sockets of their own, apart from the collective calls that main threads wait in. A rank
+Watch threads send heartbeats over separate sockets, independent of the collective calls of main threads. A rank
     died        its connection ended without a word
     is cut off  its machine has not answered for CUT_OFF seconds: TCP's own keepalive says so
-    is silent   its machine answers and it does not: a process that is stopped, or one in a call that lets no other
-                thread run. Those beside it on its machine say which.
-torch does not tell these apart: gloo names an address or nothing, NCCL's watchdog the call. Rounds are counted, not
-seconds: those in which rank 0 itself did not run do not count against the others.
+    is silent   its machine answers and it does not: its process is stopped, or is in a call that lets no other thread
+                run. Other ranks on the same machine report which of the two it is.
+torch does not tell these apart: gloo names an address or nothing, NCCL's watchdog names the call. Silence is counted in
+rounds, not seconds: time in which rank 0 itself did not run does not count against the others.
 
-Nobody else is spoken to: whoever connects has to prove with each line that it has the run's key, which ranks get
-through the process group, and once all ranks have come nobody can connect any more.
+Strangers are kept out: each line has to prove that its sender has the run's key, which ranks get through the process
+group. Once all ranks have connected, nobody can connect any more.
 """
 
 import contextlib
@@ -31,14 +31,14 @@ from training.runtime.environment import print_line, write_error_file
 from training.runtime.processes import ALONE, place, state_of, this_machine
 
 ROUND = 1.0  # seconds
-SETTLE = 2  # rounds before the first sign of a failure is judged: the cause may come behind its effects
+SETTLE = 2  # rounds from the first sign of a failure to the verdict: the cause may be reported after its effects
 LINE, SILENT = 60, 75  # rounds of silence before a line says so, and before the run is ended
 OTHERS_END = 10  # rounds that the other ranks have to end by themselves when one has ended with a message
 STOPPED = {"T": "is stopped (a signal stopped its process)", "t": "is stopped (by a debugger)"}  # of /proc/PID/stat
 CUT_OFF = 40  # seconds without an answer of the other machine
 EVERYWHERE = "0.0.0.0"
 STRANGERS, PROVE = 64, 10  # connections at once that have not proven to be a rank's, and seconds that they have for it
-HELD_BACK = 1 << 20  # bytes that wait for one who does not read; what is said beyond is dropped
+HELD_BACK = 1 << 20  # bytes that wait for a receiver who does not read; further messages are dropped
 LONGEST = 1 << 20  # bytes of a line
 
 
@@ -46,8 +46,8 @@ class Connection:
     """One end of a connection that carries JSON objects, one a line, and never makes its caller wait; `send` and
     `receive` may be called from several threads.
 
-    Each line bears a proof that it is from one who has the key, of the side that says it and of the line's place among
-    the others: HMAC-SHA256 (RFC 2104). The key itself is never sent. listens: whether this end was connected to.
+    Each line carries an HMAC-SHA256 (RFC 2104) over its content, the sending side and the line's number, which proves
+    that the sender has the key. The key itself is never sent. listens: whether the other end opened the connection.
     """
 
     def __init__(self, connection: socket.socket, key: bytes, listens: bool = False):
@@ -116,9 +116,9 @@ def lost_by(error: OSError | ValueError) -> str:
 
 @dataclass
 class Rank:
-    """What is known of a rank. beat: its last heartbeat. quiet: rounds since then. left: its exit code, once it said
-    that it ends. lost: what became of its connection. trouble: what befell it, by its own word. state: by the kernel.
-    announced: whether a line has said that it is silent."""
+    """What rank 0 knows of a rank. beat: its last heartbeat. quiet: rounds since then. left: its exit code, once it has
+    said that it ends. lost: how its connection ended. trouble: the error that it reported. state: its process state by
+    the kernel. announced: whether a line was printed about its silence."""
 
     number: int
     beat: dict = field(default_factory=dict)
@@ -160,7 +160,7 @@ class Rank:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Why all ranks end. stacks: the ranks that are asked for theirs. stuck: processes that are to be killed."""
+    """Why all ranks end. stacks: the ranks that print their stack traces. stuck: processes that are to be killed."""
 
     message: str
     code: int = 1
@@ -299,8 +299,8 @@ class Monitor(threading.Thread):
         return Verdict(self._quoted(troubled[0]), code=troubled[0].beat.get("code", 1))
 
     def _quoted(self, rank: Rank) -> str:
-        """What a rank has met, with its host where not all have met the same. A user's mistake, which is told in the
-        same words by each rank that it befalls, has no rank's number."""
+        """The error that a rank has met, with its host where not all ranks have met the same. A user's mistake is
+        quoted without the rank's number, since each rank reports it in the same words."""
         hosts = [other.beat.get("host", "") for other in self.ranks]
         if rank.beat.get("code") == USER_ERROR:
             return f"error: {first_of([other.trouble for other in self.ranks], hosts)}"
@@ -321,7 +321,7 @@ class Monitor(threading.Thread):
         return Verdict(message, stuck=tuple(rank.process for rank in missing if rank.beat))
 
     def _stuck(self) -> Verdict | None:
-        """All ranks there, and none of them moving: no pass through a model, no phase begun."""
+        """The verdict if all ranks are there and none of them moves: no pass through a model, no new phase."""
         moves = [(rank.beat.get("moves"), rank.beat.get("phase"), rank.beat.get("step")) for rank in self.ranks]
         alone = any(phase in ALONE for _, phase, _ in moves)
         self._still = 0 if moves != self._moves or alone else self._still + 1
@@ -341,8 +341,8 @@ class Monitor(threading.Thread):
         )
 
     def _behind(self) -> list[Rank]:
-        """The ranks in the phase that fewest are in, of two of these in the older one, where they are not all in the
-        same."""
+        """If not all ranks are in the same phase: the ranks in the phase with the fewest ranks; of two such phases, in
+        the older one."""
         groups: dict[tuple, list[Rank]] = {}
         for rank in self.ranks:
             groups.setdefault((rank.beat.get("step"), rank.beat.get("phase")), []).append(rank)
@@ -444,7 +444,7 @@ class Reporter:
         self._first.lost, self.others_left = self._first.lost or lost_by(error), True
 
     def _conclude(self, message: str, stuck: tuple = ()) -> None:
-        """Without rank 0: rank 1 says why, or after a while the first rank of each machine."""
+        """End the run without rank 0: rank 1 prints the reason, or after a while the first rank of each machine."""
         if self.rank > 1:
             time.sleep(3)
         if self.rank == 1 or int(os.environ.get("LOCAL_RANK", 0)) == 0:

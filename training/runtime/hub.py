@@ -1,16 +1,16 @@
-"""The trained model on the Hugging Face Hub: its model card, and the upload behind the end of a run.
+"""The trained model on the Hugging Face Hub: its model card, and the upload after the end of a run.
 
-    add_card(folder, output_dir, "actor")                # with the model
+    add_card(folder, output_dir, "actor")                # when the model is saved
     renew_cards(output_dir, {"actor": folder})           # at the run's end, with its last evaluation
     push(args, {"actor": folder})
 
 A card is the README.md of a saved model, made from the run's record and its metrics. It may be published: it names
 models and data of the Hub, and says of those on the user's disk only that they are local. Paths, file names, commands,
-host names and names of the user's functions stay in run.json. A card ends with the hash of what stands above it. One
-with another hash has been edited by the user, and is kept.
+host names and names of the user's functions stay in run.json. A card ends with the hash of the text above it. A card
+whose hash does not match was edited by the user, and is kept.
 
-An upload that fails costs nothing: the model is saved by then, and the run's exit code stays 0, since the same command
-need not be run again for it, as code 1 would have schedulers do. The command that tries again stands in the warning.
+A failed upload costs nothing: the model is already saved. The run's exit code stays 0, since code 1 would make
+schedulers run the whole command again. The warning contains the command that repeats the upload.
 """
 
 import contextlib
@@ -82,7 +82,7 @@ TEMPLATE = """\
 
 
 class Role(NamedTuple):
-    """What a model is: the card's title, a sentence or two, and the tags and the task that it has on the Hub."""
+    """The description of a kind of model: the card's title, a sentence or two, and its tags and task on the Hub."""
 
     title: str
     about: str
@@ -193,10 +193,10 @@ HELD_OUT = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFacts:
-    """What a card is made from.
+    """The facts from which a card is made.
 
-    start: the last entry of run.json. rows: metrics.jsonl's. steps: after how many of them the model was taken.
-    known: Hub names of models on disk, by path, where their own cards give them.
+    start: the last entry of run.json. rows: those of metrics.jsonl. steps: the number of steps that the model was
+    trained for. known: {path: Hub name} of models on disk whose cards give the name.
     """
 
     start: Mapping
@@ -206,7 +206,7 @@ class RunFacts:
 
     @classmethod
     def read(cls, output_dir: Path, steps: int | None = None) -> "RunFacts | None":
-        """Those of the run in a folder, up to so many steps; None without a run.json.
+        """The facts of the run in a folder, up to `steps` steps; None without a run.json.
 
         Raises: OSError, and UserError where run.json is no record.
         """
@@ -220,7 +220,7 @@ class RunFacts:
 
     @property
     def kind(self) -> str:
-        """Of the run: sft, reward or ppo."""
+        """The kind of the run: sft, reward or ppo."""
         if "actor_model_name_or_path" in self.start["flags"]:
             return "ppo"
         return "reward" if "pairwise_loss" in self.start["flags"] else "sft"
@@ -419,13 +419,13 @@ def is_hub_name(given: str) -> bool:
 
 
 def hub_names(given: Iterable[str], known: Mapping[str, str] | None = None) -> list[str]:
-    """Those that are names on the Hub, each once; for a folder that is `known` by a name, that."""
+    """The names on the Hub among the given values, each once; a folder in `known` counts by its Hub name."""
     names = [(known or {}).get(path, path) for path in given]
     return list(dict.fromkeys(name for name in names if is_hub_name(name)))
 
 
 def publicly(given: str, what: str, known: Mapping[str, str] | None = None) -> str:
-    """What may be said of a model or (`what` "data") a data set, in Markdown."""
+    """What may be published about a model or (`what` "data") a data set, in Markdown."""
     if is_hub_name(given):
         return f"[{given}](https://huggingface.co/{'datasets/' if what == 'data' else ''}{given})"
     if known and given in known:
@@ -435,7 +435,7 @@ def publicly(given: str, what: str, known: Mapping[str, str] | None = None) -> s
 
 
 def known_names(paths: Iterable[str | None]) -> dict[str, str]:
-    """By path, the Hub's name of what a model on the disk began as, where the card says so that this program wrote."""
+    """{path: Hub name of the model that it was trained from}, as far as a card written by this program says it."""
     found = {}
     for path in paths:
         if path is None or is_hub_name(path):
@@ -454,12 +454,12 @@ _SIGNED = re.compile(r"<!-- card of four-engine-rlhf ([0-9a-f]{64}): .* -->\n\Z"
 
 
 def signed(text: str) -> str:
-    """A card's text with the line by which it is known as made by the program."""
+    """A card's text with the line that marks it as written by the program."""
     return f"{text}\n<!-- card of four-engine-rlhf {_digest(text)}: a later save replaces it, if nobody edits it -->\n"
 
 
 def is_edited(path: Path) -> bool:
-    """Whether a README.md stands there that is not, or not any more, as this program wrote it. Raises: OSError."""
+    """Whether there is a README.md that this program did not write, or that was edited since. Raises: OSError."""
     if not path.is_file():
         return False
     text = path.read_bytes().decode(errors="replace")
@@ -474,8 +474,8 @@ def _digest(text: str) -> str:
 def add_card(folder: Path, output_dir: Path, name: str, steps: int | None = None) -> None:
     """Write the card of the model that the run in `output_dir` saves as `name` into `folder`.
 
-    steps: of a model that is exported from the checkpoint after so many. Where no run.json tells of its run (the
-    checkpoint was moved, say), it has no card, and that is said.
+    steps: for a model exported from a checkpoint, the checkpoint's step. Without a run.json (the checkpoint was moved,
+    say) no card is written, and a line says so.
     """
     with _failures_noted(folder if steps is not None else output_dir / name):
         if (run := RunFacts.read(output_dir, steps)) is not None:
@@ -493,8 +493,7 @@ def add_merge_card(folder: Path, source: Mapping) -> None:
 
 
 def renew_cards(output_dir: Path, saved: Mapping[str, Path]) -> None:
-    """Write the cards of saved models once more, with what was measured since; one that was edited stays (one process
-    calls this)."""
+    """Write the cards of saved models again, with later measurements; edited cards stay (one process calls this)."""
     for name, folder in saved.items():
         with _failures_noted(folder):
             if (folder / CARD).is_file() and not is_edited(folder / CARD):
@@ -503,7 +502,7 @@ def renew_cards(output_dir: Path, saved: Mapping[str, Path]) -> None:
 
 @contextlib.contextmanager
 def _failures_noted(model: Path) -> Iterator[None]:
-    """Note a card that cannot be made, and go on: hours of training stand against a page of text."""
+    """Note a card that cannot be made, and go on: a page of text is not worth hours of training."""
     try:
         yield
     except Exception as error:  # of what a file holds, too
@@ -515,7 +514,7 @@ def _failures_noted(model: Path) -> Iterator[None]:
 UPLOADED = ("actor", "actor_adapter", ".", "adapter")
 """The folder that is uploaded: the first of these that was saved, the whole model before the adapter."""
 LONGEST = timedelta(days=7)  # that an upload may take while the other ranks wait
-REFUSED = (401, 403)  # statuses: the token is none, or not for this; others say that the Hub has troubles of its own
+REFUSED = (401, 403)  # statuses for a token that is invalid or lacks rights; others mean trouble at the Hub
 LOG_IN = "Log in with `hf auth login` or set HF_TOKEN, or leave --push_to_hub out."
 
 
@@ -524,8 +523,8 @@ class NotUploaded(Exception):
 
 
 def check_hub(args: HubFlags) -> None:
-    """What an upload needs that can be looked at before the run, by one process: a token that the Hub knows, and no
-    public repository where a private one is meant. Without a network the token alone is looked at.
+    """Check before the run, in one process, what an upload needs: a token that the Hub knows, and that the repository
+    is not public where a private one is meant. Without a network only the presence of a token is checked.
 
     Raises: UserError.
     """
@@ -606,7 +605,7 @@ def _public_refusal(args: HubFlags) -> str:
 
 
 def upload_command(args: HubFlags, folder: Path, files: list[str]) -> str:
-    """The command line of the Hub's own program that uploads the same."""
+    """The command of the Hub's own program that makes the same upload."""
     words = ["hf", "upload", str(args.hub_model_id), str(folder), "."]
     words += ["--private" if args.hub_private else "--no-private"]
     return shlex.join(words + [word for file in files for word in ("--include", file)])

@@ -1,9 +1,9 @@
-"""What ends a program before its run: what this host cannot import, said to the ranks of other hosts, which wait for it
-where all ranks are to meet; or a Ctrl-C.
+"""Errors before a run begins: a failed import on this host, which the waiting ranks of other hosts are told; or a
+Ctrl-C.
 
-A program imports this module for what that does: it has an error that no one handles end the other ranks, too, with one
-message that names the host. `training.runtime.startup.run` sees to errors that come later. Of what may be broken on
-this host nothing is needed but torch and numpy, without which the launchers end by themselves.
+Importing this module installs an exception hook: an unhandled error then also ends the other ranks, with one message
+that names the host. `training.runtime.startup.run` handles later errors. The hook needs only torch and numpy, without
+which the launchers themselves fail.
 """
 
 import contextlib
@@ -18,7 +18,8 @@ from training.runtime.environment import of_srun, on_several_hosts, print_line, 
 
 
 def tell_all_hosts(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """End this process with code 2 and tell those that wait for it; on one host, do as before. A Ctrl-C ends with 75.
+    """End this process with code 2 and tell the ranks that wait for it; on a single host, act as the default hook does.
+    A Ctrl-C ends it with 75.
 
     For sys.excepthook.
     """

@@ -1,4 +1,4 @@
-"""What a run would take of memory: the workload that flags describe, this machine, the table; and what it took."""
+"""The memory that a run will take: the workload of its flags, this machine, and the table; and the measured memory."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -44,7 +44,7 @@ def workload(args: RLHFFlags, dialect: Dialect) -> Workload:
 
 
 def this_cluster() -> Cluster:
-    """As many nodes like this machine as the run has ranks for; what a GPU has is known where one is here."""
+    """As many nodes like this machine as the run has ranks for; a GPU's memory is known if this machine has one."""
     gpus = ranks_of_this_machine()
     gpu = torch.cuda.mem_get_info()[1] if on_gpu() else None
     nodes = -(-distributed.world_size() // gpus)
@@ -57,8 +57,8 @@ def setting_here(args: RLHFFlags, dialect: Dialect) -> Setting:
 
 
 def training_bytes(args: RLHFFlags, dialect: Dialect) -> int | str:
-    """What training takes of a rank's memory beyond the loaded engines, as `build_rollouts` asks; or why that is not
-    known, as on CPUs, where nothing is planned in a run. Nothing in the planning can end the run."""
+    """The bytes of a rank that training takes beyond the loaded engines, for `build_rollouts`; or why this is not
+    known: on CPUs, for example, nothing is planned in a run. Errors in the planning do not end the run."""
     if not on_gpu():
         return UNPLANNED
     try:
@@ -70,10 +70,11 @@ def training_bytes(args: RLHFFlags, dialect: Dialect) -> int | str:
 
 @contextlib.contextmanager
 def memory_compared(args: RLHFFlags, dialect: Dialect, resumed: bool, say: Callable[[str], None]) -> Iterator[None]:
-    """Count the phases of the step within on the main rank's GPU, and say a line of planned and measured bytes.
+    """Measure the peak of each phase of the step within this context on the main rank's GPU, and print a line of
+    planned and measured bytes.
 
-    resumed: whether Adam has its moments before the step. Nothing in the planning can end the run. On CPUs, which count
-    no peaks, nothing is counted or planned.
+    resumed: whether Adam has its moments before the step. Errors in the planning do not end the run. On CPUs, which
+    have no peak counters, nothing is measured or planned.
     """
     if not distributed.is_main() or not on_gpu():
         yield
@@ -161,7 +162,7 @@ def _planned(args: RunFlags, models: Sequence[str | None], make: Callable[[], Me
 
 
 def change_lines(setting: Setting) -> list[str]:
-    """What would make a setting fit that does not, the cheapest in speed first."""
+    """Changes that make a setting fit, the one that costs the least speed first."""
     found = what_fits(setting)
     if found is None:
         others = ["more GPUs would (--search gpus)", *_fewer_weights(setting.spec)]
@@ -175,7 +176,7 @@ def change_lines(setting: Setting) -> list[str]:
 
 
 def _fewer_weights(spec: EngineSpec) -> list[str]:
-    """What holds fewer weights and states than these engines, in words; nothing where LoRA has done its most."""
+    """Changes with fewer weights and optimizer states than these engines, in words; none where LoRA is used fully."""
     lora = spec.actor_lora
     if lora is None:
         flags = "--actor_lora_dim 16 --critic_lora_dim 16 --only_optimize_lora"

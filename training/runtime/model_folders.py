@@ -1,7 +1,7 @@
-"""Trained models as Hugging Face folders that are whole at every instant: the earlier ones go when the new ones stand.
+"""Saves trained models as Hugging Face folders that are whole at every instant: old ones go once new ones are whole.
 
-A model is written beside its place (actor.partial), put on the disk, and exchanged with what stood there. Steps 1 and 2
-save into the output folder itself, which cannot be exchanged: their model is written to model.partial, renamed to
+A model is written beside its place (actor.partial), flushed to the disk, and exchanged with the folder there. Steps 1
+and 2 save into the output folder itself, which cannot be exchanged: their model is written to model.partial, renamed to
 model.complete, and linked from there file by file. A kill in between leaves either the earlier model or model.complete
 whole, and the output folder without a config.json, so that no mixture can be loaded.
 """
@@ -30,7 +30,7 @@ from training.runtime import output_folder
 from training.runtime.hub import CARD, add_card, is_edited
 from training.runtime.stopping import note_unwritten, reason_of, unwritten_noted
 
-ROOM = 1.1  # of the disk's free space to the size of merged models that are to be written without being asked for
+ROOM = 1.1  # merged models are written unasked where the free space is at least this multiple of their size
 PATIENCE, INTERVAL = 600.0, 10.0  # seconds that a save waits for space, and between two tries
 
 
@@ -42,12 +42,12 @@ def save_forms(
     merged: bool = True,
     edit: Callable[[dict], None] | None = None,
 ) -> dict[str, Path]:
-    """Write a trained model in the forms that are wanted of it; returns their folders by name (all ranks call this).
+    """Write a trained model in all wanted forms; returns their folders by name (all ranks call this).
 
-    A model with adapters is written as the adapter alone, in the folder `adapter_name(name)`; and with it merged, if
-    that is wanted, or if weights train too for which an adapter's folder has no place: then as that alone.
+    Of a model with adapters the adapter is written to the folder `adapter_name(name)`, and the merged model too if it
+    is wanted. If weights were trained that an adapter's folder has no place for, only the merged model is written.
 
-    merged: whether a merged model is wanted. Else as `save`.
+    merged: whether a merged model is wanted. The other arguments: see `save`.
     """
     found, adapted = {}, model.module.adapters is not None
     alone = adapted and adapter_holds_all(model.module)
@@ -66,8 +66,8 @@ def adapter_name(name: str) -> str:
 def merged_wanted(choice: str, models: Iterable[TrainedModel], output_dir: Path) -> bool:
     """Whether models with adapters are saved merged too (all ranks call this).
 
-    choice: "true", "false", or "auto": where the disk has room for all of them. models: each as often as it is saved.
-    """
+    choice: "true", "false", or "auto": if the disk has room for all of them. models: each once for each time it is
+    saved."""
     if choice != "auto":
         return choice == "true"
     size = sum(
@@ -95,15 +95,15 @@ def save(
     edit: Callable[[dict], None] | None = None,
     adapter: bool = False,
 ) -> Path:
-    """Write a trained model as the folder `name` of the output folder, "." for itself (all ranks call this).
+    """Write a trained model to the folder `name` in the output folder, "." for the output folder (all ranks call this).
 
-    Of a model with adapters either the own one alone is written (adapter), or the model with that merged into it.
+    Of a model with adapters either its adapter alone is written (adapter), or the model with the adapter merged in.
 
-    Weights are gathered as they are written, one after the other. Where the disk is full, the model goes to another
-    place: a temporary folder, the home or the working directory; and where none of them has the space, it is tried
-    again for ten minutes.
+    Weights are gathered and written one after the other. If the disk is full, the model goes to another place: a
+    temporary folder, the home or the working directory. If none of them has the space, saving is retried for ten
+    minutes.
 
-    edit: is given the weights by name before they are written, and may change them.
+    edit: is called with {name: weight} before the weights are written, and may change them.
 
     Returns the folder. Raises: RunStopped on all ranks if no place could be written.
     """
@@ -131,7 +131,8 @@ def save(
 
 
 def _save_somewhere(write: Callable[[Path], None], output_dir: Path, name: str, size: int) -> Path:
-    """Write a model of so many bytes to its place or to another one; returns it. Raises: OSError after ten minutes."""
+    """Write a model of `size` bytes to its place or to another one; returns the place. Raises: OSError after ten
+    minutes."""
     deadline = time.monotonic() + PATIENCE
     while True:
         try:
@@ -159,7 +160,7 @@ def _written(write: Callable[[Path], None], folder: Path) -> None:
     """Write a model into a folder and put it on the disk; raises OSError."""
     try:
         write(folder)
-    except SafetensorError as error:  # which is what safetensors makes of a full disk
+    except SafetensorError as error:  # safetensors raises this where the disk is full
         raise OSError(errno.EIO, str(error)) from None
     sync_tree(folder)
 
@@ -202,11 +203,12 @@ def _keep_others(old: Path, place: Path, ours: list[str]) -> None:
 
 
 def finish(output_dir: Path, saved: dict[str, Path], step: int, kept: Iterable[str] = ()) -> None:
-    """After all models of a run: take those of an earlier run away, and say in run.json which there are (rank 0 does).
+    """Called after all models of a run are saved: removes those of an earlier run, and lists the saved ones in run.json
+    (rank 0 does).
 
     kept: names of models that the run saved before its end.
 
-    Nothing is taken away if a model of this run had to go to another place.
+    Nothing is removed if a model of this run had to go to another place.
     """
     if not distributed.is_main():
         return

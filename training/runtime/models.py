@@ -1,5 +1,5 @@
-"""What a run takes from its models' folders before anything is loaded: how many positions they have, which tokens end a
-response, and which of their layers get LoRA factors.
+"""Facts that a run reads from its models' folders before anything is loaded: how many positions they have, which tokens
+end a response, and which of their layers get LoRA factors.
 """
 
 from collections.abc import Iterable, Mapping
@@ -54,9 +54,9 @@ def check_positions(config, model: str, **lengths: int) -> None:
 
 
 def most_tokens(args: RunFlags, models: Iterable[str | None], beside: int = 0) -> int | None:
-    """How many tokens there are positions for, in all of the models that are here, beside `beside` others.
+    """The most tokens for which all models on this machine have positions, beside `beside` further tokens.
 
-    None where there is no model, or none has a number of positions. Raises UserError for a model that is none.
+    None where there is no model, or none limits its positions. Raises UserError for an invalid model.
     """
     here = [path for path in models if path is not None and args.looks_at(path)]
     counts = [_positions(read_config(path, "model", args.trust_remote_code)) for path in here]
@@ -69,8 +69,8 @@ def _positions(config) -> int | None:
 
 
 def model_notes(args: RunFlags, *flags: str) -> list[str]:
-    """What a run makes of settings in a config.json that change training or scores elsewhere: a line of each, with the
-    flags, of these, that give such models."""
+    """A line for each setting in a config.json that changes training or scores in other programs: what this run does
+    with it, and which of these flags give models with it."""
     notes: dict[str, list[str]] = {}
     for flag in flags:
         path = getattr(args, flag)
@@ -89,7 +89,7 @@ def model_notes(args: RunFlags, *flags: str) -> list[str]:
 
 
 PRETRAINING_RECORD = "critic_pretraining.json"
-"""In the folder of a critic that was pretrained: how. It tells such a folder from a reward model's."""
+"""File in a pretrained critic's folder that records the pretraining, and tells the folder from a reward model's."""
 
 
 def is_pretrained_critic(path: str) -> bool:
@@ -103,9 +103,10 @@ def adapted_lines(found: dict[str, AdaptedModel]) -> list[str]:
 
 
 def adapted_model(args: SupervisedFlags, scorer: bool) -> dict[str, AdaptedModel]:
-    """The model of step 1 or (scorer) 2, if it has an adapter and is here.
+    """The model of step 1 or (scorer) 2, if it has an adapter and is on this machine.
 
-    Raises: UserError where no layer is meant, or a flag has nothing to say of an adapter that training goes on with.
+    Raises: UserError where the flags match no layer, or where a flag has no effect on an adapter that training goes on
+    with.
     """
     found = _adapted(args, args.lora(), "", "model_name_or_path", args.model_name_or_path, scorer)
     if found:
@@ -114,9 +115,10 @@ def adapted_model(args: SupervisedFlags, scorer: bool) -> dict[str, AdaptedModel
 
 
 def adapted_roles(args: RLHFFlags, dialect: Dialect) -> dict[str, AdaptedModel]:
-    """Those of step 3 that have an adapter and are here.
+    """The models of step 3 that have an adapter and are on this machine.
 
-    Raises: UserError where no layer is meant, or a flag has nothing to say of adapters that training goes on with.
+    Raises: UserError where the flags match no layer, or where a flag has no effect on adapters that training goes on
+    with.
     """
     flags, spec = {"actor": "actor_model_name_or_path"}, args.spec
     specs = {"actor": spec.actor_lora, "critic": spec.critic_lora}
@@ -127,7 +129,8 @@ def adapted_roles(args: RLHFFlags, dialect: Dialect) -> dict[str, AdaptedModel]:
     starts: dict[str, AdapterFolder | None] = {}
     for role, flag in flags.items():
         scorer, path = role == "critic", getattr(args, flag)
-        # On a shared trunk a critic that starts from no reward model has an adapter of its own beside the actor's.
+        # On a shared trunk (one set of weights for both) a critic without a reward model to start from has an adapter
+        # beside the actor's.
         goes_on = not (args.share_trunk and scorer and flag == flags["actor"])
         found[role] = _adapted(args, specs[role], f"{role}_", flag, path, scorer, goes_on)
         if specs[role] is not None:
@@ -137,11 +140,10 @@ def adapted_roles(args: RLHFFlags, dialect: Dialect) -> dict[str, AdaptedModel]:
 
 
 def _refuse_idle(args: LoraFlags, starts: Mapping[str, AdapterFolder | None]) -> None:
-    """Raise UserError for flags that describe a new adapter where there is none; starts: by what stands before
-    "lora_dim" what training goes on with, or None where an adapter is new (or its model is not here to be looked at).
+    """Raise UserError for flags that describe a new adapter where no adapter is new.
 
-    Flags of several models are idle where they say nothing true of any of them.
-    """
+    starts: {prefix of the model's "lora_dim": the adapter that training goes on with}; None where the adapter is new,
+    or its model is not on this machine. A flag of several models is refused if it has no effect on any of them."""
     end = "Leave the flag out; for an adapter of another form, merge this one into its model and start from that."
     for model, start in starts.items():
         name = f"{model}lora_module_name"

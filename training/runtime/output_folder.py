@@ -1,21 +1,21 @@
-"""The folder of a run: who holds it, whose it may be, what this program wrote there, and what is removed from it.
+"""The output folder of a run: its lock, the list of files that this program wrote there, and what is removed from it.
 
 One run at a time writes into an output folder: rank 0 holds OUTPUT_DIR/run.lock from before anything is written. The
-file says which process of which host holds it. One whose process is gone is stale, and the next run takes it over. A
-process of another host (or of another container) cannot be looked at: it counts as gone when it has not refreshed the
-file for five minutes, by the clock of the file system. No file system's own locks are needed, which network file
-systems may lack; only that two cannot create one file. All ranks have to see what rank 0 writes.
+file names the process and the host that hold it. A lock whose process is gone is stale, and the next run takes it over.
+A process of another host (or container) cannot be looked at: it counts as gone when it has not refreshed the file for
+five minutes, by the clock of the file system. The lock needs no locking calls, which network file systems may lack,
+only that two processes cannot create the same file. All ranks have to see what rank 0 writes.
 
 OUTPUT_DIR/written.json names each file before it is made, so that a kill in between leaves nothing that is not listed:
 
     files       names relative to the folder, with * and ? as in a shell; "samples/after.jsonl"
     models      a model's folder ("." for the output folder itself) and the files that are the model in it
 
---overwrite_output_dir removes what is listed, and nothing else. Rank 0 alone keeps the list. What is not in it is
-somebody else's and stays, also within folders of the program's.
+--overwrite_output_dir removes the listed files and nothing else. Rank 0 alone keeps the list. Files that are not listed
+belong to somebody else and stay, also within folders that the program made.
 
-The folder, its list too, may be a stranger's: what is removed is found in the folder, not behind links, and then looked
-up in the list; no path is made of a name that stands there.
+The folder and its list may come from a stranger. So no path is made from a name in the list: files to remove are found
+in the folder, without following links, and then looked up in the list.
 """
 
 import contextlib
@@ -85,13 +85,13 @@ def remove_with(folder: Path) -> None:
 
 
 def lock_token() -> str:
-    """What the file of the lock that this process holds says of this one holder alone, as its "token"."""
+    """The "token" in the lock file of this process, which identifies this holder."""
     assert _held is not None, "no lock is held"
     return _held.record["token"]
 
 
 def check_held() -> None:
-    """Raise RunStopped where another run has taken the folder, because this one had stood still for too long."""
+    """Raise RunStopped where another run has taken over the folder because this one stood still for too long."""
     if _held is not None and _held.taken_by is not None:
         raise RunStopped(
             f"{_held.folder}: {described_lock(_held.taken_by)} has taken this folder over, since this run gave no sign "
@@ -189,7 +189,7 @@ class OutputLock:
 
 
 def this_process() -> dict:
-    """What tells this process from all others, and what people want to know of it."""
+    """The facts that identify this process, and a description of it for people."""
     return {
         "pid": os.getpid(),
         "host": socket.gethostname(),
@@ -256,9 +256,9 @@ SHOWN_HOSTS = 4  # hosts that a message names
 def check_shared(output_dir: str) -> None:
     """Raise UserError on all ranks where one does not see rank 0's run.lock, or cannot write beside it (all call this).
 
-    Each rank looks where it would write its part of a checkpoint. The lock is the file to look for: rank 0 has just
-    written it, and what stands in it is no other run's. What ranks need not share is not looked at: rank 0 alone writes
-    models, metrics and TensorBoard's files, each node may have a cache of its own, and NVMe folders are local.
+    Each rank looks in the folder into which it would write its part of a checkpoint. It looks for the lock, which rank
+    0 has just written and whose content no other run shares. Folders that ranks need not share are not checked: rank 0
+    alone writes models, metrics and TensorBoard's files, each node may have its own cache, and NVMe folders are local.
     """
     if distributed.world_size() == 1:
         return
@@ -299,7 +299,7 @@ def _problem(folder: Path, token: str) -> str:
 
 WRITTEN_FILE = "written.json"
 POINTS = "checkpoints/step_*"
-"""Checkpoints are known by what they hold, since they are renamed when they are set aside."""
+"""Checkpoints are recognised by their content, since they may have been renamed to be set aside."""
 OWN_FILES = (WRITTEN_FILE, LOCK_FILE)
 COMPLETE = "model.complete"  # a whole model on its way to the output folder itself; see model_folders.py
 KEPT = ".kept"  # the ending that a user's file gets which has a name that the run writes
@@ -316,11 +316,11 @@ _announced: dict[Path, list[str]] = {}
 
 
 def check_output_dirs(args: RunFlags, resumed: bool = False) -> None:
-    """Make sure that the output folder and TensorBoard's are the run's own: new, empty, resumed, or given up by their
-    owner; and that no other run writes there, now or (but for a dry run) until `output_lock.release`.
+    """Check that this run may use the output folder and TensorBoard's: they are new, empty, resumed, or their owner
+    gave them up. Except in a dry run it also takes the lock, so that no other run writes there until `release_lock`.
 
-    resumed: whether the run that is gone on with stands there. Raises: UserError if another run, or anything else,
-    stands there, or if nothing can be written there.
+    resumed: whether the folder holds the run that is resumed. Raises: UserError if the folder holds another run or
+    anything else, or if nothing can be written there.
     """
     output_dir = Path(args.output_dir)
     folders = {"--output_dir": output_dir}
@@ -409,10 +409,10 @@ def tensorboard_dir(args: RunFlags) -> Path:
 
 
 def begin_output_dir(args: RunFlags, resumed: bool = False) -> None:
-    """Make the folder ready for this run's files (rank 0 does): what a kill has left half done is put in order, what
-    the run will write is listed, and, unless the run that stands there goes on, what an earlier one wrote is removed.
+    """Prepare the folder for this run (rank 0 does): saves that a kill interrupted are finished or removed, the files
+    that the run will write are listed, and, unless the run is resumed, the files of an earlier run are removed.
 
-    Models of an earlier run are left until this one's are whole. Raises: UserError on all ranks if that cannot be done.
+    Models of an earlier run stay until this run's are whole. Raises: UserError on all ranks if this fails.
     """
     distributed.barrier()  # no rank may still be reading there
     checked(lambda: _begin(args, resumed))
@@ -446,7 +446,7 @@ def _begin(args: RunFlags, resumed: bool) -> None:
 
 
 def finish_interrupted(output_dir: Path) -> None:
-    """Put in order what a kill within `save` has left: a whole model gets its place, the rest of others is removed.
+    """Finish saves that a kill interrupted: a whole model is moved to its place, incomplete ones are removed.
 
     Raises: OSError.
     """
@@ -536,7 +536,7 @@ class Written:
         return [*(self.folder / name for name in files_in(self.folder) if self.has(name)), *points]
 
     def model_files(self, names: Iterable[str]) -> set[Path]:
-        """What the list names of these models, relative to the folder."""
+        """The listed files of these models, relative to the folder."""
         return {Path(name, file) for name in names for file in self.models.get(name, ())}
 
 
@@ -612,8 +612,7 @@ def remove_earlier(folder: Path) -> list[str]:
 
 
 def only_begun(folder: Path) -> bool:
-    """Whether nothing stands in the folder but what a run of this program listed that came to no model and no
-    checkpoint; logs aside."""
+    """Whether the folder holds, beside logs, only listed files of a run that has saved no model and no checkpoint."""
     listed = Written.read(folder)
     present = set(listed.present())
     if any((path / MANIFEST).is_file() for path in present if path.suffix != PARTIAL):

@@ -1,5 +1,5 @@
-"""What a run of step 3 is settled to be before a model is loaded, and what can be wrong with it: files, models,
-machine, dialect, and whether its reward servers are there and give scores.
+"""The plan of a run of step 3, which is settled before a model is loaded, and the checks of it: files, models, machine,
+dialect, and whether its reward servers answer and give scores.
 """
 
 from collections.abc import Callable, Mapping
@@ -33,10 +33,10 @@ from training.runtime.startup import check_run
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """All that is settled before a model is loaded.
+    """Everything that is settled before a model is loaded.
 
-    total_steps: of the whole run, by which learning rates fall; last_step: the one that it ends with. resume: what is
-    gone on from, if anything. pad_token: what is said of it.
+    total_steps: of the whole run, over which the learning rates' schedule extends; last_step: the step at which this
+    start ends. resume: the checkpoint that the run goes on from, if any. pad_token: the line about it.
     """
 
     dialect: Dialect
@@ -62,7 +62,7 @@ class Plan:
 def make_plan(
     args: RLHFFlags, dialect: Dialect, point: ResumePoint | None, inputs: Mapping[str, str] | None = None
 ) -> Plan:
-    """What this rank reads for itself; raises UserError before any model is loaded.
+    """The plan, from data that this rank reads for itself; raises UserError before any model is loaded.
 
     inputs: `training.checkpoints.conditions.fingerprints`, by rank 0.
     """
@@ -183,7 +183,7 @@ def read_texts(args: RLHFFlags, tokenizer) -> tuple[TextBlocks | None, list[str]
 
 
 def check_server(args: RLHFFlags, plan: Plan) -> dict[str, float]:
-    """What each server says of one text, asked from each node, whose ranks will all ask it; by URL.
+    """{URL: the score that the server gives one text}; each node asks, since its ranks will all ask later.
 
     Raises: UserError where data lack a column that is to be sent, and where a server cannot be reached or gives no
     score.
@@ -206,7 +206,7 @@ def check_server(args: RLHFFlags, plan: Plan) -> dict[str, float]:
 
 
 def server_lines(args: RLHFFlags) -> list[str]:
-    """Who gives the scores, as a run's first lines have it; none without a server."""
+    """Lines about the reward servers for the start of a run; none without a server."""
     if not args.reward_url:
         return []
     columns = f", with {', '.join(args.reward_url_columns)}" if args.reward_url_columns else ""
@@ -214,7 +214,7 @@ def server_lines(args: RLHFFlags) -> list[str]:
 
 
 def check_files(args: RLHFFlags, dialect: Dialect, point: ResumePoint | None) -> None:
-    """What can be wrong with files, models and machine, looked at by one process; point: what is gone on from."""
+    """Check files, models and machine, in one process; point: the checkpoint that the run goes on from, if any."""
     check_run(args, resumed=point is not None and point.in_output_dir)
     check_hub(args)
     check_engines(args)

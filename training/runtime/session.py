@@ -1,5 +1,5 @@
-"""What surrounds the training loop of step 3: evaluation, metrics, tables, checkpoints, models, the summary; and the
-critic's pretraining as a run does it.
+"""Everything around the training loop of step 3: evaluation, metrics, tables, checkpoints, saved models, the summary;
+and the loop of the critic's pretraining.
 """
 
 import dataclasses
@@ -43,7 +43,7 @@ class Session:
     def __init__(self, args: RLHFFlags, plan: Plan, trainer: PPOTrainer, evaluator: Evaluator | None):
         self.args, self.plan, self.trainer, self.evaluator = args, plan, trainer, evaluator
         self.output_dir, self.models = Path(args.output_dir), trainer.models
-        # With its own pad token, whatever the run pads with: the models' configurations speak of that one.
+        # With the tokenizer's own pad token, whatever the run pads with: the models' configurations name this one.
         self.own_tokenizer = args.read_tokenizer(args.actor_model_name_or_path, "--actor_model_name_or_path")
         self.owed: dict | None = plan.resume.state.get(OWED) if plan.resume else None
         logged = trainer.steps_done - (self.owed is not None)
@@ -72,7 +72,7 @@ class Session:
         self.saved: dict[str, Path] = {}  # the trained models' folders, from the last step on
 
     def state_dict(self) -> dict:
-        """What a restart needs beside the models."""
+        """The state that a checkpoint needs beside the models."""
         owed = {OWED: self.owed} if self.owed is not None else {}
         before = {BEFORE: self.evaluator.before} if self.evaluator and self.evaluator.before else {}
         first = {FIRST: self.evaluator.first} if self.evaluator and self.evaluator.first else {}
@@ -140,7 +140,7 @@ class Session:
         return metrics.get(SCORE)
 
     def end_early(self, reason: stopping.Reason, report: StepReport) -> NoReturn:
-        """Save a checkpoint and end; an evaluation that is due is left to the run that goes on, with its line."""
+        """Save a checkpoint and end; an evaluation that is due, and the step's line, are left to the resumed run."""
         if not self.evaluates_after(report.step):
             self.log_step(report.step, report.samples)
         point = self.checkpoints.save(report.step, wait=True)
@@ -248,10 +248,10 @@ FOLDER = output_folder.PRETRAINED[0]
 
 
 def pretrain(session: Session, pretraining: CriticPretraining, feed: PromptFeed) -> None:
-    """Every step of it that is not done, and the folder of the critic.
+    """Run the remaining steps of the critic's pretraining, and save the critic.
 
-    Steps are numbered up to 0, which the held-out scores before the first PPO step have too: the last one's metrics
-    wait for them (`Session.before_first_step`).
+    Steps are numbered up to 0. The held-out scores before the first PPO step have the number 0 too, so the metrics of
+    the last pretraining step wait for them (`Session.before_first_step`).
     """
     trainer, writer = pretraining.trainer, session.writer
     shown = {"loss": "critic_pretrain/loss", "explained variance": "critic_pretrain/explained_variance"}

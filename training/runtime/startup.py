@@ -1,12 +1,12 @@
-"""How the three programs start and end: flags parsed, mistakes reported once, exit codes the launcher understands.
+"""How the three programs start and end: they parse flags, report a mistake once, and exit with these codes:
 
     0     done: everything is saved
     1     stopped: something went wrong in the middle of the run (a NaN, a reward function that raises, a dead rank)
     2     a mistake of the user's, found before anything was written: the same command would end the same way again
     75    ended early on request (TERM, USR1, Ctrl-C, a launcher that has gone), with all saved that is needed to go on
 
-torchrun says 1 for each code but 0, and so does DeepSpeed's launcher where it was itself asked to end; srun passes the
-codes on.
+torchrun exits with 1 for each code but 0, and so does DeepSpeed's launcher if it was itself asked to end. srun passes
+the codes on.
 """
 
 import atexit
@@ -33,7 +33,7 @@ from training.runtime.output_folder import check_output_dirs
 from training.runtime.processes import phase
 from training.runtime.watch import ENDED_EARLY, JOINING, STOPPED, Watch, watching
 
-COLLECTIVES = 7 * 24 * 60.0  # minutes, of a collective call: those that hang are ended by the watch, which knows more
+COLLECTIVES = 7 * 24 * 60.0  # timeout of a collective call in minutes: the watch thread ends calls that hang
 
 
 def run(main: Callable, arguments_class: type, description: str, argv: Sequence[str] | None = None) -> int:
@@ -84,7 +84,7 @@ def run(main: Callable, arguments_class: type, description: str, argv: Sequence[
 
 
 def _in_group(main: Callable, args: RunFlags, watch: Watch) -> int:
-    """Join the process group and call `main(args)`; no end but the run's own passes for success."""
+    """Join the process group and call `main(args)`; only an end of the run by itself counts as success."""
     from engine.zero.communication import init
 
     exchange = None
@@ -133,7 +133,7 @@ def _left_together(code: int, watch: Watch) -> int:
 
 
 def _leave_stdin() -> None:
-    """From here on nothing is read from stdin: a library that asks a question there gets its end for an answer."""
+    """Close stdin to readers from here on: a library that asks a question there reads the end of the file."""
     with Path(os.devnull).open("rb") as nothing:
         os.dup2(nothing.fileno(), 0)
 
@@ -178,9 +178,9 @@ def _print_error_on_all_hosts(error: UserError) -> int:
 def leave(code: int) -> NoReturn:
     """End this process with the exit code of `run`.
 
-    Without the destructors of libraries: in these gloo's threads may abort, of a run that was done, too (seen), which
-    hides the code behind another one; and where the process group still stands NCCL may wait for ranks that are gone.
-    After a run that was done Python's own exit functions are called, which close what libraries have open.
+    Destructors of libraries do not run: gloo's threads may abort in them, even after a finished run (this was seen),
+    and so change the exit code; and while the process group exists, NCCL may wait for ranks that are gone. After a
+    finished run Python's exit functions are called, which close what libraries have open.
     """
     if not code:
         atexit._run_exitfuncs()

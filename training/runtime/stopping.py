@@ -1,4 +1,4 @@
-"""How a run ends: requests to end before its time, and what is told at its end.
+"""How a run ends: requests to end early, and what the run prints at its end.
 
 TERM, HUP, one INT (Ctrl-C) and a launcher that has gone ask the run to finish its step, save and end within
 --grace_seconds; USR1 asks the same without haste. A second INT ends the process at once. The ranks agree on a request
@@ -9,8 +9,8 @@ A request is followed
     at a border     while training: `agreed()` is true on all ranks from the next border on
     not any more    while the finished models are being saved: that is let through
 
-What a run could not write, and went on without, is told at once, and once more at its end, which then is no success. A
-run that stops when its models are saved already says where they are.
+If a run cannot write a file, it says so at once and goes on; at its end it says so again, and does not end as a
+success. A run that fails after its models were saved says where they are.
 """
 
 import contextlib
@@ -30,8 +30,8 @@ from engine.errors import EndedEarly, RunStopped, UserError
 
 
 class Reason(IntEnum):
-    """What asks a run to end; of several the largest counts, which may have brought the others about: at a Ctrl-C a
-    launcher sends TERM, and goes."""
+    """The reason of a request to end. Of several the largest counts, since it may have caused the others: at a Ctrl-C a
+    launcher sends TERM and exits."""
 
     SIGUSR1 = 1
     LAUNCHER = 2

@@ -1,8 +1,8 @@
-"""A thread of each rank that looks after the process while the main thread computes or waits for others.
+"""The watch: a thread of each rank that monitors the process while the main thread computes or waits for other ranks.
 
-Once a second it looks whether the launcher is still there, whether a request to end has passed its deadline, and
-whether the heartbeats miss a rank; signals wake it. It is what ends a process whose main thread waits in a collective
-call that will never end.
+Once a second it checks whether the launcher is still there, whether a request to end has passed its deadline, and
+whether the heartbeats miss a rank; signals wake it. It ends a process whose main thread waits in a collective call that
+never returns.
 """
 
 import contextlib
@@ -98,9 +98,9 @@ class Watch:
             self.reporter.say(left=code)
 
     def tell(self, trouble: str, code: int = STOPPED) -> None:
-        """Have one rank print what befell this one, and all of them end with the code, those that wait for it to join
-        as well; where none does, this one prints it. A request to end does not change the code any more: launchers ask
-        the others to end where one has."""
+        """Have one rank print this rank's error, and all ranks end with the code, also those that wait for it to join;
+        if no rank prints it, this one does. Later requests to end do not change the code: launchers ask the other ranks
+        to end when one has ended."""
         self.request.followed = Followed.NOT_ANY_MORE
         message = ("error: " if code == USER_ERROR else "") + from_here(trouble)
         write_error_file(message)
@@ -211,7 +211,7 @@ class Watch:
 
 
 def conclude(verdict: Verdict, reporter: Reporter) -> None:
-    """End this process as rank 0 has found: rank 0 with the message, those it names with their stacks."""
+    """End this process by rank 0's verdict: rank 0 prints the message, the ranks that it names print their stacks."""
     if verdict.message:
         say(verdict.message)
         write_error_file(verdict.message)  # in the place of what the other rank's end has brought about here
