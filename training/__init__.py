@@ -1,4 +1,4 @@
-"""The programs of training. Those in training/tools also run without "tools": `python -m training.compare`."""
+"""The programs of training. Those in training/tools run without its name, too: `python -m training.compare`."""
 
 from pathlib import Path
 

@@ -18,7 +18,7 @@ from typing import Self
 
 import torch
 from peft import LoraConfig
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
@@ -164,8 +164,8 @@ _LINEAR = ("Linear", "Conv1D", "LogProbHead", "ScoreHead")
 
 @torch.no_grad()
 def fill_factors(adapters: Adapters, role: str, start: AdapterFolder | None, spec: LoraSpec | None) -> None:
-    """Initialise a role's factors: with those of the folder `start`, or else A uniform within +-1 / sqrt(dim), drawn
-    from the seed and the layer's name alone, and B zeros. Does nothing on the meta device."""
+    """Initialise a role's factors: with those of the folder `start`, or else as `draw` does. Does nothing on the meta
+    device."""
     factors = adapters.factors(role)
     if any(a.is_meta for a, _ in factors.values()):
         return
@@ -175,9 +175,15 @@ def fill_factors(adapters: Adapters, role: str, start: AdapterFolder | None, spe
             a.copy_(found[name][0])
             b.copy_(found[name][1])
         elif spec is not None:
-            generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) ^ spec.seed)
-            a.copy_((2 * torch.rand(a.shape, generator=generator) - 1) / math.sqrt(spec.dim))
-            b.zero_()
+            draw(a, b, spec, name)
+
+
+@torch.no_grad()
+def draw(a: Tensor, b: Tensor, spec: LoraSpec, name: str) -> None:
+    """Initialise a layer's factors: A within +-1 / sqrt(dim), from the seed and the layer's name alone; B zeros."""
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) ^ spec.seed)
+    a.copy_((2 * torch.rand(a.shape, generator=generator) - 1) / math.sqrt(spec.dim))
+    b.zero_()
 
 
 def _choose_trained(module: Backbone, spec: LoraSpec) -> None:

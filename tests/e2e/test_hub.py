@@ -167,8 +167,8 @@ def whoami_once(self):
 @pytest.mark.parametrize(
     "change, expected",
     [
-        ({"hub_model_id": None}, ["--push_to_hub and --hub_model_id OWNER/NAME go together"]),
-        ({"push_to_hub": None}, ["--push_to_hub and --hub_model_id OWNER/NAME go together"]),
+        ({"hub_model_id": None}, ["--push_to_hub needs --hub_model_id"]),
+        ({"push_to_hub": None}, ["--hub_model_id someone/tiny needs --push_to_hub"]),
         ({"hub_model_id": "a b/c"}, ["--hub_model_id a b/c: no name of the Hub"]),
         ({"hub_model_id": "alone"}, ["--hub_model_id alone: whose it is to be"]),
     ],

@@ -93,4 +93,4 @@ def test_the_rate_falls_to_0_in_the_last_step(trained):
 def test_scaling_a_head_needs_responses(tiny, tmp_path, capfd):
     flags = tiny.flags(2, output_dir=tmp_path / "out", normalization_samples=0, normalize_before=True)
     result = run_here(2, flags, capfd)
-    assert result.code == 2 and "--normalize_before with --normalization_samples 0" in result.stderr
+    assert result.code == 2 and "--normalize_before needs --normalization_samples (given: 0)" in result.stderr

@@ -95,8 +95,14 @@ class ProgramFlags:
                 raise UserError(f"{self.word(spec.name)}: {reason}")
         for spec in dataclasses.fields(self):
             if getattr(self, spec.name) != default_of(spec) and (missing := unmet(self, spec)):
-                needed = " or ".join(f"--{name} {'|'.join(values)}".rstrip() for name, values in missing)
+                needed = " or ".join(self._needed(name, values) for name, values in missing)
                 raise UserError(f"{self.word(spec.name)} needs {needed}. Give that, or leave it out.")
+
+    def _needed(self, name: str, values: list[str]) -> str:
+        """A flag that another one needs, as a message names it: with the value that it should have, or was given."""
+        spec, value = type(self).__dataclass_fields__[name], getattr(self, name)
+        given = f" (given: {value})" if value != default_of(spec) and not values else ""
+        return f"--{name} {'|'.join(values)}".rstrip() + given
 
     def word(self, name: str) -> str:
         """A flag with its value, as on a command line; URLs `without_query`."""
