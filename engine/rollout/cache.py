@@ -132,7 +132,7 @@ class _Given(CacheLayerMixin):
         return self.keys.shape[2] - 1
 
     def get_max_length(self) -> int:
-        """None that would be Hugging Face's business."""
+        """No maximum length."""
         return -1
 
 
@@ -175,7 +175,7 @@ class _Slots(CacheLayerMixin):
         return self.window.end - self.window.start
 
     def get_max_length(self) -> int:
-        """None that would be Hugging Face's business."""
+        """No maximum length."""
         return -1
 
 
