@@ -110,7 +110,7 @@ class Dialect:
     )
     reward_slots: str = choice(
         "response",
-        "KL counts at the positions of the response, also at the next one (one_past), only at those of them that follow "
+        "KL counts at the positions of the response, also at the next one (one_past), only at those of them after "
         "a counted token (after_tokens), or at all",
         choices=("response", "one_past", "after_tokens", "all"),
     )

@@ -1,6 +1,6 @@
-"""A model's configuration, class and tokenizer, read before anything large is loaded.
+"""Reads a model's configuration, class and tokenizer, before anything large is loaded.
 
-The class is transformers' own, or one that the folder brings along where that is allowed.
+The class is one of transformers', or one from the model's folder if that is allowed.
 
 Whether the output head is a matrix of its own is decided here, by the weight files. Where config.json says that head
 and embedding are one (`tie_word_embeddings`), and the files hold two matrices that differ, transformers loads both;
@@ -8,7 +8,7 @@ peft's merge_and_unload leaves such folders where one of the two was trained. Un
 both are partitioned, and drops the head. Whatever is built by the configuration, from engines and copies to memory
 plans, then has that head too.
 
-Which token pads a response is each system's own rule, the field `pad_token` of its dialect. A system that takes
+Each system has its own rule for the pad token: the field `pad_token` of its dialect. A system that takes
 `ids != pad` for what is real cannot tell EOS from padding where EOS pads. It then does not learn EOS, and reads the
 score one token earlier, so the rule belongs to what the system computes.
 """
@@ -97,8 +97,8 @@ def has_own_head(config: PretrainedConfig, path: str, what: str, trust_remote_co
 
 @lru_cache(maxsize=32)
 def _any_differ(folder: Path, _files: tuple, pairs: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]) -> bool:
-    """Whether both of a pair are in the files, with other numbers. _files: and their sizes and times, which make the
-    answer another one."""
+    """Whether the files have both tensors of a pair, with different numbers. _files: the files with sizes and times, a
+    key of the cache."""
     try:
         stored = mapped_tensors(folder, str(folder))
     except UserError:
@@ -151,7 +151,7 @@ def classifier_pad_token_id(tokenizer) -> int | None:
 
 
 def pad_token_line(tokenizer, dialect: Dialect, path: str) -> str:
-    """What a run says of its pad token; "" where nothing that the dialect computes depends on it."""
+    """The line about the pad token that a run prints; "" if nothing that the dialect computes depends on it."""
     if dialect.length_rule not in ("not_pad", "before_pad"):
         return ""
     line = f"pad token {tokenizer.pad_token!r}"
@@ -291,7 +291,7 @@ def _tokenizer_files(folder: Path) -> list[Path]:
 
 
 def _refuse_code(error: Exception, path: str, what: str) -> None:
-    """Raise UserError where what failed is that code of the folder's own may not run."""
+    """Raise UserError if the failure is that code in the model's folder may not run."""
     if "trust_remote_code" in str(error):
         raise UserError(
             f"{what}: {path} brings code of its own (`auto_map` in its JSON files), without which it cannot be read. "

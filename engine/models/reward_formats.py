@@ -32,7 +32,7 @@ def is_deepspeed_chat_scorer(path: str, what: str) -> bool:
 
 
 def deepspeed_chat_names(names: Iterable[str], prefix: str) -> dict[str, str]:
-    """What each weight is called by Hugging Face; prefix: the one that its model class has for the trunk."""
+    """Hugging Face's name for each weight. prefix: the prefix that its model class has for the layers."""
     return {name: name.replace("rwtransformer.", f"{prefix}.", 1).replace("v_head.", "score.", 1) for name in names}
 
 
@@ -69,13 +69,13 @@ _SETTINGS = ("value_head_prefix", "normalize_reward", "mean", "std")
 
 
 def head_name(config) -> str:
-    """What the score head is called in a reward model's files: "score", as transformers has it, unless config.json
-    gives another name."""
+    """The name of the score head in a reward model's files: "score", as in transformers, unless config.json gives
+    another."""
     return getattr(config, "value_head_prefix", "score")
 
 
 def names_for_transformers(config) -> dict[str, str]:
-    """The names in the files that transformers has others for."""
+    """{name in the files: transformers' name}, where these differ."""
     head = head_name(config)
     return {} if head == "score" else {f"{head}.weight": "score.weight"}
 
@@ -98,7 +98,7 @@ def renamed_state(path: str, config, what: str) -> dict | None:
 
 
 def gain_and_offset(config, path: str, what: str) -> tuple[float, float]:
-    """What the head's output is multiplied by, and what is added then: (score - mean) / std with normalize_reward.
+    """The factor of the head's output and the offset added after it: (score - mean) / std with normalize_reward.
 
     Raises: UserError, naming `what` (a flag), where config.json has something else for them than numbers.
     """

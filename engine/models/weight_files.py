@@ -1,12 +1,12 @@
 """Which tensors a model's folder holds, read from the headers of its weight files, and whether the model has them.
 
-`headers` are names, shapes and dtypes; those of `tensors_of` are read by pieces when they are copied. To fill a model
-with the weights of a file, transformers has all of them at once in a dictionary; with these in it the process that
-reads holds a piece of one tensor at a time, and neither a copy nor a mapping of the file.
+`headers` returns names, shapes and dtypes. `tensors_of` returns tensors that are read piece by piece when they are
+copied. transformers fills a model from a dictionary with all tensors of a file; with these lazy tensors the process
+holds one piece of one tensor at a time, and neither a copy nor a mapping of the file.
 
-Transformers fills what it does not find with random numbers and passes over what it does not know, with a warning. Here
-it gives its verdict beforehand, on tensors without numbers (torch's "meta" device), so that prefixes, tied weights and
-conversions of old names are as in the real load, which takes its time: that one's own verdict is heard too.
+transformers fills missing tensors with random numbers and ignores unknown ones, with a warning only. Here its loader
+first runs on the meta device, without numbers, and its report is checked before the slow load. Prefixes, tied weights
+and conversions of old names are handled as in the real load, whose report is checked too.
 """
 
 import contextlib
@@ -49,8 +49,8 @@ class Header(NamedTuple):
 
 
 def weights_folder(path: str) -> Path | None:
-    """Where the weight files of the model at `path` stand on this machine: the folder itself, or what was fetched of a
-    name on the Hub; None for such a name before it was."""
+    """The folder on this machine with the weight files of the model at `path`: the path itself, or the fetched files of
+    a name on the Hub; None before they were fetched."""
     if Path(path).is_dir():
         return Path(path)
     config = huggingface_hub.try_to_load_from_cache(path, "config.json")

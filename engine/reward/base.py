@@ -1,10 +1,10 @@
-"""Where scores come from: the base class `RewardSource`, a frozen reward model, and a score made of several parts.
+"""Sources of scores: the base class `RewardSource`, a frozen reward model, and a score made of several parts.
 
     reward = CombinedReward({"model": (models.reward, 1.0), "function": (FunctionReward(f, tokenizer), 0.5)},
                             length_penalty=0.01)
 
-`AgreedReward` makes a source of the user's fail on all ranks or on none. `EarlyCalls` call a function, or ask a server,
-in threads, before anybody waits for what they return.
+`AgreedReward` makes a user's source fail on all ranks or on none. `EarlyCalls` call a function or ask a server in
+threads, before anybody waits for the results.
 """
 
 import contextlib
@@ -59,36 +59,36 @@ class RewardSource(Protocol):
         """(B,) float32, one number a response. All ranks call this together, each with its own responses."""
 
     def parts(self, rollout: Rollout) -> dict[str, Tensor]:
-        """What adds up to the score, by the names that metrics and sample tables use, each (B,) float32.
+        """The parts that add up to the score, by the names that metrics and sample tables use, each (B,) float32.
 
-        The names are none of `TAKEN`.
+        Names in `TAKEN` are not allowed.
         """
         return {"scores": self.score(rollout).float()}
 
     def weights(self) -> Mapping[str, float]:
-        """The numbers by which parts are still to be multiplied to make the score, by the parts' names; by default none
-        is. A part "scores_NAME" that has one is also measured without it, as NAME's."""
+        """The weights by which parts still have to be multiplied to make the score, by the parts' names; by default
+        there are none. A part "scores_NAME" with a weight is also measured without it, as the score of NAME."""
         return {}
 
     def begin(self, rollout: Rollout) -> None:
-        """These responses are done, and others are still drawn: what can be scored beside that may be. `score` follows
-        for all of them, in whatever order, and this is called by each rank for itself. By default nothing is done."""
+        """Called when these responses are done while others are still being drawn: a source may begin to score them.
+        `score` is called later for all of them, in any order. Each rank calls this for itself. By default it does
+        nothing."""
         return
 
     def prepare(self, rollout: Rollout) -> None:
-        """These are all of this rank's responses that `score` is asked for next, in whatever order and parts: what
-        takes its time elsewhere may begin, and go on while the other models compute. All ranks call this together. By
-        default nothing is done."""
+        """Called with all of this rank's responses for which `score` is called next, in any order and in pieces: slow
+        work elsewhere may begin now, and go on while the other models compute. All ranks call this together. By default
+        it does nothing."""
         return
 
     def on_device(self) -> contextlib.AbstractContextManager:
-        """Context in which whatever is needed is on the device; by default nothing is."""
+        """A context in which the weights it needs are on the device; by default it needs none."""
         return contextlib.nullcontext()
 
 
 def keys_of(rollout: Rollout) -> list[tuple[int, int]]:
-    """By what each response is told from all others of a step: its prompt's index, and its number among the prompt's
-    samples."""
+    """The key of each response, unique within a step: its prompt's index, and its number among the prompt's samples."""
     return list(zip(rollout.indices.tolist(), rollout.samples.tolist(), strict=True))
 
 
@@ -115,7 +115,7 @@ ALONE = 60.0  # seconds after which a failure is told that the other ranks have 
 
 
 class AgreedReward(RewardSource):
-    """A source of the user's; what it raises on one rank stops the run on all, before any weight changes.
+    """A user's source. An exception on one rank stops the run on all ranks, before any weight changes.
 
     name: how messages call the source.
     """
@@ -165,7 +165,8 @@ class AgreedReward(RewardSource):
 
 
 def _called(call: Callable[[], Any]) -> tuple[Any, str | None]:
-    """What the user's code returns, or what it raised, in words; RunStopped, which is raised on all ranks, goes on."""
+    """(the result of the user's code, None), or (None, a text of what it raised). RunStopped, which is raised on all
+    ranks, is passed on."""
     try:
         return call(), None
     except RunStopped:
@@ -188,7 +189,8 @@ def _misshapen(parts: dict, count: int) -> str | None:
 def stop_together(problem: str | None, name: str, contract: str) -> None:
     """Raise RunStopped on all ranks where one has a problem with the user's code (all ranks call this).
 
-    Where the others do not come, because the user's code calls them together itself, this rank's problem is told alone.
+    If the other ranks do not get here, because the user's code has collective calls of its own, this rank reports its
+    problem alone.
     """
     alone = threading.Timer(ALONE, print, [f"rank {distributed.rank()}: {name} {problem}. The others are waited for."])
     alone.daemon = True
@@ -214,7 +216,7 @@ Numbers = tuple[list[float], str | None]  # a number for each response; or what 
 
 
 class EarlyCalls:
-    """Begun calls, in their order and in threads of their own, by the responses that they are of.
+    """Calls that were begun early, in order and in their own threads, kept by the responses that they score.
 
     threads: how many calls are made at once.
     """
@@ -232,13 +234,14 @@ class EarlyCalls:
         self._begun |= {key: (text, future, place) for place, (key, text) in enumerate(zip(keys, texts, strict=True))}
 
     def left(self, keys: Sequence[Hashable], texts: Sequence[Any]) -> list[int]:
-        """The places of those that were not begun with the same texts, or were taken since."""
+        """The places of the responses that were not begun with the same texts, or whose numbers have been taken
+        since."""
         pairs = enumerate(zip(keys, texts, strict=True))
         return [place for place, (key, text) in pairs if key not in self._begun or self._begun[key][0] != text]
 
     def taken(self, keys: Sequence[Hashable], texts: Sequence[Any]) -> tuple[dict[int, float], str | None]:
-        """The numbers of those that were begun with the same texts, by their places, when their calls have returned;
-        and what was wrong with one. They are then forgotten."""
+        """Waits for the calls that were begun with the same texts. Returns their numbers by place, and a text of what
+        went wrong in one of them, or None. The calls are then forgotten."""
         found: dict[int, float] = {}
         problem = None
         for place, (key, text) in enumerate(zip(keys, texts, strict=True)):
@@ -319,7 +322,7 @@ class CombinedReward(RewardSource):
         return parts
 
     def weights(self) -> Mapping[str, float]:
-        """Each source's, by the name of its part. One of weight 0 is measured alone."""
+        """Each source's weight, by the name of its part. A source of weight 0 is only measured."""
         return {f"scores_{name}": weight for name, (_, weight) in self.sources.items()}
 
     def begin(self, rollout: Rollout) -> None:

@@ -114,7 +114,7 @@ class _Worker:
             raise RuntimeError((ready or {}).get("problem", f"{WORKER} was not there after {START_SECONDS:g} seconds"))
 
     def ask(self, pair: list[str], seconds: float) -> dict | None:
-        """What it says of [answer, response]; None where it says nothing in that time, or is gone."""
+        """The process's result for [answer, response]; None if it gives none in that time, or has ended."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps(pair).encode() + b"\n")
@@ -144,7 +144,7 @@ def _end(process: subprocess.Popen) -> None:
 
 @dataclass(frozen=True, slots=True)
 class BuiltInSettings:
-    """What the flags of the same names say of built-in functions."""
+    """The values of the flags of the same names, for built-in functions."""
 
     answer_column: str = "answer"
     response_format: str = THINK_ANSWER

@@ -107,7 +107,7 @@ TEXTS = ("prompts", "completions")
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """What a function is given beside its texts.
+    """The arguments that a function gets beside its texts.
 
     by_name: whether the texts, too, are given by name, and which. required, optional: columns; an optional one is left
     out where no row has it. others: whether it is given all other columns. rows: whether it is given whole rows.

@@ -59,7 +59,8 @@ SHOWN = 300  # bytes of an error's body
 
 
 class Fault(Exception):
-    """What may be over when the server is asked again: it is away, too slow, or says that it is busy or broken.
+    """A failure that may be over when the server is asked again: it is away, too slow, or says that it is busy or
+    broken.
 
     retry_after: seconds after which the server asks to be asked again, if it says so.
     """
@@ -70,7 +71,7 @@ class Fault(Exception):
 
 
 class Mistake(Exception):
-    """What asking again does not help: the server refuses the request, or its answer is none."""
+    """A failure that asking again does not help: the server refuses the request, or its answer is not valid."""
 
 
 def exchange(url: str, body: bytes | None, timeout: float, most_bytes: int) -> tuple[bytes, bool]:
@@ -129,7 +130,7 @@ class _Breakable(urllib.request.HTTPHandler, urllib.request.HTTPSHandler):
         return self.do_open(self._maker(http.client.HTTPSConnection), request)
 
     def _maker(self, kind: type[http.client.HTTPConnection]) -> Callable[..., http.client.HTTPConnection]:
-        """Of connections of this kind, as urllib calls it."""
+        """A function that makes connections of this kind, as urllib calls it."""
 
         def make(*args, **kwargs) -> http.client.HTTPConnection:
             self._made.append(kind(*args, **kwargs))
@@ -138,7 +139,7 @@ class _Breakable(urllib.request.HTTPHandler, urllib.request.HTTPSHandler):
         return make
 
     def break_off(self) -> None:
-        """Have whoever waits for their bytes wait no longer."""
+        """Close the connections, so that threads that wait for their bytes stop waiting."""
         self.late = True
         for connection in self._made:
             with contextlib.suppress(OSError, AttributeError):  # not connected yet, or not any more
@@ -252,7 +253,7 @@ class Item:
 
 
 class WrongAnswer(ValueError):
-    """An answer that is none: its message says what is wrong with it."""
+    """An answer that is not valid; the message says what is wrong with it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -373,7 +374,7 @@ class ServerError(Exception):
 
 @dataclass(slots=True)
 class _Server:
-    """faults: in a row. due: when it may be asked again, by the clock."""
+    """A server's state. faults: how many in a row. due: the clock's time from which it may be asked again."""
 
     url: str
     faults: int = 0
@@ -384,7 +385,7 @@ class _Server:
 
 
 class Servers:
-    """Servers that all say the same of a response; calls may come from several threads.
+    """Servers that all give the same score to a response. Calls may come from several threads.
 
     A request goes to the first server of its turn that is not known to be away. One that fails is left out for a while
     (`delay`), in which the others do its work; with none left the request waits. It is made again until `patience`

@@ -1,4 +1,4 @@
-"""The built-in backends: rollouts from a plain copy of the actor, and through its partitions."""
+"""The built-in backends: rollouts by a copy of the actor without ZeRO's hooks, or through the actor's partitions."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -14,11 +14,11 @@ from engine.rollout.decode import Sampler
 class ReplicaRollouts(RolloutBackend):
     """Generates with a module without hooks, in the actor's dtype; at ZeRO stages 0 to 2 that is the actor's own.
 
-    Weights are gathered once per update, tokens cost no communication. With tensor-parallel copies a group of ranks
-    holds one module, decodes the rows of all of them, and sums what its parts compute, twice in each layer.
+    Weights are gathered once per update, and tokens cost no communication. With tensor-parallel copies a group of ranks
+    holds one module, decodes the rows of all its ranks, and sums partial results twice in each layer.
 
-    copies: of the actor, and of other models that compute with them between two calls; what becomes of them between
-    steps, becomes of keys and values too. others: copies of other models alone, to be released with those of the actor.
+    copies: copies of the actor, and of other models that compute between two calls. Keys and values are kept or freed
+    between steps like these copies. others: copies of other models only, which are released together with the actor's.
     decoding, row_length: as in Sampler.
     """
 
@@ -53,10 +53,10 @@ class ReplicaRollouts(RolloutBackend):
         return self.sampler.fallback
 
     def generate(self, prompts: PromptBatch, sampling: SamplingConfig) -> Rollout:
-        """One response for each row; ranks wait for each other at the end, and for those of their group.
+        """One response for each row; ranks wait for each other at the end, and all along for the ranks of their group.
 
-        Where a rank runs out of memory, all of them draw their responses again with less of it: random numbers have
-        keys, so that they are the same. Where there is none for any copy, they are drawn through the partitions from
+        If a rank runs out of memory, all ranks draw their responses again in a way that takes less; since random
+        numbers are keyed, the responses are the same. If no copy fits, responses are drawn through the partitions from
         then on.
         """
         while self.copied:
@@ -77,15 +77,15 @@ class ReplicaRollouts(RolloutBackend):
         return self._responses(self.actor.module, prompts, sampling)
 
     def _decode(self, **how) -> None:
-        """Have a new sampler decode, as many rows at once as at the beginning. how: as in Sampler."""
+        """Make a new sampler, with as many rows at once as at the beginning. how: as in Sampler."""
         self.sampler = Sampler(self.tokenizer, self.rows_at_once, row_length=self.row_length, **how)
 
     def _responses(self, policy: Backbone, prompts: PromptBatch, sampling: SamplingConfig) -> Rollout:
-        policy.take_role(None)  # whichever it computed as last
+        policy.take_role(None)  # it may have computed as another role
         return self.sampler.responses(policy.model, prompts, sampling, self.finished)
 
     def release_memory(self) -> None:
-        """Give back the memory that is not needed until the next call, as far as `copies` are to."""
+        """Free the memory that is not needed until the next call, as `copies` is set to (between_steps)."""
         if self.copies.between_steps != "keep":
             self.sampler.release_memory()
         for copies in (self.copies, *self.others):
@@ -95,8 +95,8 @@ class ReplicaRollouts(RolloutBackend):
 class Zero3Rollouts(ReplicaRollouts):
     """Generates with the actor's own module, under ZeRO's hooks. Slow; for actors whose weights fit no device.
 
-    No second copy of the weights, but each token gathers every layer; ranks go on together until the last row of all
-    has ended. copies, others: of other models.
+    It needs no second copy of the weights, but gathers every layer for each token, and all ranks go on until the last
+    row of any rank has ended. copies, others: copies of other models.
     """
 
     def __init__(

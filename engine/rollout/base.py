@@ -1,4 +1,4 @@
-"""What every rollout backend offers, and how samples are to be drawn."""
+"""The base class of rollout backends, and the settings of sampling."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -15,18 +15,19 @@ class SamplingConfig:
     There is no top_k and no top_p: log-probs describe the full distribution, so that is what is sampled from.
 
     max_new_tokens: T, the most tokens a response may have.
-    temperature: of sampling; the log-probs that PPO compares are taken at the same one. 0 for the most likely token,
-        of which nothing is drawn.
-    vocabulary_size: token ids from this on are never drawn: embeddings are often padded, and an id that the tokenizer
-        does not know may be outside the reward model's vocabulary. None for no bound.
-    stop_token_ids: tokens that end a response and belong to it; with none, and no strings, all have max_new_tokens.
-    never_drawn: tokens that are not drawn, as if they had no probability. Log-probs are the full distribution's still.
-    stop_strings: texts that end a response with the token that completes them.
+    temperature: temperature of sampling; the log-probs that PPO compares are taken at the same one. 0 takes the most
+        likely token without drawing.
+    vocabulary_size: token ids from this number on are never drawn. Embeddings are often padded, and an id that the
+        tokenizer does not know may be outside the reward model's vocabulary. None for no bound.
+    stop_token_ids: tokens that end a response and belong to it. Without these and stop_strings all responses have
+    max_new_tokens. never_drawn: tokens that are never drawn, as if their probability were 0. Log-probs are still those
+    of the full distribution. stop_strings: texts that end a response with the token that completes them.
     pad_token_id: what fills the slots after a response.
     seed: of the keyed uniform numbers.
-    logprob_temperature: rollouts then hold each token's log-prob at this temperature, as the sampler had it. None for
-        none.
-    with_entropy: and the entropy of its distribution, which is wanted where no forward pass gives it.
+    logprob_temperature: rollouts contain the sampler's log-prob of each token at this temperature; None for no
+        log-probs.
+    with_entropy: rollouts also contain the entropy of each token's distribution, for steps in which no forward pass
+    computes it.
     """
 
     max_new_tokens: int
@@ -58,17 +59,17 @@ class SamplingConfig:
 
 
 class RolloutBackend(ABC):
-    """Draws responses from the actor as it stands now.
+    """Draws responses from the actor with its current weights.
 
     A class of your own inherits from this one and writes `generate`.
 
-    why: what a run says of the choice.
-    computes_as_actor: whether its log-probs are computed by the actor's own code and weights, so that in fp32 they are
-        a forward pass's within rounding. `old_logprobs` "auto" takes those of no other sampler for the actor's.
-    decoding_ran: which of engine.rollout.passes.DECODING read single tokens; "" where an engine of its own does.
-    fallback: why single tokens went through the actor's own code, where something faster was to read them; "" where it
-        did, None where nothing was to.
-    finished: is called with responses that are done while others are still drawn, if a backend does so at all.
+    why: the reason for the choice, as a run prints it.
+    computes_as_actor: whether its log-probs come from the actor's own code and weights, so that in fp32 they equal
+        those of a forward pass within rounding. Only then `old_logprobs` "auto" takes the sampler's log-probs.
+        decoding_ran: which of engine.rollout.passes.DECODING read single tokens; "" for a backend with its own
+        inference engine. fallback: why single tokens went through the actor's own code although a faster way was
+        wanted; "" if the faster way was used, None if none was wanted.
+    finished: a callback for responses that are done while others are still being drawn; a backend need not call it.
     """
 
     why: str = ""
@@ -82,5 +83,5 @@ class RolloutBackend(ABC):
         """One response for each row. All ranks call this together, each with its own prompts."""
 
     def release_memory(self) -> None:
-        """Nothing is generated for a while: what is not needed meanwhile may be given back. By default nothing is."""
+        """Nothing will be generated for a while, so memory may be freed. By default nothing is freed."""
         return

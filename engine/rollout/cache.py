@@ -11,11 +11,11 @@ SLOTS = 16
 
 
 class Window:
-    """Which part of the cache a forward pass works in: these rows, and their slots [start, end), which hold what came
-    before; the pass writes from `end` on.
+    """The part of the cache that a forward pass works in: these rows, and their slots [start, end) with earlier tokens.
+    The pass writes from `end` on.
 
-    at: where a single token is written instead, (1,) int64, for passes whose shapes are few: these see slots up to one
-    that stays the same from token to token.
+    at: (1,) int64, the slot where a single token is written instead, for passes with few different shapes. These see
+    all slots up to an end that stays the same from token to token.
     """
 
     at: Tensor | None
@@ -41,11 +41,11 @@ class Room:
 
 
 class SlotCache(Cache):
-    """A Hugging Face cache whose rows are all written at one slot, however long each of them is.
+    """A Hugging Face cache in which the next token of every row is written at the same slot, whatever the row's length.
 
-    A row's tokens stand side by side and end at that slot, as in left-padded prompts. So a row may come or go at any
-    time, a prompt that joins is laid down with its end at the slot of the others, and every family of models can work
-    with it, since what it sees is an ordinary left-padded batch: the part of the memory that `window` says.
+    A row's tokens are contiguous and end at that slot, as in left-padded prompts. So rows can join and leave at any
+    time: the prompt of a new row is written so that it ends at the others' slot. Every family of models can use the
+    cache, because a model sees an ordinary left-padded batch: the part of the memory given by `window`.
     """
 
     def __init__(self):
@@ -53,9 +53,9 @@ class SlotCache(Cache):
         super().__init__(layer_class_to_replicate=lambda: _Slots(self.window, self.room))
 
     def reserve(self, rows: int, slots: int) -> None:
-        """Have memory for so many rows and slots; what was there is kept if it is enough, and else grows.
+        """Allocate memory for so many rows and slots, unless the present memory is enough.
 
-        Slots are rounded up to multiples of SLOTS: attention kernels of GPUs copy masks of other widths.
+        Slots are rounded up to multiples of SLOTS, because attention kernels on GPUs copy masks of other widths.
         """
         slots = -(-slots // SLOTS) * SLOTS
         if rows > self.room.rows or slots > self.room.slots:
@@ -116,7 +116,7 @@ class _Given(CacheLayerMixin):
         self.keys, self.values, self.is_initialized = keys, values, True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing: the tensors are there."""
+        """Does nothing: the tensors exist already."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
         """Write the last slot; returns all."""
@@ -132,7 +132,7 @@ class _Given(CacheLayerMixin):
         return self.keys.shape[2] - 1
 
     def get_max_length(self) -> int:
-        """None that would be Hugging Face's business."""
+        """No maximum length."""
         return -1
 
 
@@ -175,7 +175,7 @@ class _Slots(CacheLayerMixin):
         return self.window.end - self.window.start
 
     def get_max_length(self) -> int:
-        """None that would be Hugging Face's business."""
+        """No maximum length."""
         return -1
 
 
@@ -216,7 +216,8 @@ class Batch:
         self.pending = self.pending[:kept]
 
     def make_room(self, tokens: int, longest: int) -> None:
-        """Have `tokens` slots to write to: where there are fewer, rows move so that the longest begins at slot 0.
+        """Make sure that `tokens` slots are left to write to: if there are fewer, rows move left so that the longest
+        begins at slot 0.
 
         Prompts that still wait fit before the others' end, as none is longer than one that has been taken.
         """

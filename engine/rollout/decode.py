@@ -1,4 +1,4 @@
-"""The decoding loop: prompts are read once, then a token at a time; rows that have ended make room for others."""
+"""The decoding loop: it reads prompts once, then one token at a time. Rows that have ended make room for others."""
 
 import warnings
 from collections.abc import Callable, Sequence
@@ -16,22 +16,22 @@ from engine.rollout.passes import Passes, passes_of, takes_slot_masks
 from engine.rollout.request import Draws, Ends, Request, Schedule, prompts_of_group, requests_of, rollout_of
 
 Finished = Callable[[Rollout], None] | None
-CHECK_EVERY = 8  # tokens between two looks of the host at what was drawn
-HALVINGS = 3  # of the rows decoded at once, where memory runs out; with less than an eighth of them little is won
+CHECK_EVERY = 8  # tokens drawn between two looks of the host at them
+HALVINGS = 3  # how often the rows decoded at once are halved when memory runs out; below an eighth little is won
 
 
 class Sampler:
     """Draws responses from models of one architecture; keeps the cache's memory from call to call.
 
-    Where memory runs out, and no other rank's passes wait for this one's, half as many rows are decoded at once from
-    then on, up to HALVINGS times; random numbers have keys, so that the tokens are the same.
+    If memory runs out, and no other rank's passes wait for this rank's, half as many rows are decoded at once from then
+    on, up to HALVINGS times. Random numbers are keyed, so the tokens stay the same.
 
     Args:
         rows_at_once: how many responses are decoded side by side; None for all.
-        row_length: the most tokens that a prompt and its response will have, as far as that is known. Ways of decoding
-            whose tensors have to stay where they are then take their memory once.
-        agree: where forward passes are collective, all ranks must make as many; this is then given a number on each
-            and returns the largest. None where ranks need not wait for each other.
+        row_length: the most tokens that a prompt and its response will have, if known. Ways of decoding whose tensors
+            must not move can then allocate their memory once.
+        agree: a function that returns the largest of all ranks' numbers. It is needed where forward passes are
+            collective, so that all ranks have to make equally many. None if ranks need not wait for each other.
         decoding: how single tokens go through the model, one of engine.rollout.passes.DECODING. All but "plain" need
             a model without hooks, whose weights stay where they are.
         group: ranks that hold the model together: their rows are decoded side by side, and each rank keeps its own.
@@ -125,8 +125,8 @@ class Sampler:
 
     @property
     def fallback(self) -> str | None:
-        """Why the model's own code read single tokens in place of what was to; "" where it did not, None where it was
-        to."""
+        """Why the model's own code read single tokens although another way was wanted; "" if it did not, None if its
+        own code was wanted."""
         if self.decoding == "plain":
             return None
         return "" if self._passes is None else self._passes.fallback
@@ -197,7 +197,7 @@ class _Loop:
             request.drawn = 1
 
     def _draw(self, count: int) -> None:
-        """Draw `count` tokens for each living row, then let the host see all that it has not seen."""
+        """Draw `count` tokens for each living row, then let the host look at all new tokens."""
         living, batch = self.schedule.living, self.batch
         if not living:
             self._keep_pace(count)
@@ -207,7 +207,7 @@ class _Loop:
         rows, lengths, drawn = torch.tensor(
             [(request.row, request.prompt_length, request.drawn) for request in living], device=self.device
         ).unbind(1)
-        # A row with all its tokens goes no further: the model may have no more positions.
+        # The positions of a row with all its tokens stop growing: the model may have no more of them.
         places = drawn.unsqueeze(1) + torch.arange(count, device=self.device)
         positions = lengths.unsqueeze(1) + places.clamp(max=self.most - 1) - 1
         tokens = [batch.pending]
@@ -227,7 +227,7 @@ class _Loop:
         return max((request.read for request in self.schedule.living), default=0)
 
     def _keep_pace(self, passes: int) -> None:
-        """Make forward passes for nothing, since other ranks' passes wait for this rank's."""
+        """Make forward passes without a use here, because other ranks' passes wait for this rank's."""
         for _ in range(passes):
             self.passes.for_nothing(self.prompts.input_ids[:1, -1:])
 

@@ -1,5 +1,5 @@
-"""How tokens go through a model: by its own code; single ones also by a recording of its operations, or CUDA graphs.
-What a family of models takes in a forward pass is found out by asking it.
+"""The passes of decoding: by the model's own code; for single tokens also by a recording of its operations, or CUDA
+graphs. Which arguments a family of models takes in a forward pass is found out by trials.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ DECODING = ("auto", "plain", "recorded", "graphs")
 
 
 def resolved_decoding(decoding: str, on_gpu: bool) -> str:
-    """This way of decoding (one of DECODING); in place of "auto" graphs on GPUs, and recorded passes on CPUs."""
+    """This way of decoding (one of DECODING), where "auto" means graphs on GPUs and recorded passes on CPUs."""
     return decoding if decoding != "auto" else "graphs" if on_gpu else "recorded"
 
 
@@ -156,7 +156,7 @@ class Passes:
         )
 
     def for_nothing(self, ids: Tensor) -> None:
-        """A pass that leaves no trace, because other ranks' passes wait for this rank's."""
+        """A pass without effects, made because other ranks' passes wait for this rank's."""
         self.model(input_ids=ids, use_cache=False)
 
     def _forward(self, ids: Tensor, mask: Tensor, positions: Tensor) -> Tensor:

@@ -1,5 +1,5 @@
-"""From prompts to rollouts: requests for responses, what ends them and which are decoded side by side; how their tokens
-are drawn, each response with random numbers of its own; and prompts and rollouts of several calls or ranks as one.
+"""From prompts to rollouts: requests for responses, their ends, and the schedule of those decoded side by side; drawing
+tokens with each response's own random numbers; joining prompts and rollouts of several calls or ranks.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ class Ends:
         self.tokenizer, self.tokens, self.strings = tokenizer, frozenset(tokens), tuple(strings)
 
     def first(self, response: list[int], start: int = 0) -> int | None:
-        """How many tokens of a response come up to its first end, the end included; None where there is none.
+        """How many tokens a response has up to and including its first end; None if it has no end.
 
         start: no token before this place ends it.
         """
@@ -44,11 +44,11 @@ class Ends:
 
 @dataclass(slots=True)
 class Request:
-    """A prompt that asks for a response, and what there is of it.
+    """A prompt that needs a response, and the response so far.
 
-    row: of the prompts, and of the rollout. prompt_length: its real tokens. most: tokens that the response may have.
-    tokens: of the response, as far as the host has looked. drawn: how many there are, looked at or not, those behind an
-    end included. ended: whether the response came to an end of its own.
+    row: its row in the prompts and in the rollout. prompt_length: how many real tokens the prompt has. most: how many
+    tokens the response may have. tokens: the response's tokens that the host has looked at. drawn: how many tokens were
+    drawn, looked at or not, those after an end included. ended: whether the response reached an end token or string.
     """
 
     row: int
@@ -84,7 +84,7 @@ def requests_of(prompts: PromptBatch, most: int) -> list[Request]:
 
 
 class Schedule:
-    """Rows that have ended make room for prompts that wait, longest first.
+    """The schedule: rows that have ended make room for waiting prompts, longest first.
 
     requests: all that are to be answered. rows: how many are decoded side by side. `living` are those that are, each in
     the row of the batch that is its place in the list.
@@ -134,7 +134,7 @@ def rows_to_move(stays: Sequence[bool]) -> tuple[list[int], list[int], int]:
 
 
 class Draws:
-    """Draws the tokens of a call's responses, and records what the dialect asks for.
+    """Draws the tokens of a call's responses, and records the log-probs and entropies that the dialect asks for.
 
     `recorded` has, under the names of Rollout's fields, (len(prompts), places) float32; nothing where `sampling` asks
     for no log-probs. places: tokens that may be drawn for a response, those behind its end included.
@@ -177,7 +177,7 @@ class Draws:
                 column[rows, places] = values
 
     def possible(self, logits: Tensor) -> Tensor:
-        """The logits (B, V), with -inf for what is not to be drawn, in a new tensor: for another sampler."""
+        """A new tensor of the logits (B, V) with -inf for tokens that must not be drawn, for another sampler."""
         unknown = torch.arange(logits.shape[1], device=logits.device) >= (self.sampling.vocabulary_size or torch.inf)
         return self._without_never_drawn(logits).masked_fill(unknown, -torch.inf)
 
@@ -233,7 +233,8 @@ def _joined_prompts(batches: Sequence[PromptBatch]) -> PromptBatch:
 
 
 def copied(rollout: Rollout, device: torch.device | str) -> Rollout:
-    """The same rows on this device, in memory of their own: what is sent of a view is all that it is a view of."""
+    """The same rows on this device in their own memory: sending a view to another process would send all of its base
+    tensor."""
     columns = {column.name: getattr(rollout, column.name) for column in fields(rollout)}
     return replace(
         rollout, **{name: tensor.to(device, copy=True) for name, tensor in columns.items() if tensor is not None}

@@ -1,4 +1,4 @@
-"""Rollouts by vLLM within the trainer's own processes: everything that knows it."""
+"""Rollouts by vLLM within the trainer's own processes; the only file that uses vLLM."""
 
 import gc
 import os
@@ -142,7 +142,7 @@ class VLLMRollouts(RolloutBackend):
 
     @traced("vLLM takes weights")
     def _load(self) -> None:
-        """Have vLLM hold the actor's weights as they are now, by Hugging Face's names and in their order."""
+        """Load the actor's current weights into vLLM, by Hugging Face's names and in their order."""
         self._wake("weights")
         weights = _noted(merged_weights(self.actor.module))
         self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
@@ -304,7 +304,7 @@ def _noted(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]
 
 
 class _Current:
-    """Where the logits processor, which vLLM makes, finds what it draws with.
+    """Shared state through which the logits processor, which vLLM makes, finds the current `Draws`.
 
     seen: what it leaves of a step in which vLLM's own sampler draws: the logits (B, V), and rows of them with the place
     of the prompt that each answers and how many tokens that had.

@@ -1,7 +1,7 @@
 """The process group and its hosts; started with DeepSpeed so that ZeRO and `engine.distributed` share it.
 
-On CPUs DeepSpeed has each rank make a file of 69 MB in /dev/shm, for the sums of its tensor-parallel layers alone, and
-never removes it. Nothing here has such layers: no buffers are made, and those of dead processes are removed.
+On CPUs DeepSpeed has each rank make a buffer file of 69 MB in /dev/shm for the sums of its tensor-parallel layers, and
+never removes it. This program has no such layers, so no buffers are made here, and those of dead processes are removed.
 """
 
 import contextlib

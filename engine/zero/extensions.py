@@ -1,5 +1,5 @@
-"""DeepSpeed's extensions in C++: built where they are first used, one process at a time; what torch would compile for
-it is not."""
+"""DeepSpeed's C++ extensions, built at their first use by one process at a time. Also switches off needless
+torch.compile."""
 
 import contextlib
 import fcntl

@@ -1,9 +1,9 @@
-"""Full weights from ZeRO-3's partitions, bucket by bucket; works on unpartitioned modules too.
+"""Gathers full weights from ZeRO-3's partitions, bucket by bucket; works on unpartitioned modules too.
 
-hpZ: groups of neighbouring ranks that hold an engine's weights a second time, each group all of them. ZeRO-3 gathers
-weights for a forward pass over all ranks, and for the backward pass, until the next step changes them, within such a
-group: the ranks of one node, say, so that nothing goes between nodes. `zero_hpz_partition_size` is the number of its
-ranks. Source: Wang et al. 2023, "ZeRO++", section 3.2; DeepSpeed 0.19.8, runtime/zero/partition_parameters.py.
+hpZ: each group of neighbouring ranks (the ranks of one node, for example) holds all of an engine's weights a second
+time. ZeRO-3 gathers weights for the forward pass over all ranks, and for backward passes, until the next step changes
+the weights, within the group, so that nothing goes between nodes. `zero_hpz_partition_size` is the number of ranks in a
+group. Source: Wang et al. 2023, "ZeRO++", section 3.2; DeepSpeed 0.19.8, runtime/zero/partition_parameters.py.
 """
 
 import contextlib

@@ -1,4 +1,5 @@
-"""Several passes of one optimizer step at stage 3: weights gathered once, and gradients reduced once, if they fit."""
+"""Several passes of one optimizer step at stage 3: if memory allows, weights are gathered once and gradients reduced
+once."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -20,7 +21,8 @@ _LONG_BATCH = -1
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What stays whole on each rank over the passes of an optimizer step. Gradients do only if weights do."""
+    """Whether weights and gradients stay whole on each rank over the passes of an optimizer step; gradients only if
+    weights do."""
 
     weights: bool = False
     gradients: bool = False
@@ -44,15 +46,15 @@ class LongBatch:
     """The weights of a module at stage 3 over several passes: left gathered from the first forward pass to the last
     backward pass, with gradients that are added up on each rank and reduced in the last.
 
-    Where a whole copy holds the same weights, as it does after a rollout until the first step, they are its own for as
-    long, also for a single pass: nothing is gathered and no memory is taken.
+    If a whole copy holds the same weights, as it does between a rollout and the first step, the passes use the copy's
+    weights, even for a single pass. Then nothing is gathered and no memory is taken.
 
     DeepSpeed frees a parameter that no module uses, and leaves a gradient alone that is said not to be ready.
 
     Args:
-        empty_gradients: sets the partitions of gradients to 0; to what lies there a last pass adds.
-        sums: the dtype that gradients of several passes are to be added up in. On a rank they are in the weights' own:
-            where that is another one they are reduced in each pass, and DeepSpeed adds them up.
+        empty_gradients: sets the partitions of gradients to 0, because the last pass adds to their contents.
+        sums: the dtype in which gradients of several passes have to be added up. A rank can add them up in the weights'
+            dtype only; if `sums` is another dtype they are reduced in each pass, and DeepSpeed adds them up.
     """
 
     def __init__(self, module: nn.Module, role: str, empty_gradients: Callable[[], None], sums: torch.dtype):
@@ -124,7 +126,8 @@ class LongBatch:
 
     @contextlib.contextmanager
     def _measured(self) -> Iterator[None]:
-        """Find what passes take on a GPU. The peak may be one of before, which is too much, never too little."""
+        """Measure the bytes that passes take on a GPU. The peak may be an earlier one, so the result can be too large,
+        never too small."""
         before = torch.cuda.memory_allocated()
         yield
         self._passes = distributed.largest(torch.cuda.max_memory_allocated() - before)

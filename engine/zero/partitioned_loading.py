@@ -37,10 +37,10 @@ def partitioned_loading(ds_config: dict | None) -> Iterator[None]:
 
 
 def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """What stands in the place of torch's linear function once a model has been partitioned.
+    """Replaces torch's linear function once a model has been partitioned.
 
-    DeepSpeed puts one of its own there, for the whole process, which does what _PartitionedLinear does, and takes a
-    third of the time of generation with small models. Here only weights that will be gathered anew for the backward
+    DeepSpeed replaces it for the whole process by a function that always does what _PartitionedLinear does; with small
+    models this takes a third of the time of generation. Here only weights that will be gathered anew for the backward
     pass are treated specially.
     """
     if torch.is_grad_enabled() and is_partitioned(weight):

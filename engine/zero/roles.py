@@ -1,4 +1,5 @@
-"""Several models that learn within one engine, each with parameters of its own, and that step together."""
+"""Several models that learn within one engine, each with its own parameters, and make their optimizer steps
+together."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -137,7 +138,7 @@ class TrainedRole(HostedRole, LearningModel):
 
 
 class _RoleMasters:
-    """Of a SharedModel's stage, what one role trains."""
+    """The part of a SharedModel's stage that one role trains."""
 
     def __init__(self, host: SharedModel, role: str):
         self.host, self.role = host, role
@@ -157,7 +158,8 @@ class _RoleMasters:
 
 
 class _RoleState(TrainingState):
-    """The training state of one role. What it does not train belongs to another one, or is as its files have it."""
+    """The training state of one role. Weights that it does not train belong to another role, or are unchanged from
+    their files."""
 
     def _frozen(self) -> tuple[list[Shard], list[Shard]]:
         return [], []

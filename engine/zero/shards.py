@@ -1,12 +1,13 @@
-"""The numbers of a training state as runs of named tensors, which any number of ranks and any ZeRO stage can read.
+"""The training state as runs of named tensors, which can be read with any number of ranks and any ZeRO stage.
 
     shards, scalars = model.shards(), model.scalars()    # on the ranks and at the stage that a run has
     other.load_shards(source, scalars)                   # on others, bit by bit
 
-Each rank writes the numbers that it holds, or its share of what all hold, and reads those that it holds. A name is
-"weights/", "exp_avg/" or "exp_avg_sq/" and the parameter's in the module (float32 masters where there are some); or
-"frozen/" and that of a parameter that does not train (in a module without adapters), or of a buffer. Tied weights have
-one name, the first. Before the first step there are no moments, and the step count in the scalars is 0.
+Each rank writes the numbers that it holds, or its share if all ranks hold them, and reads the numbers that it holds. A
+name is "weights/", "exp_avg/" or "exp_avg_sq/" and the parameter's name in the module (weights are the float32 masters
+if there are any); or "frozen/" and the name of a buffer, or of a parameter that does not train (in a module without
+adapters). Tied weights have one name, the first. Before the first step there are no moments, and the step count in the
+scalars is 0.
 
 Adam's part of it is what `adam.state[tensor]` remembers of a tensor, two moments and a step count, under the same names
 in all three forms (AdamW of PyTorch, DeepSpeedCPUAdam, TensorFlowAdam); it is empty before the tensor's first step. The
@@ -27,7 +28,7 @@ from engine.zero.gathering import full_shape, is_partitioned, own_run
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 KINDS = ("weights", *MOMENTS, "frozen")
-# What of a loss scaler changes during a run; all else of it is a setting.
+# The fields of a loss scaler that change during a run; all others are settings.
 SCALER_COUNTERS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
@@ -46,10 +47,10 @@ class Shard:
 
 
 class ShardSource(Protocol):
-    """Where a training state is read from."""
+    """A source that a training state is read from."""
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """The full shape of each tensor that is there, by its name."""
+        """The full shape of each tensor of the source, by name."""
         ...
 
     def read(self, name: str, start: int, out: Tensor) -> None:
@@ -72,7 +73,7 @@ class Span:
 class Master:
     """A tensor that the optimizer updates on this rank, in one piece.
 
-    parameters: those that it is a part of, on whichever rank their numbers lie. spans: what of them lies here.
+    parameters: the parameters whose numbers it holds on some rank. spans: the runs of them that this rank holds.
     """
 
     tensor: Tensor
@@ -82,7 +83,7 @@ class Master:
 
 
 class Masters(Protocol):
-    """What a `Stage` knows of where its numbers lie."""
+    """The part of a `Stage` that knows where its numbers lie."""
 
     @property
     def replicated(self) -> bool:
@@ -110,13 +111,13 @@ class TrainingState:
         self.names = {parameter: name for name, parameter in module.named_parameters()}
 
     def shards(self) -> list[Shard]:
-        """What this rank writes: over all ranks each number comes exactly once."""
+        """The runs that this rank writes; over all ranks each number comes exactly once."""
         partitioned, replicated = self._frozen()
         own = self.own(self.held("weights", self._tensors()) + self._moments()) + partitioned + _rank_share(replicated)
         return [shard for shard in own if len(shard.values)]
 
     def held(self, kind: str, tensors: Sequence[Tensor | None]) -> list[Shard]:
-        """What this rank holds of tensors that lie as the masters do, under the names kind/PARAMETER.
+        """The runs that this rank holds of tensors with the layout of the masters, named kind/PARAMETER.
 
         tensors: one for each master; None for one that does not exist.
         """
@@ -137,7 +138,7 @@ class TrainingState:
         return _rank_share(held) if self.stage.replicated else held
 
     def scalars(self) -> dict:
-        """Adam's step count, and the loss scale with its counters if it moves, as JSON has them."""
+        """Adam's step count, and the loss scale with its counters if it changes, in a form for JSON."""
         scaler, masters = self.stage.loss_scaler(), self.stage.masters()
         counts = {steps_of(master.adam, master.tensor) for master in masters}
         assert len(counts) == 1, f"weights that train were stepped {sorted(counts)} times; ZeRO steps all alike"
@@ -148,9 +149,9 @@ class TrainingState:
 
     @torch.no_grad()
     def load(self, source: ShardSource, scalars: Mapping) -> None:
-        """Put the state back, whatever layout wrote it (all ranks call this).
+        """Restore the state, whatever layout wrote it (all ranks call this).
 
-        What does not train is read too: a run that goes on may have been given another model to start from.
+        Frozen weights are read too: a resumed run may have been given another model to start from.
 
         Raises: UserError where the state is another model's, before anything is changed.
         """
@@ -165,7 +166,7 @@ class TrainingState:
         self.stage.refresh_from_masters()
 
     def set_steps(self, steps: int) -> None:
-        """Have Adam remember so many steps of all that trains; with 0 it is as before its first one."""
+        """Set Adam's step count for all trained weights; 0 resets it to the state before its first step."""
         masters = self.stage.masters()
         for master in masters:
             set_steps(master.adam, master.tensor, steps)
@@ -185,9 +186,9 @@ class TrainingState:
         ]
 
     def _frozen(self) -> tuple[list[Shard], list[Shard]]:
-        """What does not train: runs of which each rank has its own, and whole tensors that every rank has.
+        """The frozen tensors: runs that only this rank holds, and whole tensors that every rank holds.
 
-        Frozen weights of a module with adapters are none of the state: whoever builds the module has loaded them.
+        Frozen weights of a module with adapters are not part of the state; they were loaded when the module was built.
         """
         given = getattr(self.module, "adapters", None) is not None
         trained = {parameter for master in self.stage.masters() for parameter in master.parameters}
@@ -207,7 +208,7 @@ class TrainingState:
         return partitioned, replicated
 
     def _check(self, there: Mapping[str, tuple[int, ...]], stepped: bool) -> None:
-        """Raise UserError, on all ranks alike, where the state has not exactly this model's tensors."""
+        """Raise UserError, on all ranks alike, unless the state has exactly this model's tensors."""
         there = {name: shape for name, shape in there.items() if name.partition("/")[0] in KINDS}
         partitioned, replicated = self._frozen()
         expected = {shard.name: shard.shape for shard in partitioned + replicated}
@@ -284,10 +285,10 @@ def set_steps(adam: torch.optim.Optimizer, tensor: Tensor, steps: int) -> None:
 
 
 def settle(adam: Any, steps: int) -> None:
-    """Bring what DeepSpeedCPUAdam has outside of its state to where so many steps leave it.
+    """Bring DeepSpeedCPUAdam's internal powers of beta to their values after `steps` steps.
 
-    In C++ it multiplies beta^t up from step to step, in float32, and takes the power where a step does not follow the
-    one before: a restart would go on with other last bits. So the steps are gone through on a single number.
+    Its C++ code multiplies beta^t up from step to step in float32, but computes the power if a step does not follow the
+    one before; a resumed run would then differ in the last bits. So the steps are repeated on a single number.
     """
     if not _is_cpp(adam):
         return

@@ -1,4 +1,4 @@
-"""What differs between the ZeRO stages, behind the same few verbs: one adapter for each of DeepSpeed's optimizers.
+"""The differences between the ZeRO stages behind one interface: an adapter class for each of DeepSpeed's optimizers.
 
 stage 0, fp32           the optimizer as it was given, and gradients in `parameter.grad`
 stage 0, fp16 or bf16   the same with float32 master weights beside the model's
@@ -21,29 +21,30 @@ from engine.zero.shards import Master, Masters, Span, without_gradients
 
 
 class Stage(Masters, Protocol):
-    """A DeepSpeed optimizer between the last backward pass of an optimizer step and the weights that come of it."""
+    """A DeepSpeed optimizer, from the last backward pass of an optimizer step to the new weights."""
 
     @property
     def loss_factor(self) -> float:
-        """What a loss is to be multiplied by, beside the loss scale that DeepSpeed applies itself."""
+        """A factor for every loss, beside the loss scale that DeepSpeed applies itself."""
 
     def overflowed(self) -> bool:
         """Whether a gradient is infinite or NaN on any rank. All ranks call this together."""
 
     def step(self, overflow: bool) -> float:
-        """Let DeepSpeed update the weights, or lower the loss scale where fp16's gradients have overflowed.
+        """Let DeepSpeed update the weights, or lower the loss scale if fp16 gradients have overflowed.
 
         Returns: the gradient norm before clipping; of no meaning after an overflow.
         """
 
     def drop(self) -> None:
-        """A step that changes neither weights nor moments, and after which there are no gradients."""
+        """Make a step that changes neither weights nor moments, and drops the gradients."""
 
     def gradients(self) -> list[list[Tensor]]:
-        """For each master what this rank has of its gradient after the last backward pass, times the loss scale."""
+        """For each master, this rank's parts of its gradient after the last backward pass, times the loss scale."""
 
     def forget_gradients(self) -> None:
-        """After a step: parameters without a gradient in the next first backward pass begin at 0."""
+        """To be called after a step, so that parameters without a gradient in the next first backward pass begin at
+        0."""
 
 
 def stage_of(ds_engine: DeepSpeedEngine) -> Stage:
@@ -174,7 +175,8 @@ class Stage1And2:
     def __init__(self, ds_engine: DeepSpeedEngine):
         self.ds_engine, self.optimizer = ds_engine, ds_engine.optimizer
         if ds_engine.fp16_enabled():
-            # A single overflow at the smallest scale would raise, which stage 0 does not: when to stop is ours to say.
+            # DeepSpeed would raise at a single overflow at the smallest scale, but not at stage 0. This program decides
+            # when to stop.
             self.optimizer.loss_scaler.raise_error_at_min_scale = False
 
     def overflowed(self) -> bool:
@@ -192,7 +194,7 @@ class Stage1And2:
             self.ds_engine.step()
 
     def masters(self) -> list[Master]:
-        """A group's parameters stand one behind the other, and each rank has the run of its number of them."""
+        """A group's parameters are joined one after the other, and rank r has the r-th run of the result."""
         zero = self.optimizer
         return [
             Master(master, zero.optimizer, parameters, _spans_within(parameters, offsets, len(master)))
@@ -234,7 +236,7 @@ class Stage3(Stage1And2):
     """Shards of the weights too, which are gathered layer by layer where they are computed with."""
 
     def masters(self) -> list[Master]:
-        """Each rank has a run of each parameter, and these stand one behind the other, with their padding."""
+        """Each rank has a run of each parameter; its runs are joined one after the other, with their padding."""
         zero = self.optimizer
         return [
             Master(master, zero.optimizer, parameters, _spans_of_runs(parameters))
@@ -258,7 +260,8 @@ def _whole(parameter: Any, master: Tensor, adam: torch.optim.Optimizer) -> Maste
 
 
 def _spans_within(parameters: list[Any], offsets: list[int], size: int) -> list[Span]:
-    """What lies in this rank's run of `size` numbers; offsets: where each parameter begins in all ranks' together."""
+    """The spans in this rank's run of `size` numbers. offsets: where each parameter begins in the joined runs of all
+    ranks."""
     first, spans = distributed.rank() * size, []
     for parameter, offset in zip(parameters, offsets, strict=True):
         begin, end = max(offset, first), min(offset + parameter.numel(), first + size)
