@@ -1,4 +1,4 @@
-"""What requests ask for: responses and scores, how many of them at once, and the thread that computes them all.
+"""Responses and scores for requests: how many may be asked for at once, and the thread that computes them all.
 
 with service.admitted(1), Responses(service, [Response(model, prompt_ids, settings)]) as responses:
     (response,) = await responses.all()
