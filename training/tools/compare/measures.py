@@ -131,8 +131,8 @@ def of_pair(samples: Sequence[Sample], first: Sequence[Sample], reward: str, eac
 def change(sample: Sample, first: Sample, reward: str) -> float:
     """By how much a sample's score is above the first model's sample of the same number to the same prompt.
 
-    0 where both are the same response: scores of one text may differ by rounding, since they depend on the other texts
-    of the batch; this is no difference of the models.
+    0 where both are the same response: scores of one text may differ with the other texts that went through the reward
+    model in the same batch; this is no difference of the models.
     """
     if (sample.response, sample.tokens, sample.ended) == (first.response, first.tokens, first.ended):
         return 0.0
