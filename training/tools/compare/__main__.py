@@ -172,7 +172,7 @@ class Answering(Measuring):
         return [row["prompt"] for row in answers.rows[:: evaluator.samples]], samples
 
     def _policy(self, model: Model) -> FrozenModel:
-        """An engine with this model's weights, in the memory that the last one's had."""
+        """An engine with this model's weights, in the memory of the last model's engine."""
         for one in (self.reference, *self.scorers):
             one.copies = None  # which may hold the weights of the last one's engine
         gc.collect()
