@@ -118,7 +118,7 @@ def table(nodes: Sequence[Node], found: Sequence[Finding]) -> list[str]:
 
 
 def rows_of(nodes: Sequence[Node]) -> list[str]:
-    """The rows of facts that any node has, without rows in which no node has a value."""
+    """The rows of facts that any node has, without rows in which no node has a value or a problem."""
     rows = dict.fromkeys(row for node in nodes for row in node.facts)
     return [row for row in rows if any(node.fact(row).problem or node.fact(row).shown != "none" for node in nodes)]
 

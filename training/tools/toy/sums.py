@@ -53,7 +53,7 @@ def run_make(args: argparse.Namespace) -> None:
 
 
 def accuracy(folder: Path, rows: Sequence[dict], sampled: bool, seed: int = 0) -> float:
-    """The share of right answers, greedy or sampled at temperature 1, to prompts of equal length."""
+    """The share of right answers, greedy or sampled from the unchanged distribution, to prompts of equal length."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
