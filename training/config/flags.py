@@ -203,14 +203,14 @@ class RunFlags(TokenizerFlags):
     )
     grace_seconds: float = flag(
         25.0,
-        "within how many seconds a run ends that TERM, Ctrl-C or the loss of its launcher asks to: it finishes the "
-        "step and saves; launchers kill after 30",
+        "seconds within which a run finishes its step, saves and ends after TERM, Ctrl-C or the loss of its launcher; "
+        "launchers kill after 30",
         least=0,
     )
     timeout_minutes: float = flag(
         30.0,
-        "after how many minutes a run ends in which no rank moves (no pass through a model, no new phase), where none "
-        "is reading, tokenising, loading or writing",
+        "minutes after which a run ends if no rank moves (no pass through a model, no new phase) and none is reading, "
+        "tokenising, loading or writing",
         above=0,
         finite=False,
     )
@@ -335,7 +335,7 @@ class HubFlags(RunFlags):
     hub_model_id: str | None = flag(
         None, "where to, as OWNER/NAME; a repository that is not there is made", only_with="push_to_hub"
     )
-    hub_private: bool = flag(True, "make it for its owner alone; a public one is only written to with false")
+    hub_private: bool = flag(True, "make a new repository private; a public one is only written to with false")
 
     def validate(self) -> None:
         """See ProgramFlags; also raises UserError for an invalid repository name."""

@@ -23,7 +23,7 @@ class SupervisedFlags(HubFlags, RestartFlags, ModelLoraFlags, DataFlags):
 
     held_out: float = flag(
         0.05,
-        "how much of --data_path is held out where nothing else is: a fraction, or a number of rows",
+        "how much of --data_path is held out if no other rows are: a fraction, or a number of rows",
         above=0,
         group="training",
     )
@@ -36,7 +36,7 @@ class SupervisedFlags(HubFlags, RestartFlags, ModelLoraFlags, DataFlags):
     num_train_epochs: int = flag(1, "passes over the data", least=1)
     max_steps: int | None = flag(None, "optimizer steps to train, instead of --num_train_epochs", least=1)
     learning_rate: float = flag(1e-5, "peak learning rate", least=0, resume=TOLD)
-    weight_decay: float = flag(0.0, "AdamW's, of matrices", least=0, resume=TOLD)
+    weight_decay: float = flag(0.0, "AdamW's weight decay, of matrices only", least=0, resume=TOLD)
     lr_scheduler_type: str = flag("linear", "shape of the learning rate", choices=SCHEDULES, resume=TOLD)
     num_warmup_steps: int = flag(0, "optimizer steps of rising learning rate", least=0, resume=TOLD)
     max_grad_norm: float = flag(1.0, "gradients are clipped to this norm; 0 for no clipping", least=0, resume=TOLD)

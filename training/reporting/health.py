@@ -17,9 +17,9 @@ from statistics import fmean, median
 from training.reporting.standard_errors import NOISE, of_one_reward
 
 ALARM, LOOK, FINE = "alarm", "look", "fine"
-"""The run is probably spoilt; it may be well, but look; nothing stood out."""
+"""ALARM: the run is probably spoilt. LOOK: it may be well, but look at it. FINE: nothing stood out."""
 FEWEST_STEPS, SHARE = 8, 0.1
-"""Fewer steps make no trend. Start and end of a run are its first and last tenth."""
+"""Runs with fewer steps are too short for a trend. The start and the end of a run are its first and last tenth."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Finding:
         return f"{self.seen}. {self.advice}" if self.advice else self.seen
 
     def with_signs(self, signs: "Sequence[Finding]") -> "Finding":
-        """The same with what else was seen of it, as severe as the worst of them."""
+        """This finding with further signs of the same problem; its severity is that of the worst of them."""
         if not signs:
             return self
         severity = ALARM if ALARM in (self.severity, *(sign.severity for sign in signs)) else self.severity
@@ -84,13 +84,13 @@ def noise(values: Sequence[float]) -> float:
 STEADY = 0.05
 """A twentieth up or down is steady, however little noise there is."""
 SETTLED_FROM, LAST_PART = 1 / 3, 2 / 3
-"""What has settled has done so for two thirds of the run: over the last third alone the learning rate's schedule, which
-ends at 0, makes any curve flat. A run is on its way if it moved over its last third."""
+"""A curve counts as settled if it is flat over two thirds of the run: over the last third alone the learning rate,
+which falls to 0, makes any curve flat. A run is still on its way if the curve moved over its last third."""
 
 
 @dataclass(frozen=True)
 class Trend:
-    """A metric over the last part of a run: the means of that part's two halves, and what of their difference is noise
+    """A metric over the last part of a run: the means of the part's two halves, and the noise of their difference
     (NOISE standard errors)."""
 
     before: float
@@ -99,7 +99,7 @@ class Trend:
 
     @classmethod
     def of(cls, rows: Sequence[Mapping], name: str, begin: float) -> "Trend | None":
-        """From a share of the way on; None where that part has fewer than 4 values."""
+        """The trend from the share `begin` of the run on; None where this part has fewer than 4 values."""
         values = column(rows, name)
         values = values[int(begin * len(values)) :]
         half = len(values) // 2
@@ -138,9 +138,9 @@ def by_ends(
 ) -> Rule:
     """A rule on a metric's means over the first and the last tenth of a run.
 
-    metrics: the first of these that has several values is taken, else the last. ill: (first, last) -> whether there is
-    a finding. alarm: last -> whether it is an ALARM. seen: what it says, with {first}, {last} and {times}, the last
-    over the first.
+    metrics: the first one with several values is used, else the last one. ill: (first, last) -> whether there is a
+    finding. alarm: last -> whether it is an ALARM. seen: the text, with {first}, {last} and {times}, which is last /
+    first.
     """
 
     def rule(rows: Sequence[Mapping]) -> Finding | None:
@@ -192,7 +192,7 @@ ENTROPY_GREW = 1.5
 
 
 def reference_moved(rows: Sequence[Mapping]) -> bool:
-    """Whether KL is, by the end, measured to another reference than at the start: a refresh lowers it, and it does not
+    """Whether the reference at the end is another one than at the start. A refresh lowers the KL, which then does not
     tell how far the policy is from the model that training started from."""
     return (at_end(rows, "objective/reference_moves") or 0.0) > 0.0
 
@@ -267,7 +267,8 @@ that of few samples. The whole run's median will not do: a critic's norm falls t
 SKIPPED = 0.05
 """Share of steps without an update. fp16's loss scale is searched by overflowing: some at the start, few after."""
 SLOPE = 3.0
-"""By which factor a difference of values may be off, up or down: advantages are then mostly the critic's error."""
+"""The factor, up or down, by which differences of values may be off; beyond it advantages are mostly the critic's
+error."""
 FELL_BACK = 0.5
 """Share of the highest rise in score that is lost again by the end."""
 _SMALLER_UPDATES = (
@@ -334,8 +335,8 @@ def score_unmoved(rows: Sequence[Mapping]) -> Finding | None:
 
 
 def value_unexplained(rows: Sequence[Mapping]) -> Finding | None:
-    """The critic does not help. Returns with a lambda below 1 hold its own values, which explain themselves: outcomes
-    are what counts, where a run has them."""
+    """The critic does not help. Returns with a lambda below 1 contain its own values, which explain themselves, so the
+    outcomes are used where a run has them."""
     outcome, late = (mean(rows, f"value/explained_{of}", 0.75, 1.0) for of in ("outcome", "variance"))
     what = "explained variance of the value"
     if outcome is not None:
@@ -415,7 +416,7 @@ def gradient_spikes(rows: Sequence[Mapping]) -> Finding | None:
 
 
 def updates_skipped(rows: Sequence[Mapping]) -> Finding | None:
-    """Steps none of whose updates were made: a loss, and no gradient norm; but those that `ratio_limit` left out."""
+    """Steps without any update, which have a loss and no gradient norm; except those that `ratio_limit` left out."""
     trained = [row for row in rows if "policy/loss" in row or "value/loss" in row]
     steps = [
         row["step"]
@@ -451,10 +452,10 @@ def updates_left_out(rows: Sequence[Mapping]) -> Finding | None:
 GAP = 0.05
 """Nats a token, in the mean: bf16 stays under a hundredth with models of a few layers, and far under this with many."""
 FAR = 0.01
-"""Share of tokens whose ratio is not even between a half and two: of 100 tokens one would be clipped before anything is
+"""Share of tokens whose ratio is outside of a half to two: one of 100 tokens would be clipped before anything is
 learned."""
 ANOTHER = 0.1
-"""Share of such tokens in samples of what is rather another policy than the same one rounded."""
+"""Share of such tokens from which on the sampler is another policy, rather than the same one with rounding."""
 CUT = 0.1
 """Share of tokens whose ratio a correction cuts: a bound is for outliers, and cutting many is a bias of its own."""
 
@@ -651,8 +652,8 @@ EXPLAINS = {
     length_grew: (few_ended, kl_far, kl_growing),
     kl_far: (kl_growing,),
 }
-"""Illness -> its signs, which are no illnesses of their own where it is found, and are told with it. The first that is
-found has them."""
+"""{problem: its signs}. Where the problem is found, its signs are reported with it and not as findings of their own; a
+sign belongs to the first of its problems that is found."""
 
 
 def health(records: Sequence[Mapping]) -> list[Finding]:
@@ -673,7 +674,7 @@ def health(records: Sequence[Mapping]) -> list[Finding]:
     return [Finding(FINE, f"nothing stood out in {steps} steps", outlook(records) or "")]
 
 
-# Where a run that is well stands when it ends: still on its way, or settled between score and KL penalty.
+# Where a healthy run stands at its end: still on its way, or settled between score and KL penalty.
 
 GAIN = 0.05
 """Share of the whole rise in score, between the halves of the last third: with less, a longer run brings little."""
@@ -682,7 +683,7 @@ LITTLE = 0.1
 
 
 def outlook(rows: Sequence[Mapping]) -> str | None:
-    """What a longer run or another coefficient would bring, if the curves show it; of a run in which nothing is ill."""
+    """What a longer run or another coefficient would bring, if the curves show it; for a run without findings."""
     first, last = at_start(rows, "objective/scores"), at_end(rows, "objective/scores")
     score, kl = (Trend.of(rows, f"objective/{name}", LAST_PART) for name in ("scores", "kl"))
     if score is not None and kl is not None and score.rose and score.after - score.before >= GAIN * (last - first):

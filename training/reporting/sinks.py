@@ -342,7 +342,7 @@ class JsonlSink:
         self._write()
 
     def close(self) -> None:
-        """Write what could not be written before, if that can be done now."""
+        """Write the lines that could not be written before, if this is possible now."""
         self._write()
         if self._file is not None:
             self._file.close()

@@ -328,7 +328,7 @@ def _how(run: RunFacts) -> Iterator[str]:
 
 
 def _departures(resolved: Mapping) -> str:
-    """In which fields a run's dialect departs from the one that it names."""
+    """The fields in which a run's dialect departs from the dialect of its name."""
     try:
         named = get_dialect(resolved["name"])
     except UserError:

@@ -166,7 +166,7 @@ def _written(write: Callable[[Path], None], folder: Path) -> None:
 
 
 def _replace(write: Callable[[Path], None], output_dir: Path, name: str) -> None:
-    """Write a model and put it to its place; raises OSError, and what stood there then stands there still."""
+    """Write a model and put it to its place; raises OSError, and the earlier model then stays."""
     partial = output_dir / ("model" if name == "." else name)
     partial = partial.with_name(partial.name + PARTIAL)
     remove_folder(partial)  # wholly: what is left there would be written through

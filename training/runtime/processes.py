@@ -1,8 +1,8 @@
-"""What is known of processes: where this one is in its run, and what the kernel says of it and of others.
+"""Facts about processes: the place of this process in its run, and the kernel's facts about it and others.
 
-`place` has the phase, since when, and the step, for messages about this process, and how long phases took. The kernel
-says whose process numbers mean the same, what state a process is in and when it began, and whether the launchers that
-have started this one are still there.
+`place` has the phase and its start, the step, and the seconds that phases took, for messages about this process. The
+kernel tells which processes share process numbers, the state of a process and when it began, and whether the launchers
+of this process are still there.
 """
 
 import contextlib
@@ -94,8 +94,8 @@ SET_BY_LAUNCHERS = ("CROSS_RANK", "TORCHELASTIC_RUN_ID")  # in the environment o
 
 
 def this_machine() -> str | None:
-    """What two processes have in common that can see each other: the boot of the machine, and the container's process
-    numbers; None where the kernel does not say."""
+    """A text that is equal for processes that can see each other: the boot of the machine and the container's namespace
+    of process numbers; None where the kernel does not tell."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
@@ -124,8 +124,7 @@ def _fields(pid: int) -> list[str]:
 
 
 def is_another_rank(pid: int) -> bool:
-    """Whether this is another process of this user that was started with the same words, as ranks are but for
-    --local_rank."""
+    """Whether this is another process of this user with the same command line; ranks differ in --local_rank only."""
 
     def words(pid: int) -> list[bytes]:
         words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
@@ -141,7 +140,7 @@ def is_another_rank(pid: int) -> bool:
 class Launchers:
     """The launchers of this rank that were there when this was made.
 
-    A launcher is known by its command line: a shell, `nohup` or a job's script that ends is none, and ends no run.
+    A launcher is recognised by its command line. A shell, `nohup` or a job's script is none, and its end ends no run.
     Above a rank stand the node's launcher and, where it was started on this machine, the one that the user called.
     DeepSpeed's runner starts the launchers of several nodes by ssh: it is found, on the machine where it runs, by the
     flags that it was given for the ranks.

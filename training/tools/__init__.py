@@ -1,1 +1,1 @@
-"""Programs beside the three steps: nothing of these imports them, but for --preflight of a run."""
+"""Programs beside the three steps. The steps import nothing of them, except for --preflight."""

@@ -1,4 +1,4 @@
-"""Finished models that answer held-out prompts and are scored: what merging and comparing models have in common.
+"""Measures finished models: they answer held-out prompts and are scored. Merging and comparing models share this file.
 
 measuring = Measuring(args, args.spec_of("out/sft"), read_held_out(args, tokenizer))
 policy = measuring.loaded("out/actor", "actor")
@@ -42,7 +42,8 @@ REWARD_MODEL = "--reward_model_name_or_path"
 
 @dataclass(frozen=True, slots=True)
 class HeldOut:
-    """The prompts that are answered, the tokenizer, what stands before them for a reward function, known words."""
+    """The held-out prompts, the tokenizer, the training rows that precede them in a reward function's rows, and the
+    known words."""
 
     prompts: Prompts
     tokenizer: object
@@ -112,7 +113,7 @@ class Measuring:
         self.scorers = [self.loaded(path, "reward", load_scorer) for path in args.reward_models]
 
     def loaded(self, path: str, role: str, load: Callable = load_policy) -> FrozenModel:
-        """An engine of what stands at `path`, configured as the spec has this role."""
+        """An engine with the model at `path`, configured as the spec says for this role."""
         return frozen_model(load, path, getattr(self.spec, role), self.spec)
 
     def rollouts_of(self, policy: FrozenModel, decoding: str = "plain") -> RolloutBackend:
@@ -139,11 +140,12 @@ class Measuring:
         greedy: bool = False,
         samples: int = 1,
     ) -> Evaluator:
-        """What has a policy answer the held-out prompts and its responses scored.
+        """The Evaluator that has a policy answer the held-out prompts, and scores its responses.
 
-        path: where the policy stands, whose generation_config says what ends a response. forward_passes: whether
-        log-probs are a forward pass's though the sampler's would be the same within rounding. greedy: the most likely
-        token is taken and none drawn; log-probs are those at temperature 1. samples: responses to each prompt.
+        path: the policy's folder, whose generation_config names the tokens that end a response. forward_passes: whether
+        log-probs come from a forward pass even where the sampler's are the same within rounding. greedy: the most
+        likely token is taken instead of a drawn one; log-probs are those at temperature 1. samples: responses to each
+        prompt.
         """
         tokenizer, dialect = self.held_out.tokenizer, dataclasses.replace(DIALECT, temperature=self.args.temperature)
         algorithm = Algorithm(
@@ -198,7 +200,7 @@ def check_same_tokens(one: tuple[str, str], other: tuple[str, str], why: str, tr
 
 
 def policy_measures(metrics: Mapping[str, float], rows: Sequence[dict], known: Collection[str]) -> dict[str, float]:
-    """What is kept of an evaluation.
+    """The measurements that are kept of an evaluation.
 
     metrics, rows: of the Evaluator. known: words that are known. Returns: score and KL with standard errors; tokens of
     a response; distinct_bigrams: distinct pairs of neighbouring words for each token drawn; known_words: the share of

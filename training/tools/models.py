@@ -1,4 +1,4 @@
-"""Models as tools are given them: saved folders, adapters, output folders of runs, checkpoints, or names on the Hub.
+"""Finds the models that tools are given: saved folders, adapters, output folders of runs, checkpoints, or Hub names.
 
 model = located("ppo", named(["ppo=out/ppo"])["ppo"])       # out/ppo/actor, or the run's newest checkpoint
 folder = exported(model, "somewhere")                       # where from_pretrained opens it
@@ -18,8 +18,8 @@ from training.checkpoints.resuming import ResumePoint
 from training.runtime.agreement import checked
 
 OF_RUNS = ("actor", "actor_adapter", "adapter")
-"""Where the trained policy of a run stands in its output folder; an actor's adapter stands alone where disks are
-small."""
+"""The folders, in a run's output folder, that may hold its trained policy; with a small disk only the actor's adapter
+is saved."""
 POLICIES, SCORERS = ("actor", "model"), ("model",)
 """What checkpoints call them: of step 3 and of step 1; of step 2."""
 
@@ -62,8 +62,8 @@ def named(given: Sequence[str]) -> dict[str, str]:
 
 
 def located(name: str, given: str) -> Model:
-    """Where the policy stands that --models names: a model's folder itself, within a run's output folder, or a
-    checkpoint. What is none of these is left to whoever reads it."""
+    """The policy that --models names: a model's folder, a folder within a run's output folder, or a checkpoint. Any
+    other value is taken as it is, and checked when it is read."""
     folder, what = Path(given), f"--models {name}"
     if not folder.is_dir() or _is_model(folder):
         return Model(name, what, given, given)

@@ -2,6 +2,6 @@
 
 __main__.py  the program: every model's responses, their scores and their KL to the first model
 flags.py     its flags
-measures.py  what is measured of a model and of a model beside the first, and whether chance alone would do that
+measures.py  measurements of one model, and of a model compared with the first, with their significance
 report.py    the table, the JSON and the page
 """

@@ -65,7 +65,7 @@ def main(args: CompareFlags) -> None:
 
 
 def check(args: CompareFlags) -> list[Model]:
-    """Where the models stand, after a look at all that can be wrong; by one process. Raises: UserError."""
+    """Check flags, models and data in one process; returns the located models. Raises: UserError."""
     check_run(args)
     models = [located(name, path) for name, path in named(args.models).items()]
     first, *others = [(model.what, config_of(model)) for model in models]
@@ -79,7 +79,7 @@ def check(args: CompareFlags) -> list[Model]:
 
 
 def check_models(args: CompareFlags, models: Sequence[Model]) -> None:
-    """Raise UserError where one cannot answer; of a checkpoint only what can be seen before it is exported."""
+    """Raise UserError where a model cannot answer; a checkpoint is checked as far as possible before its export."""
     for model in models:
         if model.is_checkpoint:
             config = read_config(config_of(model), model.what, args.trust_remote_code)
@@ -94,7 +94,7 @@ def folders_of(models: Sequence[Model], output_dir: str) -> Iterator[list[Model]
     all ranks see, and are gone afterwards (all ranks enter it)."""
     folder = Path(output_dir) / EXPORTED
     if distributed.is_main() and any(model.is_checkpoint for model in models):
-        output_folder.remove_with(folder)  # whoever interrupts this ends the process from another thread
+        output_folder.remove_with(folder)  # an interrupt ends the process from another thread, without `finally`
     try:
         with phase("saving models"):
             loadable = [exported(model, folder / str(place)) for place, model in enumerate(models)]
@@ -105,7 +105,7 @@ def folders_of(models: Sequence[Model], output_dir: str) -> Iterator[list[Model]
 
 
 def measure(args: CompareFlags, models: Sequence[Model]) -> Comparison:
-    """Every model's responses, and what they say of it; a line for each as it comes (all ranks call this)."""
+    """Every model's responses and measurements; prints a line for each model when it is done (all ranks call this)."""
     first = models[0]
     with phase("reading data"):
         tokenizer = args.read_tokenizer(first.path, first.what)
@@ -172,7 +172,7 @@ class Answering(Measuring):
         return [row["prompt"] for row in answers.rows[:: evaluator.samples]], samples
 
     def _policy(self, model: Model) -> FrozenModel:
-        """An engine with this model's weights, in the memory that the last one's had."""
+        """An engine with this model's weights, in the memory of the last model's engine."""
         for one in (self.reference, *self.scorers):
             one.copies = None  # which may hold the weights of the last one's engine
         gc.collect()

@@ -1,8 +1,8 @@
-"""What is measured of a model's responses and of two models' responses to the same prompts, and how sure it is.
+"""Measurements of one model's responses and of two models' responses to the same prompts, with their uncertainty.
 
-Samples stand by prompt, and then by number: those of prompt i are samples[i * k : (i + 1) * k]. The unit of standard
-errors and of what a bootstrap draws is the prompt: several samples of one prompt are not independent, and stay together
-as their mean.
+Samples are ordered by prompt and then by number: those of prompt i are samples[i * k : (i + 1) * k]. The prompt is the
+unit of standard errors and of the bootstrap: several samples of one prompt are not independent, and enter as their
+mean.
 """
 
 import math
@@ -19,13 +19,13 @@ N = 3  # words of an n-gram whose repetition is counted
 RESAMPLES = 10_000
 LEVEL = 0.95
 AT_ONCE = 1 << 20  # numbers drawn at a time
-EXACT = 12  # of so many prompts that differ from the value every pattern of signs is looked at, 4,096
+EXACT = 12  # up to so many differing prompts all patterns of signs, 4,096, are counted
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A response and what was measured of it. scores: by the name of the reward. kl: log-prob by the model that drew it
-    minus log-prob by the first model, nats. ended: whether it came to an end of its own."""
+    """A response and its measurements. scores: by the name of the reward. kl: log-prob by the model that drew it minus
+    log-prob by the first model, nats. ended: whether it ended by itself."""
 
     response: str
     scores: dict[str, float]
@@ -49,7 +49,7 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """A mean with its 95 % interval. p: how often chance alone would move it at least so far from `null`."""
+    """A mean with its 95 % interval. p: the probability that chance alone moves it at least so far from `null`."""
 
     value: float
     low: float
@@ -131,8 +131,8 @@ def of_pair(samples: Sequence[Sample], first: Sequence[Sample], reward: str, eac
 def change(sample: Sample, first: Sample, reward: str) -> float:
     """By how much a sample's score is above the first model's sample of the same number to the same prompt.
 
-    0 where both are the same response: what makes scores of one text differ, such as the texts that went through the
-    reward model beside it, is no difference of the models.
+    0 where both are the same response: scores of one text may differ with the other texts that went through the reward
+    model in the same batch; this is no difference of the models.
     """
     if (sample.response, sample.tokens, sample.ended) == (first.response, first.tokens, first.ended):
         return 0.0
@@ -175,9 +175,10 @@ def interval(values: np.ndarray, null: float, seed: int) -> Interval:
     instead of 0.025, since plain percentiles of few values are too narrow. (T. Hesterberg 2015, What Teachers Should
     Know About the Bootstrap, section 5.2.)
 
-    Where nearly all values are `null` (ties), or all are equal, the resamples hardly differ, and what is left is too
-    narrow whatever the quantile. So `p` is asked too, which is exact for any number of ties: an interval that leaves
-    out `null` where p is above 5 % is widened up to it. Values that are all `null` have a p of 1 and no width.
+    Where nearly all values are `null` (ties), or all are equal, the resamples hardly differ, and the interval is too
+    narrow whatever the quantile. So `p` is used too, which is exact for any number of ties: if the interval excludes
+    `null` although p is above 5 %, it is widened to reach `null`. Values that are all `null` have a p of 1 and no
+    width.
     """
     n = len(values)
     assert n >= 2, "one prompt does not tell how sure a mean is"

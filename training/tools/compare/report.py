@@ -1,4 +1,4 @@
-"""What was found: as a table for the terminal, as JSON, and as one page with all samples to look through."""
+"""The results of a comparison: a table for the terminal, JSON, and a page with all samples to look through."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -28,10 +28,10 @@ from training.tools.pages.page import table as page_table
 
 @dataclass(slots=True)
 class Comparison:
-    """Models, best first by the first reward, and what was measured of each and of each beside the first one given.
+    """The models, best first by the first reward; the measurements of each, and of each compared with the first given.
 
-    prompts: in their order. samples: by model, of each prompt as many. measures: by model. pairs: by (model, reward),
-    without the first.
+    prompts: in their order. samples: by model, equally many for each prompt. measures: by model. pairs: by (model,
+    reward), without the first model.
     """
 
     args: CompareFlags
@@ -59,11 +59,11 @@ class Comparison:
 
     @property
     def names(self) -> list[str]:
-        """Of the models, the best first."""
+        """The models' names, the best first."""
         return sorted(self.samples, key=lambda name: -self.measures[name].scores[self.rewards[0]].value)
 
     def change(self, name: str, reward: str, place: int) -> float:
-        """Of the sample at a place, how its score differs from the first model's there."""
+        """The score of the sample at `place` minus that of the first model's sample at the same place."""
         return change(self.samples[name][place], self.samples[self.first][place], reward)
 
 
@@ -87,8 +87,8 @@ def verdict(comparison: Comparison, name: str, reward: str) -> str:
 
 
 def table(comparison: Comparison) -> str:
-    """A table for each reward, and one of what else was measured; the first model's row comes where its score puts
-    it."""
+    """A table for each reward, and one of the other measurements; rows are in the order of the scores, the first
+    model's too."""
     n, each = len(comparison.prompts), comparison.args.num_samples_per_prompt
     samples = f", {each} samples each" if each > 1 else ""
     lines = [f"{n:,} held-out prompts{samples}; ± is one standard error, ranges are 95 % intervals"]

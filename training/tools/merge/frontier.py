@@ -34,7 +34,7 @@ class Point:
 
 
 class Frontier(Measuring):
-    """A policy whose weights are exchanged for those of each scale, beside its SFT model and what scores."""
+    """A policy whose weights are replaced by those of each scale, with the SFT model and the reward that measure it."""
 
     def __init__(self, args: MergeFlags, held_out: HeldOut):
         super().__init__(args, args.engine_spec(), held_out)
@@ -76,7 +76,7 @@ class Frontier(Measuring):
 
 
 def best_within(points: Iterable[Point], max_kl: float) -> Point | None:
-    """The point with the best score within so many nats a response, without the SFT model's; None if there is none."""
+    """The point with the best score and a KL of at most max_kl nats a response, without the SFT model's; or None."""
     within = [point for point in points if point.scale != 0.0 and point.kl <= max_kl]
     return max(within, key=lambda point: point.score, default=None)
 

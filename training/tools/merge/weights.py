@@ -37,7 +37,7 @@ TIED_HEADS = ("lm_head.weight", "embed_out.weight")
 """Output heads that some files hold beside the embedding that they are tied to."""
 MODEL, NOTE = "model", "merged_from.json"
 BESIDE = ("config.json", "generation_config.json", "*.py")
-"""What a folder needs beside weights and tokenizer: the SFT model's."""
+"""Files of the SFT model that a merged model's folder needs beside weights and tokenizer."""
 
 
 class MergedWeights(Mapping[str, Tensor]):
@@ -184,7 +184,8 @@ def check_weights(
 
 
 def check_change(sft: Mapping[str, Tensor], trained: Sequence[tuple[str, Mapping[str, Tensor]]]) -> None:
-    """Raise UserError where a trained model has all weights of the SFT model (whose first differing one ends this)."""
+    """Raise UserError where a trained model has the same weights as the SFT model; stops reading at the first
+    difference."""
     for path, weights in trained:
         if all((weights[name] == own).all() for name, own in sft.items()):
             raise UserError(f"{TRAINED} {path}: all its weights are those of the SFT model. Give a trained model.")

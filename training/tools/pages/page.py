@@ -1,4 +1,4 @@
-"""What a page is made of: a document that needs nothing beside it, tables, and a list of samples side by side.
+"""The parts of a page: a document in a single file, tables, and a list of samples side by side.
 
     text = document("sft beside base", "256 prompts", samples(shown), {"samples": sample_data(shown)}, ["samples.js"])
 

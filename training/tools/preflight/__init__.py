@@ -1,2 +1,2 @@
-"""What the nodes of a run are, gathered and compared before anything large is loaded: --preflight, and in short at the
-start of each run on several hosts."""
+"""Gathers facts of a run's nodes and compares them before anything large is loaded: in full by --preflight, and in
+short at the start of each run on several hosts."""

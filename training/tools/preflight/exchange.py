@@ -1,4 +1,4 @@
-"""What ranks tell rank 0 of themselves before there is a process group, by the key-value store where they are to meet.
+"""How ranks send their facts to rank 0 before the process group exists, through the key-value store where they meet.
 
     rank 0                                          another rank
     exchange = Exchange.served("preflight")         exchange = Exchange.reached("preflight", seconds)
@@ -6,9 +6,9 @@
     exchange.facts(own, world, seconds)  <--------  exchange.post({...})
     exchange.publish("verdict", {...})              exchange.published("verdict")
 
-No collective call and no library but torch: a rank with another version of something can still say so. torch's store
-lets in whoever reaches its port, and there is no key yet by which ranks could know each other (docs/security.md): what
-stands in it is parsed as a stranger's, can only end the run with a message and code 2, and is never executed.
+It needs no collective call and no library but torch, so a rank with another version of a library can still report it.
+torch's store lets in whoever reaches its port, and ranks have no shared key yet (docs/security.md). So the store's
+content is parsed as a stranger's: it can only end the run with a message and code 2, and is never executed.
 """
 
 import base64
@@ -78,8 +78,8 @@ class Exchange:
         self._ask(self._store.add, f"{self._name}/posted", 1)
 
     def facts(self, own: dict, world: int, seconds: float, over: Callable[[], bool] = lambda: False) -> dict[int, dict]:
-        """By rank 0: the facts of all ranks, with its own; or of those that have posted them when for so many seconds
-        no other has, or when `over` says that the others need not be waited for."""
+        """Called by rank 0: {rank: facts} of all ranks, with its own. If no further rank posts within `seconds`, or
+        `over` says not to wait any more, only of those that have posted."""
         found, deadline, counted = {0: own}, time.monotonic() + seconds, 0
         while len(found) < world and time.monotonic() < deadline and not over():
             posted = self._ask(self._store.add, f"{self._name}/posted", 0)

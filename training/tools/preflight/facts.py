@@ -49,9 +49,9 @@ OWN = ("HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS")  # w
 class Fact:
     """What a node has in one row.
 
-    shown: the cell. same: what has to be equal on all nodes; None where nothing has to. problem: a sentence on what is
-    wrong with it by itself. remedy: what to do where it is not the same. warning: whether a run can go on with what is
-    wrong. amount: a number of which a column for several nodes shows the least.
+    shown: the text of the cell. same: the value that has to be equal on all nodes; None for no such demand. problem: a
+    sentence on what is wrong on this node by itself. remedy: what to do where nodes differ. warning: whether a run can
+    go on in spite of the problem. amount: a number; a column for several nodes shows the smallest.
     """
 
     shown: str
@@ -84,7 +84,7 @@ def facts_of_node(args: RunFlags, thorough: bool = True) -> Facts:
 
 
 def all_versions() -> Facts:
-    """Of what has to be the same on all nodes; of Python its first two numbers, and a driver may be another one."""
+    """The versions that have to be the same on all nodes. Of Python two numbers count, and drivers may differ."""
     found = {name: versions().get(name) or "none" for name in ("python", "torch", "deepspeed", "transformers")}
     found["CUDA"] = torch.version.cuda or "none"
     found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version())) if torch.version.cuda else "none"
@@ -147,8 +147,8 @@ def own_gpu(index: int) -> Fact:
 
 
 def variables(environment: Mapping[str, str]) -> Facts:
-    """Those that libraries read and all nodes should agree on, names of interfaces aside; of secrets only that they are
-    set."""
+    """The environment variables that libraries read and that should agree on all nodes, without names of interfaces;
+    of secrets it only shows that they are set."""
     rows = {}
     for name, value in sorted(environment.items()):
         if READ_BY_LIBRARIES.fullmatch(name) and name not in OWN:

@@ -1,11 +1,11 @@
-"""Nodes that are fit for a run: all of it by --preflight, and in short at the start of each run on several hosts.
+"""Checks that nodes are fit for a run: in full by --preflight, and in short at the start of each run on several hosts.
 
     run(args)      each rank tells rank 0 its facts, rank 0 compares and prints a table, and healthy nodes join and time
                    an all-reduce; nothing is loaded
-    agree(args)    what is known without measuring is compared, and a run whose nodes differ is refused
+    agree(args)    facts that need no measuring are compared, and a run whose nodes differ is refused
 
-Both come before the process group: a node that has another version of something, or that NCCL does not reach, can still
-say what it has.
+Both come before the process group: a node with another version of a library, or one that NCCL does not reach, can still
+report its facts.
 """
 
 import contextlib
@@ -41,9 +41,9 @@ from training.tools.preflight.table import (
     verdict,
 )
 
-REPORTS = 45.0  # seconds without a further report, after which those that are missing are missed
-OTHERS = 15.0  # seconds that others are waited for when one cannot begin
-LOOKS = 3.0  # seconds that a node looks for what rank 0 has written
+REPORTS = 45.0  # seconds without a further report, after which the remaining ranks count as missing
+OTHERS = 15.0  # seconds to wait for other ranks when one cannot begin
+LOOKS = 3.0  # seconds for which a node looks for the file that rank 0 has written
 STUCK = 3.0  # minutes in which no rank moves while bandwidth is measured
 SIZES_GPU = (1 << 10, 1 << 20, 1 << 25, 1 << 28)  # bytes of an all-reduce
 SIZES_CPU = (1 << 10, 1 << 16, 1 << 20, 1 << 23)
@@ -64,7 +64,7 @@ def agree(args: RunFlags) -> Exchange | None:
     """At the start of a run on several hosts (all ranks call this, before they join): compare what is known without
     measuring, print what differs, and raise SharedError on all ranks where they cannot work together.
 
-    Returns: what is to be kept until the process group stands. Ranks that do not come are missed by the watch.
+    Returns: an object to keep until the process group exists. The watch thread notices ranks that do not come.
     """
     if not on_several_hosts():
         return None
@@ -138,7 +138,7 @@ def _follow(args: RunFlags) -> int:
 
 
 class _CannotBegin:
-    """What a rank has said whose program cannot begin (`MeetingPoint`), and whether others need be waited for."""
+    """The message of a rank whose program cannot begin (`MeetingPoint`), and whether to wait for other ranks."""
 
     def __init__(self) -> None:
         self.findings: list[Finding] = []

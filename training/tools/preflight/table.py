@@ -1,5 +1,5 @@
-"""What is wrong with nodes by their facts, or differs between them, and the table of it: a column a node, or a column
-for all nodes that are alike, where there are many."""
+"""Finds what is wrong with nodes or differs between them, and prints it as a table: a column for each node, or, with
+many nodes, a column for all nodes that are alike."""
 
 import re
 from collections import Counter
@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 from training.tools.preflight.facts import MEMORY, Fact, Facts, bytes_in_short
 
-EACH_ITS_OWN = 4  # nodes with a column each; of more, those that are alike share one
+EACH_ITS_OWN = 4  # up to so many nodes have a column each; with more, nodes that are alike share one
 COLUMNS = 6  # that are shown; findings name the nodes of the others
 WIDEST = 44  # characters of a cell
-NONE = Fact(shown="none", same="none")  # of a node that has not what others have
+NONE = Fact(shown="none", same="none")  # for a node that lacks a fact of others
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ def findings(nodes: Sequence[Node]) -> list[Finding]:
 
 
 def _usual(facts: Sequence[Fact]) -> Fact | None:
-    """The most frequent one, of several the first: rank 0's, where it is one of them."""
+    """The most frequent fact; of several the first, which is rank 0's where that is one of them."""
     counts = Counter(fact.same for fact in facts)
     return max(facts, key=lambda fact: counts[fact.same], default=None)
 
@@ -105,7 +105,7 @@ def table(nodes: Sequence[Node], found: Sequence[Finding]) -> list[str]:
     cells.append(["ranks", *ranks, *("! no answer" for _ in missing)])
     for row in rows:
         flag, _, value = row.partition(" ")
-        long = len(row) > WIDEST and value  # of a long path its end
+        long = len(row) > WIDEST and value  # a long path is shown by its end
         name = f"{flag} ...{value[-max(20, WIDEST - len(flag) - 4) :]}" if long else row
         cells.append([name, *(_cell(row, column, found) for column in shown), *("! no answer" for _ in missing)])
     widths = [max(len(line[place]) for line in cells) for place in range(len(cells[0]))]
@@ -118,7 +118,7 @@ def table(nodes: Sequence[Node], found: Sequence[Finding]) -> list[str]:
 
 
 def rows_of(nodes: Sequence[Node]) -> list[str]:
-    """The rows of facts that any node has, but for what none has more than the name of."""
+    """The rows of facts that any node has, without rows in which no node has a value or a problem."""
     rows = dict.fromkeys(row for node in nodes for row in node.facts)
     return [row for row in rows if any(node.fact(row).problem or node.fact(row).shown != "none" for node in nodes)]
 
@@ -136,7 +136,7 @@ def _columns(nodes: Sequence[Node], rows: Sequence[str], found: Sequence[Finding
 
 
 def _cell(row: str, column: Sequence[Node], found: Sequence[Finding]) -> str:
-    """Of several nodes that with the least."""
+    """The text of a cell; for several nodes that of the smallest amount."""
     node = min(column, key=lambda node: node.fact(row).amount or 0)
     more = " or more" if len(column) > 1 and node.fact(row).amount is not None else ""
     wrong = any(finding.row == row and node.host in finding.hosts for finding in found)

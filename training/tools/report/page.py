@@ -32,8 +32,8 @@ SEVERITIES = {"alarm": "worse", "look": "even", "fine": "better"}
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """kind: which step wrote it, of VIEWS. rows: of metrics.jsonl. starts: of run.json, the last start last. samples:
-    rows by the file's name without its ending, in the order of steps. missing: what the folder does not hold."""
+    """A run. kind: the step that wrote it, a key of VIEWS. rows: of metrics.jsonl. starts: of run.json, the last start
+    last. samples: {file name without its ending: rows}, in the order of steps. missing: files that the folder lacks."""
 
     name: str
     folder: Path
@@ -345,7 +345,7 @@ def _by_prompt(rows: Sequence[Mapping]) -> dict[tuple[str, int], Mapping]:
 
 
 def departures(resolved: Mapping) -> list[tuple[str, object, object]]:
-    """In which fields a run's dialect departs from the one that it names: field, the named one's value, the run's."""
+    """(field, value in the dialect of that name, the run's value) of each field in which the run's dialect departs."""
     try:
         usual = get_dialect(str(resolved.get("name")))
     except UserError:  # one of the run's own

@@ -1,10 +1,10 @@
-"""Which request leads where, what clients may send, and how mistakes are answered.
+"""The routes of the service, the forms of requests, and the answers to mistakes.
 
 PUT /               each model's response to a prompt or a chat, with its score, whole or streamed
 GET /               the page that asks for these
 POST /v1/scores     scores in this project's form
 POST /get_reward    scores in the form of OpenRLHF's reward server
-GET /health         that it answers, and how much is asked of it
+GET /health         the state of the service, and its load
 """
 
 import json
@@ -48,8 +48,8 @@ class Message(BaseModel):
 class CompareRequest(BaseModel):
     """PUT /: what the models are asked, and how their responses are drawn.
 
-    prompt: a text that models continue as it stands. messages: in its place a chat, which each model is asked by its
-    own chat template. models: those that are to answer, by default all.
+    prompt: a text that models continue as it stands. messages: instead of it a chat, which each model is given through
+    its own chat template. models: those that answer, by default all.
     """
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, strict=True)
@@ -305,8 +305,8 @@ def _prompt_ids(model: ServedModel, text: str, field: str) -> list[int]:
 
 
 def _check_characters(count: int, context: int, longest_token: int, what: str) -> None:
-    """Raise RequestError for a text that needs no tokenizer, which takes seconds for megabytes, to be known as too
-    long."""
+    """Raise RequestError for a text that is too long by its number of characters: tokenizers take seconds for
+    megabytes."""
     most = context * (longest_token + 1)  # some tokenizers drop the spaces between
     if count > most:
         told = f"{what}: it has {count} characters; {context} tokens have {most} at most"

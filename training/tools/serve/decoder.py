@@ -72,7 +72,7 @@ class Generation:
 
     @property
     def ended(self) -> bool:
-        """Whether no more is drawn."""
+        """Whether the response has ended."""
         return self.reason is not None or self.error is not None
 
     @property
@@ -105,7 +105,7 @@ class Generation:
 
 
 class Decoder:
-    """Decodes the responses of one model, a token of each at a time. All calls come from one thread.
+    """Decodes the responses of one model, one token of each per step. All calls come from one thread.
 
     living: the responses under way, each in the row of the batch that is its place in the list. drawn: tokens of all so
     far.

@@ -131,7 +131,7 @@ def _model(
 def _scorer(
     args: ServeFlags, path: str, dtype: torch.dtype, device: torch.device, policys: PreTrainedTokenizerBase | None
 ) -> ServedScorer:
-    """policys: the models' tokenizer, which is the reward model's where that brings none."""
+    """The reward model with its tokenizer. policys: the models' tokenizer, used where the reward model brings none."""
     scorer = load_scorer(path, dtype, what=REWARD, trust_remote_code=args.trust_remote_code)
     brings_none = not any(has_tokenizer(folder) for folder in (path, base_of(path, REWARD)) if Path(folder).is_dir())
     if policys is not None and Path(path).is_dir() and brings_none:

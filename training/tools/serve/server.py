@@ -130,10 +130,10 @@ class Server(uvicorn.Server):
 
 
 class Connection(H11Protocol):
-    """uvicorn's, which waits for both without end: connections that say nothing would take all places, and answers that
-    nobody reads the room of others' responses.
+    """uvicorn's connection with time limits for reading a request and for a client that does not read its answer.
+    Without limits silent connections would take all places, and unread answers the room of other responses.
 
-    seconds: for each of the two; beyond, the connection is broken off.
+    seconds: the limit for each of the two; after it the connection is closed.
     """
 
     seconds: ClassVar[float] = 30.0

@@ -1,4 +1,4 @@
-"""What requests ask for: responses and scores, how many of them at once, and the thread that computes them all.
+"""Responses and scores for requests: how many may be asked for at once, and the thread that computes them all.
 
 with service.admitted(1), Responses(service, [Response(model, prompt_ids, settings)]) as responses:
     (response,) = await responses.all()
@@ -55,8 +55,8 @@ def log_error(where: str, status: int, message: str) -> None:
 class Service:
     """Models, the thread that computes, and the count of what it has been asked.
 
-    rows: texts in one forward pass of the reward model. queue_size: responses and texts to score that may be in the
-    making or wait. most_tokens: of a response.
+    rows: texts in one forward pass of the reward model. queue_size: the most responses and texts to score that may wait
+    or be under way. most_tokens: the most tokens of a response.
     """
 
     def __init__(self, models: ServedModels, rows: int, queue_size: int, most_tokens: int):
@@ -106,7 +106,7 @@ class Service:
         return self.models[name]
 
     async def encoded(self, encode: Callable[[], Found]) -> Found:
-        """What this gives that turns texts into tokens, without holding up other requests."""
+        """The result of `encode`, which turns texts into tokens, computed without blocking other requests."""
         return await asyncio.get_running_loop().run_in_executor(self._texts, encode)
 
     async def rendered(self, model: ServedModel, messages: list[dict]) -> str:
@@ -142,8 +142,7 @@ class Service:
 
 
 class Responses:
-    """The responses that one request asks for, as they are drawn; those that are not done when the context ends are
-    drawn no further.
+    """The responses that one request asks for, as they are drawn. When the context ends, unfinished ones are cancelled.
 
         with Responses(service, [(model, prompt_ids, settings), ...]) as responses:
             async for number, text, is_whole in responses.updates(): ...
@@ -196,7 +195,7 @@ class Responses:
 
 
 class Worker:
-    """The thread that draws and scores: what waits for a model when it has room is decoded and scored together.
+    """The thread that draws and scores. Requests that wait for the same model are decoded or scored together.
 
     One thread for all models: on a GPU they share its one queue of work, and on CPUs torch's own threads share the
     cores. A turn gives each model one token of all its responses, and the reward model one batch of at most `rows`

@@ -4,8 +4,8 @@
     ... training/step3_rlhf.py --data_path data/prompts.jsonl --reward_function training.toy.sums:right ...
     python -m training.toy.sums accuracy --data data/eval_prompts.jsonl sft ppo/actor rloo/actor
 
-Of all 8,100 sums each stands in one file alone: those that step 1 learns with their answers, those that step 3 asks, of
-which it says only whether an answer is right, and those held out.
+Each of the 8,100 sums stands in one of three files: sums with answers for step 1, prompts for step 3, whose reward says
+only whether an answer is right, and held-out prompts.
 """
 
 import argparse
@@ -53,7 +53,7 @@ def run_make(args: argparse.Namespace) -> None:
 
 
 def accuracy(folder: Path, rows: Sequence[dict], sampled: bool, seed: int = 0) -> float:
-    """The share of right answers, greedy or drawn from the model as it is, of prompts that are equally long."""
+    """The share of right answers, greedy or sampled from the unchanged distribution, to prompts of equal length."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
