@@ -456,8 +456,8 @@ class TensorParallelCopies(PlainCopies):
 
 
 def group_sizes(ranks: int, asked: int | None = None) -> tuple[int, ...]:
-    """The possible sizes of groups of ranks on one machine: all divisors of `ranks` over 1, or `asked` alone if it is
-    given."""
+    """The possible sizes of groups of ranks on one machine: all divisors of `ranks` over 1; if a size is `asked` for,
+    that one alone, or none if it does not divide `ranks`."""
     sizes = range(2, ranks + 1) if asked is None else (asked,)
     return tuple(size for size in sizes if size > 1 and ranks % size == 0)
 

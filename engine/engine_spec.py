@@ -37,18 +37,22 @@ class EngineSpec:
     """Which models, in which precision, under which DeepSpeed configurations.
 
     critic_path: a reward model or critic; None for the actor's model with a new head (`new_critic`). with_critic: False
-    if no critic is built. reward_path: by default the critic's path. with_reward_model: False if scores come from
-    elsewhere, so that no reward model is loaded. hydra_layers: how many of the actor's last layers train; the reference
-    is then a frozen copy of these layers in the actor's engine. 0: all layers train, and the reference has its own
-    engine. actor_lora, critic_lora: adapters that train instead of matrices, or None. share_trunk: one frozen language
-    model serves all roles, each with its own adapter and head. pad_token: the rule for the tokenizer's pad token
-    (engine/models/reading.py). chat_template: a file with the tokenizer's chat template, or None. trust_remote_code:
-    whether code in the models' folders may run. attention: the code that computes attention in all models.
+        if no critic is built. reward_path: by default the critic's path. with_reward_model: False if scores come from
+        elsewhere, so that no reward model is loaded. hydra_layers: how many of the actor's last layers train; the
+        reference is then a frozen copy of these layers in the actor's engine. 0: all layers train, and the reference
+        has its own engine.
+    actor_lora, critic_lora: adapters that train instead of matrices, or None. share_trunk: one frozen language model
+        serves all roles, each with its own adapter and head.
+    pad_token: the rule for the tokenizer's pad token (engine/models/reading.py). chat_template: a file with the
+        tokenizer's chat template, or None. trust_remote_code: whether code in the models' folders may run. attention:
+        the code that computes attention in all models.
     reference, reward: by default stage 3 if the actor (for the reward model the critic, if there is one) is at stage 3,
-    else stage 0. ema_decay: None for no moving average; ema_device: "cpu" keeps the average, and a reference that
-    moves, in host memory. reference_is_ema: whether the KL is measured against the average. reference_refresh_steps:
-    after every so many PPO steps the reference becomes reference_mixup_alpha * actor + (1 - reference_mixup_alpha) *
-    reference; None for never.
+        else stage 0.
+    ema_decay: None for no moving average; ema_device: "cpu" keeps the average, and a reference that moves, in host
+        memory.
+    reference_is_ema: whether the KL is measured against the average. reference_refresh_steps: after every so many PPO
+        steps the reference becomes reference_mixup_alpha * actor + (1 - reference_mixup_alpha) * reference; None for
+        never.
     """
 
     actor_path: str

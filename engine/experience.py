@@ -169,8 +169,8 @@ class Experience:
     logprobs, entropy: (B, T) float32, of the policy that sampled. ref_logprobs: (B, T) float32, of the reference.
     values: (B, T) float32, the critic's; None without one. scores: (B,) float32, as the reward source gave them.
     prompt_kl: (B,) float32, the prompts' part of the KL that steers the coefficient; zeros where only responses count.
-    score_parts: name -> (B,) float32, the parts that add up to the scores if there are several, else empty. rewards:
-    name -> (B,) float32, the score of each of several sources before its weight.
+    score_parts: name -> (B,) float32, the parts that add up to the scores if there are several, else empty.
+    rewards: name -> (B,) float32, the score of each of several sources before its weight.
     log_ratios: (N,) float32, log-probs of the actor's forward pass minus the sampler's: for all tokens that are
         learned, or for those of the longest row if only that row had a forward pass; None if the sampler records no
         log-probs.

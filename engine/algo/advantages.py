@@ -188,8 +188,8 @@ class AdvantageEstimator:
     compute: returns (advantages, returns), each (B, T) float32; or each (B,) with one number a response, where the
         returns are the rewards that were compared.
     needs_critic: whether it reads values; if not, no critic is built. needs_groups: whether it compares the responses
-    to one prompt, which then has to have 2 or more. per_response: whether it returns one number a response. discounts:
-    whether it reads gamma; every estimator with a critic may.
+        to one prompt, which then has to have 2 or more. per_response: whether it returns one number a response.
+    discounts: whether it reads gamma; every estimator with a critic may.
     """
 
     compute: Callable[[AdvantageInputs], tuple[Tensor, Tensor]]

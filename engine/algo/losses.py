@@ -172,7 +172,8 @@ def kl_loss(
         estimator: as in `kl_estimate`.
         ratio: (B, T) or (B, 1) float32, the ratio of the policy to the rollout's policy, finite everywhere, with its
             gradient. Each estimate is multiplied by it; then the mean of the gradients of k1 and k3 is the KL's
-            gradient too. None for 1. weights: as in `policy_loss`.
+            gradient too. None for 1.
+        weights: as in `policy_loss`.
 
     Source: Schulman 2020, "Approximating KL divergence"; Shao et al. 2024, "DeepSeekMath", eq. 4, which has k3 here;
     for the ratio DeepSeek-AI 2025, "DeepSeek-V3.2", section 3.1, and TRL 1.16.0, `use_bias_correction_kl`.

@@ -52,9 +52,10 @@ class Algorithm:
 
     Args:
         pad_token_id: what fills the positions after a response.
-        end_token_id: the token that `truncate_token` names; if it names none, EOS, or None if there is no EOS. reduce:
-        a function that sums a float64 tensor over all ranks; called equally often on each. By default there is one
-        rank. ranks: how many there are.
+        end_token_id: the token that `truncate_token` names; if it names none, EOS, or None if there is no EOS.
+        reduce: a function that sums a float64 tensor over all ranks; called equally often on each. By default there is
+            one rank.
+        ranks: how many there are.
         max_response_length: how many tokens a response may have; needed by loss_scope "fixed_length" and
             `overlong_buffer`.
     """
@@ -121,7 +122,8 @@ class Algorithm:
         Args:
             responses: (B, T) int64, as wide as in the dialect's system, where rows end with the longest response of the
                 batch that was generated together, or after a fixed length. In some dialects wider rows would move the
-                score. response_mask: (B, T) bool, the tokens that are learned from.
+                score.
+            response_mask: (B, T) bool, the tokens that are learned from.
         """
         dialect, width = self.dialect, responses.shape[1]
         counted = counted_tokens(responses, response_mask, self.pad_token_id, dialect.length_rule)

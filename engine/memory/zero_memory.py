@@ -393,7 +393,8 @@ def gathered_numbers(units: Sequence[int], zero: Any, backward: bool) -> int:
     """The most numbers that are gathered (whole) at once.
 
     units: how many numbers each unit has that is fetched in one piece, in the order of the forward pass. zero:
-    DeepSpeed's settings. backward: whether a backward pass follows, in the opposite order.
+        DeepSpeed's settings.
+    backward: whether a backward pass follows, in the opposite order.
     """
     order = [*range(len(units)), *(reversed(range(len(units))) if backward else ())]
     held: set[int] = set()

@@ -63,7 +63,8 @@ class LoraSpec:
     adapted layers contain; "all-linear" for all but the output head; or several names, one of which is a layer's last
     (peft's target_modules). dropout: dropout on the input of A, in train mode. lr: the factors' peak learning rate.
     only: whether nothing but factors (and a score head) trains; otherwise all weights but the adapted matrices train
-    too, at the model's own rate. seed: seed of A.
+        too, at the model's own rate.
+    seed: seed of A.
     """
 
     dim: int

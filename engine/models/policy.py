@@ -148,8 +148,8 @@ class Policy(Backbone):
             sequences, attention_mask, position_ids: (B, S) int64.
             temperature: what the logits are divided by.
             with_entropy: otherwise the entropies are zeros.
-            probe: instead find out whether the head may be applied directly (see Policy), and remember it. role:
-            "reference" for the model before training, if this module also computes that one.
+            probe: instead find out whether the head may be applied directly (see Policy), and remember it.
+            role: "reference" for the model before training, if this module also computes that one.
 
         Returns: (logprobs, entropy), each (B, T) float32.
         """

@@ -211,10 +211,16 @@ def _parsed_config(path: str, trust_remote_code: bool, _files: tuple) -> Pretrai
 
 
 def _files_of(path: str) -> tuple:
-    """A folder's files with their sizes and times, by which it is seen whether it has changed; none of a Hub's name."""
+    """A folder's files with their sizes and times, by which a change of the folder shows; none for a name on the Hub.
+
+    A folder that cannot be listed, or that changes meanwhile, is never the same as before.
+    """
     folder = Path(path)
-    files = sorted(file for file in folder.iterdir() if file.is_file()) if folder.is_dir() else ()
-    return tuple((file.name, _stamp(file)) for file in files)
+    try:
+        files = sorted(file for file in folder.iterdir() if file.is_file()) if folder.is_dir() else ()
+        return tuple((file.name, _stamp(file)) for file in files)
+    except OSError:
+        return (object(),)
 
 
 def _stamp(file: Path) -> tuple[int, ...]:

@@ -100,8 +100,8 @@ class Trunk(Policy):
 def make_trunk(policy: Policy, actor: LoraSpec, scoring: Mapping[str, ScoringRole]) -> Trunk:
     """Make a Trunk from a language model that was loaded without adapters; the same on all ranks.
 
-    policy: its `start`, if any, is the adapter that the actor goes on training and that the reference keeps. scoring:
-    "critic" and "reward", as far as the run has them.
+    policy: its `start`, if any, is the adapter that the actor goes on training and that the reference keeps.
+    scoring: "critic" and "reward", as far as the run has them.
 
     Raises: UserError if an adapter's targets match no layer, or its dimension is not that of its start.
     """

@@ -159,7 +159,9 @@ class AgreedReward(RewardSource):
     def _agreed(self, call: Callable, rollout: Rollout) -> dict[str, Tensor]:
         returned, problem = _called(partial(call, rollout))
         parts = returned if isinstance(returned, dict) else {"scores": returned}
-        problem = problem or _misshapen(parts, len(rollout))
+        if problem is None:  # a look at it may raise, too
+            wrong, raised = _called(partial(_misshapen, parts, len(rollout)))
+            problem = wrong or raised
         stop_together(problem, self.name, "Its score gives one number a response, a tensor (B,). Mend it.")
         return {name: values.float() for name, values in parts.items()}
 

@@ -20,8 +20,10 @@ class SamplingConfig:
     vocabulary_size: token ids from this number on are never drawn. Embeddings are often padded, and an id that the
         tokenizer does not know may be outside the reward model's vocabulary. None for no bound.
     stop_token_ids: tokens that end a response and belong to it. Without these and stop_strings all responses have
-    max_new_tokens. never_drawn: tokens that are never drawn, as if their probability were 0. Log-probs are still those
-    of the full distribution. stop_strings: texts that end a response with the token that completes them.
+        max_new_tokens.
+    never_drawn: tokens that are never drawn, as if their probability were 0. Log-probs are still those of the full
+        distribution.
+    stop_strings: texts that end a response with the token that completes them.
     pad_token_id: what fills the slots after a response.
     seed: of the keyed uniform numbers.
     logprob_temperature: rollouts contain the sampler's log-prob of each token at this temperature; None for no
@@ -67,8 +69,9 @@ class RolloutBackend(ABC):
     computes_as_actor: whether its log-probs come from the actor's own code and weights, so that in fp32 they equal
         those of a forward pass within rounding. Only then `old_logprobs` "auto" takes the sampler's log-probs.
         decoding_ran: which of engine.rollout.passes.DECODING read single tokens; "" for a backend with its own
-        inference engine. fallback: why single tokens went through the actor's own code although a faster way was
-        wanted; "" if the faster way was used, None if none was wanted.
+        inference engine.
+    fallback: why single tokens went through the actor's own code although a faster way was wanted; "" if the faster way
+        was used, None if none was wanted.
     finished: a callback for responses that are done while others are still being drawn; a backend need not call it.
     """
 

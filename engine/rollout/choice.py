@@ -34,7 +34,7 @@ ROLLOUT_BACKENDS: dict[str, Callable[..., RolloutBackend] | None] = dict.fromkey
 @dataclass(frozen=True)
 class Placement:
     """Which models compute through which copies (at stages 0 to 2 through their own modules), and why. `parts` has all
-    copies; no model may use the first."""
+    copies; it may be that no model uses the first."""
 
     why: str
     parts: Sequence[tuple[PlainCopies, Sequence[Model]]]
@@ -62,9 +62,9 @@ def build_rollouts(
 
     Args:
         actor: if it is a role within an engine, it computes with the engine's copies.
-        others: models that also make experience through whole copies, as far as there is room for them. rows_at_once,
-        row_length: responses decoded side by side, and tokens of prompt and response, for the cache. between_steps: as
-        in WholeCopies. decoding: as in Sampler; zero3 has no use for it.
+        others: models that also make experience through whole copies, as far as there is room for them.
+        rows_at_once, row_length: responses decoded side by side, and tokens of prompt and response, for the cache.
+        between_steps: as in WholeCopies. decoding: as in Sampler; zero3 has no use for it.
         tensor_parallel: how many ranks hold a copy together. With "vllm" and "replica" always so many (None: 1); with
             "auto" only for a model whose whole copy does not fit (None: as few as it fits on).
         sampler: as in VLLMRollouts; others have no use for it.

@@ -47,8 +47,9 @@ class Request:
     """A prompt that needs a response, and the response so far.
 
     row: its row in the prompts and in the rollout. prompt_length: how many real tokens the prompt has. most: how many
-    tokens the response may have. tokens: the response's tokens that the host has looked at. drawn: how many tokens were
-    drawn, looked at or not, those after an end included. ended: whether the response reached an end token or string.
+        tokens the response may have.
+    tokens: the response's tokens that the host has looked at. drawn: how many tokens were drawn, looked at or not,
+        those after an end included. ended: whether the response reached an end token or string.
     """
 
     row: int

@@ -168,8 +168,9 @@ class Conditions:
         """The conditions of this run of step 3.
 
         data: fingerprints of the prompts and of the texts. total_steps: of the whole run; the learning rates' schedule
-        depends on them. tokenizer: its chat template must stay the same. inputs: fingerprints of models and of the
-        reward function, by flag.
+            depends on them.
+        tokenizer: its chat template must stay the same. inputs: fingerprints of models and of the reward function, by
+            flag.
         """
         dialect, weights, inputs = args.resolved.dialect, args.reward_weights, inputs or {}
         identity = {

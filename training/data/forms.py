@@ -61,8 +61,8 @@ class Form:
     """How one step reads records.
 
     name: the form's name; part of the rows' fingerprint. columns: the first alternative that a record has is read.
-    shape: (record, the texts of these columns) -> the row. may_be_blank: whether texts may be blank. answers: whether
-    answers are read, and messages up to the assistant's last one; otherwise prompts alone are read.
+    shape: (record, the texts of these columns) -> the row. may_be_blank: whether texts may be blank.
+    answers: whether answers are read, and messages up to the assistant's last one; otherwise prompts alone are read.
     """
 
     name: str

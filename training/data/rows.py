@@ -99,7 +99,8 @@ def load_rows(
     keeps: row -> whether it is kept; others are dropped, for their length say. Where a number of held-out rows is
     given, only kept rows are held out and counted; `keeps` is not asked about training rows. By default all are kept.
     held_out_flag: the name of `held_out` in messages. undivided: data sets beside data_path that `split` does not
-    divide. config_name: the configuration of data_path's sets on the Hub.
+        divide.
+    config_name: the configuration of data_path's sets on the Hub.
     Raises UserError for data sets that cannot be read, and for flags that leave no rows.
     """
     divided, eval_paths = _listed(data_path), _listed(eval_data_path)

@@ -214,11 +214,12 @@ class Fit:
     """The part of a row that a model is shown.
 
     prompt: its ids with the opening tokens; none for a text. answers: the ids of each answer, or of the text, with EOS
-    unless the end was cut. needed: number of ids of prompt + longest answer before cutting. lost: how many ids were cut
-    from the prompt, at position `gap` of the remaining ids; ends_lost: how many from the end of each answer. learned:
-    the first position of prompt + answer that is learned, in step 1. reason: why the row is left out; empty if it is
-    kept. left_out: the kind of a row that is left out: DROPPED for its length, EQUAL where its answers are the same,
-    EMPTY where the tokenizer makes no tokens of it.
+        unless the end was cut. needed: number of ids of prompt + longest answer before cutting. lost: how many ids were
+        cut from the prompt, at position `gap` of the remaining ids; ends_lost: how many from the end of each answer.
+        learned: the first position of prompt + answer that is learned, in step 1. reason: why the row is left out;
+        empty if it is kept.
+    left_out: the kind of a row that is left out: DROPPED for its length, EQUAL where its answers are the same, EMPTY
+        where the tokenizer makes no tokens of it.
     """
 
     prompt: list[int]

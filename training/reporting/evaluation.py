@@ -36,8 +36,9 @@ class Answers:
     """A policy's responses to the held-out prompts.
 
     rows: one per response, by prompt and then by sample: prompt, response, score, kl, tokens, and the parts of the
-    score. ended: whether each response ended by itself. score_parts: the columns that add up to the score, if there are
-    several. rewards: the columns with the scores of several sources, before their weights.
+        score.
+    ended: whether each response ended by itself. score_parts: the columns that add up to the score, if there are
+        several. rewards: the columns with the scores of several sources, before their weights.
     """
 
     rows: list[dict]

@@ -49,8 +49,9 @@ from training.runtime.stopping import note_unwritten, note_written
 class View:
     """The metrics shown in the progress bar, in TensorBoard's HPARAMS table, and in its Custom Scalars tab.
 
-    bar: label -> metric. tuned: the settings that the table shows at first; columns of others can be ticked. compared:
-    the metrics by which the table compares runs. charts: section -> chart -> its metrics; three charts make a row.
+    bar: label -> metric. tuned: the settings that the table shows at first; columns of others can be ticked.
+    compared: the metrics by which the table compares runs. charts: section -> chart -> its metrics; three charts make a
+        row.
     held_out: section -> chart -> its metric, drawn unsmoothed with its margin of error.
     """
 

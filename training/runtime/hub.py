@@ -196,7 +196,8 @@ class RunFacts:
     """The facts from which a card is made.
 
     start: the last entry of run.json. rows: those of metrics.jsonl. steps: the number of steps that the model was
-    trained for. known: {path: Hub name} of models on disk whose cards give the name.
+        trained for.
+    known: {path: Hub name} of models on disk whose cards give the name.
     """
 
     start: Mapping
