@@ -71,7 +71,7 @@ def choices_of(spec: dataclasses.Field) -> Collection[str] | None:
 def fault(spec: dataclasses.Field, value) -> str | None:
     """Why an option cannot have this value, as the end of a sentence; None where it can."""
     known = choices_of(spec)
-    if known is not None and value is not None and value not in known:
+    if known is not None and value not in known and (value is not None or default_of(spec) is not None):
         return f"known are {', '.join(map(str, known))}."
     several = isinstance(value, (list, tuple))
     for number in value if several else (value,):

@@ -150,7 +150,9 @@ def check_effect(dialect, given: Collection[str]) -> None:
     refuse = partial(_refuse, dialect)
     for spec in dataclasses.fields(dialect):
         missing = unmet(dialect, spec) if spec.name in given else []
-        if missing:
+        if missing and [name for name, _ in missing] == ["critic_start"]:
+            refuse(spec.name, f"the dialect {dialect.name} has no critic. Leave it out.")
+        elif missing:
             cause = " and ".join(f"{name} is {getattr(dialect, name)!r}" for name, _ in missing)
             refuse(spec.name, f"it has no effect where {cause}. Change that, or leave it out.")
     estimator = ESTIMATORS[dialect.advantage_estimator]

@@ -568,7 +568,7 @@ class ModelFlags(RoleLoraFlags, ReferenceFlags, RewardServerFlags):
             return given
         actor, path = self.lora("actor_"), self.critic_model_name_or_path
         start = read_adapter(path, "--critic_model_name_or_path") if path is not None else None
-        assert actor is not None, "validate_lora"
+        assert actor is not None, "--share_trunk needs --actor_lora_dim"
         starts_so = start is not None and dialect.critic_start == "reward_model"
         return replace(actor, lr=LEARNING_RATE, dim=start.config.r if start is not None and starts_so else actor.dim)
 

@@ -186,7 +186,7 @@ def _refuse_unknown(arguments_class: type[ProgramFlags], argv: Sequence[str], kn
 def _hint(arguments_class: type[ProgramFlags], name: str, value: str, names: Sequence[str], dashes: str) -> str:
     """What the user should do about an unknown flag or key."""
     for spec in dataclasses.fields(arguments_class):
-        if spec.metadata["was"] == name:
+        if name and spec.metadata["was"] == name:
             old_value = spec.metadata["old_values"].get(value)
             return f" It is called {dashes}{spec.name} now.{f' {value}: {old_value}' if old_value else ''}"
     sentence = arguments_class.no_flag(name, _shortened(value)) or flag_of_other_steps(arguments_class, name)

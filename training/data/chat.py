@@ -149,7 +149,7 @@ class _Process:
             try:
                 self._pipe.send((requests, what))
                 if self._pipe.poll(WAIT):
-                    return self._pipe.recv(), None
+                    return json.loads(self._pipe.recv_bytes()), None  # not a pickle, which could run code here
                 os.kill(self._child, signal.SIGPROF)
             except RecursionError as error:
                 return [], f"cannot be given {what} ({_line(error)})"
@@ -158,7 +158,7 @@ class _Process:
             self._pipe, status = None, self._statuses.get()
             if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF:
                 return [], f"had not ended {what} after {SECONDS} seconds"
-            if status != 0 and not kept:  # a kept process may have been ended by others: then a new one is tried
+            if not kept:  # others may have ended a kept process: then a new one is tried
                 return [], "takes Python down with it"
 
     def _begun(self) -> Connection:
@@ -195,7 +195,7 @@ def _answer_requests(tokenizer, pipe: Connection) -> None:
                 signal.setitimer(signal.ITIMER_PROF, SECONDS)
                 answers.append(_answer(tokenizer, request, what))
             signal.setitimer(signal.ITIMER_PROF, 0)
-            pipe.send(answers)
+            pipe.send_bytes(json.dumps(answers).encode())
         status = 0
     except (EOFError, OSError):  # the parent is gone
         status = 0

@@ -457,24 +457,36 @@ def _decoded_table(file: DataFile, columns: list[str]) -> pyarrow.Table:
     A process with a memory limit decodes them. Raises: UserError for an implausibly large content, and where there is
     no room; pyarrow.ArrowException for a file that cannot be read.
     """
-    limit = largest_content(file.file)
     with tempfile.TemporaryFile(buffering=0) as copy:
-        files = file.file.fileno(), copy.fileno()
-        asked = json.dumps({"file": files[0], "copy": files[1], "columns": columns, "limit": limit}).encode()
-        done = subprocess.run([sys.executable, "-P", str(WORKER)], input=asked, capture_output=True, pass_fds=files)
-        answer = {"unreadable": "it takes Python down with it"}
-        if done.stdout:
-            answer = json.loads(done.stdout.splitlines()[-1])
-        if "unreadable" in answer:
-            raise pyarrow.ArrowInvalid(answer["unreadable"])
-        if "no_room" in answer:
-            raise no_room(answer["no_room"])
-        if answer:
-            raise UserError(
-                f"{file.path}: becomes more than {limit >> 20:,} MB when it is decoded, or needs more memory than data "
-                "do. If it is what you mean, write it as .jsonl and give that."
-            )
+        _decode_apart(file.path, file.file, copy.fileno(), columns)
         return pyarrow.ipc.open_stream(mapped(copy)).read_all()
+
+
+def check_arrow(path: Path) -> None:
+    """Raise UserError for an Arrow stream whose content is implausibly large, as it may be compressed; raises OSError
+    for a pipe or device, pyarrow.ArrowException for a file that cannot be read."""
+    with open_file(path) as file:
+        _decode_apart(path, file, None, [])
+
+
+def _decode_apart(path: Path, file: IO[bytes], copy: int | None, columns: list[str]) -> None:
+    """Have a process with a memory limit decode the file (table_worker.py); raises as `_decoded_table`."""
+    limit = largest_content(file)
+    asked = json.dumps({"file": file.fileno(), "copy": copy, "columns": columns, "limit": limit}).encode()
+    files = [file.fileno()] + ([] if copy is None else [copy])
+    done = subprocess.run([sys.executable, "-P", str(WORKER)], input=asked, capture_output=True, pass_fds=files)
+    answer = {"unreadable": "it takes Python down with it"}
+    if done.stdout:
+        answer = json.loads(done.stdout.splitlines()[-1])
+    if "unreadable" in answer:
+        raise pyarrow.ArrowInvalid(answer["unreadable"])
+    if "no_room" in answer:
+        raise no_room(answer["no_room"])
+    if answer:
+        raise UserError(
+            f"{path}: becomes more than {limit >> 20:,} MB when it is decoded, or needs more memory than data do. If "
+            "it is what you mean, write it as .jsonl and give that."
+        )
 
 
 def check_text(where: str, column: str, value: object, may_be_blank: bool = False) -> None:

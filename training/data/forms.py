@@ -12,6 +12,7 @@ import functools
 import json
 import os.path
 import re
+import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import takewhile
@@ -77,6 +78,7 @@ class Form:
         Raises UserError, with the place and the column, for a record that has none of the alternatives, or whose texts
         a tokenizer does not take.
         """
+        _check_depth(where, record)
         record = messages_on_both_sides(_from_share_gpt(record)) if isinstance(record, dict) else record
         names = matching_columns(where, record, self.columns)
         if "completion" in names and isinstance(record.get("label"), bool):
@@ -161,9 +163,23 @@ def _remedy(record: dict, columns: Columns = (), otherwise: str = "Rename or add
         if isinstance(inner, dict) and "role" not in inner and not _is_turn(inner):
             return (
                 f"{otherwise} If the records are those in {name}, write one a line: "
-                f"jq -c '.[\"{name}\"][]' OLD.json > NEW.jsonl"
+                f"jq -c {shlex.quote(f'.[{json.dumps(name)}][]')} OLD.json > NEW.jsonl"
             )
     return otherwise
+
+
+DEEPEST = 100  # lists within lists of a record
+
+
+def _check_depth(where: str, record: object) -> None:
+    """Raise UserError for JSON that is too deep to be written into a message or read from the cache later."""
+    level = [record] if isinstance(record, (dict, list)) else []
+    for _ in range(DEEPEST):
+        values = [inner for outer in level for inner in (outer.values() if isinstance(outer, dict) else outer)]
+        level = [value for value in values if isinstance(value, (dict, list))]
+        if not level:
+            return
+    raise UserError(f"{where}: found more than {DEEPEST} lists within lists. Mend the record or take it out.")
 
 
 def _split_dialogues(where: str, record: dict) -> dict[str, str]:

@@ -9,6 +9,7 @@ train on the same texts.
 """
 
 import hashlib
+import json
 import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from training.data.files import (
     ArrowRecords,
     DataFile,
     Records,
+    check_arrow,
     data_ending,
     quoted,
     read_records,
@@ -95,7 +97,13 @@ def _folder_splits(path: Path, config_name: str | None = None) -> dict[str, list
     if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
         content = hash_of_files(file for file in sorted(path.rglob("*")) if file.is_file())
         try:
+            several = path / "dataset_dict.json"
+            for name in json.loads(several.read_text())["splits"] if several.exists() else ["."]:
+                for part in json.loads((path / name / "state.json").read_text())["_data_files"]:
+                    check_arrow(path / name / part["filename"])
             saved = datasets.load_from_disk(str(path))
+        except UserError:
+            raise
         except Exception as error:  # the library may raise anything for bad files
             raise UserError(
                 f"{path}: found a data set of save_to_disk that is broken ({_first_line(error)}). Save it again."

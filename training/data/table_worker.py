@@ -1,7 +1,8 @@
-"""The process that decodes Parquet files from unknown sources; `training.data.files` starts it with the files open.
+"""The process that decodes tables from unknown sources; `training.data.files` starts it with the files open.
 
-It reads JSON: {"file": descriptor of the Parquet file, "copy": descriptor to write to, "columns": names, "limit":
-bytes}. It writes the columns to the copy as an Arrow stream. It answers {}, or the error: {"too_large": true},
+It reads JSON: {"file": descriptor of the file, "copy": descriptor to write to or null, "columns": names, "limit":
+bytes}. It writes the columns of a Parquet file to the copy as an Arrow stream. Without a copy the file is an Arrow
+stream, and only its size when decoded is looked at. It answers {}, or the error: {"too_large": true},
 {"unreadable": text}, or {"no_room": text}.
 
 A kilobyte of Parquet may decode to gigabytes, and neither its footer nor its pages tell the size beforehand. Only a
@@ -37,7 +38,17 @@ def copied(source: parquet.ParquetFile, copy: IO[bytes], columns: list[str], lim
     return {}
 
 
-def main(file: int, copy: int, columns: list[str], limit: int) -> dict:
+def measured(file: int, limit: int) -> dict:
+    """See how large an Arrow stream becomes; returns the answer. Parts that are not compressed are not even read."""
+    with pyarrow.memory_map(f"/proc/self/fd/{file}") as content:
+        for batch in ipc.open_stream(content, options=ipc.IpcReadOptions(use_threads=False)):
+            limit -= batch.nbytes
+            if limit < 0:
+                return {"too_large": True}
+    return {}
+
+
+def main(file: int, copy: int | None, columns: list[str], limit: int) -> dict:
     """Write the columns with ever fewer rows at once until memory suffices; returns the answer."""
     pyarrow.set_memory_pool(pyarrow.system_memory_pool())  # other pools reserve address space that they do not use
     taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
@@ -45,6 +56,8 @@ def main(file: int, copy: int, columns: list[str], limit: int) -> dict:
     resource.setrlimit(resource.RLIMIT_AS, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
     for rows in ROWS:
         try:
+            if copy is None:
+                return measured(file, limit)
             with open(file, "rb", closefd=False) as source, open(copy, "r+b", buffering=0, closefd=False) as target:
                 return copied(parquet.ParquetFile(source), target, columns, limit, rows)
         except MemoryError:

@@ -273,7 +273,7 @@ SIDES = ("chosen", "rejected")
 def shown_rows(
     rows: FittedRows, tokenizer, each: int, kinds: Sequence[str] = (WHOLE, CUT, DROPPED, EQUAL, EMPTY)
 ) -> list[str]:
-    """Lines on the first `each` rows (at most NOTED of fitted_rows.py) of each of these kinds."""
+    """Lines on the first `each` rows (at most NOTED of training/data/examples.py) of each of these kinds."""
     return [
         line
         for kind in kinds

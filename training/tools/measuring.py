@@ -31,7 +31,8 @@ from engine.zero.engines import FrozenModel
 from training.data.examples import Prompts, prompt_fit
 from training.data.forms import PROMPTS, SFT
 from training.data.rows import load_rows
-from training.reporting.evaluation import Evaluator, distinct_bigrams, known_share, words_of
+from training.reporting.evaluation import Evaluator
+from training.reporting.variety import distinct_bigrams, known_share, words_of
 from training.runtime.models import check_positions, generation_stops
 from training.tools.flags import MeasuringFlags
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from engine import distributed
 from engine.errors import SharedError, UserError
 from engine.files import expanded
 from engine.models.places import ADAPTER_CONFIG
@@ -105,6 +106,8 @@ def exported(model: Model, folder: Path) -> Model:
     try:
         point = ResumePoint.find(model.path, str(folder), with_ema=True)
         assert point is not None, "a path was given"
+        if distributed.is_main():
+            print("\n".join([*point.passed_over, f"reads {point.folder}"]), flush=True)
         part = next((name for name in model.parts if name in point.state["models"]), model.parts[0])
         checked(lambda: str(export(point, folder, model=part)))
     except UserError as error:

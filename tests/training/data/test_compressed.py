@@ -11,6 +11,7 @@ import resource
 import tempfile
 from pathlib import Path
 
+import datasets
 import pyarrow
 import pytest
 from pyarrow import parquet
@@ -195,6 +196,19 @@ def test_equal_labels_and_repetitive_chats_are_read(tmp_path):
     chats = [[{"role": "user", "content": f"{number} " + "very long " * 3_000}] for number in range(2_000)]
     parquet.write_table(pyarrow.table({"messages": chats}), path, compression="zstd")
     assert read_records(path)[1_999][1] == {"messages": chats[-1]}
+
+
+def test_a_saved_set_with_compressed_batches_that_become_huge_is_refused(tmp_path):
+    datasets.Dataset.from_dict({"text": ["a"]}).save_to_disk(tmp_path)
+    path = tmp_path / "data-00000-of-00001.arrow"
+    schema = pyarrow.ipc.open_stream(path).schema
+    batch = pyarrow.record_batch([pyarrow.array([BIG] * 100)], schema=schema)
+    with pyarrow.ipc.new_stream(path, schema, options=pyarrow.ipc.IpcWriteOptions(compression="zstd")) as writer:
+        for _ in range(3):
+            writer.write_batch(batch)
+    assert path.stat().st_size < 100_000
+    with pytest.raises(UserError, match=rf"{path.name}: becomes more than 256 MB when it is decoded"):
+        open_source(str(tmp_path))
 
 
 def test_without_room_for_the_content(tmp_path, monkeypatch):

@@ -5,8 +5,8 @@ counted by hand, and by compression that is known to be small or large.
 import random
 from html import unescape
 
-from training.reporting.evaluation import compressed_bytes, distinct_bigrams, new_words
 from training.reporting.sample_tables import _wrap, samples_markdown, samples_table, visible
+from training.reporting.variety import compressed_bytes, distinct_bigrams, new_words
 
 ROW = {"prompt": "The film", "response": " was\ngood", "score": 1.25, "kl": 0.5}
 

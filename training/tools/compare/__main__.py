@@ -3,7 +3,7 @@
     python -m training.compare --models sft=out/sft ppo=out/ppo ema=out/ppo/actor_ema --data_path prompts.jsonl \\
         --reward_model_name_or_path out/reward --output_dir comparison
 
-    deepspeed --num_gpus 8 --module training.tools.compare ...                      # on several ranks, the same flags
+    deepspeed --num_gpus 8 --module training.compare ...                            # on several ranks, the same flags
 
 Writes OUTPUT_DIR/comparison.json and comparison.html, a page that needs nothing beside it.
 """

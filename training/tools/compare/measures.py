@@ -12,8 +12,8 @@ from statistics import NormalDist
 
 import numpy as np
 
-from training.reporting.evaluation import distinct_bigrams
 from training.reporting.standard_errors import Estimate
+from training.reporting.variety import distinct_bigrams
 
 N = 3  # words of an n-gram whose repetition is counted
 RESAMPLES = 10_000

@@ -3,7 +3,7 @@
     python -m training.merge --sft_model_name_or_path sft --trained_model_name_or_path out/actor \\
         --data_path prompts.jsonl --reward_model_name_or_path reward --max_kl 10 --output_dir merged
 
-    deepspeed --num_gpus 8 --module training.tools.merge ...                        # on several ranks, the same flags
+    deepspeed --num_gpus 8 --module training.merge ...                              # on several ranks, the same flags
     python -m training.merge ... --scale 1.3 --output_dir merged              # without prompts: merge and save
 
 Writes OUTPUT_DIR/frontier.json, frontier.png, samples/scale_S.jsonl, and model/ where --scale or --max_kl chooses one.

@@ -20,7 +20,7 @@ from pathlib import Path
 from engine.errors import UserError
 from training.data.forms import Form
 from training.data.rows import load_rows
-from training.reporting.evaluation import distinct_bigrams
+from training.reporting.variety import distinct_bigrams
 from training.tools.toy.grammar import EITHER, derive, pattern
 
 SAMPLES = Form("sample", (("prompt", "response"),), lambda record, texts: texts, may_be_blank=True)

@@ -6,7 +6,7 @@ import random
 import pytest
 
 from engine.errors import UserError
-from training.reporting.evaluation import distinct_bigrams
+from training.reporting.variety import distinct_bigrams
 from training.tools.toy import reviews as builtin_reviews
 from training.tools.toy.reviews import (
     Verdict,
