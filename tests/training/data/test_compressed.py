@@ -198,16 +198,17 @@ def test_equal_labels_and_repetitive_chats_are_read(tmp_path):
     assert read_records(path)[1_999][1] == {"messages": chats[-1]}
 
 
-def test_a_saved_set_with_compressed_batches_that_become_huge_is_refused(tmp_path):
+def test_a_saved_set_with_compressed_batches_that_become_huge_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "ALWAYS_ALLOWED", 2**24)
     datasets.Dataset.from_dict({"text": ["a"]}).save_to_disk(tmp_path)
     path = tmp_path / "data-00000-of-00001.arrow"
     schema = pyarrow.ipc.open_stream(path).schema
     batch = pyarrow.record_batch([pyarrow.array([BIG] * 100)], schema=schema)
     with pyarrow.ipc.new_stream(path, schema, options=pyarrow.ipc.IpcWriteOptions(compression="zstd")) as writer:
-        for _ in range(3):
+        for _ in range(4):
             writer.write_batch(batch)
     assert path.stat().st_size < 100_000
-    with pytest.raises(UserError, match=rf"{path.name}: becomes more than 256 MB when it is decoded"):
+    with pytest.raises(UserError, match=rf"{path.name}: becomes more than 16 MB when it is decoded"):
         open_source(str(tmp_path))
 
 
