@@ -96,8 +96,8 @@ class EngineSpec:
         assert not self.share_trunk or (self.actor_lora is not None and self.actor_lora.only), (
             "one trunk trains factors"
         )
-        for role, host in self.hosts.items():
-            assert getattr(self, role) is None, f"the {role} is played by the {host}'s engine and has none of its own"
+        for role, host in self.engine_of.items():
+            assert getattr(self, role) is None, f"the {host}'s engine computes the {role}, which has none of its own"
 
     @property
     def reference_moves(self) -> bool:
@@ -105,7 +105,7 @@ class EngineSpec:
         return self.reference_is_ema or self.reference_refresh_steps is not None
 
     @property
-    def hosts(self) -> dict[str, str]:
+    def engine_of(self) -> dict[str, str]:
         """The frozen models without their own engine: {role: role of the trained model whose engine computes it}."""
         only_factors = {
             role: lora is not None and lora.only
@@ -122,11 +122,13 @@ class EngineSpec:
         return found
 
     @property
-    def plays(self) -> dict[str, str]:
+    def also_computes(self) -> dict[str, str]:
         """{role of a trained model: the frozen model that its module also computes}. A reference that moves is not
         among them: it is a second set of weights for that module."""
         return {
-            host: frozen for frozen, host in self.hosts.items() if not (frozen == "reference" and self.reference_moves)
+            host: frozen
+            for frozen, host in self.engine_of.items()
+            if not (frozen == "reference" and self.reference_moves)
         }
 
     @property
@@ -139,7 +141,7 @@ class EngineSpec:
                 "critic": "the critic is the actor's trunk with an adapter and a head of its own",
                 "reward": "the reward model is the actor's trunk with the adapter and the head that it came with",
             }
-            return {role: words[role] for role in (*(["critic"] if self.with_critic else []), *self.hosts)}
+            return {role: words[role] for role in (*(["critic"] if self.with_critic else []), *self.engine_of)}
         words = {
             "reference": self._moving_reference
             or (
@@ -149,7 +151,7 @@ class EngineSpec:
             ),
             "reward": f"the reward model is the critic with {_before(self.critic_path)} and its first head",
         }
-        return {role: words[role] for role in self.hosts}
+        return {role: words[role] for role in self.engine_of}
 
     @property
     def _moving_reference(self) -> str | None:
@@ -168,9 +170,9 @@ class EngineSpec:
         """The configurations of all engines that are built: the actor's, and the critic's, reference's, reward model's
         if they have one."""
         configs = [self.actor, *([self.critic] if self.with_critic and not self.share_trunk else [])]
-        if "reference" not in self.hosts:
+        if "reference" not in self.engine_of:
             configs.append(self.reference or EngineConfig("reference", frozen_stage(self.actor)))
-        if self.with_reward_model and "reward" not in self.hosts:
+        if self.with_reward_model and "reward" not in self.engine_of:
             partner = self.critic if self.with_critic else self.actor
             configs.append(self.reward or EngineConfig("reward", frozen_stage(partner)))
         return configs

@@ -211,7 +211,7 @@ def _trained_models(spec: EngineSpec) -> Mapping[str, TrainedModel | TrainedRole
 def critic_model(spec: EngineSpec) -> TrainedModel:
     """The critic: loaded from its path, or else the actor's model with a new head."""
     load, path = (new_critic, spec.actor_path) if spec.critic_path is None else (load_scorer, spec.critic_path)
-    if "reward" in spec.hosts:
+    if "reward" in spec.engine_of:
         load = _load_with_kept_head
     return trained_model(
         load, path, spec.critic, spec.critic_optimizer, spec, spec.critic_gradient_checkpointing, spec.critic_lora
@@ -235,7 +235,8 @@ def trained_model(
     if lora is not None:
         load = partial(load, merge=False)  # training goes on with an adapter
     module = _loaded(load, path, ds_config, config, spec)
-    return wrap_trained(module, ds_config, config, optimizer, gradient_checkpointing, lora, spec.plays.get(config.role))
+    frozen = spec.also_computes.get(config.role)
+    return wrap_trained(module, ds_config, config, optimizer, gradient_checkpointing, lora, frozen)
 
 
 @freed_memory_given_back()
@@ -276,8 +277,8 @@ def _frozen(
 ) -> FrozenModel | FrozenRole:
     """The frozen model of this role: in the engine of the trained model that also computes it, or loaded from `path`
     into its own engine."""
-    if role in spec.hosts:
-        return FrozenRole(trained[spec.hosts[role]].host, role)
+    if role in spec.engine_of:
+        return FrozenRole(trained[spec.engine_of[role]].host, role)
     config = next(config for config in spec.engine_configs if config.role == role)
     return frozen_model(load, path, config, spec)
 

@@ -151,7 +151,7 @@ def blueprints(spec: EngineSpec) -> dict[str, Blueprint]:
             checkpointing=spec.actor_gradient_checkpointing,
             lora=spec.actor_lora,
             hydra_layers=spec.hydra_layers,
-            plays=spec.plays.get("actor"),
+            also_computes=spec.also_computes.get("actor"),
         ),
         "critic": lambda: of_spec(
             "critic",
@@ -160,7 +160,7 @@ def blueprints(spec: EngineSpec) -> dict[str, Blueprint]:
             True,
             checkpointing=spec.critic_gradient_checkpointing,
             lora=spec.critic_lora,
-            plays=spec.plays.get("critic"),
+            also_computes=spec.also_computes.get("critic"),
         ),
         "reference": lambda: of_spec("reference", spec.actor_path, LANGUAGE_MODEL, False),
         "reward": lambda: of_spec("reward", reward_path, CLASSIFIER, False),
@@ -202,13 +202,13 @@ def built(
     checkpointing: bool = False,
     lora: LoraSpec | None = None,
     hydra_layers: int = 0,
-    plays: str | None = None,
+    also_computes: str | None = None,
     attention: Attention = USUAL,
 ) -> Blueprint:
     """The blueprint of one engine: of the model at `path`, a language model or (kind CLASSIFIER) a scorer.
 
-    lora, hydra_layers: as EngineSpec has them. plays: the frozen model that this engine also computes, if any. An
-    adapter at `path` goes on training where `lora` is given; otherwise it is merged.
+    lora, hydra_layers: as EngineSpec has them. also_computes: the role of the frozen model that this engine computes
+    too, if any. An adapter at `path` goes on training where `lora` is given; otherwise it is merged.
     Raises: UserError as `blueprints` does.
     """
     flag = "--actor_model_name_or_path" if kind == LANGUAGE_MODEL else f"--{role}_model_name_or_path"
@@ -217,11 +217,11 @@ def built(
     with torch.device("meta"):
         if hydra_layers:
             module = HydraPolicy(module.model, layers=hydra_layers)
-        if plays == "reward" and isinstance(module, Scorer):
-            module.keep_head(plays)
+        if also_computes == "reward" and isinstance(module, Scorer):
+            module.keep_head(also_computes)
         if lora is not None:
             module.start = start
-            adapt(module, lora, role, plays)
+            adapt(module, lora, role, also_computes)
             module.model.to(DTYPES[dtype])
     if checkpointing:
         module.checkpoint_activations()

@@ -275,7 +275,7 @@ class Planner:
 
     def _host(self, role: str) -> str | None:
         """The engine in which a role computes; None where there is no such role."""
-        host = self.spec.hosts.get(role, role)
+        host = self.spec.engine_of.get(role, role)
         if role == "critic" and self.spec.share_trunk and self.spec.with_critic:
             host = "actor"
         return host if host in self.engines else None

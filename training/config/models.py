@@ -499,7 +499,7 @@ class ModelFlags(RoleLoraFlags, ReferenceFlags, RewardServerFlags):
         if scored:
             partner = critic if dialect.has_critic else actor
             engines["reward"] = frozen("reward", partner, self.offload_reward_model)
-        return replace(spec, **{role: config for role, config in engines.items() if role not in spec.hosts})
+        return replace(spec, **{role: config for role, config in engines.items() if role not in spec.engine_of})
 
     @cached_property
     def ds_configs(self) -> dict[str, dict]:
@@ -573,7 +573,7 @@ class ModelFlags(RoleLoraFlags, ReferenceFlags, RewardServerFlags):
         return replace(actor, lr=LEARNING_RATE, dim=start.config.r if start is not None and starts_so else actor.dim)
 
     def _check_shared(self, spec: EngineSpec, dialect: Dialect) -> None:
-        """Raise UserError for flags of an engine that does not exist because another engine plays its role."""
+        """Raise UserError for flags of an engine that does not exist because another engine computes its model."""
         for role, what in spec.shared.items():
             for name in (f"{role}_ds_config", f"offload_{role}_model"):
                 if not getattr(self, name, None):

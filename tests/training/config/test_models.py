@@ -342,7 +342,7 @@ def test_the_average_is_kept_and_is_the_reference():
 def test_a_refresh_has_its_steps_and_share():
     spec = spec_of(reference_refresh_steps=20, reference_mixup_alpha=0.6, ema_device="cpu")
     assert (spec.reference_refresh_steps, spec.reference_mixup_alpha, spec.ema_decay) == (20, 0.6, None)
-    assert spec.hosts == {"reference": "actor"} and spec.plays == {}
+    assert spec.engine_of == {"reference": "actor"} and spec.also_computes == {}
 
 
 def test_a_point_is_gone_on_with_under_the_same_reference_alone():
