@@ -134,7 +134,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--responses", type=positive, help="of a step")
     parser.add_argument("--rates", nargs="+", type=float, help="what the search chooses from")
     parser.add_argument(
-        "--docs", action="store_true", help="add tables, pictures and numbers to those of docs/comparison.md"
+        "--docs", action="store_true", help="add tables, pictures and numbers to those of docs/comparison_tables.md"
     )
     options = parser.parse_args(arguments)
     options.models = dict(options.models)

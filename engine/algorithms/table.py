@@ -3,8 +3,8 @@ from.
 
 Where a system trains policy and value head as one model (openai, trlx), the gradient of its value loss also changes the
 policy's layers; here actor and critic are two engines. Rewards, advantages, both losses and their gradients with
-respect to log-probs and values are still the system's. The dialects without a critic come last. docs/dialects.md says
-what each dialect computes, and when to choose it.
+respect to log-probs and values are still the system's. The dialects without a critic come last. docs/without_critic.md
+says what these compute, and when to choose one.
 """
 
 from engine.algorithms.dialect import Dialect

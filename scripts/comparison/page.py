@@ -1,4 +1,4 @@
-"""A task's results as tables and a picture, and docs/comparison.md.
+"""A task's results as tables and a picture, and docs/comparison_tables.md.
 
 The program writes into that page between two marks, and beside it the pictures and the numbers.
 """
@@ -85,7 +85,7 @@ def main_table(task: Task, entries: Sequence[Compared]) -> str:
 
 
 def brief_table(task: Task, entries: Sequence[Compared]) -> str:
-    """What docs/comparison.md shows of `main_table`; the pictures and the numbers beside the page have the rest."""
+    """What the page shows of `main_table`; the pictures and the numbers beside the page have the rest."""
     columns = ["", "rate", "CPU s", f"best up to KL {task.search_kl:g}", "last score", "last KL"]
     lines = [_line(columns), "| --- " * len(columns) + "|"]
     for compared in ordered(entries, task.search_kl):
@@ -125,13 +125,13 @@ def broken_off(entries: Sequence[Compared]) -> list[str]:
     ]
 
 
-PAGE = ROOT / "docs" / "comparison.md"
-PUBLISHED = PAGE.with_suffix(".jsonl")
+PAGE = ROOT / "docs" / "comparison_tables.md"
+PUBLISHED = PAGE.with_name("comparison.jsonl")
 BEGIN, END = "<!-- made by scripts/compare_dialects.py -->", "<!-- made so far -->"
 
 
 def section(task: Task, entries: Sequence[Compared], picture: str, brief: bool = False) -> str:
-    """A task's part of the page: what was run, table, curves; and what the search found, unless it is to be brief."""
+    """A task's part of the page: table and curves; also the command and what the search found, unless it is brief."""
     seeds = sorted({seed for compared in entries for seed in compared.results})
     # Runs may be read twice, by their courses and on the line.
     runs = {
@@ -144,13 +144,11 @@ def section(task: Task, entries: Sequence[Compared], picture: str, brief: bool =
     command = ["python scripts/compare_dialects.py", *(shlex.quote(compared.label) for compared in entries)]
     command += ["--tasks", task.name, "--seeds", *map(str, seeds), *budget_words(task)]
     fewer = [f"`{compared.label}`" for compared in entries if len(compared.results) < len(seeds)]
+    folded = textwrap.fill(" ".join(command), 118, subsequent_indent="    ", break_long_words=False)
     lines = [
         f"## {task.name}: {task.what}",
         "",
-        "```bash",
-        textwrap.fill(" ".join(command), 118, subsequent_indent="    ", break_long_words=False).replace("\n", " \\\n"),
-        "```",
-        "",
+        *([] if brief else ["```bash", folded.replace("\n", " \\\n"), "```", ""]),
         f"Entries: {len(entries)}; seeds: {', '.join(map(str, seeds))}. Each run learns from "
         f"{task.steps * task.responses:,} responses in {task.steps} steps, evaluated every {task.every}. "
         f"{used / 60:.0f} CPU minutes in all, the search included."

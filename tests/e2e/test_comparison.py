@@ -178,6 +178,7 @@ def test_the_command_of_a_section_has_another_budget():
     made = section(TASK.sized(20, None, None), [compared("first", (4.0, 1.0), (2.0, 1.0))], "x.png")
     assert "compare_dialects.py first --tasks quickstart --seeds 0 1 --steps 20\n" in made
     assert "2,560 responses in 20 steps, evaluated every 5" in made
+    assert "compare_dialects.py" not in section(TASK, [compared("first", (4.0, 1.0))], "x.png", brief=True)
 
 
 def test_a_file_of_results_takes_what_another_has(tmp_path):

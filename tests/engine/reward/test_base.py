@@ -371,7 +371,8 @@ def test_a_part_is_not_called_like_what_is_measured_anyway(name):
 
 def test_every_name_that_would_take_anothers_place_is_known():
     columns = set(sample_rows(AGREED_ROLLOUT, torch.zeros(3), torch.zeros(3), make_tokenizer())[0])
-    documented = re.findall(r"`(?:eval|objective)/(\w+)`", Path("docs/metrics.md").read_text(encoding="utf-8"))
+    pages = "".join(path.read_text(encoding="utf-8") for path in Path("docs").glob("metrics*.md"))
+    documented = re.findall(r"`(?:eval|objective)/(\w+)`", pages)
     of_step_3 = {name for name in documented if not name.startswith(("scores", "ema_"))}
     of_others = {"loss", "perplexity", "accuracy", "pair_loss", "pair_loss_std", "margin", "margin_std"}
     of_sources = {"length_penalty", "reward_model", "reward_function", "reward_NAME"}
