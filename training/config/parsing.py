@@ -12,6 +12,7 @@ import typing
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
+from engine.algorithms import Dialect
 from engine.errors import UserError, nearest_names, without_query
 from engine.files import read_text
 from engine.options import REQUIRED, choices_of, default_of
@@ -266,6 +267,8 @@ def _argparse_options(spec: dataclasses.Field, hint, defaults: bool) -> dict:
     required = default_of(spec) is REQUIRED
     default = None if required else default_of(spec)
     shown = "" if default in (None, [], False) else f" (default: {default})"
+    if field := spec.metadata.get("field"):
+        shown = f" (default: the dialect's; {getattr(Dialect(), field)} with --dialect default)"
     options = {
         "help": (spec.metadata["help"] + shown).replace("%", "%%"),
         "default": default if defaults else argparse.SUPPRESS,

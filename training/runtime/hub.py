@@ -133,10 +133,14 @@ ROLES = {
 }
 
 # How a saved model is loaded: Python that runs as it stands in the model's folder.
-GENERATE = """from transformers import pipeline
+GENERATE = """from transformers import AutoModelForCausalLM, AutoTokenizer
 
-generate = pipeline("text-generation", FOLDER, tokenizer=FOLDER)
-print(generate("PROMPT", max_new_tokens=64, do_sample=True)[0]["generated_text"])"""
+tokenizer = AutoTokenizer.from_pretrained(FOLDER)
+model = AutoModelForCausalLM.from_pretrained(FOLDER)
+prompt = tokenizer("PROMPT", return_tensors="pt", return_token_type_ids=False)
+answer = model.generate(**prompt, max_new_tokens=64, do_sample=True)
+# Decoded together: some tokenizers lose the space before the answer where it is decoded alone, as pipeline() does.
+print(tokenizer.decode(answer[0], skip_special_tokens=True))"""
 _SCORES = """texts = ["PROMPT" + "RESPONSE" + tokenizer.eos_token]  # or several
 inputs = tokenizer(texts, padding=True, padding_side="right", return_tensors="pt", return_token_type_ids=False)
 last = inputs["attention_mask"].sum(1) - 1
