@@ -1,7 +1,7 @@
 "use strict";
 // Curves in SVG: each chart of the page's data is drawn into the element of its id. Drag over a part to see it larger.
 const NS = "http://www.w3.org/2000/svg";
-const WIDTH = 560, HEIGHT = 260, LEFT = 58, RIGHT = 12, TOP = 10, BOTTOM = 34;
+const WIDTH = 380, HEIGHT = 200, LEFT = 58, RIGHT = 12, TOP = 10, BOTTOM = 34;
 const DASHES = ["", "6 3", "2 3", "8 3 2 3"];
 
 function drawn(tag, attributes, parent) {
