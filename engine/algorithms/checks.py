@@ -13,6 +13,9 @@ from engine.errors import UserError
 from engine.options import unmet
 
 
+ZERO_WITHOUT_CRITIC = ("critic_lr", "critic_weight_decay")  # a user may have to say so
+
+
 class FieldError(UserError):
     """A dialect's field has a value that it cannot have; `reason` says why, and what to do."""
 
@@ -42,8 +45,8 @@ def check_relations(dialect) -> None:
             f"{its_name} needs a critic. Set advantage_estimator to {others}, or give the critic a start.",
         )
     if critic and not estimator.needs_critic:
-        refuse("critic_start", f"{its_name} has no critic. Set it to 'none'.")
-    for field in ("critic_lr", "critic_weight_decay"):
+        refuse("critic_start", f"{its_name} has no critic. Set it to none and critic_lr to 0, or take another dialect.")
+    for field in ZERO_WITHOUT_CRITIC:
         if not critic and getattr(dialect, field) > 0:
             refuse(field, "there is no critic that could be trained. Set it to 0.")
     if dialect.optimizer == "tf_adam" and (dialect.actor_weight_decay or dialect.critic_weight_decay):
@@ -149,7 +152,8 @@ def check_effect(dialect, given: Collection[str]) -> None:
     """Raises: FieldError if a field that the user set (one of `given`) has no effect in this dialect."""
     refuse = partial(_refuse, dialect)
     for spec in dataclasses.fields(dialect):
-        missing = unmet(dialect, spec) if spec.name in given else []
+        told = spec.name in given and spec.name not in ZERO_WITHOUT_CRITIC
+        missing = unmet(dialect, spec) if told else []
         if missing and [name for name, _ in missing] == ["critic_start"]:
             refuse(spec.name, f"the dialect {dialect.name} has no critic. Leave it out.")
         elif missing:

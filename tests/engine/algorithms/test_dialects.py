@@ -106,7 +106,7 @@ def test_what_cannot_go_together_is_refused_with_the_reason(name, changed, messa
 @pytest.mark.parametrize(
     "name, given, message",
     [
-        ("trl_rloo", ["kl_coef", "critic_lr"], "critic_lr 0.0: the dialect trl_rloo has no critic. Leave it out."),
+        ("trl_rloo", ["kl_coef", "critic_epochs"], "critic_epochs None: the dialect trl_rloo has no critic. Leave it out"),
         ("trl_rloo", ["value_clip_range"], "value_clip_range 0.2: the dialect trl_rloo has no critic."),
         ("trl_rloo", ["gamma"], "gamma 1.0: the dialect trl_rloo has no critic, nor a discount."),
         ("trl_rloo", ["value_lam"], "value_lam None: the dialect trl_rloo has no critic."),
