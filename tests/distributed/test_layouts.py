@@ -127,8 +127,8 @@ RUNS = {
         "whiten_rewards": True,
     },
     "corrected": {
-        "stage": 2,
-        "config": "stage2.json",
+        "stage": 0,
+        "config": "stage0.json",
         "prompts": 8,
         "mini_batches": 1,
         "samples_per_prompt": 1,
