@@ -22,13 +22,30 @@ def is_initialized() -> bool:
 
 
 def rank() -> int:
-    """This process's number, 0-based; 0 without a launcher."""
+    """This process's number, 0-based; 0 without a launcher. Under ZeRO the processes divide the weights; which part of
+    the data this one has, `data_parallel_rank` says."""
     return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", 0))
 
 
 def world_size() -> int:
     """The number of processes; 1 without a launcher."""
     return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
+
+
+def data_parallel_rank() -> int:
+    """The number of this process's part of the data, 0-based. Prompts, samples and texts are divided and counted by
+    these parts, not by processes; at present each process has a part of its own."""
+    return rank()
+
+
+def data_parallel_size() -> int:
+    """The number of parts into which the data are divided."""
+    return world_size()
+
+
+def data_parallel_sum(tensor: torch.Tensor) -> torch.Tensor:
+    """The sum of `tensor`, which was computed from a part of the data, over all parts, in a new tensor."""
+    return all_reduce_sum(tensor)
 
 
 def ranks_in_words() -> str:
@@ -41,9 +58,9 @@ def rank_share(total: int, of: tuple[int, int] | None = None) -> slice:
     """The slice of `total` items that is this rank's. Slices are contiguous and in the order of the ranks.
 
     Slices are equal if the number of ranks divides `total`; otherwise their sizes differ by at most one.
-    of: (rank, number of ranks), by default this process's.
+    of: (rank, number of ranks), by default those of the data.
     """
-    number, ranks = of or (rank(), world_size())
+    number, ranks = of or (data_parallel_rank(), data_parallel_size())
     return slice(total * number // ranks, total * (number + 1) // ranks)
 
 

@@ -61,7 +61,7 @@ class Sampled:
     @property
     def responses(self) -> int:
         """How many responses were drawn, over all ranks."""
-        return distributed.world_size() * sum(map(len, self.drawn))
+        return distributed.data_parallel_size() * sum(map(len, self.drawn))
 
     @property
     def tokens(self) -> Tensor:
@@ -135,7 +135,7 @@ class GroupSampler:
             rollout = self._responses(rollouts, prompts, log)
             return Sampled(rollout, None, [rollout])
         assert feed is not None, "dynamic sampling draws further prompts, and no feed was given"
-        wanted = len(prompts) * distributed.world_size()
+        wanted = len(prompts) * distributed.data_parallel_size()
         batches = [self._scored(rollouts, prompts, log)]
         differing, alike = self._groups(batches)
         while len(differing) < wanted and len(batches) < self.most_batches:
@@ -163,7 +163,8 @@ class GroupSampler:
         own = groups_alike(batches[-1].scores.scores, self.group_size).tolist()
         differing: list[_Group] = []
         alike: list[_Group] = []
-        for rank, flags in enumerate(distributed.all_gather_objects(own)):
+        by_rank = dict(distributed.all_gather_objects((distributed.data_parallel_rank(), own)))
+        for rank, flags in by_rank.items():
             for place, without in enumerate(flags):
                 (alike if without else differing).append(_Group(len(batches) - 1, rank, place))
         return differing, alike
@@ -174,7 +175,7 @@ class GroupSampler:
         groups = {
             number: batches[group.batch].group(group.place, self.group_size)
             for number, group in enumerate(chosen)
-            if group.rank == distributed.rank()
+            if group.rank == distributed.data_parallel_rank()
         }
         sent = {number: group.copied("cpu") for number, group in groups.items() if number not in own}
         for arrived in distributed.all_gather_objects(sent):

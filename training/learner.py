@@ -218,10 +218,10 @@ class Learner:
         counts = torch.ones(len(parts), 3, dtype=torch.float64, device=distributed.device())  # the last: of parts
         for row, part in zip(counts, parts):
             row[0], row[1] = losses.policy_count(part.policy_mask), part.value_mask.sum()
-        totals = distributed.all_reduce_sum(counts.sum(0, keepdim=True))
+        totals = distributed.data_parallel_sum(counts.sum(0, keepdim=True))
         *own, (*everywhere, all_parts) = torch.cat([counts, totals]).tolist()  # the host waits once
         return [
-            losses.weights([row[column] for row in own], total, int(all_parts), distributed.world_size())
+            losses.weights([row[column] for row in own], total, int(all_parts), distributed.data_parallel_size())
             for column, total in enumerate(everywhere)
         ]
 
@@ -285,7 +285,7 @@ class Learner:
         limit = self.algorithm.dialect.ratio_limit
         if limit is None:
             return False
-        ratio, _, count = distributed.all_reduce_sum(ratios).tolist()
+        ratio, _, count = distributed.data_parallel_sum(ratios).tolist()
         exploded = ratio_exploded(ratio, count, limit)
         metrics.add("policy/left_out", float(exploded), 1)
         return exploded
@@ -331,10 +331,10 @@ def mini_batch_rows(rows: int, mini_batches: int, key: tuple[int, ...]) -> list[
     """
     assert rows % mini_batches == 0, f"{rows} rows do not divide into {mini_batches} mini-batches"
     groups = rows // mini_batches
-    everywhere = np.tile(np.arange(mini_batches), (groups * distributed.world_size(), 1))
+    everywhere = np.tile(np.arange(mini_batches), (groups * distributed.data_parallel_size(), 1))
     drawn = np.random.default_rng(key).permuted(everywhere, axis=1)
     own = torch.from_numpy(drawn[distributed.rank_share(len(drawn))].reshape(-1))
-    shuffled = torch.from_numpy(np.random.default_rng((*key, distributed.rank())).permutation(rows))
+    shuffled = torch.from_numpy(np.random.default_rng((*key, distributed.data_parallel_rank())).permutation(rows))
     return [shuffled[own[shuffled] == index].to(distributed.device()) for index in range(mini_batches)]
 
 
@@ -381,7 +381,7 @@ class MixedPretraining:
         on all ranks). All ranks call this together."""
         parts = self.feed.texts(optimizer_step).to(distributed.device()).split(self.micro_batch_size)
         own = torch.tensor(float(sum(map(_targets, parts))), device=distributed.device())
-        weight = self.coefficient / distributed.all_reduce_sum(own).item()
+        weight = self.coefficient / distributed.data_parallel_sum(own).item()
         count = distributed.largest(len(parts))
         losses = (self._loss(part, metrics) * weight for part in parts)
         dummies = (self._loss(parts[0], None) * 0.0 for _ in range(count - len(parts)))

@@ -102,8 +102,8 @@ class PPOTrainer:
             dialect,
             pad_token_id=sampling.pad_token_id,
             end_token_id=end_token_id(models.tokenizer, dialect),
-            reduce=distributed.all_reduce_sum,
-            ranks=distributed.world_size(),
+            reduce=distributed.data_parallel_sum,
+            ranks=distributed.data_parallel_size(),
             max_response_length=sampling.max_new_tokens,
         )
         self.kl_controller = self.algorithm.kl_controller()
@@ -166,7 +166,7 @@ class PPOTrainer:
         self.guards.check_kl(step, kl)
         with log.phase("train"):
             epochs = self.train_actor_and_critic(batch, steered_kl, log.metrics)
-        self.kl_controller.after_step(steered_kl, distributed.world_size() * len(batch))
+        self.kl_controller.after_step(steered_kl, distributed.data_parallel_size() * len(batch))
         self.models.reference.after_step(step)
         self.counters.end_step(sampled.responses, len(sampled.drawn))
         return StepReport(step, self.counters.samples, self._metrics(log, sampled, experience, batch, epochs), batch)
@@ -197,7 +197,7 @@ class PPOTrainer:
             self.kl_controller.after_epoch(kl, len(batch) // dialect.mini_batches)
             if dialect.early_stop_kl is not None:
                 metrics.add_max("policy/epochs", epochs)
-                _, approxkl, count = distributed.all_reduce_sum(ratios).tolist()
+                _, approxkl, count = distributed.data_parallel_sum(ratios).tolist()
                 if went_too_far(approxkl, count, dialect.early_stop_kl):
                     break
         self.guards.check_weights(counters.step)
@@ -239,5 +239,5 @@ def mean_kls(batch: TrainingBatch) -> tuple[float, float]:
     """(the KL that steers the coefficient, the KL that is reported): means over all ranks' responses, in nats (all
     ranks call this)."""
     sums = torch.stack([batch.measured_kl.double().sum(), batch.kl.double().sum()])
-    steered, reported = (distributed.all_reduce_sum(sums) / (distributed.world_size() * len(batch))).tolist()
+    steered, reported = (distributed.data_parallel_sum(sums) / (distributed.data_parallel_size() * len(batch))).tolist()
     return steered, reported

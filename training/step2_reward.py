@@ -264,16 +264,16 @@ def score_statistics(
         seed=args.seed,
         vocabulary_size=vocabulary_size(tokenizer),
     )
-    world, size = distributed.world_size(), args.per_device_eval_batch_size
+    parts, size = distributed.data_parallel_size(), args.per_device_eval_batch_size
     # The first prompts of one data set; of several, which stand one behind the other, some of each.
     several = len(args.normalization_data_path or args.data_path) > 1
     order = torch.from_numpy(epoch_permutation(len(prompts), args.seed, 0)) if several else torch.arange(len(prompts))
     totals = torch.zeros(3, dtype=torch.float64, device=distributed.device())
-    starts = range(0, args.normalization_samples, size * world)
+    starts = range(0, args.normalization_samples, size * parts)
     bar = ProgressBar(len(starts), shown={}, unit="batch") if distributed.is_main() else None
     for done, start in enumerate(starts, start=1):
-        by_turns = torch.arange(start, start + size * world).view(size, world).T.flatten()  # one by one to each rank
-        numbers = by_turns[distributed.rank_share(size * world)]
+        by_turns = torch.arange(start, start + size * parts).view(size, parts).T.flatten()  # one by one to each rank
+        numbers = by_turns[distributed.rank_share(size * parts)]
         indices, samples = order[numbers % len(prompts)], numbers // len(prompts)
         batch = collate_prompts([prompts[index] for index in indices.tolist()], indices, samples, sampling.pad_token_id)
         rollout = rollouts.generate(batch.to(distributed.device()), sampling)
@@ -281,10 +281,10 @@ def score_statistics(
         scores = model.module.sequence_scores(token_scores, rollout.sequences, rollout.attention_mask)
         totals += moments(scores, (numbers < args.normalization_samples).to(scores.device))
         if bar:
-            bar.log(done, done * size * world, {})
+            bar.log(done, done * size * parts, {})
     if bar:
         bar.close()
-    mean, variance = (value.item() for value in mean_and_variance(distributed.all_reduce_sum(totals)))
+    mean, variance = (value.item() for value in mean_and_variance(distributed.data_parallel_sum(totals)))
     if not variance > 0:
         raise RunStopped(
             f"all {args.normalization_samples} responses of the SFT model score {mean:.4g}: nothing can "

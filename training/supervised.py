@@ -208,7 +208,7 @@ class SupervisedTrainer:
             where = epoch if self.steps_done % self.steps_per_epoch == 0 else f"step {self.steps_done}"
             self.writer.write(f"{where}: {metrics_text(found)}")
         size = self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps
-        samples = self.steps_done * size * distributed.world_size()
+        samples = self.steps_done * size * distributed.data_parallel_size()
         self.writer.log(self.steps_done, samples, {**(self.owed or {}), **(found or {})})
         self.owed = None
         return found
@@ -232,7 +232,8 @@ class SupervisedTrainer:
         return [self._batch(self.examples, part) for part in indices]
 
     def _batches_of_epoch(self, epoch: int) -> EpochBatches:
-        size, ranks = self.args.per_device_train_batch_size, (distributed.rank(), distributed.world_size())
+        size = self.args.per_device_train_batch_size
+        ranks = distributed.data_parallel_rank(), distributed.data_parallel_size()
         return epoch_batches(len(self.examples), size, epoch, self.args.seed, *ranks)
 
     def _batch(self, examples: Sequence, indices: list[int]):
@@ -244,7 +245,7 @@ class SupervisedTrainer:
         self._seed_dropout(step)
         self.model.module.train()
         own = torch.tensor(float(sum(self.count(batch) for batch in batches)), device=distributed.device())
-        targets = distributed.all_reduce_sum(own)
+        targets = distributed.data_parallel_sum(own)
         losses = (self.loss(batch, metrics) / targets for batch in batches)
         total = accumulate_gradients(self.model, losses, len(batches)).sum()
         if distributed.any_rank(~total.isfinite()):
@@ -290,7 +291,7 @@ class SupervisedTrainer:
         """The metrics of all held-out examples; every rank runs equally many batches, some of them empty."""
         self.model.module.eval()
         size, batch_size = len(self.held_out), self.args.per_device_eval_batch_size
-        ranks = distributed.rank(), distributed.world_size()
+        ranks = distributed.data_parallel_rank(), distributed.data_parallel_size()
         batches = epoch_batches(size, batch_size, 0, self.args.seed, *ranks, drop_last=False)
         measured = ((indices, self.evaluate(self._batch(self.held_out, indices or [0]))) for indices in batches)
         units = gathered(size, measured)

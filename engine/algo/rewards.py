@@ -170,7 +170,7 @@ class ScoreScale:
     kind: "none" divides by 1; "running" by the deviation of all scores so far, the present ones included; "first_batch"
     by that of the first batch of scores. Deviations divide by n - 1.
 
-        scale.update(distributed.all_reduce_sum(moments(scores, everywhere)))
+        scale.update(distributed.data_parallel_sum(moments(scores, everywhere)))
         scores = scores / scale.value
 
     Statistics are given as sums (`masked.moments`), so that a caller can first add them up over ranks; then all ranks

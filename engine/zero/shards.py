@@ -248,7 +248,8 @@ def _flat(tensor: Tensor) -> Tensor:
 
 def _rank_share(held: list[Shard]) -> list[Shard]:
     """This rank's share of runs that all ranks hold, by numbers, cut where a border falls."""
-    share = distributed.rank_share(sum(len(shard.values) for shard in held))
+    process = distributed.rank(), distributed.world_size()
+    share = distributed.rank_share(sum(len(shard.values) for shard in held), of=process)
     found, place = [], 0
     for shard in held:
         begin, end = max(share.start - place, 0), min(share.stop - place, len(shard.values))

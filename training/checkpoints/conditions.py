@@ -175,7 +175,7 @@ class Conditions:
         dialect, weights, inputs = args.resolved.dialect, args.reward_weights, inputs or {}
         identity = {
             **shared_identity(args, data, tokenizer),
-            "responses a step": args.rows_per_rank * distributed.world_size(),
+            "responses a step": args.rows_per_rank * distributed.data_parallel_size(),
             **dict(with_resume(dialect, SAME)),
             "--reward_function": short_names(args.reward_function),
             "--reward_weights": weights if any(weight != 1.0 for weight in weights) else None,
@@ -359,7 +359,7 @@ def supervised_conditions(
 
     The examples of an optimizer step are drawn from the seed for all ranks together, so their number must stay.
     """
-    examples = args.per_device_train_batch_size * args.gradient_accumulation_steps * distributed.world_size()
+    examples = args.per_device_train_batch_size * args.gradient_accumulation_steps * distributed.data_parallel_size()
     identity = {
         **shared_identity(args, data, tokenizer),
         "examples a step": examples,

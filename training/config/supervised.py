@@ -77,13 +77,13 @@ class SupervisedFlags(HubFlags, RestartFlags, ModelLoraFlags, DataFlags):
 
     def steps_per_epoch(self, examples: int) -> int:
         """Optimizer steps in one pass over so many examples; raises UserError if they are too few for one."""
-        world = distributed.world_size()
-        steps = examples // (self.per_device_train_batch_size * world * self.gradient_accumulation_steps)
+        ranks = distributed.data_parallel_size()
+        steps = examples // (self.per_device_train_batch_size * ranks * self.gradient_accumulation_steps)
         if steps == 0:
             raise UserError(
                 f"--data_path {' '.join(self.data_path)}: {examples} examples are too few for one "
                 f"optimizer step of --per_device_train_batch_size {self.per_device_train_batch_size} on "
-                f"{world} ranks, {self.gradient_accumulation_steps} times. Lower the batch size or add "
+                f"{ranks} ranks, {self.gradient_accumulation_steps} times. Lower the batch size or add "
                 "data."
             )
         return steps

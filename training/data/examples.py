@@ -2,7 +2,7 @@
 
     rows, held_out = load_rows("reviews/sft.jsonl", SFT, tokenizer, phase=1, seed=0, held_out=0.05)
     examples = SFTExamples(rows, tokenizer, max_length=512, cache=cache_folder(None))
-    for indices in epoch_batches(len(examples), batch_size=8, epoch=0, seed=0, rank=rank(), world=world_size()):
+    for indices in epoch_batches(len(examples), batch_size=8, epoch=0, seed=0, rank=0, world=1):
         batch = collate_sft([examples[index] for index in indices], pad_id)
 
 All rows are tokenised once, at the start. The order in which examples are visited (training/data/order.py) then needs

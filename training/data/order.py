@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.distributed import rank_share, world_size
+from engine.distributed import data_parallel_size, rank_share
 from engine.errors import UserError
 from engine.experience import PromptBatch
 from training.data.examples import Prompts, TextBlocks, collate_prompts
@@ -100,7 +100,7 @@ class ShuffledPrompts:
 
     def __init__(self, prompts: Prompts, *, per_rank: int, seed: int, pad_token_id: int):
         self.data, self.pad_token_id = prompts, pad_token_id
-        self.order = PromptOrder(len(prompts), per_rank * world_size(), seed)
+        self.order = PromptOrder(len(prompts), per_rank * data_parallel_size(), seed)
 
     def prompts(self, batch: int) -> PromptBatch:
         """A batch of prompts, counted from 0."""
@@ -113,7 +113,7 @@ class ShuffledTexts:
     """This rank's blocks of text, per_rank of them in each optimizer step."""
 
     def __init__(self, blocks: TextBlocks, *, per_rank: int, seed: int):
-        self.blocks, self.order = blocks, PromptOrder(len(blocks), per_rank * world_size(), seed)
+        self.blocks, self.order = blocks, PromptOrder(len(blocks), per_rank * data_parallel_size(), seed)
 
     def texts(self, optimizer_step: int) -> Tensor:
         """(B, L) int64, for an optimizer step counted from 0."""

@@ -105,7 +105,8 @@ class Evaluator:
         Raises: RunStopped on all ranks for a score or KL that is NaN or infinite.
         """
         # All ranks need equally many prompts: missing ones are filled up with repeats.
-        filled = -(-len(self.prompts) // distributed.world_size()) * distributed.world_size()
+        parts = distributed.data_parallel_size()
+        filled = -(-len(self.prompts) // parts) * parts
         indices = [number % len(self.prompts) for number in range(filled)[distributed.rank_share(filled)]]
         keys = torch.tensor(indices)
         own_prompts = [self.prompts[index] for index in indices]

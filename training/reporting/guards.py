@@ -137,7 +137,7 @@ def stop_unless_at_reference(step: int, experience: Experience, bound: float | N
         return
     gaps = experience.kl.double().abs()
     sums = torch.stack([gaps.sum(), experience.rollout.response_mask.sum().double()])
-    total, tokens = distributed.all_reduce_sum(sums).tolist()
+    total, tokens = distributed.data_parallel_sum(sums).tolist()
     gap = total / max(tokens, 1.0)
     if gap > bound:
         sampled = experience.logprobs is experience.rollout.logprobs

@@ -108,7 +108,7 @@ class Accumulator:
         summed = sorted(layout.keys() - set(extremes))
         reduced = {}
         if summed:
-            numbers = iter(distributed.all_reduce_sum(self._flat(summed, layout, missing=0.0)).tolist())
+            numbers = iter(distributed.data_parallel_sum(self._flat(summed, layout, missing=0.0)).tolist())
             for name in summed:
                 kind, width = layout[name]
                 reduced[name] = FINISH[kind](*(next(numbers) for _ in range(width)))

@@ -47,7 +47,7 @@ def gathered(size: int, parts: Iterable[tuple[list[int], Mapping[str, Tensor]]])
         for name, column in values.items():
             table = own.setdefault(name, torch.zeros(size, dtype=torch.float64, device=column.device))
             table[torch.tensor(indices, dtype=torch.long, device=column.device)] = column[: len(indices)].double()
-    return {name: distributed.all_reduce_sum(own[name]).tolist() for name in sorted(own)}
+    return {name: distributed.data_parallel_sum(own[name]).tolist() for name in sorted(own)}
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -124,7 +124,7 @@ class StepLog:
         for name, seconds in self.seconds.items():
             self.metrics.add_max(f"time/{name}", seconds)
         self.metrics.add_max("time/step", sum(self.seconds.values()))
-        generated = tokens * distributed.world_size()
+        generated = tokens * distributed.data_parallel_size()
         self.metrics.add("rollout/tokens_per_second", generated, self.seconds["generate"])
         self.metrics.add_max("memory/peak_gb", peak_memory_gb())
         return self.metrics.reduce()
@@ -243,8 +243,8 @@ def distributions(batch: TrainingBatch) -> dict[str, Tensor]:
         "objective/scores_histogram": batch.scores.float().cpu(),
         "rollout/length_histogram": batch.rollout.response_mask.sum(-1).float().cpu(),
     }
-    gathered = distributed.all_gather_objects(own)
-    return {tag: torch.cat([part[tag] for part in gathered]) for tag in own}
+    by_rank = dict(distributed.all_gather_objects((distributed.data_parallel_rank(), own)))
+    return {tag: torch.cat([part[tag] for part in by_rank.values()]) for tag in own}
 
 
 # Speed, and the share of the GPU's arithmetic.
@@ -372,7 +372,7 @@ class Arithmetic:
         """Put the speed of each phase into the metrics; arguments as for `of_step`, seconds by phase."""
         tokens = experience.rollout.attention_mask.sum()
         for phase, times in (("make_experience", 1), ("train", epochs or critic_epochs)):
-            metrics.add(f"speed/{phase}", distributed.world_size() * times * tokens, seconds[phase])
+            metrics.add(f"speed/{phase}", distributed.data_parallel_size() * times * tokens, seconds[phase])
         if self.peak is None:
             return
         for phase, flops in self.of_step(drawn, experience, epochs, critic_epochs).items():
@@ -401,7 +401,7 @@ class TrainingArithmetic:
         masks: (B, S) int64 each, attention masks of its micro-batches. predicted: (), how many log-probs are taken.
         """
         lengths = torch.cat([mask.sum(-1) for mask in masks])
-        metrics.add("speed/train", distributed.world_size() * lengths.sum(), seconds)
+        metrics.add("speed/train", distributed.data_parallel_size() * lengths.sum(), seconds)
         if self.peak is not None and self.cost is not None:
             metrics.add("mfu/train", self.cost.training(lengths, predicted) / self.peak, seconds)
 

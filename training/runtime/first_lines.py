@@ -212,7 +212,7 @@ def plan_lines(args: RLHFFlags, plan: Plan) -> list[str]:
     models = [args.actor_model_name_or_path, args.critic_model_name_or_path, args.reward_model_name_or_path]
     return [
         f"{counted(plan.prompts, 'prompts', plan.held_out, args.num_eval_prompts)}{blocks}; {plan.total_steps} steps "
-        f"of {args.rows_per_rank * distributed.world_size()} responses on {distributed.ranks_in_words()}",
+        f"of {args.rows_per_rank * distributed.data_parallel_size()} responses on {distributed.ranks_in_words()}",
         *run_schedule(args, plan).lines(),
         *dynamic_sampling_line(plan.dialect),
         *pretraining_lines(args),
@@ -240,7 +240,7 @@ def dynamic_sampling_line(dialect: Dialect) -> list[str]:
 
 def pretraining_lines(args: RLHFFlags) -> list[str]:
     """What comes before the first step, if anything does."""
-    steps, responses = args.critic_pretrain_steps, args.rows_per_rank * distributed.world_size()
+    steps, responses = args.critic_pretrain_steps, args.rows_per_rank * distributed.data_parallel_size()
     if not steps:
         return []
     return [f"before the first step the critic is pretrained: {steps} steps of {responses} responses of the SFT model"]
@@ -252,7 +252,7 @@ def run_schedule(args: RLHFFlags, plan: Plan) -> RunSchedule:
     def evaluates(step: int) -> bool:
         return step == plan.last_step or bool(args.eval_steps and step % args.eval_steps == 0)
 
-    drawn = args.per_device_generation_batch_size * args.generation_batches * distributed.world_size()
+    drawn = args.per_device_generation_batch_size * args.generation_batches * distributed.data_parallel_size()
     epochs = plan.last_step * drawn / len(plan.prompts)
     return RunSchedule(plan.last_step, epochs, args.schedule(), evaluates if plan.held_out is not None else None)
 

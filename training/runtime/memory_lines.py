@@ -29,7 +29,7 @@ def workload(args: RLHFFlags, dialect: Dialect) -> Workload:
         prompt=args.max_prompt_seq_len,
         response=args.max_answer_seq_len,
         generated=args.per_device_generation_batch_size * dialect.samples_per_prompt,
-        responses=args.per_device_generation_batch_size * args.generation_batches * dialect.samples_per_prompt,
+        responses=args.rows_per_rank,
         micro_batch=args.per_device_training_batch_size,
         mini_batches=dialect.mini_batches,
         ppo_epochs=dialect.ppo_epochs,

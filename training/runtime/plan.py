@@ -122,7 +122,7 @@ def by_part(prompts: Prompts, held_out: Prompts | None) -> dict[str, Prompts]:
 
 def count_steps(args: RLHFFlags, prompts: int) -> int:
     """How many steps the whole run has; raises UserError if there are too few prompts for one."""
-    a_step = args.per_device_generation_batch_size * args.generation_batches * distributed.world_size()
+    a_step = args.per_device_generation_batch_size * args.generation_batches * distributed.data_parallel_size()
     total = args.max_steps or prompts * args.num_train_epochs // a_step
     if prompts < a_step or total == 0:
         raise UserError(
@@ -173,7 +173,7 @@ def read_texts(args: RLHFFlags, tokenizer) -> tuple[TextBlocks | None, list[str]
         config_name=args.unsupervised_dataset_config_name,
     )
     blocks = TextBlocks(rows, tokenizer, args.max_prompt_seq_len + args.max_answer_seq_len, args.cache)
-    needed = args.rows_per_rank // args.mini_batches * distributed.world_size()
+    needed = args.rows_per_rank // args.mini_batches * distributed.data_parallel_size()
     if len(blocks) < needed:
         raise UserError(
             f"--unsupervised_dataset_name {args.unsupervised_dataset_name}: {len(blocks)} blocks of text "
@@ -263,7 +263,7 @@ def check_dialect(args: RLHFFlags, dialect: Dialect) -> None:
         rows_per_rank=args.rows_per_rank,
         mini_batches=max(dialect.mini_batches, dialect.critic_passes[1]),
         micro_batch_size=args.per_device_training_batch_size,
-        ranks=distributed.world_size(),
+        ranks=distributed.data_parallel_size(),
         layers=layers,
     )
 
