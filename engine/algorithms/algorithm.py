@@ -235,7 +235,7 @@ class Algorithm:
     def estimates(self, rewards: Tensor, values: Tensor, masks: Masks) -> tuple[Tensor, Tensor]:
         """The estimator's advantages and returns before whitening; arguments as in `compute_advantages`."""
         dialect = self.dialect
-        return self.estimator.compute(
+        estimates = self.estimator.compute(
             AdvantageInputs(
                 rewards=self._learned_rewards(rewards, masks),
                 values=values,
@@ -248,6 +248,13 @@ class Algorithm:
                 length_adaptive_alpha=dialect.length_adaptive_alpha,
             )
         )
+        shape = rewards.shape[:1] if self.estimator.per_response else rewards.shape
+        for one in estimates:
+            assert one.shape == shape, (
+                f"estimator {dialect.advantage_estimator} with per_response={self.estimator.per_response} returned "
+                f"{tuple(one.shape)} in place of {tuple(shape)}"
+            )
+        return estimates
 
     def outcomes(self, rewards: Tensor, masks: Masks) -> Tensor:
         """The actual rewards to go from each position, (B, T) float32: returns that contain no predicted value (all

@@ -12,7 +12,6 @@ from engine.algo.advantages import ESTIMATORS
 from engine.errors import UserError
 from engine.options import unmet
 
-
 ZERO_WITHOUT_CRITIC = ("critic_lr", "critic_weight_decay")  # a user may have to say so
 
 

@@ -158,11 +158,14 @@ def _check_parameters(function: Callable, what: str) -> None:
     try:
         if is_source(function):
             signature.bind(None)
+            what, signature, called = f"{what}.score", inspect.signature(function.score), "the rollout alone"
+            signature.bind(None, None)
             return
         called = "the prompts and the responses, and by name with rows, or columns of the data"
         Signature.of(function)
     except TypeError as error:
-        raise UserError(f"{what}: it takes {signature}, but is called with {called} ({error}).") from None
+        hint = " A class has to inherit from engine.reward.base.RewardSource." if inspect.isclass(function) else ""
+        raise UserError(f"{what}: it takes {signature}, but is called with {called} ({error}).{hint}") from None
 
 
 def _origin(module: ModuleType) -> str:

@@ -106,7 +106,11 @@ def test_what_cannot_go_together_is_refused_with_the_reason(name, changed, messa
 @pytest.mark.parametrize(
     "name, given, message",
     [
-        ("trl_rloo", ["kl_coef", "critic_epochs"], "critic_epochs None: the dialect trl_rloo has no critic. Leave it out"),
+        (
+            "trl_rloo",
+            ["kl_coef", "critic_epochs"],
+            "critic_epochs None: the dialect trl_rloo has no critic. Leave it out",
+        ),
         ("trl_rloo", ["value_clip_range"], "value_clip_range 0.2: the dialect trl_rloo has no critic."),
         ("trl_rloo", ["gamma"], "gamma 1.0: the dialect trl_rloo has no critic, nor a discount."),
         ("trl_rloo", ["value_lam"], "value_lam None: the dialect trl_rloo has no critic."),
@@ -141,6 +145,7 @@ def test_a_field_without_effect_is_refused_where_it_is_given(name, given, messag
         ("openai", ["kl_target", "lam", "missing_end_value", "whiten_over", "temperature_in_logprobs"]),
         ("summarize", ["decay"]),
         ("default", ["critic_lr"]),
+        ("trl_rloo", ["critic_lr"]),  # 0, as an estimator without a critic needs it in a dialect with one
     ],
 )
 def test_a_field_with_effect_is_let_through(name, given):

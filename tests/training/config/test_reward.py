@@ -295,6 +295,12 @@ def test_a_class_of_reward_sources_is_made_of_the_tokenizer(module, parameters, 
         load_function(f"{name}:Source")
 
 
+def test_the_score_of_a_reward_source_is_given_the_rollout_alone(module):
+    name = module(FUNCTION_SOURCE.format("tokenizer") + "    def score(self, rollout, letter):\n        return []\n")
+    with pytest.raises(UserError, match=r"Source.score: it takes \(self, rollout, letter\), but is called with the"):
+        load_function(f"{name}:Source")
+
+
 def test_a_git_lfs_pointer_is_called_one(tmp_path):
     (tmp_path / "rewards.py").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a21\nsize 12345\n")
     told = r"--reward_function .*rewards.py:f: .*rewards.py is a Git LFS pointer: .*`git lfs pull`"
