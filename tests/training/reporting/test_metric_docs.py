@@ -1,6 +1,7 @@
 """docs/metrics.md lists the metrics that the code writes: all of them, and no others."""
 
 import ast
+import functools
 import re
 from pathlib import Path
 
@@ -84,6 +85,7 @@ def _text(node: ast.AST) -> str | None:
     return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else None
 
 
+@functools.cache
 def written() -> tuple[set[str], set[str]]:
     """What the programs and the engine write."""
     programs = [
