@@ -4,6 +4,7 @@ They are marked by their folder; where families of models are tried, all but Lla
 elsewhere bear the mark themselves.
 """
 
+import gc
 from pathlib import Path
 
 import pytest
@@ -19,3 +20,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         parameters = item.callspec.params if hasattr(item, "callspec") else {}
         if item.path.relative_to(HERE).parts[0] in SLOW or parameters.get("family", QUICK_FAMILY) != QUICK_FAMILY:
             item.add_marker(pytest.mark.slow)
+
+
+def pytest_collection_finish() -> None:
+    """DeepSpeed collects garbage for each engine: not each time through all that was imported."""
+    gc.freeze()

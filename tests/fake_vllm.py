@@ -82,7 +82,7 @@ class Model(nn.Module):
 
     @torch.no_grad()
     def logits(self, tokens: list[int]) -> torch.Tensor:
-        return self.model(torch.tensor([tokens])).last_hidden_state[0, -1] @ self.lm_head.packed.T
+        return self.model(torch.tensor([tokens]), use_cache=False).last_hidden_state[0, -1] @ self.lm_head.packed.T
 
 
 @dataclass

@@ -8,10 +8,12 @@ import torch
 from engine.rollout.base import SamplingConfig
 from scripts.harness.models import make_tokenizer
 
+TOKENIZER = make_tokenizer()
+
 
 def plain_answer(model, prompt: list[int], index: int, sample: int, how: SamplingConfig) -> tuple[list[int], bool]:
     """The response of a Hugging Face language model to one prompt, and whether it ended by itself."""
-    tokenizer, response = make_tokenizer(), []
+    response: list[int] = []
     while len(response) < how.max_new_tokens:
         with torch.no_grad():
             logits = model(input_ids=torch.tensor([prompt + response])).logits[0, -1]
@@ -19,7 +21,7 @@ def plain_answer(model, prompt: list[int], index: int, sample: int, how: Samplin
             logits[token] = -torch.inf
         passed = (logits / how.temperature).softmax(-1).cumsum(-1) > uniform(how.seed, index, sample, len(response))
         response.append(passed.nonzero()[0].item())
-        text = tokenizer.decode(response)
+        text = TOKENIZER.decode(response) if how.stop_strings else ""
         if response[-1] in how.stop_token_ids or any(string in text for string in how.stop_strings):
             return response, True
     return response, False

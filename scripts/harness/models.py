@@ -7,9 +7,11 @@
 
 Weights are random but large (and vectors are not left at 0 and 1), so that logits differ widely between tokens and a
 wrong position, mask or bias shows. Every id below VOCABULARY is a token: pad, BOS, EOS and unknown are 0 to 3, the rest
-are the words w04 ... w63.
+are the words w04 ... w63. A model that a process has made before is written again, not made again.
 """
 
+import functools
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -95,9 +97,7 @@ def make_causal_lm(
     pad_is_eos: bool = False,
 ) -> str:
     """Save a language model and its tokenizer; returns the folder."""
-    config = make_config(family, tied=tied, layers=layers, pad_is_eos=pad_is_eos)
-    model = _randomised(AutoModelForCausalLM.from_config(config, dtype=torch.float32), seed)
-    return _saved(model, folder, pad_is_eos)
+    return _written(_causal_lm(family, tied, seed, layers, pad_is_eos), folder)
 
 
 def make_scorer(
@@ -111,10 +111,36 @@ def make_scorer(
     pad_is_eos: bool = False,
 ) -> str:
     """Save a reward model with this `score_offset`, and its tokenizer; returns the folder."""
+    return _written(_scorer(family, seed, layers, offset, score_position, pad_is_eos), folder)
+
+
+@functools.cache
+def _causal_lm(family: str, tied: bool, seed: int, layers: int, pad_is_eos: bool) -> dict[str, bytes]:
+    config = make_config(family, tied=tied, layers=layers, pad_is_eos=pad_is_eos)
+    return _files(AutoModelForCausalLM, config, seed, pad_is_eos)
+
+
+@functools.cache
+def _scorer(
+    family: str, seed: int, layers: int, offset: float, score_position: str, pad_is_eos: bool
+) -> dict[str, bytes]:
     config = make_config(family, layers=layers, pad_is_eos=pad_is_eos)
     config.num_labels, config.score_offset, config.score_position = 1, offset, score_position
-    model = _randomised(AutoModelForSequenceClassification.from_config(config, dtype=torch.float32), seed)
-    return _saved(model, folder, pad_is_eos)
+    return _files(AutoModelForSequenceClassification, config, seed, pad_is_eos)
+
+
+def _files(kind: type, config: PreTrainedConfig, seed: int, pad_is_eos: bool) -> dict[str, bytes]:
+    """The files of a model with random weights and of its tokenizer, by name."""
+    with tempfile.TemporaryDirectory() as folder, torch.random.fork_rng(devices=[]):
+        save_random(kind.from_config(config, dtype=torch.float32), folder, seed=seed, pad_is_eos=pad_is_eos)
+        return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
+
+
+def _written(files: dict[str, bytes], folder: Path | str) -> str:
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    for name, content in files.items():
+        (Path(folder) / name).write_bytes(content)
+    return str(folder)
 
 
 def save_random(model, folder: Path | str, *, seed: int = 0, pad_is_eos: bool = False) -> str:

@@ -195,9 +195,12 @@ def test_a_critic_keeps_the_reward_models_head(tmp_path):
             assert not torch.equal(module(*inputs), reward(*inputs))
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-@pytest.mark.parametrize("decoding, tied", [("plain", False), ("recorded", False), ("recorded", True)])
-def test_responses_are_the_actors_whatever_was_asked_last(tmp_path, stage, decoding, tied):
+@pytest.mark.parametrize(
+    "decoding, tied, stage",
+    [("plain", False, 3), ("recorded", False, 0), ("recorded", True, 0), ("recorded", True, 3)]
+    + [pytest.param(*case, marks=pytest.mark.slow) for case in (("plain", False, 0), ("recorded", False, 3))],
+)
+def test_responses_are_the_actors_whatever_was_asked_last(tmp_path, decoding, tied, stage):
     """And with the factors as they are by then, in a recording too; beside a tied head's matrix they stay factors."""
     policy = load_policy(make_causal_lm(tmp_path, "llama", tied=tied), torch.float32).eval()
     before = load_policy(str(tmp_path), torch.float32)

@@ -186,7 +186,7 @@ def test_half_precision_logits_are_widened(dtype):
     assert drawn.tolist() == list(range(1, 300))
 
 
-VOCABULARY, EOS, PAD, ROWS = 11, 10, 0, 20_000
+VOCABULARY, EOS, PAD, ROWS = 11, 10, 0, 5_000
 PROMPTS = [[4, 7, 1, 5], [9, 2]]
 # Chi-squared critical values at a probability of 0.001: 10 = 11 tokens - 1; 100 = 10 first tokens x (11 - 1).
 CRITICAL = {10: 29.588, 100: 149.449}
@@ -227,7 +227,7 @@ def llama():
 
 
 def drawn(model, temperature: float, **changed):
-    """A rollout of two tokens for 20,000 samples of each prompt, mixed, the shorter prompt left-padded."""
+    """A rollout of two tokens for ROWS samples of each prompt, mixed, the shorter prompt left-padded."""
     width = max(map(len, PROMPTS))
     rows = [[PAD] * (width - len(prompt)) + prompt for prompt in PROMPTS]
     masks = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in PROMPTS]

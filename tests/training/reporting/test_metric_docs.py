@@ -1,6 +1,7 @@
 """docs/metrics.md and its pages list the metrics that the code writes: all of them, each once, and no others."""
 
 import ast
+import functools
 import re
 from collections import Counter
 from pathlib import Path
@@ -91,6 +92,7 @@ def _text(node: ast.AST) -> str | None:
     return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else None
 
 
+@functools.cache
 def written() -> tuple[set[str], set[str]]:
     """What the programs and the engine write."""
     programs = [
