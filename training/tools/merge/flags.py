@@ -68,7 +68,7 @@ class MergeFlags(MeasuringFlags):
         bad = [scale for scale in self.scales if not abs(scale) < 1e6]
         if bad:
             raise UserError(f"--scales {bad[0]}: give finite numbers.")
-        shown = [f"{scale:g}" for scale in self.scales]  # as files are named by them
+        shown = [f"{scale:g}" for scale in self.scales]  # as in names of files
         if len(set(shown)) < len(shown):
             raise UserError(f"--scales {' '.join(shown)}: a scale is given twice, in six digits.")
         if self.scale is not None and self.scale not in self.scales and f"{self.scale:g}" in shown:
@@ -92,15 +92,15 @@ class MergeFlags(MeasuringFlags):
 
     @property
     def measured_scales(self) -> list[float]:
-        """In rising order, with that of the SFT model, and of the model that is to be saved."""
+        """The scales to measure in rising order, with 0 (the SFT model) and --scale; none without prompts."""
         chosen = [] if self.scale is None else [self.scale]
         return sorted({0.0, *self.scales, *chosen}) if self.data_path else []
 
     @property
     def reward_models(self) -> Sequence[str]:
-        """The one, if there is one."""
+        """The path of the reward model, if one is given."""
         return [] if self.reward_model_name_or_path is None else [self.reward_model_name_or_path]
 
     def engine_spec(self) -> EngineSpec:
-        """What the engines are to be that measure."""
+        """The specification of the measuring engines."""
         return self.spec_of(self.sft_model_name_or_path)
