@@ -106,7 +106,7 @@ class SupervisedTrainer:
         return self.output_dir / METRICS_FILE
 
     def state_dict(self) -> dict:
-        """The state that a checkpoint holds beside the model. The rest follows from the seed and the number of steps."""
+        """The state that a checkpoint holds beside the model. The rest follows from seed and number of steps."""
         found = {"steps_done": self.steps_done, OWED: self.owed, BEFORE: self.before}
         return {name: value for name, value in found.items() if value is not None}
 

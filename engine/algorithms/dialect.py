@@ -1,5 +1,5 @@
-"""The fields of a dialect, with their meanings, values and defaults, and properties derived from them. Also: how fields
-are read from a command line (`kl_coef=0.2 score_clip=none query_start=.`), and which tokens its texts name."""
+"""The fields of a dialect, with their meanings, values and defaults, and properties that follow from them. Also reads
+fields from a command line (`kl_coef=0.2 score_clip=none query_start=.`), and finds the tokens that fields name."""
 
 import dataclasses
 import types
@@ -21,7 +21,7 @@ choice = partial(option, resume=TOLD)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dialect:
-    """One system's choices. The defaults are those of the dialect `default`; comments say why we recommend them."""
+    """The algorithmic choices of one system. The defaults are those of the dialect `default`; comments give reasons."""
 
     name: str = choice("default", "the dialect's name")
 
@@ -427,15 +427,15 @@ class Dialect:
         return choices_of(cls.__dataclass_fields__[field]) or ()
 
     def override(self, **values) -> "Dialect":
-        """This dialect with some fields replaced; values of None leave theirs as they are.
+        """This dialect with some fields replaced. A field whose new value is None keeps its value.
 
-        Raises: UserError for a field that does not exist, and for what cannot go together.
+        Raises: UserError for a field that does not exist, and for values that contradict each other.
         """
         own = {name: getattr(self, name, None) for name in values}
         return self.replaced(**{name: own[name] if value is None else value for name, value in values.items()})
 
     def replaced(self, **values) -> "Dialect":
-        """As `override`, but None is a value like others."""
+        """As `override`, but None is a value like any other."""
         for name in values:
             self.check_field(name)
         return dataclasses.replace(self, **values)
@@ -460,10 +460,10 @@ class Dialect:
         }
 
     def takes_sampled_logprobs(self, exact: bool) -> bool:
-        """Whether the sampler's log-probs serve as old log-probs if a rollout has them.
+        """Whether the sampler's log-probs are used as old log-probs, if a rollout has them.
 
-        exact: whether they equal those of a forward pass within rounding. They exist for drawn tokens only, so no other
-        positions may count, and no drawn token may be hidden from attention.
+        They exist for drawn tokens only. So no other position may count, and no drawn token may be masked out of
+        attention. exact: whether they equal those of a forward pass within rounding.
         """
         wanted = self.old_logprobs == "sampler" or (self.old_logprobs == "auto" and exact)
         others_count = self._counts_past_end or self.measures_prompts or self.length_rule == "not_pad"
@@ -471,17 +471,17 @@ class Dialect:
 
     @property
     def sampling_temperature(self) -> float:
-        """What logits are divided by when tokens are drawn."""
+        """The number that logits are divided by when tokens are drawn."""
         return self.temperature + self.temperature_offset
 
     @property
     def logprob_temperature(self) -> float:
-        """What logits are divided by before log-probs are taken."""
+        """The number that logits are divided by before log-probs are taken."""
         return self.sampling_temperature if self.temperature_in_logprobs else 1.0
 
     @property
     def has_critic(self) -> bool:
-        """Whether a critic is built at all."""
+        """Whether there is a critic."""
         return self.critic_start != "none"
 
     @property
@@ -559,12 +559,12 @@ class Dialect:
 
 
 def parse_settings(words: Sequence[str]) -> dict[str, object]:
-    """{field: value} of words FIELD=VALUE, each value of its field's kind.
+    """{field: value} of words FIELD=VALUE, with each value converted to its field's type.
 
-    "none" stands for None in fields that may be None, "true" or "false" for booleans, two numbers with a comma between
-    them for betas. Nothing after the "=" stands for the empty text.
+    "none" becomes None in fields that may be None, "true" and "false" become booleans, and betas are two numbers with a
+    comma. With nothing after the "=" the value is the empty text.
 
-    Raises: UserError for a word without "=", a field that does not exist or is set twice, a value of the wrong type.
+    Raises: UserError for a word without "=", a field that does not exist or is set twice, or a value of a wrong type.
     """
     kinds, found = typing.get_type_hints(Dialect), {}
     for word in words:
@@ -599,9 +599,9 @@ def _value(word: str, text: str, kind):
 
 
 def token_id(tokenizer, dialect: Dialect, field: str) -> int | None:
-    """The id of the token that the dialect's field names; None where it names none.
+    """The id of the token that the dialect's field names; None if it names none.
 
-    A text that is in the vocabulary stands for that token. Any other text has to be encoded as exactly one token.
+    A text in the vocabulary names that token. The encoding of any other text must be exactly one token.
 
     Raises: UserError if the text is not a single token, or the tokenizer does not know it.
     """
@@ -627,6 +627,6 @@ def token_id(tokenizer, dialect: Dialect, field: str) -> int | None:
 
 
 def end_token_id(tokenizer, dialect: Dialect) -> int | None:
-    """The token that ends the scored text: that of `truncate_token`, or else EOS, or None if there is none."""
+    """The token that ends the scored text: that of `truncate_token`, else EOS; None if there is neither."""
     found = token_id(tokenizer, dialect, "truncate_token")
     return tokenizer.eos_token_id if found is None else found

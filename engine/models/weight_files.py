@@ -197,9 +197,7 @@ def _of_pickle(file: Path, what: str) -> dict[str, Header]:
             "interrupted? Copy it again, or write it again."
         ) from None
     if not isinstance(state, dict) or not all(isinstance(value, torch.Tensor) for value in state.values()):
-        raise UserError(
-            f"{what}: {file} is not a dictionary of tensors. Give a model that save_pretrained wrote."
-        )
+        raise UserError(f"{what}: {file} is not a dictionary of tensors. Give a model that save_pretrained wrote.")
     return {name: Header(tuple(value.shape), str(value.dtype).removeprefix("torch.")) for name, value in state.items()}
 
 

@@ -22,9 +22,7 @@ ALL_STEPS = {
         "--actor_ds_config and its like in step 3.",
         allowed=(),
     ),
-    "num_padding_at_beginning": OldFlag(
-        int, "masks and position ids leave out padding tokens, wherever they stand."
-    ),
+    "num_padding_at_beginning": OldFlag(int, "masks and position ids leave out padding tokens, wherever they stand."),
     "add_eot_token": OldFlag(
         bool, "every text ends with the tokenizer's own EOS token anyway; models learn to stop with this token."
     ),

@@ -116,7 +116,9 @@ def test_auto_records_on_cpus_and_says_where_it_cannot(models):
         assert (passes.decoding, passes.fallback) == (
             ("recorded", "") if family in READY else ("plain", "it makes the mask of each token itself")
         )
-        assert len([each for each in said if "decoding recorded does not work" in str(each.message)]) == (family not in READY)
+        assert len([each for each in said if "decoding recorded does not work" in str(each.message)]) == (
+            family not in READY
+        )
 
 
 def test_without_torchs_recordings_the_models_own_code_reads_tokens(models, monkeypatch):
@@ -391,7 +393,10 @@ def test_a_model_that_asks_the_device_is_not_captured(inference):
     ],
 )
 def test_what_counts_as_a_question(ask, asks):
-    with pytest.raises(ValueError, match="reads computed numbers on the host") if asks else contextlib.nullcontext(), _NoQuestions():
+    with (
+        pytest.raises(ValueError, match="reads computed numbers on the host") if asks else contextlib.nullcontext(),
+        _NoQuestions(),
+    ):
         ask(torch.tensor([1.0, 0.0]))
 
 
