@@ -183,7 +183,7 @@ def sample_section(samples: Samples) -> str:
     return f"""<section id="list-of-samples">
 <h2>Samples</h2>
 <p class="soft">Words that differ from {escape(first)} are <mark>marked</mark>. If one other column is chosen, words
-of {escape(first)} that it lacks are <mark class="gone">marked</mark> too. Keys: / searches, j and k go from sample to
+that only the first column has are <mark class="gone">marked</mark> too. Keys: / searches, j and k go from sample to
 sample, n and p from page to page.</p>
 <form id="controls" role="search" aria-label="samples">
 <label>search prompts and responses<input id="search" type="search" autocomplete="off"></label>
