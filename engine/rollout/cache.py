@@ -210,8 +210,8 @@ class Batch:
         self.pending = torch.cat([self.pending, tokens])
 
     def move(self, sources: list[int], targets: list[int], kept: int, longest: int) -> None:
-        """Move the rows `sources` to the rows `targets`, then keep the first `kept` rows. longest: tokens of the longest
-        row."""
+        """Move the rows `sources` to the rows `targets`, then keep the first `kept` rows. longest: tokens of the
+        longest row."""
         if targets:
             old, new = torch.tensor([sources, targets], device=self.mask.device)
             self.cache.move_rows(old, new, self.slot - longest, self.slot)

@@ -92,7 +92,7 @@ class Sampler:
         self.rows_at_once, self._halvings_left = rows // 2, self._halvings_left - 1
         warnings.warn(
             f"{rows} responses decoded side by side do not fit on rank {distributed.rank()} ({message}): {rows // 2} "
-            "are decoded from now on",
+            "are, from now on",
             stacklevel=3,
         )
         return None
