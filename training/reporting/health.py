@@ -540,8 +540,8 @@ few_ever_ended = by_ends(  # no trend, one step shows it
 
 
 def few_ended(rows: Sequence[Mapping]) -> Finding | None:
-    """The length limit cuts off many more responses than at the start: nearly all, or, by more than noise, half of those
-    that had ended by themselves."""
+    """The length limit cuts off many more responses than at the start: nearly all, or, by more than noise, half of
+    those that had ended by themselves."""
     first, last = at_start(rows, "rollout/eos_rate"), at_end(rows, "rollout/eos_rate")
     if first is None or last is None or first < FEW_ENDED:
         return None
@@ -588,7 +588,7 @@ def groups_alike(rows: Sequence[Mapping]) -> Finding | None:
 
 
 def answers_alike(rows: Sequence[Mapping]) -> Finding | None:
-    """Held-out responses became alike: they have fewer different pairs of words for their length, and compress better."""
+    """Held-out responses became alike: they have fewer pairs of words for their length, and compress better."""
     evaluations = [row for row in having(rows, "eval/distinct_bigrams") if row.get("eval/response_length", 0.0) > 0]
     if len(evaluations) < 2:
         return None

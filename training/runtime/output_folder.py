@@ -510,7 +510,7 @@ class Written:
 
     @classmethod
     def read(cls, folder: Path) -> "Written":
-        """The folder's list. It is empty if there is none or it is damaged: no file is then known to be the program's."""
+        """The folder's list; an empty one if there is none, or it is damaged."""
         try:
             found = parsed_json(read_text(folder / WRITTEN_FILE))
             models = {name: [str(file) for file in files] for name, files in found["models"].items()}

@@ -124,7 +124,8 @@ def _in_group(main: Callable, args: RunFlags, watch: Watch) -> int:
 
 
 def _left_together(code: int, watch: Watch) -> int:
-    """Leave the process group together with the other ranks; a launcher could take the first rank to end for a failure."""
+    """Leave the process group together with the other ranks: a launcher could take the first rank that ends for a
+    failure."""
     stopping.let_through()
     distributed.barrier()
     watch.leave(code)

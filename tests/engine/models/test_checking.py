@@ -377,7 +377,7 @@ class TestFiles:
         shard.rename(tmp_path / "elsewhere")
         refused(check_policy, tmp_path, rf"{shard.name} does not exist, but the index")
         index.unlink()
-        refused(check_policy, tmp_path, r"no weights \(model\.safetensors or .*Write it again")
+        refused(check_policy, tmp_path, r"no weights \(model\.safetensors or .*Save the model again")
 
     @pytest.mark.parametrize("share", [0, 0.3, 0.999])
     def test_cut_off(self, tmp_path, share):
