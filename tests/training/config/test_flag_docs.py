@@ -55,7 +55,7 @@ def test_some_rows_as_they_should_read():
     page = PAGE.read_text()
     for row in (
         "| `--output_dir` | text | required | folder for models, metrics and checkpoints |",
-        "| `--seed` | whole number, at least 0, at most 2147483647 | `1234` | seed of data order, new weights and sampling |",
+        "| `--seed` | whole number, at least 0, at most 2147483647 | `1234` | seed of data order, new weights",
         "| `--data_path` | text, one or more | required |",
         "| `--enable_tensorboard` | true or false | `true` |",
         "| `--kl_coef` | number, at least 0 | the dialect's (`0.1`) | coefficient of the KL penalty |",
