@@ -236,7 +236,7 @@ class WholeCopies(PlainCopies):
         self._instead: dict[int, PlainCopies | None] = {}  # {id of a model without whole copies: its other copies}
 
     def of(self, model: Model, merged: bool = False) -> Backbone | None:
-        """As in PlainCopies."""
+        """See PlainCopies."""
         if model.stage < 3:
             return model.module
         while id(model) not in self._instead:
@@ -248,7 +248,7 @@ class WholeCopies(PlainCopies):
         return instead.of(model, merged)
 
     def attempt(self, model: Model, doing: str, compute: Callable[[], Result]) -> Result | None:
-        """As in PlainCopies."""
+        """See PlainCopies."""
         if model.stage < 3:
             return compute()
         instead = self._instead.get(id(model))
@@ -260,12 +260,12 @@ class WholeCopies(PlainCopies):
         return made
 
     def group_of(self, model: Model) -> RankGroup | None:
-        """As in PlainCopies."""
+        """See PlainCopies."""
         instead = self._instead.get(id(model))
         return None if instead is None else instead.group_of(model)
 
     def release_memory(self) -> None:
-        """As in PlainCopies."""
+        """See PlainCopies."""
         super().release_memory()
         for copies in self._instead.values():
             if copies is not None:
@@ -315,7 +315,7 @@ class WholeCopies(PlainCopies):
         return module
 
     def holding(self, model: Model) -> Backbone | None:
-        """As in PlainCopies."""
+        """See PlainCopies."""
         key = self._keys.get(id(model))
         held = self._held.get(key) == _Held(id(model), model.version, merged=False)
         return self._modules[key] if held and not self._away else None
@@ -403,7 +403,7 @@ class TensorParallelCopies(PlainCopies):
         self._parts: dict[object, _Part] = {}
 
     def of(self, model: Model, merged: bool = False) -> Backbone | None:
-        """As in PlainCopies."""
+        """See PlainCopies."""
         assert merged or model.module.adapters is None, "a tensor-parallel copy has an adapter's updates merged"
         if model.stage < 3:
             return model.module
@@ -422,17 +422,17 @@ class TensorParallelCopies(PlainCopies):
         return part.module
 
     def holding(self, model: Model) -> None:
-        """As in PlainCopies; always None, since no rank holds a whole model."""
+        """See PlainCopies; always None, since no rank holds a whole model."""
 
     def attempt(self, model: Model, doing: str, compute: Callable[[], Result]) -> Result | None:
-        """As in PlainCopies. The ranks of a group exchange what they compute."""
+        """See PlainCopies. The ranks of a group exchange what they compute."""
         if model.stage < 3:
             return compute()
         with stopped_if_out_of_memory(model, doing):
             return compute()
 
     def group_of(self, model: Model) -> RankGroup | None:
-        """As in PlainCopies."""
+        """See PlainCopies."""
         return self.group
 
     def free(self) -> None:

@@ -325,12 +325,12 @@ class CombinedReward(RewardSource):
         return {f"scores_{name}": weight for name, (_, weight) in self.sources.items()}
 
     def begin(self, rollout: Rollout) -> None:
-        """As in RewardSource, by each source."""
+        """Call `begin` of each source."""
         for source, _ in self.sources.values():
             source.begin(rollout)
 
     def prepare(self, rollout: Rollout) -> None:
-        """As in RewardSource, by each source."""
+        """Call `prepare` of each source."""
         for source, _ in self.sources.values():
             source.prepare(rollout)
 

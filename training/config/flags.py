@@ -140,7 +140,7 @@ class TokenizerFlags(ProgramFlags):
     chat_template: str | None = flag(None, "file with a chat template (Jinja), which replaces the tokenizer's own")
 
     def validate(self) -> None:
-        """As ProgramFlags has it."""
+        """Raise UserError for values that cannot work, or have no effect."""
         super().validate()
         if self.chat_template is not None:
             read_chat_template(self.chat_template)
@@ -218,7 +218,7 @@ class RunFlags(TokenizerFlags):
     )
 
     def validate(self) -> None:
-        """As ProgramFlags has it."""
+        """Raise UserError for values that cannot work, or have no effect."""
         for spec in dataclasses.fields(self):
             for value in _texts(getattr(self, spec.name)) if spec.name != "stop" else ():
                 check_name(spec.name, value)
@@ -273,7 +273,7 @@ def _as_shown(value):
 
 
 def check_name(name: str, value: str) -> None:
-    """Raise UserError for a text that can name nothing, before a library is given it."""
+    """Raise UserError for a text that no file, model or data set can have as its name."""
     if not value.strip():
         what = "no name of a file or folder" if name.endswith(("_dir", "_path", "config")) else "no name of anything"
         raise UserError(f"--{name} {value!r}: {what}. Leave the flag out, or give one.")
