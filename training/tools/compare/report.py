@@ -242,8 +242,7 @@ def page(comparison: Comparison) -> str:
 
 
 def _shown(comparison: Comparison) -> list[str]:
-    """The models' names: the first model, then the others from best to worst. Columns of samples and colours are in this
-    order."""
+    """The models' names: the first model, then the others from best to worst. Columns and colours have this order."""
     return [comparison.first, *(name for name in comparison.names if name != comparison.first)]
 
 
