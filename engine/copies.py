@@ -1,8 +1,8 @@
 """Copies of partitioned models, for passes without gradients. A copy is a module without ZeRO's hooks whose weights
 were gathered from a model at stage 3. `WholeCopies` are whole on each rank. `TensorParallelCopies` are divided among a
-group of ranks, for models of which a whole copy does not fit on one.
+group of ranks, for models whose whole copy does not fit on one rank.
 
-`PlainCopies` has what both have in common: what happens to copies between steps, and what happens when memory runs out.
+`PlainCopies` is the base class of both. It handles copies between steps, and decides what happens when memory runs out.
 """
 
 import contextlib
@@ -46,26 +46,28 @@ class PlainCopies(ABC):
     def __init__(self, between_steps: str = "keep"):
         self.between_steps, self._away = between_steps, False
         self.let_go: Callable[[], None] = lambda: None
-        """Is called before modules are freed: whoever else holds one lets go of it."""
-        self._together: Model | None = None  # the model of the block in `together`
+        """Called before modules are freed. It must drop all other references to them."""
+        self._together: Model | None = None  # the model of the running `together` call
 
     @abstractmethod
     def of(self, model: Model, merged: bool = False) -> Backbone | None:
-        """A module that computes the same as the model's own; a copy is in eval mode (all ranks call this).
+        """A module that computes the same as the model's own module (all ranks call this). A copy is in eval mode. At
+        stages 0 to 2 it is the model's own module.
 
-        At stages 0 to 2 it is the model's own module. The caller may use it until the next call. None if a rank turned
-        out to have no memory for it. A warning says so, and the caller has the model compute through its partitions.
+        The caller may use it until the next call. None, with a warning, if a rank has too little memory for a copy; the
+        model then has to compute through its partitions.
 
-        merged: whether a copy may have the adapters' updates merged into its matrices; it can then compute as the
-        model's own role only.
+        merged: whether the adapters' updates may be merged into the copy's matrices. Such a copy can compute only in
+        the model's own role.
         """
 
     @abstractmethod
     def attempt(self, model: Model, doing: str, compute: Callable[[], Result]) -> Result | None:
-        """The result of `compute`, which computes with the module that `of` returned. None on all ranks if one ran out
-        of memory; the caller then asks `of` again (all ranks call this).
+        """The result of `compute`, which uses the module that `of` returned; None on all ranks if one ran out of memory
+        (all ranks call this). After None the caller calls `of` again.
 
-        doing: for the warning, "responses were drawn" for example. Raises: RunStopped where a rank cannot fall back.
+        doing: what is computed, for the warning, such as "responses were drawn with it". Raises: RunStopped if a rank
+        cannot fall back.
         """
 
     @abstractmethod
@@ -74,8 +76,8 @@ class PlainCopies(ABC):
 
     @abstractmethod
     def holding(self, model: Model) -> Backbone | None:
-        """The module that already holds the model's current weights whole and without merged updates; None if there is
-        none. Nothing is gathered, and the answer is the same on all ranks."""
+        """The module that holds the model's current weights already, whole and without merged updates; None if there is
+        none. Nothing is gathered, and the result is the same on all ranks."""
 
     @abstractmethod
     def free(self) -> None:
@@ -86,8 +88,8 @@ class PlainCopies(ABC):
         """The modules."""
 
     def inferred(self, model: Model, *args, **kwargs) -> Any:
-        """The forward pass of the model's copy, in inference mode; None if there is no memory for a copy (all ranks
-        call this)."""
+        """The forward pass of the model's copy in inference mode; None if there is too little memory for a copy (all
+        ranks call this)."""
         if self._together is model:
             copy = self.of(model)
             assert copy is not None, "copies are given up where ranks agree, and here they do later"
@@ -100,11 +102,11 @@ class PlainCopies(ABC):
         return None
 
     def together(self, model: Model, make: Callable[[], Result]) -> Result:
-        """The result of several passes of one model. All ranks agree once on whether memory sufficed, and not after
-        each pass, where each rank would wait for the slowest (all ranks call this).
+        """The result of several passes of one model (all ranks call this). All ranks agree once, at the end, whether
+        memory sufficed. After each pass, every rank would wait for the slowest one.
 
-        make: makes passes of this model by `inferred`, exchanges nothing else with other ranks, and can be called
-        again.
+        make: makes passes of this model with `inferred`. It must not exchange anything else with other ranks, and may
+        be called again.
         """
         while self.of(model) is not None:
             made = self.attempt(model, EXPERIENCE, partial(self._made_together, model, make))
@@ -120,7 +122,7 @@ class PlainCopies(ABC):
             self._together = None
 
     def release_memory(self) -> None:
-        """Nothing is computed with the modules for a while."""
+        """Called when the modules are not needed for a while: keep, free or move them, as between_steps says."""
         if self.between_steps == "free":
             self.free()
         elif self.between_steps == "host":
@@ -140,9 +142,9 @@ def _inferred(copy: nn.Module, *args, **kwargs) -> Any:
 
 
 def unless_out_of_memory(make: Callable[[], Result]) -> tuple[Result | None, str]:
-    """(result of `make`, ""); or on all ranks, if one ran out of memory, (None, text of the error).
+    """(result of `make`, ""); or (None, text of the error) on all ranks if one ran out of memory (all ranks call this).
 
-    make: exchanges nothing with other ranks.
+    make: must not exchange anything with other ranks.
     """
     made, message = None, ""
     try:
@@ -175,14 +177,14 @@ def stopped_if_out_of_memory(model: Model, doing: str) -> Iterator[None]:
     except torch.OutOfMemoryError as error:
         raise RunStopped(
             f"a copy of the {model.role} does not fit ({first_sentence(error)} on rank {distributed.rank()}, when "
-            f"{doing}), and other ranks wait for that one. Set --rollout_backend zero3, which makes no copies, "
+            f"{doing}), and other ranks wait for this rank. Set --rollout_backend zero3, which makes no copies, "
             "--replicas_between_steps free, or a smaller --per_device_generation_batch_size."
         ) from error
 
 
 def warn_of(model: Model, doing: str, message: str, then: str) -> None:
-    """Warn, once for all ranks, that a copy does not fit: what was being done, the error's message, and what happens
-    then."""
+    """Warn, on one rank, that a copy does not fit. doing: what was done with it. message: the error's text. then: what
+    happens instead."""
     if on_gpu():
         torch.cuda.empty_cache()
     if distributed.is_main():
@@ -200,17 +202,17 @@ class WholeCopies(PlainCopies):
     """Modules without ZeRO's hooks that hold the whole, gathered weights of models at stage 3 and compute in their
     place.
 
-    A module is filled bucket by bucket, in the compute dtype, when it is asked for and does not hold the model's
-    current weights. Otherwise nothing is gathered. Frozen weights do not change.
+    When `of` is called and the module does not hold the model's current weights, it is filled bucket by bucket, in the
+    compute dtype. Otherwise nothing is gathered. Frozen weights are gathered once.
 
-    For a model with adapters the updates can be merged into the matrices. The copy then computes as the model's own
-    role only, without the cost of the factors. When the copy is asked for unmerged, these matrices are gathered anew,
-    since subtraction would not restore them exactly.
+    For a model with adapters the updates can be merged into the matrices. The copy then computes only in the model's
+    own role, without the cost of the factors. For an unmerged copy these matrices are gathered again, since a
+    subtraction would not restore them exactly.
 
     If memory runs out on any rank while a module is made, filled or computing, all ranks free the modules and go on
-    with less. First models that had separate copies share them; then the model gets the copies that `smaller` returns;
+    with less: first, models with separate copies share them; then the model gets the copies that `smaller` returns;
     then it computes through its partitions. A whole copy computes without communication, so every rank reaches the
-    point where all agree.
+    point at which all ranks agree.
 
     Args:
         between_steps: as in PlainCopies.
@@ -231,10 +233,10 @@ class WholeCopies(PlainCopies):
         self._keys: dict[int, object] = {}
         self._modules: dict[object, Backbone] = {}
         self._held: dict[object, _Held] = {}
-        self._instead: dict[int, PlainCopies | None] = {}  # by the ids of models that have no whole copy any more
+        self._instead: dict[int, PlainCopies | None] = {}  # {id of a model without whole copies: its other copies}
 
     def of(self, model: Model, merged: bool = False) -> Backbone | None:
-        """As in PlainCopies."""
+        """See PlainCopies."""
         if model.stage < 3:
             return model.module
         while id(model) not in self._instead:
@@ -246,7 +248,7 @@ class WholeCopies(PlainCopies):
         return instead.of(model, merged)
 
     def attempt(self, model: Model, doing: str, compute: Callable[[], Result]) -> Result | None:
-        """As in PlainCopies."""
+        """See PlainCopies."""
         if model.stage < 3:
             return compute()
         instead = self._instead.get(id(model))
@@ -258,12 +260,12 @@ class WholeCopies(PlainCopies):
         return made
 
     def group_of(self, model: Model) -> RankGroup | None:
-        """As in PlainCopies."""
+        """See PlainCopies."""
         instead = self._instead.get(id(model))
         return None if instead is None else instead.group_of(model)
 
     def release_memory(self) -> None:
-        """Nothing is computed with the modules for a while."""
+        """See PlainCopies."""
         super().release_memory()
         for copies in self._instead.values():
             if copies is not None:
@@ -279,7 +281,7 @@ class WholeCopies(PlainCopies):
         return list(self._modules.values())
 
     def _copy(self, model: Model, merged: bool) -> Backbone | None:
-        """A module that holds the model's current weights; None if it does not fit."""
+        """The module with the model's current weights; None if it does not fit."""
         if id(model) not in self._keys:
             self._keys[id(model)] = architecture(model.module) if self.shared else id(model)
         key = self._keys[id(model)]
@@ -313,13 +315,13 @@ class WholeCopies(PlainCopies):
         return module
 
     def holding(self, model: Model) -> Backbone | None:
-        """As in PlainCopies."""
+        """See PlainCopies."""
         key = self._keys.get(id(model))
         held = self._held.get(key) == _Held(id(model), model.version, merged=False)
         return self._modules[key] if held and not self._away else None
 
     def _do_with_less(self, model: Model, doing: str, message: str) -> None:
-        """Free all modules, and decide what the model computes with from now on (all ranks call this)."""
+        """Free all modules, and choose other copies for the model (all ranks call this)."""
         self.let_go()
         self.free()
         if not self.shared:
@@ -334,7 +336,8 @@ class WholeCopies(PlainCopies):
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """The contents of a module: which model, which version of its weights, and whether its updates are merged."""
+    """The weights in a module. model: id of the model. version: the version of its weights. merged: whether adapters'
+    updates are merged."""
 
     model: int
     version: int
@@ -342,9 +345,8 @@ class _Held:
 
 
 def _missing(module: Backbone, source: Backbone, held: _Held | None, wanted: _Held) -> frozenset[str] | None:
-    """Names of the weights that have to be filled in so that the module holds `wanted`; None for all weights.
-
-    If there are any, the module's adapters are unmerged.
+    """The names of the weights to copy so that the module holds `wanted`; None for all. If there are any, the module's
+    adapters are unmerged first.
     """
     if held == wanted:
         return frozenset()
@@ -379,19 +381,19 @@ def architecture(module: Backbone) -> object:
 class TensorParallelCopies(PlainCopies):
     """Modules without ZeRO's hooks in place of models at stage 3, each divided among the ranks of a group.
 
-    They work like WholeCopies, and models of one architecture always share one. A rank holds its part of each matrix,
-    filled bucket by bucket from the partitions; no rank ever holds more than one bucket of whole weights.
+    They work like WholeCopies. Models of one architecture always share one module. A rank holds its part of each
+    matrix, filled bucket by bucket from the partitions; no rank ever holds more than one bucket of whole weights.
 
-    The module that `of` returns is called with each rank's own rows; it computes the rows of the whole group together
-    and returns each rank its own. Its `.model` has to be called with the same rows on all ranks of the group. Adapters
-    are always merged, so it computes as the model's own role only.
+    Each rank calls the module that `of` returns with its own rows. The module computes the rows of the whole group
+    together and returns each rank its own. Its `.model` has to be called with the same rows on all ranks of the group.
+    Adapters are always merged, so it computes only in the model's own role.
 
-    If a rank has no memory to make or fill its part, all ranks do without the copy. If a rank runs out of memory while
-    its group computes, the others cannot wait for it, and the run ends with a message.
+    If a rank has too little memory to make its part, or to fill it, all ranks do without the copy. If a rank runs out
+    of memory while its group computes, the others would wait forever, so the run ends with a message.
 
     Args:
-        ranks: how many form a group. between_steps: as in PlainCopies.
-        cache: bytes of keys and values on each rank. A copy that generates is made only if there is room for them too.
+        ranks: number of ranks in a group. between_steps: as in PlainCopies.
+        cache: bytes of keys and values on each rank. A copy that generates is made only if they fit too.
     """
 
     def __init__(self, ranks: int, between_steps: str = "keep", cache: int = 0):
@@ -401,7 +403,7 @@ class TensorParallelCopies(PlainCopies):
         self._parts: dict[object, _Part] = {}
 
     def of(self, model: Model, merged: bool = False) -> Backbone | None:
-        """As in PlainCopies."""
+        """See PlainCopies."""
         assert merged or model.module.adapters is None, "a tensor-parallel copy has an adapter's updates merged"
         if model.stage < 3:
             return model.module
@@ -420,17 +422,17 @@ class TensorParallelCopies(PlainCopies):
         return part.module
 
     def holding(self, model: Model) -> None:
-        """As in PlainCopies: no rank holds all of a model."""
+        """See PlainCopies; always None, since no rank holds a whole model."""
 
     def attempt(self, model: Model, doing: str, compute: Callable[[], Result]) -> Result | None:
-        """As in PlainCopies. The ranks of a group exchange what they compute."""
+        """See PlainCopies. The ranks of a group exchange what they compute."""
         if model.stage < 3:
             return compute()
         with stopped_if_out_of_memory(model, doing):
             return compute()
 
     def group_of(self, model: Model) -> RankGroup | None:
-        """As in PlainCopies."""
+        """See PlainCopies."""
         return self.group
 
     def free(self) -> None:
@@ -442,11 +444,11 @@ class TensorParallelCopies(PlainCopies):
         return [part.module for part in self._parts.values()]
 
     def _with_room(self, key: object, model: Model, generates: bool) -> "_Part":
-        """This rank's part of a model on the device, with memory left to fill it and, if it `generates`, for keys and
-        values."""
+        """This rank's part of a model on the device. Fails unless there is memory to fill it and, if it `generates`,
+        for keys and values."""
         if key not in self._parts:
             self._parts[key] = _Part(model.module, self.group)
-            if generates:  # keys and values are allocated later, where the ranks could not fall back together
+            if generates:  # try it now: when keys and values are allocated, ranks can no longer fall back together
                 torch.empty(self.cache, dtype=torch.uint8, device=distributed.device())
         if self._away:
             self._move(distributed.device())
@@ -456,24 +458,24 @@ class TensorParallelCopies(PlainCopies):
 
 
 def group_sizes(ranks: int, asked: int | None = None) -> tuple[int, ...]:
-    """The possible sizes of groups of ranks on one machine: all divisors of `ranks` over 1; if a size is `asked` for,
-    that one alone, or none if it does not divide `ranks`."""
+    """The possible sizes of groups of a machine's ranks: all divisors of `ranks` over 1. With `asked`, only this size,
+    or none if it does not divide `ranks`."""
     sizes = range(2, ranks + 1) if asked is None else (asked,)
     return tuple(size for size in sizes if size > 1 and ranks % size == 0)
 
 
 def why_no_group(ranks: int, asked: int | None) -> str:
-    """A message if a machine's ranks cannot be divided into groups of the size asked for; otherwise ""."""
+    """A text for a message if a machine's ranks cannot be divided into groups of the size `asked`; otherwise ""."""
     if asked is None or asked == 1 or group_sizes(ranks, asked):
         return ""
     return f"; no {asked} ranks hold a copy together, since that does not divide the {ranks} of a machine"
 
 
 def divided_bytes(module: Backbone, sizes: Sequence[int], generates: bool = True) -> tuple[dict[int, int], str | None]:
-    """{number of ranks that hold it: bytes on each rank} of a tensor-parallel copy of a module; and why there is none,
-    or None.
+    """({number of ranks in a group: bytes on each rank}, None) for tensor-parallel copies of a module; ({}, the reason)
+    if there can be none.
 
-    generates: whether it draws responses with its adapter merged; False if it only makes experience.
+    generates: whether the copy draws responses, with its adapter merged; False if it only makes experience.
     """
     if not sizes:
         return {}, None
@@ -488,9 +490,9 @@ def divided_bytes(module: Backbone, sizes: Sequence[int], generates: bool = True
 
 
 class _Part:
-    """This rank's part of a divided copy. It holds one model at a time, of several with one architecture.
+    """This rank's part of a divided copy. It holds the weights of one model at a time; all have one architecture.
 
-    Raises: ValueError, with the reason, where the model cannot be divided among the ranks of the group.
+    Raises: ValueError, with the reason, if the model cannot be divided among the ranks of the group.
     """
 
     def __init__(self, like: Backbone, group: RankGroup):
@@ -506,13 +508,13 @@ class _Part:
         self._held: tuple[int, int] | None = None  # the model and the version of its weights
 
     def holds(self, model: Model) -> bool:
-        """Whether it holds this model's current weights."""
+        """Whether the part holds this model's current weights."""
         return self._held == (id(model), model.version)
 
     @traced("gather of weights")
     @torch.no_grad()
     def hold(self, model: Model) -> None:
-        """Fill it with this model's current weights."""
+        """Fill the part with this model's current weights (all ranks call this)."""
         if self.holds(model):
             return
         for name, weight in merged_weights(model.module):
@@ -526,9 +528,9 @@ class _Part:
 
 
 class _Rows:
-    """Hooks with which a module computes the rows of all ranks of a group at once and returns each rank its own.
+    """Hooks of a module. With them it computes the rows of all ranks of a group together and returns each rank its own.
 
-    Ranks may call it with rows of different widths; all are padded on the right to one width.
+    Ranks may call the module with rows of different widths; all are padded on the right to one width.
     """
 
     def __init__(self, module: nn.Module, group: RankGroup):

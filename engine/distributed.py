@@ -115,7 +115,7 @@ class _Works(list):
 def gather_by_broadcasts(
     output_tensor: torch.Tensor, input_tensor: torch.Tensor, group=None, async_op: bool = False
 ) -> _Works | None:
-    """all_gather_into_tensor of torch.distributed by broadcasts: with large tensors gloo is four times as fast at
+    """torch.distributed.all_gather_into_tensor, made of broadcasts: for large tensors gloo is four times as fast with
     these."""
     parts = output_tensor.view(-1).chunk(dist.get_world_size(group))
     parts[dist.get_rank(group)].copy_(input_tensor.view(-1))
@@ -130,7 +130,7 @@ def gather_by_broadcasts(
 def scatter_by_all_reduce(
     output_tensor: torch.Tensor, input_tensor: torch.Tensor, op=dist.ReduceOp.SUM, group=None, async_op: bool = False
 ) -> None:
-    """torch.distributed.reduce_scatter_tensor by an all-reduce: with large tensors gloo is faster at that.
+    """torch.distributed.reduce_scatter_tensor, made of an all-reduce: for large tensors gloo is faster with it.
     `input_tensor` is overwritten; ZeRO-3 passes a buffer that it does not use again."""
     assert not async_op, "ZeRO-3 reduces gradients synchronously on CPUs"
     dist.all_reduce(input_tensor, op=op, group=group)
@@ -171,13 +171,12 @@ def broadcast_object(value):
 
 
 class RankGroup:
-    """A group of ranks that do something together: all ranks are divided into groups of `size`, and this is this rank's
-    group.
+    """This rank's group of ranks. All ranks are divided into groups of `size` neighbouring ranks.
 
     place: this rank's number within the group.
 
     Args:
-        size: has to divide the number of ranks; neighbouring ranks form a group. All ranks make their groups together.
+        size: must divide the number of ranks. All ranks create their groups together.
     """
 
     def __init__(self, size: int):
@@ -213,7 +212,7 @@ class RankGroup:
 
 
 def barrier() -> None:
-    """Wait until all ranks are here."""
+    """Wait until all ranks have called this."""
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.barrier()
 

@@ -34,25 +34,24 @@ def frozen_stage(partner: EngineConfig) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSpec:
-    """Which models, in which precision, under which DeepSpeed configurations.
+    """The models, their dtype, and their DeepSpeed configurations.
 
-    critic_path: a reward model or critic; None for the actor's model with a new head (`new_critic`). with_critic: False
-        if no critic is built. reward_path: by default the critic's path. with_reward_model: False if scores come from
-        elsewhere, so that no reward model is loaded. hydra_layers: how many of the actor's last layers train; the
-        reference is then a frozen copy of these layers in the actor's engine. 0: all layers train, and the reference
-        has its own engine.
-    actor_lora, critic_lora: adapters that train instead of matrices, or None. share_trunk: one frozen language model
-        serves all roles, each with its own adapter and head.
+    critic_path: a reward model or critic; None for the actor's model with a new head (`new_critic`). with_critic:
+        whether there is a critic. reward_path: by default the critic's path. with_reward_model: whether there is a
+        reward model; without it scores come from other sources. hydra_layers: how many of the actor's last layers
+        train; the reference is then a frozen copy of these layers in the actor's engine. 0: all layers train.
+    actor_lora, critic_lora: adapters that train instead of matrices, or None. share_trunk: whether one frozen language
+        model serves all roles, which differ in their adapters and heads.
     pad_token: the rule for the tokenizer's pad token (engine/models/reading.py). chat_template: a file with the
         tokenizer's chat template, or None. trust_remote_code: whether code in the models' folders may run. attention:
         the code that computes attention in all models.
     reference, reward: by default stage 3 if the actor (for the reward model the critic, if there is one) is at stage 3,
         else stage 0.
-    ema_decay: None for no moving average; ema_device: "cpu" keeps the average, and a reference that moves, in host
-        memory.
-    reference_is_ema: whether the KL is measured against the average. reference_refresh_steps: after every so many PPO
-        steps the reference becomes reference_mixup_alpha * actor + (1 - reference_mixup_alpha) * reference; None for
-        never.
+    ema_decay: decay of the moving average of the actor; None for no average. ema_device: "cpu" keeps the average, and a
+        moving reference, in host memory.
+    reference_is_ema: whether the moving average is the reference. reference_refresh_steps: number of PPO steps after
+        which the reference becomes reference_mixup_alpha * actor + (1 - reference_mixup_alpha) * reference, again and
+        again; None for never.
     """
 
     actor_path: str
@@ -106,7 +105,7 @@ class EngineSpec:
 
     @property
     def engine_of(self) -> dict[str, str]:
-        """The frozen models without their own engine: {role: role of the trained model whose engine computes it}."""
+        """{role of a frozen model without its own engine: role of the trained model whose engine computes it}."""
         only_factors = {
             role: lora is not None and lora.only
             for role, lora in (("actor", self.actor_lora), ("critic", self.critic_lora))
@@ -123,8 +122,8 @@ class EngineSpec:
 
     @property
     def also_computes(self) -> dict[str, str]:
-        """{role of a trained model: the frozen model that its module also computes}. A reference that moves is not
-        among them: it is a second set of weights for that module."""
+        """{role of a trained model: role of the frozen model that its module also computes}. A moving reference is not
+        included: it is a second set of weights for that module."""
         return {
             host: frozen
             for frozen, host in self.engine_of.items()
@@ -133,7 +132,7 @@ class EngineSpec:
 
     @property
     def shared(self) -> dict[str, str]:
-        """Descriptions of the models without their own engine, by role."""
+        """{role of a model without its own engine: description}."""
         if self.share_trunk:
             words = {
                 "reference": self._moving_reference

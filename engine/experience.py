@@ -1,4 +1,4 @@
-"""The data of a step: prompts, rollouts, experience, training batch. The classes are frozen and check their shapes."""
+"""The data of a step: prompts, rollouts, experience, training batch. The classes check their shapes and dtypes."""
 
 from dataclasses import dataclass, field, fields, replace
 
@@ -7,7 +7,8 @@ from torch import Tensor
 
 
 def position_ids(attention_mask: Tensor) -> Tensor:
-    """(B, S) int64, the exclusive cumulative sum of the attention mask: left padding shifts no token's position."""
+    """(B, S) int64, position ids that start at 0 with the first real token: the exclusive cumulative sum of the
+    attention mask."""
     return attention_mask.cumsum(-1) - attention_mask
 
 
@@ -44,11 +45,11 @@ class PromptBatch:
         return PromptBatch(*(getattr(self, field.name).to(device) for field in fields(self)))
 
     def select(self, rows: list[int]) -> "PromptBatch":
-        """These rows, in this order."""
+        """The given rows, in the given order."""
         return PromptBatch(*(getattr(self, field.name)[rows] for field in fields(self)))
 
     def repeat(self, k: int) -> "PromptBatch":
-        """k rows of each prompt, side by side, with samples k * s + 0 .. k * s + k - 1."""
+        """k adjacent rows for each row; a row with sample s becomes the samples k * s to k * s + k - 1."""
         if k == 1:
             return self
         which = torch.arange(k, device=self.samples.device).repeat(len(self))
@@ -119,8 +120,8 @@ class Rollout:
         return self.sequences[:, self.prompt_length :]
 
     def cut(self, kept: Tensor, ended: Tensor, pad_token_id: int) -> "Rollout":
-        """The same rows with only the response tokens in `kept`, (B, T) bool; other response positions become
-        padding."""
+        """The same rows, with all response tokens outside of `kept`, (B, T) bool, replaced by padding. ended: (B,)
+        bool, the new `ended`."""
         prompt = self.prompt_length
         real = torch.cat([self.attention_mask[:, :prompt], self.attention_mask[:, prompt:] * kept], 1)
         responses = torch.where(kept, self.responses, pad_token_id)
@@ -133,11 +134,11 @@ class Rollout:
         )
 
     def without_attention_to(self, token: int) -> "Rollout":
-        """The same rows with this token masked out of attention and position ids, in prompts and responses."""
+        """The same rows, with this token masked out of attention and position ids, in prompts and responses."""
         return replace(self, attention_mask=self.attention_mask * (self.sequences != token))
 
     def from_second_token(self) -> "Rollout":
-        """The same rows with all positions but the first as response, which gives log-probs of prompts too."""
+        """The same rows, with all positions but the first as the response, to get log-probs of prompts too."""
         return replace(self, response_mask=self.attention_mask[:, 1:].bool(), logprobs=None, entropy=None)
 
     def select(self, rows: Tensor | slice, positions_after: int | None = 0) -> "Rollout":
@@ -165,15 +166,15 @@ class Rollout:
 class Experience:
     """The results of a step's forward passes over a rollout. Position t belongs to response token t.
 
-    rollout: its response mask is set on the tokens that are learned; after the dialect's end all is padding.
+    rollout: the rollout that is learned from. Its response mask is set on the learned tokens; positions after the
+        dialect's end are padding.
     logprobs, entropy: (B, T) float32, of the policy that sampled. ref_logprobs: (B, T) float32, of the reference.
-    values: (B, T) float32, the critic's; None without one. scores: (B,) float32, as the reward source gave them.
-    prompt_kl: (B,) float32, the prompts' part of the KL that steers the coefficient; zeros where only responses count.
-    score_parts: name -> (B,) float32, the parts that add up to the scores if there are several, else empty.
-    rewards: name -> (B,) float32, the score of each of several sources before its weight.
-    log_ratios: (N,) float32, log-probs of the actor's forward pass minus the sampler's: for all tokens that are
-        learned, or for those of the longest row if only that row had a forward pass; None if the sampler records no
-        log-probs.
+    values: (B, T) float32, of the critic; None without a critic. scores: (B,) float32, from the reward source.
+    prompt_kl: (B,) float32, the prompts' part of the KL that steers the coefficient; zeros if only responses count.
+    score_parts: {name: (B,) float32}, the parts that add up to the scores; empty if there is only one.
+    rewards: {name: (B,) float32}, the score of each of several sources, without its weight.
+    log_ratios: (N,) float32, log-probs of the actor's forward pass minus the sampler's: of all learned tokens, or of
+        those of the longest row if only that row had a forward pass. None if the sampler records no log-probs.
     """
 
     rollout: Rollout
@@ -199,7 +200,7 @@ class Experience:
 
     @property
     def kl(self) -> Tensor:
-        """(B, T) float32, log-prob minus reference log-prob of each response token; metrics report it."""
+        """(B, T) float32, log-prob minus reference log-prob of each response token, 0 at other positions."""
         return torch.where(
             self.rollout.response_mask, self.logprobs - self.ref_logprobs, torch.zeros_like(self.logprobs)
         )
@@ -207,8 +208,8 @@ class Experience:
 
 @dataclass(frozen=True, slots=True)
 class Masks:
-    """Three masks, (B, T) bool each: positions of the policy's loss, of the critic's loss, and of the values that are
-    kept."""
+    """Masks, (B, T) bool each. policy: positions of the policy's loss. value: positions of the critic's loss. state:
+    positions whose values are kept."""
 
     policy: Tensor
     value: Tensor
@@ -219,8 +220,8 @@ class Masks:
 class Positions:
     """Which positions of responses count for the score, the KL penalty, losses and values.
 
-    lengths: (B,) int64, L, how many tokens of each response count. score: (B,) int64, the position of its score.
-    kl_mask: (B, T) bool, where the KL penalty counts. masks: those of losses and values.
+    lengths: (B,) int64, how many tokens of each response count. score: (B,) int64, the position of its score.
+    kl_mask: (B, T) bool, the positions of the KL penalty. masks: the masks of losses and values.
     """
 
     lengths: Tensor
@@ -233,15 +234,14 @@ class Positions:
 class TrainingBatch:
     """Rows of an experience with all data for the optimizer steps. Position t belongs to response token t.
 
-    rollout, logprobs, entropy, ref_logprobs, scores: as in Experience; the log-probs are the old policy's.
-    values: (B, T) float32, of the critic at the rollout, kept or zeroed after the end as in the dialect; zeros without
-    a critic.
-    kl: (B, T) float32, as in Experience; measured_kl (B,) float32, in nats, steers the coefficient kl_coef.
-    processed_scores: (B,) float32, the scores as they enter the rewards; rewards: (B, T) float32, before any whitening.
-    advantages, returns: (B, T) float32; some dialects estimate them anew in each mini-batch.
-    policy_mask, value_mask: (B, T) bool, the positions that each loss is summed over; state_mask, where values count.
-    correction, cut: (B, T) float32, factors of the policy's loss, and (B, T) bool, where the ratio was cut, both from
-        `Algorithm.correction`; None without correction.
+    rollout, logprobs, entropy, ref_logprobs, scores: as in Experience; the log-probs are those of the old policy.
+    values: (B, T) float32, of the critic before the update, from `Algorithm.kept_values`; zeros without a critic.
+    kl: (B, T) float32, as in Experience. measured_kl: (B,) float32, in nats, the KL that steers the coefficient.
+    kl_coef: the coefficient of the KL penalty in this step.
+    processed_scores: (B,) float32, the scores that enter the rewards. rewards: (B, T) float32, before whitening.
+    advantages, returns: (B, T) float32. Some dialects estimate them again in each mini-batch or micro-batch.
+    policy_mask, value_mask, state_mask: (B, T) bool, as in Masks.
+    correction, cut: (B, T) float32 and (B, T) bool, from `Algorithm.correction`; None without correction.
     """
 
     rollout: Rollout
@@ -265,7 +265,7 @@ class TrainingBatch:
 
     @property
     def masks(self) -> Masks:
-        """The three masks."""
+        """The masks as one object."""
         return Masks(self.policy_mask, self.value_mask, self.state_mask)
 
     def __post_init__(self):
@@ -284,7 +284,7 @@ class TrainingBatch:
         return len(self.rollout)
 
     def select(self, rows: Tensor | slice, positions_after: int | None = 0) -> "TrainingBatch":
-        """The given rows, without the positions that are padding in all of them, as `Rollout.select` has it."""
+        """The given rows, without positions that are padding in all of them. Arguments: as in `Rollout.select`."""
         rollout = self.rollout.select(rows, positions_after)
         picked = {
             field.name: getattr(self, field.name)[rows]

@@ -18,7 +18,7 @@ from engine.reference import Reference
 from engine.reward.base import RewardModel, RewardSource
 from engine.zero.engines import TrainedModel
 
-# How many responses of each rank get a forward pass, to compare with the sampler's log-probs, where others get none.
+# If the sampler's log-probs are used, so many responses of each rank still get a forward pass, for comparison.
 COMPARED_ROWS = 1
 
 # Joins the tensors (N, t) or (N,) of all micro-batches into one (B, T) or (B,), in the rollout's order and width.
@@ -27,8 +27,8 @@ Join = Callable[[list[Tensor]], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """A reward source's results for B responses, all (B,) float32: the scores; `parts` by name, whose sum the scores
-    are, if there are several; `rewards`, the score of each of several sources before its weight."""
+    """A reward source's results for B responses, each tensor (B,) float32. parts: {name: part}, which add up to the
+    scores; empty if there is only one. rewards: {name: score of a source without its weight}, if there are several."""
 
     scores: Tensor
     parts: dict[str, Tensor]
@@ -55,9 +55,9 @@ class Scores:
 class ExperienceMaker:
     """Runs the models over rollouts, one model after the other, in micro-batches of rows of similar length.
 
-    critic: None where the algorithm has none. micro_batch_size: rows of full length in one forward pass.
+    critic: None if the algorithm has none. micro_batch_size: rows of full length in one forward pass.
     exact_sampler: whether rollouts' log-probs equal those of a forward pass within rounding; for `old_logprobs` "auto".
-    padded: whether padding counts as tokens of a pass, because the models compute it too.
+    padded: whether padding counts among a pass's tokens, because the models compute it too.
     """
 
     def __init__(
@@ -82,14 +82,12 @@ class ExperienceMaker:
     def make_experience(self, rollout: Rollout, scores: Scores | None = None, policies: bool = True) -> Experience:
         """Log-probs, values and scores of a rollout (all ranks call this together, each with equally many rows).
 
-        policies: whether actor and reference compute; if not, log-probs and entropies are zeros. This is for a step in
-        which the two are the same model, so that their KL is 0, and nothing else of them is needed.
+        If a dialect counts positions after a response, rows must be as wide as in its system: they end with the longest
+        response that this rank generated in the step, or after a fixed length.
 
-        Where a dialect counts positions past a response, rows should be as wide as in its system. There they end with
-        the longest of the responses generated together (all that this rank generated in the step), or after a fixed
-        length.
-
-        scores: the scores of these rows, if `score` has been called for them before.
+        scores: the scores of these rows, if `score` has computed them before. policies: whether actor and reference
+        compute. If not, log-probs and entropies are zeros; this is for steps in which both are the same model, so that
+        their KL is 0.
         """
         learned, scored = self.algorithm.texts(rollout)
         if scores is None:
@@ -111,8 +109,8 @@ class ExperienceMaker:
 
     @torch.no_grad()
     def score(self, rollout: Rollout) -> Scores:
-        """The scores alone, for responses of which some may be left out later (all ranks call this, as
-        `make_experience`)."""
+        """The scores only, for responses of which some may be left out later (all ranks call this together, each with
+        equally many rows)."""
         learned, scored = self.algorithm.texts(rollout)
         self.reward.prepare(scored)
         rows = self._micro_batches(learned)
@@ -120,12 +118,12 @@ class ExperienceMaker:
         return self._scores([scored.select(part) for part in rows], joined)
 
     def _micro_batches(self, learned: Rollout) -> list[Tensor]:
-        """The rows of each pass; all ranks have equally many passes."""
+        """The rows of each forward pass. All ranks have equally many passes."""
         tokens = self.micro_batch_size * learned.sequences.shape[1]
         return micro_batches(learned, tokens, equally_many=True, padded=self.padded)
 
     def _by_policies(self, learned: Rollout, pieces: list[Rollout], joined: Join) -> dict[str, Any]:
-        """The results of actor and reference, by the names of Experience's fields."""
+        """The results of actor and reference: {field of Experience: tensor}."""
         dialect = self.algorithm.dialect
         assert learned.logprobs is not None or dialect.old_logprobs != "sampler", (
             "the rollout has no log-probs of the sampler"
@@ -171,14 +169,14 @@ class ExperienceMaker:
         )
 
     def _prompt_kl(self, piece: Rollout, logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-        """(N,) float32, the prompts' part of the KL. Log-probs: (N, S - 1), of all tokens but the first. A token counts
-        only if the token before it is real too."""
+        """(N,) float32, the prompts' part of the KL that steers the coefficient. logprobs, ref_logprobs: (N, S - 1), of
+        all tokens but the first. A token counts only if the token before it is real."""
         prompt = piece.prompt_length - 1
         real = piece.attention_mask[:, :prompt].bool()
         return measured_kl(logprobs[:, :prompt], ref_logprobs[:, :prompt], real, self.algorithm.dialect.kl_measure)
 
     def _values(self, pieces: list[Rollout], joined: Join) -> Tensor | None:
-        """The value of the state before each response token."""
+        """(B, T) float32, the value of the state before each response token; None without a critic."""
         critic = self.critic
         if critic is None:
             return None
@@ -188,7 +186,7 @@ class ExperienceMaker:
         return joined([values[:, piece.prompt_length - 1 : -1] for values, piece in zip(by_token, pieces, strict=True)])
 
     def _scores(self, pieces: list[Rollout], joined: Join) -> Scores:
-        model = self.reward.model if isinstance(self.reward, RewardModel) else None  # others may exchange more
+        model = self.reward.model if isinstance(self.reward, RewardModel) else None  # others may be collective
         with self.reward.on_device():
             by_piece = together(model, lambda: [self.reward.parts(piece) for piece in pieces])
         said = {name: joined([part[name] for part in by_piece]) for name in by_piece[0]}
@@ -202,19 +200,18 @@ class ExperienceMaker:
 
 
 def _joined(columns: list[Tensor], rows: list[Tensor], width: int) -> Tensor:
-    """The tensors (N, t) or (N,) of all micro-batches joined into one (B, width) or (B,). rows: the rollout's rows in
-    each."""
+    """The tensors (N, t) or (N,) of all micro-batches joined into one (B, width) or (B,), in the rollout's order. rows:
+    the rollout's rows in each micro-batch."""
     padded = [F.pad(column, (0, width - column.shape[1])) if column.dim() == 2 else column for column in columns]
     return torch.cat(padded)[torch.cat(rows).argsort()]
 
 
 def _unasked(learned: Rollout) -> dict[str, Any]:
-    """Zeros in place of the results of actor and reference."""
+    """Zeros for the results of actor and reference, if these do not compute."""
     zeros = torch.zeros(learned.response_mask.shape, device=learned.sequences.device)
     return {**dict.fromkeys(("logprobs", "entropy", "ref_logprobs"), zeros), "prompt_kl": zeros[:, 0]}
 
 
 def _log_ratios(logprobs: Tensor, rollout: Rollout) -> Tensor | None:
-    """The actor's log-probs (B, T) minus the sampler's, for the tokens that are learned: (N,); None without the
-    sampler's."""
+    """The actor's log-probs (B, T) minus the sampler's, of the N learned tokens: (N,). None without the sampler's."""
     return None if rollout.logprobs is None else (logprobs - rollout.logprobs)[rollout.response_mask]

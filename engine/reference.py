@@ -14,21 +14,21 @@ from engine.zero.shards import Shard, ShardSource, read
 
 
 class EMA:
-    """ema <- decay * ema + (1 - decay) * actor, once per optimizer step, in float32.
+    """A moving average of the actor's weights: ema <- decay * ema + (1 - decay) * actor, after each optimizer step.
 
-    Each rank keeps its shards of the average beside the actor's master weights, always in float32: in bfloat16 at a
-    decay of 0.992 most of the movement would be rounded away. A separate model or engine would cost a whole copy per
+    Each rank keeps its shards of the average next to the actor's master weights. They are float32: in bfloat16, with a
+    decay of 0.992, most changes would be rounded to nothing. A separate model or engine would take a whole copy per
     rank.
 
     Source: `moving_average` in DeepSpeed-Chat (DeepSpeedExamples 83757d9c), where the decay is 0.992.
 
-    name: the name of its shards in a checkpoint.
+    device: of the average; None for that of the master weights. name: name of its shards in a checkpoint.
     """
 
     def __init__(self, actor: TrainedModel | TrainedRole, decay: float, device: str | None = None, name: str = "ema"):
         self.actor, self.decay, self.name = actor, decay, name
         self.in_place = False
-        """Whether the actor computes with the averages just now (`swapped`)."""
+        """Whether the actor computes with the average at the moment (`swapped`)."""
         self.means = [
             shard.detach().to(device or shard.device, torch.float32, copy=True) for shard in actor.master_shards()
         ]
@@ -36,7 +36,7 @@ class EMA:
     @traced("EMA update")
     @torch.no_grad()
     def update(self) -> None:
-        """Take in the actor's weights after an optimizer step."""
+        """Update the average with the actor's weights, after an optimizer step."""
         for mean, shard in zip(self.means, self.actor.master_shards(), strict=True):
             mean.lerp_(shard.to(mean.device, mean.dtype), 1.0 - self.decay)
 
@@ -51,20 +51,21 @@ class EMA:
                 self.in_place = False
 
     def shards(self) -> list[Shard]:
-        """This rank's part of the averages, named "ema/PARAMETER". Over all ranks each number comes exactly once."""
+        """This rank's part of the average, with names "NAME/PARAMETER". Over all ranks each number occurs exactly
+        once."""
         state = self.actor.state
         return state.own(state.held(self.name, self.means))
 
     def load_shards(self, source: ShardSource) -> None:
-        """Restore the result of `shards`, for any number of ranks and any ZeRO stage."""
+        """Restore what `shards` returned, on any number of ranks and at any ZeRO stage."""
         read(source, self.actor.state.held(self.name, self.means))
 
 
 class Reference:
-    """Log-probs of a rollout's tokens under the policy that training started from: a frozen model in its own engine, or
-    the frozen weights of it in the actor's engine.
+    """The policy that training started from, for reference log-probs. It is a frozen model in its own engine, or a
+    frozen role in the actor's engine.
 
-    models: its own engines, if it has any.
+    models: its own engine, if it has one.
     """
 
     def __init__(self, model: FrozenModel | FrozenRole | TrainedModel | TrainedRole):
@@ -74,7 +75,8 @@ class Reference:
     @traced("reference")
     @torch.no_grad()
     def ref_logprobs(self, rollout: Rollout, temperature: float) -> Tensor:
-        """(B, T) float32; within `on_device`. All ranks call this together."""
+        """The log-probs of the rollout's response tokens, (B, T) float32. Called within `on_device`, by all ranks
+        together."""
         logprobs, _ = self.model(
             rollout.sequences,
             rollout.attention_mask,
@@ -85,20 +87,20 @@ class Reference:
         return logprobs
 
     def on_device(self) -> contextlib.AbstractContextManager:
-        """A context in which the weights it needs are on the device (all ranks enter it)."""
+        """A context in which the weights are on the device (all ranks enter it)."""
         return self.model.on_device()
 
     def after_step(self, steps: int) -> None:
-        """To be called after each PPO step with the number of PPO steps so far (all ranks call this). A frozen model
-        does nothing."""
+        """Called after each PPO step (all ranks call this). steps: number of PPO steps so far. Nothing happens for a
+        frozen model."""
 
     def moves(self, steps: int) -> int | None:
-        """How often it has changed after so many PPO steps; None if it never changes."""
+        """How often the reference has changed after `steps` PPO steps; None if it never changes."""
         return None
 
     def is_actor(self, steps: int) -> bool:
-        """Whether after so many PPO steps its weights equal the actor's: for a frozen model only before the first
-        step."""
+        """Whether the reference's weights equal the actor's after `steps` PPO steps. For a frozen model only before the
+        first step."""
         return steps == 0
 
 
@@ -109,13 +111,12 @@ class MovingReference(Reference):
         reference = MovingReference(ema)                                    # the moving average: WARP's anchor
         reference = MovingReference(EMA(actor, decay=0.0, name="reference"), refresh_steps=50)
 
-    It has no engine of its own. Each rank keeps float32 shards of its weights beside the actor's master weights, for
-    the weights that train (all, adapters, or last layers), and exchanges the two while the reference computes. Frozen
-    weights are the same in both. The KL to it does not say how far the actor is from the model that training started
-    from.
+    It has no engine of its own. For the weights that train (all, adapters, or last layers), each rank keeps float32
+    shards next to the actor's master weights, and exchanges the two while the reference computes. Frozen weights are
+    the same in both. The KL to this reference is not the KL to the model that training started from.
 
-    average: its `update` is called by the trainer once per optimizer step, or by `after_step` every `refresh_steps` PPO
-    steps:
+    average: the reference's weights. The trainer calls its `update` after each optimizer step, or `after_step` calls it
+    every `refresh_steps` PPO steps:
 
         reference <- alpha * actor + (1 - alpha) * reference,    alpha = 1 - average.decay
 
@@ -130,7 +131,7 @@ class MovingReference(Reference):
 
     @property
     def kept(self) -> EMA | None:
-        """The average, if only the reference holds it."""
+        """The average, if it is only the reference's (and not also the run's moving average)."""
         return self.average if self.refresh_steps is not None else None
 
     def on_device(self) -> contextlib.AbstractContextManager:
@@ -138,15 +139,15 @@ class MovingReference(Reference):
         return contextlib.nullcontext() if self.average.in_place else self.average.swapped()
 
     def after_step(self, steps: int) -> None:
-        """Refresh the weights if a refresh is due."""
+        """Update the weights if a refresh is due."""
         if self.refresh_steps is not None and steps % self.refresh_steps == 0:
             self.average.update()
 
     def moves(self, steps: int) -> int | None:
-        """How many refreshes there were; for the moving average the number of PPO steps."""
+        """The number of refreshes; for the moving average, the number of PPO steps."""
         return steps // (self.refresh_steps or 1)
 
     def is_actor(self, steps: int) -> bool:
-        """Whether this is before the first step, or after a refresh that takes over the actor's weights unchanged."""
+        """Whether no step was made, or the latest step ended with a refresh that took the actor's weights unchanged."""
         refreshed = self.refresh_steps is not None and steps % self.refresh_steps == 0
         return steps == 0 or (refreshed and self.average.decay == 0.0)

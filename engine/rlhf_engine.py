@@ -4,7 +4,7 @@
     logprobs, _ = models.actor(sequences, attention_mask, position_ids, response_length=8)
     values = models.critic(sequences, attention_mask, position_ids)
 
-`shared_trunk` makes one engine for all of them (`EngineSpec.share_trunk`).
+With `EngineSpec.share_trunk` all four are in one engine (`shared_trunk`).
 """
 
 import copy
@@ -39,10 +39,10 @@ def shared_trunk(spec: EngineSpec) -> SharedModel:
     """One engine for all models (`EngineSpec.share_trunk`): actor and critic learn in it, reference and reward model
     compute in it.
 
-    It runs under the actor's DeepSpeed configuration. Adam's form, betas and epsilon are the actor's too; learning
-    rates, weight decay and clipping are each role's own.
+    The engine has the actor's DeepSpeed configuration, and the actor's form of Adam, betas and epsilon. Each role has
+    its own learning rate, weight decay and clipping.
 
-    Raises: UserError for models that share no base.
+    Raises: UserError if the models are not adapters on one base.
     """
     assert spec.actor_lora is not None
     ds_config = build_ds_config(spec.actor, dtype=spec.dtype, micro_batch_size=spec.micro_batch_size)
@@ -75,11 +75,11 @@ def scoring_roles(
     reward_flag: str = "reward",
     with_tokenizer: bool = True,
 ) -> dict[str, ScoringRole]:
-    """The descriptions of "critic" and "reward", if there are such, as roles of the actor's base model; no weights are
-    read.
+    """{"critic": ..., "reward": ...}, as far as the spec has these models, as roles on the actor's base model. No
+    weights are read.
 
-    The flags name the models in messages. with_tokenizer: whether the pad token of a new critic is read from the
-    actor's tokenizer. Raises: UserError for a model that is not an adapter on that base.
+    actor_flag, critic_flag, reward_flag: names of the models in messages. with_tokenizer: whether the pad token of a
+    new critic is read from the actor's tokenizer. Raises: UserError if a model is not an adapter on that base.
     """
     found, pad = {}, None
     if with_tokenizer:
@@ -120,8 +120,8 @@ def _score_config(spec: EngineSpec, start: AdapterFolder | None, pad: int | None
 
 
 class RLHFEngine:
-    """actor and critic (trained; critic may be None), reference and reward (frozen; reward may be None), ema (or None),
-    and the actor's tokenizer."""
+    """The models of PPO. actor, critic: trained; critic may be None. reference, reward: frozen; reward may be None.
+    ema: the moving average of the actor, or None. tokenizer: the actor's."""
 
     def __init__(
         self,
@@ -139,28 +139,28 @@ class RLHFEngine:
 
     @property
     def engines(self) -> list[TrainedModel | FrozenModel]:
-        """All engines that there are; several models may share one."""
+        """All engines. Several models may share one."""
         hosts = dict.fromkeys(model.host for model in self.trained.values())
         return [*hosts, *self.reference.models, *(self.reward.models if self.reward else [])]
 
     @property
     def trained(self) -> dict[str, TrainedModel | TrainedRole]:
-        """The trained models, by role."""
+        """{role: trained model}."""
         return {"actor": self.actor} | ({"critic": self.critic} if self.critic else {})
 
     @property
     def kept_reference(self) -> EMA | None:
-        """The weights of a reference that is refreshed; a checkpoint has to contain them."""
+        """The weights of a reference that is refreshed, which a checkpoint has to hold; None for other references."""
         return self.reference.kept if isinstance(self.reference, MovingReference) else None
 
     @property
     def packs(self) -> bool:
-        """Whether rows go through all models without their padding."""
+        """Whether rows go through all models without padding."""
         return all(engine.module.packs for engine in self.engines)
 
     @classmethod
     def from_pretrained(cls, spec: EngineSpec) -> "RLHFEngine":
-        """Load the models and wrap each in an engine; joins the process group if that has not been done."""
+        """Load the models and build their engines. Joins the process group if this has not been done."""
         init()
         tokenizer = read_tokenizer(spec.actor_path, "actor", spec.pad_token, spec.trust_remote_code, spec.chat_template)
         trained: Mapping[str, TrainedModel | TrainedRole]
@@ -192,7 +192,7 @@ def _moving_reference(spec: EngineSpec, actor: TrainedModel | TrainedRole, ema: 
 
 
 def _trained_models(spec: EngineSpec) -> Mapping[str, TrainedModel | TrainedRole]:
-    """The actor, and the critic if there is to be one, each in an engine of its own."""
+    """{role: trained model} of the actor and, if the spec has one, the critic, each in its own engine."""
     if spec.hydra_layers:
         check_hydra(spec.actor_path, spec.hydra_layers, "actor", spec.trust_remote_code)
     load = partial(load_hydra, layers=spec.hydra_layers) if spec.hydra_layers else load_policy
@@ -209,7 +209,7 @@ def _trained_models(spec: EngineSpec) -> Mapping[str, TrainedModel | TrainedRole
 
 
 def critic_model(spec: EngineSpec) -> TrainedModel:
-    """The critic: loaded from its path, or else the actor's model with a new head."""
+    """The critic, loaded from its path; without a path, the actor's model with a new head."""
     load, path = (new_critic, spec.actor_path) if spec.critic_path is None else (load_scorer, spec.critic_path)
     if "reward" in spec.engine_of:
         load = _load_with_kept_head
@@ -227,8 +227,8 @@ def trained_model(
     gradient_checkpointing: bool = False,
     lora: LoraSpec | None = None,
 ) -> TrainedModel:
-    """An engine with an optimizer for the module that `load` (`load_policy`, `load_scorer` or the like) loads from
-    `path`."""
+    """An engine with an optimizer for the module that `load` loads from `path`. load: `load_policy`, `load_scorer` or a
+    similar function."""
     ds_config = build_ds_config(
         config, dtype=spec.dtype, micro_batch_size=spec.micro_batch_size, gradient_clipping=optimizer.max_grad_norm
     )
@@ -249,10 +249,9 @@ def wrap_trained(
     lora: LoraSpec | None = None,
     frozen_role: str | None = None,
 ) -> TrainedModel:
-    """An engine with an optimizer for a module that was loaded under the same `ds_config`; `lora` describes its
-    adapter.
+    """An engine with an optimizer for a module that was loaded with the same `ds_config`.
 
-    frozen_role: as in `adapt`.
+    lora: the module's adapter, or None. frozen_role: as in `adapt`.
     """
     if lora is not None:
         adapt(module, lora, config.role, frozen_role)
@@ -266,7 +265,7 @@ def wrap_trained(
 
 
 def _load_with_kept_head(*args, **kwargs) -> Scorer:
-    """The Scorer that `load_scorer` loads, with two heads: one that trains, and a frozen one for the reward model."""
+    """The Scorer that `load_scorer` loads, with a second, frozen head for the reward model."""
     scorer = load_scorer(*args, **kwargs)
     scorer.keep_head("reward")
     return scorer
@@ -275,8 +274,8 @@ def _load_with_kept_head(*args, **kwargs) -> Scorer:
 def _frozen(
     role: str, load, path: str, spec: EngineSpec, trained: Mapping[str, TrainedModel | TrainedRole]
 ) -> FrozenModel | FrozenRole:
-    """The frozen model of this role: in the engine of the trained model that also computes it, or loaded from `path`
-    into its own engine."""
+    """The frozen model of this role: in the engine of a trained model if the spec says so, else loaded from `path` into
+    its own engine."""
     if role in spec.engine_of:
         return FrozenRole(trained[spec.engine_of[role]].host, role)
     config = next(config for config in spec.engine_configs if config.role == role)
@@ -285,7 +284,7 @@ def _frozen(
 
 @freed_memory_given_back()
 def frozen_model(load, path: str, config: EngineConfig, spec: EngineSpec) -> FrozenModel:
-    """An engine without optimizer for the module that `load` loads from `path`."""
+    """An engine without an optimizer for the module that `load` loads from `path`."""
     ds_config = build_ds_config(config, dtype=spec.dtype, micro_batch_size=spec.micro_batch_size, trained=False)
     module = _loaded(load, path, ds_config, config, spec)
     model = FrozenModel(module, ds_config, config.offload, config.role)
@@ -305,9 +304,9 @@ def _loaded(load, path: str, ds_config: dict, config: EngineConfig, spec: Engine
 
 
 def _probe(model: TrainedModel | FrozenModel) -> None:
-    """Let a Policy find out, within its engine, whether its logits are its head's output unchanged. Refuse a model that
-    attends to padding, or cannot compute packed rows although it should, or computes other results than its folder's
-    model."""
+    """Try a model in its engine. A Policy finds out whether its logits are the unchanged output of its head. Raises:
+    UserError if the model attends to padding, cannot compute packed rows although it has to, or gives other results
+    than the model in its folder."""
     if isinstance(model.module, Policy):
         vocabulary = model.module.model.config.get_text_config().vocab_size
         tokens = (torch.arange(8, device=distributed.device()) * 7919 % vocabulary).unsqueeze(0)
@@ -316,4 +315,4 @@ def _probe(model: TrainedModel | FrozenModel) -> None:
     with model.on_device():
         check_padding(model.module, model, f"{model.role} model")
         check_results(model.module, model, f"{model.role} model")
-    gc.collect(1)  # the loader's full copy of the weights goes before the next model comes; old objects are left out
+    gc.collect(1)  # free the loader's full copy of the weights before the next model loads; skips old objects

@@ -1,15 +1,16 @@
-"""One optimizer step, from rows of a batch to new weights of actor and critic; and the counters of a run.
+"""One optimizer step of actor and critic (`Learner.update`), and the counters of a run (`Counters`).
 
     learner = Learner(models, algorithm, counters, micro_batch_size=8)
     for rows in mini_batch_rows(len(batch), mini_batches, counters.key(epoch)):
         learner.update(batch, rows, metrics, actor=True, critic=True)
 
-How a loss is normalised. A micro-batch's loss is a sum over its tokens (or responses). It is multiplied by the weight
-that `Losses.weights` gives it, mostly 1 / N with N the count of the whole optimizer step over all ranks, counted and
-reduced once before the first backward pass. Gradients are then sums over micro-batches and ranks, and no layout changes
-them: `TrainedModel.backward` undoes the mean that DeepSpeed takes over ranks.
+How a loss is normalised: the loss of a micro-batch is a sum over its tokens (or responses). It is multiplied by a
+weight from `Losses.weights`. In most dialects the weight is 1 / N, where N is the number of tokens of the whole
+optimizer step over all ranks. N is reduced once, before the first backward pass. Gradients are summed over
+micro-batches and ranks, so they do not depend on how rows are divided: `TrainedModel.backward` undoes the mean that
+DeepSpeed takes over ranks.
 
-Learning rates and the keys of mini-batches follow from how far the run has come, which `Counters` counts.
+Learning rates and the random keys of mini-batches follow from the counters.
 """
 
 import math
@@ -36,17 +37,17 @@ from training.reporting.metrics import Accumulator
 
 
 class Counters:
-    """The counters of a run; its checkpoints hold them.
+    """The counters of a run, which its checkpoints hold.
 
-    steps_done: PPO steps; the critic's pretraining counts from below up to 0.
-    optimizer_steps: of the actor, and of a critic that is trained in the same optimizer steps.
-    critic_optimizer_steps: of a critic that is trained in separate passes.
+    steps_done: PPO steps done; negative during the critic's pretraining, which ends at 0.
+    optimizer_steps: optimizer steps of the actor, and of a critic that is trained in the same optimizer steps.
+    critic_optimizer_steps: optimizer steps of a critic that is trained in separate passes.
     samples: responses drawn, over all ranks. prompt_batches: batches of prompts taken from the feed.
     weights_are_whole: whether weights and counters are those after `steps_done` steps; False while a step changes them.
 
     Args:
-        seed: of the mini-batches.
-        total_steps: the steps over which learning rates follow their schedule. first_step: where steps_done begins.
+        seed: seed of the mini-batches.
+        total_steps: length of the learning rates' schedule, in steps. first_step: the first value of steps_done.
     """
 
     def __init__(self, dialect: Dialect, seed: int, total_steps: int, first_step: int = 0):
@@ -61,24 +62,26 @@ class Counters:
         return self.steps_done + 1
 
     def begin_updates(self) -> None:
-        """Called before a step's optimizer steps. Counts those of a separately trained critic, which skips none."""
+        """Called before a step's optimizer steps. Sets critic_optimizer_steps: a separately trained critic omits no
+        optimizer step, so their number follows from the number of steps."""
         self.weights_are_whole = False
         self.critic_optimizer_steps = (self.steps_done - self.first_step) * math.prod(self.dialect.critic_passes)
 
     def end_updates(self) -> None:
-        """Called after a step's optimizer steps. Omitted ones count, too, so that learning rates keep to the
-        schedule."""
+        """Called after a step's optimizer steps. Optimizer steps that early stopping omitted are counted too, so that
+        learning rates keep to their schedule."""
         self.optimizer_steps = (self.step - self.first_step) * self.dialect.updates
 
     def end_step(self, samples: int, prompt_batches: int) -> None:
-        """Called after a step. samples: responses drawn; prompt_batches: batches of prompts used."""
+        """Called after a step. samples: responses drawn in it, over all ranks. prompt_batches: batches of prompts that
+        it used."""
         self.steps_done += 1
         self.samples += samples
         self.prompt_batches += prompt_batches
         self.weights_are_whole = True
 
     def key(self, epoch: int, *more: int) -> tuple[int, ...]:
-        """The key of the random numbers that draw the mini-batches of this step's epoch."""
+        """The random key with which the mini-batches of an epoch of this step are drawn."""
         return self.seed, self.steps_done - self.first_step, epoch, *more
 
     @property
@@ -95,14 +98,15 @@ class Counters:
         return self.dialect.critic_lr * self._lr_factor(self.critic_optimizer_steps, updates)
 
     def _lr_factor(self, optimizer_steps: int, updates: int) -> float:
-        """The schedule's factor after `optimizer_steps` optimizer steps, with `updates` of them per step."""
+        """The schedule's factor of the learning rate after `optimizer_steps` optimizer steps. updates: optimizer steps
+        per step."""
         dialect, position = self.dialect, (self.steps_done - self.first_step, self.total_steps)
         if dialect.lr_per == "optimizer_step":
             position = optimizer_steps, self.total_steps * updates
         return lr_factor(*position, dialect.warmup_steps, dialect.lr_schedule, dialect.warmup_from_zero)
 
     def state_dict(self) -> dict:
-        """What a checkpoint holds."""
+        """The counters that a checkpoint holds."""
         return {
             "steps_done": self.steps_done,
             "optimizer_steps": self.optimizer_steps,
@@ -111,7 +115,7 @@ class Counters:
         }
 
     def load_state_dict(self, state: dict) -> None:
-        """Go on from `state_dict`."""
+        """Restore what `state_dict` returned."""
         self.steps_done, self.optimizer_steps = state["steps_done"], state["optimizer_steps"]
         self.samples, self.prompt_batches = state["samples"], state["prompt_batches"]
 
@@ -121,10 +125,11 @@ Trained = TrainedModel | TrainedRole
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """The pass of a micro-batch through a model: the weights of its summed losses, and the accumulator of its metrics.
+    """A micro-batch that goes through a model. rows: the micro-batch. policy_weight, value_weight: factors of its
+    summed losses. metrics: the accumulator of its metrics.
 
-    All ranks make equally many passes, since ZeRO-3 gathers weights in each. A rank with fewer micro-batches makes
-    dummy passes, which have weight 0 and no metrics.
+    All ranks make equally many passes, because ZeRO-3 gathers weights in each of them. A rank with fewer micro-batches
+    makes dummy passes, with weight 0 and without metrics.
     """
 
     rows: TrainingBatch
@@ -136,8 +141,8 @@ class Pass:
 class Learner:
     """Trains the actor, and the critic if there is one, of an RLHFEngine, at the learning rates of `counters`.
 
-    pretraining: the language-model loss that is added to the actor's; None for none.
-    padded: whether padding counts among a pass's tokens, because the models compute on padding.
+    micro_batch_size: responses of full length in one pass. pretraining: the language-model loss that is added to the
+    actor's; None for none. padded: whether padding counts among a pass's tokens, because the models compute it too.
     """
 
     def __init__(
@@ -153,17 +158,17 @@ class Learner:
         self.micro_batch_size, self.pretraining, self.padded = micro_batch_size, pretraining, padded
 
     def update(self, batch: TrainingBatch, rows: Tensor, metrics: Accumulator, *, actor: bool, critic: bool) -> Tensor:
-        """One optimizer step of the models that are to learn, from the same rows (all ranks call this).
+        """One optimizer step of actor and critic from the same rows (all ranks call this).
 
-        Both models skip the step together when either overflows in fp16, or when the mean ratio is over the dialect's
-        limit. Otherwise they would drift apart.
+        If either model overflows in fp16, or if the mean ratio is over the dialect's limit, both models skip the step.
+        Otherwise they would not have learned from the same data.
 
         Args:
-            rows: (N,) int64, of this rank's batch.
-            actor, critic: whether they learn; a critic only where there is one.
+            rows: (N,) int64, rows of this rank's batch.
+            actor, critic: whether this model learns.
 
         Returns: (3,) float64, the sums of the policy's ratios and of approxkl over this rank's rows, and their count.
-        Raises: RunStopped on all ranks where a loss, or outside fp16 a gradient, is not finite on any.
+        Raises: RunStopped on all ranks if a loss is not finite on one of them, or, outside fp16, a gradient.
         """
         learning: dict[str, Trained] = {}
         if critic and self.models.critic is not None:
@@ -188,7 +193,7 @@ class Learner:
         return ratios
 
     def _passes(self, batch: TrainingBatch, rows: Tensor, metrics: Accumulator) -> list[Pass]:
-        """The micro-batches of these rows with their weights, as many on all ranks."""
+        """The micro-batches of these rows with their weights; equally many on all ranks."""
         parts = self._micro_batches(batch, rows)
         policy_weights, value_weights = self._loss_weights(parts)
         dummies = distributed.largest(len(parts)) - len(parts)
@@ -199,7 +204,7 @@ class Learner:
         """The micro-batches of an update, each with at most as many tokens as `micro_batch_size` full rows.
 
         In dialects that average or whiten per micro-batch, the choice of its rows is part of the algorithm. There each
-        micro-batch has `micro_batch_size` rows, in the order in which they were drawn.
+        micro-batch has `micro_batch_size` rows, in the order of `rows`.
         """
         if not len(rows):
             return []
@@ -213,9 +218,10 @@ class Learner:
         return [algorithm.for_micro_batch(chosen.select(piece, kept)) for piece in pieces]
 
     def _loss_weights(self, parts: list[TrainingBatch]) -> list[list[float]]:
-        """The factors of each micro-batch's summed losses: the policy's factors, the critic's (all ranks call this)."""
+        """[factors of each micro-batch's summed policy loss, factors of its value loss] (all ranks call this)."""
         losses = self.algorithm.losses
-        counts = torch.ones(len(parts), 3, dtype=torch.float64, device=distributed.device())  # the last: of parts
+        # Columns: the policy's count, the critic's count, and 1, whose sum is the number of micro-batches.
+        counts = torch.ones(len(parts), 3, dtype=torch.float64, device=distributed.device())
         for row, part in zip(counts, parts):
             row[0], row[1] = losses.policy_count(part.policy_mask), part.value_mask.sum()
         totals = distributed.data_parallel_sum(counts.sum(0, keepdim=True))
@@ -226,7 +232,8 @@ class Learner:
         ]
 
     def _value_gradients(self, passes: list[Pass], last: bool) -> Tensor:
-        """The critic's forward and backward passes; returns their losses, (N,). last: see `accumulate_gradients`."""
+        """The critic's forward and backward passes; returns the passes' losses, (N,). last: see
+        `accumulate_gradients`."""
         losses = (self._value_loss(one.rows, one.metrics) * one.value_weight for one in passes)
         return accumulate_gradients(self.models.critic, losses, len(passes), last)
 
@@ -242,9 +249,9 @@ class Learner:
         return sums.loss
 
     def _policy_gradients(self, passes: list[Pass], ratios: Tensor, metrics: Accumulator) -> Tensor:
-        """The actor's forward and backward passes; returns their losses, (N,), those of texts last.
+        """The actor's forward and backward passes; returns the passes' losses, (N,), those of texts last.
 
-        Adds the sums of ratios and approxkl, and their count, to `ratios`.
+        Adds the sums of ratios and of approxkl, and their count, to `ratios`.
         """
         losses = (self._policy_loss(one.rows, one.metrics, ratios) * one.policy_weight for one in passes)
         if self.pretraining is None:
@@ -281,7 +288,7 @@ class Learner:
         return sums.loss
 
     def _exploded(self, ratios: Tensor, metrics: Accumulator) -> bool:
-        """Whether the mean ratio over all ranks is over the dialect's limit, the same on all."""
+        """Whether the mean ratio over all ranks is over the dialect's limit; the same on all ranks."""
         limit = self.algorithm.dialect.ratio_limit
         if limit is None:
             return False
@@ -291,7 +298,7 @@ class Learner:
         return exploded
 
     def _overflowed(self, learning: dict[str, Trained], batch: TrainingBatch) -> dict[str, bool]:
-        """Whether each model's gradients overflowed. Raises: RunStopped for those outside fp16, as `update`."""
+        """For each model, whether its gradients overflowed. Raises: RunStopped if one did outside of fp16."""
         overflowed = {name: model.overflowed() for name, model in learning.items()}
         bad = [f"{name} gradient" for name, over in overflowed.items() if over]
         if bad and not self.models.actor.scales_loss:
@@ -301,7 +308,7 @@ class Learner:
     def _step(
         self, learning: dict[str, Trained], overflowed: dict[str, bool], exploded: bool, metrics: Accumulator
     ) -> None:
-        """Make the optimizer step of each engine, for all models that it trains, or skip it for all of them."""
+        """Make the optimizer steps of all engines, or skip all of them."""
         lrs = {"value": self.counters.critic_lr, "policy": self.counters.actor_lr}
         for host in dict.fromkeys(model.host for model in learning.values()):
             models = {name: model for name, model in learning.items() if model.host is host}
@@ -322,12 +329,14 @@ class Learner:
 
 
 def mini_batch_rows(rows: int, mini_batches: int, key: tuple[int, ...]) -> list[Tensor]:
-    """Which of this rank's rows go into which mini-batch: a list of (rows / mini_batches,) int64, on its device.
+    """This rank's rows of each mini-batch: a list of (rows / mini_batches,) int64 on the rank's device.
 
-    From each group of `mini_batches` neighbouring rows every mini-batch gets one, drawn at random. The draw covers the
-    rows of all ranks and depends on `key` alone, so each rank has equally many rows in each mini-batch, and
-    mini-batches do not depend on the number of ranks. `rows` is the same on all ranks and a multiple of `mini_batches`.
-    Within a mini-batch a rank's rows are shuffled, for dialects in which the choice of a micro-batch's rows matters.
+    Of each group of `mini_batches` neighbouring rows, each mini-batch gets one, drawn at random. The draw is over the
+    rows of all ranks and depends on `key` only. So each rank has equally many rows in each mini-batch, and mini-batches
+    do not depend on the number of ranks. Within a mini-batch a rank's rows are shuffled, for dialects in which the
+    choice of a micro-batch's rows matters.
+
+    rows: the number of this rank's rows, the same on all ranks and a multiple of `mini_batches`.
     """
     assert rows % mini_batches == 0, f"{rows} rows do not divide into {mini_batches} mini-batches"
     groups = rows // mini_batches
@@ -339,10 +348,10 @@ def mini_batch_rows(rows: int, mini_batches: int, key: tuple[int, ...]) -> list[
 
 
 def accumulate_gradients(model: Trained, losses: Iterable[Tensor], passes: int, last: bool = True) -> Tensor:
-    """A backward pass for each weighted loss; returns this rank's losses, (passes,).
+    """Make a backward pass for each weighted loss; returns this rank's losses, (passes,).
 
-    losses: `passes` losses, the same number on all ranks; each is computed right before its backward pass.
-    last: whether the optimizer step follows directly, without passes of another model in the same engine.
+    losses: `passes` scalar losses, the same number on all ranks; each is computed right before its backward pass.
+    last: whether the optimizer step follows, without passes of another model in the same engine before it.
     """
     found = []
     with model.host.accumulating(passes):
@@ -363,7 +372,7 @@ class TextFeed(Protocol):
 
 
 class MixedPretraining:
-    """The language-model half of the actor's optimizer steps: the actor also learns from plain texts, to forget less.
+    """Mixed pretraining: in its optimizer steps the actor also learns from plain texts, so that it forgets less.
 
         gradient of one optimizer step = (PPO's + coefficient * the language model's) / 2
 
@@ -377,8 +386,8 @@ class MixedPretraining:
         self.coefficient, self.micro_batch_size = coefficient, micro_batch_size
 
     def losses(self, optimizer_step: int, metrics: Accumulator) -> tuple[Iterator[Tensor], int]:
-        """(this rank's weighted losses, not yet halved and each computed when it is asked for; their number, the same
-        on all ranks). All ranks call this together."""
+        """(an iterator of this rank's weighted losses, which are not halved; their number, the same on all ranks). All
+        ranks call this together."""
         parts = self.feed.texts(optimizer_step).to(distributed.device()).split(self.micro_batch_size)
         own = torch.tensor(float(sum(map(_targets, parts))), device=distributed.device())
         weight = self.coefficient / distributed.data_parallel_sum(own).item()
@@ -388,7 +397,7 @@ class MixedPretraining:
         return chain(losses, dummies), count
 
     def _loss(self, blocks: Tensor, metrics: Accumulator | None) -> Tensor:
-        """The sum of the negative log-probs of all tokens but each block's first, which nothing predicts."""
+        """The sum of the negative log-probs of all tokens but the first of each block, which is not predicted."""
         mask = torch.ones_like(blocks)
         logprobs, _ = self.actor(blocks, mask, position_ids(mask), response_length=blocks.shape[1] - 1)
         loss = -logprobs.sum()

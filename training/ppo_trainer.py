@@ -1,12 +1,12 @@
-"""PPO: `PPOTrainer.step` is the algorithm, in order.
+"""PPO. `PPOTrainer.step` has the steps of the algorithm in their order.
 
     trainer = PPOTrainer(models=models, rollouts=rollouts, dialect=dialect, config=config, sampling=sampling)
     for report in trainer.fit(feed):
         print(report.step, report.metrics["objective/scores"])
 
-Shapes: B responses of this rank, T response positions; position t belongs to response token t. The dialect, the set of
-a run's algorithm choices, decides what each line of the step computes: engine/algorithms/algorithm.py, with formulas in
-engine/algo/. An optimizer step is `Learner.update` in training/learner.py.
+Shapes: B responses of this rank, T response positions; position t belongs to response token t. A dialect is the set of
+a run's algorithmic choices. It decides what each line of the step computes: see engine/algorithms/algorithm.py, and
+engine/algo/ for the formulas. An optimizer step is `Learner.update` in training/learner.py.
 """
 
 from collections.abc import Iterator, Sequence
@@ -33,20 +33,20 @@ CRITIC = 0xC817  # part of the keys of a critic's separate mini-batches, so that
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PPOConfig:
-    """Sizes of a run that are not part of the dialect.
+    """The settings of a run that are not part of the dialect.
 
-    total_steps: rollouts, each followed by the dialect's ppo_epochs x mini_batches optimizer steps, and by the critic's
-        own optimizer steps where it is trained in separate passes.
+    total_steps: number of PPO steps. Each is a rollout and ppo_epochs x mini_batches optimizer steps, and, if the
+        critic is trained in separate passes, its own optimizer steps.
     micro_batch_size: responses in one forward and backward pass of one rank.
     critic_pretrain_steps: steps of `CriticPretraining` before the first step; steps_done counts them up to 0.
-    critic_warmup_steps: steps at the start in which the critic alone is trained.
-    unsup_coef: coefficient of the language-model loss where there are texts; 27.8 is InstructGPT's.
-    max_kl: nats a response; a rollout with a larger KL to the current reference ends the run. None for no limit.
-    first_kl_bound: the largest difference of actor and reference while they are the same model (`rounding_bound`):
-        before the first update, and after a refresh of the reference. None for no check.
+    critic_warmup_steps: steps at the start in which only the critic is trained.
+    unsup_coef: coefficient of the language-model loss if there are texts; 27.8 is InstructGPT's.
+    max_kl: nats per response; a rollout with a larger KL to the current reference ends the run. None for no limit.
+    first_kl_bound: largest difference of the log-probs of actor and reference while they are the same model
+        (`rounding_bound`): before the first update, and after a refresh of the reference. None for no check.
     exact_sampler: whether the rollouts' log-probs equal the actor's within rounding, as in fp32 with a backend that
         `computes_as_actor`. `old_logprobs` "auto" then uses them.
-    padded: whether padding counts among a pass's tokens; False where all models pack rows (`RLHFEngine.packs`).
+    padded: whether padding counts among a pass's tokens; False if all models pack rows (`RLHFEngine.packs`).
     """
 
     total_steps: int
@@ -63,7 +63,8 @@ class PPOConfig:
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """A finished step: its number (from 1), responses drawn so far over all ranks, metrics, the batch learned from."""
+    """A finished step. step: its number, from 1. samples: responses drawn so far, over all ranks. batch: the batch that
+    was learned from."""
 
     step: int
     samples: int
@@ -74,9 +75,9 @@ class StepReport:
 class PPOTrainer:
     """Trains the actor, and the critic if there is one, of an RLHFEngine.
 
-    reward: the source of scores; by default the reward model alone.
-    unsupervised: texts whose language-model loss is added to the actor's; none by default.
-    metrics: functions of the accumulator, the batch and the algorithm that add to each step's metrics.
+    reward: the source of scores; by default the reward model.
+    unsupervised: texts whose language-model loss is added to the actor's; None for none.
+    metrics: functions (accumulator, batch, algorithm) that add metrics of each step.
     """
 
     def __init__(
@@ -131,18 +132,19 @@ class PPOTrainer:
 
     @property
     def steps_done(self) -> int:
-        """How many PPO steps are done; below 0 before the critic's pretraining is."""
+        """How many PPO steps are done; below 0 until the critic's pretraining is done."""
         return self.counters.steps_done
 
     def fit(self, feed: PromptFeed) -> Iterator[StepReport]:
-        """Train to the last step, reporting after each."""
+        """Train to the last step; yields a report after each step."""
         while self.steps_done < self.config.total_steps:
             yield self.step(feed.prompts(self.counters.prompt_batches), feed)
 
     def step(self, prompts: PromptBatch, feed: PromptFeed | None = None) -> StepReport:
         """One PPO step on this rank's prompts (all ranks call this together, with equally many prompts each).
 
-        feed: gives further prompts to dialects with dynamic sampling; `prompts` are its batch `prompt_batches`.
+        feed: gives further prompts in dialects with dynamic sampling. `prompts` are batch number
+        `counters.prompt_batches` of it.
         """
         assert self.steps_done >= 0, "the critic's pretraining comes first"
         algorithm, kl_coef, log, step = self.algorithm, self.kl_controller.value, StepLog(), self.counters.step
@@ -175,7 +177,7 @@ class PPOTrainer:
         """The optimizer steps of one rollout; returns (epochs of the actor, epochs of the critic).
 
         There are ppo_epochs passes over the rollout, each in mini_batches parts. A critic with separate passes makes
-        them first, over the whole rollout. The actor learns only after the first `critic_warmup_steps` steps.
+        all of these first. The actor does not learn in the first `critic_warmup_steps` steps.
 
         kl: the rollout's mean KL over all ranks, for a coefficient that changes after each epoch.
         """
@@ -193,7 +195,7 @@ class PPOTrainer:
                 ratios += self.learner.update(batch, rows, metrics, actor=actor, critic=not apart)
                 counters.optimizer_steps += 1
             epochs = epoch + 1
-            # Counts a mini-batch of this rank alone, as trlX does; AdaptiveKL cites the source.
+            # The count is that of one mini-batch of this rank, as in trlX; AdaptiveKL cites the source.
             self.kl_controller.after_epoch(kl, len(batch) // dialect.mini_batches)
             if dialect.early_stop_kl is not None:
                 metrics.add_max("policy/epochs", epochs)
@@ -215,21 +217,21 @@ class PPOTrainer:
             add_to(metrics, batch, self.algorithm)
         if self.rollouts.fallback is not None:
             metrics.add_max("speed/decoding_fallback", float(self.rollouts.fallback != ""))
-        moves = self.models.reference.moves(self.steps_done - 1)  # the reference that the experience was made with
+        moves = self.models.reference.moves(self.steps_done - 1)  # of the reference during make_experience
         if moves is not None:
             metrics.add_max("objective/reference_moves", moves)
         self.arithmetic.add_to(metrics, log.seconds, sampled.drawn, experience, *epochs)
         return log.end(sampled.tokens)
 
     def state_dict(self) -> dict:
-        """The state that a checkpoint needs beside the models' weights and Adam moments."""
+        """The state that a checkpoint holds in addition to the models' weights and Adam moments."""
         return self.counters.state_dict() | {
             "kl": self.kl_controller.state_dict(),
             "score_scale": self.algorithm.score_scale.state_dict(),
         }
 
     def load_state_dict(self, state: dict) -> None:
-        """Go on from `state_dict`."""
+        """Restore what `state_dict` returned."""
         self.counters.load_state_dict(state)
         self.kl_controller.load_state_dict(state["kl"])
         self.algorithm.score_scale.load_state_dict(state["score_scale"])

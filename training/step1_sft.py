@@ -2,11 +2,11 @@
 
     deepspeed --num_gpus 8 training/step1_sft.py --model_name_or_path base --data_path sft.jsonl --output_dir out/sft
 
-Records hold `text`, or a prompt and a response (docs/data.md has all forms); then the loss covers the response only,
-unless --loss_on all.
+A record has `text`, or a prompt and a response (docs/data.md has all forms). With a prompt, the loss is over the
+response only, unless --loss_on all is given.
 """
 
-import training.runtime.import_errors  # noqa: F401  before what may not be there
+import training.runtime.import_errors  # noqa: F401  first: reports imports that fail
 from engine import distributed
 from engine.algo.masked import masked_sum
 from engine.experience import position_ids
@@ -36,7 +36,7 @@ from training.supervised import SupervisedTrainer
 
 
 def main(args: SFTFlags) -> None:
-    """Check, load, train, save."""
+    """Check flags and data, load the model, train, save."""
     point = ResumePoint.find(args.resume, args.output_dir)
     checked(lambda: check(args, point))
     if args.dry_run:
@@ -107,7 +107,10 @@ def main(args: SFTFlags) -> None:
 
 
 def held_out_loss(units: Units, before: Units | None) -> dict[str, float]:
-    """Metrics of held-out texts' nats and tokens: the loss of a token, and e to it, the perplexity."""
+    """The metrics of held-out texts: the loss per token, and its exponential, the perplexity.
+
+    units: nats and tokens of each text. before: the same before training, or None.
+    """
 
     def estimates(units: Units) -> dict[str, Estimate]:
         loss = Estimate.of(units["nats"], units["tokens"])
@@ -117,9 +120,9 @@ def held_out_loss(units: Units, before: Units | None) -> dict[str, float]:
 
 
 def load_examples(args: SFTFlags) -> tuple:
-    """Tokenizer, training examples, held-out ones, and the fingerprints of both.
+    """(tokenizer, training examples, held-out examples, fingerprints of both).
 
-    Raises UserError before a model is loaded.
+    Raises: UserError for data that cannot be used; no model is loaded yet.
     """
     tokenizer = args.read_tokenizer(args.model_name_or_path, "--model_name_or_path")
     stops = generation_stops(args.model_name_or_path, tokenizer, args.trust_remote_code)
@@ -133,13 +136,13 @@ def load_examples(args: SFTFlags) -> tuple:
 
 
 def first_lines(args: SFTFlags, tokenizer, examples: SFTExamples, held_out: SFTExamples, *_) -> list[str]:
-    """What is said of the data before a model is loaded; the arguments behind `args` as load_examples gives them."""
+    """The lines about the data and the adapter that a run prints. Other arguments: from load_examples."""
     lines = supervised_lines(args, "texts", examples, held_out, tokenizer)
     return lines + adapted_lines(adapted_model(args, scorer=False))
 
 
 def check(args: SFTFlags, point: ResumePoint | None = None) -> None:
-    """What can be wrong with files, model and machine, before anything large is loaded."""
+    """Check files, model and machine before anything large is loaded. Raises: UserError."""
     check_run(args, resumed=point is not None and point.in_output_dir)
     check_hub(args)
     args.ds_settings()

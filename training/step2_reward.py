@@ -1,14 +1,14 @@
-"""Step 2: the reward model, from pairs of a better and a worse response.
+"""Step 2: a reward model, trained on pairs of a better and a worse response.
 
     deepspeed --num_gpus 8 training/step2_reward.py --model_name_or_path out/sft --data_path pairs.jsonl \\
         --output_dir out/reward
 
-Records hold `prompt`, `chosen` and `rejected` (docs/data.md has all forms). After training, scores are normalised to
-mean 0 and variance 1 on responses that the SFT model samples. What is saved opens with
-AutoModelForSequenceClassification; its score plus `score_offset` of config.json is the score that this project uses.
+A record has `prompt`, `chosen` and `rejected` (docs/data.md has all forms). After training, scores are normalised to
+mean 0 and variance 1 on responses that the SFT model samples. AutoModelForSequenceClassification opens the saved model.
+This project's score is that model's score plus `score_offset` in config.json.
 """
 
-import training.runtime.import_errors  # noqa: F401  before what may not be there
+import training.runtime.import_errors  # noqa: F401  first: reports imports that fail
 
 # isort: split
 import numpy as np
@@ -53,7 +53,7 @@ from training.supervised import SupervisedTrainer
 
 
 def main(args: RewardFlags) -> None:
-    """Check, load, train, normalise, save."""
+    """Check flags and data, load the model, train, normalise, save."""
     point = ResumePoint.find(args.resume, args.output_dir)
     checked(lambda: check(args, point))
     if args.dry_run:
@@ -85,7 +85,7 @@ def main(args: RewardFlags) -> None:
     if distributed.is_main():
         print(*first_lines(args, tokenizer, examples, held_out, prompts), sep="\n", flush=True)
     module.model.config.score_offset = 0.0
-    with saved_models_named(trainer.saved):  # what was trained is kept whatever becomes of its normalisation
+    with saved_models_named(trainer.saved):  # the trained model stays saved if normalisation fails
         found = trainer.fit()
         normalize(args, trainer, prompts)
         chance = chance_text(found, "eval/accuracy", 0.5)
@@ -99,7 +99,7 @@ def main(args: RewardFlags) -> None:
 
 
 class RewardTrainer(SupervisedTrainer):
-    """The supervised loop over pairs."""
+    """A SupervisedTrainer of pairs of responses."""
 
     def __init__(
         self,
@@ -129,7 +129,7 @@ class RewardTrainer(SupervisedTrainer):
         )
 
     def _scores(self, batch: PairBatch) -> tuple[Tensor, Tensor]:
-        """Token scores (2B, S) and sequence scores (2B,), chosen first."""
+        """The scores of all tokens, (2B, S), and of the sequences, (2B,), of B pairs: chosen responses first."""
         token_scores = self.model(batch.sequences, batch.attention_mask, position_ids(batch.attention_mask))
         return token_scores, self.model.module.sequence_scores(token_scores, batch.sequences, batch.attention_mask)
 
@@ -151,16 +151,19 @@ class RewardTrainer(SupervisedTrainer):
         return total
 
     def _margins(self, scores: Tensor) -> Tensor:
-        """(B,), by how much each pair's better response scores higher."""
+        """(B,), each pair's score of the chosen response minus that of the rejected one. scores: (2B,)."""
         return (scores[: len(scores) // 2] - scores[len(scores) // 2 :]).detach()
 
 
 def held_out_pairs(units: Units, before: Units | None) -> dict[str, float]:
-    """Metrics of held-out pairs' margins: the share above 0, the loss -log sigmoid(margin), and the margin itself."""
+    """The metrics of held-out pairs: the share of margins above 0, the loss -log sigmoid(margin), and the margin.
+
+    units: the margin of each pair. before: the same before training, or None.
+    """
 
     def values(units: Units) -> dict[str, np.ndarray]:
         margins = np.asarray(units["margin"])
-        with np.errstate(invalid="ignore"):  # a margin may be no number
+        with np.errstate(invalid="ignore"):  # a margin may be NaN
             losses = np.logaddexp(0.0, -margins)
         return {"eval/accuracy": margins > 0, "eval/pair_loss": losses, "eval/margin": margins}
 
@@ -172,11 +175,12 @@ def held_out_pairs(units: Units, before: Units | None) -> dict[str, float]:
     return with_errors(estimates(units), before and estimates(before)) | {k: float(v) for k, v in spreads.items()}
 
 
-# Normalisation: what scores are scaled by.
+# Normalisation of the scores.
 
 
 def normalize(args: RewardFlags, trainer: "RewardTrainer", prompts: Prompts | None) -> None:
-    """Save the model once more, with what makes its scores of the SFT model's responses have mean 0 and variance 1."""
+    """Save the model again, with a head and an offset that give the SFT model's responses scores of mean 0 and variance
+    1. prompts: those of the responses; None for no normalisation."""
     model, tokenizer = trainer.model, trainer.tokenizer
     if prompts is None:
         return
@@ -193,9 +197,9 @@ def normalize(args: RewardFlags, trainer: "RewardTrainer", prompts: Prompts | No
 
 
 def starting_scale(args: RewardFlags, tokenizer, prompts: Prompts, pad_token_id: int | None) -> float:
-    """The factor of the new head that makes its scores of the SFT model's responses have variance 1 from the start.
+    """The factor for the new head with which its scores of the SFT model's responses have variance 1 before training.
 
-    The mean of the scores is not changed: pairs are compared by differences, which do not depend on an offset.
+    The mean of the scores is left as it is: the loss compares pairs by differences, which an offset does not change.
 
     Source: openai/lm-human-preferences cbfd210b, train_reward.py, `normalize_before`.
     """
@@ -228,9 +232,10 @@ def starting_scale(args: RewardFlags, tokenizer, prompts: Prompts, pad_token_id:
 def score_statistics(
     args: RewardFlags, model: TrainedModel | FrozenModel, tokenizer, prompts: Prompts
 ) -> tuple[float, float]:
-    """Mean and variance of this model's scores of responses that the SFT model samples, over all ranks.
+    """(mean, variance) of the model's scores of responses that the SFT model samples, over all ranks (all ranks call
+    this).
 
-    Raises: RunStopped if all scores are the same, which nothing can scale to variance 1.
+    Raises: RunStopped if all scores are the same, as no factor then makes their variance 1.
     """
     if distributed.is_main():
         print(
@@ -265,14 +270,14 @@ def score_statistics(
         vocabulary_size=vocabulary_size(tokenizer),
     )
     parts, size = distributed.data_parallel_size(), args.per_device_eval_batch_size
-    # The first prompts of one data set; of several, which stand one behind the other, some of each.
+    # Of one data set the first prompts are taken; of several, which follow each other, a random choice.
     several = len(args.normalization_data_path or args.data_path) > 1
     order = torch.from_numpy(epoch_permutation(len(prompts), args.seed, 0)) if several else torch.arange(len(prompts))
     totals = torch.zeros(3, dtype=torch.float64, device=distributed.device())
     starts = range(0, args.normalization_samples, size * parts)
     bar = ProgressBar(len(starts), shown={}, unit="batch") if distributed.is_main() else None
     for done, start in enumerate(starts, start=1):
-        by_turns = torch.arange(start, start + size * parts).view(size, parts).T.flatten()  # one by one to each rank
+        by_turns = torch.arange(start, start + size * parts).view(size, parts).T.flatten()  # dealt out to the ranks
         numbers = by_turns[distributed.rank_share(size * parts)]
         indices, samples = order[numbers % len(prompts)], numbers // len(prompts)
         batch = collate_prompts([prompts[index] for index in indices.tolist()], indices, samples, sampling.pad_token_id)
@@ -295,7 +300,7 @@ def score_statistics(
 
 
 def normalization_prompts(args: RewardFlags, tokenizer) -> Prompts:
-    """The prompts whose responses normalise the scores; raises UserError with file and line."""
+    """The prompts of the responses on which scores are normalised. Raises: UserError, with file and line."""
     rows, _ = load_rows(
         args.normalization_data_path or args.data_path,
         PROMPTS,
@@ -307,13 +312,13 @@ def normalization_prompts(args: RewardFlags, tokenizer) -> Prompts:
     return Prompts(rows, tokenizer, args.max_prompt_seq_len, args.overlong, args.cache)
 
 
-# What is checked and said before a model is loaded.
+# Data, checks and printed lines before a model is loaded.
 
 
 def load_examples(args: RewardFlags) -> tuple:
-    """Tokenizer, training pairs, held-out ones, prompts to normalise on (or None), the pairs' fingerprints.
+    """(tokenizer, training pairs, held-out pairs, prompts for normalisation or None, fingerprints of the pairs).
 
-    Raises UserError before a model is loaded.
+    Raises: UserError for data that cannot be used; no model is loaded yet.
     """
     tokenizer = args.read_tokenizer(args.model_name_or_path, "--model_name_or_path")
     stops = generation_stops(args.sft_path, tokenizer, args.trust_remote_code)
@@ -330,7 +335,7 @@ def load_examples(args: RewardFlags) -> tuple:
 def first_lines(
     args: RewardFlags, tokenizer, examples: PairExamples, held_out: PairExamples, prompts: Prompts | None, *_
 ) -> list[str]:
-    """What is said of the data before a model is loaded; the arguments behind `args` as load_examples gives them."""
+    """The lines about the data and the adapter that a run prints. Other arguments: from load_examples."""
     lines = supervised_lines(args, "pairs", examples, held_out, tokenizer)
     if prompts is not None and (prompts.cut or prompts.dropped):
         lines.append(f"{prompts.told('prompts')} to normalise scores on")
@@ -339,7 +344,7 @@ def first_lines(
 
 
 def check(args: RewardFlags, point: ResumePoint | None = None) -> None:
-    """What can be wrong with files, models and machine, before anything large is loaded."""
+    """Check files, models and machine before anything large is loaded. Raises: UserError."""
     check_run(args, resumed=point is not None and point.in_output_dir)
     check_hub(args)
     args.ds_settings()

@@ -3,7 +3,7 @@
     deepspeed --num_gpus 8 training/step3_rlhf.py --actor_model_name_or_path sft --critic_model_name_or_path reward \\
         --data_path prompts.jsonl --output_dir out --actor_zero_stage 3 --critic_zero_stage 3 --dtype bf16
 
-Writes out/actor (and out/actor_ema, out/critic, out/critic_pretrained), metrics.jsonl, tensorboard/, samples/,
+It writes out/actor (and out/actor_ema, out/critic, out/critic_pretrained), metrics.jsonl, tensorboard/, samples/,
 curves.png, checkpoints/ and profile/.
 """
 
@@ -11,7 +11,7 @@ import contextlib
 from pathlib import Path
 from typing import NoReturn
 
-import training.runtime.import_errors  # noqa: F401  before what may not be there
+import training.runtime.import_errors  # noqa: F401  first: reports imports that fail
 
 # isort: split
 from torch.utils.data import ConcatDataset
@@ -46,7 +46,7 @@ from training.runtime.stopping import saved_models_named
 
 
 def main(args: RLHFFlags) -> None:
-    """Check everything, build the models, train, report."""
+    """Check flags and data, build the models, train, report."""
     dialect, changed = args.resolved.dialect, args.resolved.changed
     point = ResumePoint.find(args.resume, args.output_dir, with_ema=args.keeps_average)
     checked(lambda: check_files(args, dialect, point))
@@ -72,7 +72,7 @@ def main(args: RLHFFlags) -> None:
 
 
 def choose_rollouts(args: RLHFFlags, plan: Plan, models: RLHFEngine) -> RolloutBackend:
-    """How responses are drawn from the actor; prints why so."""
+    """The backend that draws responses from the actor. Prints the reason for the choice."""
     decides = args.rollout_backend == "auto" and distributed.is_main()
     training = distributed.broadcast_object(training_bytes(args, plan.dialect) if decides else "it is not asked for")
     rollouts = build_rollouts(
@@ -92,15 +92,15 @@ def choose_rollouts(args: RLHFFlags, plan: Plan, models: RLHFEngine) -> RolloutB
         print(rollouts.why or f"rollouts by {args.rollout_backend}", flush=True)
         if not exact_sampler(args, rollouts) and plan.dialect.takes_sampled_logprobs(exact=False):
             print(
-                "old log-probs are the sampler's, as asked (old_logprobs=sampler), and not quite the actor's: "
-                "rollout/logprob_gap measures how far they are apart, on one response of each rank",
+                "old log-probs are the sampler's, as asked (old_logprobs=sampler). They differ slightly from the "
+                "actor's: rollout/logprob_gap measures the difference, on one response of each rank",
                 flush=True,
             )
     return rollouts
 
 
 def exact_sampler(args: RLHFFlags, rollouts: RolloutBackend) -> bool:
-    """Whether the sampler's log-probs are those of the actor's forward pass within rounding."""
+    """Whether the sampler's log-probs equal those of the actor's forward pass within rounding."""
     return args.dtype == "fp32" and rollouts.computes_as_actor
 
 
@@ -133,13 +133,13 @@ def build_trainer(args: RLHFFlags, plan: Plan, models: RLHFEngine, rollouts: Rol
 
 
 def build_reward(args: RLHFFlags, plan: Plan, models: RLHFEngine) -> RewardSource:
-    """What scores responses: the reward model, functions, a server, or all with their weights, and a penalty for
-    length."""
+    """The source of scores: the reward model, functions, reward servers, or their weighted sum with the length
+    penalty."""
     parts = score_parts(args)
     sources: dict[str, RewardSource] = {}
     if models.reward is not None:
         sources[MODEL] = models.reward
-    # The data's rows, by the indices of their prompts.
+    # rows[index] is the data's row of the prompt with this index.
     rows = ConcatDataset([prompts.rows for prompts in (plan.prompts, plan.held_out) if prompts is not None])
     for part in parts:
         if part.given is not None:
@@ -155,9 +155,10 @@ def build_reward(args: RLHFFlags, plan: Plan, models: RLHFEngine) -> RewardSourc
 
 
 def resume_or_clear(args: RLHFFlags, plan: Plan, trainer: PPOTrainer) -> None:
-    """Put the trainer to the checkpoint; or remove what an earlier run left in the output folder.
+    """Restore the checkpoint that the run resumes from, if any. Unless the output folder is that of the resumed run,
+    remove an earlier run's files from it.
 
-    Not before the models are loaded: until then the new run may come to nothing.
+    Called after the models are loaded: before that, the new run may still fail, and would have removed the old one.
     """
     if plan.resume:
         models = trainer.models
@@ -173,7 +174,7 @@ def resume_or_clear(args: RLHFFlags, plan: Plan, trainer: PPOTrainer) -> None:
 
 
 def build_evaluator(plan: Plan, trainer: PPOTrainer) -> Evaluator | None:
-    """What answers the held-out prompts, if there are any."""
+    """The Evaluator of the held-out prompts; None if there are none."""
     if plan.held_out is None:
         return None
     state = plan.resume.state if plan.resume else {}
@@ -191,7 +192,7 @@ def build_evaluator(plan: Plan, trainer: PPOTrainer) -> Evaluator | None:
 
 
 def prompt_feed(args: RLHFFlags, plan: Plan, seed: int) -> ShuffledPrompts:
-    """This rank's prompts of each step, in an order drawn from `seed`."""
+    """The feed of this rank's prompts, in an order drawn from `seed`."""
     return ShuffledPrompts(
         plan.prompts,
         per_rank=args.per_device_generation_batch_size * args.generation_batches,
@@ -201,12 +202,12 @@ def prompt_feed(args: RLHFFlags, plan: Plan, seed: int) -> ShuffledPrompts:
 
 
 def train(args: RLHFFlags, plan: Plan, trainer: PPOTrainer, session: Session) -> None:
-    """Every step up to the last, and what surrounds them."""
+    """Run the critic's pretraining, all steps, evaluations and saves."""
     counters = trainer.counters
     profiler = step_metrics.Profiler(args.profile_steps, Path(args.output_dir), say=session.writer.write)
     with (
         saved_models_named(session.saved),
-        contextlib.closing(session.writer),  # of a run that stops, too: its last steps are written out, its bar ends
+        contextlib.closing(session.writer),  # if the run stops, too: writes the last steps, ends the progress bar
         last_good_named(session.checkpoints, lambda: counters.steps_done if counters.weights_are_whole else None),
     ):
         session.begin()
@@ -232,7 +233,8 @@ def train(args: RLHFFlags, plan: Plan, trainer: PPOTrainer, session: Session) ->
 
 
 def program() -> NoReturn:
-    """Run step 3 on this process's command line, and end the process; also for a script that extends the library."""
+    """Run step 3 with the flags of this process's command line, and end the process. Scripts that extend the library
+    call this too."""
     leave(run(main, RLHFFlags, __doc__.splitlines()[0]))
 
 

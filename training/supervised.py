@@ -41,12 +41,14 @@ class SupervisedTrainer:
 
     Args:
         collate: examples -> a batch with `.to(device)` and an `attention_mask`.
-        count: batch -> the number of targets that its loss sums over.
-        loss: (batch, metrics) -> the sum of the loss over these targets, a scalar tensor; what is to be logged of a
-            training batch is added to the metrics.
+        loss: (batch, metrics) -> the sum of the loss over the batch's targets, a scalar tensor. It also adds to the
+            metrics.
+        count: batch -> the number of these targets.
         evaluate: a held-out batch -> {name: (B,) tensor with a number for each example}.
         summarize: (measurements of each held-out example, the same before training or None) -> metrics.
         held_out_score: these metrics -> the score that --keep_best_checkpoint compares; larger is better.
+        view: the metrics that the charts show. conditions: what a resumed run must have in common with its checkpoint.
+        point: the checkpoint to resume from, or None.
     """
 
     def __init__(
@@ -68,7 +70,7 @@ class SupervisedTrainer:
         point: ResumePoint | None,
     ):
         self.model, self.args, self.tokenizer, self.point = model, args, tokenizer, point
-        self.saved: dict[str, Path] = {}  # the model's folder, from the last step on
+        self.saved: dict[str, Path] = {}  # folders of the saved model, after the last step
         self.arithmetic = TrainingArithmetic(model)
         self.examples, self.held_out = examples, held_out
         self.collate, self.loss, self.count, self.held_out_score = collate, loss, count, held_out_score
@@ -76,7 +78,7 @@ class SupervisedTrainer:
         self.steps_per_epoch = args.steps_per_epoch(len(examples))
         self.total_steps = args.total_steps(len(examples))
         self.output_dir = Path(args.output_dir)
-        self.steps_done, self.weights_are_whole = 0, True  # the latter not while a step changes them
+        self.steps_done, self.weights_are_whole = 0, True  # weights_are_whole is False while a step changes weights
         self.owed: dict | None = None
         self._epoch_batches = lru_cache(maxsize=1)(self._batches_of_epoch)
         self._resume_or_clear(conditions)
@@ -100,17 +102,18 @@ class SupervisedTrainer:
 
     @property
     def metrics_path(self) -> Path:
-        """The file of the run's metrics."""
+        """The path of metrics.jsonl."""
         return self.output_dir / METRICS_FILE
 
     def state_dict(self) -> dict:
-        """The state that a checkpoint needs beside the model; the rest follows from the seed and the step's number."""
+        """The state that a checkpoint holds beside the model. The rest follows from seed and number of steps."""
         found = {"steps_done": self.steps_done, OWED: self.owed, BEFORE: self.before}
         return {name: value for name, value in found.items() if value is not None}
 
     def _resume_or_clear(self, conditions: Conditions) -> None:
-        """Go on from the checkpoint; or remove what an earlier run left in the output folder, which is only done once
-        the model is loaded, as the run can hardly fail at its start any more."""
+        """Restore the checkpoint that the run resumes from, if any. Unless the output folder is that of the resumed
+        run, remove an earlier run's files from it: the model is loaded by now, so the start will hardly fail any more.
+        """
         if self.point:
             restore(self.point, {"model": self.model})
             if distributed.is_main():
@@ -131,21 +134,21 @@ class SupervisedTrainer:
     def fit(self) -> dict[str, float]:
         """Train all epochs; returns the last held-out metrics."""
         with (
-            contextlib.closing(self.writer),  # of a run that stops, too: its last steps are written out, its bar ends
+            contextlib.closing(self.writer),  # if the run stops, too: writes the last steps, ends the progress bar
             last_good_named(self.checkpoints, lambda: self.steps_done if self.weights_are_whole else None),
         ):
             return self._fit()
 
     @phase("saving models")
     def save(self, edit: Callable[[dict], None] | None = None) -> None:
-        """Write the model into the output folder; `edit`, called with {name: weight}, may change the written
+        """Write the model into the output folder. edit: called with {name: weight}, and may change the written
         weights."""
         merged = model_folders.merged_wanted(self.args.save_merged, [self.model], self.output_dir)
         self.saved |= model_folders.save_forms(self.model, self.tokenizer, self.output_dir, ".", merged, edit)
         model_folders.finish(self.output_dir, self.saved, self.total_steps)
 
     def end(self, line: str) -> None:
-        """Print how long the run took and what came of it; raises RunStopped if something could not be written."""
+        """Print the run's times, and `line` with its result. Raises: RunStopped if a file could not be written."""
         if distributed.is_main():
             with unwritten_noted("the time"):
                 seconds = seconds_by_part([*read_metrics(self.metrics_path), self.writer.take_time()])
@@ -171,7 +174,7 @@ class SupervisedTrainer:
             if self.steps_done == self.total_steps:
                 self.save()
             found = self.log_step()
-        phase_memory.begin()  # the first step's passes are measured: loading and evaluation may have taken more
+        phase_memory.begin()  # measure the peak memory of training steps, without that of loading and evaluation
         with stopping.at_borders():
             while self.steps_done < self.total_steps:
                 place.step = self.steps_done + 1
@@ -182,16 +185,17 @@ class SupervisedTrainer:
         self.checkpoints.wait()
         if not self.saved:
             self.save()
-        return found or self.held_out_metrics()  # nothing was left to train
+        return found or self.held_out_metrics()  # a resumed run may have had no step left to train
 
     def after_step(self, metrics: dict[str, float]) -> dict[str, float] | None:
-        """Log the step; evaluate and save where it is time to; end where the run was asked to."""
+        """Log the step; evaluate and save if they are due; end the run if a signal asked for it. Returns held-out
+        metrics if it evaluated."""
         output_folder.check_held()
         self.owed = {**metrics, **self.checkpoints.take_metrics()}
         reason = stopping.agreed()
         if reason:
             self.end_early(reason)
-        if self.steps_done == self.total_steps:  # before the last evaluation, which can fail
+        if self.steps_done == self.total_steps:  # save before the last evaluation, which can fail
             self.save()
             self.checkpoints.save_if_due(self.steps_done)
         found = self.log_step()
@@ -201,7 +205,7 @@ class SupervisedTrainer:
         return found
 
     def log_step(self) -> dict[str, float] | None:
-        """Evaluate where it is time to, and write the step's line; returns what was found, if anything."""
+        """Evaluate if it is due, and write the step's metrics. Returns held-out metrics if it evaluated."""
         found = self.held_out_metrics() if self.evaluates() else None
         if found:
             epoch = f"epoch {self.steps_done // self.steps_per_epoch}"
@@ -214,18 +218,19 @@ class SupervisedTrainer:
         return found
 
     def evaluates(self) -> bool:
-        """Whether the held-out examples are looked at after this step."""
+        """Whether an evaluation is due after this step."""
         return self.args.evaluates(self.steps_done, len(self.examples))
 
     def end_early(self, reason: stopping.Reason) -> NoReturn:
-        """Save a checkpoint and end; an evaluation that is due, and the step's line, are left to the resumed run."""
+        """Save a checkpoint and end the run. If an evaluation is due, the resumed run makes it and writes the step's
+        metrics."""
         if not self.evaluates():
             self.log_step()
         point = self.checkpoints.save(self.steps_done, wait=True)
         stopping.end_early(reason, self.steps_done, self.total_steps, point)
 
     def batches(self, step: int) -> list:
-        """This rank's micro-batches of a step, counted from 0."""
+        """This rank's micro-batches of a step. step: counted from 0."""
         epoch, number = divmod(step, self.steps_per_epoch)
         accumulation = self.args.gradient_accumulation_steps
         indices = self._epoch_batches(epoch)[number * accumulation : (number + 1) * accumulation]
@@ -240,7 +245,8 @@ class SupervisedTrainer:
         return self.collate([examples[index] for index in indices]).to(distributed.device())
 
     def optimizer_step(self, step: int, batches: list) -> dict[str, float]:
-        """One optimizer step over micro-batches, normalised by the number of targets over all ranks."""
+        """Make one optimizer step; returns its metrics. batches: this rank's micro-batches. The loss is divided by the
+        number of targets of all ranks."""
         started, metrics = time.perf_counter(), Accumulator()
         self._seed_dropout(step)
         self.model.module.train()
@@ -253,7 +259,7 @@ class SupervisedTrainer:
                 f"step {step}: the loss is NaN or infinite, so no weight was changed. Look at the "
                 "learning rate and the gradient norms of the steps before, and in fp16 the range of the "
                 "model.",
-                good_until=step - 2,  # the last update may have done it
+                good_until=step - 2,  # the last update may be the cause
             )
         overflow = self.model.overflowed()
         if overflow and not self.model.scales_loss:
@@ -281,14 +287,14 @@ class SupervisedTrainer:
         return metrics.reduce()
 
     def _seed_dropout(self, step: int) -> None:
-        """Make dropout depend on seed, step and rank alone, so that a resumed run drops the same."""
+        """Make dropout depend on seed, step and rank only, so that a resumed run drops the same activations."""
         key = np.random.SeedSequence((self.args.seed, step, distributed.rank()))
         torch.manual_seed(int(key.generate_state(1, np.uint64)[0] >> 1))
 
     @phase("evaluating")
     @torch.no_grad()
     def held_out_metrics(self) -> dict[str, float]:
-        """The metrics of all held-out examples; every rank runs equally many batches, some of them empty."""
+        """The metrics of all held-out examples. Every rank runs equally many batches, some of them empty."""
         self.model.module.eval()
         size, batch_size = len(self.held_out), self.args.per_device_eval_batch_size
         ranks = distributed.data_parallel_rank(), distributed.data_parallel_size()

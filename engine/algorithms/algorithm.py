@@ -1,5 +1,4 @@
-"""The computations of a PPO step, in the order in which it calls them: texts that count, scores, rewards, advantages,
-batch.
+"""The computations of a PPO step: texts that count, scores, rewards, advantages, the batch to learn from.
 
     algorithm = Algorithm(get_dialect("default"), pad_token_id=0)
     positions = algorithm.positions(rollout.responses, rollout.response_mask)
@@ -8,9 +7,9 @@ batch.
     values = algorithm.kept_values(experience.values, positions)
     advantages, returns = algorithm.compute_advantages(rewards, values, positions.masks)
 
-Each method shows which of the dialect's choices leads to which formula; the formulas are in engine/algo/, the losses of
-the optimizer steps in engine/algorithms/losses.py. Shapes: B responses of this rank, T response positions; position t
-holds response token t, and the log-prob and the value read where that token is predicted.
+Each method chooses formulas by the dialect. The formulas are in engine/algo/, the losses of the optimizer steps in
+engine/algorithms/losses.py. Shapes: B responses of this rank, T response positions. Position t belongs to response
+token t: it has this token's log-prob, and the value of the state before this token.
 """
 
 from collections.abc import Callable
@@ -46,17 +45,17 @@ Reduce = Callable[[Tensor], Tensor]
 
 
 class Algorithm:
-    """A dialect's computations on the responses of a rank; `losses` are those of the optimizer steps.
+    """A dialect's computations on the responses of one rank.
 
-    `score_scale` is the one part that changes during a run.
+    losses: the losses of the optimizer steps. score_scale: the divisor of scores, the only state that changes in a run.
 
     Args:
-        pad_token_id: what fills the positions after a response.
-        end_token_id: the token that `truncate_token` names; if it names none, EOS, or None if there is no EOS.
-        reduce: a function that sums a float64 tensor over all ranks; called equally often on each. By default there is
-            one rank.
-        ranks: how many there are.
-        max_response_length: how many tokens a response may have; needed by loss_scope "fixed_length" and
+        pad_token_id: the token at positions after a response.
+        end_token_id: the token that `truncate_token` names; if it names none, EOS; None if there is no EOS.
+        reduce: a function that sums a float64 tensor over all ranks. All ranks call it equally often. The default is
+            for one rank.
+        ranks: the number of ranks.
+        max_response_length: how many tokens a response may have; needed for loss_scope "fixed_length" and
             `overlong_buffer`.
     """
 
@@ -85,8 +84,9 @@ class Algorithm:
     def texts(self, rollout: Rollout) -> tuple[Rollout, Rollout]:
         """(the rollout that is learned from, the rollout that is scored).
 
-        They differ only if a dialect learns from all that was sampled, or reads the score before the first pad token.
-        In a system whose attention mask is `ids != pad`, no token attends to a pad token, in prompts or responses.
+        They differ only if a dialect learns from all sampled tokens (length_rule "row"), or reads the score before the
+        first pad token (score_before_pad). With length_rule "not_pad" the attention mask is `ids != pad`: no token of a
+        prompt or response attends to a pad token.
         """
         dialect = self.dialect
         kept, ended = self.scored_text(rollout.responses, rollout.response_mask, rollout.ended)
@@ -104,7 +104,8 @@ class Algorithm:
         """(the scored positions of each response, (B, T) bool; whether the response has the required end, (B,) bool).
 
         Args:
-            responses: (B, T) int64. mask: (B, T) bool, every sampled token. ended: (B,) bool, as the sampler says.
+            responses: (B, T) int64. mask: (B, T) bool, the sampled tokens. ended: (B,) bool, whether the sampler
+                reached an end.
         """
         dialect, token = self.dialect, self.end_token_id
         if token is None or (dialect.sampling == "until_eos" and not dialect.truncate_token):
@@ -120,9 +121,8 @@ class Algorithm:
         values.
 
         Args:
-            responses: (B, T) int64, as wide as in the dialect's system, where rows end with the longest response of the
-                batch that was generated together, or after a fixed length. In some dialects wider rows would move the
-                score.
+            responses: (B, T) int64. T must be as in the dialect's system: the longest response that was generated in
+                the same batch, or a fixed length. In some dialects wider rows would move the score.
             response_mask: (B, T) bool, the tokens that are learned from.
         """
         dialect, width = self.dialect, responses.shape[1]
@@ -146,19 +146,19 @@ class Algorithm:
         )
 
     def valid_responses(self, policy_mask: Tensor) -> Tensor:
-        """(B,) bool, the responses that count where each has one number. policy_mask: (B, T) bool."""
+        """(B,) bool, the responses that count in statistics with one number per response. policy_mask: (B, T) bool."""
         return valid_responses(policy_mask, self.dialect.min_response_tokens)
 
     # Scores, and the rewards of all tokens.
 
     def process_scores(self, scores: Tensor, ended: Tensor, response_mask: Tensor | None = None) -> Tensor:
-        """The scores as they enter the rewards, (B,) float32: scaled, changed where an end is missing, clipped, and
-        finally reduced by the penalty of long responses.
+        """The scores that enter the rewards, (B,) float32: scaled, changed if the response has no end, clipped, and
+        reduced by the penalty of long responses.
 
-        The scale is updated with these scores before they are divided by it (all ranks call this together).
+        The scale includes these scores before they are divided by it (all ranks call this together).
 
         Args:
-            scores: (B,) float32, as the reward source gave them. ended: (B,) bool.
+            scores: (B,) float32, from the reward source. ended: (B,) bool.
             response_mask: (B, T) bool; needed in dialects with an `overlong_buffer`.
         """
         dialect = self.dialect
@@ -176,15 +176,15 @@ class Algorithm:
         return scores
 
     def overlong_penalties(self, lengths: Tensor) -> Tensor:
-        """The penalties (0 or negative) that are added to the scores of long responses in dialects with an
-        `overlong_buffer`, (B,) float32. lengths: (B,) int64, in tokens."""
+        """The penalties, 0 or negative, that are added to the scores in dialects with an `overlong_buffer`, (B,)
+        float32. lengths: (B,) int64, tokens of each response."""
         assert self.max_response_length is not None
         dialect = self.dialect
         return overlong_penalties(lengths, self.max_response_length, dialect.overlong_buffer, dialect.overlong_penalty)
 
     def clipped(self, scores: Tensor) -> Tensor | None:
-        """Which scores, as the reward source gave them, are beyond the clip at the present scale: (B,) bool; None in a
-        dialect without a clip."""
+        """Which scores from the reward source are clipped, at the present scale: (B,) bool. None in a dialect without a
+        clip."""
         if self.dialect.score_clip is None:
             return None
         scale = self.score_scale.value if self.dialect.score_order == "scale_clip" else 1.0
@@ -205,18 +205,18 @@ class Algorithm:
     # Values, advantages and returns.
 
     def kept_values(self, values: Tensor | None, positions: Positions) -> Tensor:
-        """The critic's values (B, T) float32, with those after the end kept or zeroed as in the dialect; zeros without
-        a critic."""
+        """The critic's values, (B, T) float32, set to 0 at positions that the dialect does not keep. Zeros without a
+        critic (values None)."""
         state = positions.masks.state
         if values is None:
             return torch.zeros(state.shape, device=state.device)
         return torch.where(state, values, torch.zeros_like(values))
 
     def compute_advantages(self, rewards: Tensor, values: Tensor, masks: Masks) -> tuple[Tensor, Tensor]:
-        """Advantages and returns of the given rows, (B, T) float32 each, whitened over these rows or over those of all
-        ranks.
+        """Advantages and returns of these rows, (B, T) float32 each. If the dialect whitens advantages, it does so over
+        these rows or over those of all ranks.
 
-        An estimator with one number a response repeats it at every position of the row. All ranks call this together.
+        If the estimator has one number per response, it stands at every position. All ranks call this together.
 
         Args:
             rewards: (B, T) float32, from `compute_rewards`. values: (B, T) float32, from `kept_values`.
@@ -233,7 +233,8 @@ class Algorithm:
         return advantages, returns
 
     def estimates(self, rewards: Tensor, values: Tensor, masks: Masks) -> tuple[Tensor, Tensor]:
-        """The estimator's advantages and returns before whitening; arguments as in `compute_advantages`."""
+        """The estimator's advantages and returns, before scaling and whitening of the advantages. Arguments: as in
+        `compute_advantages`."""
         dialect = self.dialect
         estimates = self.estimator.compute(
             AdvantageInputs(
@@ -257,8 +258,8 @@ class Algorithm:
         return estimates
 
     def outcomes(self, rewards: Tensor, masks: Masks) -> Tensor:
-        """The actual rewards to go from each position, (B, T) float32: returns that contain no predicted value (all
-        ranks call this)."""
+        """The discounted sum of rewards from each position on, (B, T) float32, without predicted values (all ranks call
+        this)."""
         return returns_to_go(self._learned_rewards(rewards, masks), self.dialect.gamma)
 
     def _learned_rewards(self, rewards: Tensor, masks: Masks) -> Tensor:
@@ -267,8 +268,8 @@ class Algorithm:
         return self._whitened(rewards, self._whitened_together(masks, masks.value), center=False)
 
     def _deviations(self, rewards: Tensor, valid: Tensor) -> Tensor:
-        """The standard deviation that each response's advantage is divided by: its group's, (B,), or that of all ranks'
-        responses, a scalar. rewards: (B,) float32."""
+        """The standard deviation of rewards by which advantages are divided: that of each response's group, (B,), or
+        that of all ranks' responses, a scalar. rewards: (B,) float32."""
         unbiased = self.dialect.scale_variance == "unbiased"
         if self.dialect.advantage_scale == "group":
             return group_deviations(rewards, self.dialect.samples_per_prompt, valid, unbiased=unbiased)
@@ -276,8 +277,8 @@ class Algorithm:
         return variance.sqrt().to(rewards.dtype)
 
     def _whitened_together(self, masks: Masks, mask: Tensor) -> Tensor:
-        """The positions that whitening statistics are computed over: those of the mask, or all positions up to the end
-        of the longest row, in systems that count padding."""
+        """(B, T) bool, the positions over which whitening computes its statistics: those of `mask`, or, with
+        whiten_slots "row", all positions up to the last kept value of any row."""
         if self.dialect.whiten_slots == "response":
             return mask
         return first_positions(masks.state.sum(-1).amax().expand(len(mask)), mask.shape[1])
@@ -289,7 +290,7 @@ class Algorithm:
         statistics = mean_and_variance(totals, self.dialect.unbiased_variance(self.ranks))
         return whiten(tensor, mask, center=center, statistics=statistics)
 
-    # The batch that the optimizer steps learn from, and the KL coefficient of the next step.
+    # The batch for the optimizer steps, and the KL coefficient of the next step.
 
     def training_batch(
         self,
@@ -302,10 +303,10 @@ class Algorithm:
         returns: Tensor,
         kl_coef: float,
     ) -> TrainingBatch:
-        """The batch for the optimizer steps; the arguments are the results of the methods above.
+        """The batch for the optimizer steps. The arguments are results of the methods above.
 
-        With `mask_truncated` nothing is learned from responses without an end. They are masked out here, after the
-        advantages were computed, so other responses are still compared with them.
+        With `mask_truncated` nothing is learned from responses without an end. They are masked here, after advantages
+        were computed, so that other responses are still compared with them.
 
         Raises: RunStopped as `correction`.
         Source: huggingface/trl v1.16.0, trl/trainer/grpo_trainer.py, `mask_truncated_completions`, by which advantages
@@ -338,13 +339,13 @@ class Algorithm:
         )
 
     def correction(self, logprobs: Tensor, rollout: Rollout) -> tuple[Tensor, Tensor] | tuple[None, None]:
-        """The importance weights of the policy's loss, for tokens drawn from a slightly different policy, (B, T)
-        float32; and which ratios were cut, (B, T) bool. Both None in a dialect without correction.
+        """(importance weights of the policy's loss, (B, T) float32; which ratios were cut, (B, T) bool). The weights
+        correct for a sampler that differs slightly from the policy. (None, None) in a dialect without correction.
 
         Args:
-            logprobs: (B, T) float32, of the actor's forward pass.
+            logprobs: (B, T) float32, from the actor's forward pass.
 
-        Raises: RunStopped where the rollout has no log-probs of the sampler.
+        Raises: RunStopped if the rollout has no log-probs of the sampler.
         """
         dialect = self.dialect
         if dialect.correction == "none":
@@ -359,8 +360,8 @@ class Algorithm:
         return rule.cut(ratios, *bounds), outside(ratios, *bounds)
 
     def measured_kl(self, experience: Experience, positions: Positions) -> Tensor:
-        """The KL of each response that steers the coefficient, (B,) float32, in nats: over the response's tokens, or
-        with kl_measure "exp_delta" over all tokens."""
+        """The KL of each response that steers the coefficient, (B,) float32, in nats: a sum over the response's tokens;
+        with kl_measure "exp_delta", over the tokens of prompt and response."""
         measure = self.dialect.kl_measure
         if measure == "k1":
             return experience.kl.sum(-1)
@@ -377,12 +378,12 @@ class Algorithm:
     # Advantages that are estimated anew during the optimizer steps.
 
     def for_mini_batch(self, batch: TrainingBatch) -> TrainingBatch:
-        """These rows, with new advantages and returns if the dialect estimates them in each mini-batch (all ranks call
-        this together)."""
+        """These rows of a mini-batch, with new advantages and returns if the dialect estimates them in each mini-batch
+        (all ranks call this together)."""
         return self._estimated_anew(batch) if self.dialect.advantages_at == "mini_batch" else batch
 
     def for_micro_batch(self, batch: TrainingBatch) -> TrainingBatch:
-        """These rows, with new advantages and returns if the dialect estimates them in each micro-batch."""
+        """These rows of a micro-batch, with new advantages and returns if the dialect estimates them in each."""
         return self._estimated_anew(batch) if self.dialect.advantages_at == "micro_batch" else batch
 
     def _estimated_anew(self, batch: TrainingBatch) -> TrainingBatch:

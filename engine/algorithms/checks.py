@@ -1,7 +1,7 @@
-"""Checks of a dialect's fields against each other and against a run's sizes and models, before any model is loaded.
+"""Checks of a dialect's fields against each other, and against a run's sizes and models, before a model is loaded.
 
-The values that a field may have, and the field without which it has no effect, are given at the field (dialect.py). The
-relations are checked when a Dialect is made.
+A field's own values, and the fields without which it has no effect, are given at the field (dialect.py). Relations
+between fields are checked when a Dialect is made.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ ZERO_WITHOUT_CRITIC = ("critic_lr", "critic_weight_decay")  # a user may have to
 
 
 class FieldError(UserError):
-    """A dialect's field has a value that it cannot have; `reason` says why, and what to do."""
+    """A dialect's field has an impossible value. reason: why, and what to do."""
 
     def __init__(self, field: str, value: object, reason: str):
         super().__init__(f"{field} {value!r}: {reason}")
@@ -28,7 +28,7 @@ def _refuse(dialect, field: str, reason: str) -> None:
 
 
 def check_relations(dialect) -> None:
-    """Raises: FieldError for fields that contradict each other."""
+    """Raise FieldError for fields that contradict each other."""
     refuse = partial(_refuse, dialect)
     estimator, critic = ESTIMATORS[dialect.advantage_estimator], dialect.has_critic
     its_name = dialect.advantage_estimator.upper()
@@ -148,7 +148,7 @@ def check_relations(dialect) -> None:
 
 
 def check_effect(dialect, given: Collection[str]) -> None:
-    """Raises: FieldError if a field that the user set (one of `given`) has no effect in this dialect."""
+    """Raise FieldError if a field that the user set (one of `given`) has no effect in this dialect."""
     refuse = partial(_refuse, dialect)
     for spec in dataclasses.fields(dialect):
         told = spec.name in given and spec.name not in ZERO_WITHOUT_CRITIC
@@ -208,10 +208,10 @@ def check_sizes(
         rows_per_rank: responses that each rank makes in a step.
         mini_batches: optimizer steps in a pass over these responses.
         micro_batch_size: responses in a forward and backward pass; None: all of an optimizer step.
-        ranks: how many there are.
-        layers: how many layers the actor has; None if not known.
+        ranks: number of ranks.
+        layers: number of the actor's layers; None if it is not known.
 
-    Raises: UserError with the reason.
+    Raises: UserError if it does not.
     """
     if layers is not None and dialect.hydra_layers > layers:
         raise UserError(f"hydra_layers {dialect.hydra_layers}: the actor has {layers} layers. Give at most that many.")

@@ -1,5 +1,5 @@
-"""The fields of a dialect, with their meanings, values and defaults, and properties derived from them. Also: how fields
-are read from a command line (`kl_coef=0.2 score_clip=none query_start=.`), and which tokens its texts name."""
+"""The fields of a dialect, with their meanings, values and defaults, and properties that follow from them. Also reads
+fields from a command line (`kl_coef=0.2 score_clip=none query_start=.`), and finds the tokens that fields name."""
 
 import dataclasses
 import types
@@ -21,42 +21,54 @@ choice = partial(option, resume=TOLD)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dialect:
-    """One system's choices. The defaults are those of the dialect `default`; comments say why we recommend them."""
+    """The algorithmic choices of one system. The defaults are those of the dialect `default`; comments give reasons."""
 
-    name: str = choice("default", "what the dialect is called")
+    name: str = choice("default", "the dialect's name")
 
     # A fixed coefficient makes curves of score against KL comparable between runs. In the reward, k1 is the only
     # estimator whose expected gradient is the KL's gradient. In the loss these are k2, and k3 times the ratio.
     kl_coef: float = choice(0.1, "coefficient of the KL penalty", least=0, group="KL penalty")
-    kl_estimator: str = choice("k1", "estimator of the KL of a token", choices=("k1", "k2", "k3"))
-    kl_in: str = choice(
-        "reward", "the penalty is part of each token's reward, or of the policy's loss", choices=("reward", "loss")
+    kl_estimator: str = choice(
+        "k1",
+        "how each token's KL is estimated: k1 = log p - log q, k2 = k1^2 / 2, k3 = exp(-k1) - 1 + k1",
+        choices=("k1", "k2", "k3"),
     )
-    kl_times_ratio: bool = choice(False, "in the loss, multiply each KL estimate by the policy's ratio")
+    kl_in: str = choice(
+        "reward",
+        "where the KL penalty is applied: to each token's reward, or in the policy's loss",
+        choices=("reward", "loss"),
+    )
+    kl_times_ratio: bool = choice(False, "with kl_in=loss: multiply each token's KL estimate by the policy's ratio")
     kl_controller: str = choice(
         "fixed",
-        "the coefficient stays (fixed), or is steered towards kl_target (adaptive)",
+        "fixed: the KL coefficient does not change. adaptive: the coefficient starts at kl_coef and is steered so "
+        "that the KL approaches kl_target",
         choices=("fixed", "adaptive"),
         resume=SAME,
     )
     kl_target: float = choice(
         6.0,
-        "the KL that the coefficient is steered towards, in nats a response",
+        "with kl_controller=adaptive: the KL to approach, in nats per response",
         above=0,
         only_with="kl_controller=adaptive",
     )
     kl_horizon: float = choice(
-        10000.0, "responses in which the coefficient can change by a fifth", above=0, only_with="kl_controller=adaptive"
+        10000.0,
+        "with kl_controller=adaptive: number of responses over which the coefficient can change by about a fifth",
+        above=0,
+        only_with="kl_controller=adaptive",
     )
     kl_measure: str = choice(
         "k1",
-        "the KL that steers: k1 over the response, or trlX's exp_delta over all tokens",
+        "with kl_controller=adaptive: the KL that is compared with kl_target. k1: the sum over the response's "
+        "tokens. exp_delta: trlX's, a sum over the tokens of prompt and response",
         choices=("k1", "exp_delta"),
         only_with="kl_controller=adaptive",
     )
     kl_update: str = choice(
         "step",
-        "the coefficient changes after each step with its responses, or after each PPO epoch with a mini-batch's",
+        "with kl_controller=adaptive: the coefficient changes after each step (step) or after each PPO epoch "
+        "(epoch); in epoch, only the responses of one mini-batch count towards kl_horizon",
         choices=("step", "epoch"),
         only_with="kl_controller=adaptive",
     )
@@ -65,167 +77,199 @@ class Dialect:
     # also learns.
     sampling: str = choice(
         "until_eos",
-        "responses end with EOS (until_eos), have one length in which EOS is an ordinary token (fixed), or have one "
-        "length and no EOS (without_eos)",
+        "until_eos: a response ends with EOS. fixed: all responses have the longest length, and EOS is an ordinary "
+        "token. without_eos: all responses have the longest length, and EOS is never drawn",
         choices=("until_eos", "fixed", "without_eos"),
         group="sampling",
     )
-    temperature: float = choice(1.0, "temperature of sampling", above=0)
-    temperature_offset: float = choice(0.0, "is added to the temperature wherever logits are divided by it")
-    temperature_in_logprobs: bool = choice(True, "log-probs are taken at the temperature of sampling, too")
+    temperature: float = choice(1.0, "sampling temperature", above=0)
+    temperature_offset: float = choice(0.0, "number added to the temperature before logits are divided by it")
+    temperature_in_logprobs: bool = choice(True, "divide logits by the temperature before log-probs are taken, too")
     old_logprobs: str = choice(
         "auto",
-        "where the ratio's old log-probs come from: a forward pass over the finished responses, after which the first "
-        "ratio is 1, or the sampler, which saves that pass (rollout/logprob_gap tells how far apart the two are); "
-        "auto: the sampler in fp32 where it computes with the actor's own code, so that both are the same within "
-        "rounding, and where no other positions count than those that were drawn",
+        "where the ratio's old log-probs come from. forward: a forward pass over the finished responses; the first "
+        "ratio is then 1. sampler: the sampler, which saves this pass; rollout/logprob_gap measures the "
+        "difference. auto: the sampler in fp32, if the sampler computes with the actor's own code, only drawn "
+        "tokens count and there is no correction; else a forward pass",
         choices=("auto", "forward", "sampler"),
     )
-    samples_per_prompt: int = choice(1, "responses drawn for each prompt", above=0, resume=SAME)
+    samples_per_prompt: int = choice(1, "number of responses drawn for each prompt", above=0, resume=SAME)
     dynamic_sampling: int = choice(
-        1, "batches of prompts that may be drawn until groups whose scores differ fill a step", above=0
+        1,
+        "most batches of prompts that a step draws to fill itself with groups whose scores differ; 1: one batch, "
+        "and all its groups are used",
+        above=0,
     )
 
     query_start: str = choice(
         "",
-        "a query begins after the first such token: none, the tokenizer's EOS (eos), or any text of one token",
+        "the prompt begins after the first occurrence of this token: eos for the tokenizer's EOS, or any text of "
+        "one token; empty: no such rule",
         group="texts",
     )
-    query_end: str = choice("", "a query ends with the last such token; named as in query_start")
-    truncate_token: str = choice("", "what is scored ends with the first such token; named as in query_start")
-    truncate_after: int = choice(0, "truncate_token counts from this position on", least=0)
-    score_before_pad: bool = choice(False, "what is scored ends before the first pad token, where one was drawn")
+    query_end: str = choice("", "the prompt ends with the last occurrence of this token, given as in query_start")
+    truncate_token: str = choice(
+        "", "the scored text ends with the first occurrence of this token, given as in query_start"
+    )
+    truncate_after: int = choice(0, "response position from which on truncate_token counts", least=0)
+    score_before_pad: bool = choice(False, "the scored text ends before the first pad token that was drawn")
     pad_token: str = choice(
         "tokenizer",
-        "which token pads: the tokenizer's own, or by a system's rule (engine/models/reading.py)",
+        "which token pads. tokenizer: the tokenizer's own. The other values are rules of other systems "
+        "(engine/models/reading.py)",
         choices=("tokenizer", "never_eos", "padding", "eos", "eos_unless_llama"),
     )
 
     # All sampled tokens are learned, EOS included; otherwise the model never learns to stop.
     length_rule: str = choice(
         "sampled",
-        "which positions count: the sampled tokens, those before_pad, those that are not_pad, or the whole row",
+        "which response positions count. sampled: the sampled tokens. before_pad: the tokens before the first pad "
+        "token. not_pad: all tokens that are not the pad token. row: every position",
         choices=("sampled", "before_pad", "not_pad", "row"),
         group="positions",
     )
     reward_slots: str = choice(
         "response",
-        "KL counts at the positions of the response, also at the next one (one_past), only at those of them after "
-        "a counted token (after_tokens), or at all",
+        "positions at which the KL penalty counts. response: those of the response. one_past: also the next one. "
+        "after_tokens: the first one, and each that follows a counted token. all: the whole row",
         choices=("response", "one_past", "after_tokens", "all"),
     )
     score_slot: str = choice(
         "last",
-        "the position of the score: the last token of the response, the next one (after_last), or the second after it "
-        "(two_after)",
+        "position of the score: the response's last token (last), the position after it (after_last), or the "
+        "second position after it (two_after)",
         choices=("last", "after_last", "two_after"),
     )
     value_slots: str = choice(
         "response",
-        "where values are kept (elsewhere they are 0): the positions of the response, also one or two after it "
-        "(one_past, two_past), or all",
+        "positions whose values are kept; all other values are set to 0. response: those of the response. "
+        "one_past, two_past: also the next one or two. all: the whole row",
         choices=("response", "one_past", "two_past", "all"),
     )
     value_loss_slots: str = choice(
         "response",
-        "which values are learned: those of the response, or also that of the complete response (one_past)",
+        "positions of the critic's loss: those of the response, or also the next one, at which the response is "
+        "complete (one_past)",
         choices=("response", "one_past"),
     )
-    min_response_tokens: int = choice(1, "shorter responses are masked out and counted as degenerate", least=0)
+    min_response_tokens: int = choice(
+        1, "a response with fewer tokens is masked out and counted as degenerate", least=0
+    )
 
     # A clip far out (5 deviations) stops a reward model's outliers without bending its ordinary scores.
-    score_clip: float | None = choice(5.0, "scores are clipped to plus or minus this", above=0, group="scores")
+    score_clip: float | None = choice(
+        5.0,
+        "scores are clipped to plus or minus this number; --set score_clip=none turns clipping off",
+        above=0,
+        group="scores",
+    )
     score_scaling: str = choice(
         "none",
-        "scores are divided by the running deviation, or by the deviation of the first_batch",
+        "standard deviation that scores are divided by: none, that of all scores so far (running), or that of the "
+        "first batch of scores (first_batch)",
         choices=("none", "running", "first_batch"),
         resume=SAME,
     )
     score_order: str = choice(
-        "scale_clip", "which comes first, scaling or clipping", choices=("scale_clip", "clip_scale")
+        "scale_clip",
+        "whether scores are first scaled and then clipped, or the reverse",
+        choices=("scale_clip", "clip_scale"),
     )
     missing_end: str = choice(
         "none",
-        "the score of a response without end: unchanged (none), replaced by missing_end_value, or less that value "
-        "(subtract)",
+        "what happens to the score of a response without an end. none: it stays. replace: it becomes "
+        "missing_end_value. subtract: missing_end_value is subtracted",
         choices=("none", "replace", "subtract"),
         resume=SAME,
     )
     missing_end_value: float = choice(
         0.0,
-        "replaces the score of a response without end, or is subtracted from it",
+        "with missing_end: the number that replaces the score, or is subtracted from it",
         only_with="missing_end",
         resume=SAME,
     )
     overlong_buffer: float = choice(
-        0.0, "the last share of the longest response, in which a score falls by up to overlong_penalty", least=0, most=1
+        0.0,
+        "share of the longest response's length, at its end, in which the score falls with each token, by up to "
+        "overlong_penalty; 0: no penalty",
+        least=0,
+        most=1,
     )
     overlong_penalty: float = choice(
-        1.0, "what a response of the full length loses", above=0, only_with="overlong_buffer"
+        1.0,
+        "with overlong_buffer: how much the score of a response of full length falls",
+        above=0,
+        only_with="overlong_buffer",
     )
     mask_truncated: bool = choice(
-        False, "nothing is learned from a response without end; others are still compared with it"
+        False, "learn nothing from a response without an end; other responses are still compared with it"
     )
 
     # Whitening over all tokens of all ranks makes learning rates independent of the scale of rewards. Responses are
     # short and scored at their end, so nothing is discounted. lam has been 0.95 since Ziegler et al. 2019.
     advantage_estimator: str = choice(
         "gae",
-        "gae with a critic; without one the rewards to come (reinforce), those less the group's mean "
-        "(reinforce_baseline), or the reward less that of the other responses to the prompt (rloo) or less the mean of "
-        "all of them (grpo)",
+        "gae: generalised advantage estimation with a critic; the others have no critic. reinforce: each token's "
+        "sum of rewards to come. reinforce_baseline: that sum less the mean reward of the group. rloo: a "
+        "response's reward less the mean of the others in its group. grpo: a response's reward less the mean of "
+        "its group",
         choices=ESTIMATORS,
         group="advantages",
     )
     advantage_scale: str = choice(
         "none",
-        "advantages of grpo and rloo are divided by the deviation of the group's rewards, or of the whole batch's",
+        "with grpo or rloo: divide advantages by the standard deviation of the rewards in the group, or in the "
+        "whole batch",
         choices=("none", "group", "batch"),
     )
     scale_variance: str = choice(
         "unbiased",
-        "whether that deviation divides by n - 1 (unbiased) or n",
+        "with advantage_scale: the variance divides by n - 1 (unbiased) or by n (biased)",
         choices=("unbiased", "biased"),
         only_with="advantage_scale",
     )
-    scale_eps: float = choice(1e-4, "added to that deviation", above=0, only_with="advantage_scale")
-    gamma: float = choice(1.0, "discount a token", least=0, most=1)
+    scale_eps: float = choice(
+        1e-4, "with advantage_scale: number added to the standard deviation", above=0, only_with="advantage_scale"
+    )
+    gamma: float = choice(1.0, "discount factor per token", least=0, most=1)
     lam: float = choice(0.95, "lambda of GAE", least=0, most=1, only_with="critic_start")
     value_lam: float | None = choice(
         None,
-        "lambda of the returns that the critic learns; none: as lam. VC-PPO has 1",
+        "lambda of the returns that the critic learns; none: the same as lam. VC-PPO uses 1",
         least=0,
         most=1,
         only_with="critic_start",
     )
     length_adaptive_alpha: float | None = choice(
         None,
-        "the advantages' lambda is 1 - 1 / (alpha L), L the response's length; VAPO has 0.05",
+        "advantages get the lambda 1 - 1 / (alpha L), with L the response's length and alpha this number; none: "
+        "lam. VAPO uses 0.05",
         above=0,
         only_with="critic_start",
     )
     advantages_at: str = choice(
         "rollout",
-        "advantages are estimated and whitened once a rollout, or anew in each mini_batch or micro_batch",
+        "when advantages are estimated and whitened: once per rollout, or again in each mini_batch or micro_batch",
         choices=("rollout", "mini_batch", "micro_batch"),
     )
     whiten_rewards: bool = choice(False, "scale rewards to variance 1, and keep their mean")
     whiten_advantages: bool = choice(True, "scale advantages to mean 0 and variance 1 over all tokens")
     whiten_slots: str = choice(
         "response",
-        "whitening takes its statistics over the positions of the response, or over the padded row",
+        "positions over which whitening computes mean and variance: those of the response, or the whole padded row",
         choices=("response", "row"),
         only_with=("whiten_advantages", "whiten_rewards"),
     )
     whiten_over: str = choice(
         "all_ranks",
-        "whitening takes its statistics over all_ranks, or over each rank alone",
+        "ranks over which whitening computes mean and variance: all ranks together, or each rank alone",
         choices=("all_ranks", "rank"),
         only_with=("whiten_advantages", "whiten_rewards"),
     )
     whiten_variance: str = choice(
         "biased",
-        "whitening divides by n (biased), n - 1 (unbiased), or n - 1 with one rank only (unbiased_alone)",
+        "whitening's variance divides by n (biased), by n - 1 (unbiased), or by n - 1 in a run of one rank and by "
+        "n in others (unbiased_alone)",
         choices=("biased", "unbiased", "unbiased_alone"),
         only_with=("whiten_advantages", "whiten_rewards"),
     )
@@ -234,66 +278,102 @@ class Dialect:
     # critic has its own optimizer (Adam), whose steps a factor of the loss would not change.
     ratio: str = choice(
         "token",
-        "the ratio of each token, of the whole response, or the geometric mean of its tokens' (response_mean)",
+        "token: each token has a ratio of new to old probability. response: each response has one, the product "
+        "over its tokens. response_mean: each response has one, the geometric mean over its tokens",
         choices=("token", "response", "response_mean"),
         group="losses",
     )
-    clip_range: float = choice(0.2, "clip range of the ratio", above=0)
-    clip_range_high: float | None = choice(
-        None, "clip range upwards, if not as far as downwards (DAPO's clip-higher)", above=0
+    clip_range: float = choice(
+        0.2, "the ratio is clipped to the range from 1 - this number to 1 + this number", above=0
     )
-    dual_clip: float | None = choice(None, "an upper bound of the ratio where the advantage is negative", above=0)
+    clip_range_high: float | None = choice(
+        None,
+        "upper clip range: the ratio is clipped at 1 + this number (DAPO's clip-higher); none: the same as clip_range",
+        above=0,
+    )
+    dual_clip: float | None = choice(
+        None, "upper bound of the ratio where the advantage is negative; none: no bound", above=0
+    )
     value_clip_range: float | None = choice(
-        0.2, "clip range of the values; none: not clipped", above=0, only_with="critic_start"
+        0.2,
+        "the value loss clips new values to the old value plus or minus this number; --set value_clip_range=none "
+        "turns clipping off",
+        above=0,
+        only_with="critic_start",
     )
     value_factor: float = choice(1.0, "factor of the critic's loss", least=0, only_with="critic_start")
     loss_scope: str = choice(
         "optimizer_step",
-        "losses are a mean over the tokens of the optimizer_step, the mean of each micro_batch's mean, or their sum "
-        "(micro_batch_sum); the policy's also the mean of each response's mean, or the sum over responses divided by "
-        "a fixed_length, --max_answer_seq_len",
+        "how losses are averaged. optimizer_step: a mean over all tokens of the optimizer step. micro_batch: the "
+        "mean of the micro-batches' means. micro_batch_sum: the sum of a rank's micro-batch means, averaged over "
+        "ranks. response, for the policy alone: the mean of the responses' means. fixed_length, for the policy "
+        "alone: the sum divided by the number of responses times --max_answer_seq_len",
         choices=("optimizer_step", "micro_batch", "micro_batch_sum", "response", "fixed_length"),
     )
-    early_stop_kl: float | None = choice(None, "remaining PPO epochs are left out when approxkl is over this", above=0)
-    ratio_limit: float | None = choice(None, "an optimizer step whose mean ratio is over this is left out", above=0)
+    early_stop_kl: float | None = choice(
+        None,
+        "leave out the step's remaining PPO epochs when approxkl of an epoch is above this number; none: never",
+        above=0,
+    )
+    ratio_limit: float | None = choice(
+        None, "leave out an optimizer step whose mean ratio is above this number; none: never", above=0
+    )
 
     # Importance sampling, for a sampler that differs slightly from the policy (16 bits, another engine). No dialect
     # has it.
     correction: str = choice(
         "none",
-        "the policy's loss times the ratio of its old log-probs, then always a forward pass's, to the sampler's: of "
-        "each token or of the sequence, truncated or masked outside correction_min and correction_max",
+        "importance sampling: multiply the policy's loss by the ratio of the old policy's probability to the "
+        "sampler's. token: each token's ratio; sequence: the product over the response. truncate: cut ratios to "
+        "correction_min and correction_max; mask: set ratios outside of these to 0. The old log-probs then come "
+        "from a forward pass",
         choices=lambda: ("none", *CORRECTIONS),
         group="importance sampling",
     )
     correction_min: float = choice(
-        0.0, "a ratio under this is cut to it, or masked; IcePop has 0.5", least=0, most=1, only_with="correction"
+        0.0,
+        "with correction: a smaller ratio is cut to this number, or masked. IcePop uses 0.5",
+        least=0,
+        most=1,
+        only_with="correction",
     )
     correction_max: float = choice(
-        2.0, "a ratio over this is cut to it, or masked; verl has 2", least=1, only_with="correction"
+        2.0,
+        "with correction: a larger ratio is cut to this number, or masked. verl uses 2",
+        least=1,
+        only_with="correction",
     )
 
     # Four passes over each rollout learn about twice as much per sample as one; clipping bounds their change. Warm-up
     # takes the 10 steps in which Adam's second moments fill. Its first step has a rate over 0, or it would be lost.
     # There is no weight decay, because the KL penalty regularises.
-    ppo_epochs: int = choice(4, "passes over each step's responses", above=0, resume=SAME, group="optimization")
-    mini_batches: int = choice(1, "optimizer steps in each pass", above=0, resume=SAME)
+    ppo_epochs: int = choice(
+        4, "PPO epochs: passes over the responses of each step", above=0, resume=SAME, group="optimization"
+    )
+    mini_batches: int = choice(1, "mini-batches of a PPO epoch; each takes one optimizer step", above=0, resume=SAME)
     critic_epochs: int | None = choice(
-        None, "the critic's own passes, made before the actor's; none: as ppo_epochs", above=0, only_with="critic_start"
+        None,
+        "epochs of the critic, if not ppo_epochs; they then come before the actor's",
+        above=0,
+        only_with="critic_start",
     )
     critic_mini_batches: int | None = choice(
-        None, "the critic's optimizer steps in each pass; none: as mini_batches", above=0, only_with="critic_start"
+        None, "mini-batches of a critic's epoch, if not mini_batches", above=0, only_with="critic_start"
     )
-    actor_lr: float = choice(1e-5, "the actor's peak learning rate", least=0)
-    critic_lr: float = choice(1e-5, "the critic's peak learning rate", least=0, only_with="critic_start")
-    lr_schedule: str = choice("linear", "shape of the learning rate", choices=SCHEDULES)
+    actor_lr: float = choice(1e-5, "peak learning rate of the actor", least=0)
+    critic_lr: float = choice(1e-5, "peak learning rate of the critic", least=0, only_with="critic_start")
+    lr_schedule: str = choice("linear", "schedule of the learning rate", choices=SCHEDULES)
     lr_per: str = choice(
         "optimizer_step",
-        "the rate changes with each optimizer_step, or with each step (rollout)",
+        "whether the learning rate changes with each optimizer step, or with each rollout (step)",
         choices=("optimizer_step", "step"),
     )
-    warmup_steps: int = choice(10, "optimizer steps of rising learning rate", least=0)
-    warmup_from_zero: bool = choice(False, "the first step of warm-up has rate 0", only_with="warmup_steps")
+    warmup_steps: int = choice(
+        10,
+        "warm-up steps, in which the learning rate rises to its peak: optimizer steps, or rollouts with lr_per=step",
+        least=0,
+    )
+    warmup_from_zero: bool = choice(False, "the first warm-up step has learning rate 0", only_with="warmup_steps")
     optimizer: str = choice(
         "adamw",
         "adamw, or tf_adam: Adam with epsilon where TensorFlow adds it",
@@ -306,24 +386,32 @@ class Dialect:
     critic_weight_decay: float = choice(0.0, "weight decay of the critic", least=0, only_with="critic_start")
     decay: str = choice(
         "matrices",
-        "what weight decay shrinks: matrices, all (biases and norms too), or by deepspeed_chat's names of weights",
+        "which weights decay: matrices only, all (also biases and norms), or all but those that DeepSpeed-Chat's "
+        "list of names spares (deepspeed_chat)",
         choices=("matrices", "all", "deepspeed_chat"),
         only_with=("actor_weight_decay", "critic_weight_decay"),
     )
-    max_grad_norm: float = choice(1.0, "gradients are clipped to this norm; 0 for no clipping", least=0)
+    max_grad_norm: float = choice(1.0, "gradients are clipped to this norm; 0: no clipping", least=0)
 
     # A critic that starts as the reward model knows what a good end is worth.
     critic_start: str = choice(
         "reward_model",
-        "the critic starts as the reward_model, or as the SFT model with a zero_head; none: there is no critic",
+        "what the critic starts from: the reward model, or the SFT model with a new head of zeros (zero_head); "
+        "none: there is no critic",
         choices=("reward_model", "zero_head", "none"),
         resume=SAME,
         group="models",
     )
     hydra_layers: int = choice(
-        0, "only the actor's last k layers train; the reference is frozen copies of those", least=0, resume=SAME
+        0,
+        "number of the actor's last layers that train; the reference is frozen copies of these on the same lower "
+        "layers. 0: all layers train",
+        least=0,
+        resume=SAME,
     )
-    ema_decay: float = choice(0.992, "decay of the moving average that --enable_ema keeps", least=0, most=1)
+    ema_decay: float = choice(
+        0.992, "decay of the moving average of the actor's weights (--enable_ema)", least=0, most=1
+    )
 
     def __post_init__(self):
         """Raises: FieldError for a value that a field cannot have, and for values that contradict each other."""
@@ -339,15 +427,15 @@ class Dialect:
         return choices_of(cls.__dataclass_fields__[field]) or ()
 
     def override(self, **values) -> "Dialect":
-        """This dialect with some fields replaced; values of None leave theirs as they are.
+        """This dialect with some fields replaced. A field whose new value is None keeps its value.
 
-        Raises: UserError for a field that does not exist, and for what cannot go together.
+        Raises: UserError for a field that does not exist, and for values that contradict each other.
         """
         own = {name: getattr(self, name, None) for name in values}
         return self.replaced(**{name: own[name] if value is None else value for name, value in values.items()})
 
     def replaced(self, **values) -> "Dialect":
-        """As `override`, but None is a value like others."""
+        """As `override`, but None is a value like any other."""
         for name in values:
             self.check_field(name)
         return dataclasses.replace(self, **values)
@@ -372,10 +460,10 @@ class Dialect:
         }
 
     def takes_sampled_logprobs(self, exact: bool) -> bool:
-        """Whether the sampler's log-probs serve as old log-probs if a rollout has them.
+        """Whether the sampler's log-probs are used as old log-probs, if a rollout has them.
 
-        exact: whether they equal those of a forward pass within rounding. They exist for drawn tokens only, so no other
-        positions may count, and no drawn token may be hidden from attention.
+        They exist for drawn tokens only. So no other position may count, and no drawn token may be masked out of
+        attention. exact: whether they equal those of a forward pass within rounding.
         """
         wanted = self.old_logprobs == "sampler" or (self.old_logprobs == "auto" and exact)
         others_count = self._counts_past_end or self.measures_prompts or self.length_rule == "not_pad"
@@ -383,17 +471,17 @@ class Dialect:
 
     @property
     def sampling_temperature(self) -> float:
-        """What logits are divided by when tokens are drawn."""
+        """The number that logits are divided by when tokens are drawn."""
         return self.temperature + self.temperature_offset
 
     @property
     def logprob_temperature(self) -> float:
-        """What logits are divided by before log-probs are taken."""
+        """The number that logits are divided by before log-probs are taken."""
         return self.sampling_temperature if self.temperature_in_logprobs else 1.0
 
     @property
     def has_critic(self) -> bool:
-        """Whether a critic is built at all."""
+        """Whether there is a critic."""
         return self.critic_start != "none"
 
     @property
@@ -471,12 +559,12 @@ class Dialect:
 
 
 def parse_settings(words: Sequence[str]) -> dict[str, object]:
-    """{field: value} of words FIELD=VALUE, each value of its field's kind.
+    """{field: value} of words FIELD=VALUE, with each value converted to its field's type.
 
-    "none" stands for None in fields that may be None, "true" or "false" for booleans, two numbers with a comma between
-    them for betas. Nothing after the "=" stands for the empty text.
+    "none" becomes None in fields that may be None, "true" and "false" become booleans, and betas are two numbers with a
+    comma. With nothing after the "=" the value is the empty text.
 
-    Raises: UserError for a word without "=", a field that does not exist or is set twice, a value of the wrong type.
+    Raises: UserError for a word without "=", a field that does not exist or is set twice, or a value of a wrong type.
     """
     kinds, found = typing.get_type_hints(Dialect), {}
     for word in words:
@@ -511,9 +599,9 @@ def _value(word: str, text: str, kind):
 
 
 def token_id(tokenizer, dialect: Dialect, field: str) -> int | None:
-    """The id of the token that the dialect's field names; None where it names none.
+    """The id of the token that the dialect's field names; None if it names none.
 
-    A text that is in the vocabulary stands for that token. Any other text has to be encoded as exactly one token.
+    A text in the vocabulary names that token. The encoding of any other text must be exactly one token.
 
     Raises: UserError if the text is not a single token, or the tokenizer does not know it.
     """
@@ -539,6 +627,6 @@ def token_id(tokenizer, dialect: Dialect, field: str) -> int | None:
 
 
 def end_token_id(tokenizer, dialect: Dialect) -> int | None:
-    """The token that ends the scored text: that of `truncate_token`, or else EOS, or None if there is none."""
+    """The token that ends the scored text: that of `truncate_token`, else EOS; None if there is neither."""
     found = token_id(tokenizer, dialect, "truncate_token")
     return tokenizer.eos_token_id if found is None else found

@@ -1,8 +1,8 @@
-"""A dialect's losses in an optimizer step, as sums over a micro-batch. The formulas are in engine/algo/losses.py.
+"""A dialect's losses, as sums over a micro-batch. The formulas are in engine/algo/losses.py.
 
 losses = Losses(dialect)
 sums = losses.policy_loss(logprobs, old_logprobs, ref_logprobs, advantages, mask, kl_coef)
-(sums.loss * weight).backward()      # weight: from `weights`, by the counts of all micro-batches and ranks
+(sums.loss * weight).backward()      # weight: from `weights`, which needs the counts of all micro-batches and ranks
 """
 
 from dataclasses import replace
@@ -28,7 +28,7 @@ from engine.algorithms.dialect import Dialect
 class Losses:
     """A dialect's losses.
 
-    max_response_length: how many tokens a response may have, by which loss_scope "fixed_length" divides.
+    max_response_length: how many tokens a response may have; loss_scope "fixed_length" divides by it.
     """
 
     def __init__(self, dialect: Dialect, max_response_length: int | None = None):
@@ -45,8 +45,8 @@ class Losses:
         kl_coef: float,
         correction: Tensor | None = None,
     ) -> PolicyLoss:
-        """Sums over tokens, or over responses if each has one ratio. `loss` includes the KL penalty if the dialect has
-        it in the loss.
+        """The policy's loss and statistics, as sums over tokens, or over responses if each has one ratio. `loss`
+        includes the KL penalty if the dialect has kl_in "loss".
 
         Args:
             logprobs, old_logprobs, ref_logprobs, advantages: (B, T) float32. mask: (B, T) bool.
@@ -90,18 +90,20 @@ class Losses:
         return replace(sums, loss=sums.loss + kl_coef * penalty)
 
     def _ratio(self, logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
-        """The ratio with its gradient: (B, T), or (B, 1) if each response has one."""
+        """The ratio, with its gradient: (B, T), or (B, 1) if each response has one ratio."""
         if self.dialect.ratio == "token":
             return masked_log_ratios(logprobs, old_logprobs, mask).exp()
         mean = self.dialect.ratio == "response_mean"
         return response_log_ratios(logprobs, old_logprobs, mask, mean).exp().unsqueeze(-1)
 
     def value_loss(self, values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor) -> ValueLoss:
-        """Sums over the positions of the mask. values, old_values, returns: (B, T) float32. mask: (B, T) bool."""
+        """The critic's loss and statistics, as sums over the mask. values, old_values, returns: (B, T) float32. mask:
+        (B, T) bool."""
         return value_loss(values, old_values, returns, mask, self.dialect.value_clip_range, self.dialect.value_factor)
 
     def policy_count(self, mask: Tensor) -> Tensor:
-        """The count that a loss sum over this mask, (B, T) bool, is divided by under `loss_scope`; a scalar."""
+        """The number by which `loss_scope` divides a policy loss that is summed over this mask, (B, T) bool: of tokens,
+        of responses, or of responses times the fixed length. A scalar tensor."""
         dialect = self.dialect
         if dialect.ratio == "token" and dialect.loss_scope not in ("response", "fixed_length"):
             return mask.sum()
@@ -112,5 +114,5 @@ class Losses:
         return count
 
     def weights(self, counts: list[float], total: float, micro_batches: int, ranks: int) -> list[float]:
-        """The factor of each micro-batch's loss sum: `loss_weights` with the dialect's scope."""
+        """The factor of each micro-batch's summed loss: `loss_weights` with the dialect's scope."""
         return loss_weights(counts, total, micro_batches, ranks, self.dialect.loss_scope)

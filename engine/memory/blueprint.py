@@ -59,7 +59,7 @@ class Blueprint:
 
     @cached_property
     def trains(self) -> int:
-        """How many numbers train."""
+        """How many numbers the trained parameters have."""
         return sum(map(sum, self.groups))
 
     @cached_property
@@ -78,7 +78,7 @@ class Blueprint:
 
     @property
     def vocabulary(self) -> int:
-        """How many logits a token has."""
+        """How many logits the model computes for a token."""
         return self.module.model.config.get_text_config().vocab_size
 
     @cached_property
@@ -119,7 +119,7 @@ class Blueprint:
 
     @cached_property
     def architecture(self) -> object:
-        """Equal for models that can take turns in one copy."""
+        """A value that is equal for two models if they can take turns in one copy."""
         return architecture(self.module)
 
 

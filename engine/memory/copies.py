@@ -33,7 +33,7 @@ class CopyNeed:
 
 @dataclass(frozen=True, slots=True)
 class Copies:
-    """Which models have a whole copy (their places in the list that was given), whether they share copies, what happens
+    """Which models have a whole copy (by their index in the given list), whether they share copies, what happens
     to copies, keys and values between steps, and why. divided: the models whose copy is held together by groups of
     `ranks` ranks. freed: the models whose copies are freed between steps while the actor's is kept."""
 

@@ -1,5 +1,5 @@
-"""GPUs by torch's names for them: arithmetic, memory bandwidth and links from their data sheets, and the bytes that
-tensors can have.
+"""GPUs by the names that torch gives them: speed of arithmetic, memory bandwidth and links from their data sheets, and
+the bytes that tensors can have.
 """
 
 import re
@@ -64,7 +64,7 @@ DATA_SHEETS = {
 
 
 def data_sheet(name: str) -> DataSheet | None:
-    """The data sheet of the GPU with this name of torch's; None for a GPU that is not listed."""
+    """The data sheet of the GPU that torch calls by this name; None for a GPU that is not listed."""
     found = set(re.split(r"[\s-]+", name.upper()))
     return next((sheet for words, sheet in DATA_SHEETS.items() if found.issuperset(words)), None)
 
@@ -136,5 +136,5 @@ def parsed_bytes(text: str) -> int | None:
 
 
 def reserved(world: int) -> int:
-    """Bytes of a GPU that tensors can never have, whatever is planned."""
+    """Bytes of a GPU that no tensor can have: those of the CUDA context and, with several ranks, of NCCL's buffers."""
     return CONTEXT + (NCCL if world > 1 else 0)

@@ -31,7 +31,7 @@ class Moment:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes at each moment of a step, and of loading and saving. Steps are meant from the second one on, when Adam has
+    """Bytes at each moment of a step, and of loading and saving. A step is the second or a later one, in which Adam has
     its moments.
 
     copies: which models compute through whole copies, in words. adam: bytes of Adam's moments on the device; they do
@@ -48,7 +48,7 @@ class MemoryPlan:
 
     @property
     def names(self) -> list[str]:
-        """The phases that there are, in the order of PHASES."""
+        """The phases of this plan, in the order of PHASES."""
         return [phase for phase in PHASES if any(moment.phase == phase for moment in self.moments)]
 
     def peak_of(self, phase: str) -> Moment:

@@ -38,7 +38,7 @@ _GROUPED = torch.ops.aten._grouped_mm.default
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """The rows of a pass: how many, and the prompt tokens and response tokens of each."""
+    """The rows of a pass: their number, and the prompt tokens and response tokens of each."""
 
     count: int
     prompt: int

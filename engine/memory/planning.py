@@ -153,7 +153,7 @@ class Planner:
 
     def _training(self) -> int:
         """Bytes on a device at the peak of training, without the engines as loaded and without copies, keys and values.
-        Nothing is taken to be kept whole over the passes, even where there is room for it."""
+        Assumes that no weights stay gathered between the passes, even where there is room for them."""
         self.copies = Copies((), "", between_steps="free")
         self._train(keeps=False)
         peak = max(moment.device.total for moment in self.moments)
@@ -274,7 +274,7 @@ class Planner:
             )
 
     def _host(self, role: str) -> str | None:
-        """The engine in which a role computes; None where there is no such role."""
+        """The engine in which a role computes; None where the run has no such role."""
         host = self.spec.engine_of.get(role, role)
         if role == "critic" and self.spec.share_trunk and self.spec.with_critic:
             host = "actor"

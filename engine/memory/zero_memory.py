@@ -49,7 +49,7 @@ optimizer, need beside the rest. gathered: whole weights that ZeRO-3 joins from 
 
 
 class Bytes:
-    """{role: {kind: bytes}}; several can be added up."""
+    """Numbers of bytes: {role: {kind: bytes}}. Two objects are added with +."""
 
     def __init__(self, by_role: Mapping[str, Mapping[str, int]] | None = None):
         self.by_role: dict[str, dict[str, int]] = {}
@@ -207,7 +207,7 @@ class ZeroMemory:
         return self.model.trains - self._bucket
 
     def kept(self, passes: int, needed: Bytes, free: int | None) -> Kept:
-        """What stays whole over the passes of an optimizer step.
+        """Whether weights and gradients stay whole between the passes of an optimizer step.
 
         needed: bytes on the device that a forward and backward pass needs, activations included. free: bytes free
         before the passes; None if not known.

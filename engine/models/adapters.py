@@ -14,11 +14,11 @@ from engine.models.heads import AdaptedLogProbHead, LogProbHead
 
 
 class Adapters:
-    """The adapters of a model, and the roles that compute with them: each role is a different model on the same base.
+    """The adapters of a model. Each role is a different model on the same base, with or without an adapter.
 
-    An adapter has the name of the role that computes with it. own: the role that trains. configs: peft's descriptions,
-    by role. frozen: other roles with an adapter; all remaining roles compute without one, as the model was loaded.
-    merged: the names of the layers into whose matrices the own role's updates are merged at present.
+    An adapter has the name of its role. own: the role that trains. configs: {role: peft's description of its adapter}.
+    frozen: other roles with an adapter; all remaining roles compute without one. merged: names of the layers whose
+    matrices contain the own role's updates at present.
     """
 
     def __init__(
@@ -35,16 +35,16 @@ class Adapters:
         self.merged: frozenset[str] = frozenset()
 
     def within(self, model: nn.Module) -> "Adapters":
-        """Inject adapters like these into another model of this architecture; their factors still have to be filled
-        in."""
+        """Inject adapters with the same configurations into another model of this architecture. Their factors still
+        have to be filled in."""
         inject(model, self.configs)
         return Adapters(model, self.own, self.configs, self.frozen)
 
     def take(self, role: str | None) -> None:
-        """Compute as this role (None: the own role) from now on.
+        """Compute in this role (None: the own role) until the next call.
 
-        The choice holds until the next call, beyond a forward pass: with activation checkpointing the backward pass
-        computes activations again, and has to compute the same.
+        The choice stays after the forward pass, because with activation checkpointing the backward pass has to compute
+        the same activations again.
         """
         assert not self.merged or role in (None, self.own), (
             f"asked to be the {role}, with the {self.own}'s updates merged"
@@ -57,7 +57,7 @@ class Adapters:
 
     @torch.no_grad()
     def merge(self) -> None:
-        """Add the own role's updates to the matrices, rounded to their dtype, so that it computes without the factors.
+        """Add the own role's updates to the matrices, rounded to their dtype. It then computes without the factors.
 
         Only for a copy of a model, unpartitioned and in eval mode, because the matrices are overwritten. A matrix that
         is tied to another module's weight is not merged.
@@ -72,8 +72,8 @@ class Adapters:
         self.take(None)
 
     def unmerge(self) -> list[str]:
-        """Compute with the factors again; returns the names, within the model, of the matrices that have to be
-        restored."""
+        """Compute with the factors again. Returns the names, within the model, of the matrices that the caller has to
+        restore."""
         names, self.merged = [f"{name}.base_layer.weight" for name in self.merged], frozenset()
         self.take(None)
         return names
@@ -138,6 +138,7 @@ def merged(weight: Tensor, change: Tensor) -> Tensor:
 
 
 def update(a: Tensor, b: Tensor, scaling: float, transposed: bool) -> Tensor:
-    """scaling * B A of factors A (dim, in) and B (out, dim), in float32; transposed: (in, out), as Conv1D has it."""
+    """The update scaling * B A, (out, in), of the factors A (dim, in) and B (out, dim), in float32. transposed: return
+    (in, out), the form of Conv1D."""
     change = scaling * (b.float() @ a.float())
     return change.T if transposed else change

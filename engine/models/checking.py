@@ -1,7 +1,7 @@
 """Checks that the model at a path is of the kind that its role needs, before anything large is loaded.
 
-The path may also be an adapter's folder; then base and adapter are checked. By a model's fingerprint a resumed run
-notices that the weights at a path are not those that it began with.
+The path may also be an adapter's folder; then base and adapter are checked. A resumed run compares a model's
+fingerprint with the recorded one, and so notices that the weights at the path have changed.
 """
 
 import copy
@@ -63,9 +63,10 @@ def check_policy(path: str, what: str, trust_remote_code: bool = False):
 def check_trunk(path: str, what: str, trust_remote_code: bool = False):
     """The configuration of the model at `path`, which is to get a new score head.
 
-    Its weights have to fit its configuration: a language model, or another model with the same layers.
+    The model may be a language model, a classifier, or the layers alone. Its weights have to fit its configuration.
 
-    Raises: UserError, naming `what` (a flag), if transformers has no scorer of its family, or the weights are others.
+    Raises: UserError, naming `what` (a flag), if transformers has no classifier of the model's family, or the weights
+    do not fit.
     """
     config, adapter = read_config(path, what, trust_remote_code), read_adapter(path, what)
     base = path if adapter is None else adapter.base
@@ -92,10 +93,11 @@ def check_trunk(path: str, what: str, trust_remote_code: bool = False):
 
 
 def check_scorer(path: str, what: str, trust_remote_code: bool = False) -> str:
-    """Whether a reward model stands at `path`, looked at before anything large is loaded.
+    """The format of the reward model at `path`, found out before anything large is loaded.
 
-    Returns: "sequence_classification" or "deepspeed_chat"; of an adapter that brings the head, "language_model".
-    Raises: UserError that says what is there instead.
+    Returns: "sequence_classification" or "deepspeed_chat"; "language_model" for an adapter that brings the score head
+    to a language model.
+    Raises: UserError that says what is at `path` if it is no reward model.
     """
     adapter = read_adapter(path, what)
     if adapter is None:
@@ -146,8 +148,8 @@ def _check_whole_scorer(path: str, what: str, trust_remote_code: bool) -> str:
 
 
 def _check_classifier(path: str, config, kind, what: str) -> None:
-    """Check, by the rows of its head, that the weights are of a classifier with one label; config.json may not say
-    it."""
+    """Check that the weights belong to a classifier with one label: its head has one row. The number of labels in
+    config.json may be missing or wrong."""
     head, is_here = _score_head(path, config, kind, what), weights_folder(path) is not None
     if is_here:
         config.num_labels = 1 if head is None else head.shape[0]
@@ -202,9 +204,10 @@ def check_rows(tokenizer: PreTrainedTokenizerBase, config, path: str, what: str)
 def check_vocabularies(
     actor_tokenizer: PreTrainedTokenizerBase, path: str, what: str, trust_remote_code: bool = False
 ) -> None:
-    """Refuse a reward model that would read the actor's tokens as other words.
+    """Check that token ids mean the same to the reward model as to the actor.
 
-    Raises: UserError if its embedding has fewer rows than the tokenizer has tokens, or its own tokenizer differs.
+    Raises: UserError if the reward model's embedding has fewer rows than the actor's tokenizer has tokens, or if the
+    reward model's own tokenizer gives other ids.
     """
     rows = getattr(read_config(path, what, trust_remote_code), "vocab_size", None)
     needed = vocabulary_size(actor_tokenizer)
@@ -225,12 +228,12 @@ def check_vocabularies(
 
 
 def _scorers(config) -> list[str]:
-    """The classes of reward models among those that the configuration names for its weights."""
+    """The names of classifiers among the configuration's `architectures`."""
     return [name for name in _heads(config, "") if name.endswith("ForSequenceClassification") or name == ARCHITECTURE]
 
 
 def _heads(config, ending: str) -> list[str]:
-    """The classes with this ending among those that the configuration names for its weights."""
+    """The names with this ending among the configuration's `architectures`."""
     return [name for name in config.architectures or [] if name.endswith(ending)]
 
 

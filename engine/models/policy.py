@@ -27,13 +27,13 @@ from engine.zero.gathering import whole_copy
 class Backbone(nn.Module):
     """A Hugging Face model, called with the arguments that its family's trunk takes.
 
-    replaced: the original values of the settings that loading has replaced in the model's configuration
-    (`as_computed`), by name; they are put back when the model is saved.
-    adapters: the LoRA adapters within the model, if it has some.
-    base: the path that its weights were loaded from. base_contents: the fingerprint of these weights that an adapter's
-    folder records; None without adapters. start: the adapter that training goes on with, if the model was loaded
-    without it; None otherwise. merged: the adapter that loading has merged into the weights.
-    packs: whether padding is taken out of rows before they go through the layers.
+    replaced: {name: original value} of settings that loading has replaced in the model's configuration (`as_computed`);
+    saving restores them.
+    adapters: the LoRA adapters within the model, or None.
+    base: the path that its weights were loaded from. base_contents: the fingerprint of these weights, which an
+    adapter's folder records; None without adapters. start: the adapter that the model was loaded without, and that will
+    be trained further; None otherwise. merged: the adapter that loading has merged into the weights, or None.
+    packs: whether padding is removed from rows before they go through the layers.
     """
 
     model: PreTrainedModel
@@ -60,13 +60,13 @@ class Backbone(nn.Module):
         return other
 
     def take_settings_of(self, other) -> None:
-        """Take over the settings, beside the weights, that another module of this architecture computes with.
+        """Copy from another module of this architecture the settings, other than weights, that its results depend on.
 
-        A module that holds the weights of different models in turn is given these settings with each.
+        It is called when a module gets the weights of another model.
         """
 
     def pack(self, packs: bool) -> None:
-        """From now on rows go through the layers without their padding, or with it."""
+        """Set whether rows go through the layers without their padding."""
         self.packs = packs
 
     def checkpoint_activations(self) -> None:
@@ -76,27 +76,27 @@ class Backbone(nn.Module):
         enable({"use_reentrant": False})  # the first is its name from transformers 5.23 on, where the other one warns
 
     def as_role(self, role: str) -> "Backbone":
-        """The Policy or Scorer of a role: this module itself, unless it is several models."""
+        """The Policy or Scorer of a role: this module itself, unless it can compute as several models."""
         return self
 
     def take_role(self, role: str | None) -> None:
-        """From now on compute as one of the models that this module is. None: the model that trains; a module that is
-        only one model takes nothing else."""
+        """Compute in this role until the next call. None: the role that trains; other values only for modules that can
+        compute as several models."""
         if self.adapters is not None:
             self.adapters.take(role)
         else:
             assert role is None, f"a model without adapters was asked to be the {role}"
 
     def inputs(self, sequences: Tensor, attention_mask: Tensor, position_ids: Tensor) -> dict:
-        """The keyword arguments of a forward pass without cache; all arguments (B, S) int64."""
+        """The keyword arguments of a forward pass without a cache. All arguments are (B, S) int64."""
         named = {"input_ids": sequences, "attention_mask": attention_mask, "use_cache": False}
         if self._takes_positions:
             named["position_ids"] = position_ids
         return named
 
     def packed_inputs(self, rows: PackedRows, sequences: Tensor, position_ids: Tensor) -> dict:
-        """The keyword arguments for rows without their padding. There is no mask, which would be taken for that of a
-        padded batch."""
+        """The keyword arguments of a forward pass over packed rows. There is no attention mask: a model would take it
+        for the mask of a padded batch."""
         named = {"input_ids": rows.packed(sequences), "position_ids": rows.packed(position_ids), "use_cache": False}
         return named | rows.arguments(self.model.base_model.config._attn_implementation)
 

@@ -2,15 +2,15 @@
 
 The class is one of transformers', or one from the model's folder if that is allowed.
 
-Whether the output head is a matrix of its own is decided here, by the weight files. Where config.json says that head
-and embedding are one (`tie_word_embeddings`), and the files hold two matrices that differ, transformers loads both;
-peft's merge_and_unload leaves such folders where one of the two was trained. Under ZeRO-3 it cannot compare them, as
-both are partitioned, and drops the head. Whatever is built by the configuration, from engines and copies to memory
-plans, then has that head too.
+The weight files decide whether the output head is tied to the embedding. config.json may say that both are one matrix
+(`tie_word_embeddings`) while the files hold two different matrices; peft's merge_and_unload writes such folders if
+one of the two was trained. Outside of ZeRO-3 transformers then loads both. Under ZeRO-3 it cannot compare the
+partitioned matrices, and drops the head. `read_config` returns a configuration without the tie in this case, so that
+engines, copies and memory plans all have a separate head.
 
-Each system has its own rule for the pad token: the field `pad_token` of its dialect. A system that takes
-`ids != pad` for what is real cannot tell EOS from padding where EOS pads. It then does not learn EOS, and reads the
-score one token earlier, so the rule belongs to what the system computes.
+Each system has its own rule for the pad token: the field `pad_token` of its dialect. A system whose attention mask is
+`ids != pad` cannot tell EOS from padding if EOS is the pad token. It then does not learn EOS and reads the score one
+token earlier. So this rule is part of what a dialect computes.
 """
 
 import copy
@@ -42,12 +42,12 @@ _CLASSES = {LANGUAGE_MODEL: MODEL_FOR_CAUSAL_LM_MAPPING, CLASSIFIER: MODEL_FOR_S
 
 
 def model_class(config: PretrainedConfig, kind: str, path: str, what: str, trust_remote_code: bool = False) -> Any:
-    """The class that a model of this configuration is built as.
+    """The Python class of a model with this configuration.
 
-    kind: LANGUAGE_MODEL or CLASSIFIER. trust_remote_code: whether a class in the model's folder, of which its
-    `auto_map` speaks, goes before one of transformers'.
+    kind: LANGUAGE_MODEL or CLASSIFIER. trust_remote_code: whether a class in the model's folder that the
+    configuration's `auto_map` names is preferred to transformers' class.
 
-    Raises: UserError, naming `what` (a flag), where it is no decoder-only model or there is no such class.
+    Raises: UserError, naming `what` (a flag), if the model is not decoder-only or there is no such class.
     """
     own = (getattr(config, "auto_map", None) or {}).get(kind) if trust_remote_code else None
     if own is not None:
@@ -55,13 +55,13 @@ def model_class(config: PretrainedConfig, kind: str, path: str, what: str, trust
             found = get_class_from_dynamic_module(own, base_of(path, what))
             found.register_for_auto_class(kind)  # so that its code is saved with the model
             return add_generation_mixin_to_remote_model(found)
-        except Exception as error:  # whatever the folder's code raises
+        except Exception as error:  # the folder's code may raise anything
             raise UserError(
                 f"{what}: {path} names {own} as its class, and importing it raised {type(error).__name__}: "
                 f"{str(error)[:300]}. Mend the folder's code."
             ) from None
     family = type(config)
-    # BERT and its like are offered as causal models too, but they were trained on masked words.
+    # transformers offers BERT and similar models as causal models too, but they were trained on masked words.
     decoder = family in MODEL_FOR_CAUSAL_LM_MAPPING and family not in MODEL_FOR_MASKED_LM_MAPPING
     if family not in _CLASSES[kind] or not decoder or config.is_encoder_decoder:
         raise UserError(
@@ -71,14 +71,15 @@ def model_class(config: PretrainedConfig, kind: str, path: str, what: str, trust
     return _CLASSES[kind][family]
 
 
-ROWS = 1 << 12  # of the two matrices, compared at a time
+ROWS = 1 << 12  # rows of head and embedding that are compared at a time
 
 
 def has_own_head(config: PretrainedConfig, path: str, what: str, trust_remote_code: bool = False) -> bool:
-    """Whether the weight files at `path` hold an output head other than the embedding to which it would be tied.
+    """Whether the weight files at `path` hold an output head that differs from the embedding, although the
+    configuration ties the two.
 
-    config: as config.json has it; where that ties nothing there is nothing to decide, and this is False. So it is where
-    the files are not on this machine, or are broken, which is for those to refuse who load them.
+    False if the configuration does not tie them, if the files are not on this machine, or if they are broken; loading
+    the model reports broken files. config: the configuration as in config.json.
     """
     folder = weights_folder(path) if getattr(config, "tie_word_embeddings", False) else None
     if folder is None:
@@ -97,8 +98,8 @@ def has_own_head(config: PretrainedConfig, path: str, what: str, trust_remote_co
 
 @lru_cache(maxsize=32)
 def _any_differ(folder: Path, _files: tuple, pairs: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]) -> bool:
-    """Whether the files have both tensors of a pair, with different numbers. _files: the files with sizes and times, a
-    key of the cache."""
+    """Whether the files hold both tensors of one of the pairs, with different numbers. pairs: (possible names of the
+    head, possible names of the embedding). _files: files with sizes and times, so that the cache notices changes."""
     try:
         stored = mapped_tensors(folder, str(folder))
     except UserError:
@@ -116,17 +117,17 @@ ADDED = "[PAD]"
 
 
 def set_pad_token(tokenizer, rule: str, path: str, room: bool) -> None:
-    """Give the tokenizer of the language model at `path` the pad token of a rule; EOS where the rule finds none.
+    """Set the pad token of the tokenizer of the language model at `path` by a rule; EOS if the rule finds none.
 
     Args:
-        rule: "tokenizer": the tokenizer's own.
-            "never_eos": its own, unless that is EOS or there is none: then "[PAD]" is added, if there is room.
-            "padding": its own; where there is none "<|padding|>", or what the tokenizer takes for that text: its
-            unknown token, which is EOS for GPT-2.
+        rule: "tokenizer": the tokenizer's own pad token.
+            "never_eos": its own, unless that is EOS or there is none. Then "[PAD]" is added, if there is room.
+            "padding": its own. If there is none, the id that the tokenizer has for "<|padding|>", which may be that of
+            its unknown token (EOS in GPT-2).
             "eos": EOS.
-            "eos_unless_llama": EOS; but if the model has "llama" in its name, the tokenizer's own; where there is none
-            "[PAD]" is added, if there is room.
-        room: whether the model has a row of its embedding to spare for a token that is added.
+            "eos_unless_llama": EOS, unless `path` contains "llama". Then the tokenizer's own; if there is none, "[PAD]"
+            is added, if there is room.
+        room: whether the model's embedding has a free row for an added token.
 
     Sources: microsoft/DeepSpeedExamples 83757d9c, dschat/utils/utils.py, `get_tokenizer` ("eos_unless_llama");
     vwxyzjn/summarize_from_feedback_details ee77a9ab, ppo.py, and huggingface/trl f2cd5771, examples/scripts/ppo/ppo.py,
@@ -145,13 +146,13 @@ def set_pad_token(tokenizer, rule: str, path: str, room: bool) -> None:
 
 
 def classifier_pad_token_id(tokenizer) -> int | None:
-    """The pad token of a new classifier's configuration: None where it doubles as EOS, so that Hugging Face's own
-    pooling cannot take a final EOS for padding."""
+    """The pad token id for the configuration of a new classifier. None if the pad token is EOS: Hugging Face's pooling
+    would otherwise take a final EOS for padding."""
     return None if tokenizer.pad_token_id == tokenizer.eos_token_id else tokenizer.pad_token_id
 
 
 def pad_token_line(tokenizer, dialect: Dialect, path: str) -> str:
-    """The line about the pad token that a run prints; "" if nothing that the dialect computes depends on it."""
+    """The line about the pad token that a run prints; "" if the dialect's results do not depend on the pad token."""
     if dialect.length_rule not in ("not_pad", "before_pad"):
         return ""
     line = f"pad token {tokenizer.pad_token!r}"
@@ -169,20 +170,20 @@ VOCABULARIES = ("tokenizer.model", "spiece.model", "vocab.json", "merges.txt", "
 
 
 def read_config(path: str, what: str, trust_remote_code: bool = False):
-    """The model configuration at `path`, of an adapter's folder its base's; output head and embedding are tied in it
-    only if they are in the weight files too.
+    """The configuration of the model at `path`; for an adapter's folder, that of the adapter's base model. Output head
+    and embedding are tied only if the weight files do not hold two different matrices (`has_own_head`).
 
-    trust_remote_code: whether code in the model's folder may run, where its `auto_map` names some, and code that its
-    config.json would have fetched from the Hub.
+    trust_remote_code: whether code may run that `auto_map` names in the model's folder, or that config.json has
+    transformers fetch from the Hub.
 
-    Raises: UserError, naming `what` (a flag), if there is none, or it cannot be read or built without such code.
+    Raises: UserError, naming `what` (a flag), if there is no configuration, or it cannot be read without such code.
     """
     require_model(path, what)
     path = base_of(path, what)
     try:
         config = copy.deepcopy(_parsed_config(path, trust_remote_code, _files_of(path)))
-        config.output_attentions = False  # torch's attention has none to give, and transformers would refuse
-    except Exception as error:  # whatever a broken config.json leads transformers to
+        config.output_attentions = False  # torch's attention returns no weights, and transformers would refuse
+    except Exception as error:  # transformers may raise anything for a broken config.json
         _refuse_code(error, path, what)
         if Path(path).is_dir():
             raise UserError(
@@ -206,14 +207,16 @@ def read_config(path: str, what: str, trust_remote_code: bool = False):
 
 @lru_cache(maxsize=16)
 def _parsed_config(path: str, trust_remote_code: bool, _files: tuple) -> PretrainedConfig:
-    """What transformers makes of a folder's config.json; _files: as `_files_of` gives them."""
+    """The configuration that transformers reads from a model's config.json. _files: from `_files_of`, so that the cache
+    notices changes."""
     return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
 
 
 def _files_of(path: str) -> tuple:
-    """A folder's files with their sizes and times, by which a change of the folder shows; none for a name on the Hub.
+    """The name, size and times of each file of a folder, which differ after a change of the folder; () for a name on
+    the Hub.
 
-    A folder that cannot be listed, or that changes meanwhile, is never the same as before.
+    If the folder cannot be listed, or a file vanishes meanwhile, the result equals no other one.
     """
     folder = Path(path)
     try:
@@ -224,7 +227,7 @@ def _files_of(path: str) -> tuple:
 
 
 def _stamp(file: Path) -> tuple[int, ...]:
-    """What of a file changes with its content: size, times in nanoseconds, and which file it is."""
+    """A file's size, times in nanoseconds and inode, which differ after a change of its content."""
     found = file.stat()
     return found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino
 
@@ -236,13 +239,13 @@ def read_tokenizer(
     trust_remote_code: bool = False,
     chat_template: str | None = None,
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer at `path`, left-padding, with the pad token that the rule `pad_token` gives it (`set_pad_token`).
+    """The tokenizer at `path`, which pads on the left; for an adapter's folder without a tokenizer, that of the base
+    model.
 
-    An adapter's folder need not have one: then it is that of its base.
+    pad_token: the rule of the pad token, as in `set_pad_token`. trust_remote_code: as in `read_config`. chat_template:
+    a file with the chat template that replaces the tokenizer's own.
 
-    trust_remote_code: as for `read_config`. chat_template: a file whose template takes the place of its own.
-
-    Raises: UserError, naming `what` (a flag), if there is none or it has neither pad nor EOS.
+    Raises: UserError, naming `what` (a flag), if there is no tokenizer, or it has neither a pad nor an EOS token.
     """
     require_model(path, what)
     if not has_tokenizer(path):
@@ -250,10 +253,10 @@ def read_tokenizer(
     refuse_pointers(_tokenizer_files(Path(path)), what)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left", trust_remote_code=trust_remote_code)
-        # Some settings of wrong kinds are found in use alone.
+        # Some invalid settings raise only when the tokenizer is used.
         tokenizer.decode(tokenizer("a text").input_ids + tokenizer.all_special_ids)
         ends = tokenizer.pad_token_id, tokenizer.eos_token_id
-    except Exception as error:  # whatever broken files lead transformers to
+    except Exception as error:  # transformers may raise anything for broken files
         _refuse_code(error, path, what)
         raise UserError(f"{what}: no tokenizer at {path!r} ({one_line(error)}). Save one beside the model.") from None
     if ends == (None, None):
@@ -266,7 +269,8 @@ def read_tokenizer(
 
 
 def read_chat_template(path: str) -> str:
-    """The chat template in the file that --chat_template names. Raises: UserError where there is none."""
+    """The chat template in the file `path` of --chat_template. Raises: UserError if it cannot be read or is no Jinja
+    template."""
     what = f"--chat_template {path}"
     refuse_pointers([Path(path)], what)
     try:
@@ -277,50 +281,53 @@ def read_chat_template(path: str) -> str:
     if not text.strip():
         raise UserError(f"{what}: the file is empty. Give a text file with a chat template (Jinja).")
     try:
-        render_jinja_template([], chat_template=text)  # of no dialogues: it is compiled and not run
-    except Exception as error:  # whatever a broken template leads Jinja to
+        render_jinja_template([], chat_template=text)  # without dialogues, the template is compiled but not run
+    except Exception as error:  # Jinja may raise anything for a broken template
         line = f", line {error.lineno}" if isinstance(error, TemplateSyntaxError) else ""
         raise UserError(f"{what}{line}: no valid Jinja ({one_line(error)}). Mend the template.") from None
     return text
 
 
 def has_tokenizer(path: str) -> bool:
-    """Whether a tokenizer stands in the folder `path`."""
+    """Whether the folder `path` has files of a tokenizer."""
     return any((Path(path) / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "vocab.json"))
 
 
 def _tokenizer_files(folder: Path) -> list[Path]:
-    """The files of a tokenizer; beside tokenizer.json vocabularies of the older kinds are passed over."""
+    """The files that a tokenizer is read from: tokenizer.json, or the older kinds of vocabulary files if there is
+    none; and its settings."""
     whole = folder / "tokenizer.json"
     always = [folder / name for name in ("tokenizer_config.json", "chat_template.jinja")]
     return [*always, *([whole] if whole.exists() else map(folder.joinpath, VOCABULARIES))]
 
 
 def _refuse_code(error: Exception, path: str, what: str) -> None:
-    """Raise UserError if the failure is that code in the model's folder may not run."""
+    """Raise UserError if `error` says that the model needs code from its folder."""
     if "trust_remote_code" in str(error):
         raise UserError(
-            f"{what}: {path} brings code of its own (`auto_map` in its JSON files), without which it cannot be read. "
-            "None of it was run. Look at its .py files, and give --trust_remote_code if you trust them."
+            f"{what}: {path} brings code of its own (`auto_map` in its JSON files) and cannot be read without it. None "
+            "of this code was run. Look at the .py files, and give --trust_remote_code if you trust them."
         ) from None
 
 
 def _refuse_fetched_code(config: PretrainedConfig, path: str, what: str) -> None:
-    """Raise UserError where transformers would fetch code from the Hub for what config.json names, and run it."""
+    """Raise UserError if config.json names an implementation for which transformers would fetch code from the Hub and
+    run it."""
     for name in ("attn_implementation", "experts_implementation"):
         for part in (config, *(getattr(config, key, None) for key in config.sub_configs)):
             value = getattr(part, f"_{name}", None)
             if value is not None and _is_fetched(value):
                 raise UserError(
-                    f"{what}: {path}/config.json has {shortened(value)} as its {name}, code that would be fetched from "
-                    "the Hugging Face Hub and run. None was. Take it out of the file, or give --trust_remote_code if "
-                    "you trust it."
+                    f"{what}: {path}/config.json has {shortened(value)} as its {name}: code that would be fetched from "
+                    "the Hugging Face Hub and run. It was not fetched. Remove it from the file, or give "
+                    "--trust_remote_code if you trust it."
                 )
 
 
 def _is_fetched(implementation: object) -> bool:
-    """Whether it is a repository's name, or one of those for which transformers has a repository where `kernels` is
-    installed, and the package that has its code is not."""
+    """Whether transformers would fetch this implementation from the Hub: if it names a repository; or, with the package
+    `kernels` installed, if transformers knows a repository for it. That is so for deepgemm, for sonicmoe, and for flash
+    attention whose own package is not installed."""
     if not isinstance(implementation, str) or "/" in implementation:
         return True
     name = implementation.removeprefix("paged|")
@@ -330,5 +337,5 @@ def _is_fetched(implementation: object) -> bool:
 
 
 def vocabulary_size(tokenizer: PreTrainedTokenizerBase) -> int:
-    """One more than the largest id that the tokenizer knows."""
+    """The tokenizer's largest token id plus one."""
     return max(tokenizer.get_vocab().values()) + 1

@@ -45,12 +45,12 @@ def deepspeed_chat_state(path: str, prefix: str) -> dict:
 
 
 def take_pad_token(config, path: str, what: str, trust_remote_code: bool = False) -> None:
-    """Put the pad token that the model was trained with into its configuration, or None.
+    """Set the configuration's pad token to the one that the reward model was trained with, or to None.
 
-    DeepSpeed-Chat reads the score before the first pad token, and config.json says that this is EOS whatever it was.
-    It was EOS, and the score stands on the token before it, unless the model that the reward model was made from has
-    "llama" in its name: those keep their own pad token, or get one that is added, and are read at EOS. Such a folder
-    has a tokenizer_config.json only if its user put it there, and then that one says which the pad token is.
+    DeepSpeed-Chat reads the score at the token before the first pad token. Its config.json always gives EOS as pad
+    token. This is true unless the reward model was made from a model with "llama" in its name: then the pad token was
+    the tokenizer's own or an added one, and the score is read at EOS. DeepSpeed-Chat writes no tokenizer_config.json;
+    if the user has put one into the folder, the pad token is taken from there.
 
     Source: microsoft/DeepSpeedExamples 83757d9c, dschat/utils: utils.py, `get_tokenizer` and `save_hf_format`;
     model/model_utils.py, `create_hf_model`.
@@ -98,9 +98,10 @@ def renamed_state(path: str, config, what: str) -> dict | None:
 
 
 def gain_and_offset(config, path: str, what: str) -> tuple[float, float]:
-    """The factor of the head's output and the offset added after it: (score - mean) / std with normalize_reward.
+    """The factor for the head's output, and the offset that is added then. If config.json has normalize_reward, they
+    make (score - mean) / std; otherwise they are 1 and 0.
 
-    Raises: UserError, naming `what` (a flag), where config.json has something else for them than numbers.
+    Raises: UserError, naming `what` (a flag), if mean or std in config.json is no number, or std is not positive.
     """
     if not getattr(config, "normalize_reward", False):
         return 1.0, 0.0
@@ -115,10 +116,10 @@ def gain_and_offset(config, path: str, what: str) -> tuple[float, float]:
 
 
 def take_settings(config, path: str, what: str) -> float:
-    """Have a configuration say in our words what it says in OpenRLHF's, if it does: scores are read at the last token,
-    EOS included, whatever pads; and their offset.
+    """Replace OpenRLHF's settings in a configuration by our own, if it has any: the score is read at the last token
+    (EOS, if it is there), and an offset is added.
 
-    Returns: what the head's weight is still to be multiplied by.
+    Returns: the factor by which the head's weight must still be multiplied.
     Raises: UserError as `gain_and_offset` does.
     """
     if not any(hasattr(config, name) for name in _SETTINGS[:2]):

@@ -62,7 +62,7 @@ def save_adapter(
     Args:
         state: what `adapter_state` gives.
 
-    Raises: OSError, of a full disk too.
+    Raises: OSError, also for a full disk.
     """
     folder = Path(folder)
     with os_errors():
@@ -87,9 +87,10 @@ def adapter_files(module: Policy | Scorer) -> dict[str, str]:
 
 @contextlib.contextmanager
 def _as_given() -> Iterator[None]:
-    """Within this context `save_pretrained` has a file's tensors fetched and written one after the other, where the
-    safetensors library takes all of them at once; and it leaves none out as tied, since such come once, and two are to
-    be written where the model has one with an adapter beside it."""
+    """Within this context `save_pretrained` writes exactly the tensors that it is given, one after the other.
+
+    The safetensors library would take all tensors of a file at once. transformers would leave out a weight that the
+    model ties to another one; but after an adapter of the output head is merged, head and embedding differ."""
     whole, without_tied = modeling_utils.safe_save_file, modeling_utils.remove_tied_weights_from_state_dict
     modeling_utils.safe_save_file = _write
     modeling_utils.remove_tied_weights_from_state_dict = lambda state_dict, model: state_dict
@@ -111,7 +112,8 @@ BASE = ".base_layer."  # peft's name for the layer within an adapted one
 
 @torch.no_grad()
 def merge_adapter(model: PreTrainedModel, adapter: AdapterFolder) -> None:
-    """Merge an adapter into the matrices of its base, partitioned or not, one after the other (all ranks call this)."""
+    """Merge an adapter into its base, whose weights may be partitioned, one matrix after the other (all ranks call
+    this)."""
     for name, (a, b) in adapter.factors().items():
         layer = model.get_submodule(name)
         change = update(a, b, adapter.scaling(name, a.shape[0]), transposed=isinstance(layer, Conv1D))
@@ -121,12 +123,13 @@ def merge_adapter(model: PreTrainedModel, adapter: AdapterFolder) -> None:
 
 
 def merged_state(module: Backbone, state: Mapping[str, Tensor], role: str | None = None) -> dict[str, Tensor]:
-    """The weights of a model with its adapter merged, by the names that it has without.
+    """The weights of a model with its adapter merged, by their names in the model without adapters.
 
-    Each is computed when it is asked for, from one matrix and its factors (`Lazy`). An adapted head that is the
-    embedding too becomes a weight of its own.
+    A merged matrix is computed when it is asked for (`Lazy`), from the base's matrix and its two factors. An adapted
+    output head that is tied to the embedding becomes a weight of its own.
 
-    state: of `module.model`, by name (`lent_state`). role: whose adapter; by default the own one.
+    state: the weights of `module.model`, by name (`lent_state`). role: the role whose adapter is merged; None for the
+    module's own role.
     """
     adapters = module.adapters
     if adapters is None:
@@ -149,10 +152,10 @@ def merged_state(module: Backbone, state: Mapping[str, Tensor], role: str | None
 
 @torch.no_grad()
 def merged_weights(module: Backbone) -> Iterator[tuple[str, Tensor]]:
-    """The weights of a model with its own adapter merged, by the names that it has without, on every rank's device, a
-    bucket at a time (all ranks call this, and take all of them).
+    """The weights that `merged_state` gives for the module's own role, but gathered on every rank's device, a bucket at
+    a time (all ranks call this, and go through all weights).
 
-    As `merged_state`, for what takes the weights of an update while training goes on.
+    With them a copy or vLLM gets the weights of an update during training.
     """
     model, adapters = module.model, module.adapters
     if adapters is None:
@@ -175,7 +178,7 @@ def merged_weights(module: Backbone) -> Iterator[tuple[str, Tensor]]:
 
 
 def adapter_state(module: Backbone, state: Mapping[str, Tensor], role: str | None = None) -> dict[str, Tensor]:
-    """The factors of a role's adapter, and a scorer's head, by peft's names within the model.
+    """The factors of a role's adapter, and a scorer's head, by the names that peft gives them within the model.
 
     state, role: as for `merged_state`.
     """

@@ -6,9 +6,9 @@ computes with it. Source: Shoeybi et al. 2019, Megatron-LM.
     for name, weight in merged_weights(policy):
         plan.fill(own, name, weight, group)
 
-Plans say what is cut, and how. transformers has plans for most families (`model.tp_plan`: names of modules with the
-style of each); the plan for OPT is our own. The cutting and the sums are our own too, on plain tensors: transformers'
-code needs weights that are read from files, and its names have changed with each version.
+A plan gives the style in which each module is divided, by the module's name. transformers has plans for most families
+(`model.tp_plan`); the plan for OPT is our own. Weights are divided and results added up here, on plain tensors, and not
+by transformers: its code needs weights that are read from files, and its names have changed with each version.
 
 The vocabularies of embedding and output layer are always divided, if necessary with empty rows at their end.
 """
@@ -56,8 +56,8 @@ _COUNTS_OF_HEADS = {"opt": ("decoder.layers.*.self_attn", "num_heads")}
 class TensorParallelPlan:
     """How a model is divided among so many ranks.
 
-    styles: of modules and parameters, by their names with * for the number of a layer. obstacle: why the model cannot
-    be divided so; None where it can.
+    styles: the styles of modules and parameters, by their names with * for the number of a layer. obstacle: why the
+    model cannot be divided among so many ranks; None if it can.
     """
 
     ranks: int
@@ -97,14 +97,14 @@ class TensorParallelPlan:
         return None
 
     def numbers(self, model: nn.Module) -> int:
-        """How many numbers a rank holds of the model."""
+        """How many numbers of the model's weights each rank holds."""
         return sum(self._cut(name, p.dim()).shape(p.shape, self.ranks).numel() for name, p in model.named_parameters())
 
     def part(self, own: PreTrainedModel, group: RankGroup, device: torch.device) -> PreTrainedModel:
-        """The model, which stands on the meta device, with memory for this rank's part of the weights there.
+        """Give a model on the meta device memory for this rank's part of the weights; returns the model.
 
-        All of its calls, with the same arguments on each rank of the group, return what the whole model's would; they
-        are for inference.
+        It is for inference. If all ranks of the group call it with the same arguments, each gets the results of the
+        whole model.
         """
         made: dict[int, nn.Parameter] = {}
         for name, weight in own.named_parameters():
@@ -202,7 +202,8 @@ class _Cut:
 
 
 class _VocabularyPart:
-    """Has an embedding that holds a run of the vocabulary give 0 for other tokens, and sums over the ranks."""
+    """Hooks for an embedding that holds a part of the vocabulary: it gives zeros for other tokens, and the ranks of the
+    group add up their results."""
 
     def __init__(self, embedding: nn.Embedding, group: RankGroup):
         self.group, self.rows = group, embedding.weight.shape[0]
@@ -211,20 +212,21 @@ class _VocabularyPart:
         embedding.register_forward_hook(self.summed)
 
     def local(self, embedding: nn.Embedding, inputs: tuple) -> tuple:
-        """Token ids as rows of the part."""
+        """The row of each token id within this rank's part; ids of other parts are noted in `elsewhere`."""
         ids = inputs[0] - self.group.place * self.rows
         self.elsewhere = (ids < 0) | (ids >= self.rows)
         return ids.clamp(0, self.rows - 1), *inputs[1:]
 
     def summed(self, embedding: nn.Embedding, inputs: tuple, output: Tensor) -> Tensor:
-        """The vectors of all tokens."""
+        """The embeddings of all tokens, from all ranks of the group."""
         assert self.elsewhere is not None
         vectors, self.elsewhere = output.masked_fill(self.elsewhere.unsqueeze(-1), 0), None
         return self.group.sum_(vectors)
 
 
 class DividedLogProbHead(LogProbHead):
-    """A LogProbHead that holds a run of the vocabulary; each rank of the group has the logits of all."""
+    """A LogProbHead that holds a part of the vocabulary. Its results are for the whole vocabulary, since the ranks of
+    the group exchange their logits."""
 
     group: RankGroup
 
@@ -237,7 +239,7 @@ class DividedLogProbHead(LogProbHead):
         low: Tensor | None = None,
         up: Tensor | None = None,
     ):
-        """As LogProbHead's, without gradients; low and up have to be None."""
+        """See LogProbHead.forward; low and up must be None."""
         assert low is None and up is None, "a divided head has no adapter beside it"
         if labels is None:
             return self._logits(hidden)
@@ -251,7 +253,7 @@ class DividedLogProbHead(LogProbHead):
 
 
 def bare_model(module: Backbone) -> PreTrainedModel:
-    """The Hugging Face model within a module as it is without adapters, on the meta device: without weights."""
+    """A copy of a module's Hugging Face model without adapters, on the meta device, so without weights."""
     config = copy.deepcopy(module.model.config)
     if module.adapters is not None and module.adapters.tied_head is not None:
         config.tie_word_embeddings = False  # an adapted head is a matrix of its own when it is merged
@@ -260,5 +262,5 @@ def bare_model(module: Backbone) -> PreTrainedModel:
 
 
 def _pattern(name: str) -> str:
-    """A name as plans have it: layers[3] and experts[7] by *."""
+    """A name as in plans, with * in place of numbers (of a layer, of an expert)."""
     return re.sub(r"\.\d+(?=\.|$)", ".*", name)

@@ -56,15 +56,15 @@ class Trunk(Policy):
 
     @property
     def scorers(self) -> dict[str, Scorer]:
-        """The Scorers for the roles "critic" and "reward", as far as it has them."""
+        """The Scorers by role: "critic", "reward", or both."""
         return dict(self._scorers)
 
     def as_role(self, role: str) -> Backbone:
-        """The Policy or Scorer that this is in a role."""
+        """The module that computes as this role: a Scorer, or the Trunk itself as a Policy."""
         return self.scorers.get(role, self)
 
     def with_model(self, model: PreTrainedModel) -> "Trunk":
-        """A Trunk with these settings, adapters and heads, for another model of the architecture."""
+        """A Trunk with the same settings and new adapters and heads, around another model of the same architecture."""
         scorers = {
             role: Scorer(_classifier(model, own.model.config, type(own.model)), own.replaced)
             for role, own in self.scorers.items()
@@ -77,7 +77,7 @@ class Trunk(Policy):
         return other
 
     def pack(self, packs: bool) -> None:
-        """As in Backbone, for all roles."""
+        """See Backbone.pack; it holds for all roles."""
         super().pack(packs)
         for scorer in self.scorers.values():
             scorer.pack(packs)
@@ -90,7 +90,7 @@ class Trunk(Policy):
             scorer.adapters = Adapters(scorer.model, role, configs)
 
     def forward(self, *args, role: str | None = None, **kwargs):
-        """As in Policy for actor and reference; as in Scorer for critic and reward model."""
+        """Compute as Policy.forward for actor and reference, and as Scorer.forward for critic and reward model."""
         scorer = self.scorers.get(role or "")
         if scorer is not None:
             return scorer(*args, **kwargs)

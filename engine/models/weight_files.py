@@ -1,12 +1,12 @@
-"""Which tensors a model's folder holds, read from the headers of its weight files, and whether the model has them.
+"""Reads weight files: which tensors they hold, whether these are the model's tensors, and the tensors piece by piece.
 
-`headers` returns names, shapes and dtypes. `tensors_of` returns tensors that are read piece by piece when they are
-copied. transformers fills a model from a dictionary with all tensors of a file; with these lazy tensors the process
-holds one piece of one tensor at a time, and neither a copy nor a mapping of the file.
+`headers` returns names, shapes and dtypes. `tensors_of` returns lazy tensors, which are read piece by piece when they
+are copied. transformers fills a model from a dictionary with all tensors of a file; with lazy tensors the process holds
+only one piece of one tensor at a time, not a copy or mapping of the file.
 
-transformers fills missing tensors with random numbers and ignores unknown ones, with a warning only. Here its loader
-first runs on the meta device, without numbers, and its report is checked before the slow load. Prefixes, tied weights
-and conversions of old names are handled as in the real load, whose report is checked too.
+transformers only warns about missing tensors, which get random numbers, and about unknown ones. `check_weights`
+therefore runs transformers' loader on the meta device, without numbers, and checks its report before the slow load.
+Prefixes, tied weights and old names are handled as in the real load. The report of the real load is checked too.
 """
 
 import contextlib
@@ -37,20 +37,20 @@ FLOATS = ("F64", "F32", "F16", "BF16", "float64", "float32", "float16", "bfloat1
 
 
 class Header(NamedTuple):
-    """What a file says of a tensor: its shape, and its dtype as the file's format calls it."""
+    """A tensor's shape and dtype as in the header of its file; the dtype has the name of the file's format."""
 
     shape: tuple[int, ...]
     dtype: str
 
     @property
     def is_float(self) -> bool:
-        """Whether its numbers are plain floating-point ones, and not integers or quantized."""
+        """Whether the numbers are floating-point ones of at least 16 bits, not integers or quantized."""
         return self.dtype in FLOATS
 
 
 def weights_folder(path: str) -> Path | None:
-    """The folder on this machine with the weight files of the model at `path`: the path itself, or the fetched files of
-    a name on the Hub; None before they were fetched."""
+    """The folder on this machine with the weight files of the model at `path`: the path itself, or the cache folder of
+    a name on the Hub. None if the Hub's files have not been fetched."""
     if Path(path).is_dir():
         return Path(path)
     config = huggingface_hub.try_to_load_from_cache(path, "config.json")
@@ -65,17 +65,17 @@ def weights_folder(path: str) -> Path | None:
 
 
 def headers(folder: Path, what: str) -> dict[str, Header]:
-    """The tensors in the weight files of a model's folder, by name; no numbers are read.
+    """{name: header} of the tensors in the weight files of a model's folder; no numbers are read.
 
-    Raises: UserError, naming `what` (a flag) and the file, where there is none or one is missing, broken, cut off, or
-    not what the index beside it says.
+    Raises: UserError, naming `what` (a flag) and the file, if there is no weight file, or if one is missing, broken,
+    cut off, or does not match the index.
     """
     found: dict[str, dict[str, Header]] = {}
     for file in weight_files(folder, what):
         if not file.is_file():
             raise UserError(
-                f"{what}: {file} is not there, of which the index beside it speaks. Copy it too, or write the model "
-                "again."
+                f"{what}: {file} does not exist, but the index beside it names this file. Copy it too, or write the "
+                "model again."
             )
         refuse_pointers([file], what)
         found[file.name] = file_headers(file, what)
@@ -83,19 +83,19 @@ def headers(folder: Path, what: str) -> dict[str, Header]:
     for name, file_name in _weight_map(index, what).items() if index is not None else ():
         if name not in found[file_name]:
             raise UserError(
-                f"{what}: {index} says that {name} is in {file_name}, which holds no such tensor. Write the model "
-                "again."
+                f"{what}: {index} says that {name} is in {file_name}, but that file has no such tensor. Write the "
+                "model again."
             )
     return {name: header for tensors in found.values() for name, header in tensors.items()}
 
 
 def file_headers(file: Path, what: str) -> dict[str, Header]:
-    """The tensors in one weight file, by name; raises UserError, naming `what` (a flag), where it is broken."""
+    """{name: header} of the tensors in one weight file. Raises: UserError, naming `what` (a flag), if it is broken."""
     return (_of_safetensors if file.suffix == ".safetensors" else _of_pickle)(file, what)
 
 
 def mapped_tensors(folder: Path, what: str) -> dict[str, Tensor]:
-    """The tensors of a model's files by name. The files are mapped: numbers are read when they are asked for.
+    """The tensors of a model's files by name. The files are mapped into memory; numbers are read at their first use.
 
     Raises: UserError as `headers` does.
     """
@@ -111,9 +111,9 @@ def mapped_tensors(folder: Path, what: str) -> dict[str, Tensor]:
 
 
 def weight_files(folder: Path, what: str) -> list[Path]:
-    """The files that a model's weights are read from, whether all of them are there or not.
+    """The files that a model's weights are read from. Some of those that an index names may not exist.
 
-    Raises: UserError, naming `what` (a flag), where there are none, or the index is broken.
+    Raises: UserError, naming `what` (a flag), if there are none, or the index is broken.
     """
     for name in WEIGHT_FILES:
         if (folder / name).exists():
@@ -123,20 +123,20 @@ def weight_files(folder: Path, what: str) -> list[Path]:
             return [folder / file for file in dict.fromkeys(names)]
     raise UserError(
         f"{what}: the folder {folder} holds a config.json but no weights (model.safetensors or pytorch_model.bin, or "
-        "the index of several). Was its writing cut off? Write it again."
+        "the index of several). Was saving interrupted? Save the model again."
     )
 
 
 def file_names(name: str, model: Any) -> tuple[str, ...]:
-    """What a weight may be called in files, by its name in a model (or its class): transformers looks for all of
-    these."""
+    """The names that a weight may have in files; transformers looks for all of them. name: the weight's name in
+    `model`, a model or its class."""
     trunk = f"{model.base_model_prefix}."
     older = name.replace("lm_head.", "embed_out.")  # GPT-NeoX's
     return name, name.removeprefix(trunk), f"{trunk}{name}", older
 
 
 def stored_name(name: str, model: Any, stored: Container[str]) -> str | None:
-    """By which of its `file_names` the files have a weight, if they have it. stored: the names in them."""
+    """The first of a weight's `file_names` that is among the names `stored` in files; None if there is none."""
     return next((other for other in file_names(name, model) if other in stored), None)
 
 
@@ -150,22 +150,22 @@ def _index(folder: Path) -> Path | None:
 
 
 def _weight_map(index: Path, what: str) -> dict[str, str]:
-    """Each tensor's file, by an index."""
+    """{name of a tensor: name of its file}, read from an index."""
     try:
         by_name = parsed_json(index.read_text(encoding="utf-8"))["weight_map"]
         files = {name: str(file) for name, file in by_name.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(
-            f"{what}: {index} is broken ({type(error).__name__}: {error}). It is to say in which file each tensor is; "
-            "copy it again, or write the model again."
+            f"{what}: {index} is broken ({type(error).__name__}: {error}). It has to say in which file each tensor is. "
+            "Copy it again, or write the model again."
         ) from None
     outside = [
         file for file in files.values() if Path(file).name != file or not file.endswith(index.name.split(".")[1])
     ]
     if outside or not files:
         raise UserError(
-            f"{what}: {index} names {shortened(outside[0]) if outside else 'no file'}, where it is to name weight "
-            "files beside it. Write the model again."
+            f"{what}: {index} names {shortened(outside[0]) if outside else 'no file'}, but has to name weight files "
+            "in its own folder. Write the model again."
         )
     return files
 
@@ -177,13 +177,13 @@ def _of_safetensors(file: Path, what: str) -> dict[str, Header]:
             return {name: Header(tuple(part.get_shape()), part.get_dtype()) for name, part in slices.items()}
     except (SafetensorError, OSError, ValueError) as error:
         raise UserError(
-            f"{what}: {file} ({file.stat().st_size} bytes) is a broken safetensors file ({error}). Was its writing cut "
-            "off? Copy it again, or write it again."
+            f"{what}: {file} ({file.stat().st_size} bytes) is a broken safetensors file ({error}). Was writing "
+            "interrupted? Copy it again, or write it again."
         ) from None
 
 
 def _of_pickle(file: Path, what: str) -> dict[str, Header]:
-    """Of a file by torch.save; only tensors are unpickled, and nothing in it can run."""
+    """{name: header} of a file by torch.save. Only tensors are unpickled; no code in the file can run."""
     try:
         state = torch.load(file, map_location="meta", weights_only=True)
     except pickle.UnpicklingError:
@@ -193,24 +193,22 @@ def _of_pickle(file: Path, what: str) -> dict[str, Header]:
         ) from None
     except (RuntimeError, EOFError, OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
         raise UserError(
-            f"{what}: {file} ({file.stat().st_size} bytes) is broken ({one_line(error)[:200]}). Was its "
-            "writing cut off? Copy it again, or write it again."
+            f"{what}: {file} ({file.stat().st_size} bytes) is broken ({one_line(error)[:200]}). Was writing "
+            "interrupted? Copy it again, or write it again."
         ) from None
     if not isinstance(state, dict) or not all(isinstance(value, torch.Tensor) for value in state.values()):
-        raise UserError(
-            f"{what}: {file} holds something else than tensors by their names. Give a model that save_pretrained wrote."
-        )
+        raise UserError(f"{what}: {file} is not a dictionary of tensors. Give a model that save_pretrained wrote.")
     return {name: Header(tuple(value.shape), str(value.dtype).removeprefix("torch.")) for name, value in state.items()}
 
 
 PIECE = 1 << 24  # bytes read at a time
-# Those of weights, by safetensors' names; tensors of others are left to the libraries.
+# The dtypes of lazy tensors by safetensors' names. The libraries read tensors of other dtypes.
 DTYPES = {name: dtype for dtype, name in whole_files.DTYPES.items() if dtype.is_floating_point}
 
 
 @contextlib.contextmanager
 def read_by_pieces() -> Iterator[None]:
-    """Within this context the dictionaries that transformers reads from weight files hold `Lazy` tensors."""
+    """Within this context transformers gets `Lazy` tensors when it reads weight files."""
     read = modeling_utils.load_state_dict
 
     def load_state_dict(checkpoint_file, map_location="cpu", **settings):
@@ -225,10 +223,10 @@ def read_by_pieces() -> Iterator[None]:
 
 
 def tensors_of(file: Path) -> dict[str, Lazy]:
-    """Those weights of a safetensors file, or of one by torch.save, that can be read by pieces."""
+    """The tensors of a safetensors file, or of a file by torch.save, that can be read piece by piece, by name."""
     if file.suffix == ".safetensors":
         return _lazy_of_safetensors(file)
-    return _lazy_of_pickle(file) if zipfile.is_zipfile(file) else {}  # not of torch before 1.6
+    return _lazy_of_pickle(file) if zipfile.is_zipfile(file) else {}  # torch before 1.6 wrote no zip files
 
 
 def _lazy_of_safetensors(file: Path) -> dict[str, Lazy]:
@@ -243,7 +241,7 @@ def _lazy_of_safetensors(file: Path) -> dict[str, Lazy]:
 
 
 def _lazy_of_pickle(file: Path) -> dict[str, Lazy]:
-    with FakeTensorMode():  # in which torch.load reads no numbers, and says where they stand
+    with FakeTensorMode():  # torch.load then reads no numbers, and notes the offset of each tensor in the file
         state = torch.load(file, map_location="cpu", weights_only=True)
     found: dict[str, Lazy] = {}
     for name, tensor in state.items():
@@ -259,7 +257,8 @@ def _at(file: Path, offset: int, shape, dtype: torch.dtype) -> Lazy:
 
 
 def _read(file: Path, offset: int, dtype: torch.dtype, target: Tensor) -> None:
-    """Copy the numbers that stand from a byte of a file on to a contiguous tensor; raises OSError where it ends."""
+    """Fill a contiguous tensor with the numbers that begin at byte `offset` of a file. Raises: OSError if the file ends
+    too early."""
     if not target.numel():
         return
     with file.open("rb", buffering=0) as opened:
@@ -271,22 +270,22 @@ def _read(file: Path, offset: int, dtype: torch.dtype, target: Tensor) -> None:
             while len(rest):
                 count = opened.readinto(rest)
                 if not count:
-                    raise OSError(f"{file} ends within a tensor. Was its writing cut off? Copy it again.")
+                    raise OSError(f"{file} ends within a tensor. Was writing interrupted? Copy it again.")
                 rest = rest[count:]
             run.copy_(piece)
 
 
 @torch.no_grad()
 def restore_buffers(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Give a Hugging Face model the buffers that it has where it is not partitioned.
+    """Give a model that ZeRO-3 built the buffers that it would have without ZeRO-3.
 
-    While ZeRO-3 builds a model, every tensor of floating-point numbers that is made is rounded to the weights' dtype
-    (deepspeed.zero.Init). transformers computes rotary frequencies in float32, and not all its versions do so again
-    once the model stands: rounded to bfloat16 they are off by up to 0.4 %, by which a token at position 1,000 turns as
-    one four places from it should.
+    While ZeRO-3 builds a model (deepspeed.zero.Init), every new floating-point tensor is rounded to the dtype of the
+    weights. transformers computes rotary frequencies in float32, and not all of its versions compute them again after
+    the model is built. Rounded to bfloat16 they are wrong by up to 0.4 %: a token at position 1,000 is rotated like one
+    up to four positions away.
 
     Args:
-        dtype: of the weights.
+        dtype: the dtype of the weights.
     """
     here, stored = dict(model.named_buffers()), model.state_dict().keys()
     names = [name for name in here if name not in stored]
@@ -307,8 +306,11 @@ SHOWN = 3  # names in a message
 
 @dataclass(frozen=True, slots=True)
 class Misfit:
-    """Names of the model's tensors that are missing, of the files' that are left over, and (name, the file's shape, the
-    model's shape) of those that differ."""
+    """The differences between a model's tensors and those of its files.
+
+    missing: names of tensors that only the model has. left_over: names of tensors that only the files have. misshapen:
+    (name, shape in the file, shape in the model) of tensors whose shapes differ.
+    """
 
     missing: tuple[str, ...]
     left_over: tuple[str, ...]
@@ -316,7 +318,7 @@ class Misfit:
 
     @classmethod
     def of(cls, loading_info: Mapping) -> "Misfit":
-        """What transformers' `output_loading_info` says."""
+        """The differences in transformers' `output_loading_info`."""
         missing, left_over, misshapen = (
             tuple(sorted(loading_info[name])) for name in ("missing_keys", "unexpected_keys", "mismatched_keys")
         )
@@ -324,7 +326,7 @@ class Misfit:
 
     @property
     def difference(self) -> str:
-        """What differs, with the first few names; "" where nothing does."""
+        """The differences as a text with the first few names; "" if there are none."""
         parts = []
         if self.missing:
             parts.append(f"{_counted(self.missing, 'is', 'are')} missing ({listed(self.missing)})")
@@ -336,17 +338,17 @@ class Misfit:
         return "; ".join(parts)
 
     def refuse(self, path: str, what: str) -> None:
-        """Raise UserError, naming `what` (a flag) and the tensors, if there are any."""
+        """Raise UserError, naming `what` (a flag) and the tensors, if there are differences."""
         if self.difference:
             raise UserError(
                 f"{what}: the weights in {path} are not those of the model that its config.json describes: "
-                f"{self.difference}. {'What is missing would be random numbers. ' if self.missing else ''}Give the "
-                "config.json and the weights that were written together."
+                f"{self.difference}. {'Missing tensors would be random numbers. ' if self.missing else ''}Give a "
+                "config.json and weights that were written together."
             )
 
 
 def listed(names: Iterable[str]) -> str:
-    """The first few names, and how many more there are."""
+    """The first few names, and the number of further ones, as a text."""
     names = list(names)
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return ", ".join(names[:SHOWN]) + more
@@ -359,11 +361,14 @@ def _counted(names: tuple | list, one: str, several: str) -> str:
 def check_weights(
     path: str, config: PretrainedConfig, model_class, what: str, names: Mapping[str, str] | None = None
 ) -> None:
-    """Raise UserError, naming `what` (a flag), unless the weight files at `path` hold all tensors of the model and no
-    others, of its shapes, in floating-point numbers. Only headers are read.
+    """Raise UserError, naming `what` (a flag), unless the weight files at `path` hold exactly the model's tensors, with
+    the model's shapes, in floating-point numbers. Only headers are read.
 
-    config, model_class: what is to be built. names: in the files, of tensors that the model has other names for. A name
-    on the Hub of which nothing was fetched yet passes.
+    A name on the Hub whose files have not been fetched is not checked.
+
+    Args:
+        config, model_class: the model to build.
+        names: {name in the files: name in the model} of tensors whose names differ.
     """
     folder = weights_folder(path)
     if folder is None:
@@ -380,14 +385,14 @@ def check_weights(
 
 
 def check_headers(found: Mapping[str, Header], path: str, config: PretrainedConfig, model_class, what: str) -> None:
-    """As `check_weights`, of tensors that were `found` under the model's names."""
+    """As `check_weights`, for headers that have been read. found: {name in the model: header}."""
     try:
         misfit, _ = _verdict(found, config, model_class)
         floats = {name: header for name, header in found.items() if header.is_float}
         lacking, model = (misfit, None) if len(floats) == len(found) else _verdict(floats, config, model_class)
-    except Exception as error:  # whatever sizes that make no model lead transformers to
+    except Exception as error:  # transformers may raise anything for sizes that do not fit together
         raise UserError(
-            f"{what}: no model can be built as {path}/config.json says ({type(error).__name__}: "
+            f"{what}: no model can be built from {path}/config.json ({type(error).__name__}: "
             f"{one_line(error)[:300]}). Mend it, or write the model again."
         ) from None
     weights = tuple(name for name in misfit.left_over if not _is_computed(name, found))
@@ -399,15 +404,15 @@ def check_headers(found: Mapping[str, Header], path: str, config: PretrainedConf
     if packed:
         kinds = sorted({header.dtype for header in found.values() if not header.is_float})
         raise UserError(
-            f"{what}: {_counted(packed, 'is', 'are')} of type {', '.join(kinds)} in {path} ({listed(packed)}), which "
-            "is not what weights to train are: they are packed or quantized, or were converted by mistake. Give the "
-            "model in fp32, fp16 or bf16."
+            f"{what}: {_counted(packed, 'is', 'are')} of type {', '.join(kinds)} in {path} ({listed(packed)}). Such "
+            "weights cannot be trained: they are packed or quantized, or were converted by mistake. Give the model in "
+            "fp32, fp16 or bf16."
         )
 
 
 def _is_computed(name: str, found: Mapping[str, Header]) -> bool:
-    """Whether a tensor that is left over is none that is learned: older versions of transformers saved attention's
-    causal masks, (1, 1, S, S), and the frequencies of positions with the weights."""
+    """Whether a left-over tensor is computed and not learned. Older versions of transformers saved the causal masks of
+    attention, (1, 1, S, S), and rotary frequencies with the weights."""
     if name.endswith(("masked_bias", "inv_freq")):
         return True
     shape = next((header.shape for key, header in found.items() if key.endswith(name) or name.endswith(key)), ())

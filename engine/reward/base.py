@@ -3,8 +3,8 @@
     reward = CombinedReward({"model": (models.reward, 1.0), "function": (FunctionReward(f, tokenizer), 0.5)},
                             length_penalty=0.01)
 
-`AgreedReward` makes a user's source fail on all ranks or on none. `EarlyCalls` call a function or ask a server in
-threads, before anybody waits for the results.
+`AgreedReward` makes a user's source fail on all ranks or on none. `EarlyCalls` calls functions and servers in threads
+before their results are needed.
 """
 
 import contextlib
@@ -44,8 +44,7 @@ TAKEN = frozenset(
         for ending in ("", "_se", "_change", "_change_se")
     ]
 )
-"""What is measured of responses anyway: columns of samples, and metrics behind eval/ and
-objective/."""
+"""Names that parts of a score cannot have: columns of samples, and metrics named eval/NAME and objective/NAME."""
 
 
 @runtime_checkable
@@ -56,47 +55,45 @@ class RewardSource(Protocol):
     """
 
     def score(self, rollout: Rollout) -> Tensor:
-        """(B,) float32, one number a response. All ranks call this together, each with its own responses."""
+        """(B,) float32, one number for each response. All ranks call this together, each with its own responses."""
 
     def parts(self, rollout: Rollout) -> dict[str, Tensor]:
-        """The parts that add up to the score, by the names that metrics and sample tables use, each (B,) float32.
-
-        Names in `TAKEN` are not allowed.
+        """{name in metrics and sample tables: (B,) float32}, the parts that add up to the score, after each is
+        multiplied by its weight in `weights`. Names in `TAKEN` are not allowed.
         """
         return {"scores": self.score(rollout).float()}
 
     def weights(self) -> Mapping[str, float]:
-        """The weights by which parts still have to be multiplied to make the score, by the parts' names; by default
-        there are none. A part "scores_NAME" with a weight is also measured without it, as the score of NAME."""
+        """{name of a part: weight}, for parts that have to be multiplied by a weight; by default none. A part
+        "scores_NAME" with a weight is also measured without it, as the metric reward/NAME."""
         return {}
 
     def begin(self, rollout: Rollout) -> None:
-        """Called when these responses are done while others are still being drawn: a source may begin to score them.
-        `score` is called later for all of them, in any order. Each rank calls this for itself. By default it does
-        nothing."""
+        """Called with finished responses while others are still drawn. A source may begin to score them; `score` is
+        called later for all responses, in any order. Each rank calls this on its own. By default it does nothing."""
         return
 
     def prepare(self, rollout: Rollout) -> None:
-        """Called with all of this rank's responses for which `score` is called next, in any order and in pieces: slow
-        work elsewhere may begin now, and go on while the other models compute. All ranks call this together. By default
-        it does nothing."""
+        """Called with all responses of this rank before `score` is called for them, in any order and in pieces. A
+        source may begin slow work on another machine, which goes on while the other models compute. All ranks call this
+        together. By default it does nothing."""
         return
 
     def on_device(self) -> contextlib.AbstractContextManager:
-        """A context in which the weights it needs are on the device; by default it needs none."""
+        """A context in which the source's weights are on the device; by default it does nothing."""
         return contextlib.nullcontext()
 
 
 def keys_of(rollout: Rollout) -> list[tuple[int, int]]:
-    """The key of each response, unique within a step: its prompt's index, and its number among the prompt's samples."""
+    """A key for each response, unique within a step: (index of the prompt, number of the prompt's sample)."""
     return list(zip(rollout.indices.tolist(), rollout.samples.tolist(), strict=True))
 
 
 def decoded(rollout: Rollout, tokenizer, special_tokens: bool = False) -> tuple[list[str], list[str]]:
-    """The prompts as they were given to the policy (a long one has lost its beginning) and the responses.
+    """The texts of the prompts, as the policy got them (long ones have lost their beginning), and of the responses.
 
-    Special tokens are left out, EOS and a chat template's among them, unless they are asked for; padding always is. A
-    stop string stands in the response it ended.
+    Padding is left out. Special tokens, such as EOS or those of a chat template, are left out unless special_tokens is
+    True. A stop string is part of the response that it ended.
     """
     decode = partial(tokenizer.decode, skip_special_tokens=not special_tokens)
     real = rollout.attention_mask[:, : rollout.prompt_length].bool()
@@ -104,20 +101,20 @@ def decoded(rollout: Rollout, tokenizer, special_tokens: bool = False) -> tuple[
     for row in range(len(rollout)):
         prompt, response = rollout.prompts[row][real[row]], rollout.responses[row][rollout.response_mask[row]]
         text = decode(prompt)
-        # Decoded behind its prompt, because many tokenizers drop the space that a text begins with.
+        # Decoded together with its prompt, because many tokenizers drop the space at the beginning of a text.
         whole = decode(torch.cat([prompt, response]))
         prompts.append(text)
         responses.append(whole[len(text) :] if whole.startswith(text) else decode(response))
     return prompts, responses
 
 
-ALONE = 60.0  # seconds after which a failure is told that the other ranks have not come to hear of
+ALONE = 60.0  # a rank that waits so many seconds with a problem prints it alone
 
 
 class AgreedReward(RewardSource):
     """A user's source. An exception on one rank stops the run on all ranks, before any weight changes.
 
-    name: how messages call the source.
+    name: the source's name in messages.
     """
 
     def __init__(self, source: RewardSource, name: str):
@@ -125,7 +122,7 @@ class AgreedReward(RewardSource):
 
     @classmethod
     def made(cls, source: Callable[[Any], RewardSource], tokenizer, name: str) -> "AgreedReward":
-        """Make the source of the tokenizer; raises RunStopped on all ranks where that fails on one."""
+        """The AgreedReward of source(tokenizer). Raises: RunStopped on all ranks if this fails on one."""
         made, problem = _called(partial(source, tokenizer))
         stop_together(
             problem and f"{problem} as it was made", name, "It is made of the tokenizer, once on each rank. Mend it."
@@ -133,33 +130,33 @@ class AgreedReward(RewardSource):
         return cls(made, name)
 
     def score(self, rollout: Rollout) -> Tensor:
-        """(B,) float32, as the source gives them; raises RunStopped on all ranks where it fails on one."""
+        """The source's score, (B,) float32. Raises: RunStopped on all ranks if the source fails on one."""
         return self._agreed(self.source.score, rollout)["scores"]
 
     def parts(self, rollout: Rollout) -> dict[str, Tensor]:
-        """What adds up to the score, as the source has it; raises RunStopped on all ranks where it fails on one."""
+        """The source's parts. Raises: RunStopped on all ranks if the source fails on one."""
         whole = type(self.source).parts is RewardSource.parts
         return self._agreed(self.source.score if whole else self.source.parts, rollout)
 
     def weights(self) -> Mapping[str, float]:
-        """The source's own."""
+        """The source's weights."""
         return self.source.weights()
 
     def prepare(self, rollout: Rollout) -> None:
-        """The source's own, if it has one; raises RunStopped on all ranks where it fails on one."""
+        """Calls the source's `prepare`, if it has one. Raises: RunStopped on all ranks if it fails on one."""
         if type(self.source).prepare is RewardSource.prepare:
             return
         _, problem = _called(partial(self.source.prepare, rollout))
         stop_together(problem, self.name, "It is told which responses come next. Mend it.")
 
     def on_device(self) -> contextlib.AbstractContextManager:
-        """The source's own."""
+        """The source's context."""
         return self.source.on_device()
 
     def _agreed(self, call: Callable, rollout: Rollout) -> dict[str, Tensor]:
         returned, problem = _called(partial(call, rollout))
         parts = returned if isinstance(returned, dict) else {"scores": returned}
-        if problem is None:  # a look at it may raise, too
+        if problem is None:  # objects of the user's classes may raise when they are looked at
             wrong, raised = _called(partial(_misshapen, parts, len(rollout)))
             problem = wrong or raised
         stop_together(problem, self.name, "Its score gives one number a response, a tensor (B,). Mend it.")
@@ -167,13 +164,13 @@ class AgreedReward(RewardSource):
 
 
 def _called(call: Callable[[], Any]) -> tuple[Any, str | None]:
-    """(the result of the user's code, None), or (None, a text of what it raised). RunStopped, which is raised on all
-    ranks, is passed on."""
+    """(the result of the user's code, None), or (None, a text of what it raised). RunStopped passes through, as all
+    ranks raise it."""
     try:
         return call(), None
     except RunStopped:
         raise
-    except BaseException as error:  # whatever the user's code raises, sys.exit too
+    except BaseException as error:  # the user's code may raise anything, also SystemExit
         return None, f"raised {described(error)}"
 
 
@@ -189,10 +186,12 @@ def _misshapen(parts: dict, count: int) -> str | None:
 
 
 def stop_together(problem: str | None, name: str, contract: str) -> None:
-    """Raise RunStopped on all ranks where one has a problem with the user's code (all ranks call this).
+    """Raise RunStopped on all ranks if one of them has a problem with the user's code (all ranks call this).
 
-    If the other ranks do not get here, because the user's code has collective calls of its own, this rank reports its
-    problem alone.
+    If the other ranks do not get here, because the user's code has collective calls, this rank prints its problem after
+    ALONE seconds.
+
+    problem: what went wrong on this rank, or None. name, contract: the beginning and end of the message.
     """
     alone = threading.Timer(ALONE, print, [f"rank {distributed.rank()}: {name} {problem}. The others are waited for."])
     alone.daemon = True
@@ -207,20 +206,20 @@ def stop_together(problem: str | None, name: str, contract: str) -> None:
 
 
 def described(error: BaseException) -> str:
-    """What the user's code raised, with the deepest line of the file that was called; for the place of the call."""
-    frames = traceback.extract_tb(error.__traceback__)[1:]  # the first is the call
+    """A text of what the user's code raised, with the deepest line in the user's file. Called where it was caught."""
+    frames = traceback.extract_tb(error.__traceback__)[1:]  # the first frame is the call of the user's code
     own = [frame for frame in frames if frame.filename == frames[0].filename]
     place = f" ({own[-1].filename}, line {own[-1].lineno}: {own[-1].line})" if own else ""
     return f"{type(error).__name__}: {str(error)[:300]}{place}"
 
 
-Numbers = tuple[list[float], str | None]  # a number for each response; or what is wrong, in words
+Numbers = tuple[list[float], str | None]  # (a number for each response, None), or ([], what went wrong)
 
 
 class EarlyCalls:
-    """Calls that were begun early, in order and in their own threads, kept by the responses that they score.
+    """Scores responses in threads before the scores are needed.
 
-    threads: how many calls are made at once.
+    threads: how many calls are made at the same time.
     """
 
     def __init__(self, threads: int = 1) -> None:
@@ -228,22 +227,21 @@ class EarlyCalls:
         self._begun: dict[Hashable, tuple[Any, Future[Numbers], int]] = {}
 
     def begin(self, keys: Sequence[Hashable], texts: Sequence[Any], call: Callable[[], Numbers]) -> None:
-        """Begin a call for responses, of which each has a key, and texts by which it is recognised. call: raises
-        nothing."""
+        """Begin a call that scores responses. keys, texts: of each response; a later call with the same key and texts
+        gets its number. call: must not raise."""
         if not self.left(keys, texts):
-            return  # responses that are drawn again, for lack of memory
+            return  # the same responses were drawn again, after memory ran out
         future = self._pool.submit(call)
         self._begun |= {key: (text, future, place) for place, (key, text) in enumerate(zip(keys, texts, strict=True))}
 
     def left(self, keys: Sequence[Hashable], texts: Sequence[Any]) -> list[int]:
-        """The places of the responses that were not begun with the same texts, or whose numbers have been taken
-        since."""
+        """Positions of the responses for which no call with the same texts is waiting to be `taken`."""
         pairs = enumerate(zip(keys, texts, strict=True))
         return [place for place, (key, text) in pairs if key not in self._begun or self._begun[key][0] != text]
 
     def taken(self, keys: Sequence[Hashable], texts: Sequence[Any]) -> tuple[dict[int, float], str | None]:
-        """Waits for the calls that were begun with the same texts. Returns their numbers by place, and a text of what
-        went wrong in one of them, or None. The calls are then forgotten."""
+        """Wait for the calls that were begun with the same texts, and forget them. Returns: ({position of a response:
+        its number}, a text of what went wrong in one of them or None)."""
         found: dict[int, float] = {}
         problem = None
         for place, (key, text) in enumerate(zip(keys, texts, strict=True)):
@@ -258,10 +256,10 @@ class EarlyCalls:
 
 
 class RewardModel(RewardSource):
-    """The frozen reward model, read at the token that it was trained to be read at: in an engine of its own, or what
-    the critic's engine still has of it.
+    """The frozen reward model, in its own engine or as a role in the critic's engine. Its score is read at the token
+    that it was trained for.
 
-    models: the engines of its own that it has.
+    models: its own engine, if it has one.
     """
 
     def __init__(self, model: FrozenModel | FrozenRole):
@@ -270,19 +268,19 @@ class RewardModel(RewardSource):
 
     @traced("reward model")
     def score(self, rollout: Rollout) -> Tensor:
-        """(B,) float32, with the stored normalisation."""
+        """(B,) float32, the scores with the stored normalisation."""
         token_scores = self.model(rollout.sequences, rollout.attention_mask, rollout.position_ids)
         return self.model.module.sequence_scores(token_scores, rollout.sequences, rollout.attention_mask)
 
     def on_device(self):
-        """Context in which the weights are on the device."""
+        """A context in which the weights are on the device."""
         return self.model.on_device()
 
 
 def sum_in_words(terms: Sequence[tuple[str, float]], length_penalty: float = 0.0) -> str:
-    """What a CombinedReward computes, as people read it: "0.5 reward model + 0.5 right - 0.01 a token".
+    """The sum of a CombinedReward as a text: "0.5 reward model + 0.5 right - 0.01 a token".
 
-    terms: each source, in words, with its weight.
+    terms: (description, weight) of each source.
     """
     if length_penalty:
         terms = [*terms, ("a token", -length_penalty)]
@@ -296,11 +294,11 @@ def sum_in_words(terms: Sequence[tuple[str, float]], length_penalty: float = 0.0
 class CombinedReward(RewardSource):
     """sum over sources of weight * score - length_penalty * tokens
 
-    What the dialect does with scores (scaling, missing ends, clipping) comes after the sum.
+    The dialect scales and clips this sum, and changes it for missing ends.
 
     Args:
-        sources: name -> (source, weight).
-        length_penalty: for each sampled token, EOS included.
+        sources: {name: (source, weight)}.
+        length_penalty: subtracted for each sampled token, EOS included.
     """
 
     def __init__(self, sources: Mapping[str, tuple[RewardSource, float]], *, length_penalty: float = 0.0):
@@ -308,15 +306,14 @@ class CombinedReward(RewardSource):
         self.sources, self.length_penalty = dict(sources), length_penalty
 
     def score(self, rollout: Rollout) -> Tensor:
-        """(B,) float32."""
+        """(B,) float32, the sum."""
         weights = self.weights()
         parts = [weights.get(name, 1.0) * part for name, part in self.parts(rollout).items()]
         return torch.stack(parts).sum(0)
 
     def parts(self, rollout: Rollout) -> dict[str, Tensor]:
-        """What adds up to the score, by name, each (B,) float32.
-
-        "scores_NAME" of each source, before its weight, and "length_penalty" where there is one, with its sign.
+        """{name: (B,) float32}: "scores_NAME" is the score of a source without its weight; "length_penalty", if there
+        is one, is the negative penalty.
         """
         parts = {f"scores_{name}": source.score(rollout).float() for name, (source, _) in self.sources.items()}
         if self.length_penalty:
@@ -324,22 +321,22 @@ class CombinedReward(RewardSource):
         return parts
 
     def weights(self) -> Mapping[str, float]:
-        """Each source's weight, by the name of its part. A source of weight 0 is only measured."""
+        """{name of a part: weight of its source}. A source of weight 0 is only measured."""
         return {f"scores_{name}": weight for name, (_, weight) in self.sources.items()}
 
     def begin(self, rollout: Rollout) -> None:
-        """As in RewardSource, by each source."""
+        """Call `begin` of each source."""
         for source, _ in self.sources.values():
             source.begin(rollout)
 
     def prepare(self, rollout: Rollout) -> None:
-        """As in RewardSource, by each source."""
+        """Call `prepare` of each source."""
         for source, _ in self.sources.values():
             source.prepare(rollout)
 
     @contextlib.contextmanager
     def on_device(self) -> Iterator[None]:
-        """Context in which every source is on the device."""
+        """A context in which the weights of all sources are on the device."""
         with contextlib.ExitStack() as stack:
             for source, _ in self.sources.values():
                 stack.enter_context(source.on_device())

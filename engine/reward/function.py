@@ -1,4 +1,4 @@
-"""Scores from a function of the user's, called by the names of its parameters.
+"""Scores from a user's function. The names of its parameters decide what it is called with.
 
     def exact_answer(prompts: list[str], responses: list[str], rows: list[dict]) -> list[float]:
         return [float(response.strip() == row["answer"]) for response, row in zip(responses, rows)]
@@ -6,12 +6,12 @@
     reward = FunctionReward(exact_answer, tokenizer, rows=ConcatDataset([training_rows, held_out_rows]))
 
     def f(prompts, responses): ...                       # texts
-    def f(prompts, responses, answer, level=1): ...      # and columns of the data, each a list
-    def f(prompts, responses, rows): ...                 # and whole rows, as dicts
-    def f(completions, answer, **columns): ...           # as TRL calls reward functions, all by name
+    def f(prompts, responses, answer, level=1): ...      # also columns of the data, each as a list
+    def f(prompts, responses, rows): ...                 # also whole rows, as dicts
+    def f(completions, answer, **columns): ...           # all by name, as TRL calls reward functions
 
 Source of the last form: `GRPOTrainer._calculate_rewards`, trl/trainer/grpo_trainer.py of TRL 1.16.0. Completions
-are texts here, also of dialogues.
+are texts here, also in dialogues.
 """
 
 import inspect
@@ -30,31 +30,33 @@ from engine.trace import traced
 
 
 class FunctionReward(RewardSource):
-    """Calls `function(prompts, responses)`, with the data's columns that it has parameters for, or with whole `rows`.
+    """Calls a user's function with prompts and responses, and with the columns or rows of the data that it has
+    parameters for.
 
-    Each rank calls it with its own responses, a micro-batch at a time, so that what it says of one response must not
-    depend on the others. The texts are those of `engine.reward.base.decoded`.
+    Each rank calls the function with its own responses, one micro-batch at a time. So the score of a response must not
+    depend on other responses. The texts are those of `engine.reward.base.decoded`.
 
     Args:
-        function: returns one number a response: a sequence, an array or a tensor. NaN and infinity are passed on.
-        rows: the data rows, rows[index] for the indices of the rollouts' prompts (no more than [] is needed of it, so
-            torch's ConcatDataset will do); needed where the function asks for them.
-        name: how messages call the function.
+        function: returns one number for each response, as a sequence, an array or a tensor. NaN and infinity are
+            passed on.
+        rows: the rows of the data: rows[index] is the row of the prompt with this index. Any object with [] will do,
+            such as torch's ConcatDataset. Needed if the function takes columns or rows.
+        name: the function's name in messages.
     """
 
     def __init__(self, function: Callable, tokenizer, rows: Sequence[dict] | None = None, name: str | None = None):
         self.function, self.tokenizer = function, tokenizer
         self.name = name or getattr(function, "__qualname__", repr(function))
         self.signature = Signature.of(function)
-        assert not self.signature.needs_rows or rows is not None, f"{self.name} asks for rows, and none were given"
+        assert not self.signature.needs_rows or rows is not None, f"{self.name} needs rows of the data"
         self.rows = rows if self.signature.takes_rows else None
         self._early, self._dtype = EarlyCalls(), torch.get_default_dtype()
 
     @traced("reward function")
     def score(self, rollout: Rollout) -> Tensor:
-        """(B,) float32, as the function gave them.
+        """(B,) float32, the function's numbers, unchanged.
 
-        Raises: RunStopped on all ranks where the function fails on one.
+        Raises: RunStopped on all ranks if the function fails on one.
         """
         indices, texts = rollout.indices.tolist(), list(zip(*decoded(rollout, self.tokenizer), strict=True))
         values, problem = self._early.taken(keys_of(rollout), texts)
@@ -62,15 +64,15 @@ class FunctionReward(RewardSource):
         if left and not problem:
             called, problem = self._called([texts[place] for place in left], [indices[place] for place in left])
             values |= dict(zip(left, called))
-        torch.set_default_dtype(self._dtype)  # the whole process's, which a function may have changed
-        contract = "It is called with lists of texts and returns one number a response. Mend it."
+        torch.set_default_dtype(self._dtype)  # the function may have changed it, for the whole process
+        contract = "It gets lists of texts and has to return one number for each response. Correct the function."
         stop_together(problem, f"the reward function {self.name}", contract)
         scores = [values[place] for place in range(len(texts))]
         return torch.tensor(scores, dtype=torch.float32, device=rollout.sequences.device)
 
     def begin(self, rollout: Rollout) -> None:
-        """As in RewardSource: the function is called in a thread of its own. Texts that `score` is then asked for may
-        be others, where a dialect cuts responses: for those it is called again."""
+        """As in RewardSource: the function is called in another thread. If the dialect cuts responses, `score` may get
+        other texts than these, and calls the function again for them."""
         texts = list(zip(*decoded(rollout, self.tokenizer), strict=True))
         self._early.begin(keys_of(rollout), texts, partial(self._called, texts, rollout.indices.tolist()))
 
@@ -79,16 +81,16 @@ class FunctionReward(RewardSource):
         rows = None if self.rows is None else [self.rows[index] for index in indices]
         for row in rows or ():
             if missing := self.signature.missing(row):
-                return [], f"asks for the column {missing[0]}, and a row has {', '.join(row)}: {shortened(row)}"
+                return [], f"needs the column {missing[0]}, but a row has {', '.join(row)}: {shortened(row)}"
         positional, named = self.signature.arguments(prompts, responses, rows)
         try:
             return _numbers(self.function(*positional, **named), len(responses))
-        except BaseException as error:  # whatever the user's code raises, sys.exit too
+        except BaseException as error:  # the user's code may raise anything, also SystemExit
             return [], f"raised {described(error)}"
 
 
 def _numbers(returned, count: int) -> Numbers:
-    """The returned numbers, or what is wrong with them."""
+    """(the returned numbers as floats, None), or ([], a text that says what is wrong with them)."""
     values = returned.tolist() if hasattr(returned, "tolist") else returned  # arrays and tensors
     if not isinstance(values, Sequence) or isinstance(values, (str, bytes)):
         return [], f"returned {shortened(returned)}, which is no sequence of numbers"
@@ -102,15 +104,16 @@ def _numbers(returned, count: int) -> Numbers:
 
 
 TEXTS = ("prompts", "completions")
-"""The names of the texts where all is given by name."""
+"""The parameters of texts in a function that gets all arguments by name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """The arguments that a function gets beside its texts.
+    """What a function is called with.
 
-    by_name: whether the texts, too, are given by name, and which. required, optional: columns; an optional one is left
-    out where no row has it. others: whether it is given all other columns. rows: whether it is given whole rows.
+    by_name: the names of TEXTS that the function gets by name; empty if it gets prompts and responses by position.
+    required, optional: columns of the data. An optional column is left out if no row has a value for it.
+    others: whether the function gets all other columns too (**columns). rows: whether it gets whole rows.
     """
 
     by_name: tuple[str, ...]
@@ -121,9 +124,11 @@ class Signature:
 
     @classmethod
     def of(cls, function: Callable) -> "Signature":
-        """That of a function. An object that has an attribute `columns` is given these, whatever its parameters.
+        """The Signature of a function. If the function is an object with an attribute `columns`, these are its required
+        columns, and its parameters are not looked at.
 
-        Raises: TypeError for one that cannot be called so, ValueError where its parameters cannot be read.
+        Raises: TypeError if the function cannot be called with these arguments, ValueError if its parameters cannot be
+            read.
         """
         if (columns := getattr(function, "columns", None)) is not None:
             return cls((), tuple(columns), (), False, False)
@@ -150,24 +155,24 @@ class Signature:
 
     @property
     def takes_rows(self) -> bool:
-        """Whether it is given anything of the data's rows where they have it."""
+        """Whether the function can get anything from the rows of the data."""
         return self.needs_rows or self.others or bool(self.optional)
 
     @property
     def needs_rows(self) -> bool:
-        """Whether it cannot be called without the data's rows."""
+        """Whether the function cannot be called without the rows of the data."""
         return self.rows or bool(self.required)
 
     def missing(self, row: Mapping) -> list[str]:
-        """The required columns that a row lacks; null counts as absent."""
+        """The required columns that a row lacks. A column with the value None counts as lacking."""
         return [name for name in self.required if row.get(name) is None]
 
     def arguments(
         self, prompts: list[str], responses: list[str], rows: Sequence[Mapping] | None
     ) -> tuple[list[list[str]], dict[str, list]]:
-        """Positional and named arguments for these texts; rows: the data's, one a response, None where there are none.
+        """(positional arguments, named arguments) for these texts. rows: a row of the data for each response, or None.
 
-        Raises: KeyError for a column that a row lacks.
+        Raises: KeyError if a row lacks a required column.
         """
         texts = dict(zip(TEXTS, (prompts, responses)))
         named: dict[str, list] = {name: texts[name] for name in self.by_name}

@@ -3,26 +3,27 @@
     settings = ServerSettings(urls=["http://10.0.0.7:8000/score"], form="items", columns=["answer"])
     reward = ServerReward(settings, tokenizer, rows=ConcatDataset([training_rows, held_out_rows]))
 
-The file goes from one exchange (`exchange`: by the standard library, with a time limit for the whole request; what
-goes wrong is a `Fault`, after which the server is asked again, or a `Mistake`) over the two forms of request and answer
-(`FORMS`) and the servers that share a rank's requests (`Servers`) to the source of scores (`ServerReward`). Proxies are
-taken from the environment as urllib does, never for addresses of this machine.
+From top to bottom the file has: one exchange of a request and an answer (`exchange`), the two forms of requests and
+answers (`FORMS`), the servers that share a rank's requests (`Servers`), and the source of scores (`ServerReward`). A
+failed exchange raises `Fault`, after which the server is asked again, or `Mistake`, after which the run stops. HTTP is
+the standard library's, with a time limit. Proxies come from the environment, as in urllib, but are never used for
+addresses of this machine.
 
-items is a form of ours, in which ids say which score is whose:
+The form "items" is ours. Ids match scores to responses:
 
     {"items": [{"id": "7.0", "prompt": "...", "response": "...", "ended": true, "answer": "4"}, ...]}
     {"scores": [{"id": "7.0", "score": 1.0}, ...]}            in any order
 
-openrlhf is what OpenRLHF's trainer sends, so that servers which were written for it serve here:
+The form "openrlhf" is that of OpenRLHF's trainer, so that servers written for OpenRLHF can be used:
 
     {"query": ["prompt and response", ...], "prompts": ["...", ...], "labels": ["...", ...]}
     {"rewards": [1.0, ...], "scores": [...], "extra_logs": {...}}      rewards in the order of the queries
 
-Sources: OpenRLHF/OpenRLHF db825a24, openrlhf/utils/agent.py, `SingleTurnAgentExecutor._fetch_rewards_via_http` (queries
-are texts with their special tokens, without padding; labels are "" where the data have none: `preprocess_data` in
-openrlhf/datasets/prompts_dataset.py of the same commit), and 58ec6ffd, openrlhf/cli/serve_rm.py, `get_reward`. Of its
-answer `rewards` is what is learned from there, and here. Its `scores`, by which it leaves groups out, and `extra_logs`
-are not read.
+Here, as in OpenRLHF, `rewards` is what is learned from. `scores`, by which OpenRLHF leaves groups out, and `extra_logs`
+are not read. Sources: OpenRLHF/OpenRLHF db825a24, openrlhf/utils/agent.py,
+`SingleTurnAgentExecutor._fetch_rewards_via_http` (queries are texts with special tokens, without padding; labels are ""
+if the data have none: `preprocess_data` in openrlhf/datasets/prompts_dataset.py of the same commit), and 58ec6ffd,
+openrlhf/cli/serve_rm.py, `get_reward`.
 """
 
 import contextlib
@@ -59,10 +60,10 @@ SHOWN = 300  # bytes of an error's body
 
 
 class Fault(Exception):
-    """A failure that may be over when the server is asked again: it is away, too slow, or says that it is busy or
-    broken.
+    """A failure after which the same request may succeed: the server cannot be reached, is too slow, or answers that
+    it is busy or broken.
 
-    retry_after: seconds after which the server asks to be asked again, if it says so.
+    retry_after: the seconds in the answer's Retry-After header, if it has one.
     """
 
     def __init__(self, message: str, retry_after: float | None = None):
@@ -71,15 +72,19 @@ class Fault(Exception):
 
 
 class Mistake(Exception):
-    """A failure that asking again does not help: the server refuses the request, or its answer is not valid."""
+    """A failure after which the same request would fail again: the server refuses it, or the answer is not valid."""
 
 
 def exchange(url: str, body: bytes | None, timeout: float, most_bytes: int) -> tuple[bytes, bool]:
-    """GET, or POST of JSON where there is a body; returns the answer's body, and whether it is known to be whole: that
-    of an answer without a length ends where the connection does, however that came.
+    """Send a GET request, or a POST request with a JSON body if `body` is given.
 
-    timeout: seconds until there is a connection and all of the answer's head, and then until the answer ends.
-    most_bytes: of the answer. Raises: Fault, Mistake.
+    Args:
+        timeout: seconds until the answer's head is complete, and again seconds until the answer's body is complete.
+        most_bytes: the largest body of an answer.
+
+    Returns: the answer's body, and whether it is known to be complete. A body without a stated length ends when the
+        connection ends, also if the server died.
+    Raises: Fault, Mistake.
     """
     headers = {"Accept": "application/json"} | ({} if body is None else {"Content-Type": "application/json"})
     request = urllib.request.Request(url, data=body, headers=headers)
@@ -104,20 +109,21 @@ def is_this_machine(url: str) -> bool:
 
 
 def retry_after(value: str | None) -> float | None:
-    """Seconds, of a Retry-After header (RFC 9110, 10.2.3); None where it says none, or a date, as few servers do."""
+    """The seconds in a Retry-After header (RFC 9110, 10.2.3); None if there are none. A date, which few servers send,
+    is not read."""
     return float(value) if value is not None and value.strip().isdecimal() else None
 
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    """urllib would turn a POST that is sent elsewhere into a GET."""
+    """Refuses redirects: urllib would repeat a redirected POST as a GET."""
 
     def redirect_request(self, *args, **kwargs) -> None:
         return None
 
 
 class _Breakable(urllib.request.HTTPHandler, urllib.request.HTTPSHandler):
-    """Makes connections, and breaks them off where the answer's head is late: urllib bounds each wait for bytes alone,
-    and a server, or a proxy before it, may send some for ever (RFC 9110, 15.2: any number of 1xx answers)."""
+    """Makes connections that `break_off` can close while the answer's head is late. urllib limits only each wait for
+    bytes, but a server or proxy may go on sending some (RFC 9110, 15.2: any number of 1xx answers)."""
 
     def __init__(self):
         super().__init__()
@@ -130,7 +136,7 @@ class _Breakable(urllib.request.HTTPHandler, urllib.request.HTTPSHandler):
         return self.do_open(self._maker(http.client.HTTPSConnection), request)
 
     def _maker(self, kind: type[http.client.HTTPConnection]) -> Callable[..., http.client.HTTPConnection]:
-        """A function that makes connections of this kind, as urllib calls it."""
+        """A function, called by urllib, that makes a connection of this kind and remembers it."""
 
         def make(*args, **kwargs) -> http.client.HTTPConnection:
             self._made.append(kind(*args, **kwargs))
@@ -139,7 +145,7 @@ class _Breakable(urllib.request.HTTPHandler, urllib.request.HTTPSHandler):
         return make
 
     def break_off(self) -> None:
-        """Close the connections, so that threads that wait for their bytes stop waiting."""
+        """Close all connections, so that a thread that waits for bytes stops waiting."""
         self.late = True
         for connection in self._made:
             with contextlib.suppress(OSError, AttributeError):  # not connected yet, or not any more
@@ -147,7 +153,7 @@ class _Breakable(urllib.request.HTTPHandler, urllib.request.HTTPSHandler):
 
 
 def _opened(url: str, request: urllib.request.Request, timeout: float) -> http.client.HTTPResponse:
-    """The answer, with its whole head. Raises: TimeoutError where that does not come in time, as urllib otherwise."""
+    """The answer with its complete head. Raises: TimeoutError if the head is not complete in time; else as urllib."""
     proxies = urllib.request.ProxyHandler({} if is_this_machine(url) else None)
     connections = _Breakable()
     opener = urllib.request.build_opener(proxies, _NoRedirects, connections)
@@ -162,7 +168,7 @@ def _opened(url: str, request: urllib.request.Request, timeout: float) -> http.c
         raise
     finally:
         alarm.cancel()
-    if connections.late:  # a head that breaks off between two lines is taken for a whole one
+    if connections.late:  # http.client takes a head that breaks off between two lines for a complete one
         answer.close()
         raise TimeoutError
     return answer
@@ -177,7 +183,7 @@ def _read(answer: http.client.HTTPResponse, deadline: float, most_bytes: int) ->
             raise Mistake(f"answered more than {most_bytes} bytes, which begin {shortened(pieces[0][:80])}")
         if time.monotonic() > deadline:
             raise TimeoutError
-    if answer.length:  # read1 ends without a word where the connection does
+    if answer.length:  # bytes are missing: read1 raises nothing when the connection ends early
         raise http.client.IncompleteRead(b"", answer.length)
     return b"".join(pieces)
 
@@ -195,14 +201,14 @@ def _sorted_by_remedy(url: str, timeout: float) -> Iterator[None]:
     except (OSError, http.client.HTTPException) as error:
         raise _of_connection(error, timeout) from None
     except UnicodeError as error:
-        raise Mistake(f"has a host that can be none ({error})") from None
+        raise Mistake(f"has an invalid host name ({error})") from None
 
 
 def _of_status(error: urllib.error.HTTPError) -> Fault | Mistake:
     body = b""
     with contextlib.suppress(OSError, http.client.HTTPException):
         body = error.read(SHOWN)
-    query = urlsplit(error.url).query  # it may hold a key, and be said again
+    query = urlsplit(error.url).query  # may hold a secret key, which the answer may repeat
     secrets = [query, *(value for _, value in parse_qsl(query) if len(value) > 3)]
     hidden = re.compile("|".join(re.escape(secret) for secret in secrets if secret) or "(?!)")
     told, reason, elsewhere = (
@@ -213,22 +219,22 @@ def _of_status(error: urllib.error.HTTPError) -> Fault | Mistake:
     if error.code == 429 or error.code >= 500:
         return Fault(said, retry_after(error.headers.get("Retry-After")))
     if 300 <= error.code < 400:
-        return Mistake(f"{said}, and would have it asked at {elsewhere}: give that URL")
+        return Mistake(f"{said}, a redirect to {elsewhere}: give that URL")
     return Mistake(said)
 
 
 def _of_connection(error: OSError | http.client.HTTPException, timeout: float) -> Fault | Mistake:
     if isinstance(error, ssl.SSLError) and not isinstance(error, (ssl.SSLEOFError, ssl.SSLZeroReturnError)):
-        return Mistake(f"cannot be spoken to by TLS ({error})")
+        return Mistake(f"fails at TLS ({error})")
     if isinstance(error, TimeoutError):
         return Fault(f"did not answer within {timeout:g} s")
     if isinstance(error, socket.gaierror):
-        return Fault(f"has a host that is not known ({error.strerror})")
-    return Fault(f"cannot be reached, or broke off ({type(error).__name__}: {_plain(error)})")
+        return Fault(f"has an unknown host name ({error.strerror})")
+    return Fault(f"cannot be reached, or broke the connection ({type(error).__name__}: {_plain(error)})")
 
 
 def _plain(text: object) -> str:
-    """What a server has written into a status line or header, without what a terminal would obey."""
+    """A text from a status line or header, without control characters for terminals."""
     return "".join(char if char.isprintable() else " " for char in str(text)).strip()
 
 
@@ -239,10 +245,10 @@ LARGEST = 3.4028234663852886e38  # of float32
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """A response that is to be scored.
+    """A response to score.
 
-    id: unlike those of all others of a request. columns: of the data's row that the prompt came from. ended: whether
-    the response came to an end of its own, which its text does not say: a model that scores reads that end, too.
+    id: unique within a request. columns: columns of the prompt's row in the data. ended: whether the response reached
+    an end token or string; the text does not show this, but a reward model may read the end token.
     """
 
     id: str
@@ -253,15 +259,17 @@ class Item:
 
 
 class WrongAnswer(ValueError):
-    """An answer that is not valid; the message says what is wrong with it."""
+    """An answer that is not valid; the message gives the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """How items become a request's JSON, and how an answer's JSON becomes scores in their order.
+    """A form of requests and answers.
 
-    health: a name beside the URL's last part which GET answers where the server is well; None where there is none.
-    special_tokens: whether texts hold them. most_columns: of the data, that a request has room for; None for any.
+    request: items -> the request's JSON. scores: (the answer's JSON, items) -> the scores in the items' order.
+    health: path, relative to the server's URL, at which a healthy server answers GET; None if the form has none.
+    special_tokens: whether texts contain special tokens. most_columns: how many columns of the data a request can have;
+    None for no limit.
     """
 
     request: Callable[[Sequence[Item]], dict]
@@ -272,15 +280,15 @@ class Form:
 
 
 def encoded_request(form: str, items: Sequence[Item]) -> bytes:
-    """The request's body. Raises: ValueError for a column that holds what JSON cannot say, NaN say."""
+    """The request's body. Raises: ValueError if a column has a value that JSON lacks, such as NaN."""
     try:
         return json.dumps(FORMS[form].request(items), allow_nan=False).encode("ascii")
     except (TypeError, ValueError) as error:
-        raise ValueError(f"a column of the data holds what JSON cannot say ({error})") from None
+        raise ValueError(f"a column of the data has a value that JSON lacks ({error})") from None
 
 
 def decoded_scores(form: str, body: bytes, items: Sequence[Item]) -> list[float]:
-    """The score of each item, in the items' order. Raises: WrongAnswer, which says what the answer is instead."""
+    """The score of each item, in the items' order. Raises: WrongAnswer if the body does not have the form."""
     answer = parsed(body)
     if not isinstance(answer, dict):
         raise WrongAnswer(f"answered {shortened(answer)}, which is no JSON object")
@@ -294,11 +302,11 @@ def decoded_scores(form: str, body: bytes, items: Sequence[Item]) -> list[float]
 
 
 def parsed(body: bytes) -> object:
-    """What the JSON says. Raises: WrongAnswer where it is none, or says a thing twice."""
+    """The value of a JSON text. Raises: WrongAnswer if it is not valid JSON, or has a name twice in one object."""
     try:
         return json.loads(body, object_pairs_hook=unique_names)
     except RepeatedName as error:
-        what = f"{shortened(error.fields)}, in which {shortened(error.name)} stood {error.count} times"
+        what = f"{shortened(error.fields)}, with the name {shortened(error.name)} {error.count} times"
         raise WrongAnswer(f"answered {what}") from None
     except (ValueError, RecursionError):
         raise WrongAnswer(f"answered {shortened(body[:200])}, which is no JSON") from None
@@ -362,19 +370,19 @@ FORMS = {
 
 
 FIRST_DELAY, LONGEST_DELAY = 0.5, 30.0  # seconds before a server is asked again
-LONGEST_RETRY_AFTER = 120.0  # seconds that a server may put itself off for
-BYTES, BYTES_AN_ITEM = 1 << 20, 1 << 14  # of an answer, which may hold more than scores
+LONGEST_RETRY_AFTER = 120.0  # seconds; a longer Retry-After is cut to this
+BYTES, BYTES_AN_ITEM = 1 << 20, 1 << 14  # an answer's largest size; it may hold more than scores
 
 T = TypeVar("T")
 
 
 class ServerError(Exception):
-    """No scores: the message says which server, what it was sent and what it answered."""
+    """There are no scores. The message names the server, the request and the answer."""
 
 
 @dataclass(slots=True)
 class _Server:
-    """A server's state. faults: how many in a row. due: the clock's time from which it may be asked again."""
+    """A server's state. faults: how many faults in a row. due: time of the clock before which it is not asked again."""
 
     url: str
     faults: int = 0
@@ -385,14 +393,15 @@ class _Server:
 
 
 class Servers:
-    """Servers that all give the same score to a response. Calls may come from several threads.
+    """Servers that give the same scores and share the requests. Several threads may call this object.
 
-    A request goes to the first server of its turn that is not known to be away. One that fails is left out for a while
-    (`delay`), in which the others do its work; with none left the request waits. It is made again until `patience`
-    seconds have passed since it was first made, and once at their end. From then on all requests fail.
+    A server that fails is not asked for a while (`delay`). A request goes to the first server, in the order of its
+    turn, that may be asked; if there is none, the request waits. A failed request is repeated until `patience` seconds
+    have passed since the first attempt, with a last attempt at their end. If that fails too, this and all later
+    requests raise ServerError.
 
-    form: of FORMS. timeout: seconds for one attempt. clock, wait: for tests; by default waiting ends
-    where another thread's request has failed for good.
+    form: a key of FORMS. timeout: seconds for one attempt, as in `exchange`. clock, wait: replaced in tests; the
+    default `wait` returns early if another thread's request has failed for good.
     """
 
     def __init__(
@@ -415,9 +424,9 @@ class Servers:
         return len(self._servers)
 
     def ask(self, items: Sequence[Item], turn: int = 0) -> list[float]:
-        """The scores of these items, in their order; turn: which server comes first.
+        """The scores of these items, in their order. turn: number of the request, which decides the first server.
 
-        Raises: ServerError where no server gives scores in time, at once where one refuses or answers nonsense.
+        Raises: ServerError if no server gives scores in time; at once if one refuses or its answer is not valid.
         """
         try:
             body = encoded_request(self.form, items)
@@ -428,7 +437,7 @@ class Servers:
         return self._until_answered(order, lambda server: self._answer(server, body, items), f"sent {_shown(body)}")
 
     def probe(self, item: Item) -> float:
-        """The score of one item by the first server, whose health path is asked before, if the form has one.
+        """The score of one item from the first server, after a request to its health path if the form has one.
 
         Raises: ServerError.
         """
@@ -442,7 +451,8 @@ class Servers:
         return score
 
     def _until_answered(self, order: Sequence[_Server], attempt: Callable[[_Server], T], what: str) -> T:
-        """What the attempt returns at the first server at which it raises no Fault; what: of the request, for messages.
+        """The result of the first attempt that raises no Fault. attempt: called with one server at a time. what: the
+        request, as messages describe it.
 
         Raises: ServerError.
         """
@@ -455,7 +465,7 @@ class Servers:
                 self._wait(max(min(server.due, deadline) - now, 0.0))
                 if self._failed.is_set():
                     break
-            trace.moved("reward server")  # a rank that waits for it does not stand still
+            trace.moved("reward server")  # so that --timeout_minutes counts this rank as moving
             attempts += 1
             try:
                 answer = attempt(server)
@@ -483,8 +493,8 @@ class Servers:
         if not whole:
             try:
                 parsed(answer)
-            except WrongAnswer as wrong:  # the server may have died in the middle of it
-                raise Fault(f"{wrong}, or not all of it") from None
+            except WrongAnswer as wrong:  # the server may have died before the end of its answer
+                raise Fault(f"{wrong}, or the answer is not complete") from None
         try:
             return decoded_scores(self.form, answer, items)
         except WrongAnswer as wrong:
@@ -494,12 +504,15 @@ class Servers:
         server.faults += 1
         server.due = self._clock() + delay(server.faults, fault.retry_after)
         if server.faults == 1:
-            _say(f"the reward server {server} {fault}; a request is made again for up to {self.patience:g} s")
+            _say(f"the reward server {server} {fault}; the request is repeated for up to {self.patience:g} s")
 
 
 def delay(faults: int, retry_after: float | None) -> float:
-    """Seconds before a server is asked again after so many faults in a row: twice as many each time, from half to all
-    of them by chance, so that ranks do not come at once; as many as the server asks for, within reason."""
+    """Seconds before a server is asked again, after `faults` faults in a row.
+
+    They double with each fault and are multiplied by a random factor from 0.5 to 1, so that ranks do not ask at the
+    same time. At least the server's Retry-After, up to LONGEST_RETRY_AFTER.
+    """
     usual = min(LONGEST_DELAY, FIRST_DELAY * 2 ** min(faults - 1, 20)) * random.SystemRandom().uniform(0.5, 1.0)
     return max(usual, min(retry_after or 0.0, LONGEST_RETRY_AFTER))
 
@@ -512,13 +525,14 @@ def _say(what: str) -> None:
     print(f"rank {distributed.rank()}: {what}", flush=True)
 
 
-PROBE_SECONDS = 10.0  # that a server may take to be there before a run is refused
+PROBE_SECONDS = 10.0  # in which a server has to answer before a run starts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSettings:
-    """urls: of servers that say the same, and share the work. form: of FORMS. columns: of the data, sent
-    along. batch_size: the most responses in a request. timeout, patience: seconds, as in `Servers`."""
+    """urls: servers that give the same scores and share the requests. form: a key of FORMS. columns: columns of the
+    data, sent with each response. batch_size: most responses in a request. timeout, patience: seconds, as in `Servers`.
+    """
 
     urls: Sequence[str]
     form: str = "items"
@@ -528,16 +542,18 @@ class ServerSettings:
     patience: float = 600.0
 
     def item(self, id: str, prompt: str, response: str, row: dict | None, ended: bool = True) -> Item:
-        """What is sent of a response; row: of the data, of which the columns are taken; null where it lacks one."""
+        """The item of a response. row: the prompt's row in the data; a column that it lacks is null in the item."""
         return Item(id, prompt, response, {name: (row or {}).get(name) for name in self.columns}, ended)
 
 
 class ServerReward(RewardSource):
-    """Asks for all of a step's responses of this rank before the other models compute, and waits when they are done.
+    """Scores by reward servers. Requests for all responses of a step begin before the other models compute; after these
+    models, `score` waits for the answers.
 
-    Each rank asks for its own responses, in requests of at most `batch_size`, one at a time of each server.
+    Each rank sends its own responses, in requests of at most `batch_size` responses, and at most as many requests at a
+    time as there are servers.
 
-    rows: the data's, as in FunctionReward; needed where there are columns.
+    rows: the data's rows, as in FunctionReward; needed if the settings have columns.
     """
 
     def __init__(self, settings: ServerSettings, tokenizer, rows: Sequence[dict] | None = None):
@@ -549,20 +565,20 @@ class ServerReward(RewardSource):
 
     @traced("reward server")
     def score(self, rollout: Rollout) -> Tensor:
-        """(B,) float32, as the servers gave them.
+        """(B,) float32, the scores of the servers, unchanged.
 
-        Raises: RunStopped on all ranks where one gets no scores.
+        Raises: RunStopped on all ranks if one gets no scores.
         """
         keys, items = self._items(rollout)
         self._begin(keys, items)
         values, problem = self._early.taken(keys, items)
-        contract = "Nothing was learned from these responses. docs/reward_server.md has what is sent and answered."
+        contract = "Nothing was learned from these responses. docs/reward_server.md describes requests and answers."
         stop_together(problem, "the reward server", contract)
         scores = [values[place] for place in range(len(items))]
         return torch.tensor(scores, dtype=torch.float32, device=rollout.sequences.device)
 
     def prepare(self, rollout: Rollout) -> None:
-        """As in RewardSource: requests are begun for responses that there are none for yet."""
+        """As in RewardSource: begins requests for the responses for which none has begun."""
         self._begin(*self._items(rollout))
 
     def begin(self, rollout: Rollout) -> None:
@@ -580,7 +596,7 @@ class ServerReward(RewardSource):
         return keys, items
 
     def _begin(self, keys: list[tuple[int, int]], items: list[Item]) -> None:
-        """Requests for those that there are none for, as many for each server."""
+        """Begin requests for the responses for which none has begun, equally many for each server."""
         left = self._early.left(keys, items)
         size = min(self.settings.batch_size, -(-len(left) // len(self.servers)))
         for start in range(0, len(left), max(size, 1)):
@@ -594,14 +610,14 @@ class ServerReward(RewardSource):
             return self.servers.ask(items, turn), None
         except ServerError as error:
             return [], str(error)
-        except Exception as error:  # on this rank alone: the others would wait for it in vain
+        except Exception as error:  # raised here, it would leave the other ranks waiting
             return [], f"could not be asked ({type(error).__name__}: {error})"
 
 
 def probe(settings: ServerSettings, prompt: str, row: dict) -> dict[str, float]:
-    """What each server says of one text, by its URL: the prompt with the response "probe".
+    """{URL: score} of one text by each server: the prompt with the response "probe".
 
-    Raises: UserError where one is not there within PROBE_SECONDS, or answers what is no score.
+    Raises: UserError if a server does not answer within PROBE_SECONDS, or its answer is not valid.
     """
     found = {}
     for url in settings.urls:
@@ -611,7 +627,7 @@ def probe(settings: ServerSettings, prompt: str, row: dict) -> dict[str, float]:
             found[url] = servers.probe(settings.item("probe", prompt, "probe", row))
         except ServerError as error:
             raise UserError(
-                f"--reward_url {without_query(url)}: asked for the score of one text, {error}. Start the server, "
-                f"or mend it, or give another URL or --reward_url_form (this one is {settings.form})."
+                f"--reward_url {without_query(url)}: asked for the score of one text, {error}. Start or repair the "
+                f"server, or give another URL or another --reward_url_form (it is {settings.form})."
             ) from None
     return found

@@ -1,4 +1,4 @@
-"""The rows that are decoded side by side, and their keys and values, in memory that is allocated once."""
+"""The batch of rows that is decoded, and the cache of its keys and values, whose memory is allocated once."""
 
 from dataclasses import dataclass
 
@@ -11,11 +11,11 @@ SLOTS = 16
 
 
 class Window:
-    """The part of the cache that a forward pass works in: these rows, and their slots [start, end) with earlier tokens.
-    The pass writes from `end` on.
+    """The part of the cache that a forward pass uses. rows: the rows of its batch. start, end: slots start to end - 1
+    hold earlier tokens, and the pass writes from slot `end` on.
 
-    at: (1,) int64, the slot where a single token is written instead, for passes with few different shapes. These see
-    all slots up to an end that stays the same from token to token.
+    at: (1,) int64, or None. With it, a single token is written into this slot, and the pass attends to the slots 0 to
+    `end`; so `end`, and thus the shapes, can be the same for many tokens.
     """
 
     at: Tensor | None
@@ -24,11 +24,12 @@ class Window:
         self.put(slice(0, 0), 0, 0)
 
     def put(self, rows: slice, start: int, end: int) -> None:
-        """Work here from now on."""
+        """Set the window of the next pass."""
         self.rows, self.start, self.end, self.at = rows, start, end, None
 
     def put_at(self, rows: slice, at: Tensor, slots: int) -> None:
-        """Work on single tokens of these rows from now on, in sight of the first `slots`."""
+        """Set the window of a pass over single tokens, which are written into slot `at` and attend to the first `slots`
+        slots."""
         self.rows, self.start, self.end, self.at = rows, 0, slots - 1, at
 
 
@@ -41,11 +42,11 @@ class Room:
 
 
 class SlotCache(Cache):
-    """A Hugging Face cache in which the next token of every row is written at the same slot, whatever the row's length.
+    """A Hugging Face cache in which the next token of every row is written into the same slot.
 
-    A row's tokens are contiguous and end at that slot, as in left-padded prompts. So rows can join and leave at any
-    time: the prompt of a new row is written so that it ends at the others' slot. Every family of models can use the
-    cache, because a model sees an ordinary left-padded batch: the part of the memory given by `window`.
+    The tokens of a row are contiguous and end at that slot, as in left-padded prompts. Rows can join and leave at any
+    time: the prompt of a new row is written so that it ends at the slot of the others. All families of models can use
+    this cache: a model sees an ordinary left-padded batch, the part of the memory in `window`.
     """
 
     def __init__(self):
@@ -53,9 +54,9 @@ class SlotCache(Cache):
         super().__init__(layer_class_to_replicate=lambda: _Slots(self.window, self.room))
 
     def reserve(self, rows: int, slots: int) -> None:
-        """Allocate memory for so many rows and slots, unless the present memory is enough.
+        """Allocate memory for this many rows and slots, unless there is enough already.
 
-        Slots are rounded up to multiples of SLOTS, because attention kernels on GPUs copy masks of other widths.
+        The number of slots is rounded up to a multiple of SLOTS: attention kernels on GPUs copy masks of other widths.
         """
         slots = -(-slots // SLOTS) * SLOTS
         if rows > self.room.rows or slots > self.room.slots:
@@ -64,31 +65,32 @@ class SlotCache(Cache):
             self.room.rows, self.room.slots = rows, slots
 
     def free(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         self.layers.clear()
         self.room.rows = self.room.slots = 0
 
     def move_rows(self, sources: Tensor, targets: Tensor, start: int, end: int) -> None:
-        """Copy rows (N,) int64 over others (N,), within slots [start, end)."""
+        """Copy the slots [start, end) of rows `sources`, (N,) int64, into those of rows `targets`, (N,) int64."""
         for tensor in self.tensors():
             tensor[targets, :, start:end] = tensor[sources, :, start:end]
 
     def shift(self, rows: int, start: int, end: int, by: int) -> None:
-        """Move slots [start, end) of the first `rows` rows to the left."""
+        """Move the slots [start, end) of the first `rows` rows to the left by `by` slots."""
         for tensor in self.tensors():
             tensor[:rows, :, start - by : end - by] = tensor[:rows, :, start:end].clone()
 
     def parts(self, rows: slice, slots: slice) -> tuple[Tensor, ...]:
-        """Of each layer in turn keys and values (rows, heads, slots, d): views, which may be written to."""
+        """Views of these rows and slots: the keys, then the values of each layer, (rows, heads, slots, d). They may be
+        written to."""
         return tuple(tensor[rows, :, slots] for tensor in self.tensors())
 
     def tensors(self) -> list[Tensor]:
-        """Of each layer in turn keys and values (rows, heads, slots, d), of those that there are yet."""
+        """The keys, then the values of each layer that has been allocated, (rows, heads, slots, d)."""
         return [tensor for layer in self.layers for tensor in (layer.keys, layer.values)]
 
 
 def cache_bytes(model: PreTrainedModel, slots: int) -> int:
-    """Memory for keys and values of so many slots, over all rows."""
+    """Bytes of the keys and values of a model in this many slots, counted over all rows."""
     config = model.config.get_text_config()
     heads = config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
@@ -97,9 +99,9 @@ def cache_bytes(model: PreTrainedModel, slots: int) -> int:
 
 
 class GivenSlots(Cache):
-    """A Hugging Face cache for one pass over single tokens, in tensors that are given.
+    """A Hugging Face cache for one pass over single tokens, in given tensors.
 
-    parts: of each layer in turn keys and values (B, heads, slots, d); the pass writes into the last slot.
+    parts: the keys, then the values of each layer, (B, heads, slots, d). The pass writes into the last slot.
     """
 
     def __init__(self, parts: tuple[Tensor, ...]):
@@ -119,16 +121,16 @@ class _Given(CacheLayerMixin):
         """Does nothing: the tensors exist already."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        """Write the last slot; returns all."""
+        """Write the last slot; returns all keys and values."""
         self.keys[:, :, -1:], self.values[:, :, -1:] = key_states, value_states
         return self.keys, self.values
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Number and offset of the slots that the pass sees."""
+        """(number, offset) of the slots that the pass attends to."""
         return self.keys.shape[2], 0
 
     def get_seq_length(self) -> int:
-        """How many slots stand before the pass."""
+        """How many slots were filled before the pass."""
         return self.keys.shape[2] - 1
 
     def get_max_length(self) -> int:
@@ -146,7 +148,7 @@ class _Slots(CacheLayerMixin):
         self.window, self.room = window, room
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Allocate; zeros, because what a mask leaves out is still multiplied by 0."""
+        """Allocate zeros. Masked values are still multiplied by 0 in attention, so they must not be NaN."""
         self.keys, self.values = (
             states.new_zeros(self.room.rows, states.shape[1], self.room.slots, states.shape[-1])
             for states in (key_states, value_states)
@@ -154,7 +156,7 @@ class _Slots(CacheLayerMixin):
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        """Write behind the window's end; returns all from its start on."""
+        """Write into the slots from the window's end on; returns the keys and values from the window's start on."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         window = self.window
@@ -167,11 +169,11 @@ class _Slots(CacheLayerMixin):
         return self.keys[rows, :, window.start : behind], self.values[rows, :, window.start : behind]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Number and offset of the slots that a pass over `query_length` tokens sees."""
+        """(number, offset) of the slots that a pass over `query_length` tokens attends to."""
         return self.get_seq_length() + query_length, 0
 
     def get_seq_length(self) -> int:
-        """How many slots the window holds."""
+        """How many slots the window has."""
         return self.window.end - self.window.start
 
     def get_max_length(self) -> int:
@@ -180,16 +182,15 @@ class _Slots(CacheLayerMixin):
 
 
 class Batch:
-    """Rows of the cache whose tokens all end before one slot, where their next ones are written (see SlotCache).
+    """The rows of the cache in use. The next token of each row is written into the same slot (see SlotCache).
 
     Attributes:
-        slot: where the next token of each row is written.
+        slot: the slot of the next tokens.
         mask: (rows, slots) bool, which slots of the cache hold a token of the row.
-        pending: (B, 1) int64, the last tokens of the B rows in use, which the model has not read yet.
+        pending: (B, 1) int64, the last drawn tokens of the B rows in use, which the model has not read yet.
 
     Args:
-        cache: with room for as many rows and slots. slots: that there are until rows are moved to the left.
-        slot: where the first token after the longest prompt is written.
+        cache: has memory for at least `rows` rows and `slots` slots. slot: the first value of the attribute.
     """
 
     def __init__(self, cache: SlotCache, rows: int, slots: int, slot: int, device: torch.device):
@@ -198,9 +199,10 @@ class Batch:
         self.pending = torch.zeros(0, 1, dtype=torch.int64, device=device)
 
     def join(self, prompts: Tensor, tokens: Tensor) -> None:
-        """Add rows behind those in use, whose prompts stand in the cache before `slot`.
+        """Add N rows after those in use. Their prompts are in the cache already and end before `slot`.
 
-        prompts: (N, width) 0 or 1, left-padded masks. tokens: (N, 1), the first of their responses.
+        prompts: (N, width), the attention masks of the left-padded prompts. tokens: (N, 1) int64, the first tokens of
+        their responses.
         """
         first, width = len(self.pending), prompts.shape[1]
         self.mask[first : first + len(prompts)] = False
@@ -208,7 +210,8 @@ class Batch:
         self.pending = torch.cat([self.pending, tokens])
 
     def move(self, sources: list[int], targets: list[int], kept: int, longest: int) -> None:
-        """Put rows in others' places, and keep the first `kept` in use. longest: tokens in the longest row."""
+        """Move the rows `sources` to the rows `targets`, then keep the first `kept` rows. longest: tokens of the
+        longest row."""
         if targets:
             old, new = torch.tensor([sources, targets], device=self.mask.device)
             self.cache.move_rows(old, new, self.slot - longest, self.slot)
@@ -216,10 +219,10 @@ class Batch:
         self.pending = self.pending[:kept]
 
     def make_room(self, tokens: int, longest: int) -> None:
-        """Make sure that `tokens` slots are left to write to: if there are fewer, rows move left so that the longest
-        begins at slot 0.
+        """Make sure that `tokens` free slots follow `slot`. If there are fewer, all rows move to the left so that the
+        longest begins at slot 0.
 
-        Prompts that still wait fit before the others' end, as none is longer than one that has been taken.
+        Waiting prompts still fit before `slot`, because no waiting prompt is longer than an earlier one.
         """
         if self.slot + tokens <= self.mask.shape[1]:
             return

@@ -1,4 +1,4 @@
-"""Chooses the models that compute through copies of their weights, and the backend with which the actor generates."""
+"""Chooses the rollout backend, and which models compute through copies of their weights."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -26,21 +26,23 @@ from engine.zero.engines import TrainedModel
 from engine.zero.gathering import full_numel
 from engine.zero.roles import TrainedRole
 
-# The names of --rollout_backend. A backend of your own is a function, usually a class, that makes it from the actor and
-# its tokenizer. `build_rollouts` makes the built-in ones, whose copies other models share.
+# {name for --rollout_backend: a function (actor, tokenizer) -> backend}. Add your own backend here; its function is
+# usually its class. None: a built-in backend, which `build_rollouts` makes itself.
 ROLLOUT_BACKENDS: dict[str, Callable[..., RolloutBackend] | None] = dict.fromkeys(("auto", "replica", "zero3", "vllm"))
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Which models compute through which copies (at stages 0 to 2 through their own modules), and why. `parts` has all
-    copies; it may be that no model uses the first."""
+    """Which models compute through which copies. Models at stages 0 to 2 compute through their own modules.
+
+    why: the reason, as a text. parts: all copies, each with its models; the first may have none.
+    """
 
     why: str
     parts: Sequence[tuple[PlainCopies, Sequence[Model]]]
 
     def of(self, model: Model) -> PlainCopies | None:
-        """The copies of a model."""
+        """The copies that a model computes through; None if there are none."""
         return next((copies for copies, models in self.parts if any(model is one for one in models)), None)
 
 
@@ -58,19 +60,19 @@ def build_rollouts(
     sampler: str = "keyed",
     training: int | str = "what training takes is not known",
 ) -> RolloutBackend:
-    """The backend of this name; "auto" takes the fastest that fits in memory. Its `why` explains the choice.
+    """The backend of this name; "auto" is the fastest one that fits in memory. Its attribute `why` explains the choice.
 
     Args:
-        actor: if it is a role within an engine, it computes with the engine's copies.
-        others: models that also make experience through whole copies, as far as there is room for them.
-        rows_at_once, row_length: responses decoded side by side, and tokens of prompt and response, for the cache.
-        between_steps: as in WholeCopies. decoding: as in Sampler; zero3 has no use for it.
+        actor: a model or a role in an engine; a role computes with the engine's copies.
+        others: models that make experience through whole copies too, as far as these fit in memory.
+        rows_at_once: responses decoded at the same time. row_length: most tokens of prompt and response together.
+        between_steps: as in WholeCopies. decoding: as in Sampler; zero3 ignores it.
         tensor_parallel: how many ranks hold a copy together. With "vllm" and "replica" always so many (None: 1); with
-            "auto" only for a model whose whole copy does not fit (None: as few as it fits on).
-        sampler: as in VLLMRollouts; others have no use for it.
-        training: as in place_copies, the same on all ranks.
+            "auto" only for a model whose whole copy does not fit (None: as few as possible).
+        sampler: as in VLLMRollouts; other backends ignore it.
+        training: as in place_copies; the same on all ranks.
 
-    A backend of your own is given none of these, and experience is made through the engines themselves.
+    A user's own backend gets only the actor and the tokenizer, and experience is made through the engines.
 
     Raises: KeyError for an unknown backend.
     """
@@ -85,7 +87,7 @@ def build_rollouts(
     for model in models:
         model.copies = placed.of(model)
         if isinstance(model.copies, TensorParallelCopies) and model.module.adapters is not None:
-            model.copies = None  # its copy is the actor that generates, and no other role
+            model.copies = None  # the copy has merged adapters, so it can generate but compute no other role
     copies, (first, *more) = placed.of(actor), [each for each, _ in placed.parts]
     plain = _why_plain(copies)
     if plain and decoding != "plain":
@@ -104,7 +106,7 @@ def build_rollouts(
 
 
 def _why_plain(copies: PlainCopies | None) -> str:
-    """Why single tokens have to go through the actor's copies by the model's own code; "" if they do not."""
+    """Why the model's own code has to read single tokens; "" if it does not have to."""
     if copies is None:
         return "ZeRO's hooks fetch each layer"
     if isinstance(copies, TensorParallelCopies):

@@ -1,4 +1,5 @@
-"""The decoding loop: it reads prompts once, then one token at a time. Rows that have ended make room for others."""
+"""The decoding loop: it reads each prompt once, then draws one token at a time. Waiting prompts take the rows of
+responses that have ended."""
 
 import warnings
 from collections.abc import Callable, Sequence
@@ -16,26 +17,26 @@ from engine.rollout.passes import Passes, passes_of, takes_slot_masks
 from engine.rollout.request import Draws, Ends, Request, Schedule, prompts_of_group, requests_of, rollout_of
 
 Finished = Callable[[Rollout], None] | None
-CHECK_EVERY = 8  # tokens drawn between two looks of the host at them
-HALVINGS = 3  # how often the rows decoded at once are halved when memory runs out; below an eighth little is won
+CHECK_EVERY = 8  # the host reads drawn tokens once every so many tokens
+HALVINGS = 3  # most halvings of the rows decoded at once when memory runs out; below an eighth, little is gained
 
 
 class Sampler:
-    """Draws responses from models of one architecture; keeps the cache's memory from call to call.
+    """Draws responses from models of one architecture, and keeps the cache's memory from call to call.
 
-    If memory runs out, and no other rank's passes wait for this rank's, half as many rows are decoded at once from then
-    on, up to HALVINGS times. Random numbers are keyed, so the tokens stay the same.
+    If memory runs out, and no passes of other ranks wait for this rank's passes, half as many rows are decoded at once
+    from then on, up to HALVINGS times. Random numbers are keyed, so the tokens stay the same.
 
     Args:
-        rows_at_once: how many responses are decoded side by side; None for all.
-        row_length: the most tokens that a prompt and its response will have, if known. Ways of decoding whose tensors
-            must not move can then allocate their memory once.
-        agree: a function that returns the largest of all ranks' numbers. It is needed where forward passes are
-            collective, so that all ranks have to make equally many. None if ranks need not wait for each other.
-        decoding: how single tokens go through the model, one of engine.rollout.passes.DECODING. All but "plain" need
-            a model without hooks, whose weights stay where they are.
-        group: ranks that hold the model together: their rows are decoded side by side, and each rank keeps its own.
-            None where each has a model of its own.
+        rows_at_once: how many responses are decoded at the same time; None for all.
+        row_length: most tokens of prompt and response together, if known. Passes whose tensors must not move can then
+            allocate their memory once.
+        agree: a function that returns the largest of all ranks' numbers. It is needed if forward passes are collective,
+            so that all ranks have to make equally many. None if they are not.
+        decoding: how single tokens go through the model, one of engine.rollout.passes.DECODING. All but "plain" need a
+            model without hooks whose weights do not move.
+        group: the ranks that hold the model together. Their rows are decoded together, and each rank keeps its own.
+            None if each rank has a whole model.
     """
 
     def __init__(
@@ -52,10 +53,10 @@ class Sampler:
         self.rows_at_once = rows_at_once and rows_at_once * self.group.size
         self.agree = agree or (lambda number: number)
         self._halvings_left = HALVINGS if agree is None and self.group.size == 1 else 0
-        # Without autograd's bookkeeping tokens of small models take a tenth less; ZeRO's hooks cannot do without.
+        # In inference mode small models take a tenth less time per token, but ZeRO's hooks do not work in it.
         self.context = torch.no_grad if agree else torch.inference_mode
         self.cache = SlotCache()
-        self.row_steps = 0  # of the last call: rows times decoding steps, to compare with the tokens produced
+        self.row_steps = 0  # rows times decoding steps of the last call, to compare with the number of tokens
         self._slot_masks: bool | None = None
         self._passes: Passes | None = None
 
@@ -64,8 +65,8 @@ class Sampler:
     ) -> Rollout:
         """One response for each row, in the rows' order.
 
-        model: a Hugging Face causal language model, with or without ZeRO's hooks; it is in eval mode meanwhile.
-        finished: is called with this rank's responses that are done, as soon as that is seen, without log-probs.
+        model: a Hugging Face causal language model, with or without ZeRO's hooks. It is in eval mode during the call.
+        finished: called with responses of this rank when the host sees that they are finished; they have no log-probs.
         """
         training = model.training
         model.eval()
@@ -79,7 +80,7 @@ class Sampler:
     def _or_fewer_rows(
         self, model: nn.Module, prompts: PromptBatch, sampling: SamplingConfig, finished: Finished
     ) -> Rollout | None:
-        """One response for each row; None where memory ran out and half as many rows at once are to be tried."""
+        """One response for each row; None if memory ran out, after rows_at_once was halved for another try."""
         rows = min(self.rows_at_once or len(prompts), len(prompts))
         try:
             return self._responses(model, prompts, sampling, finished)
@@ -91,7 +92,7 @@ class Sampler:
         self.rows_at_once, self._halvings_left = rows // 2, self._halvings_left - 1
         warnings.warn(
             f"{rows} responses decoded side by side do not fit on rank {distributed.rank()} ({message}): {rows // 2} "
-            "are from now on",
+            "are, from now on",
             stacklevel=3,
         )
         return None
@@ -120,19 +121,19 @@ class Sampler:
 
     @property
     def decoding_ran(self) -> str:
-        """How single tokens went through the model, one of DECODING but "auto"."""
+        """How single tokens went through the model: one of DECODING, but not "auto"."""
         return "plain" if self._passes is None or self.fallback else self._passes.decoding
 
     @property
     def fallback(self) -> str | None:
-        """Why the model's own code read single tokens although another way was wanted; "" if it did not, None if its
-        own code was wanted."""
+        """Why the model's own code read single tokens although another way was asked for; "" if the other way was used,
+        None if the model's own code was asked for."""
         if self.decoding == "plain":
             return None
         return "" if self._passes is None else self._passes.fallback
 
     def release_memory(self) -> None:
-        """Give back the memory of keys and values, and let go of the model."""
+        """Free the memory of keys and values, and drop the reference to the model."""
         self.cache.free()
         self._passes = None
 
@@ -140,9 +141,9 @@ class Sampler:
 class _Loop:
     """One call of `Sampler.responses`.
 
-    All rows are written at one slot of the cache (see SlotCache). Every CHECK_EVERY tokens the host looks at what was
-    drawn: rows that have ended leave, and waiting prompts, longest first, take their place. Tokens drawn after an end
-    before it was noticed are cut off; since each token's random number is its own, this changes nothing else.
+    The next token of all rows is written into one slot of the cache (see SlotCache). Every CHECK_EVERY tokens the host
+    reads the drawn tokens. Rows that have ended leave, and waiting prompts, longest first, take their rows. Tokens that
+    were drawn after an end are cut off. This changes no other token, because each has a random number of its own.
     """
 
     def __init__(
@@ -170,7 +171,7 @@ class _Loop:
         self.row_steps = 0
 
     def run(self, tell: Callable[[list[Request]], None]) -> None:
-        """Draw all responses. tell: is called with those that are done."""
+        """Draw all responses. tell: called with finished requests."""
         schedule = self.schedule
         while self.agree(schedule.open):
             joining = schedule.join()
@@ -197,7 +198,7 @@ class _Loop:
             request.drawn = 1
 
     def _draw(self, count: int) -> None:
-        """Draw `count` tokens for each living row, then let the host look at all new tokens."""
+        """Draw `count` tokens for each living row; then the host reads all new tokens."""
         living, batch = self.schedule.living, self.batch
         if not living:
             self._keep_pace(count)
@@ -207,7 +208,7 @@ class _Loop:
         rows, lengths, drawn = torch.tensor(
             [(request.row, request.prompt_length, request.drawn) for request in living], device=self.device
         ).unbind(1)
-        # The positions of a row with all its tokens stop growing: the model may have no more of them.
+        # After a row's last possible token its positions stop growing, as the model may have no larger ones.
         places = drawn.unsqueeze(1) + torch.arange(count, device=self.device)
         positions = lengths.unsqueeze(1) + places.clamp(max=self.most - 1) - 1
         tokens = [batch.pending]
@@ -223,19 +224,20 @@ class _Loop:
             request.look(seen[len(seen) - (request.drawn - len(request.tokens)) :], self.ends)
 
     def _longest(self) -> int:
-        """Tokens of the longest living row that the model has read."""
+        """The most tokens that the model has read of a living row."""
         return max((request.read for request in self.schedule.living), default=0)
 
     def _keep_pace(self, passes: int) -> None:
-        """Make forward passes without a use here, because other ranks' passes wait for this rank's."""
+        """Make forward passes whose results are not used, because other ranks' passes wait for this rank's."""
         for _ in range(passes):
             self.passes.for_nothing(self.prompts.input_ids[:1, -1:])
 
 
 def slots_of_a_row(tokens: int, waiting: bool) -> int:
-    """How many slots of the cache a row has, for prompts and responses of at most so many tokens together.
+    """How many slots a row of the cache needs. tokens: most tokens of prompt and response together. waiting: whether
+    there are more prompts than rows.
 
-    Where no prompt waits, the last slot comes with the last token; else all rows go on to the right, and are moved back
-    to the left now and then.
+    Without waiting prompts, decoding ends at the last slot. With waiting prompts it goes on, so the rows move towards
+    the last slot, and are sometimes moved back to the first.
     """
     return tokens + CHECK_EVERY + (max(8 * CHECK_EVERY, tokens // 4) if waiting else 0)

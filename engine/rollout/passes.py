@@ -1,5 +1,5 @@
-"""The passes of decoding: by the model's own code; for single tokens also by a recording of its operations, or CUDA
-graphs. Which arguments a family of models takes in a forward pass is found out by trials.
+"""Forward passes of decoding: with the model's own code, or, for single tokens, by replaying a recording of its
+operations or CUDA graphs of them. Small trials find out which arguments a family of models takes.
 """
 
 import contextlib
@@ -26,13 +26,13 @@ DECODING = ("auto", "plain", "recorded", "graphs")
 
 
 def resolved_decoding(decoding: str, on_gpu: bool) -> str:
-    """This way of decoding (one of DECODING), where "auto" means graphs on GPUs and recorded passes on CPUs."""
+    """`decoding` (one of DECODING), with "auto" replaced: by "graphs" on GPUs, by "recorded" on CPUs."""
     return decoding if decoding != "auto" else "graphs" if on_gpu else "recorded"
 
 
 def passes_of(model: nn.Module, cache: SlotCache, slot_masks: bool, decoding: str) -> "Passes":
-    """The passes of this way of decoding (one of DECODING); plain ones where a model cannot do with others, with a
-    warning. Arguments as in Passes."""
+    """The passes that `decoding` (one of DECODING) names. If the model does not support them, a warning is given and
+    the passes are plain. Other arguments: as in Passes."""
     decoding = resolved_decoding(decoding, next(model.parameters()).is_cuda)
     kind = {"plain": Passes, "recorded": RecordedPasses, "graphs": GraphedPasses}[decoding]
     try:
@@ -49,31 +49,33 @@ ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}  # kind
 
 
 def check_attention(path: str, what: str, trust_remote_code: bool = False) -> None:
-    """Raise UserError, naming `what` (a flag), if the language model at `path` keeps a state where others keep keys and
-    values: the decoding loop has rows come and go, and a state cannot be cut out of its batch."""
+    """Raise UserError, naming `what` (a flag), if a layer of the language model at `path` keeps a recurrent state
+    instead of keys and values. The decoding loop removes rows from a batch and adds others, which it cannot do with
+    such a state."""
     config = read_config(path, what, trust_remote_code)
     family = model_class(config, LANGUAGE_MODEL, path, what, trust_remote_code)
     other = set(getattr(config.get_text_config(), "layer_types", None) or []) - ATTENTION
     if other or getattr(family, "_is_stateful", False):
         raise UserError(
-            f"{what}: {path} is a {config.model_type} model, some layers of which keep a state in place of "
-            "keys and values. Responses cannot be drawn from such models here. Give one of attention "
-            "alone."
+            f"{what}: {path} is a {config.model_type} model. Some of its layers keep a recurrent state instead of "
+            "keys and values, and such models cannot generate here. Give a model that has attention layers only."
         )
 
 
 def takes_positions(model: PreTrainedModel) -> bool:
-    """Whether the model takes positions; some families take them from the mask."""
+    """Whether the model's forward pass has the argument `position_ids`. Other families compute positions from the
+    attention mask."""
     return "position_ids" in inspect.signature(model.forward).parameters
 
 
 def takes_slot_masks(model: PreTrainedModel) -> bool:
-    """Whether a model understands, for a single token, a ready-made mask (B, 1, 1, slots) of booleans.
+    """Whether the model takes, for single tokens, a finished attention mask (B, 1, 1, slots) of booleans.
 
-    Then Hugging Face's own mask, which is built anew for each token and asks the device for its content, is saved.
-    Found out by asking: the same token behind two prompts of different lengths, with either mask. Models of which some
-    layers see a part of the slots only are left out, as so few slots would not show it, and attention other than
-    torch's own (sdpa), as some adds what it is given to the scores, which a small model would hardly show.
+    With a finished mask, transformers does not build its own for each token, for which the host would wait for the
+    device. A trial decides: the model reads one token after two prompts of different lengths with each kind of mask,
+    and the logits are compared. False without a trial: models with layers that attend to a window of slots, as the
+    trial has too few slots to show a difference; and attention other than torch's own (sdpa), as some kinds add the
+    mask to the attention scores, which a small model's logits would hardly show.
     """
     config = model.config.get_text_config()
     if config._attn_implementation not in ("sdpa", BY_ROW):
@@ -100,28 +102,28 @@ def takes_slot_masks(model: PreTrainedModel) -> bool:
     usual = ask(mask)
     try:
         ready = ask(mask.bool()[:, None, None])
-    except Exception:  # whatever a family that expects two dimensions trips over
+    except Exception:  # a family that expects a mask of two dimensions may raise anything
         return False
     return ready.shape == usual.shape and torch.allclose(ready, usual, rtol=1e-3, atol=1e-3)
 
 
-FEWEST_ROWS = 8  # a pass over fewer takes a GPU as long: it reads the same weights
+FEWEST_ROWS = 8  # a pass over fewer rows takes a GPU as long: it reads the same weights
 
 
 class Passes:
     """The model's own forward passes.
 
     Attributes:
-        decoding: what reads single tokens, one of DECODING but "auto".
-        fallback: why the model's own code reads them, where another way was to; "" where none was, or it does.
+        decoding: how single tokens are read: one of DECODING, but not "auto".
+        fallback: why the model's own code reads single tokens although another way was asked for; else "".
 
     Args:
         model: a causal language model in eval mode.
-        cache: where keys and values of what was read stand.
-        slot_masks: whether the model takes the mask of a single token ready made (`takes_slot_masks`).
+        cache: holds the keys and values of all tokens that were read.
+        slot_masks: whether the model takes a finished mask for single tokens (`takes_slot_masks`).
     """
 
-    sees_all_slots = False  # whether passes see all of the cache's room, and not only what living rows have in it
+    sees_all_slots = False  # whether passes compute on all slots of the cache, also on those that no living row uses
     decoding, fallback = "plain", ""
 
     def __init__(self, model: nn.Module, cache: SlotCache, slot_masks: bool):
@@ -130,33 +132,45 @@ class Passes:
 
     @traced("prompts")
     def prompts(self, ids: Tensor, mask: Tensor, first_row: int, end: int) -> Tensor:
-        """Read prompts (B, N), left-padded, into rows from `first_row` on, with their last token in the slot before
-        `end`; returns the logits behind them (B, V)."""
+        """Read left-padded prompts. Row i of `ids` goes into row first_row + i of the cache, its last token into slot
+        end - 1.
+
+        Args:
+            ids, mask: (B, N) int64, the prompts and their attention mask.
+
+        Returns: (B, V), the logits of each row's next token.
+        """
         start = end - ids.shape[1]
         self.cache.window.put(slice(first_row, first_row + len(ids)), start, start)
         return self._forward(ids, mask.long(), position_ids(mask))
 
     @traced("token")
     def tokens(self, ids: Tensor, positions: Tensor, mask: Tensor, start: int, slot: int) -> Tensor:
-        """Read one token (B, 1) of each of the first B rows into `slot`; returns the logits behind them (B, V).
+        """Read one token of each of the first B rows of the cache into slot `slot`.
 
-        positions: (B, 1). mask: (rows, slots) of booleans, this slot included; nothing stands before slot `start`.
+        Args:
+            ids, positions: (B, 1) int64, the tokens and their position ids.
+            mask: (rows, slots) bool, the slots that each row attends to, `slot` included. All rows are empty before
+                slot `start`.
+
+        Returns: (B, V), the logits of each row's next token.
         """
         self.cache.window.put(slice(0, len(ids)), start, slot)
         seen = mask[: len(ids), start : slot + 1]
         return self._forward(ids, seen[:, None, None] if self.slot_masks else seen.long(), positions)
 
     def fall_back(self, decoding: str, reason: Exception) -> None:
-        """Say that the model's own code reads single tokens from now on, in place of this way of decoding, and why."""
+        """Set `fallback` and warn that the model's own code reads single tokens from now on. decoding: what was tried.
+        reason: why it failed."""
         self.fallback = next(iter(str(reason).splitlines()), "") or type(reason).__name__
         warnings.warn(
-            f"rank {distributed.rank()}: single tokens of {type(self.model).__name__} cannot be {decoding} "
-            f"({self.fallback}); its own code reads them",
+            f"rank {distributed.rank()}: decoding {decoding} does not work for {type(self.model).__name__} "
+            f"({self.fallback}); single tokens are read by the model's own code",
             stacklevel=3,
         )
 
     def for_nothing(self, ids: Tensor) -> None:
-        """A pass without effects, made because other ranks' passes wait for this rank's."""
+        """A forward pass whose result is not used. Other ranks' passes exchange data with this one and would wait."""
         self.model(input_ids=ids, use_cache=False)
 
     def _forward(self, ids: Tensor, mask: Tensor, positions: Tensor) -> Tensor:
@@ -166,18 +180,20 @@ class Passes:
         ).logits[:, -1]
 
 
-# Code that looks at shapes alone which are the same for all single tokens: whether there is one token (transformers'
-# attention), whether an embedding has a row for its padding token (torch).
+# Files whose code branches on shapes that are the same for all single tokens: the number of tokens (transformers'
+# attention), or whether an embedding has a row for its padding token (torch).
 LOOK_AT_SHAPES = ("sdpa_attention.py", "models/packed_rows.py", "torch/nn/functional.py")
 
 
 class RecordedPasses(Passes):
-    """Replays the operations of one recorded pass over single tokens, without the model's Python code between them.
+    """Reads single tokens by replaying the recorded operations of one pass, without the model's Python code, which
+    takes longer than the operations in a small model.
 
-    In a small model that code takes longer than the operations do. The recording is torch.jit.trace's, which torch
-    would like to see replaced by compilers, but these take minutes where it takes part of a second. It holds for any
-    number of rows and slots; that it does is checked when it is made, and ValueError raised for a model that it cannot
-    be made of. It computes with the model's parameters as they are when it is replayed.
+    The recording is made by torch.jit.trace. torch recommends compilers instead, which take minutes where a trace takes
+    part of a second. One recording serves any number of rows and slots, and reads the model's current parameters. It is
+    tried with several numbers of rows and slots when it is made.
+
+    Raises: ValueError if the model cannot be recorded.
     """
 
     decoding = "recorded"
@@ -194,8 +210,11 @@ class RecordedPasses(Passes):
 
 
 class _TokenStep(nn.Module):
-    """One pass over single tokens as a function of tensors: tokens and positions (B, 1), mask (B, 1, 1, slots), and of
-    each layer in turn keys and values (B, heads, slots, d), of which the last slot is written."""
+    """One pass over single tokens as a function of tensors.
+
+    Its arguments: ids and positions (B, 1) int64, mask (B, 1, 1, slots) bool, and `parts`: the keys and then the values
+    of each layer, (B, heads, slots, d). The pass writes the last slot of `parts` and returns logits (B, V).
+    """
 
     def __init__(self, model: nn.Module):
         super().__init__()
@@ -214,17 +233,20 @@ class _TokenStep(nn.Module):
 
 
 def _record(step: _TokenStep, trials: list[tuple]) -> Callable[..., Tensor]:
-    """The recording of the first trial, which gives the other trials' results too."""
+    """The recorded pass of the first trial's inputs, after it has given the right results for all trials.
+
+    Raises: ValueError if the pass cannot be recorded, branches on computed numbers, or gives other results.
+    """
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
             replay = torch.jit.trace(step, trials[0], check_trace=False)
-        except Exception as error:  # whatever a family's code trips over
+        except Exception as error:  # a family's code may raise anything
             raise ValueError(next(iter(str(error).splitlines()), type(error).__name__)) from error
     for warning in caught:
-        # Code that looks at a tensor goes one way when recorded, and might go another later.
+        # Code that branches on a tensor's numbers is recorded in one branch, and might need the other later.
         if issubclass(warning.category, torch.jit.TracerWarning) and not warning.filename.endswith(LOOK_AT_SHAPES):
-            raise ValueError(f"{warning.filename}:{warning.lineno} looks at what is computed")
+            raise ValueError(f"{warning.filename}:{warning.lineno} branches on computed numbers")
     tolerance = torch.finfo(trials[0][3][0].dtype).eps ** 0.5
     for ids, positions, mask, parts in trials:
         again = tuple(part.clone() for part in parts)
@@ -237,13 +259,13 @@ def _record(step: _TokenStep, trials: list[tuple]) -> Callable[..., Tensor]:
             a.shape != b.shape or not torch.allclose(a, b, rtol=tolerance, atol=tolerance)
             for a, b in zip(found, expected)
         ):
-            raise ValueError("its recording computes something else")
+            raise ValueError("its recording gives other results")
     return replay
 
 
 def _trial_inputs(model: PreTrainedModel) -> list[tuple]:
-    """Arguments of `_TokenStep` for several numbers of rows and slots, with padding: 4 prompts of 6 tokens are read,
-    and one more token."""
+    """Arguments of `_TokenStep` for several numbers of rows and slots, with padding. The model has read 4 prompts of 6
+    tokens; the arguments are for one further token."""
     device, rows, width = next(model.parameters()).device, 4, 6
     vocabulary = model.config.get_text_config().vocab_size
     cache = SlotCache()
@@ -263,19 +285,20 @@ def _trial_inputs(model: PreTrainedModel) -> list[tuple]:
     ]
 
 
-SLOT_SHAPES = 4  # in how many numbers of slots passes occur: quarters of the cache's room
+SLOT_SHAPES = 4  # graphs are for this many different numbers of slots: quarters of the cache's slots
 
-# Has a step's operations run once and returns what runs them again, on the same tensors, and gives the same output.
+# A function that runs a step once, and returns a function that runs its operations again, on the same tensors, and
+# returns the same output tensor.
 Capture = Callable[[Callable[[], Tensor]], Callable[[], Tensor]]
 
 
 class GraphedPasses(Passes):
-    """Launches the operations of a pass over single tokens as one graph, without Python or launches between them.
+    """Reads single tokens by launching all operations of a pass as one graph.
 
-    A graph is captured, in seconds and without a compiler, for each number of rows (halves of the cache's rows) and of
-    slots (quarters of its slots) that occurs. What it gives is compared with the model's own pass when it is captured.
-    Where a capture fails, or gives something else, the model's own code reads tokens from then on, with a warning that
-    says why. Graphs are made anew where weights or the cache have moved.
+    Graphs exist for few shapes: the cache's rows or half, a quarter ... of them, and quarters of its slots. A graph is
+    captured when its shape first occurs, which takes seconds and no compiler. Its logits are compared with those of the
+    model's own pass. If the capture fails or the logits differ, a warning says why, and the model's own code reads
+    single tokens from then on. If weights or the cache have moved in memory, all graphs are captured again.
 
     Raises: ValueError for a model that is not on a GPU, unless another capture is given.
     """
@@ -303,8 +326,8 @@ class GraphedPasses(Passes):
 
     @traced("token")
     def tokens(self, ids: Tensor, positions: Tensor, mask: Tensor, start: int, slot: int) -> Tensor:
-        """As Passes.tokens; the rows of the cache that are free compute too, and nobody looks. What is returned is
-        written over by the next pass."""
+        """As Passes.tokens. Free rows of the cache are computed too, and their results are not used. The next pass
+        overwrites the returned logits."""
         if self.fallback:
             return super().tokens(ids, positions, mask, start, slot)
         room = self.cache.room
@@ -314,15 +337,20 @@ class GraphedPasses(Passes):
             expected = super().tokens(ids, positions, mask, start, slot)
             try:
                 self._graphs[shape] = self._checked(*shape, expected)
-            except Exception as reason:  # whatever a family's code, or the driver, trips over
+            except Exception as reason:  # a family's code, or the driver, may raise anything
                 self._graphs.clear()
                 self.fall_back("graphs", reason)
                 return expected
         return self._graphs[shape]()[: len(ids)]
 
     def _checked(self, rows: int, slots: int, expected: Tensor) -> Callable[[], Tensor]:
-        """A graph of this shape, which gives what is expected of the inputs as they stand: of each row of logits, but
-        for so much of its norm as rounding explains. Number by number bf16 is farther apart where logits are wide."""
+        """A graph of this shape, after its logits of the present inputs were found to equal `expected`, (B, V).
+
+        Rounding may change a row of logits by a small part of the row's norm (around its mean). Single logits are not
+        compared: in bf16 they differ more where logits are large.
+
+        Raises: ValueError if the logits differ, or if the model's code reads results on the host.
+        """
         inputs = self._inputs
 
         def step() -> Tensor:
@@ -330,23 +358,25 @@ class GraphedPasses(Passes):
             with _one_token_attention(self.model):
                 return self._forward(inputs.ids[:rows], inputs.mask[:rows, None, None, :slots], inputs.positions[:rows])
 
-        with _NoQuestions():  # which end a capture in the middle, and torch's allocator does not get over that
+        with _NoQuestions():  # reading a result would end a capture halfway, after which torch's allocator fails
             step()
         replay = self._capture(step)
         found, wanted = replay()[: len(expected)].float(), expected.float()
         tolerance = torch.finfo(inputs.mask.dtype).eps ** 0.5
         spread = (wanted - wanted.mean(-1, keepdim=True)).norm(dim=-1)
         if not ((found - wanted).norm(dim=-1) <= tolerance * spread).all():
-            raise ValueError("its graph computes something else")
+            raise ValueError("its graph gives other results")
         return replay
 
 
 class _Inputs:
-    """What graphs read, in places that stay: ids and positions (rows, 1) int64, the slot to write (1,) int64, and mask
-    (rows, slots): 0 on what a row sees and -inf elsewhere, which is what torch's attention would make of booleans in
-    each layer anew.
+    """The input tensors of graphs, which stay at one place in memory.
 
-    keys: (rows, heads, slots, d) of the cache.
+    ids, positions: (rows, 1) int64. at: (1,) int64, the slot to write. mask: (rows, slots) in the dtype of the keys, 0
+    where a row attends and -inf elsewhere; torch's attention would convert a mask of booleans to this in each layer.
+
+    Args:
+        keys: (rows, heads, slots, d), any layer's keys in the cache.
     """
 
     def __init__(self, keys: Tensor):
@@ -357,8 +387,10 @@ class _Inputs:
         self._seen, self._hidden = keys.new_zeros(()), keys.new_full((), -torch.inf)
 
     def put(self, ids: Tensor, positions: Tensor, mask: Tensor, slot: int) -> None:
-        """mask: (B, slots) of booleans, this slot included, for the first B rows. Those behind see everything: what a
-        row gives that sees nothing is NaN, and stays in the cache."""
+        """Copy the inputs of the first B rows; arguments as in Passes.tokens, with a mask (B, slots).
+
+        The other rows attend to all slots: a row that attends to nothing would give NaN, which would stay in the cache.
+        """
         self.ids[: len(ids)] = ids
         self.positions[: len(ids)] = positions
         torch.where(mask, self._seen, self._hidden, out=self.mask[: len(mask)])
@@ -368,14 +400,17 @@ class _Inputs:
 
 
 ONE_TOKEN = "sdpa_of_one_token"
-"""The name, among transformers' attention functions, of torch's own attention of one token a row."""
+"""The name, among transformers' attention functions, of torch's attention for one token per row."""
 
 
 def _attention_of_one_token(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, **how
 ) -> tuple[Tensor, None]:
-    """(B, heads, 1, d) -> (B, 1, heads, d). Heads that share keys and values read them where they stand: transformers
-    before 5.23 copies them for each head, in each layer (`repeat_kv`)."""
+    """torch's attention for one token per row: query (B, heads, 1, d) -> (B, 1, heads, d).
+
+    Heads that share keys and values (grouped-query attention) read these in place. transformers before 5.23 copies them
+    for each head in each layer (`repeat_kv`).
+    """
     if how.get("position_bias") is not None:
         return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, attention_mask, **how)
     rows, heads, _, width = query.shape
@@ -389,7 +424,7 @@ AttentionInterface.register(ONE_TOKEN, _attention_of_one_token)
 
 @contextlib.contextmanager
 def _one_token_attention(model: PreTrainedModel) -> Iterator[None]:
-    """The model's attention is that of one token a row meanwhile."""
+    """Within this context the model computes attention by `_attention_of_one_token`."""
     config = model.config.get_text_config()
     before = config._attn_implementation
     config._attn_implementation = ONE_TOKEN
@@ -400,8 +435,10 @@ def _one_token_attention(model: PreTrainedModel) -> Iterator[None]:
 
 
 class _NoQuestions(TorchDispatchMode):
-    """Within this context ValueError is raised where this thread asks the device for what is computed there.
-    torch.cuda.set_sync_debug_mode would see more, and raise in other threads too: reward functions run beside."""
+    """Within this context an operation of this thread that copies computed numbers to the host raises ValueError.
+
+    torch.cuda.set_sync_debug_mode finds more of them, but also raises in other threads, in which reward functions run.
+    """
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         aten, name = torch.ops.aten, func.overloadpacket
@@ -411,16 +448,17 @@ class _NoQuestions(TorchDispatchMode):
             tags = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
             asks = name is aten.is_nonzero or not tags.isdisjoint(func.tags)
         if asks:
-            raise ValueError(f"its code asks the device, by {name.__name__}")
+            raise ValueError(f"its code reads computed numbers on the host, by {name.__name__}")
         return func(*args, **(kwargs or {}))
 
 
 class _CudaCapture:
-    """Captures with torch.cuda.graph; all graphs share one pool of memory, as one of them runs at a time.
+    """Captures graphs with torch.cuda.graph. All its graphs share one memory pool, since only one of them runs at a
+    time.
 
-    One for each set of graphs: torch refuses a pool whose graphs are gone while a tensor in it lives, as the latest
-    logits do. All on one stream: what cuBLAS keeps of memory for a stream then comes to be before a capture, and not in
-    the pool.
+    Each set of graphs needs an object of its own: when all graphs of a pool are gone while a tensor in it is still
+    used, as the latest logits are, torch refuses the pool for further graphs. All captures use one stream, so that
+    cuBLAS allocates its workspace for the stream before the first capture, outside of the pool.
     """
 
     def __init__(self):
@@ -431,13 +469,13 @@ class _CudaCapture:
         beside.wait_stream(here)
         try:
             with torch.cuda.stream(beside):
-                for _ in range(2):  # libraries set themselves up in the first runs, which no graph may hold
+                for _ in range(2):  # in their first runs libraries initialise, which must not be captured
                     step()
         finally:
             here.wait_stream(beside)
         graph = torch.cuda.CUDAGraph()
-        # What other threads do meanwhile, as NCCL's watchdog asking for its events, does not spoil the capture; and
-        # torch.cuda.graph goes back to this stream only where the capture ends well.
+        # "thread_local": calls of other threads, such as NCCL's watchdog querying events, do not break the capture. The
+        # outer context restores this stream, which torch.cuda.graph does only if the capture succeeds.
         with torch.cuda.stream(here), torch.cuda.graph(graph, self._pool, beside, "thread_local"):
             output = step()
 
@@ -449,14 +487,15 @@ class _CudaCapture:
 
 
 def rows_of_shape(living: int, rows: int) -> int:
-    """The least of rows, rows / 2, rows / 4 ... (rounded up), down to FEWEST_ROWS, that has room for the living ones:
-    for passes whose shapes are to be few."""
+    """The number of rows that a graph computes: the smallest of rows, rows / 2, rows / 4 ... (rounded up, at least
+    FEWEST_ROWS) that is not below `living`. Few different numbers mean few graphs."""
     while rows >= 2 * max(living, FEWEST_ROWS):
         rows = -(-rows // 2)
     return rows
 
 
 def _slots_of_shape(slots: int, most: int) -> int:
-    """The least number that occurs and is not below `slots`: a quarter of the most, in multiples of SLOTS, or more."""
+    """The number of slots that a graph computes: the smallest of one to four quarters of `most` (a quarter is rounded
+    up to a multiple of SLOTS) that is not below `slots`."""
     part = -(-most // (SLOT_SHAPES * SLOTS)) * SLOTS
     return min(most, -(-slots // part) * part)

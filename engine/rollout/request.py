@@ -1,4 +1,4 @@
-"""From prompts to rollouts: requests for responses, their ends, and the schedule of those decoded side by side; drawing
+"""From prompts to rollouts: requests for responses, their ends, and the schedule of the batch that is decoded; drawing
 tokens with each response's own random numbers; joining prompts and rollouts of several calls or ranks.
 """
 
@@ -17,7 +17,7 @@ from engine.rollout.base import SamplingConfig
 
 
 class Ends:
-    """Tokens that end a response, and strings that end it with the token that completes them."""
+    """Tokens that end a response, and strings: a response ends with the token that completes one of the strings."""
 
     def __init__(self, tokenizer, tokens: Sequence[int] = (), strings: Sequence[str] = ()):
         self.tokenizer, self.tokens, self.strings = tokenizer, frozenset(tokens), tuple(strings)
@@ -25,13 +25,13 @@ class Ends:
     def first(self, response: list[int], start: int = 0) -> int | None:
         """How many tokens a response has up to and including its first end; None if it has no end.
 
-        start: no token before this place ends it.
+        start: position of the first token that may be an end token; earlier ones have been checked.
         """
         end = next((place + 1 for place in range(start, len(response)) if response[place] in self.tokens), None)
         before = response[:end]
         if not self.strings or not self._holds_string(before):
             return end
-        low, high = 1, len(before)  # the shortest that holds one: once complete, a string stays in the text
+        low, high = 1, len(before)  # bisect: a string stays in the text once it is complete
         while low < high:
             middle = (low + high) // 2
             low, high = (low, middle) if self._holds_string(before[:middle]) else (middle + 1, high)
@@ -46,10 +46,10 @@ class Ends:
 class Request:
     """A prompt that needs a response, and the response so far.
 
-    row: its row in the prompts and in the rollout. prompt_length: how many real tokens the prompt has. most: how many
-        tokens the response may have.
-    tokens: the response's tokens that the host has looked at. drawn: how many tokens were drawn, looked at or not,
-        those after an end included. ended: whether the response reached an end token or string.
+    row: the prompt's row in the batch of prompts and in the rollout. prompt_length: how many real tokens the prompt
+        has. most: how many tokens the response may have.
+    tokens: the response's tokens that the host has seen. drawn: how many tokens were drawn; these include tokens that
+        the host has not seen, and tokens after the end. ended: whether the response reached an end token or string.
     """
 
     row: int
@@ -61,16 +61,16 @@ class Request:
 
     @property
     def read(self) -> int:
-        """Tokens of prompt and response that the model has read: all but the last that was drawn."""
+        """How many tokens of prompt and response the model has read: all but the last drawn one."""
         return self.prompt_length + self.drawn - 1
 
     @property
     def finished(self) -> bool:
-        """Whether nothing more is to be drawn, as far as the host has looked."""
+        """Whether the response needs no further token, as far as the host has seen."""
         return self.ended or len(self.tokens) >= self.most
 
     def look(self, drawn: Sequence[int], ends: Ends) -> None:
-        """Take tokens that were drawn since the last look, up to the first end."""
+        """Append the tokens that were drawn since the last call, up to the first end."""
         looked_at = len(self.tokens)
         self.tokens += drawn[: self.most - looked_at]
         end = ends.first(self.tokens, looked_at)
@@ -80,15 +80,15 @@ class Request:
 
 
 def requests_of(prompts: PromptBatch, most: int) -> list[Request]:
-    """A request for each row of the prompts, in their order. most: tokens that a response may have."""
+    """A request for each row of the prompts, in their order. most: how many tokens a response may have."""
     return [Request(row, length, most) for row, length in enumerate(prompts.attention_mask.sum(-1).tolist())]
 
 
 class Schedule:
-    """The schedule: rows that have ended make room for waiting prompts, longest first.
+    """Which requests are decoded at present: `living`; request i of this list is in row i of the batch. When requests
+    are finished, waiting ones take their rows, those with the longest prompts first.
 
-    requests: all that are to be answered. rows: how many are decoded side by side. `living` are those that are, each in
-    the row of the batch that is its place in the list.
+    requests: all requests of a call. rows: how many are decoded at the same time.
     """
 
     def __init__(self, requests: Sequence[Request], rows: int):
@@ -102,8 +102,8 @@ class Schedule:
         return len(self._waiting) + len(self.living)
 
     def join(self) -> list[Request]:
-        """The requests that begin now, at the end of `living`; none until there is room for a good part of what fits,
-        since reading their prompts holds up all others."""
+        """Append waiting requests to `living` and return them. Returns none while less than an eighth of the rows is
+        free, because all other rows wait while prompts are read."""
         room = self.rows - len(self.living)
         if room < self.rows // 8:
             return []
@@ -112,9 +112,9 @@ class Schedule:
         return joining
 
     def leave(self) -> tuple[list[int], list[int]]:
-        """Let finished requests go; the last of those that stay take their rows.
+        """Remove finished requests from `living`; the last of the others take their rows.
 
-        Returns: rows to be moved, and where to. Behind it rows 0 to len(living) - 1 are in use.
+        Returns: the rows to move, and their new rows. Then rows 0 to len(living) - 1 are in use.
         """
         sources, targets, kept = rows_to_move([not request.finished for request in self.living])
         for source, target in zip(sources, targets, strict=True):
@@ -124,9 +124,9 @@ class Schedule:
 
 
 def rows_to_move(stays: Sequence[bool]) -> tuple[list[int], list[int], int]:
-    """How rows that stay come to stand in rows 0 to n - 1: the last of them take the places of those that leave.
+    """Which rows to move so that the n rows that stay are rows 0 to n - 1: the last of them take free rows.
 
-    stays: of each row. Returns: rows to be moved, where to, and n.
+    stays: for each row, whether it stays. Returns: the rows to move, their new rows, and n.
     """
     kept = sum(stays)
     targets = [row for row in range(kept) if not stays[row]]
@@ -135,10 +135,10 @@ def rows_to_move(stays: Sequence[bool]) -> tuple[list[int], list[int], int]:
 
 
 class Draws:
-    """Draws the tokens of a call's responses, and records the log-probs and entropies that the dialect asks for.
+    """Draws the tokens of a call's responses, and records the log-probs and entropies that `sampling` asks for.
 
-    `recorded` has, under the names of Rollout's fields, (len(prompts), places) float32; nothing where `sampling` asks
-    for no log-probs. places: tokens that may be drawn for a response, those behind its end included.
+    recorded: {name of a field of Rollout: (len(prompts), places) float32}; empty if `sampling` asks for no log-probs.
+    places: how many tokens may be drawn for a response, tokens after its end included.
     """
 
     def __init__(self, prompts: PromptBatch, sampling: SamplingConfig, places: int):
@@ -155,9 +155,12 @@ class Draws:
         self.recorded = {name: torch.zeros(len(prompts), places, device=device) for name in names}
 
     def draw(self, logits: Tensor, rows: Tensor, places: Tensor) -> Tensor:
-        """(B, 1) int64, the tokens at these places (B,) of the responses to these rows (B,) of the prompts.
+        """Draw one token for each of B responses, and record its log-prob; returns the tokens, (B, 1) int64.
 
-        logits: (B, V) in any float dtype.
+        Args:
+            logits: (B, V) in any float dtype.
+            rows: (B,) int64, the responses' rows in the batch of prompts.
+            places: (B,) int64, the tokens' positions in the responses, from 0.
         """
         sampling = self.sampling
         choice = self._without_never_drawn(logits)[:, : sampling.vocabulary_size]
@@ -169,8 +172,8 @@ class Draws:
         return tokens.unsqueeze(1)
 
     def record(self, logits: Tensor, tokens: Tensor, rows: Tensor, places: Tensor) -> None:
-        """Note what the dialect asks for of the tokens (B,) that these logits were drawn as, by whatever sampler.
-        Arguments as of `draw`."""
+        """Record log-probs and entropies of tokens (B,) that any sampler drew from these logits. Other arguments: as in
+        `draw`."""
         sampling = self.sampling
         if sampling.logprob_temperature is not None:
             found = token_logprobs(logits, tokens, sampling.logprob_temperature, sampling.with_entropy)
@@ -178,7 +181,7 @@ class Draws:
                 column[rows, places] = values
 
     def possible(self, logits: Tensor) -> Tensor:
-        """A new tensor of the logits (B, V) with -inf for tokens that must not be drawn, for another sampler."""
+        """The logits (B, V), with -inf for tokens that must not be drawn, in a new tensor; for another sampler."""
         unknown = torch.arange(logits.shape[1], device=logits.device) >= (self.sampling.vocabulary_size or torch.inf)
         return self._without_never_drawn(logits).masked_fill(unknown, -torch.inf)
 
@@ -189,9 +192,9 @@ class Draws:
 def rollout_of(
     prompts: PromptBatch, requests: Sequence[Request], pad_token_id: int, recorded: Mapping[str, Tensor] | None = None
 ) -> Rollout:
-    """The rollout of requests that are finished, one for each row of the prompts, in their order.
+    """The rollout of finished requests, one for each row of the prompts, in the same order.
 
-    recorded: columns (B, T or more) float32 by the names of Rollout's fields.
+    recorded: {name of a field of Rollout: (B, T or more) float32}.
     """
     device, width = prompts.input_ids.device, max(len(request.tokens) for request in requests)
     responses = torch.tensor([request.tokens + [pad_token_id] * (width - len(request.tokens)) for request in requests])
@@ -209,7 +212,8 @@ def rollout_of(
 
 
 def prompts_of_group(prompts: PromptBatch, group: RankGroup) -> tuple[PromptBatch, slice]:
-    """The prompts of all ranks of the group, the same on each of them, and which rows are this rank's."""
+    """The prompts of all ranks of the group, the same on each rank, and the slice of this rank's rows (all ranks of the
+    group call this)."""
     if group.size == 1:
         return prompts, slice(0, len(prompts))
     by_rank = group.all_objects(prompts.to("cpu"))
@@ -218,7 +222,7 @@ def prompts_of_group(prompts: PromptBatch, group: RankGroup) -> tuple[PromptBatc
 
 
 def _joined_prompts(batches: Sequence[PromptBatch]) -> PromptBatch:
-    """Batches one after the other, padded on the left to one width; what is padded with is masked."""
+    """Batches one after the other, padded on the left to one width with masked tokens."""
     width = max(batch.input_ids.shape[1] for batch in batches)
 
     def columns(name: str) -> Tensor:
@@ -234,7 +238,7 @@ def _joined_prompts(batches: Sequence[PromptBatch]) -> PromptBatch:
 
 
 def copied(rollout: Rollout, device: torch.device | str) -> Rollout:
-    """The same rows on this device in their own memory: sending a view to another process would send all of its base
+    """The same rows on this device, in memory of their own. Sending a view to another process would send the whole base
     tensor."""
     columns = {column.name: getattr(rollout, column.name) for column in fields(rollout)}
     return replace(
@@ -243,9 +247,9 @@ def copied(rollout: Rollout, device: torch.device | str) -> Rollout:
 
 
 def joined(rollouts: Sequence[Rollout], pad_token_id: int) -> Rollout:
-    """The rows of all, one behind the other, as wide as the longest prompt and the longest response among them.
+    """The rows of all rollouts, one rollout after the other, as wide as the longest prompt and the longest response.
 
-    All have the sampler's log-probs and entropy, or none has.
+    Either all rollouts have the sampler's log-probs and entropy, or none has.
     """
     pieces = [rollout.select(slice(None)) for rollout in rollouts]
     prompt = max(piece.prompt_length for piece in pieces)

@@ -1,4 +1,4 @@
-"""Rollouts by vLLM within the trainer's own processes; the only file that uses vLLM."""
+"""Rollouts by vLLM in the trainer's processes. No other file uses vLLM."""
 
 import gc
 import os
@@ -27,39 +27,40 @@ from engine.zero.accelerator import on_gpu
 from engine.zero.communication import SHARED_MEMORY, clear_dead_buffers
 from engine.zero.gathering import full_numel
 
-SAMPLERS = ("keyed", "own")  # what draws: our own random numbers, or vLLM's sampler
-VERSIONS = ("0.32.",)  # that this was tried with; another may have moved what is used here
-WORKSPACE = 2_000_000_000  # bytes of activations of what it reads at once, and of its CUDA graphs; assumed
-HEADS_ON_CPU = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # widths that its kernels have there
+SAMPLERS = ("keyed", "own")  # what draws tokens: our random numbers, or vLLM's sampler
+VERSIONS = ("0.32.",)  # versions that were tried; others may have renamed internals that this file uses
+WORKSPACE = 2_000_000_000  # assumed bytes of vLLM's activations and CUDA graphs
+HEADS_ON_CPU = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # sizes of attention heads in vLLM's CPU kernels
 
 _SETTINGS = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine in this process, whose tensors it is given
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # vLLM's engine runs in this process and reads its tensors
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
 }
 _SETTINGS_ON_CPU = {
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # it would bind this process's threads, the trainer's too, to cores
-    "TORCH_COMPILE_DISABLE": "1",  # minutes at the first call, otherwise
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # otherwise vLLM binds this process's threads, also the trainer's, to cores
+    "TORCH_COMPILE_DISABLE": "1",  # otherwise the first call takes minutes
 }
-# Shared memory of its groups on CPUs, which it never removes, and the names of which the next run would use again.
+# Names in shared memory of vLLM's groups on CPUs. vLLM never removes these, and the next run would use the same names.
 _BUFFERS = "*-tp:*-cpushm_*"
 
 
 class VLLMRollouts(RolloutBackend):
-    """Generates with vLLM, which holds the actor spread over groups of neighbouring ranks (all ranks make it together).
+    """Generates with vLLM (all ranks create this together). Each group of neighbouring ranks holds the actor once,
+    divided among its ranks by tensor parallelism.
 
-    Weights reach it bucket by bucket after an update, adapters merged; until then they are empty. From `release_memory`
-    to the next call it sleeps. The ranks of a group draw the responses to the prompts of all of them, and each keeps
-    those to its own.
+    vLLM gets weights at the first call after an update, bucket by bucket, with adapters merged in. It sleeps from
+    `release_memory` to the next call. The ranks of a group generate responses to all prompts of the group together;
+    each rank keeps the responses to its own prompts.
 
     Args:
-        rows_at_once: how many responses a rank's part of the memory for keys and values is for.
-        row_length: most tokens of prompt and response. cache_bytes: for keys and values, on each rank.
-        tensor_parallel: ranks in a group.
-        sampler: one of SAMPLERS; log-probs are noted by `Draws` either way.
-        moments: bytes that engines beside it take in their first step, and keep.
+        rows_at_once: how many responses each rank's memory for keys and values is meant for.
+        row_length: most tokens of prompt and response together. cache_bytes: bytes of keys and values on each rank.
+        tensor_parallel: number of ranks in a group.
+        sampler: one of SAMPLERS; with either one `Draws` records the log-probs.
+        moments: bytes that the training engines allocate in their first step and keep.
 
-    Raises: UserError where vLLM is not here, or a GPU has no room for it.
+    Raises: UserError if vLLM is not installed, or a GPU has too little memory.
     """
 
     def __init__(
@@ -87,7 +88,7 @@ class VLLMRollouts(RolloutBackend):
         model = actor.module.model
         config = type(model.config).from_dict(model.config.to_dict())
         if actor.module.adapters is not None and actor.module.adapters.tied_head is not None:
-            config.tie_word_embeddings = False  # an adapted head is a matrix of its own when it is merged
+            config.tie_word_embeddings = False  # after merging, an adapted head differs from the embedding
         share = {}
         if self.on_gpu:
             weights = sum(full_numel(p) * p.element_size() for p in model.parameters())
@@ -107,20 +108,20 @@ class VLLMRollouts(RolloutBackend):
                 tensor_parallel_size=tensor_parallel,
                 distributed_executor_backend="external_launcher",
                 enforce_eager=not self.on_gpu,
-                enable_prefix_caching=False,  # of weights that are gone
+                enable_prefix_caching=False,  # cached keys and values would be those of old weights
                 enable_sleep_mode=self.on_gpu,
-                async_scheduling=False,  # a token's place is counted when it is drawn
+                async_scheduling=False,  # a token's position is counted when the token is drawn
                 disable_log_stats=True,
                 seed=0,
                 logits_processors=[_sampling_class(self._draws, self._keyed)],
             )
         self._clear_buffers(own=True)
-        gc.unfreeze()  # it hides all objects that there are, the trainer's too, from the garbage collector
-        # At exit it would close process groups behind the run, which has closed them all by then.
+        gc.unfreeze()  # vLLM hides all existing objects, also the trainer's, from the garbage collector
+        # At exit vLLM would close process groups, but the run has closed them all by then.
         self._llm.llm_engine.engine_core._finalizer.detach()
 
     def generate(self, prompts: PromptBatch, sampling: SamplingConfig) -> Rollout:
-        """One response for each row; ranks of a group go on together."""
+        """One response for each row (all ranks of a group call this together)."""
         if self._loaded != self.actor.version:
             self._load()
         whole, own = prompts_of_group(prompts, self.group)
@@ -131,8 +132,8 @@ class VLLMRollouts(RolloutBackend):
         return rollout_of(prompts, requests[own], sampling.pad_token_id, recorded)
 
     def release_memory(self) -> None:
-        """Nothing is generated for a while: vLLM gives back what it has on the GPU, weights, keys and values, which are
-        lost. On CPUs it keeps them."""
+        """Free the GPU memory of vLLM's weights, keys and values until the next call, which loads the weights again. On
+        CPUs nothing is freed."""
         if self.on_gpu and not self._asleep:
             moved("vLLM goes to sleep")
             self._llm.sleep(level=2)
@@ -142,7 +143,7 @@ class VLLMRollouts(RolloutBackend):
 
     @traced("vLLM takes weights")
     def _load(self) -> None:
-        """Load the actor's current weights into vLLM, by Hugging Face's names and in their order."""
+        """Load the actor's current weights into vLLM, with Hugging Face's names and order."""
         self._wake("weights")
         weights = _noted(merged_weights(self.actor.module))
         self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
@@ -161,11 +162,11 @@ class VLLMRollouts(RolloutBackend):
         unseen: list[list[int]] = [[] for _ in requests]
 
         def has_enough(row: int, drawn: list[int]) -> bool:
-            """Whether a request has, with the tokens that were drawn since the last time."""
+            """Whether a request is finished, with the tokens drawn since the last call."""
             request, new = requests[row], unseen[row]
             new += drawn
             request.drawn += len(drawn)
-            # A text is looked for as seldom as in our own loop; a token that ends a response is seen by vLLM itself.
+            # vLLM sees end tokens itself. Stop strings are searched only every CHECK_EVERY tokens, as in our own loop.
             if drawn and drawn[-1] not in ends.tokens and request.drawn < request.most and len(new) < CHECK_EVERY:
                 return False
             request.look(new, ends)
@@ -182,7 +183,7 @@ class VLLMRollouts(RolloutBackend):
                 seed=None if self._keyed else seed,
                 max_tokens=sampling.max_new_tokens,
                 stop_token_ids=list(sampling.stop_token_ids),
-                ignore_eos=True,  # what ends a response is said by `sampling` alone
+                ignore_eos=True,  # `sampling` alone determines the tokens that end a response
                 detokenize=False,
                 output_kind=RequestOutputKind.DELTA,
                 extra_args={"place": place},
@@ -204,7 +205,8 @@ class VLLMRollouts(RolloutBackend):
         self._draws.now = None
 
     def _clear_buffers(self, own: bool = False) -> None:
-        """Remove what runs that died have left; or the names of this run's own, when all ranks have them open."""
+        """Remove the buffers in shared memory that dead runs left. own: also remove the names of this run's buffers,
+        which all ranks have open by then (all ranks call this)."""
         distributed.barrier()
         if own:
             _unlink_queue()
@@ -222,7 +224,7 @@ class VLLMRollouts(RolloutBackend):
 
 
 def vllm_version() -> str:
-    """The installed version of vLLM, with or without CUDA. Raises: UserError where it is missing or was never tried."""
+    """The installed version of vLLM or its CPU build. Raises: UserError if there is none, or another than VERSIONS."""
     for package in ("vllm", "vllm-cpu"):
         try:
             version = metadata.version(package)
@@ -231,63 +233,67 @@ def vllm_version() -> str:
         if version.startswith(VERSIONS):
             return version
         raise UserError(
-            f"--rollout_backend vllm: {package} {version} is installed, and this was tried with {VERSIONS[0]}x alone. "
-            "Install that (scripts/vllm_environment.sh makes an environment), or take another backend."
+            f"--rollout_backend vllm: {package} {version} is installed, but only {VERSIONS[0]}x has been tried. "
+            "Install that version (scripts/vllm_environment.sh makes an environment), or take another backend."
         )
     raise UserError(
-        "--rollout_backend vllm: vLLM is not installed here. scripts/vllm_environment.sh makes an environment that has "
-        "it beside the versions that training needs; --rollout_backend auto needs none."
+        "--rollout_backend vllm: vLLM is not installed here. scripts/vllm_environment.sh makes an environment with "
+        "vLLM and the versions that training needs. --rollout_backend auto needs no vLLM."
     )
 
 
 def check_heads(config: PretrainedConfig, name: str, tensor_parallel: int, on_cpu: bool) -> None:
-    """Raise UserError where vLLM cannot compute this model's attention. name: what the message calls the model."""
+    """Raise UserError if vLLM cannot compute this model's attention. name: the model's name in the message."""
     config = config.get_text_config()
     heads = config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
     if heads % tensor_parallel:
         raise UserError(
-            f"--vllm_tensor_parallel_size {tensor_parallel}: {name} has {heads} attention heads, and each rank takes "
-            f"as many. Give a number that divides {heads}."
+            f"--vllm_tensor_parallel_size {tensor_parallel}: the {heads} attention heads of {name} cannot be divided "
+            f"equally among so many ranks. Give a number that divides {heads}."
         )
     if on_cpu and width not in HEADS_ON_CPU:
         raise UserError(
-            f"--rollout_backend vllm: {name} has attention heads of {width} numbers; on CPUs vLLM has them of "
+            f"--rollout_backend vllm: {name} has attention heads of size {width}; on CPUs vLLM supports the sizes "
             f"{', '.join(map(str, HEADS_ON_CPU))}. Take --rollout_backend auto, or a GPU."
         )
 
 
 def _share(weights: int, cache: int, moments: int) -> float:
-    """Which part of a GPU's memory vLLM is to ask for: it refuses to start where less is free, and asks for 0.92 by
-    itself (request_memory in vllm/v1/worker/utils.py); how many keys and values it has is said by cache_bytes alone.
+    """The share of a GPU's memory that vLLM asks for (`gpu_memory_utilization`).
 
-    weights, cache: bytes on each rank. moments: as in VLLMRollouts. Raises: UserError on all ranks where one has too
-    few.
+    vLLM refuses to start if less is free, and by default asks for 0.92 (request_memory in vllm/v1/worker/utils.py). The
+    memory for keys and values does not follow from this share, but from cache_bytes.
+
+    Args:
+        weights, cache: bytes on each rank. moments: as in VLLMRollouts.
+
+    Raises: UserError on all ranks if one has too little free memory.
     """
     free, total = _gpu_memory()
     free = -distributed.largest(-free)
     needed = weights + cache + WORKSPACE
-    nccl = NCCL if distributed.world_size() > 1 else 0  # its groups', before it looks at what is free
+    nccl = NCCL if distributed.world_size() > 1 else 0  # of vLLM's groups, allocated before vLLM checks what is free
     if needed + nccl + moments > free:
         raise UserError(
-            f"--rollout_backend vllm: it takes {(needed + nccl) / 1e9:.1f} GB of a GPU (weights {weights / 1e9:.1f}, "
-            f"keys and values {cache / 1e9:.1f}, working memory {(WORKSPACE + nccl) / 1e9:.1f}), Adam's moments "
-            f"{moments / 1e9:.1f} beside it, and {free / 1e9:.1f} of {total / 1e9:.1f} GB are free once the models are "
-            "loaded. Set a larger --vllm_tensor_parallel_size, a smaller --per_device_generation_batch_size, a higher "
+            f"--rollout_backend vllm: vLLM needs {(needed + nccl) / 1e9:.1f} GB of a GPU (weights {weights / 1e9:.1f}, "
+            f"keys and values {cache / 1e9:.1f}, working memory {(WORKSPACE + nccl) / 1e9:.1f}), and Adam's moments "
+            f"need {moments / 1e9:.1f}. With the models loaded, {free / 1e9:.1f} of {total / 1e9:.1f} GB are free. Set "
+            "a larger --vllm_tensor_parallel_size, a smaller --per_device_generation_batch_size, a higher "
             "--actor_zero_stage and --critic_zero_stage, or --offload."
         )
     return needed / total
 
 
 def _gpu_memory() -> tuple[int, int]:
-    """Bytes of this rank's GPU: free, once torch's allocator has given back what it does not use, and in all."""
+    """(free, total) bytes of this rank's GPU, after torch's allocator has returned its unused memory."""
     torch.cuda.empty_cache()
     return torch.cuda.mem_get_info()
 
 
 def _unlink_queue() -> None:
-    """Remove the name of the memory that a group's ranks share as a queue, which all of them have open by now: of one
-    that still has its name at a run's end Python warns as of a leak."""
+    """Remove the name of the shared memory that is the message queue of a group's ranks. All ranks have it open by now.
+    Python would report a leak if the name still existed at the end of the run."""
     from vllm.distributed.parallel_state import get_tp_group
 
     queue = get_tp_group().mq_broadcaster
@@ -297,24 +303,25 @@ def _unlink_queue() -> None:
 
 
 def _noted(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """The weights; while vLLM has one, and not while the next are gathered, "vLLM takes weights" was begun last."""
+    """The weights, unchanged. When vLLM gets one, "vLLM takes weights" is recorded as what this rank is doing; while
+    weights are gathered, something else is."""
     for name, weight in weights:
         moved("vLLM takes weights")
         yield name, weight
 
 
 class _Current:
-    """Shared state through which the logits processor, which vLLM makes, finds the current `Draws`.
+    """State that this file shares with the logits processor, which vLLM creates.
 
-    seen: what it leaves of a step in which vLLM's own sampler draws: the logits (B, V), and rows of them with the place
-    of the prompt that each answers and how many tokens that had.
+    now: the current call's `Draws`. seen: set in steps in which vLLM's own sampler draws: the logits (B, V), and a list
+    of (row of the logits, the prompt's row in the batch of prompts, number of tokens that the response had).
     """
 
     now: Draws | None = None
     seen: tuple[Tensor, list[tuple[int, int, int]]] | None = None
 
     def record(self, drawn: Mapping[int, Sequence[int]]) -> None:
-        """Note log-probs of a step's tokens: prompt's place -> the one that was drawn for it, if there is one."""
+        """Record the log-probs of a step's tokens. drawn: {the prompt's row: the token drawn for it, if any}."""
         if self.now is None or self.seen is None:
             return
         logits, rows = self.seen
@@ -325,13 +332,13 @@ class _Current:
 
 
 def _sampling_class(current: _Current, keyed: bool) -> type:
-    """The logits processor that draws with our random numbers (keyed), or sees to it alone that what is not to be drawn
-    is not."""
+    """The class of the logits processor. keyed: it draws each token with our random numbers. Otherwise it only excludes
+    tokens that must not be drawn."""
     from vllm.v1.sample.logits_processor import LogitsProcessor
     from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
     class Sampling(LogitsProcessor):
-        """Of the rows of vLLM's batch, which prompt each answers, and the tokens that it has."""
+        """Knows for each row of vLLM's batch which prompt it answers, and the response's tokens."""
 
         def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool):
             self._rows: dict[int, tuple[int, list[int]]] = {}
@@ -347,7 +354,7 @@ def _sampling_class(current: _Current, keyed: bool) -> type:
                 return logits
             rows = [(row, place, len(drawn)) for row, (place, drawn) in self._rows.items()]
             if not keyed:
-                current.seen = logits, rows  # logits that stay as they are: those that go on are another tensor
+                current.seen = logits, rows  # nothing changes these logits: vLLM gets a new tensor
                 return current.now.possible(logits)
             which, prompts, positions = torch.tensor(rows, device=logits.device).unbind(1)
             tokens = current.now.draw(logits[which], prompts, positions)
@@ -362,8 +369,8 @@ def _place(extra: dict[str, int] | None, drawn: list[int]) -> tuple[int, list[in
 
 
 def _pack_tied_head(model: Any) -> None:
-    """Have a head that is the embedding too hold its numbers: on CPUs layers keep a packed copy of their weights, and
-    vLLM 0.32 packs this one when it loads the model alone."""
+    """Update the output head of a model on CPUs whose head is also the embedding. Layers there keep a packed copy of
+    their weights, and vLLM 0.32 packs the head only when it first loads the model."""
     if not model.config.tie_word_embeddings:
         return
     from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm

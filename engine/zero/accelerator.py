@@ -1,4 +1,4 @@
-"""What this process computes on, as DeepSpeed has it: the device, its memory and dtypes."""
+"""The device that this process computes on, its memory and its dtypes, as DeepSpeed's accelerator gives them."""
 
 import os
 
@@ -14,25 +14,25 @@ def device() -> torch.device:
 
 
 def on_gpu() -> bool:
-    """Whether this run computes on CUDA GPUs: not wherever there are some, DS_ACCELERATOR=cpu leaves them alone."""
+    """Whether this run computes on CUDA GPUs. With DS_ACCELERATOR=cpu it does not, even if there are GPUs."""
     from deepspeed.accelerator import get_accelerator
 
     return get_accelerator().device_name() == "cuda"
 
 
 def capability() -> tuple[int, int] | None:
-    """The compute capability of this rank's NVIDIA GPU, (7, 0) of a V100; None without one."""
+    """The compute capability of this rank's NVIDIA GPU, such as (7, 0) for a V100; None without an NVIDIA GPU."""
     return torch.cuda.get_device_capability() if on_gpu() and torch.version.cuda is not None else None
 
 
 def ranks_of_this_machine() -> int:
-    """How many processes of the run share this machine, as the launcher says (deepspeed, torchrun); all without one."""
+    """How many ranks are on this machine, by the variables of the launcher (deepspeed, torchrun); 1 without them."""
     names = ("LOCAL_SIZE", "LOCAL_WORLD_SIZE", "WORLD_SIZE")
     return next((int(os.environ[name]) for name in names if name in os.environ), 1)
 
 
 def free_memory() -> int:
-    """Bytes that this rank may still take: of its GPU, or its share of the host's."""
+    """The free bytes of this rank's GPU; on CPUs, its share of the host's free bytes."""
     if on_gpu():
         free, _ = torch.cuda.mem_get_info()
         return free + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
@@ -40,7 +40,7 @@ def free_memory() -> int:
 
 
 def natural_dtype() -> str:
-    """What this machine trains in best: "bf16" on GPUs that have it, "fp16" on others, "fp32" on CPUs."""
+    """The default dtype on this machine: "bf16" on GPUs that have it, "fp16" on other GPUs, "fp32" on CPUs."""
     from deepspeed.accelerator import get_accelerator
 
     accelerator = get_accelerator()
@@ -52,7 +52,7 @@ def natural_dtype() -> str:
 
 
 def why_not(dtype: str) -> str | None:
-    """Why this machine cannot train in "fp16" or "bf16", and what to use instead; None where it can."""
+    """Why this machine cannot train in "fp16" or "bf16", and what to use instead; None if it can."""
     from deepspeed.accelerator import get_accelerator
 
     accelerator = get_accelerator()

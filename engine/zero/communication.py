@@ -1,4 +1,4 @@
-"""The process group and its hosts; started with DeepSpeed so that ZeRO and `engine.distributed` share it.
+"""Starts the process group through DeepSpeed, so that ZeRO and `engine.distributed` share it; reads hostfiles.
 
 On CPUs DeepSpeed has each rank make a buffer file of 69 MB in /dev/shm for the sums of its tensor-parallel layers, and
 never removes it. This program has no such layers, so no buffers are made here, and those of dead processes are removed.
@@ -32,8 +32,8 @@ BUFFERS = "deepspeed_allreduce_buffer"  # the start of the files' names; the use
 def init(timeout_minutes: float = 30.0) -> torch.device:
     """Join the process group (NCCL on GPUs, gloo on CPUs), once, and return the device of this rank.
 
-    timeout_minutes: how long a collective call may wait, in all groups that come to be. Raises: UserError on a rank
-    that does not see its GPU.
+    timeout_minutes: how long a collective call may wait, in all process groups. Raises: UserError on a rank that does
+    not see its GPU.
     """
     if not distributed.is_initialized():
         defaults = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
@@ -90,7 +90,7 @@ def slots_by_host(path: str) -> dict[str, int]:
 
 @contextlib.contextmanager
 def without_buffers() -> Iterator[None]:
-    """Have `deepspeed.init_distributed` make no buffers; it then reduces through the process group alone."""
+    """Within this context `deepspeed.init_distributed` makes no buffer files; it reduces through the process group."""
     build = _BACKEND.build_shm_op
     _BACKEND.build_shm_op = lambda: None  # type: ignore[attr-defined]
     try:
@@ -100,10 +100,10 @@ def without_buffers() -> Iterator[None]:
 
 
 def clear_dead_buffers(folder: Path = SHARED_MEMORY, pattern: str = f"{BUFFERS}_{os.getuid()}_*") -> list[str]:
-    """Remove this user's buffers that no living process has; returns their names. pattern: of their files' names.
+    """Remove this user's buffers of dead processes; returns their names. pattern: pattern of the files' names.
 
-    A process has its buffer open from the instant it makes it to its end, so that one which nobody has open is a dead
-    one's, however young it is.
+    A process has its buffer open from its creation to the end of the process. So a buffer that no process has open is
+    that of a dead process.
     """
     removed = []
     for path in sorted(folder.glob(pattern)):
@@ -115,10 +115,10 @@ def clear_dead_buffers(folder: Path = SHARED_MEMORY, pattern: str = f"{BUFFERS}_
 
 
 def _in_use(path: Path) -> bool:
-    """Whether any process has the file open or mapped; true where the system cannot tell.
+    """Whether any process has the file open or mapped; True if the system cannot tell.
 
-    The kernel gives a lease for writing only on a file that nobody else has. /proc would not do: it does not show the
-    processes of another container that shares this folder.
+    The kernel gives a write lease only on a file that nobody else has open. /proc does not suffice: it does not show
+    processes of other containers that share this folder.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
     try:

@@ -1,4 +1,5 @@
-"""Modules under DeepSpeed: the only file that calls deepspeed.initialize."""
+"""Models in DeepSpeed engines: trained, frozen, or within another model's engine. No other file calls
+deepspeed.initialize."""
 
 import contextlib
 import math
@@ -21,56 +22,58 @@ from engine.zero.shards import Shard, ShardSource, TrainingState
 from engine.zero.stages import stage_of
 
 FLOOR_OVERFLOWS = 16
-"""So many overflows in a row that leave the fp16 loss scale where it is end the run. One may be an odd batch, and with
-DeepSpeed's hysteresis the first few lower nothing; after these the model does not fit into fp16."""
+"""The run ends after this many fp16 overflows in a row that do not lower the loss scale. A few may come from an odd
+batch, and DeepSpeed's hysteresis keeps the scale at the first ones; so many mean that the model does not fit fp16."""
 
 
 class Copies(Protocol):
-    """Modules without ZeRO's hooks that compute in place of a TrainedModel or FrozenModel:
-    `engine.copies.PlainCopies`."""
+    """The interface of `engine.copies.PlainCopies`: modules without ZeRO's hooks that compute in place of a
+    TrainedModel or FrozenModel."""
 
     def inferred(self, model: Any, *args, **kwargs) -> Any:
-        """The forward pass without gradients or hooks; None for lack of memory. All ranks call this together."""
+        """The result of a forward pass without gradients or hooks; None if there is too little memory (all ranks call
+        this together)."""
 
     def holding(self, model: Any) -> nn.Module | None:
-        """The module that holds the model's current weights, or None."""
+        """The copy that holds the model's current weights, or None."""
 
 
 class LearningModel:
-    """The interface of a model that learns, in its own engine or in one with other models (`host`).
+    """A model that learns, in its own engine or in one with other models.
 
-    state: its weights, moments and counters by name.
+    host: the engine. state: the model's weights, moments and counters by name.
     """
 
     host: Any  # a TrainedModel
     state: TrainingState
 
     def master_shards(self) -> list[Tensor]:
-        """This rank's master weights: the tensors that the optimizer updates, each on one rank (stage 0: on all); in
-        float32, or in bfloat16 if the DeepSpeed file says so."""
+        """This rank's master weights, the tensors that the optimizer updates. Each number is on one rank (at stage 0 on
+        all). They are float32, or bfloat16 if the DeepSpeed file says so."""
         return [master.tensor.data for master in self.state.stage.masters()]
 
     def weights_finite(self) -> bool:
-        """Whether all weights, over all ranks, are finite in the compute dtype (all ranks call this).
+        """Whether all weights are finite in the compute dtype, over all ranks (all ranks call this).
 
-        Reads each float32 master weight once, a fraction of what an optimizer step reads.
+        It reads each master weight once, a fraction of what an optimizer step reads.
         """
         return self.host.are_finite(self.master_shards())
 
     def swapped(self, shards: list[Tensor]) -> contextlib.AbstractContextManager:
-        """Within this context the model computes with other float32 weights, given like `master_shards`.
+        """Within this context the model computes with the float32 weights `shards`, of the same shapes as
+        `master_shards`.
 
-        On leaving, all weights are restored bit by bit. The two sets are exchanged in place, so this takes the memory
-        of one more shard. 16-bit master weights, which could not hold float32 ones exactly, are put aside instead.
+        Afterwards both sets of weights are as before, bit by bit. They are exchanged tensor by tensor, which takes the
+        memory of one further tensor. 16-bit master weights cannot hold float32 numbers, so the former are copied aside.
         """
         return self.host.exchanged(self.master_shards(), shards)
 
     def shards(self) -> list[Shard]:
-        """This rank's part of the training state, as views; over all ranks each number comes exactly once."""
+        """This rank's part of the training state, as views. Over all ranks each number occurs exactly once."""
         return self.state.shards()
 
     def scalars(self) -> dict:
-        """The rest of the training state, the same on all ranks: step counts and the loss scale, in a form for JSON."""
+        """The rest of the training state, the same on all ranks: step counts and the loss scale, as JSON values."""
         return self.state.scalars()
 
     def forget_moments(self) -> None:
@@ -78,16 +81,17 @@ class LearningModel:
         self.state.set_steps(0)
 
     def load_shards(self, source: ShardSource, scalars: Mapping) -> None:
-        """Restore the results of `shards` and `scalars`, from any number of ranks and any stage (all ranks call this).
+        """Restore what `shards` and `scalars` returned, on any number of ranks and at any stage (all ranks call this).
 
-        Adam's settings stay those of this run. Raises: UserError where the state is another model's.
+        Adam's settings stay those of this run. Raises: UserError if the state is another model's.
         """
         self.state.load(source, scalars)
         self.host.version += 1
 
 
 class TrainedModel(LearningModel):
-    """A module that learns: forward, backward over micro-batches, one optimizer step, whatever the ZeRO stage.
+    """A model that learns in its own engine: forward and backward passes over micro-batches, then one optimizer step,
+    in the same way at every ZeRO stage.
 
         with model.accumulating(len(micro_batches)):
             for i, batch in enumerate(micro_batches):
@@ -95,7 +99,7 @@ class TrainedModel(LearningModel):
                 model.backward(loss_sum / count_over_all_ranks, last=i == len(micro_batches) - 1)
         model.step(lr)
 
-    Every rank must run the same number of micro-batches; a rank with fewer runs dummies with a loss times 0.
+    Every rank must run the same number of micro-batches. A rank with fewer runs dummies, whose loss is multiplied by 0.
     """
 
     def __init__(self, module: nn.Module, ds_config: dict, optimizer: torch.optim.Optimizer, role: str = "model"):
@@ -103,14 +107,14 @@ class TrainedModel(LearningModel):
         ds_config = with_fitting_bucket(module, with_fitting_sizes(module, ds_config))
         with nothing_compiled(), own_hpz_groups(ds_config):
             self.ds_engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=ds_config)
-        self.module: Any = self.ds_engine.module  # a Policy or a Scorer, classes that stand above this folder
+        self.module: Any = self.ds_engine.module  # a Policy or a Scorer; this folder may not import their classes
         self.role = role  # for messages and traces
-        self.copies: Copies | None = None  # passes without gradients go through these
+        self.copies: Copies | None = None  # if given, these compute passes without gradients
         self.stage = self.ds_engine.zero_optimization_stage()
-        self.version = 0  # goes up when the weights change, so that copies know whether they are stale
-        self.grad_norm = 0.0  # of the latest step, before clipping
+        self.version = 0  # increases when the weights change, so that copies know whether they are up to date
+        self.grad_norm = 0.0  # gradient norm of the latest step, before clipping
         self.scales_loss = self.ds_engine.fp16_enabled()
-        """Whether gradients that overflow are a matter of course (fp16) and not a reason to stop."""
+        """Whether there is a loss scale (fp16). Overflows are then normal, and not a reason to stop."""
         self._by_stage = stage_of(self.ds_engine)
         self._overflows_at_floor = 0  # overflows in a row, with the loss scale unchanged
         self.state = TrainingState(self.module, self._by_stage)
@@ -125,7 +129,7 @@ class TrainedModel(LearningModel):
         return self
 
     def __call__(self, *args, **kwargs):
-        """The module's forward pass; without gradients by its copy, if there are `copies`."""
+        """The module's forward pass. If gradients are off and there are `copies`, the copy computes it."""
         return self.ds_engine(*args, **kwargs) if torch.is_grad_enabled() else _inferred(self, *args, **kwargs)
 
     def on_device(self) -> contextlib.AbstractContextManager:
@@ -133,8 +137,9 @@ class TrainedModel(LearningModel):
         return contextlib.nullcontext()
 
     def accumulating(self, passes: int) -> contextlib.AbstractContextManager:
-        """A context for so many passes, forward and backward, of the step that is to follow (all ranks call this): at
-        stage 3 weights are gathered once at most, and gradients reduced in the last, as memory allows (`LongBatch`)."""
+        """A context for this many forward and backward passes of the next step (all ranks call this). At stage 3, if
+        there is enough memory, weights are gathered once for all passes, and gradients are reduced in the last pass
+        (`LongBatch`)."""
         copy = None if self.copies is None else self.copies.holding(self)
         return self.long_batch.of(passes, not self._passes, copy)
 
@@ -143,12 +148,12 @@ class TrainedModel(LearningModel):
         """Add the gradient of `loss`, this rank's share of the global mean.
 
         Args:
-            loss: scalar; this rank's loss sum divided by the count over *all* ranks and micro-batches. DeepSpeed
-                averages gradients over ranks, which the factor world_size undoes.
-            last: whether the optimizer step follows; gradients are then reduced over ranks.
+            loss: scalar tensor, this rank's loss sum divided by the count over *all* ranks and micro-batches. DeepSpeed
+                averages gradients over ranks; the factor world_size makes the average a sum.
+            last: whether this is the last pass before the optimizer step; gradients are then reduced over ranks.
         """
-        # Not "managed_gradient_accumulation": false, under which stages 0 and 1 reduce inside step(), too late for an
-        # overflow or a gradient norm to be looked at before weights change.
+        # "managed_gradient_accumulation": false is no alternative: stages 0 and 1 then reduce gradients inside step(),
+        # where overflows and gradient norms cannot be checked before the weights change.
         self.long_batch.before_backward()
         self._passes += 1
         self.ds_engine.set_gradient_accumulation_boundary(last)
@@ -161,26 +166,26 @@ class TrainedModel(LearningModel):
 
     @traced("{0.role} optimizer step")
     def step(self, lr: float, overflow: bool = False, skip: bool = False) -> bool:
-        """Apply one optimizer step at learning rate `lr`; returns whether the weights changed.
+        """Make one optimizer step at learning rate `lr`; returns whether the weights changed.
 
-        Groups with an "lr_ratio" learn at so many times that rate.
+        The learning rate of a parameter group with an "lr_ratio" is multiplied by that.
 
         Args:
-            overflow: what `overflowed` said; in fp16 the loss scale is lowered and the gradients are dropped.
-            skip: drop the gradients whatever they are, because a partner overflowed or the losses are not wanted.
+            overflow: the result of `overflowed`. In fp16 an overflow lowers the loss scale and drops the gradients.
+            skip: drop the gradients in any case, because the other model overflowed or the losses are not wanted.
 
-        Raises: RunStopped after FLOOR_OVERFLOWS overflows in a row that found the loss scale at its floor, or fixed.
+        Raises: RunStopped after FLOOR_OVERFLOWS overflows in a row that did not lower the loss scale.
         """
         for group in self.ds_engine.optimizer.param_groups:
             group["lr"] = lr * group.get("lr_ratio", 1.0)
         return self._step(overflow, skip)
 
     def step_roles(self, lrs: Mapping[str, float], overflow: bool = False, skip: bool = False) -> bool:
-        """`step`, for an engine that trains one model: `lrs` has its learning rate by its role."""
+        """`step`, with the learning rate given as {role: rate}. Engines of several models take a rate for each."""
         return self.step(lrs[self.role], overflow, skip)
 
     def _step(self, overflow: bool, skip: bool) -> bool:
-        """`step`, with the learning rates as the optimizer's groups have them."""
+        """`step`, with the learning rates that are set in the optimizer's groups."""
         self._passes = 0
         if skip and not (overflow and self.scales_loss):
             self._by_stage.drop()
@@ -191,8 +196,8 @@ class TrainedModel(LearningModel):
         if self._overflows_at_floor >= FLOOR_OVERFLOWS:
             raise RunStopped(
                 f"fp16: the {self.role}'s gradients overflowed {FLOOR_OVERFLOWS} times in a row with the loss scale at "
-                f"its floor, {scale:g}, so that nothing more is learned. Look at the loss and the gradient norms of "
-                "the steps before, and lower the learning rates; bf16 and fp32 have the range.",
+                f"its floor, {scale:g}, so nothing more is learned. Look at the losses and gradient norms of earlier "
+                "steps, and lower the learning rates. bf16 and fp32 do not overflow so early.",
                 good_until=math.inf,
             )
         if overflow:
@@ -207,7 +212,7 @@ class TrainedModel(LearningModel):
         return float(self.ds_engine.optimizer.loss_scale) if self.scales_loss else 1.0
 
     def are_finite(self, shards: list[Tensor]) -> bool:
-        """Whether these tensors, over all ranks, are numbers of the dtype that is computed in (all ranks call this)."""
+        """Whether these tensors are finite in the compute dtype, over all ranks (all ranks call this)."""
         limit = torch.finfo(torch.float16 if self.scales_loss else torch.float32).max
         ends = [torch.stack(torch.aminmax(shard)) for shard in shards if shard.numel()]
         bad = ~(torch.stack(ends).abs() <= limit).all() if ends else False  # NaN compares false
@@ -215,7 +220,7 @@ class TrainedModel(LearningModel):
 
     @contextlib.contextmanager
     def exchanged(self, masters: list[Tensor], shards: list[Tensor]) -> Iterator[None]:
-        """`swapped`, for some of the masters."""
+        """As `swapped`, for the given master weights."""
         pairs = list(zip(masters, shards, strict=True))
         kept = [own.clone() if own.dtype != other.dtype else None for own, other in pairs]
         self._exchange(pairs, kept)
@@ -238,18 +243,19 @@ class TrainedModel(LearningModel):
 
 
 class FrozenModel:
-    """A module that only computes. `offload` at stage 0 keeps it in host memory outside `on_device`."""
+    """A model that only computes, in its own engine. offload: whether its weights are in host memory outside of
+    `on_device`; only at stage 0."""
 
     def __init__(self, module: nn.Module, ds_config: dict, offload: bool = False, role: str = "model"):
         module.requires_grad_(False)
         _gather_by_layer(module, ds_config)
         with own_hpz_groups(ds_config):
             self.ds_engine, *_ = deepspeed.initialize(model=module, config=with_fitting_sizes(module, ds_config))
-        self.module: Any = self.ds_engine.module  # a Policy or a Scorer, classes that stand above this folder
+        self.module: Any = self.ds_engine.module  # a Policy or a Scorer; this folder may not import their classes
         self.role = role  # for messages and traces
         self.copies: Copies | None = None
         self.stage = self.ds_engine.zero_optimization_stage()
-        self.version = 0  # goes up when other weights are taken
+        self.version = 0  # increases when `take` changes the weights
         self._moves = offload and self.stage == 0
         self.ds_engine.eval()
         if self._moves:
@@ -262,20 +268,18 @@ class FrozenModel:
 
     @torch.no_grad()
     def __call__(self, *args, **kwargs):
-        """The module's forward pass, by its copy if there are `copies`."""
+        """The module's forward pass. If there are `copies`, the copy computes it."""
         return _inferred(self, *args, **kwargs)
 
     def take(self, fetch: Callable[[str], Tensor]) -> None:
-        """Compute with other weights from now on, each given by its name in `module.model` (all ranks call this).
-
-        fetch: as in `fill_parameters`.
-        """
+        """Replace the weights (all ranks call this). fetch: name in `module.model` -> the weight, as in
+        `fill_parameters`."""
         fill_parameters(self.module.model, fetch)
         self.version += 1
 
     @contextlib.contextmanager
     def on_device(self) -> Iterator[None]:
-        """Within this context the weights are where they are computed with."""
+        """Within this context the weights are on the device that computes."""
         if self._moves:
             self.module.to(distributed.device())
         try:
@@ -286,10 +290,10 @@ class FrozenModel:
 
 
 class HostedRole:
-    """A model within the engine of another one. It is called and asked like a TrainedModel or FrozenModel.
+    """A model within the engine of another one. It has the interface of a TrainedModel or FrozenModel.
 
     Args:
-        host: around a module that computes as `role` when it is told to (`Backbone.take_role`).
+        host: the engine. Its module can compute in this role (`Backbone.take_role`).
     """
 
     def __init__(self, host: TrainedModel, role: str):
@@ -297,7 +301,7 @@ class HostedRole:
 
     @property
     def module(self) -> Any:
-        """The Policy or Scorer that the host's module is in this role."""
+        """The Policy or Scorer of this role, a view of the host's module."""
         return self.host.module.as_role(self.role)
 
     @property
@@ -306,7 +310,7 @@ class HostedRole:
         return self.host.stage
 
     def __call__(self, *args, **kwargs):
-        """The host's forward pass in this role, by its copy if there is one and no gradient is wanted."""
+        """The host's forward pass in this role. If gradients are off and the host has `copies`, a copy computes it."""
         return self.host(*args, role=self.role, **kwargs)
 
     def on_device(self) -> contextlib.AbstractContextManager:
@@ -315,24 +319,23 @@ class HostedRole:
 
 
 class FrozenRole(HostedRole):
-    """A frozen model within the engine of a trained one: without its adapters, or with frozen copies of what trains.
+    """A frozen model within the engine of a trained one. It is the trained model without its adapters, or with frozen
+    copies of the layers that train.
 
         reference = FrozenRole(actor, "reference")
         logprobs, _ = reference(sequences, attention_mask, position_ids, response_length=8)
 
-    It is called and asked like a FrozenModel, and has no weights of its own.
-
-    role: "reference" or "reward".
+    It has the interface of a FrozenModel. role: "reference" or "reward".
     """
 
     @torch.no_grad()
     def __call__(self, *args, **kwargs):
-        """The host's forward pass in this role, by its copy if there is one."""
+        """The host's forward pass in this role. If the host has `copies`, the copy computes it."""
         return super().__call__(*args, **kwargs)
 
 
 def _inferred(model: TrainedModel | FrozenModel, *args, **kwargs):
-    """The forward pass by the model's copy, without autograd's bookkeeping; by its engine where there is none."""
+    """The forward pass without gradients: by the model's copy if there is one, else by its engine."""
     if model.copies is not None:
         result = model.copies.inferred(model, *args, **kwargs)
         if result is not None:
@@ -342,9 +345,8 @@ def _inferred(model: TrainedModel | FrozenModel, *args, **kwargs):
 
 
 def _gather_by_layer(module: nn.Module, ds_config: dict) -> None:
-    """Have ZeRO-3 fetch and free decoder layers as one: one hook and one gather each, not one for every matrix.
-
-    A file that names its own `leaf_module` is left to it.
+    """Have ZeRO-3 gather and free each decoder layer as a whole, with one hook instead of one for every matrix. If the
+    DeepSpeed file has a `leaf_module`, nothing is changed.
     """
     zero = ds_config["zero_optimization"]
     layers = {type(layer) for layer in decoder_layers(module)}

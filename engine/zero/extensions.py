@@ -1,5 +1,4 @@
-"""DeepSpeed's C++ extensions, built at their first use by one process at a time. Also switches off needless
-torch.compile."""
+"""Builds and loads DeepSpeed's C++ extensions, one process at a time. `nothing_compiled` switches off torch.compile."""
 
 import contextlib
 import fcntl
@@ -16,25 +15,29 @@ from engine.errors import UserError
 from engine.zero.accelerator import on_gpu
 
 LOCK = "four_engine_rlhf.lock"
-TELL_AFTER = 5.0  # seconds of waiting for another program's build
-KILLED_AFTER = 1800.0  # seconds in which no file of a build has changed: no file takes so long to compile
+TELL_AFTER = 5.0  # seconds of waiting for another program's build before a message
+KILLED_AFTER = 1800.0  # a build in which no file has changed for so many seconds was killed
 
 
 def own_folder() -> Path | None:
-    """Where this environment's extensions are built, unless TORCH_EXTENSIONS_DIR says otherwise: they belong to its
-    DeepSpeed, and another one would build them anew. None outside of virtual environments, where torch chooses."""
+    """The folder for the extensions of this virtual environment's DeepSpeed, unless TORCH_EXTENSIONS_DIR names another.
+    In a shared folder, the DeepSpeed of another environment would build them again. None outside of virtual
+    environments, where torch chooses the folder."""
     return Path(sys.prefix) / "torch_extensions" if sys.prefix != sys.base_prefix else None
 
 
 def load_extension(builder: str) -> None:
-    """Build (once) or load an extension of DeepSpeed's, one process at a time.
+    """Load an extension of DeepSpeed, which is built if it has not been; one process at a time.
 
-    torch marks a build by a file `lock` in its folder, and waits for as long as one is there: for that of a killed
-    process for ever. Here the kernel's lock on a file is held meanwhile, which goes with its process, and this file
-    says what is being built. An extension that it names when the lock has been taken is one that a process died over,
-    and its mark is removed. The marks of other extensions, and those of other programs, are left alone.
+    During a build torch keeps a file named `lock` in the extension's folder, and other processes wait until it is
+    removed. If the process is killed, they wait forever. Here a build also holds the kernel's lock (flock) on the file
+    LOCK, which ends with the process, and writes the extension's name into this file. A process that gets the lock and
+    finds a name there knows that the build of this extension was killed, and removes torch's `lock` of it. The `lock`
+    files of other extensions are not touched.
 
-    Raises: UserError without ninja, and for the mark of another program that was killed.
+    builder: DeepSpeed's name of the extension's builder.
+
+    Raises: UserError if ninja is missing, or if another program's `lock` is left from a killed build.
     """
     from deepspeed.accelerator import get_accelerator
     from torch.utils.cpp_extension import _get_build_directory, is_ninja_available
@@ -45,7 +48,7 @@ def load_extension(builder: str) -> None:
     if found is None or not found.is_compatible():
         return
     if not is_ninja_available():
-        _load_installed(found)  # and no build of others is waited for
+        _load_installed(found)
         return
     folder = Path(_get_build_directory(found.NAME, verbose=False))
     with (folder.parent / LOCK).open("a+", encoding="utf-8") as building:
@@ -64,7 +67,7 @@ def load_extension(builder: str) -> None:
 
 
 def _load_installed(found: Any) -> None:
-    """Load an extension without ninja: one that was installed with DeepSpeed, but none that is built here."""
+    """Load an extension without ninja, which works only if it was installed with DeepSpeed. Raises: UserError."""
     try:
         found.load()
     except RuntimeError:
@@ -94,7 +97,7 @@ def _wait_for_others(folder: Path) -> None:
 
 
 def _unchanged_for(folder: Path) -> float:
-    """Seconds since a file of the folder was written; 0 where there is none."""
+    """Seconds since the newest change of a file in the folder; 0 if there are no files."""
     changes = []
     for path in folder.iterdir():
         with contextlib.suppress(OSError):  # removed meanwhile
@@ -104,19 +107,20 @@ def _unchanged_for(folder: Path) -> float:
 
 def _write(file: TextIO, text: str) -> None:
     file.truncate(0)
-    file.write(text)  # at the end, which is the beginning
+    file.write(text)  # appended to the now empty file
     file.flush()
 
 
 def load_for(ds_config: Mapping) -> None:
-    """Load what DeepSpeed would otherwise build by itself, all ranks at once, for an engine of this configuration."""
+    """Load the extensions that an engine with this configuration needs. DeepSpeed itself would build them in all ranks
+    at once."""
     if _swaps(ds_config):
-        load_extension("PinMemoryBuilder")  # which the other would build by itself
+        load_extension("PinMemoryBuilder")  # AsyncIOBuilder would build this one by itself
         load_extension("AsyncIOBuilder")
 
 
 def can_swap() -> bool:
-    """Whether this machine has libaio, by which DeepSpeed reads and writes disks."""
+    """Whether this machine has libaio, with which DeepSpeed reads and writes disks."""
     from deepspeed.accelerator import get_accelerator
 
     builder = get_accelerator().create_op_builder("AsyncIOBuilder")
@@ -124,10 +128,10 @@ def can_swap() -> bool:
 
 
 def refuse_missing(ds_config: Mapping, path: str | None) -> None:
-    """Raise UserError for what a file asks for and this machine has no extension of DeepSpeed's for."""
+    """Raise UserError if the DeepSpeed file at `path` needs an extension that this machine cannot have."""
     if _swaps(ds_config) and not can_swap():
         raise UserError(
-            f"{path}: zero_optimization.offload_param.device is 'nvme', but this machine has no libaio, by which "
+            f"{path}: zero_optimization.offload_param.device is 'nvme', but this machine has no libaio, with which "
             "DeepSpeed reads and writes disks. Install libaio-dev (libaio-devel), or leave offload_param out."
         )
     if ds_config["zero_optimization"].get("zero_quantized_nontrainable_weights") and not on_gpu():
@@ -138,12 +142,12 @@ def refuse_missing(ds_config: Mapping, path: str | None) -> None:
 
 
 def _swaps(ds_config: Mapping) -> bool:
-    """Whether parameters are swapped to a disk."""
+    """Whether this configuration swaps parameters to a disk."""
     return (ds_config.get("zero_optimization", {}).get("offload_param") or {}).get("device") == "nvme"
 
 
 def offloaded_adamw(groups: list[dict], **settings) -> torch.optim.Optimizer:
-    """DeepSpeed's AdamW in C++, for an optimizer state in host memory beside a GPU."""
+    """DeepSpeed's AdamW in C++, for optimizer states that are in host memory of a machine with GPUs."""
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
     load_extension("CPUAdamBuilder")
@@ -152,10 +156,10 @@ def offloaded_adamw(groups: list[dict], **settings) -> torch.optim.Optimizer:
 
 @contextlib.contextmanager
 def nothing_compiled() -> Iterator[None]:
-    """Within the block torch.compile leaves functions as they are.
+    """Within the block torch.compile compiles nothing.
 
-    DeepSpeed has it compile the kernels of an optimizer that is none of ours, for which torch imports its compiler:
-    more than a second of each rank's start.
+    DeepSpeed has it compile kernels of an optimizer that is not used here. For that torch imports its compiler, which
+    takes each rank more than a second.
     """
     name, before = "TORCHDYNAMO_DISABLE", os.environ.get("TORCHDYNAMO_DISABLE")
     os.environ[name] = "1"

@@ -1,9 +1,9 @@
-"""Gathers full weights from ZeRO-3's partitions, bucket by bucket; works on unpartitioned modules too.
+"""Gathers full weights from ZeRO-3's partitions, bucket by bucket. It works on unpartitioned modules too.
 
-hpZ: each group of neighbouring ranks (the ranks of one node, for example) holds all of an engine's weights a second
-time. ZeRO-3 gathers weights for the forward pass over all ranks, and for backward passes, until the next step changes
-the weights, within the group, so that nothing goes between nodes. `zero_hpz_partition_size` is the number of ranks in a
-group. Source: Wang et al. 2023, "ZeRO++", section 3.2; DeepSpeed 0.19.8, runtime/zero/partition_parameters.py.
+The file also has the groups of hpZ. With hpZ each group of neighbouring ranks, for example the ranks of a node, holds a
+second copy of an engine's weights. ZeRO-3 gathers weights over all ranks for forward passes, and within the group for
+backward passes, which then send no weights between nodes. `zero_hpz_partition_size` is the number of ranks in a group.
+Source: Wang et al. 2023, "ZeRO++", section 3.2; DeepSpeed 0.19.8, runtime/zero/partition_parameters.py.
 """
 
 import contextlib
@@ -28,8 +28,8 @@ GATHER_BUCKET = 1 << 26  # parameters gathered at a time: 256 MiB in float32
 def parameter_buckets(
     module: nn.Module, names: Collection[str] | None = None
 ) -> Iterator[list[tuple[str, nn.Parameter]]]:
-    """A module's named parameters, or those of these names, in runs of at most GATHER_BUCKET elements, a larger one by
-    itself; tied ones come once."""
+    """A module's (name, parameter) pairs in buckets of at most GATHER_BUCKET numbers. A larger parameter is a bucket of
+    its own. Tied parameters occur once. names: only these parameters; None for all."""
     bucket: list[tuple[str, nn.Parameter]] = []
     size = 0
     for name, parameter in module.named_parameters():
@@ -45,17 +45,17 @@ def parameter_buckets(
 
 
 def is_partitioned(parameter: Tensor) -> bool:
-    """Whether ZeRO-3 manages a parameter, gathered at this moment or not."""
+    """Whether ZeRO-3 manages a parameter, which may be gathered at the moment."""
     return hasattr(parameter, "ds_id")
 
 
 def is_available(parameter: Any) -> bool:
-    """Whether a parameter that ZeRO-3 manages stands gathered."""
+    """Whether a parameter that ZeRO-3 manages is gathered at the moment."""
     return parameter.ds_status is ZeroParamStatus.AVAILABLE
 
 
 def stand_in(parameter: Any, whole: Tensor) -> None:
-    """Have a tensor of its full shape and dtype be a partitioned parameter's numbers until it is partitioned again."""
+    """Make `whole`, of the full shape and dtype, the data of a partitioned parameter until it is partitioned again."""
     parameter.data = whole.detach()
     parameter.ds_status = ZeroParamStatus.AVAILABLE
 
@@ -71,9 +71,9 @@ def full_numel(parameter: Tensor) -> int:
 
 
 def own_run(parameter: Any) -> tuple[int, int]:
-    """(start, length) of the run of a partitioned parameter's numbers, flattened, that this rank holds.
+    """(start, length) of this rank's partition in the flattened parameter.
 
-    Rank r holds the r-th run, all of one length; the last ones are shorter, or have none, and are padded.
+    Rank r holds the r-th partition. All have one size; the last ones may hold fewer numbers, or none, and padding.
     """
     size, numbers = parameter.ds_tensor.ds_numel, parameter.ds_numel
     start = min(distributed.rank() * size, numbers)
@@ -81,7 +81,8 @@ def own_run(parameter: Any) -> tuple[int, int]:
 
 
 def own_part(parameter: Any) -> Tensor:
-    """What this rank holds of a parameter: its partition, flat and without padding, or all of it."""
+    """This rank's numbers of a parameter: its partition, flat and without padding; or the whole parameter if it is not
+    partitioned."""
     return parameter.ds_tensor.view(-1)[: own_run(parameter)[1]] if is_partitioned(parameter) else parameter
 
 
@@ -94,9 +95,9 @@ def set_parameter(parameter: nn.Parameter, value: Tensor) -> None:
 
 @torch.no_grad()
 def fill_parameters(module: nn.Module, fetch: Callable[[str], Tensor]) -> None:
-    """Overwrite a module's parameters, one after the other, by their names; tied ones come once (all ranks call this).
+    """Overwrite a module's parameters one after the other (all ranks call this). Tied parameters are written once.
 
-    fetch: gives a weight of full shape; of partitioned ones the main rank alone asks for it.
+    fetch: name of a parameter -> the weight in its full shape. For partitioned parameters only the main rank calls it.
     """
     for name, parameter in module.named_parameters():
         partitioned = is_partitioned(parameter)
@@ -107,25 +108,27 @@ def fill_parameters(module: nn.Module, fetch: Callable[[str], Tensor]) -> None:
 
 @contextlib.contextmanager
 def gathered_params(parameters: list[nn.Parameter]) -> Iterator[None]:
-    """Within this context partitioned parameters have their full shape on all ranks; nothing happens to others."""
+    """Within this context partitioned parameters have their full shape on all ranks. Other parameters do not change."""
     partitioned = [p for p in parameters if getattr(p, "ds_status", None) is ZeroParamStatus.NOT_AVAILABLE]
     with deepspeed.zero.GatheredParameters(partitioned, enabled=bool(partitioned)):
         yield
 
 
 def whole_copy(module: nn.Module, *shared: object) -> nn.Module:
-    """An unpartitioned copy of a module, which shares these objects with it (all ranks call this)."""
+    """An unpartitioned copy of a module (all ranks call this). The objects in `shared` are not copied: both modules
+    refer to them."""
     with gathered_params(list(module.parameters())):
         return copy.deepcopy(module, {id(one): one for one in shared})
 
 
 @contextlib.contextmanager
 def lent_state(module: nn.Module) -> Iterator[dict[str, Tensor]]:
-    """Within this context the main rank has the module's full weights by name, as tensors that are gathered when they
-    are asked for (`Lazy`); others have {} (all ranks call this).
+    """A context that gives the main rank the module's full weights by name, as `Lazy` tensors, which are gathered when
+    they are copied; other ranks get {} (all ranks call this).
 
-    Tied weights come once, buffers only if they are persistent. The other ranks enter the context's block when the main
-    rank has left it: until then they take part in the gathers that it asks for, in whatever order and however often.
+    Tied weights occur once, and only persistent buffers are included. While the main rank is in the block, the other
+    ranks wait before it and take part in each gather that the main rank starts. They enter the block when the main rank
+    has left it.
     """
     weights = list(module.named_parameters())
     serves = any(is_partitioned(weight) for _, weight in weights)
@@ -158,12 +161,13 @@ def lent_state(module: nn.Module) -> Iterator[dict[str, Tensor]]:
 @traced("gather of weights")
 @torch.no_grad()
 def copy_weights(source: nn.Module, target: nn.Module, names: Collection[str] | None = None) -> None:
-    """Fill an unpartitioned module of the same architecture with a module's weights (all ranks call this).
+    """Copy the weights of `source` into `target`, an unpartitioned module of the same architecture (all ranks call
+    this).
 
-    A bucket costs one collective call: partitions are joined on each rank and sent as one. GatheredParameters, which is
-    made for a user's own surgery on weights, has all ranks compare notes on each parameter first.
+    Each bucket takes one collective call, because a rank joins its partitions before it sends them.
+    GatheredParameters would first have all ranks agree on each parameter.
 
-    names: of those parameters that the target does not hold already; None for all.
+    names: the parameters to copy; None for all.
     """
     parameters, buffers = dict(target.named_parameters()), dict(target.named_buffers())
     there = {name for name, _ in source.named_parameters()}
@@ -182,10 +186,10 @@ def copy_weights(source: nn.Module, target: nn.Module, names: Collection[str] | 
 
 @torch.no_grad()
 def whole_weights(source: nn.Module, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
-    """A module's full weights by name on every rank's device, gathered a bucket at a time (all ranks call this, and
-    take all of them). Tied ones come once. What is not partitioned are the weights themselves.
+    """(name, full weight) of a module's parameters on every rank's device, gathered bucket by bucket. All ranks call
+    this and iterate to the end. Tied parameters occur once. An unpartitioned weight is not copied.
 
-    names: of those parameters that are wanted; None for all.
+    names: the wanted parameters; None for all.
     """
     for bucket in parameter_buckets(source, names):
         runs = _gathered_runs([parameter for _, parameter in bucket if _has_shard(parameter)])
@@ -201,11 +205,14 @@ def whole_weights(source: nn.Module, names: Collection[str] | None = None) -> It
 
 
 def try_bucket(source: nn.Module, names: Collection[str] | None = None, whole: bool = False) -> None:
-    """Take the most memory that gathering a bucket takes, and leave it to torch's allocator: so a rank that has none
-    finds out before ranks exchange anything.
+    """Allocate the memory that the largest bucket's gather needs, and free it for torch's allocator. A rank with too
+    little memory then fails before ranks exchange anything.
 
-    names: of those parameters that are to be gathered; None for all. whole: as whole_weights does, which makes one
-    weight after the other; copy_weights fills some that are there. Raises: torch.OutOfMemoryError.
+    Args:
+        names: the parameters to gather; None for all.
+        whole: whether `whole_weights` will gather, which allocates each weight; `copy_weights` fills existing ones.
+
+    Raises: torch.OutOfMemoryError.
     """
     buckets = ([p for _, p in bucket if _has_shard(p)] for bucket in parameter_buckets(source, names))
     needs = [(_bucket_needs(bucket, whole), bucket[0].dtype) for bucket in buckets if bucket]
@@ -216,15 +223,16 @@ def try_bucket(source: nn.Module, names: Collection[str] | None = None, whole: b
 
 
 def _bucket_needs(bucket: list[Any], whole: bool) -> tuple[int, int]:
-    """How many numbers are received; and are sent, or then made of those, unless these are the one weight itself."""
+    """(how many numbers a rank receives, how many further numbers it allocates: those that it sends, or later the
+    largest weight). A bucket of one parameter needs no further weight: the received numbers are a view of it."""
     sent = sum(parameter.ds_tensor.ds_numel for parameter in bucket)
     made = max(map(full_numel, bucket)) if whole and len(bucket) > 1 else 0
     return sent * distributed.world_size(), max(sent, made)
 
 
 def _has_shard(parameter: Any) -> bool:
-    """Whether this rank holds its part of a partitioned parameter as it is: not on a disk, not quantized, and one part
-    for each rank."""
+    """Whether this rank holds its partition of a parameter in plain form: in memory, not quantized, and one of as many
+    equal partitions as there are ranks."""
     shard = getattr(parameter, "ds_tensor", None)
     return (
         shard is not None
@@ -238,7 +246,7 @@ def _copy_bucket(bucket: list[tuple[str, Any]], targets: Mapping[str, Tensor]) -
     runs = _gathered_runs([parameter for _, parameter in bucket])
     for (name, _), column in zip(bucket, runs):
         target, size = targets[name].view(-1), column.shape[1]
-        full = len(target) // size  # runs without padding, which are one strided copy however many ranks there are
+        full = len(target) // size  # number of partitions without padding, which one strided copy writes
         target[: full * size].view(full, size).copy_(column[:full])
         rest = target[full * size :]
         if len(rest):
@@ -246,8 +254,8 @@ def _copy_bucket(bucket: list[tuple[str, Any]], targets: Mapping[str, Tensor]) -
 
 
 def _gathered_runs(parameters: list[Any]) -> Iterator[Tensor]:
-    """Of each parameter what all ranks hold, (ranks, numbers): rank r holds the r-th run of the flattened weight, the
-    last one padded. All are sent at once, when this is called."""
+    """For each parameter the partitions of all ranks, (ranks, numbers); row r is the r-th part of the flattened weight,
+    and the last rows may have padding. One collective call, made before this returns, gathers all parameters."""
     if not parameters:
         return iter(())
     shards = [parameter.ds_tensor.data.flatten() for parameter in parameters]
@@ -256,16 +264,16 @@ def _gathered_runs(parameters: list[Any]) -> Iterator[Tensor]:
 
 
 _BY_SIZE: dict[int, Any] = {}
-"""This rank's group, by the number of its ranks: made once in a process, for all engines that ask for it."""
+"""{number of ranks: this rank's hpZ group}. A group is made once per process and serves all engines."""
 
 
 @contextlib.contextmanager
 def own_hpz_groups(ds_config: Mapping) -> Iterator[None]:
-    """Within this context weights that are partitioned, and engines that are made, have the groups of this
-    configuration, or none if it has none (all ranks enter it together).
+    """Within this context weights are partitioned and engines are created with the hpZ groups of this configuration, or
+    without groups if it has none (all ranks enter it together).
 
-    DeepSpeed has one group a process: a second engine that asks for one meets an assertion, and one that asks for none
-    takes the first one's.
+    DeepSpeed itself has one group per process. A second engine with hpZ would fail in an assertion, and a later engine
+    without hpZ would use the first engine's group.
     """
     zero = ds_config["zero_optimization"]
     size = zero.get("zero_hpz_partition_size", 1) if zero.get("stage") == 3 else 1
@@ -283,7 +291,8 @@ def _group(size: int) -> Any:
 
 @contextlib.contextmanager
 def _deepspeed_has(group: Any) -> Iterator[Callable[[int], None]]:
-    """Within this context DeepSpeed's group is this one, also where DeepSpeed would make one; gives what makes it."""
+    """Within this context DeepSpeed's hpZ group is `group`, and DeepSpeed makes no other. Yields DeepSpeed's function
+    that makes a group."""
     before, make = groups._ZERO_PARAM_INTRA_PARALLEL_GROUP, groups._create_zero_param_parallel_group
     groups._ZERO_PARAM_INTRA_PARALLEL_GROUP, groups._create_zero_param_parallel_group = group, lambda size: None
     try:
@@ -293,9 +302,10 @@ def _deepspeed_has(group: Any) -> Iterator[Callable[[int], None]]:
 
 
 def forget_second_copies(parameters: Iterable[Any]) -> None:
-    """Have weights be gathered over all ranks once more, because this rank's partitions of them have changed.
+    """Drop hpZ's second copies of weights, because this rank's partitions of them have changed. The next gather is then
+    over all ranks.
 
-    DeepSpeed does so itself for those that train, and takes others for what never changes.
+    DeepSpeed drops the copies of trained weights itself, and assumes that frozen weights never change.
     """
     for parameter in parameters:
         if is_partitioned(parameter):

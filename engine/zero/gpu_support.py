@@ -28,13 +28,13 @@ TURING = (7, 5)  # the oldest that CUDA 13 compiles for
 
 
 def has_code(capability: tuple[int, int], architectures: Sequence[str]) -> bool:
-    """Whether a build runs on a GPU of this compute capability.
+    """Whether a build of torch runs on a GPU of this compute capability.
 
-    Machine code (sm_80) runs on GPUs of the same major version and no lower minor one; that of one GPU alone (sm_90a)
-    there only; PTX (compute_90) is compiled by the driver for any that is not older: the CUDA C++ Programming Guide,
-    "Binary Compatibility", "PTX Compatibility".
+    Machine code (sm_80) runs on GPUs with the same major version and the same or a higher minor version. Machine code
+    for one kind of GPU (sm_90a) runs on that kind only. The driver compiles PTX (compute_90) for any GPU that is not
+    older. Source: CUDA C++ Programming Guide, "Binary Compatibility", "PTX Compatibility".
 
-    architectures: as `torch.cuda.get_arch_list` has them.
+    architectures: the result of `torch.cuda.get_arch_list`.
     """
     return any(_runs(capability, architecture) for architecture in architectures)
 
@@ -52,10 +52,10 @@ def _runs(capability: tuple[int, int], architecture: str) -> bool:
 
 
 def usable_gpus() -> int:
-    """How many GPUs torch sees and can use; 0 where there are none, or DS_ACCELERATOR leaves them alone.
+    """How many GPUs torch sees and can use; 0 if there are none, or if DS_ACCELERATOR chooses CPUs.
 
-    Looked at are the GPUs that this machine's ranks take, or all where no launcher has started ranks.
-    Raises: UserError for a GPU that is there and that torch cannot use.
+    The GPUs of this machine's ranks are checked; all GPUs if no launcher has started ranks.
+    Raises: UserError for a GPU that torch cannot use.
     """
     if os.environ.get("DS_ACCELERATOR", "cuda") != "cuda":
         return 0
@@ -84,7 +84,7 @@ def _refuse_without_code(device: int) -> None:
 
 
 def _refuse_unseen() -> None:
-    """Where torch sees no GPU: raise UserError if there are some, and nobody hides them."""
+    """Called if torch sees no GPU. Raises: UserError if the driver knows GPUs that no environment variable hides."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and visible.strip() in ("", "-1", "NoDevFiles"):
         return

@@ -1,5 +1,5 @@
-"""Several passes of one optimizer step at stage 3: if memory allows, weights are gathered once and gradients reduced
-once."""
+"""Several passes of one optimizer step at stage 3. If there is enough memory, weights are gathered once for all passes,
+and gradients are reduced once."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -14,15 +14,16 @@ from engine.zero import accelerator
 from engine.zero.gathering import is_available, is_partitioned, stand_in
 
 USED, KEPT = 0.8, 0.4
-"""Of the free memory: for passes and what is kept, where it is known what passes take; for what is kept, where not."""
+"""Shares of the free memory. USED: for passes, kept weights and kept gradients together, if the memory of passes is
+known. KEPT: for kept weights and gradients, if it is not."""
 _LONG_BATCH = -1
-"""Stands among the modules that use a parameter, which DeepSpeed numbers from 0."""
+"""An id among those of the modules that use a parameter; DeepSpeed's own ids start at 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """Whether weights and gradients stay whole on each rank over the passes of an optimizer step; gradients only if
-    weights do."""
+    """Whether each rank keeps whole weights, and whole gradients, over the passes of an optimizer step. Gradients are
+    kept only if weights are."""
 
     weights: bool = False
     gradients: bool = False
@@ -32,45 +33,46 @@ NOTHING_KEPT = Kept()
 
 
 def what_to_keep(weights: int, gradients: int, passes: int | None, free: int) -> Kept:
-    """As much as fits, weights first: each pass gathers them twice and reduces gradients once.
+    """What fits in memory. Weights come first, because a pass gathers them twice and reduces gradients once.
 
     Args:
-        weights, gradients: bytes of all of them. passes: bytes that a forward and backward pass takes; None where that
-            is not known. free: bytes free on each rank before the passes.
+        weights, gradients: their bytes. passes: bytes that a forward and backward pass takes; None if not known. free:
+            bytes free on each rank before the passes.
     """
     room = KEPT * free if passes is None else USED * free - passes
     return Kept(weights <= room, weights + gradients <= room)
 
 
 class LongBatch:
-    """The weights of a module at stage 3 over several passes: left gathered from the first forward pass to the last
-    backward pass, with gradients that are added up on each rank and reduced in the last.
+    """Keeps the weights of a module at stage 3 gathered from the first forward pass to the last backward pass, and adds
+    up gradients on each rank, to reduce them in the last pass.
 
-    If a whole copy holds the same weights, as it does between a rollout and the first step, the passes use the copy's
-    weights, even for a single pass. Then nothing is gathered and no memory is taken.
+    If a whole copy holds the same weights, as after a rollout until the first optimizer step, the passes use the copy's
+    weights, even for a single pass. Then nothing is gathered, and no further memory is needed.
 
-    DeepSpeed frees a parameter that no module uses, and leaves a gradient alone that is said not to be ready.
+    How it works: DeepSpeed frees a parameter only when no module uses it, and does not reduce a gradient that is marked
+    as not ready.
 
     Args:
-        empty_gradients: sets the partitions of gradients to 0, because the last pass adds to their contents.
-        sums: the dtype in which gradients of several passes have to be added up. A rank can add them up in the weights'
-            dtype only; if `sums` is another dtype they are reduced in each pass, and DeepSpeed adds them up.
+        empty_gradients: sets the partitions of gradients to 0; the last pass adds to them.
+        sums: the dtype in which gradients of several passes have to be added up. A rank can add them up only in the
+            weights' dtype. If `sums` is another dtype, gradients are reduced in each pass, and DeepSpeed adds them up.
     """
 
     def __init__(self, module: nn.Module, role: str, empty_gradients: Callable[[], None], sums: torch.dtype):
         self.role, self.empty_gradients, self.sums = role, empty_gradients, sums
-        self.kept: Kept | None = None  # unless it has been decided
+        self.kept: Kept | None = None  # None until it is decided
         self._named: dict[str, Any] = {name: one for name, one in module.named_parameters() if is_partitioned(one)}
         self._parameters = list(self._named.values())
-        self._left = 0  # passes whose gradients are to be reduced in a later one, and that one
-        self._passes: int | None = None  # bytes that one takes, where that was measured
+        self._left = 0  # backward passes left until gradients are reduced in the last one
+        self._passes: int | None = None  # measured bytes of a pass, if they were measured
 
     @contextlib.contextmanager
     def of(self, passes: int, first: bool, copy: nn.Module | None = None) -> Iterator[None]:
-        """Within this context there are so many forward passes, each with its backward pass (all ranks call this).
+        """A context for `passes` forward passes, each followed by its backward pass (all ranks call this).
 
-        first: whether they are the first ones of an optimizer step. copy: a module that holds the same weights, whole,
-        and keeps them within this context.
+        first: whether these are the first passes of an optimizer step. copy: a module with the same weights, whole,
+        which do not change within this context; or None.
         """
         if distributed.world_size() == 1 or not self._parameters:
             yield
@@ -89,7 +91,7 @@ class LongBatch:
             yield
 
     def before_backward(self) -> None:
-        """A backward pass begins. In the last one gradients are ready to be reduced."""
+        """Called before each backward pass. Marks gradients as ready to be reduced in the last one."""
         if self._left:
             self._left -= 1
             self._say_ready(not self._left)
@@ -126,8 +128,8 @@ class LongBatch:
 
     @contextlib.contextmanager
     def _measured(self) -> Iterator[None]:
-        """Measure the bytes that passes take on a GPU. The peak may be an earlier one, so the result can be too large,
-        never too small."""
+        """Measure the bytes that passes take on a GPU. torch's peak may be from an earlier time; the result is then too
+        large, never too small."""
         before = torch.cuda.memory_allocated()
         yield
         self._passes = distributed.largest(torch.cuda.max_memory_allocated() - before)
@@ -148,7 +150,7 @@ class LongBatch:
 
 
 def _in_words(kept: Kept, weights: int, gradients: int, free: int) -> str:
-    """What is kept and why, in words."""
+    """What is kept and why, as a text."""
     if kept.gradients:
         what = "weights are gathered once and gradients are reduced once for all passes of an update"
     elif kept.weights:

@@ -1,4 +1,4 @@
-"""Loading a Hugging Face model straight into ZeRO-3 partitions; the only place where HfDeepSpeedConfig lives."""
+"""Loads a Hugging Face model directly into ZeRO-3 partitions. No other file uses HfDeepSpeedConfig."""
 
 import contextlib
 from collections.abc import Iterator
@@ -16,10 +16,10 @@ _TORCH_LINEAR = nn.functional.linear
 
 @contextlib.contextmanager
 def partitioned_loading(ds_config: dict | None) -> Iterator[None]:
-    """Within this context models load straight into ZeRO-3 partitions; does nothing for other stages.
+    """Within this context models load directly into ZeRO-3 partitions; for other stages it does nothing.
 
-    The Hugging Face switch behind it is global to the process, so it is on for the load alone: left on, the next model
-    would be partitioned too, a whole copy for rollouts say.
+    It uses a switch of transformers that is global to the process. If the switch stayed on, later models would be
+    partitioned too, such as a whole copy for rollouts.
     """
     if ds_config is None or ds_config.get("zero_optimization", {}).get("stage") != 3:
         yield

@@ -1,5 +1,4 @@
-"""Several models that learn within one engine, each with its own parameters, and make their optimizer steps
-together."""
+"""Several models that learn in one engine. Each has its own parameters; they make their optimizer steps together."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,7 +13,7 @@ from engine.zero.shards import Master, Shard, TrainingState, scaled_gradients
 
 
 class SharedModel(TrainedModel):
-    """A module within which several models learn: one engine, and one optimizer whose groups are the models'.
+    """An engine in which several models learn. Each parameter group of its optimizer belongs to one model.
 
         shared = SharedModel(trunk, ds_config, optimizer, {"actor": 1.0, "critic": 1.0})
         critic, actor = shared.roles["critic"], shared.roles["actor"]
@@ -22,13 +21,13 @@ class SharedModel(TrainedModel):
         actor.backward(policy_loss, last=True)
         shared.step_roles({"critic": 2e-5, "actor": 1e-5})
 
-    A model's gradients are clipped by their own norm, as if it had an engine of its own; `ds_config` therefore has no
-    clipping. A model that is not named in a step keeps its weights and moments, bit by bit.
+    The gradients of each model are clipped by their own norm, as in an engine of its own; so `ds_config` must have no
+    clipping. If a step does not name a model, the model's weights and moments stay as they are, bit by bit.
 
     Args:
-        module: `module.as_role(role)` is the Policy or Scorer that it is in a role.
-        optimizer: each of its groups has a "role".
-        max_grad_norms: by role; 0 for no clipping.
+        module: `module.as_role(role)` is the Policy or Scorer of a role.
+        optimizer: each of its parameter groups has a "role".
+        max_grad_norms: {role: the norm that gradients are clipped to}; 0 for no clipping.
     """
 
     def __init__(
@@ -42,18 +41,18 @@ class SharedModel(TrainedModel):
         owners = {parameter: group["role"] for group in optimizer.param_groups for parameter in group["params"]}
         super().__init__(module, ds_config, optimizer, "trunk")
         self.max_grad_norms = dict(max_grad_norms)
-        self._norms: dict[str, float] | None = None  # since the last step
-        # A group's parameters are of one role, and so are a master's.
+        self._norms: dict[str, float] | None = None  # gradient norms; None until they are computed in a step
+        # All parameters of a group are of one role, so all parameters of a master are too.
         self._owned = [owners[master.parameters[0]] for master in self._by_stage.masters()]
         self.roles = {role: TrainedRole(self, role) for role in max_grad_norms}
 
     def masters_of(self, role: str) -> list[Master]:
-        """This rank's masters of what the role trains."""
+        """This rank's masters of the parameters that the role trains."""
         return [master for master, owner in zip(self._by_stage.masters(), self._owned, strict=True) if owner == role]
 
     def gradient_norms(self) -> dict[str, float]:
-        """By role, the norm of its gradient after the last backward, without the loss scale; infinite or NaN where a
-        gradient is, on any rank. All ranks call this together, and get the same."""
+        """{role: norm of its gradient after the last backward pass, without the loss scale}; infinite or NaN if a
+        gradient is on any rank. All ranks call this together and get the same result."""
         if self._norms is None:
             squares = dict.fromkeys(self.roles, torch.zeros((), dtype=torch.float64, device=distributed.device()))
             for owner, gradients in zip(self._owned, self._by_stage.gradients(), strict=True):
@@ -66,11 +65,11 @@ class SharedModel(TrainedModel):
         return self._norms
 
     def overflowed(self) -> bool:
-        """Whether a gradient is infinite or NaN on any rank, after the last backward."""
+        """Whether any role's gradient is infinite or NaN on any rank, after the last backward pass."""
         return any(role.overflowed() for role in self.roles.values())
 
     def step_roles(self, lrs: Mapping[str, float], overflow: bool = False, skip: bool = False) -> bool:
-        """Apply one optimizer step to these roles, each at its learning rate; returns whether weights changed.
+        """Make one optimizer step for the roles in `lrs`, {role: learning rate}; returns whether weights changed.
 
         overflow, skip: as in `step`.
         """
@@ -88,13 +87,13 @@ class SharedModel(TrainedModel):
         return stepped
 
     def _clip_factor(self, role: str, norm: float) -> float:
-        """What the role's gradient is multiplied by, as `torch.nn.utils.clip_grad_norm_` has it."""
+        """The factor that clips the role's gradient, as in `torch.nn.utils.clip_grad_norm_`."""
         limit = self.max_grad_norms[role]
         return min(1.0, limit / (norm + 1e-6)) if limit else 1.0
 
 
 class TrainedRole(HostedRole, LearningModel):
-    """One of the models that learn within a SharedModel. It is called and asked like a TrainedModel."""
+    """One of the models that learn in a SharedModel. It has the interface of a TrainedModel."""
 
     host: SharedModel
 
@@ -105,17 +104,17 @@ class TrainedRole(HostedRole, LearningModel):
 
     @property
     def version(self) -> int:
-        """The host's, which goes up when the weights of any role change."""
+        """The host's version, which increases when the weights of any role change."""
         return self.host.version
 
     @property
     def copies(self) -> Copies | None:
-        """The host's plain copies."""
+        """The host's copies."""
         return self.host.copies
 
     @property
     def scales_loss(self) -> bool:
-        """Whether gradients that overflow are a matter of course (fp16)."""
+        """Whether there is a loss scale (fp16); overflows are then normal."""
         return self.host.scales_loss
 
     @property
@@ -125,15 +124,15 @@ class TrainedRole(HostedRole, LearningModel):
 
     @traced("{0.role} backward")
     def backward(self, loss: Tensor, last: bool) -> None:
-        """As `TrainedModel.backward`; last: of the passes of all roles before the step."""
+        """As `TrainedModel.backward`. last: whether this is the last pass of all roles before the step."""
         self.host.backward(loss, last)
 
     def overflowed(self) -> bool:
-        """Whether a gradient of this role's is infinite or NaN on any rank, after the last backward."""
+        """Whether a gradient of this role is infinite or NaN on any rank, after the last backward pass."""
         return not self.host.gradient_norms()[self.role] < float("inf")
 
     def step(self, lr: float, overflow: bool = False, skip: bool = False) -> bool:
-        """A step of this role alone; as in `TrainedModel`."""
+        """As `TrainedModel.step`, for this role only."""
         return self.host.step_roles({self.role: lr}, overflow, skip)
 
 

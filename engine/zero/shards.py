@@ -1,17 +1,18 @@
-"""The training state as runs of named tensors, which can be read with any number of ranks and any ZeRO stage.
+"""The training state as parts of named tensors. A state from any number of ranks and any ZeRO stage can be read on any
+other number of ranks and at any other stage.
 
-    shards, scalars = model.shards(), model.scalars()    # on the ranks and at the stage that a run has
-    other.load_shards(source, scalars)                   # on others, bit by bit
+    shards, scalars = model.shards(), model.scalars()    # with the ranks and the stage of a run
+    other.load_shards(source, scalars)                   # with others; all numbers are the same bit by bit
 
 Each rank writes the numbers that it holds, or its share if all ranks hold them, and reads the numbers that it holds. A
-name is "weights/", "exp_avg/" or "exp_avg_sq/" and the parameter's name in the module (weights are the float32 masters
-if there are any); or "frozen/" and the name of a buffer, or of a parameter that does not train (in a module without
-adapters). Tied weights have one name, the first. Before the first step there are no moments, and the step count in the
-scalars is 0.
+tensor's name is "weights/", "exp_avg/" or "exp_avg_sq/" and the parameter's name in the module; "weights" are the
+float32 masters if there are any. Or it is "frozen/" and the name of a buffer, or of a parameter that does not train (in
+a module without adapters). Tied weights have one name, the first. Before the first step there are no moments, and the
+step count in the scalars is 0.
 
-Adam's part of it is what `adam.state[tensor]` remembers of a tensor, two moments and a step count, under the same names
-in all three forms (AdamW of PyTorch, DeepSpeedCPUAdam, TensorFlowAdam); it is empty before the tensor's first step. The
-count is a tensor, on the device or not, or an int.
+The moments and the step count are Adam's `adam.state[tensor]`, which has the same keys in all three forms of Adam
+(PyTorch's AdamW, DeepSpeedCPUAdam, TensorFlowAdam). It is empty before the tensor's first step. The step count is a
+tensor, on the device or not, or an int.
 """
 
 import contextlib
@@ -34,10 +35,10 @@ SCALER_COUNTERS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresi
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A run of a tensor's numbers.
+    """Consecutive numbers of a flattened tensor.
 
-    shape: of the full tensor. start: the first number's place in the flattened full tensor. values: (n,) a view of the
-    live state, on any device and of any dtype; to be copied before training goes on.
+    shape: shape of the full tensor. start: index of the first number in the flattened full tensor. values: (n,), a view
+    of the training state, on any device and in any dtype. It has to be copied before training goes on.
     """
 
     name: str
@@ -60,8 +61,8 @@ class ShardSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Where a run of a parameter's numbers lies on this rank: from number `start` of the flattened full parameter, and
-    from `offset` in the flattened tensor that holds it."""
+    """The place of a parameter's numbers on this rank. They are `length` numbers from index `start` of the flattened
+    full parameter, and from index `offset` of the flattened tensor that holds them."""
 
     parameter: Any
     start: int
@@ -71,9 +72,9 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Master:
-    """A tensor that the optimizer updates on this rank, in one piece.
+    """A tensor that the optimizer updates on this rank.
 
-    parameters: the parameters whose numbers it holds on some rank. spans: the runs of them that this rank holds.
+    parameters: the parameters whose numbers this tensor holds on any rank. spans: the numbers that this rank holds.
     """
 
     tensor: Tensor
@@ -83,23 +84,23 @@ class Master:
 
 
 class Masters(Protocol):
-    """The part of a `Stage` that knows where its numbers lie."""
+    """The part of a `Stage` that knows which rank holds which numbers."""
 
     @property
     def replicated(self) -> bool:
-        """Whether every rank holds all of them."""
+        """Whether every rank holds all numbers."""
         ...
 
     def masters(self) -> list[Master]:
-        """This rank's, in the order of `master_shards`."""
+        """This rank's masters, in the order of `master_shards`."""
         ...
 
     def loss_scaler(self) -> Any:
-        """DeepSpeed's object that has the SCALER_COUNTERS; None where the loss scale is a constant."""
+        """DeepSpeed's object with the SCALER_COUNTERS; None if the loss scale is constant."""
         ...
 
     def refresh_from_masters(self) -> None:
-        """Give the module the weights that its float32 masters hold. All ranks call this together."""
+        """Copy the float32 masters into the module's weights. All ranks call this together."""
         ...
 
 
@@ -111,15 +112,15 @@ class TrainingState:
         self.names = {parameter: name for name, parameter in module.named_parameters()}
 
     def shards(self) -> list[Shard]:
-        """The runs that this rank writes; over all ranks each number comes exactly once."""
+        """The shards that this rank writes. Over all ranks each number occurs exactly once."""
         partitioned, replicated = self._frozen()
         own = self.own(self.held("weights", self._tensors()) + self._moments()) + partitioned + _rank_share(replicated)
         return [shard for shard in own if len(shard.values)]
 
     def held(self, kind: str, tensors: Sequence[Tensor | None]) -> list[Shard]:
-        """The runs that this rank holds of tensors with the layout of the masters, named kind/PARAMETER.
+        """The shards that this rank holds of tensors with the layout of the masters, named kind/PARAMETER.
 
-        tensors: one for each master; None for one that does not exist.
+        tensors: one for each master; None for a tensor that does not exist.
         """
         return [
             Shard(
@@ -134,11 +135,11 @@ class TrainingState:
         ]
 
     def own(self, held: list[Shard]) -> list[Shard]:
-        """Those of the held runs that this rank writes: its share where all ranks hold all."""
+        """The shards that this rank writes, of those that it holds: its share if all ranks hold all."""
         return _rank_share(held) if self.stage.replicated else held
 
     def scalars(self) -> dict:
-        """Adam's step count, and the loss scale with its counters if it changes, in a form for JSON."""
+        """Adam's step count, and the loss scale with its counters if it changes, as JSON values."""
         scaler, masters = self.stage.loss_scaler(), self.stage.masters()
         counts = {steps_of(master.adam, master.tensor) for master in masters}
         assert len(counts) == 1, f"weights that train were stepped {sorted(counts)} times; ZeRO steps all alike"
@@ -149,11 +150,11 @@ class TrainingState:
 
     @torch.no_grad()
     def load(self, source: ShardSource, scalars: Mapping) -> None:
-        """Restore the state, whatever layout wrote it (all ranks call this).
+        """Restore a state that any number of ranks wrote at any stage (all ranks call this).
 
         Frozen weights are read too: a resumed run may have been given another model to start from.
 
-        Raises: UserError where the state is another model's, before anything is changed.
+        Raises: UserError if the state is another model's; then nothing is changed.
         """
         self._check(source.shapes(), stepped=scalars["adam_steps"] > 0)
         self.set_steps(scalars["adam_steps"])
@@ -186,7 +187,7 @@ class TrainingState:
         ]
 
     def _frozen(self) -> tuple[list[Shard], list[Shard]]:
-        """The frozen tensors: runs that only this rank holds, and whole tensors that every rank holds.
+        """The frozen tensors: (shards that only this rank holds, whole tensors that every rank holds).
 
         Frozen weights of a module with adapters are not part of the state; they were loaded when the module was built.
         """
@@ -208,7 +209,7 @@ class TrainingState:
         return partitioned, replicated
 
     def _check(self, there: Mapping[str, tuple[int, ...]], stepped: bool) -> None:
-        """Raise UserError, on all ranks alike, unless the state has exactly this model's tensors."""
+        """Raise UserError, on all ranks, unless the state has exactly this model's tensors."""
         there = {name: shape for name, shape in there.items() if name.partition("/")[0] in KINDS}
         partitioned, replicated = self._frozen()
         expected = {shard.name: shard.shape for shard in partitioned + replicated}
@@ -232,7 +233,7 @@ class TrainingState:
 
 
 def read(source: ShardSource, held: list[Shard]) -> None:
-    """Fill the runs that this rank holds."""
+    """Fill the shards that this rank holds from the source."""
     for shard in held:
         if len(shard.values):
             source.read(shard.name, shard.start, shard.values)
@@ -247,7 +248,7 @@ def _flat(tensor: Tensor) -> Tensor:
 
 
 def _rank_share(held: list[Shard]) -> list[Shard]:
-    """This rank's share of runs that all ranks hold, by numbers, cut where a border falls."""
+    """This rank's share of shards that all ranks hold: about as many numbers for each rank; a shard may be cut."""
     process = distributed.rank(), distributed.world_size()
     share = distributed.rank_share(sum(len(shard.values) for shard in held), of=process)
     found, place = [], 0
@@ -260,7 +261,7 @@ def _rank_share(held: list[Shard]) -> list[Shard]:
 
 
 def steps_of(adam: torch.optim.Optimizer, tensor: Tensor) -> int:
-    """How many steps a tensor has been through; 0 where Adam remembers nothing of it."""
+    """How many steps Adam has made with a tensor."""
     return int(adam.state[tensor].get("step", 0)) if tensor in adam.state else 0
 
 
@@ -270,7 +271,7 @@ def moment_of(adam: torch.optim.Optimizer, tensor: Tensor, moment: str) -> Tenso
 
 
 def set_steps(adam: torch.optim.Optimizer, tensor: Tensor, steps: int) -> None:
-    """Have Adam remember so many steps of a tensor, with moments of 0 where it remembers none yet."""
+    """Set Adam's step count for a tensor; missing moments are set to 0. With 0 steps, Adam's state is removed."""
     if not steps:
         adam.state.pop(tensor, None)
         return
@@ -286,10 +287,10 @@ def set_steps(adam: torch.optim.Optimizer, tensor: Tensor, steps: int) -> None:
 
 
 def settle(adam: Any, steps: int) -> None:
-    """Bring DeepSpeedCPUAdam's internal powers of beta to their values after `steps` steps.
+    """Set DeepSpeedCPUAdam's internal powers of beta to their values after `steps` steps.
 
-    Its C++ code multiplies beta^t up from step to step in float32, but computes the power if a step does not follow the
-    one before; a resumed run would then differ in the last bits. So the steps are repeated on a single number.
+    Its C++ code updates beta^t from step to step in float32. If a step does not follow the one before, it computes the
+    power directly; a resumed run would then differ in the last bits. So the steps are repeated here on a single number.
     """
     if not _is_cpp(adam):
         return
@@ -304,13 +305,14 @@ def _is_cpp(adam: torch.optim.Optimizer) -> bool:
 
 
 def without_gradients(adam: torch.optim.Optimizer, put_back: bool = False) -> contextlib.AbstractContextManager:
-    """Within this context an optimizer finds no gradients in its steps, and so leaves weights and moments bit by bit.
+    """Within this context the optimizer's steps find no gradients, so weights and moments stay the same bit by bit.
 
-    DeepSpeed calls the optimizer last, once for all groups or once for each, when gradients are float32, without the
-    loss scale, and where weights are partitioned in flat shards: a hook before that call is the one place that all
-    stages have. So DeepSpeed goes through a step of its own, with all that belongs to one: its counters, its buffers.
+    A hook before the optimizer's own step removes the gradients. At that point, at every stage, gradients are float32,
+    without the loss scale, and in flat shards if weights are partitioned. DeepSpeed still makes a whole step, and
+    updates its counters and buffers.
 
-    put_back: the gradients' tensors are there again at the end; an offloaded optimizer has them once, and for good.
+    put_back: whether the tensors of the gradients are restored at the end; an offloaded optimizer keeps them for all
+    steps.
     """
     return _changed(adam, lambda parameter: None, put_back)
 
@@ -318,8 +320,8 @@ def without_gradients(adam: torch.optim.Optimizer, put_back: bool = False) -> co
 def scaled_gradients(
     adam: torch.optim.Optimizer, factors: Mapping[int, float | None]
 ) -> contextlib.AbstractContextManager:
-    """Within this context an optimizer finds gradients times a factor, by the ids of its tensors; None: no gradient, so
-    that weights and moments stay bit by bit."""
+    """Within this context the gradients in the optimizer's steps are multiplied by factors. factors: {id of a tensor:
+    factor}; None for no gradient, so that weights and moments stay the same bit by bit."""
     return _changed(adam, lambda parameter: factors[id(parameter)])
 
 

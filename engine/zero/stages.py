@@ -1,9 +1,9 @@
-"""The differences between the ZeRO stages behind one interface: an adapter class for each of DeepSpeed's optimizers.
+"""One interface for the ZeRO stages (`Stage`), with a class for each of DeepSpeed's optimizers. On each rank they hold:
 
-stage 0, fp32           the optimizer as it was given, and gradients in `parameter.grad`
-stage 0, fp16 or bf16   the same with float32 master weights beside the model's
-stages 1 and 2          master weights, moments and (2) gradients in one flat shard for each group
-stage 3                 the model's weights too
+stage 0, fp32           the given optimizer, and all gradients in `parameter.grad`
+stage 0, fp16 or bf16   also float32 master weights
+stages 1 and 2          a flat shard of master weights, moments and (stage 2) gradients for each parameter group
+stage 3                 also only a shard of the model's weights
 """
 
 import contextlib
@@ -25,7 +25,7 @@ class Stage(Masters, Protocol):
 
     @property
     def loss_factor(self) -> float:
-        """A factor for every loss, beside the loss scale that DeepSpeed applies itself."""
+        """A factor for every loss, in addition to the loss scale that DeepSpeed applies."""
 
     def overflowed(self) -> bool:
         """Whether a gradient is infinite or NaN on any rank. All ranks call this together."""
@@ -33,7 +33,7 @@ class Stage(Masters, Protocol):
     def step(self, overflow: bool) -> float:
         """Let DeepSpeed update the weights, or lower the loss scale if fp16 gradients have overflowed.
 
-        Returns: the gradient norm before clipping; of no meaning after an overflow.
+        Returns: the gradient norm before clipping; meaningless after an overflow.
         """
 
     def drop(self) -> None:
@@ -43,8 +43,7 @@ class Stage(Masters, Protocol):
         """For each master, this rank's parts of its gradient after the last backward pass, times the loss scale."""
 
     def forget_gradients(self) -> None:
-        """To be called after a step, so that parameters without a gradient in the next first backward pass begin at
-        0."""
+        """Called after a step. Parameters without a gradient in the next first backward pass then begin at 0."""
 
 
 def stage_of(ds_engine: DeepSpeedEngine) -> Stage:
@@ -151,10 +150,10 @@ class Stage0WithMasters(Stage0):
 
     @contextlib.contextmanager
     def _loss_scale_kept(self, overflow: bool) -> Iterator[None]:
-        """Within this context a step does not change the loss scale; it is changed at the end.
+        """Within this context a step does not change the loss scale; the change is made at the end.
 
-        DeepSpeed changes it before it divides the step's gradients by it. One that is not dynamic stays, and a step
-        counts all the same.
+        DeepSpeed changes the scale before it divides the step's gradients by it. A scale that is not dynamic stays the
+        same, but the step is counted.
         """
         scale = self.optimizer.loss_scale_config
         dynamic, scale.dynamic_loss_scale = scale.dynamic_loss_scale, False
@@ -194,7 +193,7 @@ class Stage1And2:
             self.ds_engine.step()
 
     def masters(self) -> list[Master]:
-        """A group's parameters are joined one after the other, and rank r has the r-th run of the result."""
+        """The parameters of a group are joined one after the other, and rank r holds the r-th part of the result."""
         zero = self.optimizer
         return [
             Master(master, zero.optimizer, parameters, _spans_within(parameters, offsets, len(master)))
@@ -220,8 +219,8 @@ class Stage1And2:
 
     @contextlib.contextmanager
     def _loss_scale_kept(self) -> Iterator[None]:
-        """Within this context a step divides its gradients by the loss scale that its loss was multiplied by, though
-        DeepSpeed changes the scale first; the change counts from the end on."""
+        """Within this context a step divides its gradients by the loss scale that its loss was multiplied by, although
+        DeepSpeed changes the scale first. The change takes effect at the end."""
         if not self.ds_engine.fp16_enabled():
             yield
             return
@@ -233,10 +232,10 @@ class Stage1And2:
 
 
 class Stage3(Stage1And2):
-    """Shards of the weights too, which are gathered layer by layer where they are computed with."""
+    """Shards of the weights too. Weights are gathered layer by layer for forward and backward passes."""
 
     def masters(self) -> list[Master]:
-        """Each rank has a run of each parameter; its runs are joined one after the other, with their padding."""
+        """Each rank has a part of each parameter; its parts are joined one after the other, with their padding."""
         zero = self.optimizer
         return [
             Master(master, zero.optimizer, parameters, _spans_of_runs(parameters))

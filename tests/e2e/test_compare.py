@@ -161,7 +161,7 @@ BAD = {
     "no folder": ({"models": ["sft", "gone=/nowhere"]}, "--models gone: there is no folder /nowhere"),
     "a reward model": ({"models": ["sft", "reward"]}, "is no language model but"),
     "an empty folder": ({"models": ["sft", "empty"]}, "holds no config.json"),
-    "other tokens": ({"models": ["sft", "more"]}, "another one than that of --models sft"),
+    "other tokens": ({"models": ["sft", "more"]}, "differs from that of --models sft"),
     "one prompt": ({"num_eval_prompts": 1}, "--num_eval_prompts 1: must be at least 2"),
     "greedy samples": ({"greedy": True, "num_samples_per_prompt": 2}, "all of them would be the same"),
     "greedy heat": ({"greedy": True, "temperature": 0.5}, "greedily nothing is drawn"),

@@ -151,7 +151,7 @@ def test_a_script_is_understood(script, started, tmp_path):
         (
             "3 run_13b.sh",
             ["--enable_mixed_precision_lora"],
-            "error: --enable_mixed_precision_lora: it rounds the frozen weights to 8 bits",
+            "error: --enable_mixed_precision_lora: it rounds frozen weights to 8 bits",
         ),
         (
             "3 run_13b.sh",  # whose module name is OPT's

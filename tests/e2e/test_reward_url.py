@@ -56,7 +56,7 @@ def test_a_server_that_stays_away_stops_the_run_with_a_restart_point(tiny, tmp_p
     with process_serving({4: "die"}, comes_back=False) as server:  # after the probe, an evaluation and a step
         result = run_here(3, flags(tiny, server.url, **given), capfd)
     assert result.code == 1 and "Traceback" not in result.stdout + result.stderr
-    assert f"stopped: the reward server {server.url} cannot be reached, or broke off (" in result.stderr
+    assert f"stopped: the reward server {server.url} cannot be reached, or broke the connection (" in result.stderr
     assert "sent " in result.stderr and '"prompt": "w' in result.stderr
     point = tmp_path / "out" / "checkpoints" / "step_000001"
     assert f"--resume {point}" in result.stderr and point.is_dir()
@@ -72,7 +72,7 @@ def test_a_server_that_is_not_there_is_told_before_models_are_loaded(tiny, tmp_p
     url = f"http://127.0.0.1:{free_port()}/score"
     given = {"reward_url_patience": 0, "output_dir": tmp_path / "out"}
     result = run_here(3, flags(tiny, url, **given), capfd)
-    assert_one_message(result, [f"--reward_url {url}: asked for the score of one text", "Start the server"])
+    assert_one_message(result, [f"--reward_url {url}: asked for the score of one text", "Start or repair the server"])
     assert not (tmp_path / "out").exists()
     with serving() as server:
         dry = run_here(3, flags(tiny, server.url, **given, dry_run=True), capfd)

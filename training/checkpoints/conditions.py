@@ -1,5 +1,5 @@
-"""The content of a checkpoint's trainer_state.json: the training state, the settings that a resumed run must share with
-the run that wrote it, and the settings that may change.
+"""The content of a checkpoint's trainer_state.json: the training state, the settings that must be the same in a resumed
+run, and the settings that may change.
 
 steps_done, optimizer_steps, samples, prompt_batches, kl, score_scale    the state: PPOTrainer.state_dict; steps_done
                     below 0 while the critic is pretrained
@@ -55,14 +55,14 @@ def fingerprints(args: RLHFFlags) -> dict[str, str]:
 
 
 def sources_fingerprint(names: Sequence[str]) -> str | None:
-    """A hash of the source files of all functions; of one function, `source_fingerprint`. None where there are no
+    """A hash of the source files of all functions; for one function, its `source_fingerprint`. None if there are no
     files."""
     found = [each for name in names if name not in BUILT_IN if (each := source_fingerprint(name)) is not None]
     return found[0] if len(found) == 1 else hashlib.sha256(" ".join(found).encode()).hexdigest() if found else None
 
 
 def source_fingerprint(name: str) -> str | None:
-    """A hash of the file that `name` names and of the file in which the reward function or class is written. None where
+    """A hash of the file in the flag's value `name`, and of the file that defines the reward function or class. None if
     there are no such files. Files that these import are not hashed."""
     function, where = load_function(name), name.rpartition(":")[0]
     files = {where if names_file(where) else getattr(sys.modules[where], "__file__", None), _written_in(function)}
@@ -71,9 +71,9 @@ def source_fingerprint(name: str) -> str | None:
 
 
 def changed_models(now: Mapping[str, object], then: Mapping[str, object], contents: Callable[[str], str]) -> list[str]:
-    """The flags of models whose path is the same in both settings while the contents differ.
+    """The flags of models whose paths are the same in both settings, while their contents differ.
 
-    contents: flag -> the key of its fingerprint in the settings.
+    contents: {flag: the key of the contents' fingerprint in the settings}.
     """
     return [
         flag
@@ -113,7 +113,8 @@ TOTAL_STEPS, MICRO_BATCH, RANKS = "total steps", "--per_device_training_batch_si
 
 
 def shared_identity(args: LoraFlags, data: list[str], tokenizer: PreTrainedTokenizerBase) -> dict[str, object]:
-    """The identity that all three steps share: data, chat template, adapters, and the flags that are marked for it."""
+    """The part of the identity that all three steps have: data, chat template, adapters, and the flags with
+    resume=SAME."""
     specs = {model: args.lora(model) for model in args.lora_models}
     return {
         DATA: data,

@@ -73,7 +73,7 @@ class PointTensors(Mapping):
         return files.shapes()[place], dtype
 
     def is_trained(self, name: str) -> bool:
-        """Whether training moves a tensor."""
+        """Whether training changes a tensor."""
         return not self._places[name][1].startswith("frozen/")
 
     @property
@@ -93,7 +93,7 @@ class PointTensors(Mapping):
         return len(self._places)
 
     def only(self, names: Sequence[str]) -> "PointTensors":
-        """Some of them."""
+        """The tensors with these names."""
         part = PointTensors.__new__(PointTensors)
         part._computed, part._given = self._computed, self._given
         part._places = {name: self._places[name] for name in names}

@@ -1,20 +1,20 @@
-"""The files of checkpoints: where they stand, how they are written and read, and whether they are whole.
+"""The files of checkpoints: their places, how they are written and read, and checks that they are complete.
 
     OUTPUT_DIR/checkpoints/step_000100/     step_-00005: 5 steps of the critic's pretraining before the first step
         actor/rank_00000.safetensors ...    numbers of the actor's training state, a file for each rank that wrote
         critic/ ema/ reference/             the same for the critic, for the moving average, and for the weights of a
                                             reference that is refreshed, if there are any
         config/actor/ config/critic/        config.json and tokenizer, as beside a saved model
-        trainer_state.json                  training/checkpoints/conditions.py says what stands there
+        trainer_state.json                  described in training/checkpoints/conditions.py
         manifest.json                       size and hash of each of these files; written last
 
 A checkpoint is written as step_000100.partial and renamed when it is complete. It becomes step_000100.abandoned when
 the run is resumed from an older checkpoint.
 
 A file of numbers holds consecutive parts of flattened tensors. The key of a part is name@start, where start is the
-position of its first number in the flattened tensor. The shapes of whole tensors stand in the files' metadata. The
-safetensors library reads these files, but does not write them: the hash has to be computed from the numbers in memory,
-not from what the disk made of them, and without a second copy.
+index of its first number in the flattened tensor. The files' metadata have the shapes of whole tensors. The safetensors
+library can read these files, but they are not written with it: the hash has to be computed from the numbers in memory,
+not from the file on the disk, and without a second copy.
 
 manifest.json: {"format": 1, "step": 100, "files": {"actor/rank_00000.safetensors": [size, blake2b], ...},
                 "digest": the hash of the rest}
@@ -64,18 +64,18 @@ def rank_file(rank: int) -> str:
 
 
 def step_of(folder: Path) -> int | None:
-    """The step in the name of a checkpoint's folder; None where the folder is not named like a checkpoint."""
+    """The step in the name of a checkpoint's folder; None if the folder is not named like a checkpoint."""
     match = re.fullmatch(r"step_(-?\d+)", folder.name)
     return int(match[1]) if match else None
 
 
 def holds_point(folder: Path) -> bool:
-    """Whether a folder, whatever its name, holds at least some of the files of a checkpoint."""
+    """Whether a folder with any name holds some of the files of a checkpoint."""
     return any((folder / name).is_file() for name in (MANIFEST, STATE_FILE))
 
 
 def points_in(output_dir: Path) -> list[Path]:
-    """The folders of checkpoints in a run's output folder, whole or not, by step."""
+    """The folders of checkpoints in a run's output folder, complete or not, in the order of their steps."""
     folder = output_dir / CHECKPOINTS
     if not folder.is_dir():
         return []
@@ -107,7 +107,7 @@ class FileRecord(NamedTuple):
 
 
 class _HashedFile:
-    """A new file that is hashed as it is written, and is on the disk when it has been closed by `finish`."""
+    """A new file that is hashed while it is written. After `finish` its content is on the disk."""
 
     def __init__(self, path: Path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -299,11 +299,11 @@ def files_in(folder: Path) -> set[str]:
 
 
 def damages(folder: Path) -> list[str]:
-    """What is wrong with a checkpoint, one item per file; [] where it is whole (all ranks call this).
+    """Descriptions of what is wrong with a checkpoint, one per file; [] if it is complete (all ranks call this).
 
-    The ranks divide the files to be hashed among them; every rank gets the whole result.
+    Each rank hashes a part of the files; all ranks get the whole result.
 
-    Raises: UserError on all ranks where one does not see the folder, or where the checkpoint has another format.
+    Raises: UserError on all ranks if one does not see the folder, or if the checkpoint has another format.
     """
     old, found = None, []
     try:
@@ -359,7 +359,7 @@ def _problem(path: Path, record: FileRecord) -> str | None:
 
 
 def config_files(models: Mapping[str, TrainedModel], tokenizer: PreTrainedTokenizerBase) -> dict[str, bytes]:
-    """The files that stand beside the weights of a saved model or adapter, by "MODEL/FILE"."""
+    """{"MODEL/FILE": content} of the files that a saved model or adapter has in addition to its weights."""
     found = {}
     for name, model in models.items():
         found |= {f"{name}/{file}": text.encode() for file, text in adapter_files(model.module).items()}
@@ -373,11 +373,11 @@ def config_files(models: Mapping[str, TrainedModel], tokenizer: PreTrainedTokeni
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """When checkpoints are written and which are kept.
+    """When checkpoints are written, and which are kept.
 
-    steps, minutes: the interval between checkpoints; 0 for no checkpoints by this count. keep: how many of the newest
-    are kept; 0 for all. keep_best: whether the one of the best held-out score is kept too. asynchronous: whether
-    training goes on while a checkpoint is written.
+    steps, minutes: the interval between checkpoints; 0 for none by this unit. keep: how many of the newest are kept; 0
+    for all. keep_best: whether the one with the best held-out score is kept too. asynchronous: whether training goes on
+    while a checkpoint is written.
     """
 
     steps: int = 0

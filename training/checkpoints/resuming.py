@@ -105,7 +105,7 @@ class ResumePoint:
 
     @property
     def steps_done(self) -> int:
-        """How many steps had been trained when it was written."""
+        """How many steps had been trained when the checkpoint was written."""
         return self.state["steps_done"]
 
     def lines(self) -> list[str]:
@@ -208,7 +208,7 @@ OF_MODELS = ("config.json", "generation_config.json")  # files that a whole mode
 
 
 class Tensors(dict[str, Tensor]):
-    """Tensors in the order of a file, some of them `Lazy`."""
+    """Tensors by name, in the order in which a file holds them; some of them are `Lazy`."""
 
     def __init__(self, tensors: Mapping[str, Tensor]):
         order = sorted(tensors, key=lambda name: file_order(name, tensors[name].dtype))
@@ -219,7 +219,7 @@ class Tensors(dict[str, Tensor]):
         return tuple(self[name].shape), self[name].dtype
 
     def only(self, names: Sequence[str]) -> "Tensors":
-        """Some of them."""
+        """The tensors with these names."""
         return Tensors({name: self[name] for name in names})
 
 
@@ -227,7 +227,7 @@ class AdapterPoint:
     """A model of a checkpoint that was trained by LoRA.
 
     Args:
-        model: its name, which is its adapter's too.
+        model: the model's name, which is also the name of its adapter.
         tensors: the model's tensors in the checkpoint, by their names in the adapted model.
         base: the folder of the frozen weights; None for the folder that the run used.
 
@@ -242,7 +242,7 @@ class AdapterPoint:
         self.base, self.config = base, folder
 
     def adapter(self) -> Tensors:
-        """The adapter's weights by peft's names. Raises: UserError where other weights train too."""
+        """The adapter's weights by the names that peft gives them. Raises: UserError if other weights train too."""
         found = {}
         for name in self.tensors:
             if is_factor(name):
@@ -259,7 +259,7 @@ class AdapterPoint:
     def merged(self) -> Tensors:
         """The weights of the model with its adapter merged in; each matrix is merged when it is asked for.
 
-        Raises: UserError where the model that the run began with is missing, or another one stands in its place.
+        Raises: UserError if the model that the run began with is missing, or its weights have changed.
         """
         adapter = self._folder()
         model, base = self._base(adapter)

@@ -37,11 +37,11 @@ class Resolved:
 class AlgorithmFlags(DataFlags):
     """The algorithm of step 3. Flags without a default of their own take the dialect's value."""
 
-    dialect: str = flag("default", "whose algorithmic choices are taken", choices=DIALECTS, group="algorithm")
+    dialect: str = flag("default", "system whose algorithmic choices are taken", choices=DIALECTS, group="algorithm")
     kl_coef: float | None = dialect_flag("kl_coef")
     score_clip: float | None = dialect_flag("score_clip")
     missing_eos_penalty: float = flag(
-        0.0, "subtracted from the score of a response that did not end by itself: missing_end=subtract"
+        0.0, "number subtracted from the score of a response that did not end by itself; sets missing_end=subtract"
     )
     gamma: float | None = dialect_flag("gamma")
     lam: float | None = dialect_flag("lam")
@@ -54,9 +54,9 @@ class AlgorithmFlags(DataFlags):
     ema_decay: float | None = dialect_flag("ema_decay", only_with=("enable_ema", "reference=ema"))
     set: list[str] = flag(
         [],
-        "any field of the dialect as FIELD=VALUE, such as kl_controller=adaptive kl_target=6; "
-        "`python -m engine.algorithms` lists the fields; given again, it adds to what was set, and a field "
-        "that the command line gives wins over a YAML file's",
+        "fields of the dialect as FIELD=VALUE, such as kl_controller=adaptive kl_target=6; `python -m "
+        "engine.algorithms` lists them. Given several times, the settings add up; a field on the command line wins "
+        "over a YAML file's",
         adds_up=True,
     )
 
@@ -69,42 +69,45 @@ class AlgorithmFlags(DataFlags):
     max_grad_norm: float | None = dialect_flag("max_grad_norm")
     critic_pretrain_steps: int = flag(
         0,
-        "steps before the first that train the critic alone, on responses of the SFT model and what really followed "
-        "(lambda 1); they move neither prompts nor learning rates of the others. The critic is saved as "
-        "OUTPUT_DIR/critic_pretrained, from which another run may start: its --critic_model_name_or_path, with "
-        "--reward_model_name_or_path beside it",
+        "steps before the first one, in which the critic alone trains on responses of the SFT model, with lambda "
+        "1. These steps use up no prompts and do not change the learning rates of later steps. The critic is saved "
+        "as OUTPUT_DIR/critic_pretrained; another run can start from it with --critic_model_name_or_path, and then "
+        "needs --reward_model_name_or_path",
         least=0,
         resume=SAME,
     )
     critic_pretrain_learning_rate: float | None = flag(
         None,
-        "the critic's peak learning rate in these steps; by default --critic_learning_rate",
+        "peak learning rate of the critic in --critic_pretrain_steps; by default --critic_learning_rate",
         above=0,
         only_with="critic_pretrain_steps",
         resume=SAME,
     )
-    critic_warmup_steps: int = flag(0, "steps at the start that train the critic alone", least=0, resume=SAME)
+    critic_warmup_steps: int = flag(0, "steps at the start in which only the critic trains", least=0, resume=SAME)
     max_kl: float | None = flag(
         None,
-        "end the run, before another update, when a step's responses are further from the reference than so many "
-        "nats a response (objective/kl)",
+        "end the run, before its update, at a step whose responses have a KL to the reference above this many nats "
+        "per response (objective/kl)",
         above=0,
     )
 
     per_device_generation_batch_size: int = flag(
-        16, "prompts answered at once by each rank", least=1, group="batch sizes"
+        16, "prompts that each rank answers at the same time", least=1, group="batch sizes"
     )
     generation_batches: int = flag(
-        1, "so many times as many prompts in one step; they wait until others have ended", least=1
+        1,
+        "multiplies the prompts of a step: each rank answers --per_device_generation_batch_size at a time, and "
+        "further ones begin as others end",
+        least=1,
     )
     num_samples_per_prompt: int | None = dialect_flag("samples_per_prompt")
     per_device_training_batch_size: int = flag(
-        16, "responses in one forward and backward pass of each rank", least=1, resume=TOLD
+        16, "responses per rank in one forward and backward pass", least=1, resume=TOLD
     )
     gradient_accumulation_steps: int | None = flag(
         None,
-        "passes in one optimizer step, which decides how many such steps there are (mini_batches); by default "
-        "there are as many as the dialect has, and each takes all passes that it needs",
+        "forward and backward passes in one optimizer step; sets the dialect's mini_batches. By default "
+        "mini_batches is the dialect's, and an optimizer step makes as many passes as it needs",
         least=1,
     )
 
@@ -251,29 +254,32 @@ class ReferenceFlags(AlgorithmFlags):
     """Step 3: the moving average of the actor, and the reference to which KL is measured."""
 
     enable_ema: bool = flag(
-        False, "keep a moving average of the actor's weights; saved beside the actor", group="average of the actor"
+        False,
+        "keep a moving average of the actor's weights, and save it beside the actor",
+        group="average of the actor",
     )
     ema_device: str | None = flag(
         None,
-        "where it is kept, and a reference that is refreshed; by default beside the master weights",
+        "device of the moving average, and of a reference that is refreshed; by default they are beside the master "
+        "weights",
         choices=("cpu",),
         only_with=("enable_ema", "reference=ema", "reference_refresh_steps"),
     )
     reference: str = flag(
         START,
-        "what KL is measured to: the model that training starts from, or the moving average of the actor (ema), which "
-        "is kept and saved as with --enable_ema",
+        "model that KL is measured to. start: the model that training starts from. ema: the moving average of the "
+        "actor, which is kept and saved as with --enable_ema",
         choices=(START, MOVING),
         group="the reference",
     )
     reference_refresh_steps: int | None = flag(
         None,
-        "after every so many steps the reference becomes the actor as it stands; by default it never does",
+        "steps between refreshes, at which the reference takes the actor's weights; by default there are none",
         least=1,
     )
     reference_mixup_alpha: float = flag(
         1.0,
-        "the actor's share in the reference at a refresh; what was the reference has the rest",
+        "share of the actor's weights in a refreshed reference; the rest is the old reference",
         above=0,
         most=1,
         only_with="reference_refresh_steps",

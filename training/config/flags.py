@@ -85,7 +85,7 @@ class ProgramFlags:
     old_flags: ClassVar[dict[str, OldFlag]] = {}
 
     config: str | None = flag(
-        None, "YAML file with flags by name (without dashes); those on the command line win", group="the run"
+        None, "YAML file with flags by name, without dashes; flags on the command line win", group="the run"
     )
 
     def validate(self) -> None:
@@ -134,15 +134,13 @@ class TokenizerFlags(ProgramFlags):
 
     trust_remote_code: bool = flag(
         False,
-        "run the code that a model's folder brings along (`auto_map`), where transformers lacks its class, or that its "
-        "config.json names on the Hub (`attn_implementation`)",
+        "run code that comes with a model: classes in its folder (`auto_map` in its JSON files), and code on the "
+        "Hub that its config.json names (`attn_implementation`)",
     )
-    chat_template: str | None = flag(
-        None, "file with a chat template (Jinja) that the tokenizer gets, in place of its own if it has one"
-    )
+    chat_template: str | None = flag(None, "file with a chat template (Jinja), which replaces the tokenizer's own")
 
     def validate(self) -> None:
-        """As ProgramFlags has it."""
+        """Raise UserError for values that cannot work, or have no effect."""
         super().validate()
         if self.chat_template is not None:
             read_chat_template(self.chat_template)
@@ -162,61 +160,65 @@ class RunFlags(TokenizerFlags):
     overwrites: ClassVar[bool] = True
 
     output_dir: str = flag(REQUIRED, "folder for models, metrics and checkpoints")
-    overwrite_output_dir: bool = flag(False, "overwrite what stands in --output_dir")
+    overwrite_output_dir: bool = flag(
+        False, "start although --output_dir holds files; those of an earlier run are removed"
+    )
     dry_run: bool = flag(
         False,
-        "check everything that needs no GPU and no download, print the command, some rows as the model sees them, "
-        "each engine's configuration and the memory that the run takes, and end",
+        "check everything that needs no GPU and no download, and end. Prints the command, some rows as the model "
+        "sees them, each engine's configuration and the memory that the run needs",
     )
     preflight: bool = flag(
         False,
-        "look at all nodes of the run, start it with the run's own command: versions, GPUs, memory, disks, models and "
-        "data, bandwidth; print a table and which node is at fault, and end, with code 0 where none is and 2 where one "
-        "is",
+        "check all nodes of the run, started with the run's own command, and end: versions, GPUs, memory, disks, "
+        "models, data, bandwidth. Prints a table and which node is at fault; the exit code is 0 if none is, else 2",
     )
-    seed: int = flag(1234, "of data order, fresh weights and sampling", least=0, most=2**31 - 1, resume=SAME)
+    seed: int = flag(1234, "seed of data order, new weights and sampling", least=0, most=2**31 - 1, resume=SAME)
     dtype: str | None = flag(
         None,
-        "what models compute in; by default bf16 on GPUs that have it, fp16 on others, fp32 on CPUs",
+        "dtype that models compute in; by default bf16 on GPUs that have it, fp16 on other GPUs, fp32 on CPUs",
         choices=("fp32", "fp16", "bf16"),
         resume=SAME,
     )
     attn_implementation: str = flag(
         "auto",
-        "which code computes attention: torch's own (sdpa; auto, where the model's family has it), the family's plain "
-        "one (eager), the flash-attn package (flash_attention_2 or 3, in bf16 or fp16), or torch's compiled flex",
+        "code that computes attention. sdpa: torch's own. eager: the plain code of the model's family. "
+        "flash_attention_2, flash_attention_3: the flash-attn packages, in bf16 or fp16. flex_attention: torch's "
+        "compiled flex attention. auto: sdpa if the model's family has it, else eager",
         choices=IMPLEMENTATIONS,
     )
     packing: str = flag(
         "auto",
-        "whether rows go through the models' layers laid end to end, without their padding (packed; auto with flash "
-        "attention), or padded to one length",
+        "whether rows of a batch are padded. packed: rows are joined end to end, without padding. padded: "
+        "all rows are padded to one length. auto: packed with flash attention, else padded",
         choices=PACKING,
     )
     enable_tensorboard: bool = flag(True, "write curves, tables and histograms for TensorBoard")
     tensorboard_path: str | None = flag(
         None,
-        "folder in which this run's TensorBoard files get a folder of their own; by default OUTPUT_DIR/tensorboard",
+        "folder in which this run's TensorBoard files get a subfolder; by default they are in OUTPUT_DIR/tensorboard",
     )
     wandb_project: str | None = flag(
-        None, "Weights & Biases project to send the same to (pip install wandb)", only_with="enable_tensorboard=true"
+        None,
+        "Weights & Biases project that gets the same curves, tables and histograms (pip install wandb)",
+        only_with="enable_tensorboard=true",
     )
     grace_seconds: float = flag(
         25.0,
-        "seconds within which a run finishes its step, saves and ends after TERM, Ctrl-C or the loss of its launcher; "
-        "launchers kill after 30",
+        "seconds in which a run has to finish its step, save and end after TERM, Ctrl-C or the end of its "
+        "launcher; launchers kill their processes after 30",
         least=0,
     )
     timeout_minutes: float = flag(
         30.0,
-        "minutes after which a run ends if no rank moves (no pass through a model, no new phase) and none is reading, "
-        "tokenising, loading or writing",
+        "end the run after this many minutes in which no rank moves on (no pass through a model, no new phase); a "
+        "rank that reads, tokenises, loads or writes counts as moving",
         above=0,
         finite=False,
     )
 
     def validate(self) -> None:
-        """As ProgramFlags has it."""
+        """Raise UserError for values that cannot work, or have no effect."""
         for spec in dataclasses.fields(self):
             for value in _texts(getattr(self, spec.name)) if spec.name != "stop" else ():
                 check_name(spec.name, value)
@@ -271,7 +273,7 @@ def _as_shown(value):
 
 
 def check_name(name: str, value: str) -> None:
-    """Raise UserError for a text that can name nothing, before a library is given it."""
+    """Raise UserError for a text that no file, model or data set can have as its name."""
     if not value.strip():
         what = "no name of a file or folder" if name.endswith(("_dir", "_path", "config")) else "no name of anything"
         raise UserError(f"--{name} {value!r}: {what}. Leave the flag out, or give one.")
@@ -327,15 +329,17 @@ class HubFlags(RunFlags):
 
     push_to_hub: bool = flag(
         False,
-        "upload the trained model (step 3: the actor) to the Hugging Face Hub when the run has ended well; one that "
-        "cannot be uploaded stays in its folder, and the command is printed that tries again",
+        "upload the trained model (step 3: the actor) to the Hugging Face Hub when the run has ended well. If the "
+        "upload fails, the model stays in its folder, and the run prints the command that tries again",
         group="sharing",
         only_with="hub_model_id",
     )
     hub_model_id: str | None = flag(
-        None, "where to, as OWNER/NAME; a repository that is not there is made", only_with="push_to_hub"
+        None, "repository for --push_to_hub, as OWNER/NAME; created if it does not exist", only_with="push_to_hub"
     )
-    hub_private: bool = flag(True, "make a new repository private; a public one is only written to with false")
+    hub_private: bool = flag(
+        True, "true: a new repository is private, and a public one is refused. false: a new repository is public"
+    )
 
     def validate(self) -> None:
         """See ProgramFlags; also raises UserError for an invalid repository name."""
@@ -355,21 +359,22 @@ class HubFlags(RunFlags):
 class RestartFlags(RunFlags):
     """When checkpoints are written, which are kept, and what a run goes on from."""
 
-    save_steps: int = flag(0, "steps between checkpoints; 0 for none", least=0, group="checkpoints")
-    save_minutes: float = flag(0.0, "minutes between checkpoints, also beside --save_steps; 0 for none", least=0)
-    keep_checkpoints: int = flag(0, "keep the newest so many checkpoints; 0 for all", least=0)
+    save_steps: int = flag(0, "steps between checkpoints; 0: none", least=0, group="checkpoints")
+    save_minutes: float = flag(0.0, "minutes between checkpoints, also beside --save_steps; 0: none", least=0)
+    keep_checkpoints: int = flag(0, "how many of the newest checkpoints are kept; 0: all", least=0)
     keep_best_checkpoint: bool = flag(
         False,
-        "keep the one of the best held-out score too, and write one wherever an evaluation finds a better score",
+        "also keep the checkpoint with the best held-out score; one is written whenever an evaluation finds a "
+        "better score",
         only_with="keep_checkpoints",
     )
     async_checkpoints: bool = flag(
-        True, "go on training while a checkpoint is written, from a copy of the state in host memory"
+        True, "go on training while a checkpoint is written from a copy of the state in host memory"
     )
     resume: str | None = flag(
         None,
-        "a checkpoint, or the output folder of a run, to go on from; auto: the newest one in --output_dir, or the "
-        "beginning where that has none",
+        "checkpoint to resume from, or output folder of a run, whose newest one is taken. auto: the newest "
+        "checkpoint in --output_dir; if there is none, the run starts at the beginning",
     )
 
     def schedule(self) -> Schedule:
@@ -391,30 +396,37 @@ class DataFlags(RunFlags):
 
     data_path: list[str] = flag(
         REQUIRED,
-        "data sets: names on the Hub, folders, or .json, .jsonl, .csv, .parquet files, also as .gz or .zst",
+        "data sets: names on the Hub, folders, or files (.json, .jsonl, .csv, .parquet, also compressed as .gz or "
+        ".zst)",
         group="data",
     )
     data_weights: list[float] = flag(
-        [], "how often each of them is seen in one pass (2: twice, 0.5: half of it); by default once"
+        [],
+        "one number for each data set of --data_path: how often its rows are seen in one pass over the data (2: "
+        "each row twice; 0.5: half of the rows); by default 1",
     )
     data_split: str | None = flag(
         None,
-        "proportions in which every data set is divided among steps 1, 2 and 3, such "
-        "as 2,4,4; by default each step reads all of it",
+        "how each data set is divided among steps 1, 2 and 3, as three shares such as 2,4,4; by default each step "
+        "reads all rows",
     )
-    eval_data_path: list[str] = flag([], "held-out rows; by default the data set's own test split, or some of its rows")
+    eval_data_path: list[str] = flag(
+        [],
+        "data sets with held-out rows; by default the test split of each data set of --data_path, or some of its "
+        "rows if it has none",
+    )
     overlong: str = flag(
         "cut_prompt",
-        "what becomes of rows that are too long: prompts lose their beginning, up to a user's turn where there are "
-        "turns (cut_prompt); texts lose their end, and prompts of step 3 are left out (cut_answer); rows are left out "
-        "(drop)",
+        "what happens to rows that are too long. cut_prompt: a prompt loses its beginning; in a dialogue it then "
+        "begins with a user's turn. cut_answer: a text loses its end, and step 3 leaves a prompt out. drop: the "
+        "row is left out",
         choices=OVERLONG,
         was="overlong_prompts",
         old_values={"truncate": "give cut_prompt."},
         resume=SAME,
     )
     data_output_path: str | None = flag(
-        None, "where tokenised data is kept for the next run; by default ~/.cache/four-engine-rlhf"
+        None, "folder that keeps tokenised data for later runs; by default ~/.cache/four-engine-rlhf"
     )
 
     def validate(self) -> None:

@@ -43,33 +43,33 @@ class LoraFlags(RunFlags):
 
     only_optimize_lora: bool = flag(
         False,
-        "train the factors alone (and a score head); otherwise all that is not adapted, such as biases, norms and "
-        "embeddings, trains too, with the model's own learning rate",
+        "train only the LoRA factors and a score head. Without this flag, weights without an adapter, such as "
+        "biases, norms and embeddings, train too, at the model's own learning rate",
         only_with=RANKS,
         group="LoRA",
     )
     lora_alpha: float | None = flag(
         None,
-        "updates are scaled by alpha / dimension; by default 1, as in DeepSpeed-Chat (peft's is 8)",
+        "alpha of LoRA: updates are scaled by alpha / rank. By default 1, as in DeepSpeed-Chat (peft's default is 8)",
         above=0,
         only_with=RANKS,
     )
     lora_target_modules: list[str] = flag(
         [],
-        "the adapted layers by the last part of their names, such as q_proj v_proj, or all-linear: all but the output "
-        "head, which is the default; all-linear lm_head has that one too",
+        "layers that get an adapter, by the last part of their names, such as q_proj v_proj. all-linear, the "
+        "default, means all linear layers but the output head; all-linear lm_head adds the head",
         only_with=RANKS,
     )
     lora_dropout: float | None = flag(
         None,
-        "dropout before the factors, while steps 1 and 2 train; step 3 has none",
+        "dropout of the input of the LoRA factors, in training of steps 1 and 2; step 3 has none",
         least=0,
         below=1,
         only_with=RANKS,
     )
     save_merged: str = flag(
         "auto",
-        "beside the adapters save the models with these merged into them, too; auto: where the disk has room for them",
+        "save models with their adapters merged in, beside the adapters; auto: if the disk has room",
         choices=("auto", "true", "false"),
         only_with=RANKS,
     )
@@ -131,15 +131,15 @@ class ModelLoraFlags(LoraFlags):
     lora_models: ClassVar[tuple[str, ...]] = ("",)
 
     lora_dim: int = flag(
-        0, "rank of the factors that train in place of matrices; 0: no LoRA, all weights train", least=0
+        0, "rank of the LoRA factors that train in place of matrices; 0: no LoRA, all weights train", least=0
     )
     lora_module_name: str | None = flag(
         None,
-        "adapt the linear layers whose names contain this; by default --lora_target_modules says which",
+        "adapt the linear layers whose names contain this text; by default --lora_target_modules chooses the layers",
         only_with="lora_dim",
     )
     lora_learning_rate: float | None = flag(
-        None, f"the factors' peak learning rate; by default {LEARNING_RATE}", least=0, only_with="lora_dim"
+        None, f"peak learning rate of the LoRA factors; by default {LEARNING_RATE}", least=0, only_with="lora_dim"
     )
 
 
@@ -150,31 +150,45 @@ class RoleLoraFlags(LoraFlags):
     lora_models: ClassVar[tuple[str, ...]] = ("actor_", "critic_")
 
     actor_lora_dim: int = flag(
-        0, "rank of the factors that train in place of the actor's matrices; 0: no LoRA, all its weights train", least=0
+        0,
+        "rank of the LoRA factors that train in place of the actor's matrices; 0: no LoRA, all weights of the "
+        "actor train",
+        least=0,
     )
-    critic_lora_dim: int = flag(0, "the same, of the critic", least=0)
+    critic_lora_dim: int = flag(
+        0,
+        "rank of the LoRA factors that train in place of the critic's matrices; 0: no LoRA, all weights of the "
+        "critic train",
+        least=0,
+    )
     actor_lora_module_name: str | None = flag(
         None,
-        "adapt the actor's linear layers whose names contain this; by default --lora_target_modules says which",
+        "adapt the actor's linear layers whose names contain this text; by default --lora_target_modules chooses "
+        "the layers",
         only_with="actor_lora_dim",
     )
-    critic_lora_module_name: str | None = flag(None, "the same, of the critic's layers", only_with="critic_lora_dim")
+    critic_lora_module_name: str | None = flag(
+        None,
+        "adapt the critic's linear layers whose names contain this text; by default --lora_target_modules chooses "
+        "the layers",
+        only_with="critic_lora_dim",
+    )
     actor_lora_learning_rate: float | None = flag(
         None,
-        f"peak learning rate of the actor's factors; by default {LEARNING_RATE}",
+        f"peak learning rate of the actor's LoRA factors; by default {LEARNING_RATE}",
         least=0,
         only_with="actor_lora_dim",
     )
     critic_lora_learning_rate: float | None = flag(
         None,
-        f"peak learning rate of the critic's factors; by default {LEARNING_RATE}",
+        f"peak learning rate of the critic's LoRA factors; by default {LEARNING_RATE}",
         least=0,
         only_with="critic_lora_dim",
     )
     share_trunk: bool = flag(
         False,
-        "one model serves actor, critic, reference and reward model, each with an adapter and a head of its own; needs "
-        "--only_optimize_lora",
+        "one language model in one engine serves as actor, critic, reference and reward model, which differ in "
+        "their adapters and heads; needs --only_optimize_lora",
         resume=SAME,
     )
 
@@ -196,39 +210,40 @@ class RewardFunctionFlags(AlgorithmFlags):
 
     reward_function: list[str] = flag(
         [],
-        "functions of your own, module:function or file.py:function, that are given prompts and responses as texts, "
-        "and columns of the data, and return a number for each response; or RewardSource classes "
-        "(docs/extending.md); or built-in ones: math_verify, format (docs/verifiable.md)",
+        "functions that score responses: your own as module:function or file.py:function, RewardSource classes "
+        "(docs/extending.md), or the built-in ones math_verify and format (docs/verifiable.md). A function gets "
+        "prompts and responses as texts, and columns of the data; it returns one number for each response",
         group="rewards",
     )
     reward_weights: list[float] = flag(
         [],
-        "the weight of each function in the score, and then of the reward server, by default 1; one of weight 0 is "
-        "measured alone. The reward model's is --reward_model_weight",
+        "weights in the score: one for each --reward_function, then one for the reward server; by default 1. With "
+        "weight 0 a function is only measured. The reward model's weight is --reward_model_weight",
         was="reward_function_weight",
         only_with=("reward_function", "reward_url"),
     )
     answer_column: str | None = flag(
         None,
-        "the column with the right answers, for math_verify (pip install .[math]); by default answer",
+        "column with the right answers, for math_verify (pip install .[math]); by default answer",
         only_with="reward_function=math_verify",
         resume=SAME,
     )
     response_format: str | None = flag(
         None,
-        "the regular expression that whole responses have to match, for format; by default reasoning in <think> tags, "
+        "regular expression that a whole response has to match, for format; by default reasoning in <think> tags "
         "and an answer in <answer> tags",
         only_with="reward_function=format",
         resume=SAME,
     )
     overlap_rewards: bool = flag(
         False,
-        "call each function, from a thread of its own, and ask the reward server for responses that are done while "
-        "others are still drawn; what it says of a response must not depend on the others, nor on the thread",
+        "score finished responses while others are still drawn: functions are called in threads of their own, and "
+        "the reward server is asked early. The score of a response must not depend on other responses, nor on the "
+        "thread",
         only_with=("reward_function", "reward_url"),
     )
-    reward_model_weight: float = flag(1.0, "the reward model's weight in the score", resume=SAME)
-    length_penalty: float = flag(0.0, "subtracted from the score for each token of the response", resume=SAME)
+    reward_model_weight: float = flag(1.0, "weight of the reward model in the score", resume=SAME)
+    length_penalty: float = flag(0.0, "number subtracted from the score for each token of the response", resume=SAME)
 
     def validate(self) -> None:
         """Raise UserError for a function that is given twice, and for an invalid form of responses."""
@@ -259,31 +274,34 @@ class RewardServerFlags(RewardFunctionFlags):
 
     reward_url: list[str] = flag(
         [],
-        "where a reward server is sent responses, http://HOST:PORT/PATH (docs/reward_server.md); several servers that "
-        "say the same share the work, and one that is away is left out while others answer",
+        "URL of a reward server that scores responses, http://HOST:PORT/PATH (docs/reward_server.md). Several "
+        "servers that give the same scores share the requests; one that fails is left out while others answer",
         group="reward server",
     )
     reward_url_form: str = flag(
         "items",
-        "the form of requests and answers: ours, in which ids say which score is whose (items), or OpenRLHF's "
-        "(openrlhf)",
+        "form of requests and answers. items: ours, in which ids match scores to responses. openrlhf: the form of "
+        "OpenRLHF's trainer",
         choices=FORMS,
         only_with="reward_url",
     )
     reward_url_columns: list[str] = flag(
         [],
-        "columns of the data that are sent along; with the form openrlhf one, as labels",
+        "columns of the data that are sent with each response; the form openrlhf takes one, as labels",
         only_with="reward_url",
         resume=SAME,
     )
-    reward_url_batch_size: int = flag(64, "the most responses in one request", least=1, only_with="reward_url")
+    reward_url_batch_size: int = flag(64, "most responses in one request", least=1, only_with="reward_url")
     reward_url_timeout: float = flag(
-        180.0, "seconds in which a request has to be answered", above=0, only_with="reward_url"
+        180.0,
+        "seconds in which a server has to begin its answer, and again to complete it",
+        above=0,
+        only_with="reward_url",
     )
     reward_url_patience: float = flag(
         600.0,
-        "for how many seconds a request is made again that cannot be delivered or is answered 429 or 5xx, before the "
-        "run stops with a checkpoint",
+        "seconds for which a failed request is repeated before the run stops with a checkpoint; a request has "
+        "failed if no answer comes, or the status is 429 or 5xx",
         least=0,
         only_with="reward_url",
     )
@@ -343,36 +361,44 @@ class ModelFlags(RoleLoraFlags, ReferenceFlags, RewardServerFlags):
     """The models of step 3, their adapters and their engines."""
 
     actor_model_name_or_path: str = flag(
-        REQUIRED, "the SFT model that the actor and the reference start from", group="models", resume=TOLD
+        REQUIRED, "SFT model that the actor and the reference start from", group="models", resume=TOLD
     )
     critic_model_name_or_path: str | None = flag(
         None,
-        "the reward model that the critic starts from; with --reward_function or --reward_url it may be left out, and "
-        "the critic is then the SFT model with a new head; in dialects without such a critic it names the reward model "
-        "alone",
+        "reward model that the critic starts from. With --reward_function or --reward_url this flag is optional; "
+        "without it the critic is the SFT model with a new head. In dialects whose critic has another start, it "
+        "names the reward model only",
         resume=TOLD,
     )
     reward_model_name_or_path: str | None = flag(
         None,
-        "the reward model; by default the critic's path, or none with --reward_function or --reward_url",
+        "reward model; by default the path of the critic, or none with --reward_function or --reward_url",
         resume=TOLD,
     )
-    actor_dropout: float | None = flag(None, "0, as it is anyway: responses are learned by the function that gave them")
-    critic_dropout: float | None = flag(None, "0, as it is anyway")
+    actor_dropout: float | None = flag(
+        None, "must be 0, which is the default: dropout would change the ratio of new to old probabilities"
+    )
+    critic_dropout: float | None = flag(None, "must be 0, which is the default")
 
     actor_zero_stage: int | None = flag(
-        None, "ZeRO stage of the actor, and 3 or 0 of the reference (default 0)", group="engines"
+        None, "ZeRO stage of the actor (default 0); the reference has stage 3 if the actor has, else 0", group="engines"
     )
-    critic_zero_stage: int | None = flag(None, "ZeRO stage of the critic, and 3 or 0 of the reward (default 0)")
-    offload: bool = flag(False, "optimizer states (stage 3: parameters too) of actor and critic in host memory")
-    offload_reference_model: bool = flag(False, "the reference in host memory while it is not used")
-    offload_reward_model: bool = flag(False, "the reward model in host memory while it is not used")
-    actor_ds_config: str | None = flag(None, "DeepSpeed JSON of the actor, instead of one of configs/ds")
-    critic_ds_config: str | None = flag(None, "DeepSpeed JSON of the critic")
-    reference_ds_config: str | None = flag(None, "DeepSpeed JSON of the reference")
-    reward_ds_config: str | None = flag(None, "DeepSpeed JSON of the reward model")
-    actor_gradient_checkpointing: bool = flag(False, "compute the actor's activations again in backward passes")
-    critic_gradient_checkpointing: bool = flag(False, "compute the critic's activations again in backward passes")
+    critic_zero_stage: int | None = flag(
+        None, "ZeRO stage of the critic (default 0); the reward model has stage 3 if the critic has, else 0"
+    )
+    offload: bool = flag(False, "keep optimizer states (at stage 3 also parameters) of actor and critic in host memory")
+    offload_reference_model: bool = flag(False, "keep the reference in host memory while it is not used")
+    offload_reward_model: bool = flag(False, "keep the reward model in host memory while it is not used")
+    actor_ds_config: str | None = flag(None, "DeepSpeed JSON file of the actor, in place of one of configs/ds")
+    critic_ds_config: str | None = flag(None, "DeepSpeed JSON file of the critic")
+    reference_ds_config: str | None = flag(None, "DeepSpeed JSON file of the reference")
+    reward_ds_config: str | None = flag(None, "DeepSpeed JSON file of the reward model")
+    actor_gradient_checkpointing: bool = flag(
+        False, "recompute the actor's activations in backward passes, to save memory"
+    )
+    critic_gradient_checkpointing: bool = flag(
+        False, "recompute the critic's activations in backward passes, to save memory"
+    )
 
     def validate(self) -> None:
         """Raise UserError for values that cannot work, alone or together."""

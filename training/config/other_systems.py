@@ -1,9 +1,10 @@
-"""Flags of other systems: what this program answers when it is given one.
+"""Flags of other systems, and this program's answer to each.
 
-DeepSpeed-Chat's flags without effect here are accepted or refused, with what does their work now. Names and kinds are
-those of DeepSpeedExamples 83757d9c, applications/DeepSpeed-Chat/training/step*/main.py, and of the scripts beside them.
+Flags of DeepSpeed-Chat without effect here are accepted or refused, and the answer names a replacement. Their names and
+types come from DeepSpeedExamples 83757d9c, applications/DeepSpeed-Chat/training/step*/main.py, and from the scripts
+beside it.
 
-For flags of other systems the answer is the row with the flag's name on the system's page, docs/from_*.md.
+The answer to a flag of another system is the flag's row on that system's page, docs/from_*.md.
 """
 
 import re
@@ -21,11 +22,9 @@ ALL_STEPS = {
         "--actor_ds_config and its like in step 3.",
         allowed=(),
     ),
-    "num_padding_at_beginning": OldFlag(
-        int, "masks and position ids come from what is real, whatever padding precedes it."
-    ),
+    "num_padding_at_beginning": OldFlag(int, "masks and position ids leave out padding tokens, wherever they stand."),
     "add_eot_token": OldFlag(
-        bool, "every text ends with the tokenizer's own EOS token anyway, which is what the models learn to stop with."
+        bool, "every text ends with the tokenizer's own EOS token anyway; models learn to stop with this token."
     ),
     "compute_fp32_loss": OldFlag(bool, "every loss is computed in float32 anyway."),
 }
@@ -40,8 +39,8 @@ OLD_BACKENDS = {
 SUPERVISED = {
     **ALL_STEPS,
     "disable_dropout": OldFlag(bool, "dropout is off anyway; --dropout turns it on."),
-    "print_loss": OldFlag(bool, "the loss stands behind the progress bar anyway."),
-    "eval_iters": OldFlag(int, "all held-out rows are evaluated; --held_out says how many those are."),
+    "print_loss": OldFlag(bool, "the progress bar shows the loss anyway."),
+    "eval_iters": OldFlag(int, "all held-out rows are evaluated; --held_out gives their number."),
     "no_bf16_to_fp32_loss": OldFlag(bool, "every loss is computed in float32.", allowed=()),
     "no_fused_kernels": OldFlag(bool, "torch's own fused AdamW is used, which needs no kernel to be built."),
 }
@@ -49,26 +48,26 @@ SUPERVISED = {
 STEP3 = {
     **ALL_STEPS,
     "enable_hybrid_engine": OldFlag(
-        bool, "--rollout_backend does its work: replica gathers the weights once an update."
+        bool, "use --rollout_backend instead: replica gathers the weights once per update."
     ),
     "unpin_actor_parameters": OldFlag(bool, "--rollout_backend zero3 keeps the weights partitioned while generating."),
-    "release_inference_cache": OldFlag(bool, "what generation needs is released after it anyway."),
-    "tp_gather_partition_size": OldFlag(int, "weights are gathered by buckets of one size, whatever the layers are."),
-    "preprocessing_num_workers": OldFlag(int, "texts are tokenised once, and kept for the next run."),
+    "release_inference_cache": OldFlag(bool, "use --replicas_between_steps free instead."),
+    "tp_gather_partition_size": OldFlag(int, "weights are gathered in buckets of one size, independent of layers."),
+    "preprocessing_num_workers": OldFlag(int, "texts are tokenised once, and kept for later runs."),
     "align_overflow": OldFlag(bool, "actor and critic always skip an overflowing step together."),
     "print_answers": OldFlag(bool, "samples are printed every --print_answers_interval steps anyway."),
     "disable_actor_dropout": OldFlag(bool, "dropout is off anyway."),
     "disable_critic_dropout": OldFlag(bool, "dropout is off anyway."),
     "enable_mixed_precision_lora": OldFlag(
         bool,
-        "it rounds the frozen weights to 8 bits (ZeRO++), after which actor and reference are no longer the model that "
-        "was given. Leave it out: --dtype bf16 or fp16 holds them in 16.",
+        "it rounds frozen weights to 8 bits (ZeRO++), so actor and reference would differ from the given model. Leave "
+        "it out: --dtype bf16 or fp16 keeps weights in 16 bits.",
         allowed=(),
     ),
     "per_device_train_batch_size": OldFlag(
         int,
-        "for prompts answered at once, as DeepSpeed-Chat's older scripts have it, --per_device_generation_batch_size; "
-        "for responses in one forward and backward pass, as TRL has it, --per_device_training_batch_size.",
+        "use --per_device_generation_batch_size for prompts answered at the same time (as in DeepSpeed-Chat's older "
+        "scripts), and --per_device_training_batch_size for responses in one forward and backward pass (as in TRL).",
         allowed=(),
     ),
     "per_device_mini_train_batch_size": OldFlag(int, "renamed: --per_device_training_batch_size.", allowed=()),

@@ -24,9 +24,9 @@ class RolloutFlags(RunFlags):
 
     rollout_backend: str = flag(
         "auto",
-        "how responses are generated: with a whole copy of the actor on each rank, gathered once per update "
-        "(replica), through its ZeRO-3 partitions (zero3), or by vLLM in these processes (vllm, which has to be "
-        "installed); auto takes the copy where it fits in memory, else one that several ranks hold together "
+        "how responses are generated. replica: with a whole copy of the actor on each rank, gathered once per "
+        "update. zero3: through the actor's ZeRO-3 partitions. vllm: by vLLM in these processes (has to be "
+        "installed). auto: a whole copy if it fits in memory, else a copy that several ranks hold together "
         "(--inference_tp_size), else the partitions",
         choices=ROLLOUT_BACKENDS,
         group="rollouts",
@@ -34,35 +34,36 @@ class RolloutFlags(RunFlags):
     )
     decoding: str = flag(
         "auto",
-        "how single tokens go through a whole copy: by the model's own code (plain), by a recording of its "
-        "operations (recorded; auto on CPUs), or by CUDA graphs of it (graphs; auto on GPUs)",
+        "how single tokens go through a whole copy. plain: by the model's own code. recorded: by a recording of "
+        "its operations. graphs: by CUDA graphs. auto: graphs on GPUs, recorded on CPUs",
         choices=DECODING,
         only_with=COPIES,
     )
     replicas_between_steps: str = flag(
         "keep",
-        "what becomes of the whole copies that responses and experience are made with, while actor and critic train",
+        "what happens to the whole copies of models while actor and critic train: they stay (keep), their memory "
+        "is freed (free), or they move to host memory (host)",
         choices=("keep", "free", "host"),
         only_with=COPIES,
     )
     inference_tp_size: int | None = flag(
         None,
-        "how many neighbouring ranks of a node hold a copy of a model together, each a part of every matrix (tensor "
-        "parallelism): with --rollout_backend replica always, with auto where no whole copy fits on a rank; by "
-        "default there as few as it fits on, and 1 is never",
+        "number of neighbouring ranks of a node that hold one copy of a model together, each with a part of every "
+        "matrix (tensor parallelism). With --rollout_backend replica always; with auto only if no whole copy fits "
+        "on a rank: by default as few ranks as it fits on, and with 1 none",
         least=1,
         only_with="rollout_backend=auto|replica",
     )
     vllm_tensor_parallel_size: int = flag(
         1,
-        "over how many neighbouring ranks of a node vLLM spreads the actor, with --rollout_backend vllm",
+        "number of neighbouring ranks of a node over which vLLM spreads the actor, with --rollout_backend vllm",
         least=1,
         only_with="rollout_backend=vllm",
     )
     vllm_sampler: str = flag(
         "keyed",
-        "what draws in vLLM: our random numbers, which give the rows that the other backends give, up to rounding "
-        "(keyed), or its own sampler (own)",
+        "what draws tokens in vLLM. keyed: our random numbers, which give the responses of the other backends, up "
+        "to rounding. own: vLLM's sampler",
         choices=SAMPLERS,
         only_with="rollout_backend=vllm",
     )
@@ -103,43 +104,43 @@ class RLHFFlags(HubFlags, RestartFlags, RolloutFlags, ModelFlags):
 
     max_prompt_seq_len: int = flag(256, "longest prompt, in tokens", least=1, resume=SAME, group="lengths")
     max_answer_seq_len: int = flag(256, "longest response, in tokens", least=1, resume=SAME)
-    stop: list[str] = flag([], "strings that end a response, beside the tokens that do", resume=SAME)
+    stop: list[str] = flag([], "strings that end a response, in addition to end tokens", resume=SAME)
     num_train_epochs: int = flag(1, "passes over the prompts", least=1)
-    max_steps: int | None = flag(None, "steps to train, instead of --num_train_epochs", least=1)
+    max_steps: int | None = flag(None, "steps to train; replaces --num_train_epochs", least=1)
     enable_test_mode: bool = flag(
-        False, "end after --test_stop_step steps, with learning rates as for the whole run", only_with="test_stop_step"
+        False, "end after --test_stop_step steps; learning rates are those of the whole run", only_with="test_stop_step"
     )
     test_stop_step: int = flag(
-        0, "after how many steps --enable_test_mode ends the run", least=0, only_with="enable_test_mode"
+        0, "steps after which --enable_test_mode ends the run", least=0, only_with="enable_test_mode"
     )
 
     unsupervised_dataset_name: str | None = flag(
         None,
-        "texts that the actor goes on learning as language (mixed pretraining): a data set as in --data_path",
+        "data set of texts that the actor also learns as a language model (mixed pretraining); given as in --data_path",
         group="mixed pretraining",
     )
     unsupervised_dataset_config_name: str | None = flag(
-        None, "which configuration of that data set", only_with="unsupervised_dataset_name"
+        None, "configuration of --unsupervised_dataset_name on the Hub", only_with="unsupervised_dataset_name"
     )
     unsup_coef: float = flag(
         27.8,
-        "coefficient of the loss on these texts: gamma in equation 2 of the InstructGPT paper",
+        "coefficient of the language-model loss of mixed pretraining: gamma in equation 2 of the InstructGPT paper",
         least=0,
         resume=SAME,
     )
 
     num_eval_prompts: int = flag(
         128,
-        "how many held-out prompts are answered at each evaluation; 0 for none",
+        "held-out prompts that are answered at each evaluation; 0: no evaluation",
         least=0,
         group="looking and saving",
     )
-    eval_steps: int = flag(0, "steps between evaluations; 0: before the first and after the last step only", least=0)
-    print_answers_interval: int = flag(10, "steps between tables of samples; 0 for none", least=0)
+    eval_steps: int = flag(0, "steps between evaluations; 0: only before the first step and after the last", least=0)
+    print_answers_interval: int = flag(10, "steps between printed tables of samples; 0: none", least=0)
     profile_steps: list[int] = flag(
         [],
-        "steps, from 1, that torch.profiler records (and slows down): a trace a rank in OUTPUT_DIR/profile, which "
-        "ui.perfetto.dev opens",
+        "numbers of steps, from 1, that torch.profiler records, which slows them down. Each rank writes a trace "
+        "into OUTPUT_DIR/profile; ui.perfetto.dev opens it",
         least=1,
     )
 
@@ -179,17 +180,19 @@ class MemoryFlags(RLHFFlags):
     data_path: list[str] = flag([], "nothing is read")
 
     gpu: str = flag(
-        "a100-80g", "one GPU: a name such as a100-40g, v100-32g or h100-80g, or bytes: 24GB, 23.6GiB", group="machines"
+        "a100-80g",
+        "memory of a GPU: a name such as a100-40g, v100-32g or h100-80g, or bytes such as 24GB or 23.6GiB",
+        group="machines",
     )
-    num_gpus: int = flag(1, "GPUs of a node", least=1)
-    num_nodes: int = flag(1, "nodes", least=1)
+    num_gpus: int = flag(1, "GPUs per node", least=1)
+    num_nodes: int = flag(1, "number of nodes", least=1)
     host_memory: str | None = flag(
-        None, "memory of a node, such as 512GB; by default nothing is said of whether it fits"
+        None, "host memory of a node, such as 512GB; by default the plan does not say whether host memory suffices"
     )
     search: str | None = flag(
         None,
-        "look for the largest batches that fit (batch: --per_device_generation_batch_size and "
-        "--per_device_training_batch_size together), or for the fewest GPUs (gpus)",
+        "what to look for. batch: the largest --per_device_generation_batch_size and "
+        "--per_device_training_batch_size, kept equal, that fit. gpus: the fewest GPUs",
         choices=SEARCHES,
     )
     json: bool = flag(False, "print the plan as JSON, in bytes")

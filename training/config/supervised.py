@@ -23,30 +23,32 @@ class SupervisedFlags(HubFlags, RestartFlags, ModelLoraFlags, DataFlags):
 
     held_out: float = flag(
         0.05,
-        "how much of --data_path is held out if no other rows are: a fraction, or a number of rows",
+        "how much of --data_path is held out if there are no other held-out rows: a fraction, or a number of rows",
         above=0,
         group="training",
     )
-    model_name_or_path: str = flag(REQUIRED, "the model to start from", resume=TOLD)
-    dropout: float = flag(0.0, "dropout of the model while it is trained", least=0, below=1, resume=SAME)
+    model_name_or_path: str = flag(REQUIRED, "model to start from", resume=TOLD)
+    dropout: float = flag(0.0, "dropout of the model in training", least=0, below=1, resume=SAME)
     max_seq_len: int = flag(512, "longest sequence of prompt and answer, in tokens", least=2, resume=SAME)
-    per_device_train_batch_size: int = flag(16, "examples in one forward and backward pass of each rank", least=1)
-    per_device_eval_batch_size: int = flag(16, "the same, for held-out examples", least=1)
-    gradient_accumulation_steps: int = flag(1, "passes in one optimizer step", least=1)
+    per_device_train_batch_size: int = flag(16, "examples per rank in one forward and backward pass", least=1)
+    per_device_eval_batch_size: int = flag(16, "held-out examples per rank in one forward pass", least=1)
+    gradient_accumulation_steps: int = flag(1, "forward and backward passes in one optimizer step", least=1)
     num_train_epochs: int = flag(1, "passes over the data", least=1)
-    max_steps: int | None = flag(None, "optimizer steps to train, instead of --num_train_epochs", least=1)
+    max_steps: int | None = flag(None, "optimizer steps to train; replaces --num_train_epochs", least=1)
     learning_rate: float = flag(1e-5, "peak learning rate", least=0, resume=TOLD)
-    weight_decay: float = flag(0.0, "AdamW's weight decay, of matrices only", least=0, resume=TOLD)
-    lr_scheduler_type: str = flag("linear", "shape of the learning rate", choices=SCHEDULES, resume=TOLD)
-    num_warmup_steps: int = flag(0, "optimizer steps of rising learning rate", least=0, resume=TOLD)
-    max_grad_norm: float = flag(1.0, "gradients are clipped to this norm; 0 for no clipping", least=0, resume=TOLD)
+    weight_decay: float = flag(0.0, "weight decay of AdamW, applied to matrices only", least=0, resume=TOLD)
+    lr_scheduler_type: str = flag("linear", "schedule of the learning rate", choices=SCHEDULES, resume=TOLD)
+    num_warmup_steps: int = flag(
+        0, "warm-up steps (optimizer steps), in which the learning rate rises to its peak", least=0, resume=TOLD
+    )
+    max_grad_norm: float = flag(1.0, "gradients are clipped to this norm; 0: no clipping", least=0, resume=TOLD)
     eval_interval: int = flag(
-        0, "optimizer steps between evaluations within an epoch; 0: after each epoch only", least=0
+        0, "optimizer steps between evaluations within an epoch; 0: only after each epoch", least=0
     )
     zero_stage: int | None = flag(None, "ZeRO stage (default 0)", group="engine")
-    offload: bool = flag(False, "optimizer states (stage 3: parameters too) in host memory")
-    ds_config: str | None = flag(None, "DeepSpeed JSON, instead of one of configs/ds")
-    gradient_checkpointing: bool = flag(False, "compute activations again in backward passes")
+    offload: bool = flag(False, "keep optimizer states (at stage 3 also parameters) in host memory")
+    ds_config: str | None = flag(None, "DeepSpeed JSON file, in place of one of configs/ds")
+    gradient_checkpointing: bool = flag(False, "recompute activations in backward passes, to save memory")
 
     def validate(self) -> None:
         """Raise UserError for values that cannot work."""
@@ -107,10 +109,13 @@ class SFTFlags(SupervisedFlags):
     phase: ClassVar[int] = 1
 
     sft_only_data_path: list[str] = flag(
-        [], "data sets that no other step reads: --data_split does not divide them", group="step 1"
+        [], "data sets for step 1 alone, which --data_split does not divide", group="step 1"
     )
     loss_on: str = flag(
-        "response", "which tokens of prompt + response are learned", choices=("response", "all"), resume=SAME
+        "response",
+        "tokens that count in the loss: those of the response, or all of prompt and response",
+        choices=("response", "all"),
+        resume=SAME,
     )
 
 
@@ -122,24 +127,33 @@ class RewardFlags(SupervisedFlags):
 
     pairwise_loss: str = flag(
         "last_token",
-        "compare the last tokens' scores, or every token's from the first that differs (DeepSpeed-Chat)",
+        "which scores of a pair are compared. last_token: those of the last tokens. from_difference: those of all "
+        "tokens from the first that differs, as in DeepSpeed-Chat",
         choices=("last_token", "from_difference"),
         resume=SAME,
         group="step 2",
     )
     sft_model_name_or_path: str | None = flag(
-        None, "whose responses are scored 0 on average, with variance 1; by default --model_name_or_path", resume=TOLD
+        None,
+        "SFT model on whose responses scores are normalised to mean 0 and variance 1; by default --model_name_or_path",
+        resume=TOLD,
     )
-    normalization_data_path: list[str] = flag([], "prompts for these responses; by default those of --data_path")
-    normalization_samples: int = flag(512, "how many such responses; 0 for no normalisation", least=0, resume=TOLD)
+    normalization_data_path: list[str] = flag(
+        [], "prompts of the responses that scores are normalised on; by default those of --data_path"
+    )
+    normalization_samples: int = flag(
+        512, "number of responses that scores are normalised on; 0: no normalisation", least=0, resume=TOLD
+    )
     normalize_before: bool = flag(
         False,
-        "also scale the new head before training, so that these scores begin with variance 1 (lm-human-preferences)",
+        "also scale the new head before training, so that scores begin with variance 1 (lm-human-preferences)",
         only_with="normalization_samples",
     )
-    max_prompt_seq_len: int = flag(256, "longest prompt of these responses, in tokens", least=1)
-    max_answer_seq_len: int = flag(256, "longest of these responses, in tokens; use step 3's", least=1)
-    temperature: float = flag(Dialect().temperature, "of sampling them", above=0)
+    max_prompt_seq_len: int = flag(256, "longest prompt in normalisation, in tokens", least=1)
+    max_answer_seq_len: int = flag(
+        256, "longest response in normalisation, in tokens; give the value of step 3", least=1
+    )
+    temperature: float = flag(Dialect().temperature, "sampling temperature in normalisation", above=0)
 
     def counted_padding(self) -> str | None:
         """See RunFlags: the shorter response of a pair is compared up to the end of the longer one."""

@@ -1,10 +1,10 @@
-"""Messages as text, by the tokenizer's chat template: a program that came with the model.
+"""Turns messages into text with the tokenizer's chat template, a program that comes with the model.
 
-A template may be broken, leave texts out, never end, or take all memory, and do so for some messages only. So it runs
-in a separate, forked process, which renders one dialogue after the other. Each rendering has a time limit, and the
-process has a memory limit. An error there ends that process at most; the next rendering starts a new one.
+A template may be broken, leave texts out, never end, or take all memory, for some messages only. So it runs in a
+separate, forked process, which renders one dialogue after the other. Each rendering has a time limit, and the process
+has a memory limit. An error ends only that process; the next rendering starts a new one.
 
-`Turns` finds where in a dialogue, written as one text, a user begins to speak.
+`Turns` finds the positions in a dialogue, written as one text, where a user's turn begins.
 """
 
 import contextlib
@@ -38,20 +38,23 @@ TURNS = ({"role": "user", "content": "the-question"}, {"role": "assistant", "con
 
 
 class Rendered(str):
-    """A text that a chat template made. The template decided whether it begins with a BOS; none is added."""
+    """A text made by a chat template. The template decides whether the text begins with a BOS; none is added later."""
 
 
 def render(tokenizer, messages: list[dict], where: str = "", **options) -> Rendered:
-    """The text of the messages; `options`: those of apply_chat_template. Otherwise see `renderings`."""
+    """The text of the messages. options: arguments of apply_chat_template. Other arguments and errors: see
+    `renderings`."""
     return renderings(tokenizer, [(messages, where, options)])[0]
 
 
 def renderings(tokenizer, asked: Sequence[tuple[list[dict], str, dict]]) -> list[Rendered]:
-    """The text of each (messages, where, options of apply_chat_template). One call for many is faster than many calls.
+    """The texts of requests (messages, where, options of apply_chat_template). One call for many requests is faster
+    than many calls.
 
-    where: the record and column of the messages; empty for an example, where the template may leave texts out.
-    Raises: UserError for a template that cannot render a question and its reply, or these messages, or that takes too
-    much time or memory for them.
+    where: the record and column of the messages, for error messages; empty for an example, in which the template may
+    leave texts out.
+    Raises: UserError if the template cannot render a question and its reply, or these messages, or takes too much time
+    or memory for them.
     """
     name = getattr(tokenizer, "name_or_path", None) or "the model"
     broken, lossy = _tried(tokenizer)
@@ -81,7 +84,7 @@ _trials: dict[str, tuple[str | None, str | None]] = {}  # by the template's text
 
 
 def _tried(tokenizer) -> tuple[str | None, str | None]:
-    """(why the template cannot be used at all, why it cannot be used for messages of data); None where it can."""
+    """(why the template cannot be used at all, why it cannot be used for messages of data); None if it can."""
     template = template_key(tokenizer)
     if template not in _trials:
         ((_, lossy, broken),) = _process(tokenizer).asked([None], TRIAL)
@@ -90,7 +93,8 @@ def _tried(tokenizer) -> tuple[str | None, str | None]:
 
 
 def _loss(tokenizer) -> str | None:
-    """Which texts the template leaves out, or None. Dialogues of several kinds also show whether it ends."""
+    """A description of the texts that the template leaves out, or None. The dialogues of several kinds also show
+    whether the template ends."""
 
     def text(turns: list[dict], **options) -> str:
         return tokenizer.apply_chat_template(turns, tokenize=False, **options)
@@ -125,7 +129,7 @@ Answer = tuple[str | None, str | None, str | None]  # the text; why the template
 
 
 class _Process:
-    """The process in which a tokenizer's template runs: forked when it is needed, and again when it has ended."""
+    """The process in which a tokenizer's template runs. It is forked when needed, and again after it has ended."""
 
     def __init__(self, tokenizer):
         self.tokenizer, self._lock = tokenizer, threading.Lock()
@@ -237,11 +241,12 @@ SYSTEM = "the-system-message"
 
 
 class Turns:
-    """Finds where a user's turn begins: by the mark that the tokenizer's chat template writes before it (`mark`, if it
-    has one), or by the words that stand before turns in plain texts.
+    """Finds where users' turns begin in a text: at the mark that the tokenizer's chat template writes before them, or
+    at words such as "Human:" in plain texts.
 
-    around_system: what the template writes before and after a system message within the first user's turn, as
-    Llama-2's does. None if it writes the system message elsewhere, or if this cannot be told from the user's words.
+    mark: the template's mark, if it has one. around_system: the texts that the template writes before and after a
+    system message within the first user's turn, as Llama-2's template does. None if the template writes the system
+    message elsewhere, or if this cannot be distinguished from the user's words.
     """
 
     def __init__(self, tokenizer):
@@ -249,10 +254,10 @@ class Turns:
         self.around_system = _around_system(tokenizer, self.mark) if self.mark else None
 
     def borders(self, text: str) -> list[int]:
-        """The positions, ascending, at which a user's turn begins with its mark; empty where there are no turns.
+        """The positions, in rising order, at which users' turns begin with their marks; empty if there are no turns.
 
-        The text's form of marks is the one that it begins with. If something else stands before the first turn, it is
-        the form with the most turns. Marks of other forms may be quotations, and so may these.
+        Only marks of one form count, since others may be quotations: the form that the text begins with; if the text
+        begins with none, the form with the most turns.
         """
         found = [
             (text.lstrip(" ").startswith(form[0]) or text.startswith(form[0]), _alternating(text, *form))
@@ -267,10 +272,10 @@ class Turns:
         return max((borders for _, borders in found), key=len)
 
     def head(self, text: str) -> tuple[str, list[int]]:
-        """(the head: the text before the first turn, the positions at which the rest behind it may begin).
+        """(the head, which is the text before the first turn; the positions at which the kept rest may begin).
 
-        A system message within the first turn, and the mark before it, belong to the head. Later turns then begin
-        behind their marks.
+        A system message within the first turn, and the mark before it, belong to the head. The rest then begins after
+        the mark of a later turn.
         """
         borders = self.borders(text)
         if not borders:

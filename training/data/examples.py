@@ -1,13 +1,13 @@
-"""Examples: rows as token ids, and batches of them; of step 1, step 2, step 3's prompts, and mixed pretraining.
+"""Examples: token ids of rows, and batches of them, for step 1, step 2, the prompts of step 3, and mixed pretraining.
 
     rows, held_out = load_rows("reviews/sft.jsonl", SFT, tokenizer, phase=1, seed=0, held_out=0.05)
     examples = SFTExamples(rows, tokenizer, max_length=512, cache=cache_folder(None))
     for indices in epoch_batches(len(examples), batch_size=8, epoch=0, seed=0, rank=0, world=1):
         batch = collate_sft([examples[index] for index in indices], pad_id)
 
-All rows are tokenised once, at the start. The order in which examples are visited (training/data/order.py) then needs
-only their numbers, and is the same for any number of ranks. Rows that are cut or left out are counted and reported.
-`rows` is the result of load_rows, or a list of such rows. With a folder for `cache`, a later run finds the ids there.
+All rows are tokenised once, at the start. The order of the examples (training/data/order.py) needs only their numbers,
+and is the same for any number of ranks. Rows that are cut or left out are counted and reported. `rows` is a result of
+load_rows, or a list of such rows. `cache` is a folder in which later runs find the ids.
 """
 
 import json
@@ -47,13 +47,13 @@ ENOUGH = 0.95  # a run warns where a smaller share of the rows fits
 
 
 class FittedRows(Sequence):
-    """An Arrow table of the rows that are kept, and counts of the others.
+    """An Arrow table of the kept rows, and counts of the others.
 
-    rows: the rows before fitting. fit: gives the part of a row that the model is shown. cut: how many rows were cut.
-    dropped: how many were left out for their length; equal: because their answers are the same; empty: because the
-    tokenizer makes no tokens of them. needed: the length into which 95 % of the rows fit, equal and empty ones aside.
-    noted: {kind: numbers of its first rows}. notes: {note (`Row.notes`): (number of the first row with it, how many
-    rows have it)}. unread: {name of a column that was not read: what it holds}.
+    rows: the rows before fitting. fit: row -> the part that the model is shown. cut: how many rows were cut.
+    dropped: how many rows were left out because of their length; equal: because their answers are equal; empty: because
+    the tokenizer makes no tokens of them. needed: the length into which 95 % of the rows fit, without equal and empty
+    ones. noted: {kind: numbers of its first rows}. notes: {note (`Row.notes`): (number of the first row with it, number
+    of rows with it)}. unread: {name of a column that was not read: description of its content}.
     """
 
     def __init__(
@@ -108,7 +108,8 @@ class FittedRows(Sequence):
         return len(self.table)
 
     def told(self, noun: str) -> str:
-        """How many are kept, cut and dropped: "1,834 of 1,842 texts (226 cut: 12.3 %, 8 dropped: 0.4 %)", of 1,842."""
+        """A text with the numbers of kept, cut and dropped rows: "1,834 of 1,842 texts (226 cut: 12.3 %, 8 dropped: 0.4
+        %)"; percentages are of all rows."""
         parts = [self._share(self.cut, "cut"), self._share(self.dropped, "dropped")]
         if self.equal:
             parts.append(self._share(self.equal, "left out as chosen and rejected are the same"))
@@ -128,9 +129,10 @@ class FittedRows(Sequence):
     def warnings(
         self, flag: str, limit: int, overlong: str, most: Callable[[], int | None] = lambda: None
     ) -> list[str]:
-        """A warning with its remedy where more than 5 % of the rows do not fit; `limit` is the value of `flag`.
+        """A warning, with what to do, if more than 5 % of the rows do not fit.
 
-        most: () -> the largest value of `flag` for which the models have positions; None without such a limit.
+        limit: the value of `flag`. most: () -> the largest value of `flag` for which the models have positions; None
+        without such a limit.
         """
         too_long = self.cut + self.dropped
         if self.needed <= limit or too_long <= (1 - ENOUGH) * len(self.source):
@@ -149,7 +151,7 @@ class FittedRows(Sequence):
 
 
 def place_of(rows: Sequence[dict], number: int) -> str:
-    """The place of a row, in words: its file and line."""
+    """The file and line of a row, as a text."""
     return rows.where(number) if hasattr(rows, "where") else f"row {number + 1}"
 
 
@@ -186,7 +188,7 @@ class SFTExample(NamedTuple):
 def sft_fit(
     tokenizer, max_length: int, loss_on: str = "response", overlong: str = "cut_prompt", stops: Iterable[int] = ()
 ) -> RowFit:
-    """The part of a row that step 1 learns; arguments: see SFTExamples."""
+    """A function from a row to the part that step 1 learns. Arguments: as in SFTExamples."""
     if loss_on not in ("response", "all"):
         raise UserError(f"loss_on is {loss_on!r}; choose 'response' or 'all'.")
     lengths = Lengths(tokenizer, max_length, overlong, stops)
@@ -213,11 +215,10 @@ def sft_fit(
 class SFTExamples(FittedRows):
     """The examples of step 1: prompt + response + EOS, or text + EOS.
 
-    The loss covers the response with its EOS, or with loss_on="all" everything after the first token. Of a `text` it
-    always covers everything. Examples longer than max_length are cut or left out as `overlong` says
-    (training/data/tokens.py). An example that lost its end gets no EOS, since a model that learned such an EOS would
-    stop in the middle of its sentences. stops: the ids at which step 3 stops, beside EOS and the chat template's
-    end of a turn; an example ends there, too.
+    The loss covers the response with its EOS; with loss_on="all", and for a `text`, all tokens after the first.
+    Examples longer than max_length are cut or left out, as `overlong` says (training/data/tokens.py). An example that
+    lost its end gets no EOS: a model that learned it would stop in the middle of sentences. stops: token ids at which
+    step 3 stops, in addition to EOS and the chat template's end of a turn; examples may end with one of these too.
     """
 
     def __init__(
@@ -279,7 +280,7 @@ class Pair(NamedTuple):
 
 
 def pair_fit(tokenizer, max_length: int, overlong: str = "cut_prompt", stops: Iterable[int] = ()) -> RowFit:
-    """The part of a pair that the reward model is shown; arguments: see PairExamples."""
+    """A function from a pair to the part that the reward model is shown. Arguments: as in PairExamples."""
     lengths = Lengths(tokenizer, max_length, overlong, stops)
 
     def fit(row: dict) -> Fit:
@@ -297,10 +298,9 @@ def pair_fit(tokenizer, max_length: int, overlong: str = "cut_prompt", stops: It
 class PairExamples(FittedRows):
     """The examples of step 2, a `Pair` each, both sides with the same prompt.
 
-    Pairs longer than max_length are cut or left out as `overlong` says (training/data/tokens.py). An answer that lost
-    its end has no EOS, as in SFTExamples. Pairs of equal answers are left out, since nothing can be learned from them:
-    they count as `equal` if they were the same from the start, and as `dropped` if they are the same after cutting.
-    stops: see SFTExamples.
+    Pairs longer than max_length are cut or left out, as `overlong` says (training/data/tokens.py). An answer that lost
+    its end has no EOS, as in SFTExamples. Pairs of equal answers are left out, since nothing can be learned from them.
+    They count as `equal`, or as `dropped` if they are equal only after cutting. stops: as in SFTExamples.
     """
 
     def __init__(
@@ -359,7 +359,7 @@ def prompt_fit(
     query_start: int | None = None,
     query_end: int | None = None,
 ) -> RowFit:
-    """The part of a prompt that the actor is shown; arguments: see Prompts."""
+    """A function from a row to the part of the prompt that the actor is shown. Arguments: as in Prompts."""
     lengths = Lengths(tokenizer, max_prompt_length, overlong)
     opening = lengths.encoder.opening
     room = max_prompt_length - len(opening)
@@ -386,15 +386,15 @@ def prompt_fit(
 
 
 class Prompts(FittedRows):
-    """The prompts of step 3, each a list of ids; `rows` are the rows of the prompts that are kept, with all columns
-    that are read.
+    """The prompts of step 3, each a list of token ids. rows: the rows of the kept prompts, with all columns that are
+    read.
 
-    overlong: what happens to prompts of more than max_prompt_length tokens (training/data/tokens.py). A prompt's index,
-    which keys the random numbers of its samples, counts kept prompts only.
+    overlong: what happens to prompts of more than max_prompt_length tokens (training/data/tokens.py). The index of a
+    prompt, which is part of the key of its samples' random numbers, counts only kept prompts.
 
-    query_start, query_end: if given, the prompt is the part of its text between these tokens (`trim_query`): the part
-    after the start token, cut on the right to max_prompt_length and then behind the last end token. Texts without
-    these tokens are dropped.
+    query_start, query_end: if given, the prompt is a part of the text (`trim_query`). It begins after the first start
+    token, is cut to max_prompt_length tokens, and then ends with the last end token. Texts without these tokens are
+    dropped.
     """
 
     def __init__(
@@ -465,10 +465,10 @@ def collate_prompts(token_lists: list[list[int]], indices: Tensor, visits: Tenso
 
 
 def prompt_batch(texts: list[str], tokenizer, visit: int = 0) -> PromptBatch:
-    """Texts as one batch of prompts with the indices 0, 1, ...: for use from Python, without a data set.
+    """A batch of prompts made of texts, with the indices 0, 1, ...; for use from Python, without a data set.
 
-    visit: how often the texts were answered before. The same number gives the same responses again as long as the
-    policy is the same. Raises UserError for a text of which the tokenizer makes no tokens.
+    visit: how often these texts were answered before. The same policy gives the same responses for the same number.
+    Raises: UserError if the tokenizer makes no tokens of a text.
     """
     indices, encoder = torch.arange(len(texts)), TextEncoder(tokenizer)
     token_lists = [encoder.prompt(text) for text in texts]
@@ -479,7 +479,7 @@ def prompt_batch(texts: list[str], tokenizer, visit: int = 0) -> PromptBatch:
 
 
 class TextBlocks(Sequence):
-    """The ids of the rows' `text`, one text behind the other, in blocks of exactly block_length ids."""
+    """The token ids of the rows' `text`, one text after the other, in blocks of exactly block_length ids."""
 
     def __init__(self, rows: Sequence[dict], tokenizer, block_length: int, cache: Path | None = None):
         def blocks(counts):

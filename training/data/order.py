@@ -1,10 +1,10 @@
-"""In which order examples, prompts and blocks of text are visited, drawn from the seed and from nothing else.
+"""The order in which examples, prompts and blocks of text are visited. It depends on the seed only.
 
     order = PromptOrder(len(prompts), batch_size=64, seed=0)
     indices, visits = order.batch(step)
 
-An epoch's permutation is drawn from (seed, epoch) alone. There is nothing to save: a run that is resumed at step n, on
-however many ranks, asks for batch n. The feeds give each rank its share of a step's prompts and blocks of text.
+An epoch's permutation is drawn from (seed, epoch). Nothing has to be saved: a run that is resumed at step n, on any
+number of ranks, takes batch n. The feeds give each rank its share of a step's prompts and blocks of text.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,8 @@ def epoch_permutation(size: int, seed: int, epoch: int) -> np.ndarray:
 
 
 class PromptOrder:
-    """Step 3's order: epoch after epoch without end, cut into batches that run across the borders of epochs."""
+    """The order of step 3: epoch after epoch without end. A batch may contain the end of one epoch and the beginning of
+    the next."""
 
     def __init__(self, size: int, batch_size: int, seed: int):
         if batch_size > size:
@@ -53,12 +54,12 @@ class PromptOrder:
 
 
 def _small(order: np.ndarray) -> np.ndarray:
-    """The same numbers in half as many bytes: each rank has one for each example."""
+    """The same numbers in half as many bytes, because each rank holds one for each example."""
     return order.astype(np.int32) if len(order) < 2**31 else order
 
 
 class EpochBatches(Sequence):
-    """This rank's batches of one epoch, lists of indices that are made when they are asked for."""
+    """This rank's batches of one epoch, as lists of indices, each made when it is used."""
 
     def __init__(self, order: np.ndarray, global_size: int, end: int, rank: int, world: int):
         self._order, self._size, self._rank = _small(order), global_size, (rank, world)
@@ -80,10 +81,10 @@ def epoch_batches(
 ) -> EpochBatches:
     """The indices of each of this rank's batches in one epoch of step 1 or 2.
 
-    Global batch b is the b-th run of batch_size * world places of the epoch's permutation, of which each rank takes its
-    `rank_share`: what an optimizer step sees does not depend on the number of ranks while batch_size * world stays.
-    Every rank is given the same number of batches. With drop_last=False the last ones may be short, and empty on some
-    ranks: the caller puts a zero-weight dummy in their place.
+    Global batch b is the b-th part, of batch_size * world indices, of the epoch's permutation. Each rank takes its
+    `rank_share` of it. So the examples of an optimizer step do not depend on the number of ranks, if batch_size * world
+    is the same. All ranks have the same number of batches. With drop_last=False the last ones may be short, and empty
+    on some ranks; the caller then uses a dummy with weight 0.
     """
     global_size = batch_size * world
     if drop_last and size < global_size:

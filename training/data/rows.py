@@ -1,12 +1,12 @@
-"""Rows: which records a step trains on and which are held out, as checked texts of one form.
+"""Rows: the records that a step trains on and those that are held out, as checked texts of one form.
 
     rows, held_out = load_rows(["Dahoas/rm-static", "own.jsonl"], PAIRS, tokenizer, phase=2, seed=1234,
                                weights=[1, 0.5], split="2,4,4", held_out=0.05)
 
-Data sets are opened and divided among the steps; then rows are held out, and the rest is weighted and concatenated.
-All this works on the numbers of the rows and is drawn from the seed alone, so that all ranks choose the same rows. A
-row is read and checked when it is asked for. Rows that will be dropped do not count as held-out rows. To find them,
-rows are looked at in the drawn order until enough are held out, so that few are tokenised twice.
+Data sets are opened and divided among the steps. Then rows are held out, and the rest is weighted and concatenated.
+All choices are made on numbers of rows and depend only on the seed, so all ranks choose the same rows. A row is read
+and checked when it is used. Rows that are too long to be kept do not count as held-out rows: rows are tried in a random
+order until enough are held out, so that few rows are tokenised twice.
 """
 
 import hashlib
@@ -33,7 +33,7 @@ DIVIDE, DRAW, LIMIT = 1, 2, 3  # what the seed is used for, so that no two draws
 class Rows(Sequence):
     """Rows of one form, each a dict of texts.
 
-    places (n, 2) int32 names the record of each row: the index of its file or split in `records`, and its number there.
+    places: (n, 2) int32, the record of each row: the index of its file or split in `records`, and its number there.
     """
 
     records: list[Records]
@@ -88,20 +88,24 @@ def load_rows(
     undivided: Sequence[str] = (),
     config_name: str | None = None,
 ) -> tuple[Rows, Rows]:
-    """(training rows, held-out rows) of the data sets; the two have no row in common.
+    """(training rows, held-out rows) of the data sets. The two have no row in common.
 
-    tokenizer: its chat template makes texts of messages.
-    phase: 1, 2 or 3: the step whose part of `split` ("2,4,4") is read; without `split` all rows are read.
-    weights: how often each data set is seen in one pass; a fraction is drawn by the seed.
-    The held-out rows are those of eval_data_path. Without it they are the data sets' own held-out splits, and from the
-    sets without such a split `held_out` of their rows together: a fraction when below 1, otherwise a number, none if 0.
-    eval_limit: at most so many held-out rows, drawn by the seed.
-    keeps: row -> whether it is kept; others are dropped, for their length say. Where a number of held-out rows is
-    given, only kept rows are held out and counted; `keeps` is not asked about training rows. By default all are kept.
-    held_out_flag: the name of `held_out` in messages. undivided: data sets beside data_path that `split` does not
-        divide.
-    config_name: the configuration of data_path's sets on the Hub.
-    Raises UserError for data sets that cannot be read, and for flags that leave no rows.
+    The held-out rows are those of eval_data_path. Without it they are the data sets' own held-out splits, and, from the
+    sets without such a split, `held_out` of their rows together.
+
+    Args:
+        tokenizer: its chat template makes texts of messages.
+        phase: 1, 2 or 3, the step whose part of `split` ("2,4,4") is read; without `split` all rows are read.
+        weights: how often each data set is seen in one pass; a fraction is drawn with the seed.
+        held_out: a fraction of the rows if below 1, otherwise a number of rows; 0 for none.
+        eval_limit: most held-out rows; they are drawn with the seed.
+        keeps: row -> whether the row will be kept, for example not be too long. Only kept rows are held out. It is not
+            called for training rows. By default all rows are kept.
+        held_out_flag: the name of `held_out` in messages.
+        undivided: further data sets, which `split` does not divide.
+        config_name: the configuration of data_path's sets on the Hub.
+
+    Raises: UserError for data sets that cannot be read, and for flags that leave no rows.
     """
     divided, eval_paths = _listed(data_path), _listed(eval_data_path)
     proportions = parse_split(split)
@@ -119,7 +123,7 @@ def load_rows(
     ]
     if keeps is not None:
         for part in parts:
-            mixture.rows([part[:1]])[0]  # what is wrong with all records is told of the first, and not of one drawn
+            mixture.rows([part[:1]])[0]  # an error in all records is then reported of the first, not of a drawn one
     if eval_paths:
         eval_sources = [_opened(path, form) for path in eval_paths]
         _refuse_trained_on(sources, eval_sources)
@@ -152,7 +156,7 @@ def _opened(path: str, form: Form, config_name: str | None = None) -> Source:
 
 
 class _Mixture:
-    """The records of all data sets of a run, and the choice of those that this step reads."""
+    """The records of all data sets of a run, and the choice of this step's records."""
 
     def __init__(self, form: Form, tokenizer, seed: int, proportions: list[float] | None, phase: int):
         self.form, self.tokenizer, self.seed = form, tokenizer, seed
@@ -237,7 +241,7 @@ def parse_split(split: str | None) -> list[float] | None:
 
 
 def split_part(size: int, shares: list[float], phase: int, seed: int) -> np.ndarray:
-    """The row numbers, ascending, of step `phase` (1, 2 or 3) when `size` rows are divided in these shares."""
+    """The row numbers, in rising order, of step `phase` (1, 2 or 3) if `size` rows are divided in these shares."""
     borders = np.rint(np.cumsum([0.0, *shares]) / sum(shares) * size).astype(int)
     order = np.random.default_rng((seed, DIVIDE)).permutation(size)
     return np.sort(order[borders[phase - 1] : borders[phase]])
@@ -262,7 +266,7 @@ def checked_weights(weights: Sequence[float] | None, paths: Sequence[str]) -> li
 
 
 def weighted(places: np.ndarray, weight: float, seed: int, name: str) -> np.ndarray:
-    """The places, each as often as the weight says; 1.5 is each once, and half of them, drawn by the seed, twice."""
+    """The places, repeated by the weight. With 1.5 each occurs once, and half of them, drawn with the seed, twice."""
     parts, drawn = [places] * int(weight), round(weight % 1 * len(places))
     if drawn:
         order = np.random.default_rng((seed, DRAW)).permutation(len(places))

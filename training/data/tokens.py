@@ -1,24 +1,23 @@
-"""How texts become token ids, which ids end a response, and how a row that is too long is made to fit.
+"""Turns texts into token ids, finds the ids that end a response, and cuts rows that are too long.
 
-A prompt has the same ids in steps 1, 2 and 3, whatever follows it: the ids that the actor is given in step 3. A
-response is tokenised as the continuation of its prompt, so that SFT and the reward model learn from ids that the actor
-can sample.
-`tokenizer` is a Hugging Face tokenizer throughout.
+A prompt has the same ids in steps 1, 2 and 3, with any text after it. A response is tokenised as the continuation of
+its prompt, so that SFT and the reward model learn from ids that the actor can sample. `tokenizer` is a Hugging Face
+tokenizer in all functions.
 
     lengths = Lengths(tokenizer, limit=256, overlong="cut_prompt")
     fit = lengths.answered(prompt, [chosen, rejected])
-    fit.prompt, fit.answers        # their ids; fit.lost and fit.ends_lost say how many went
+    fit.prompt, fit.answers        # their ids; fit.lost and fit.ends_lost: how many ids were cut
 
 Three ways (`OVERLONG`):
 
-cut_prompt    The answer and its EOS stay, and as much of the prompt's end as fits; where there are turns, this end
-              begins at a user's turn. The tokens that open a sequence stay, and so does the text before the first turn,
-              such as a system message. An answer that would leave no token for the prompt loses its end instead, so
-              that a quarter of the limit holds the prompt's end.
-cut_answer    The end of prompt + answer goes. A prompt that is to be answered, which has no answer yet, is left out.
+cut_prompt    The prompt loses its beginning; the answer and its EOS stay. In a dialogue the rest of the prompt begins
+              with a user's turn. The tokens that open a sequence stay, and so does the text before the first turn, such
+              as a system message. If the answer would leave no token for the prompt, the answer loses its end instead,
+              so that the prompt's end gets a quarter of the limit.
+cut_answer    The end of prompt + answer is cut. A prompt of step 3, which has no answer yet, is left out.
 drop          The row is left out.
 
-Both answers of a pair keep the same prompt: the longer one decides. A text without a prompt loses its end.
+Both answers of a pair keep the same prompt, cut for the longer answer. A text without a prompt loses its end.
 """
 
 import contextlib
@@ -37,7 +36,7 @@ PARALLEL = "TOKENIZERS_PARALLELISM"  # the library reads this variable in each c
 
 
 class TextEncoder:
-    """Texts to ids with one tokenizer; properties of the tokenizer that have to be tried out are tried once.
+    """Encodes texts with one tokenizer. Properties of the tokenizer that need a trial are found once.
 
     opening: the ids that a sequence begins with (`opening_tokens`). stops: the ids at which step 3 stops: EOS, the id
     with which the chat template ends an answer, and the given ids, such as those of the generation config.
@@ -51,7 +50,7 @@ class TextEncoder:
         self._ahead: dict[str, list[int]] = {}
 
     def ahead(self, texts: Iterable[str]) -> None:
-        """Encode texts that will be asked for one by one until the next call: a tokenizer is faster at many at once."""
+        """Encode at once all texts that will be asked for one by one: a tokenizer is faster with many texts."""
         many = list(dict.fromkeys(texts))
         with _all_cores():
             self._ahead = dict(zip(many, _encode(self.tokenizer, many))) if many else {}
@@ -66,21 +65,21 @@ class TextEncoder:
         return ids if isinstance(text, Rendered) or self.opened(ids) else self.opening + ids
 
     def opened(self, ids: list[int]) -> list[int]:
-        """The opening tokens where the ids begin with them, else none."""
+        """The opening tokens if the ids begin with them, else []."""
         return self.opening if ids[: len(self.opening)] == self.opening else []
 
     def spelt_bos(self, text: str) -> str:
-        """The BOS where the text begins with it, as texts made with a chat template do; empty where it does not."""
+        """The BOS if the text begins with it, as texts of a chat template may; else ""."""
         bos = self.tokenizer.bos_token
         return bos if bos and text.startswith(bos) else ""
 
     def continuation(self, prompt: str, text: str) -> list[int]:
-        """The ids of `text` where it follows `prompt`, so that the ids of both spell prompt + text.
+        """The ids of `text` after `prompt`, so that the ids of both decode to prompt + text.
 
-        A SentencePiece tokenizer puts a space before whatever it is given. So `text` is encoded together with the
-        prompt, whose ids are then cut off. Where a token would span the border ("Review : " + "the" has the one token
-        " the"), the prompt's ids win, because step 3 generates from them: a newline takes the prompt's place, and where
-        that merges too, `text` is encoded alone.
+        A SentencePiece tokenizer puts a space before any text. So `text` is encoded together with the prompt, and the
+        prompt's ids are cut off. If a token would span the border (" the" in "Review : " + "the"), the prompt keeps its
+        own ids, because step 3 generates after them: `text` is then encoded after a newline instead of the prompt, and
+        if that merges too, alone.
         """
         for before in (prompt, "\n", ""):
             head, both = self._bare(before), self._encoded(before + text)
@@ -89,12 +88,12 @@ class TextEncoder:
         return both[len(head) :]
 
     def answered(self, prompt: str, answer: str) -> tuple[list[int], int]:
-        """(the ids of prompt + answer + EOS, how many of them are the prompt's)."""
+        """(the ids of prompt + answer + EOS, how many of them are those of the prompt)."""
         prompt_ids = self.prompt(prompt)
         return prompt_ids + self.ended(self.continuation(prompt, answer)), len(prompt_ids)
 
     def ended(self, ids: list[int]) -> list[int]:
-        """`ids` up to and including the stop token at their end; or, if they do not end with a stop token, plus EOS.
+        """`ids` up to and including the stop token at their end; if they do not end with a stop token, `ids` and EOS.
 
         Only blanks and other stop tokens may follow this stop token ("<|im_end|>", a newline, EOS). A stop token that
         other tokens follow is a part of the text.
@@ -126,8 +125,8 @@ class TextEncoder:
 def opening_tokens(tokenizer) -> list[int]:
     """The special tokens that the tokenizer itself puts before a text, such as BOS; often none.
 
-    They are found by trying, because each family of tokenizers has other settings for them. Tokens that it puts after a
-    text (EOS, SEP) are not among them: the examples decide where a text ends.
+    A trial finds them, because each family of tokenizers has different settings. Tokens after a text (EOS, SEP) are not
+    included: the examples decide where a text ends.
     """
     added, bare = tokenizer("x")["input_ids"], _encode(tokenizer, "x")
     start = next(start for start in range(len(added) + 1) if added[start : start + len(bare)] == bare)
@@ -158,8 +157,8 @@ def stop_token_ids(tokenizer, generation_config, model_config) -> list[int]:
 
 
 def end_of_turn(tokenizer) -> int | None:
-    """The token with which the chat template ends an answer: the first special or added one behind what an assistant
-    says; None without a template or such a token."""
+    """The token with which the chat template ends an answer: the first special or added token after an assistant's
+    text. None without a template or such a token."""
     if not tokenizer.chat_template:
         return None
     _, found, tail = render(tokenizer, list(TURNS)).rpartition(TURNS[-1]["content"])
@@ -173,7 +172,7 @@ def end_of_turn(tokenizer) -> int | None:
 
 @contextlib.contextmanager
 def _all_cores() -> Iterator[None]:
-    """Let tokenizers in Rust use all cores: the other ranks of this machine wait for this one meanwhile."""
+    """Within this context tokenizers in Rust use all cores, because the other ranks of this machine only wait."""
     before = os.environ.get(PARALLEL)
     os.environ[PARALLEL] = "true"
     try:
@@ -184,7 +183,7 @@ def _all_cores() -> Iterator[None]:
 
 
 def _encode(tokenizer, text):
-    """The ids of the text alone, or of each text of a list; without warnings about length, which is handled later."""
+    """The ids of a text, or of each text of a list, without special tokens and without warnings about the length."""
     nothing_else = {"return_attention_mask": False, "return_token_type_ids": False}
     return tokenizer(text, add_special_tokens=False, verbose=False, **nothing_else)["input_ids"]
 
@@ -192,7 +191,7 @@ def _encode(tokenizer, text):
 def padded(token_lists: list[list[int]], pad_id: int, left: bool = False) -> tuple[Tensor, Tensor]:
     """(ids, attention mask) of lists of token ids, both (B, longest) int64; padded on the right, or on the left.
 
-    The mask comes from the lengths and not from the ids, for pad may be a real token.
+    The mask is made from the lengths, not from the ids, because the pad token may also be a real token.
     """
     width = max(map(len, token_lists))
     ids = torch.full((len(token_lists), width), pad_id)
@@ -352,16 +351,16 @@ class Lengths:
         return replace(whole, reason=f"{whole.needed:,} tokens, more than {self.limit:,}")
 
     def _room(self, whole: Fit) -> int:
-        """How many tokens the prompt may have beside its longest answer, which may have to be cut, too."""
+        """How many tokens the prompt may have if its longest answer, which may be cut too, has to fit after it."""
         least = min(len(whole.prompt), len(self.encoder.opened(whole.prompt)) + 1)
         beside = self.limit - max(map(len, whole.answers))
         return beside if beside >= least else max(self.limit // 4, least)
 
     def _shorter(self, text: str, ids: list[int], room: int) -> tuple[list[int], int]:
-        """(the ids of the prompt, cut to `room` tokens, the position of the cut).
+        """(the ids of the prompt, cut to `room` tokens; the position of the cut).
 
-        The beginning is cut, behind the head. A rest that begins at a turn is tokenised anew, so that its ids are those
-        of a prompt that begins there.
+        The beginning is cut, after the head. If the rest begins at a turn, it is tokenised again, so that its ids are
+        those of a prompt that begins there.
         """
         if len(ids) <= room:
             return ids, 0

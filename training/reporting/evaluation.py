@@ -1,8 +1,8 @@
-"""Held-out prompts: what the actor answers, how it scores, how far it is from the reference, how varied it is.
+"""Evaluation on held-out prompts: the actor's responses, their scores, their KL to the reference, and their variety.
 
-Variety is measured by distinct words and by the compressed size of texts; no word list is needed. Each number is
-compared with an earlier one over the same prompts, since alone it says little. Words are separated by spaces; in a
-language without spaces a response is one word.
+Variety is measured by distinct words and by the compressed size of texts, without a word list. Each number is compared
+with an earlier one on the same prompts. Words are separated by spaces; in a language without spaces a response is one
+word.
 """
 
 import dataclasses
@@ -46,13 +46,16 @@ class Answers:
 
 
 class Evaluator:
-    """Answers the same prompts with the same random numbers each time, so that scores differ by the policy alone.
+    """Evaluates a policy on the same prompts with the same random numbers each time, so that differences between scores
+    come from the policy only.
 
-    first_index: the number of training rows, which precede the held-out rows in a reward function's `rows`: the row of
-    held-out prompt i is at first_index + i. before: the measurements of each prompt's response before the first step,
-    from which changes are computed. first: the responses before the first step; words not in them count as new.
-    `run(0)` sets both. If `before` has no scores, or scores of other parts than now, another reward made them, and no
-    change of the score is reported. samples: responses to each prompt; `run`, which pairs prompt by prompt, needs 1.
+    first_index: number of training rows. In a reward function's `rows`, the row of held-out prompt i is at
+        first_index + i.
+    before: measurements of each prompt's response before the first step, from which changes are computed. If it has no
+        scores, or scores of other parts than now, another reward made them, and no change of the score is reported.
+    first: the responses before the first step; words that do not occur in them count as new. `run(0)` sets `before` and
+        `first`.
+    samples: responses to each prompt; `run` needs 1.
     """
 
     def __init__(
@@ -74,7 +77,8 @@ class Evaluator:
         self.samples = samples
 
     def run(self, step: int) -> tuple[dict[str, float], list[dict]]:
-        """Metrics, and one row per prompt (prompt, response, score, its parts, kl); equal on all ranks (all call this).
+        """(metrics, one row per prompt with prompt, response, score, its parts, kl and tokens); the same on all ranks
+        (all ranks call this).
 
         step: the number of the step that made the current weights.
         Raises: RunStopped on all ranks for a score or KL that is NaN or infinite.
@@ -99,12 +103,12 @@ class Evaluator:
         return metrics, rows
 
     def answers(self, step: int) -> Answers:
-        """Every response, the same on all ranks (all call this).
+        """All responses, the same on all ranks (all ranks call this).
 
         step: the number of the step that made the current weights, for messages.
         Raises: RunStopped on all ranks for a score or KL that is NaN or infinite.
         """
-        # All ranks need equally many prompts: missing ones are filled up with repeats.
+        # All ranks need equally many prompts, so the first ones are repeated.
         parts = distributed.data_parallel_size()
         filled = -(-len(self.prompts) // parts) * parts
         indices = [number % len(self.prompts) for number in range(filled)[distributed.rank_share(filled)]]
@@ -112,7 +116,7 @@ class Evaluator:
         own_prompts = [self.prompts[index] for index in indices]
         batch = collate_prompts(own_prompts, keys, torch.zeros_like(keys), self.sampling.pad_token_id)
         finished = self.rollouts.finished
-        if finished is not None:  # it is given the same indices as what scores the responses afterwards
+        if finished is not None:  # it gets the same indices as the reward source later
             self.rollouts.finished = lambda rollout: finished(self._shifted(rollout))
         try:
             answered = self.rollouts.generate(batch.repeat(self.samples).to(distributed.device()), self.sampling)
@@ -120,7 +124,7 @@ class Evaluator:
             self.rollouts.finished = finished
         experience = self.experience_maker.make_experience(self._shifted(answered))
         self.rollouts.release_memory()
-        rollout = experience.rollout  # without what follows an end that the sampler did not stop at
+        rollout = experience.rollout  # responses end at the dialect's end, at which the sampler may not have stopped
         rewards = {f"reward_{name}": reward for name, reward in experience.rewards.items()}
         parts = {name: part.tolist() for name, part in (experience.score_parts | rewards).items()}
         own = {}
@@ -134,8 +138,8 @@ class Evaluator:
         return Answers(rows, ended, list(experience.score_parts), list(rewards))
 
     def _shifted(self, rollout: Rollout) -> Rollout:
-        """The rollout with the indices under which reward functions find held-out rows. They are set after drawing,
-        since random numbers are keyed by the index among the held-out prompts."""
+        """The rollout with the indices of its prompts in a reward function's `rows`. They are set after drawing,
+        because random numbers are keyed by the index among the held-out prompts."""
         return dataclasses.replace(rollout, indices=rollout.indices + self.first_index)
 
 
@@ -160,7 +164,8 @@ def _stop_if_not_finite(rows: list[dict], step: int) -> None:
 
 
 def sample_rows(rollout: Rollout, scores: torch.Tensor, kl: torch.Tensor, tokenizer) -> list[dict]:
-    """Texts and numbers of each response, for tables and files; `scores`, `kl`: (B,), kl in nats a response."""
+    """A row of texts and numbers for each of B responses, for tables and files. scores, kl: (B,); kl in nats per
+    response."""
     prompts, responses = decoded(rollout, tokenizer)
     columns = zip(prompts, responses, scores.tolist(), kl.tolist(), rollout.response_mask.sum(-1).tolist())
     return [dict(zip(("prompt", "response", "score", "kl", "tokens"), row)) for row in columns]

@@ -1,4 +1,4 @@
-"""When a run stops by itself in the middle, and how a run that reached its end is judged.
+"""The checks that stop a run before its end, and the verdict on a run that has reached its end.
 
     stops on                                    looked at                            weights sound until step
     a score or reference log-prob not finite    before the step's first update       the one before this
@@ -70,11 +70,11 @@ _OF_SAMPLER = (
 
 @dataclass(frozen=True, slots=True)
 class Guards:
-    """The checks of each PPO step; all ranks call each together, and stop together.
+    """The checks of each PPO step. All ranks call a check together, and stop together.
 
     max_kl: nats a response; a rollout with a larger KL to the current reference ends the run. None for no limit.
-    first_kl_bound: the largest difference of actor and reference while they are the same model (`rounding_bound`);
-        None for no check.
+    first_kl_bound: the largest difference allowed between actor and reference while they are the same model
+        (`rounding_bound`); None for no check.
     """
 
     models: RLHFEngine
@@ -183,7 +183,7 @@ def stop_unless_losses_finite(
 
 
 def stop_for_gradients(step: int, what: list[str], batch: TrainingBatch, tokenizer) -> NoReturn:
-    """Stop because gradients that are named in `what` are not finite, which all ranks know (all call this)."""
+    """Stop because the gradients that `what` names are not finite. All ranks know this, and all call this function."""
     _stop(step, what, batch, torch.arange(len(batch)), tokenizer, step - 1)
 
 

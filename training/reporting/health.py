@@ -1,11 +1,12 @@
-"""What a PPO run's curves say, in words: what was seen, with its numbers, and what to try.
+"""Findings about a PPO run: what its metrics show, with numbers, and what to try.
 
     for finding in health(read_metrics(output_dir / "metrics.jsonl")):  # of training.reporting.records
         print(finding.severity, finding.text)
 
-Each rule takes a run's records and gives a Finding, or None where it sees nothing or the run lacks its metrics. Simple
-rules compare the start of one metric with its end (`by_ends`) or look at its highest stretch (`by_stretch`). Thresholds
-are rules of thumb, each with its reason: a finding is a reason to look, not a verdict.
+Each rule takes a run's records and gives a Finding, or None if it finds nothing or the run lacks its metrics. Simple
+rules compare the start of one metric with its end (`by_ends`), or its highest mean over a part of the run with a
+threshold (`by_stretch`). Thresholds are rules of thumb, each with its reason: a finding is a reason to look at the run,
+not a verdict.
 """
 
 import itertools
@@ -24,7 +25,7 @@ FEWEST_STEPS, SHARE = 8, 0.1
 
 @dataclass(frozen=True)
 class Finding:
-    """What stood out: `severity` is ALARM, LOOK or FINE; `seen` in numbers, and the `advice` on what to try."""
+    """A finding. severity: ALARM, LOOK or FINE. seen: what the metrics show, with numbers. advice: what to try."""
 
     severity: str
     seen: str
@@ -32,7 +33,7 @@ class Finding:
 
     @property
     def text(self) -> str:
-        """Both as sentences."""
+        """What was seen and the advice, as sentences."""
         return f"{self.seen}. {self.advice}" if self.advice else self.seen
 
     def with_signs(self, signs: "Sequence[Finding]") -> "Finding":
@@ -60,24 +61,25 @@ def column(rows: Sequence[Mapping], name: str) -> list[float]:
 
 
 def mean(rows: Sequence[Mapping], name: str, begin: float, end: float) -> float | None:
-    """The mean of a metric's values between two shares of the way through; at least of one value."""
+    """The mean of a metric's values between two shares of the run (0 to 1), of at least one value."""
     values = column(rows, name)
     first = min(int(begin * len(values)), len(values) - 1)
     return fmean(values[first : max(int(end * len(values)), first + 1)]) if values else None
 
 
 def at_start(rows: Sequence[Mapping], name: str) -> float | None:
-    """The mean over the first tenth."""
+    """The mean of a metric over the first tenth of the run."""
     return mean(rows, name, 0.0, SHARE)
 
 
 def at_end(rows: Sequence[Mapping], name: str) -> float | None:
-    """The mean over the last tenth."""
+    """The mean of a metric over the last tenth of the run."""
     return mean(rows, name, 1.0 - SHARE, 1.0)
 
 
 def noise(values: Sequence[float]) -> float:
-    """The standard deviation of a curve around its own trend, by the differences of neighbours; 2 values at least."""
+    """The standard deviation of a curve around its trend, computed from differences of neighbouring values (at least 2
+    values)."""
     return (fmean((b - a) ** 2 for a, b in itertools.pairwise(values)) / 2) ** 0.5
 
 
@@ -90,8 +92,8 @@ which falls to 0, makes any curve flat. A run is still on its way if the curve m
 
 @dataclass(frozen=True)
 class Trend:
-    """A metric over the last part of a run: the means of the part's two halves, and the noise of their difference
-    (NOISE standard errors)."""
+    """The trend of a metric over the last part of a run: the means of the part's two halves, and the noise of their
+    difference (NOISE standard errors)."""
 
     before: float
     after: float
@@ -109,22 +111,22 @@ class Trend:
 
     @property
     def rose(self) -> bool:
-        """By more than noise."""
+        """Whether the metric rose by more than noise."""
         return self.after - self.before > self.error
 
     @property
     def fell(self) -> bool:
-        """By more than noise."""
+        """Whether the metric fell by more than noise."""
         return self.before - self.after > self.error
 
     @property
     def steady(self) -> bool:
-        """Within noise, or nearly."""
+        """Whether the metric changed by little more than noise."""
         return abs(self.after - self.before) <= max(self.error, STEADY * abs(self.after))
 
 
 def at_steps(steps: Sequence[int]) -> str:
-    """Where something was seen: the first few steps by number."""
+    """A text with the numbers of the first few steps at which something was seen."""
     shown = ", ".join(map(str, steps[:3]))
     return f"at step{'s' if len(steps) > 1 else ''} {shown}" + (f" and {len(steps) - 3} more" if len(steps) > 3 else "")
 
@@ -192,13 +194,13 @@ ENTROPY_GREW = 1.5
 
 
 def reference_moved(rows: Sequence[Mapping]) -> bool:
-    """Whether the reference at the end is another one than at the start. A refresh lowers the KL, which then does not
-    tell how far the policy is from the model that training started from."""
+    """Whether the reference changed during the run. A refresh lowers the KL, which is then not the KL to the model that
+    training started from."""
     return (at_end(rows, "objective/reference_moves") or 0.0) > 0.0
 
 
 def kl_far(rows: Sequence[Mapping]) -> Finding | None:
-    """The policy has left the neighbourhood in which the reward model was trained."""
+    """The KL is so large that the reward model was not trained on such responses."""
     kl, a_token = at_end(rows, "objective/kl"), at_end(rows, "objective/kl_per_token")
     if kl is None or (kl <= KL_FAR and (a_token is None or a_token <= KL_FAR_A_TOKEN)):
         return None
@@ -224,7 +226,8 @@ kl_negative = by_ends(
 
 
 def kl_growing(rows: Sequence[Mapping]) -> Finding | None:
-    """No balance between score and KL penalty by the end; with a reference that moves there is none to be reached."""
+    """The KL still grows at the end: score and KL penalty are not in balance. Not for a moving reference, with which
+    there is no balance."""
     if reference_moved(rows):
         return None
     before, after = mean(rows, "objective/kl", 0.7, 0.8), at_end(rows, "objective/kl")
@@ -278,7 +281,7 @@ _SMALLER_UPDATES = (
 
 
 def not_finite(rows: Sequence[Mapping]) -> Finding | None:
-    """NaN, which stands for anything that was not finite, in any metric."""
+    """A metric is NaN, which stands for all numbers that were not finite."""
     steps = [row["step"] for row in rows if not all(map(math.isfinite, row.values()))]
     names = sorted({name for row in rows for name, value in row.items() if not math.isfinite(value)})
     if not names:
@@ -288,7 +291,7 @@ def not_finite(rows: Sequence[Mapping]) -> Finding | None:
 
 
 def score_unmoved(rows: Sequence[Mapping]) -> Finding | None:
-    """Start and end of the score, measured against its noise from step to step."""
+    """The score has not changed from start to end, compared with its noise from step to step."""
     present = having(rows, "objective/scores")
     scores = column(present, "objective/scores")
     if len(scores) < FEWEST_STEPS:
@@ -335,8 +338,8 @@ def score_unmoved(rows: Sequence[Mapping]) -> Finding | None:
 
 
 def value_unexplained(rows: Sequence[Mapping]) -> Finding | None:
-    """The critic does not help. Returns with a lambda below 1 contain its own values, which explain themselves, so the
-    outcomes are used where a run has them."""
+    """The critic explains little of the returns. Returns with a lambda below 1 contain the critic's own values, so the
+    outcomes are used if a run has them."""
     outcome, late = (mean(rows, f"value/explained_{of}", 0.75, 1.0) for of in ("outcome", "variance"))
     what = "explained variance of the value"
     if outcome is not None:
@@ -352,7 +355,7 @@ def value_unexplained(rows: Sequence[Mapping]) -> Finding | None:
 
 
 def value_miscalibrated(rows: Sequence[Mapping]) -> Finding | None:
-    """A critic that knows which responses are better, but not by how much, or that is off by a constant."""
+    """The critic's values have the right order but the wrong scale, or are off by a constant."""
     explained, slope, bias, variance = (
         mean(rows, name, 0.75, 1.0) for name in ("value/explained_outcome", "value/slope", "value/bias", "returns/var")
     )
@@ -391,7 +394,7 @@ updates_too_far = by_stretch(
 
 
 def gradient_spikes(rows: Sequence[Mapping]) -> Finding | None:
-    """Single steps whose gradient stands out among its neighbours: a norm that falls or rises slowly does not."""
+    """Single steps have a much larger gradient norm than their neighbours. A norm that rises slowly is no spike."""
     found = []
     for name in ("policy/grad_norm", "value/grad_norm"):
         present = having(rows, name)
@@ -416,7 +419,7 @@ def gradient_spikes(rows: Sequence[Mapping]) -> Finding | None:
 
 
 def updates_skipped(rows: Sequence[Mapping]) -> Finding | None:
-    """Steps without any update, which have a loss and no gradient norm; except those that `ratio_limit` left out."""
+    """Steps had no update: they have a loss but no gradient norm. Steps that `ratio_limit` left out do not count."""
     trained = [row for row in rows if "policy/loss" in row or "value/loss" in row]
     steps = [
         row["step"]
@@ -434,7 +437,7 @@ def updates_skipped(rows: Sequence[Mapping]) -> Finding | None:
 
 
 def updates_left_out(rows: Sequence[Mapping]) -> Finding | None:
-    """Optimizer steps of the policy that `ratio_limit` left out."""
+    """`ratio_limit` left out optimizer steps of the policy."""
     present = having(rows, "policy/left_out")
     shares = column(present, "policy/left_out")
     if not present or fmean(shares) <= SKIPPED:
@@ -461,7 +464,7 @@ CUT = 0.1
 
 
 def sampler_apart(rows: Sequence[Mapping]) -> Finding | None:
-    """Responses are drawn from a distribution that is not quite the actor's."""
+    """The sampler's probabilities differ from the actor's."""
     gap, far = at_end(rows, "rollout/logprob_gap"), at_end(rows, "rollout/ratio_far")
     if gap is None or far is None or (gap <= GAP and far <= FAR):
         return None
@@ -537,7 +540,8 @@ few_ever_ended = by_ends(  # no trend, one step shows it
 
 
 def few_ended(rows: Sequence[Mapping]) -> Finding | None:
-    """Responses that the limit cuts off, which it did not at the start: nearly all, or by more than noise half."""
+    """The length limit cuts off many more responses than at the start: nearly all, or, by more than noise, half of
+    those that had ended by themselves."""
     first, last = at_start(rows, "rollout/eos_rate"), at_end(rows, "rollout/eos_rate")
     if first is None or last is None or first < FEW_ENDED:
         return None
@@ -556,7 +560,7 @@ def few_ended(rows: Sequence[Mapping]) -> Finding | None:
 
 
 def degenerate(rows: Sequence[Mapping]) -> Finding | None:
-    """Responses that were masked out."""
+    """Responses were masked out because they are too short."""
     count, seen = sum(column(rows, "rollout/degenerate")), rows[-1]["samples"]
     if count == 0 or count < DEGENERATE * seen:
         return None
@@ -569,7 +573,7 @@ def degenerate(rows: Sequence[Mapping]) -> Finding | None:
 
 
 def groups_alike(rows: Sequence[Mapping]) -> Finding | None:
-    """Groups of responses to one prompt that have the same score, so that none is better than the others."""
+    """Many groups of responses to one prompt have equal scores, from which nothing is learned."""
     last = at_end(rows, "rollout/groups_alike")
     if last is None or last <= NO_DIFFERENCE:
         return None
@@ -584,7 +588,7 @@ def groups_alike(rows: Sequence[Mapping]) -> Finding | None:
 
 
 def answers_alike(rows: Sequence[Mapping]) -> Finding | None:
-    """Held-out responses, first and last: how many different pairs of words they hold, and what they compress to."""
+    """Held-out responses became alike: they have fewer pairs of words for their length, and compress better."""
     evaluations = [row for row in having(rows, "eval/distinct_bigrams") if row.get("eval/response_length", 0.0) > 0]
     if len(evaluations) < 2:
         return None
@@ -606,7 +610,7 @@ def answers_alike(rows: Sequence[Mapping]) -> Finding | None:
 
 
 def words_invented(rows: Sequence[Mapping]) -> Finding | None:
-    """Words that the policy did not use before training: it learns some, it does not need many."""
+    """Responses have many words that the policy did not use before training."""
     evaluations = having(rows, "eval/new_words")
     if len(evaluations) < 2:
         return None
@@ -657,7 +661,7 @@ sign belongs to the first of its problems that is found."""
 
 
 def health(records: Sequence[Mapping]) -> list[Finding]:
-    """The findings of a run's metrics (`read_metrics`), alarms first; one that is FINE where nothing stood out."""
+    """The findings about a run's metrics (`read_metrics`), alarms first; a single FINE one if there are no others."""
     records = of_one_reward(records)
     steps = len(having(records, "objective/kl"))
     if steps == 0:
@@ -683,7 +687,7 @@ LITTLE = 0.1
 
 
 def outlook(rows: Sequence[Mapping]) -> str | None:
-    """What a longer run or another coefficient would bring, if the curves show it; for a run without findings."""
+    """For a run without findings: the likely effect of a longer run or another coefficient, if the metrics show it."""
     first, last = at_start(rows, "objective/scores"), at_end(rows, "objective/scores")
     score, kl = (Trend.of(rows, f"objective/{name}", LAST_PART) for name in ("scores", "kl"))
     if score is not None and kl is not None and score.rose and score.after - score.before >= GAIN * (last - first):

@@ -1,13 +1,13 @@
-"""What a run's folder says of the run: run.json, written and read, and metrics.jsonl, read.
+"""Writes and reads run.json, the record of a run, and reads metrics.jsonl.
 
     write_run_record(output_dir, flags=vars(args), dialect=dataclasses.asdict(dialect),
                      ds_configs={"actor": {...}, "critic": {...}}, resumed=False)
     rows = read_metrics(output_dir / METRICS_FILE)
 
-run.json holds what would be needed to run it again, and where it ran: {"starts": [...]}, one entry for each time the
-run was started. A resumed run adds its own behind the earlier ones. Flags and dialect are the resolved ones, the
-DeepSpeed configurations those that the engines get. metrics.jsonl has one JSON object a line, with `step`, `samples`
-and the metrics of a step; `JsonlSink` of sinks.py writes it.
+run.json holds what is needed to repeat the run, and the machine it ran on: {"starts": [...]}, with one entry for each
+time the run was started. A resumed run appends an entry. Flags and dialect are recorded as resolved, the DeepSpeed
+configurations as the engines get them. metrics.jsonl has one JSON object in each line: `step`, `samples` and the
+metrics of a step. `JsonlSink` (sinks.py) writes it.
 """
 
 import importlib.metadata
@@ -48,9 +48,9 @@ def write_run_record(
 ) -> None:
     """Write run.json (the main rank does; the others return at once).
 
-    What JSON has no form for is written as text. The file is written beside its place and then moved there, so that a
-    kill leaves the old one or the new one. resumed: whether the run in `output_dir` goes on; else an earlier record
-    there is another run's, and is replaced.
+    Values that JSON cannot hold are written as text. The file is written under another name and then renamed: if the
+    process is killed, the old or the new file is there, whole. resumed: whether the run in `output_dir` goes on;
+    otherwise an earlier record there belongs to another run, and is replaced.
 
     Raises: UserError if an earlier record that should be kept cannot be read.
     """
@@ -93,7 +93,7 @@ def _write(path: Path, starts: list[dict]) -> None:
 
 
 def read_run_record(path: str | Path) -> list[dict]:
-    """The starts of a run, oldest first; raises UserError if the file is no run record."""
+    """The entries of a run's starts, oldest first; raises UserError if the file is no run record."""
     try:
         starts = parsed_json(Path(path).read_text(encoding="utf-8"))["starts"]
         if not isinstance(starts, list) or not all(isinstance(start, dict) for start in starts):
@@ -108,9 +108,9 @@ def read_run_record(path: str | Path) -> list[dict]:
 
 
 def command_line(argv: list[str], environment: Mapping[str, str]) -> str:
-    """The command that started the program, as files show it, with the sizes that a launcher was given.
+    """The command that started the program, with the launcher and its numbers of nodes and ranks; URLs without query.
 
-    The launcher's other options (a hostfile, a port) do not reach the program, and are not in it.
+    The launcher's other options (a hostfile, a port) are not passed to the program, and so are missing.
     """
     words = [word for word in argv if not word.startswith("--local_rank=")]
     world = int(environment.get("WORLD_SIZE", 1))
@@ -130,7 +130,8 @@ def command_line(argv: list[str], environment: Mapping[str, str]) -> str:
 
 
 def versions() -> dict[str, str | None]:
-    """Of Python and of the packages that a run's numbers depend on; None for one that is not installed."""
+    """The versions of Python and of the packages that affect a run's numbers; None for a package that is not
+    installed."""
     found = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
@@ -141,10 +142,10 @@ def versions() -> dict[str, str | None]:
 
 
 def git_state(folder: Path) -> dict | None:
-    """{"commit", "dirty"} of the checkout that the code lies in; None without git or outside a checkout.
+    """{"commit", "dirty"} of the git checkout that the code lies in; None without git or outside a checkout.
 
-    dirty: whether a file that git follows was changed since. A checkout that merely contains an installed copy (a
-    virtual environment in somebody else's project, say) follows none of the code's files, and does not count.
+    dirty: whether a file that git tracks has changed since the commit. A checkout that tracks none of the code's files
+    does not count, for example another project whose virtual environment contains the code.
     """
 
     def git(*arguments: str) -> str:
@@ -170,9 +171,9 @@ METRICS_FILE = "metrics.jsonl"
 
 
 def read_lines(path: str | Path) -> list[tuple[str, dict]]:
-    """The lines of a metrics file, each with the object it holds.
+    """The lines of a metrics file, each with its parsed object.
 
-    A last line without its newline was being written when the run was killed, or is being written now: left out.
+    A last line without a newline is left out: the run was killed while writing it, or is writing it now.
 
     Raises:
         UserError: a line is no JSON object with a step, or holds something else than numbers.

@@ -4,8 +4,8 @@
     print(samples_table(rows, width=100))
     tensorboard.text(step, "samples", samples_markdown(rows))
 
-Models write anything, escape sequences and HTML included, so no character of theirs reaches the terminal or the
-browser with a meaning. A missing score or KL (None, or no such key) leaves its cell empty.
+A model may write anything, also escape sequences and HTML. They are escaped, so that the terminal and the browser show
+them as text. A missing score or KL (None, or no such key) leaves its cell empty.
 """
 
 import itertools
@@ -22,7 +22,7 @@ MARKDOWN_MEANING = "&<>|`*_[]\\~"
 
 
 def samples_table(rows: Sequence[Mapping], width: int) -> str:
-    """A table at most `width` columns wide. Long prompts lose their beginning, which the response is farthest from;
+    """A table at most `width` columns wide. Long prompts lose their beginning, which is farthest from the response;
     long responses their end."""
     assert width >= MIN_WIDTH, f"a table of samples needs {MIN_WIDTH} columns, not {width}"
     text_width = width - 2 * (len(GAP) + NUMBER_WIDTH) - len(GAP)
@@ -103,7 +103,7 @@ def _wrap(text: str, width: int) -> list[str]:
 
 
 def _cut(lines: list[str], width: int, start: bool) -> list[str]:
-    """At most MAX_LINES of them, the last ones where the start is cut, with ... where something is missing."""
+    """At most MAX_LINES of the lines: the last ones if `start` is cut, else the first; "..." marks the cut."""
     if len(lines) <= MAX_LINES:
         return lines
     kept = lines[-MAX_LINES:] if start else lines[:MAX_LINES]

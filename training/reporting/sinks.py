@@ -1,4 +1,4 @@
-"""Where a run's metrics go: a file of JSON lines, the terminal, TensorBoard, and from there Weights & Biases.
+"""Writes a run's metrics to a file of JSON lines, the terminal and TensorBoard, and from there to Weights & Biases.
 
     check_wandb(project)                                         # before any work
     writer = MetricWriter(output_dir, total_steps=200, view=PPO_VIEW)
@@ -7,13 +7,13 @@
     writer.samples(step, rows)                                   # see sample_tables.py
     writer.close()
 
-Every rank may hold a MetricWriter; on all but the main one it does nothing. `resume_step` is the last step that counts
-when a run goes on from a checkpoint: lines of an earlier process after it are dropped, so no step counts twice.
+Every rank may have a MetricWriter; it does nothing except on the main rank. `resume_step` is the step of the checkpoint
+that a run goes on from: an earlier process's lines of later steps are dropped, so that no step counts twice.
 
-A View says which metrics a program shows, and in which order. docs/metrics.md explains their names. A chart may list
-metrics that a run lacks (without a critic, say), and then shows the others. One TensorBoard may show the runs of all
-three steps: sections of the same title are merged, and so are equal charts; a metric is drawn for every run that has
-it.
+A View lists the metrics that a program shows, in their order. docs/metrics.md explains their names. If a run lacks some
+metrics of a chart (those of the critic, for example), the chart shows the others. One TensorBoard may show the runs of
+all three steps: sections of the same title are merged, and so are equal charts. A metric is drawn for every run that
+has it.
 """
 
 import dataclasses
@@ -136,7 +136,7 @@ PPO_VIEW = View(
 
 
 def averaged_view(view: View) -> View:
-    """With the held-out charts of the averaged weights, too."""
+    """The view with further held-out charts: those of the averaged weights."""
     sections = {
         f"{section}, EMA": {f"{title}, EMA": name.replace("eval/", "eval/ema_") for title, name in charts.items()}
         for section, charts in view.held_out.items()
@@ -232,8 +232,9 @@ class MetricWriter:
         self.count(total_steps, shown=view.bar, first_step=max(0, resume_step or 0))
 
     def log(self, step: int, samples: int, metrics: Mapping[str, float]) -> None:
-        """Write the metrics of `step`, after which `samples` responses (or examples) had been seen; once a step,
-        reduced before. The time since the line before is added to them."""
+        """Write the metrics of `step`, and the time since the previous line (called once a step).
+
+        samples: responses (or examples) seen up to the end of the step. metrics: reduced over the ranks."""
         metrics = {**metrics, **self.take_time()}
         if self._file and self._bar:
             self._file.log(step, samples, metrics)
@@ -260,7 +261,8 @@ class MetricWriter:
         self._to_tensorboard(lambda sink: sink.text(step, "samples", samples_markdown(rows)))
 
     def histogram(self, step: int, tag: str, values: torch.Tensor) -> None:
-        """Write the distribution of `values` (this rank's: gather them first where that matters) to TensorBoard."""
+        """Write the distribution of `values` to TensorBoard. Only the main rank's values are written, so gather them
+        first if all ranks' values count."""
         self._to_tensorboard(lambda sink: sink.histogram(step, tag, values))
 
     def hparams(self, settings: Mapping) -> None:
@@ -284,7 +286,8 @@ class MetricWriter:
             self._wandb.finish()
 
     def _to_tensorboard(self, write: Callable[["TensorBoardSink"], None]) -> None:
-        """Write to TensorBoard. Its first error is noted, and it is not used any more: curves do not end a run."""
+        """Write to TensorBoard. An error is noted, and from then on nothing is written: missing curves do not end a
+        run."""
         if self._tensorboard is not None:
             try:
                 write(self._tensorboard)
@@ -321,12 +324,12 @@ def check_wandb(project: str | None, *, tensorboard: bool = True) -> None:
 
 
 class JsonlSink:
-    """One JSON object a line: `step`, `samples`, then the metrics. Each line is written at once: a killed run keeps its
-    curves.
+    """One JSON object in each line: `step`, `samples`, then the metrics. Each line is written at once, so that a killed
+    run keeps its curves.
 
-    NaN and infinities are written as null, since JSON has no word for them and most readers refuse Python's. A line
-    that cannot be written (a full disk) is kept and written with the next one that can. Where the folder is moved or
-    deleted while the run goes, the file is made again at its place, with all that it held.
+    NaN and infinities are written as null: JSON has no word for them, and most programs refuse Python's words. A line
+    that cannot be written (the disk is full) is kept, and written with the next line. If the folder is moved or deleted
+    during the run, the file is made again under its path, with all its lines.
     """
 
     def __init__(self, path: str | Path, *, resume_step: int | None = None):
@@ -368,7 +371,7 @@ class JsonlSink:
             note_written(self._path)
 
     def _at_its_place(self) -> FileIO:
-        """The open file, which stands under the path."""
+        """The open file. If its path no longer leads to it, a new file is made at the path."""
         before = self._file
         if before is not None:
             if self._path.exists() and self._path.stat().st_ino == os.fstat(before.fileno()).st_ino:
@@ -388,9 +391,9 @@ class JsonlSink:
 
 
 def truncate_after(path: str | Path, step: int) -> None:
-    """Drop the lines of a metrics file whose step is greater than `step`; nothing to do where there is no file.
+    """Remove the lines of a metrics file whose step is greater than `step`, if the file exists.
 
-    A kill in between leaves either the old file or the new one.
+    If the process is killed meanwhile, the old or the new file is there, whole.
     """
     path = Path(path)
     if path.exists():
@@ -403,8 +406,9 @@ def truncate_after(path: str | Path, step: int) -> None:
 class TensorBoardSink:
     """One run's folder of events: scalars, texts, histograms, settings and the grouping of curves.
 
-    Events cannot be taken back: a new file tells TensorBoard to hide those after `resume_step`, or all earlier ones
-    where a run starts anew. `name` is the run's in the HPARAMS table, where runs of one name become one row.
+    Written events cannot be removed. A new file tells TensorBoard to hide the events after `resume_step`, or all
+    earlier events if the run starts anew. name: the run's name in the HPARAMS table, where runs of the same name share
+    one row.
     """
 
     def __init__(self, log_dir: str | Path, *, name: str, view: View, resume_step: int | None = None):
@@ -432,16 +436,16 @@ class TensorBoardSink:
         self._writer.add_text(tag, markdown, step)
 
     def histogram(self, step: int, tag: str, values: torch.Tensor) -> None:
-        """A tensor without values or with none that is finite has no histogram, and writes none."""
+        """Write the distribution of the finite values; nothing if there are none."""
         values = values.detach().float().flatten()
         values = values[values.isfinite()]
         if values.numel():
             self._writer.add_histogram(tag, values, step)
 
     def hparams(self, settings: Mapping) -> None:
-        """The settings, twice: a row of the HPARAMS table with the metrics to compare runs by, and as a text.
+        """Write the settings twice: as a row of the HPARAMS table, with the metrics that compare runs, and as a text.
 
-        `SummaryWriter.add_hparams` would put the row into a folder of its own, and so split the run in two.
+        `SummaryWriter.add_hparams` would write the row into another folder, and so split the run in two.
         """
         from tensorboard.compat.proto.summary_pb2 import Summary
         from tensorboard.plugins.hparams import metadata, summary_v2  # by hparams.api it needs TensorFlow
@@ -471,10 +475,10 @@ MOST_BEHIND = 10.0
 
 
 def _wait_for_a_later_name(log_dir: Path) -> None:
-    """Wait until the clock is past the second in which the folder's newest file was begun, where it is not.
+    """Wait until the second in which the folder's newest file was begun is over.
 
-    TensorBoard reads a folder's files in the order of their names, `events.out.tfevents.SECOND.HOST.PROCESS.NUMBER`,
-    whatever they say of each other; of two of one second the later one may come first, as "10" is before "9".
+    TensorBoard reads a folder's files in the order of their names, `events.out.tfevents.SECOND.HOST.PROCESS.NUMBER`.
+    If two files begin in the same second, the later one may be read first, because "10" is before "9".
     """
     seconds = [re.match(r"events\.out\.tfevents\.(\d+)", path.name) for path in log_dir.glob("events.out.tfevents.*")]
     behind = max((int(found[1]) + 1 - time.time() for found in seconds if found), default=0.0)
@@ -490,9 +494,9 @@ def _bounds(name: str) -> tuple[str, str]:
 def _layout(view: View) -> dict:
     """The Custom Scalars tab, for SummaryWriter.add_custom_scalars.
 
-    Held-out metrics, a few points, have charts with margins: the tab's smoothing (0.6 at first) leaves those as they
-    are, and would draw a line far from three points. Charts with margins are shown from a section's last to its first.
-    In the others names are regular expressions, and beginnings match.
+    Held-out metrics have only a few points, so their charts have margins: the tab does not smooth such charts. With
+    smoothing (0.6 by default) the line would be far from three points. TensorBoard shows charts with margins in reverse
+    order. In the other charts a name is a regular expression that matches the beginnings of names.
     """
     held_out = {
         section: {title: ["Margin", [name, *_bounds(name)]] for title, name in reversed(charts.items())}
@@ -506,13 +510,15 @@ def _layout(view: View) -> dict:
 
 
 def _print_unless_tensorboards(failure: threading.ExceptHookArgs) -> None:
-    """Print the stack trace of a thread that failed, but for TensorBoard's, whose error the next call raises."""
+    """Print the stack trace of a thread that failed. TensorBoard's thread is left out: its error is raised by the next
+    call."""
     if type(failure.thread).__module__ != "tensorboard.summary.writer.event_file_writer":
         threading.__excepthook__(failure)
 
 
 def flattened(settings: Mapping, prefix: str = "") -> dict[str, bool | int | float | str]:
-    """Settings as one row of a table: nested ones as outer/inner, lists as text, those that are None left out."""
+    """Settings as one row of a table: nested settings are named outer/inner, lists become texts, and None is left
+    out."""
     flat = {}
     for name, value in settings.items():
         if isinstance(value, Mapping):
@@ -533,9 +539,9 @@ PHASES = {
 
 
 class WallClock:
-    """Seconds of this process by phase; the time before this object is made counts as start-up.
+    """Seconds of this process by phase. The time before this object was made counts as start-up.
 
-    redone: seconds of earlier processes for steps that are done again, whose lines do not count any more.
+    redone: seconds that earlier processes spent on steps that are now trained again; their lines were dropped.
     """
 
     def __init__(self, redone: float = 0.0):
@@ -544,7 +550,7 @@ class WallClock:
             self._first["time/redone"] = redone
 
     def take(self) -> dict[str, float]:
-        """The time since the last call, as metrics; time/wall is the whole of it."""
+        """The seconds since the last call, as metrics: time/wall in all, and the seconds of phases."""
         phases, first = place.take_seconds(), self._first
         self._first = {}
         metrics = {"time/wall": sum(phases.values()) + sum(first.values()), **first}
@@ -552,7 +558,7 @@ class WallClock:
 
 
 def seconds_after(path: Path, step: int | None) -> float:
-    """The seconds of the lines of a metrics file after this step; 0 where there is no file, or no step is given."""
+    """The seconds that a metrics file gives for the steps after this one; 0 without a file or a step."""
     rows = read_metrics(path) if step is not None and path.is_file() else []
     return sum(row.get("time/wall", 0.0) for row in rows if row["step"] > step)
 
@@ -564,10 +570,10 @@ LINES_A_RUN = 100
 
 
 class ProgressBar:
-    """The run's progress on stderr: a bar in a terminal; elsewhere (a log file) plain lines, ever less often.
+    """The run's progress on stderr: a bar in a terminal; elsewhere (a log file) plain lines at growing intervals.
 
-    Both show the rate and the time left, from the steps of this process only: those before a resume took none of its
-    time. `shown`: label -> metric. unit: what is counted. below: by how much steps are numbered lower than they count.
+    Both show the rate and the time left, computed from this process's steps only. shown: label -> metric. unit: what is
+    counted. below: added to each step's number, because the critic's pretraining counts up to 0.
     """
 
     def __init__(
@@ -590,7 +596,7 @@ class ProgressBar:
             self._bar = tqdm(total=total_steps, initial=first_step, unit=unit, file=self._stream, dynamic_ncols=True)
 
     def log(self, step: int, samples: int, metrics: Mapping[str, float]) -> None:
-        """Show how far the run has come, and the shown ones of its metrics."""
+        """Show how far the run has come, and the metrics in `shown`."""
         step += self._below
         shown = {label: short(metrics[name]) for label, name in self._shown.items() if name in metrics}
         if self._bar is None:

@@ -52,14 +52,14 @@ def gathered(size: int, parts: Iterable[tuple[list[int], Mapping[str, Tensor]]])
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Estimate:
-    """A number measured on units. pulls: (n,) float64, d_i above."""
+    """A number measured on n units. pulls: (n,) float64, the d_i of the module's docstring."""
 
     value: float
     pulls: np.ndarray
 
     @classmethod
     def of(cls, totals: Sequence[float], counts: Sequence[float] | None = None) -> "Estimate":
-        """sum(totals) / sum(counts), a number a unit each; without counts the mean of totals."""
+        """The estimate sum(totals) / sum(counts); both have one number per unit. Without counts: the mean of totals."""
         y = np.asarray(totals, dtype=np.float64)
         x = np.ones_like(y) if counts is None else np.asarray(counts, dtype=np.float64)
         with np.errstate(invalid="ignore", over="ignore"):  # a total may be infinite or no number
@@ -67,14 +67,14 @@ class Estimate:
             return cls(float(value), (y - value * x) / x.sum())
 
     def exp(self) -> "Estimate":
-        """e to it, by the delta method: the derivative, e to it, times the pulls. Infinite where that is too large."""
+        """The exponential of the estimate; the delta method multiplies the pulls by it. Infinite if it is too large."""
         with np.errstate(over="ignore", invalid="ignore"):
             value = np.exp(self.value)
             return Estimate(float(value), value * self.pulls)
 
     @property
     def error(self) -> float | None:
-        """The standard error; None for one unit, which does not tell, and where a pull is not finite."""
+        """The standard error; None for a single unit, or if a pull is not finite."""
         return _error(self.pulls)
 
     def change_error(self, before: "Estimate") -> float | None:
@@ -88,7 +88,8 @@ def _error(pulls: np.ndarray) -> float | None:
 
 
 def with_errors(after: Mapping[str, Estimate], before: Mapping[str, Estimate] | None = None) -> dict[str, float]:
-    """Metrics: NAME and NAME_se of each value; where `before` has it, also NAME_change and NAME_change_se."""
+    """{NAME: value, NAME_se: standard error} of each estimate; for those that `before` has, also NAME_change and
+    NAME_change_se."""
     metrics: dict[str, float | None] = {}
     for name, now in after.items():
         metrics |= {name: now.value, f"{name}_se": now.error}
@@ -99,7 +100,7 @@ def with_errors(after: Mapping[str, Estimate], before: Mapping[str, Estimate] | 
 
 
 def within_noise(change: float, error: float) -> bool:
-    """Whether a change is too small to be told from chance."""
+    """Whether a change is within NOISE standard errors, and so may be chance."""
     return abs(change) <= NOISE * error
 
 
@@ -118,7 +119,7 @@ def value_text(metrics: Mapping[str, float], name: str) -> str:
 
 
 def change_text(metrics: Mapping[str, float], name: str) -> str:
-    """How it has changed since before the first step, and whether that is noise; nothing where that is not known."""
+    """A text with the change of a metric since before the first step, and whether it is noise; "" if not known."""
     change, error = metrics.get(f"{name}_change"), metrics.get(f"{name}_change_se")
     if change is None or error is None:
         return ""
@@ -136,7 +137,7 @@ def chance_text(metrics: Mapping[str, float], name: str, chance: float) -> str:
 
 
 def metrics_text(metrics: Mapping[str, float]) -> str:
-    """All of them on a line, each with its error and without its change."""
+    """All metrics in one line, each with its standard error, without changes."""
     names = [name for name in metrics if not name.endswith(ENDINGS)]
     return ", ".join(f"{name} {value_text(metrics, name)}" for name in names)
 

@@ -9,9 +9,9 @@ Model FLOPs utilisation (MFU) is the number of floating-point operations that a 
 GPUs could have done in its time (Chowdhery et al. 2022, PaLM, appendix B). Padding, masked attention, recomputation
 under gradient checkpointing, and adapters' factors do not count as needed. docs/performance.md has the formulas.
 
-`Profiler` writes traces of single steps by torch.profiler, which ui.perfetto.dev opens, one a rank and step. Within
-the phases, which `StepLog` names, the passes of each model are ranges of their own (`engine.trace.traced`). Shapes,
-memory and Python's stacks are left out, since they make a file many times as large.
+`Profiler` writes traces of single steps by torch.profiler: a file for each rank and step, which ui.perfetto.dev opens.
+The phases of `StepLog` are ranges in the trace, and the passes of each model are ranges within them
+(`engine.trace.traced`). Shapes, memory and Python's stacks are left out, as they make a file many times larger.
 """
 
 import contextlib
@@ -44,7 +44,7 @@ from training.runtime.stopping import unwritten_noted
 
 
 class PhaseMemory:
-    """Peak memory by phase while `counting`; a phase that comes again replaces its earlier peak.
+    """The peak memory of each phase while `counting`. If a phase occurs again, the new peak replaces the earlier one.
 
     Each phase resets the allocator's peak; `most` is the peak over all phases.
     """
@@ -56,7 +56,7 @@ class PhaseMemory:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Count the block's peak."""
+        """Measure the peak of this block."""
         if not self.counting:
             yield
             return
@@ -65,7 +65,7 @@ class PhaseMemory:
         self.bytes[name] = self.end()
 
     def begin(self) -> None:
-        """Count from here on; on CPUs nothing happens."""
+        """Begin to measure; does nothing on CPUs."""
         if on_gpu():
             self.end()
             torch.cuda.reset_peak_memory_stats()
@@ -78,7 +78,7 @@ class PhaseMemory:
         return peak
 
     def most(self) -> int:
-        """The most that tensors have taken in this process."""
+        """The most bytes that tensors have taken in this process."""
         return max(self._most, torch.cuda.max_memory_allocated())
 
 
@@ -117,9 +117,9 @@ class StepLog:
             self.seconds[name] = self.seconds.get(name, 0.0) + _now() - started
 
     def end(self, tokens: Tensor) -> dict[str, float]:
-        """All metrics over all ranks, which call this together. Times are the slowest rank's.
+        """All metrics, reduced over all ranks (all ranks call this). Times are those of the slowest rank.
 
-        tokens: () int64, how many this rank generated.
+        tokens: () int64, number of tokens that this rank generated.
         """
         for name, seconds in self.seconds.items():
             self.metrics.add_max(f"time/{name}", seconds)
@@ -137,7 +137,7 @@ def _now() -> float:
 
 
 def peak_memory_gb() -> float:
-    """The most memory this process has held, in 10^9 bytes: of the GPU if there is one, else of the host."""
+    """The peak memory of this process in GB (10^9 bytes): of the GPU if there is one, else of the host."""
     if on_gpu():
         return phase_memory.most() / 1e9
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
@@ -172,7 +172,7 @@ def add_objective(metrics: Accumulator, batch: TrainingBatch, algorithm: Algorit
 
 
 def add_advantages(metrics: Accumulator, batch: TrainingBatch, algorithm: Algorithm) -> None:
-    """The moments of advantages and returns, over tokens, or over responses where each response has one value."""
+    """Add mean and deviation of advantages and returns, over tokens; over responses if a response has one value."""
     advantages, returns, mask = batch.advantages, batch.returns, batch.policy_mask
     if algorithm.estimator.per_response:  # the same in all positions of a row
         advantages, returns, mask = advantages[:, 0], returns[:, 0], algorithm.valid_responses(mask)
@@ -188,7 +188,7 @@ def add_advantages(metrics: Accumulator, batch: TrainingBatch, algorithm: Algori
 
 
 def add_calibration(metrics: Accumulator, batch: TrainingBatch, algorithm: Algorithm) -> None:
-    """How well the critic's values predict the outcomes: the returns with lambda 1, which contain no values."""
+    """Add metrics of how well the critic's values predict the outcomes, which are returns with lambda 1."""
     values, mask = batch.values, batch.value_mask
     outcomes = algorithm.outcomes(batch.rewards, batch.masks)
     metrics.add_explained_variance("value/explained_outcome", values, outcomes, mask)
@@ -197,7 +197,7 @@ def add_calibration(metrics: Accumulator, batch: TrainingBatch, algorithm: Algor
 
 
 def add_correction(metrics: Accumulator, batch: TrainingBatch, algorithm: Algorithm) -> None:
-    """The correction factors of the policy's loss where another policy drew the tokens, over that loss's positions."""
+    """Add metrics of the importance weights of the policy's loss, over the positions of that loss."""
     if batch.correction is None or batch.cut is None:
         return
     mask = batch.policy_mask
@@ -209,8 +209,8 @@ STEP_METRICS: list[StepMetric] = [add_objective, add_advantages, add_correction]
 
 
 def add_parts(metrics: Accumulator, experience: Experience) -> None:
-    """Metrics that only some runs have: the parts of the score, with and before their weights, and the distance of the
-    sampler from the actor."""
+    """Add metrics that only some runs have: the parts of the score, with and without their weights, and the distance
+    between sampler and actor."""
     for name, part in experience.score_parts.items():
         metrics.add(f"objective/{name}", part.sum(), len(part))
     for name, reward in experience.rewards.items():
@@ -220,8 +220,9 @@ def add_parts(metrics: Accumulator, experience: Experience) -> None:
 
 
 def add_sampler_distance(metrics: Accumulator, log_ratios: Tensor) -> None:
-    """How far the sampler's probabilities are from the actor's: the mean difference, KL(sampler || actor) by two
-    estimators, and the extremes of the ratio actor over sampler. Where both compute alike, these are close to 1.
+    """Add metrics of the difference between the sampler's and the actor's probabilities: the mean difference of
+    log-probs, KL(sampler || actor) by two estimators, and the extremes of the ratio actor / sampler, which are close to
+    1 if both compute alike.
 
     log_ratios: (N,) float32, as in Experience.
     """
@@ -312,7 +313,7 @@ class Cost:
 
 
 def _sums(lengths: Tensor, predicted: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens, pairs of a token and one that it attends to, and log-probs; over all rows, float64."""
+    """The numbers of tokens, of (token, attended token) pairs, and of log-probs; over all rows, float64."""
     exact = lengths.double()
     return exact.sum(), (exact * (exact + 1) / 2).sum(), predicted.double().sum()
 
@@ -333,7 +334,7 @@ class Arithmetic:
 
     @cached_property
     def peak(self) -> float | None:
-        """As `peak_flops` has it."""
+        """As `peak_flops`."""
         return peak_flops(self.models.actor)
 
     def of_step(
@@ -380,7 +381,7 @@ class Arithmetic:
 
 
 class TrainingArithmetic:
-    """The FLOPs that an optimizer step of steps 1 and 2, which train one model, needs on this rank's GPU."""
+    """The FLOPs that an optimizer step of training steps 1 and 2 needs on this rank's GPU."""
 
     def __init__(self, model: TrainedModel):
         self.model = model
@@ -392,7 +393,7 @@ class TrainingArithmetic:
 
     @cached_property
     def peak(self) -> float | None:
-        """As `peak_flops` has it."""
+        """As `peak_flops`."""
         return peak_flops(self.model)
 
     def add_to(self, metrics: Accumulator, seconds: float, masks: Sequence[Tensor], predicted: Tensor) -> None:
@@ -425,7 +426,7 @@ PROFILE = "profile"  # the folder in the output folder
 class Profiler:
     """Records some steps of a run.
 
-    steps: their numbers, from 1. say: called on each rank with a line on what has been written.
+    steps: numbers of the steps, from 1. say: called on each rank with a line about the written files.
     """
 
     def __init__(self, steps: Sequence[int], output_dir: Path, say: Callable[[str], None]):
@@ -452,8 +453,8 @@ class Profiler:
 
 
 def set_aside_newer_traces(output_dir: Path, step: int) -> None:
-    """Rename this rank's recordings of steps after `step` to *.abandoned, as checkpoints are: they show a course
-    that the run has left, and its own recordings take their names."""
+    """Rename this rank's traces of steps after `step` to *.abandoned, like checkpoints. The resumed run makes these
+    steps again, and may write traces with the same names."""
     for file in (output_dir / PROFILE).glob(f"step_*_rank{distributed.rank()}.json.gz"):
         if int(file.name.split("_")[1]) > step:
             file.replace(file.with_name(file.name + ".abandoned"))

@@ -172,7 +172,7 @@ def _path_lines(summary: RunSummary) -> list[str]:
 
 
 def _short(path: str | Path) -> str:
-    """`path` seen from the working directory where it lies below that."""
+    """`path`, relative to the working directory if it lies below that directory."""
     relative = os.path.relpath(path)
     return str(path) if relative.startswith(os.pardir) else relative
 
@@ -369,7 +369,7 @@ def _draw_curves(axes, rows: Sequence[Mapping], curves: Sequence[Curve]) -> None
 
 
 def _draw_curve(axes, rows: Sequence[Mapping], curve: Curve):
-    """Draw one curve; returns what stands for it in the legend."""
+    """Draw one curve; returns the object that represents it in the legend."""
     x, y = _series(rows, "samples", curve.metric)
     bars = _bars(rows, curve.metric)
     if np.isfinite(bars).any():
@@ -416,8 +416,8 @@ def _label_axis(axes, curves: Sequence[Curve]) -> None:
 
 
 def _draw_scatter(axes, rows: Sequence[Mapping], metrics: tuple[str, str]) -> None:
-    """One dot a step: how much score the policy bought with its distance from the reference, and when; and what came
-    of it on held-out prompts."""
+    """Draw the score over the KL to the reference: a dot for each step, coloured by the step, and a line for held-out
+    prompts."""
     from matplotlib.ticker import MaxNLocator
 
     step, kl, score = _series(rows, "step", *metrics)
@@ -443,6 +443,6 @@ def _draw_scatter(axes, rows: Sequence[Mapping], metrics: tuple[str, str]) -> No
 
 
 def smooth(values: np.ndarray) -> np.ndarray:
-    """The centred running mean over a tenth of the values; at the ends over those that exist, nothing is invented."""
+    """The centred running mean over a window of a tenth of the values; at the ends the window is shorter."""
     half = len(values) // 20
     return np.array([values[max(0, i - half) : i + half + 1].mean() for i in range(len(values))])

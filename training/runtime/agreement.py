@@ -24,14 +24,15 @@ USER_ERROR = 2  # the exit code of a user's mistake
 
 
 def from_here(message: str) -> str:
-    """The message with this host's name, if there are several hosts: "on gpu07: there is no folder X"."""
+    """The message, with this host's name before it if there are several hosts: "on gpu07: there is no folder X"."""
     return f"on {socket.gethostname()}: {message}" if on_several_hosts() else message
 
 
 def first_of(messages: Sequence[str | None], hosts: Sequence[str]) -> str | None:
-    """The first message that is not None, with the names of the hosts that have it, unless all have it; else None.
+    """The first message that is not None, with the names of the hosts that have it unless all hosts have it; None if
+    there is no message.
 
-    messages, hosts: of each rank.
+    messages, hosts: one for each rank.
     """
     first = next((message for message in messages if message is not None), None)
     if first is None:
@@ -73,9 +74,9 @@ class MeetingPoint:
         self._next_look = time.monotonic() + LOOK_EVERY
 
     def failure(self) -> tuple[str, int] | None:
-        """The message and the exit code of a rank that cannot join; None while none is known.
+        """(message, exit code) of a rank that cannot join; None if none is known.
 
-        It is to be printed by rank 0, which then calls `let_others_hear`.
+        Rank 0 prints the message, and then calls `let_others_hear`.
         """
         if self._world == 1 or time.monotonic() < self._next_look:
             return None
@@ -91,8 +92,8 @@ class MeetingPoint:
         return str(message), code if code in (1, USER_ERROR) else 1
 
     def let_others_hear(self) -> None:
-        """Called by rank 0, which may serve the store: write that the failure is printed, and wait until all ranks have
-        read this, but not longer than they take for a look or two."""
+        """Called by rank 0, which may serve the store. Notes in the store that the failure was printed, and waits until
+        all ranks have read this, at most a few seconds."""
         deadline = time.monotonic() + 2 * LOOK_EVERY
         with contextlib.suppress(OSError, RuntimeError):
             store = open_store(self._environment)
@@ -102,10 +103,11 @@ class MeetingPoint:
             time.sleep(LINGER)
 
     def announce(self, message: str, code: int) -> bool:
-        """Write why this rank cannot join; returns whether rank 0 has printed a failure, so that this rank need not.
+        """Write into the store why this rank cannot join. Returns whether rank 0 has printed a failure; if not, this
+        rank has to print its own.
 
-        Waits at most PATIENCE for rank 0 to print a failure; on rank 0, which has printed its own, for the others to
-        read it. The first failure that was written stays.
+        Waits at most PATIENCE for rank 0 to print a failure. Rank 0, which has printed its own, waits until the others
+        have read it. The first failure in the store stays.
         """
         store, said, deadline = None, False, time.monotonic() + PATIENCE
         while self._world > 1 and time.monotonic() < deadline:
@@ -133,10 +135,10 @@ Result = TypeVar("Result")
 
 
 def checked(check: Callable[[], Result]) -> Result:
-    """The result of rank 0's `check()` on all ranks; where it raises UserError, all ranks raise it.
+    """The result of rank 0's `check()`, on all ranks (all ranks call this). If it raises UserError, all ranks raise it.
 
-    For checks that read files: one process looks, and none goes on before its result is known. With several hosts the
-    message names the host that looked.
+    For checks that read files: one process reads them, and the others wait for its result. With several hosts the
+    message names the host.
     """
     result = message = None
     if distributed.is_main():
@@ -151,11 +153,12 @@ def checked(check: Callable[[], Result]) -> Result:
 
 
 def agreed(load: Callable[[], Result]) -> Result:
-    """This rank's own `load()`; where it raises UserError on any rank, all ranks raise the first one's.
+    """The result of this rank's own `load()` (all ranks call this). If it raises UserError on any rank, all ranks raise
+    the first one.
 
-    For data that every rank reads for itself: if one node lacks a file, all ranks end with the message and the node's
-    name. One rank of each node loads first; the others take over the rows that it has found and the tables that it has
-    put into the cache. They wait as long as it takes: a rank that dies meanwhile ends the run (heartbeats.py).
+    For data that every rank reads: if one node lacks a file, all ranks end with the message and the node's name. One
+    rank of each node loads first. The others then use the rows that it found and the tables that it put into the cache.
+    They wait without a time limit; if a rank dies meanwhile, the run ends (heartbeats.py).
     """
     from training.data.tables import recorded, repeated  # imported late: a host that lacks packages has to report it
 

@@ -1,7 +1,8 @@
 """The first lines that a run prints: its dialect, score, data, steps and engines, and changes since a checkpoint.
 
-About steps they say how many there are, in how many epochs, and when the run evaluates and writes checkpoints. About
-data they say how many rows are kept, cut and dropped, what to do about it, and show some rows as the model sees them:
+The lines about steps give their number, the number of epochs, and when the run evaluates and writes checkpoints. The
+lines about data say how many rows are kept, cut and dropped and what to do about it, and show rows as the model sees
+them:
 
     cut, hh.jsonl, line 7: 256 of 412 tokens
       [156 tokens cut] '\\n\\nHuman: Can you help me?\\n\\nAssistant:' -> ' Of course.</s>'
@@ -33,8 +34,9 @@ NO_POINTS = "no checkpoints: a run that dies begins anew (--save_steps, --save_m
 class RunSchedule:
     """The steps of a run, counted from 1; computed without a model.
 
-    steps: how many. epochs: how many passes over the rows these are. schedule: of checkpoints. evaluates: step ->
-    whether held-out rows are evaluated after it; None where there are none. They are always evaluated before step 1.
+    steps: number of steps. epochs: number of passes over the rows in these steps. schedule: when checkpoints are
+    written. evaluates: step -> whether held-out rows are evaluated after it; None if there are none. They are always
+    evaluated before step 1 too.
     """
 
     steps: int
@@ -44,16 +46,16 @@ class RunSchedule:
 
     @property
     def evaluations(self) -> int:
-        """The number of evaluations, with the one before the first step."""
+        """The number of evaluations, including the one before the first step."""
         return 0 if self.evaluates is None else 1 + sum(map(self.evaluates, range(1, self.steps + 1)))
 
     @property
     def points(self) -> int:
-        """The number of checkpoints that are due by step before the last step; a run that dies goes on from these."""
+        """The number of checkpoints by --save_steps before the last step, from which a run that dies can be resumed."""
         return (self.steps - 1) // self.schedule.steps if self.schedule.steps else 0
 
     def lines(self) -> list[str]:
-        """The schedule in one line; and a warning where checkpoints are asked for and none comes before the end."""
+        """A line with the schedule, and a warning if checkpoints were asked for but none is due before the end."""
         schedule = self.schedule
         when = []
         if schedule.steps:
@@ -85,10 +87,10 @@ ARROW = {"texts": "what is learned begins", "pairs": "an answer begins", "prompt
 
 
 def counted(rows: FittedRows, noun: str, held_out: FittedRows | None, asked: int = 0) -> str:
-    """ "1,834 texts (226 cut: 12.3 %, 8 dropped: 0.4 %), 96 held out".
+    """A text with the numbers of rows: "1,834 texts (226 cut: 12.3 %, 8 dropped: 0.4 %), 96 held out".
 
-    asked: the number of held-out rows that a flag asks for, whatever their source; 0 without such a flag. (--held_out
-    of steps 1 and 2 is not one: it counts rows of --data_path alone, and a run that lacks them ends.)
+    asked: the number of held-out rows that a flag asks for from any source; 0 without such a flag. (--held_out of steps
+    1 and 2 is no such flag: it counts rows of --data_path only, and a run with too few of them ends.)
     """
     if held_out is None:
         return f"{rows.told(noun)}, 0 held out"
@@ -107,11 +109,13 @@ def too_long(
     models: Sequence[str | None],
     beside: int = 0,
 ) -> list[str]:
-    """A warning if many rows are too long, and some rows as the model sees them.
+    """Lines: a warning if many rows are too long, and some rows as the model sees them.
 
-    flag: the flag that limits their length. models: paths of the models that read the rows; each needs `beside` further
-    positions. A dry run shows three rows of each kind. Otherwise one row is shown that is cut, one that is dropped, and
-    one of which the tokenizer makes no tokens, as far as there are any.
+    A dry run shows three rows of each kind. Other runs show one row that is cut, one that is dropped, and one of which
+    the tokenizer makes no tokens, if there are such rows.
+
+    flag: the flag that limits the rows' length. models: paths of the models that read the rows. beside: how many
+    further positions the models need.
     """
     whole = args.dry_run
     examples = shown_rows(rows, tokenizer, NOTED) if whole else shown_rows(rows, tokenizer, 1, (CUT, DROPPED, EMPTY))
@@ -124,7 +128,7 @@ def too_long(
 
 
 def warnings(rows: FittedRows, flag: str, args: DataFlags, models: Sequence[str | None], beside: int = 0) -> list[str]:
-    """A warning if many rows are too long; arguments: see too_long."""
+    """A warning if many rows are too long. Arguments: as in too_long."""
     limit = getattr(args, flag.removeprefix("--"))
     return rows.warnings(flag, limit, args.overlong, lambda: most_tokens(args, models, beside))
 
@@ -132,7 +136,7 @@ def warnings(rows: FittedRows, flag: str, args: DataFlags, models: Sequence[str 
 def supervised_lines(
     args: SupervisedFlags, noun: str, examples: FittedRows, held_out: FittedRows, tokenizer
 ) -> list[str]:
-    """The first lines of steps 1 and 2, whose examples are called `noun`; in a dry run with more of them shown."""
+    """The first lines of steps 1 and 2. noun: the examples' name in them. A dry run shows more examples."""
     return [
         f"{counted(examples, noun, held_out)}; {args.total_steps(len(examples))} steps on "
         f"{distributed.ranks_in_words()}",
@@ -143,21 +147,21 @@ def supervised_lines(
 
 
 def supervised_schedule(args: SupervisedFlags, examples: int) -> RunSchedule:
-    """The steps of a whole run over so many examples, also of one that goes on."""
+    """The steps of the whole run over this many examples, also if the run is resumed."""
     total, an_epoch = args.total_steps(examples), args.steps_per_epoch(examples)
     return RunSchedule(total, total / an_epoch, args.schedule(), lambda step: args.evaluates(step, examples))
 
 
 def first_lines(args: RLHFFlags, plan: Plan, changed: dict) -> str:
-    """All first lines; changed: see dialect_lines."""
+    """All first lines of step 3. changed: as in dialect_lines."""
     lines = [dialect_lines(plan.dialect, changed), *score_lines(args, plan.dialect)]
     return "\n".join([*lines, *plan_lines(args, plan), *changes_since(plan)])
 
 
 def dialect_lines(dialect: Dialect, changed: dict) -> str:
-    """The dialect's name, where it departs from its system, and where flags depart from it.
+    """Lines with the dialect's name, its differences from its system, and the fields that flags changed.
 
-    changed: {field: (the dialect's value, the given one)}.
+    changed: {field: (the dialect's value, the given value)}.
     """
     note = f"\n  {NOTES[dialect.name]}" if dialect.name in NOTES else ""
     return f"dialect {dialect.name}{note}" + "".join(
@@ -166,8 +170,8 @@ def dialect_lines(dialect: Dialect, changed: dict) -> str:
 
 
 def score_lines(args: RLHFFlags, dialect: Dialect) -> list[str]:
-    """The parts of the score and how it is changed before it enters the rewards; and a warning where the critic starts
-    from a reward model that the score does not use."""
+    """Lines with the parts of the score and the changes before it enters the rewards, and a warning if the critic
+    starts from a reward model that the score does not use."""
     terms = [(part.what, part.weight) for part in score_parts(args)]
     changes = _score_changes(dialect, args.max_answer_seq_len)
     lines = [f"score = {', '.join([sum_in_words(terms, args.length_penalty), *changes])}"]
@@ -181,7 +185,8 @@ def score_lines(args: RLHFFlags, dialect: Dialect) -> list[str]:
 
 
 def _score_changes(dialect: Dialect, longest: int) -> list[str]:
-    """What `Algorithm.process_scores` does to a score, in its order. longest: tokens that a response may have."""
+    """Descriptions of the changes that `Algorithm.process_scores` makes to a score, in their order. longest: most
+    tokens of a response."""
     scaled = {
         "none": "",
         "running": "divided by the standard deviation of all scores so far",
@@ -201,7 +206,7 @@ def _score_changes(dialect: Dialect, longest: int) -> list[str]:
 
 
 def plan_lines(args: RLHFFlags, plan: Plan) -> list[str]:
-    """What is about to run: data, steps, engines; and prompts that are too long, in a dry run with more examples."""
+    """Lines about data, steps and engines, with prompts that are too long; a dry run shows more examples."""
     stages = ", ".join(f"{config.role} {config.stage}" for config in plan.spec.engine_configs)
     blocks = f"; {len(plan.texts)} blocks of text for mixed pretraining" if plan.texts else ""
     scorer = ""
@@ -228,7 +233,7 @@ def plan_lines(args: RLHFFlags, plan: Plan) -> list[str]:
 
 
 def dynamic_sampling_line(dialect: Dialect) -> list[str]:
-    """What a step may draw beside its own prompts; nothing in a dialect that learns all that is drawn."""
+    """A line about the further prompts that a step may draw; none in a dialect without dynamic sampling."""
     most = dialect.dynamic_sampling
     if most == 1:
         return []
@@ -239,7 +244,7 @@ def dynamic_sampling_line(dialect: Dialect) -> list[str]:
 
 
 def pretraining_lines(args: RLHFFlags) -> list[str]:
-    """What comes before the first step, if anything does."""
+    """A line about the critic's pretraining, if there is one."""
     steps, responses = args.critic_pretrain_steps, args.rows_per_rank * distributed.data_parallel_size()
     if not steps:
         return []
@@ -247,7 +252,7 @@ def pretraining_lines(args: RLHFFlags) -> list[str]:
 
 
 def run_schedule(args: RLHFFlags, plan: Plan) -> RunSchedule:
-    """The steps of the whole run, also of one that goes on."""
+    """The steps of the whole run of step 3, also if the run is resumed."""
 
     def evaluates(step: int) -> bool:
         return step == plan.last_step or bool(args.eval_steps and step % args.eval_steps == 0)
@@ -258,7 +263,7 @@ def run_schedule(args: RLHFFlags, plan: Plan) -> RunSchedule:
 
 
 def changes_since(plan: Plan) -> list[str]:
-    """Which checkpoint the run goes on from, and a line for each setting that has changed since."""
+    """Lines with the checkpoint that the run resumes from, and with each setting that has changed since."""
     if plan.resume is None:
         return []
     return plan.resume.lines() + plan.conditions.changes_since(Conditions.read(plan.resume.state))
@@ -273,7 +278,7 @@ SIDES = ("chosen", "rejected")
 def shown_rows(
     rows: FittedRows, tokenizer, each: int, kinds: Sequence[str] = (WHOLE, CUT, DROPPED, EQUAL, EMPTY)
 ) -> list[str]:
-    """Lines on the first `each` rows (at most NOTED of training/data/examples.py) of each of these kinds."""
+    """Lines that show the first `each` rows (at most NOTED of training/data/examples.py) of each of these kinds."""
     return [
         line
         for kind in kinds
@@ -306,7 +311,7 @@ def _cut(position: int, count: int) -> list[tuple[int, str]]:
 
 
 def _marked(ids: list[int], marks: list[tuple[int, str]], tokenizer, start: int = 0) -> str:
-    """The text of the ids from position `start` on, with the words of `marks` put in at their positions."""
+    """The text of the ids from position `start` on, with the texts of `marks` inserted at their positions."""
     words, told = [], 0
     for position in sorted({start, *(position for position, _ in marks), len(ids)}):
         text = tokenizer.decode(ids[:position], clean_up_tokenization_spaces=False)  # not alone: spaces would be lost

@@ -2,15 +2,15 @@
 what has happened to it.
 
 Watch threads send heartbeats over separate sockets, independent of the collective calls of main threads. A rank
-    died        its connection ended without a word
-    is cut off  its machine has not answered for CUT_OFF seconds: TCP's own keepalive says so
-    is silent   its machine answers and it does not: its process is stopped, or is in a call that lets no other thread
-                run. Other ranks on the same machine report which of the two it is.
-torch does not tell these apart: gloo names an address or nothing, NCCL's watchdog names the call. Silence is counted in
-rounds, not seconds: time in which rank 0 itself did not run does not count against the others.
+    died        its connection ended without notice
+    is cut off  its machine has not answered for CUT_OFF seconds, as TCP's keepalive found
+    is silent   its machine answers but the rank does not: its process is stopped, or is in a call that lets no other
+                thread run. Other ranks on the same machine report which of the two it is.
+torch does not distinguish these: gloo names an address or nothing, NCCL's watchdog names the call. Silence is counted
+in rounds, not seconds, so that time in which rank 0 itself did not run does not count against other ranks.
 
-Strangers are kept out: each line has to prove that its sender has the run's key, which ranks get through the process
-group. Once all ranks have connected, nobody can connect any more.
+Other programs are kept out: each message has to prove that its sender has the run's key, which ranks get through the
+process group. Once all ranks have connected, no further connection is accepted.
 """
 
 import contextlib
@@ -43,8 +43,8 @@ LONGEST = 1 << 20  # bytes of a line
 
 
 class Connection:
-    """One end of a connection that carries JSON objects, one a line, and never makes its caller wait; `send` and
-    `receive` may be called from several threads.
+    """One end of a connection that carries JSON objects, one per line. `send` and `receive` never block. `send` may be
+    called from several threads.
 
     Each line carries an HMAC-SHA256 (RFC 2104) over its content, the sending side and the line's number, which proves
     that the sender has the key. The key itself is never sent. listens: whether the other end opened the connection.
@@ -64,7 +64,7 @@ class Connection:
         self._sending = threading.Lock()
 
     def send(self, message: dict) -> None:
-        """Send; raises OSError where nobody is at the other end any more."""
+        """Send a message, or drop it if too many bytes wait to be sent. Raises: OSError if the connection has ended."""
         with self._sending:
             if len(self._unsent) < HELD_BACK:
                 text = json.dumps(message).encode()
@@ -74,11 +74,12 @@ class Connection:
                 self._unsent = self._unsent[self.socket.send(self._unsent) :]
 
     def receive(self) -> list[dict]:
-        """What has come.
+        """The messages that have arrived since the last call.
 
-        Raises: OSError where nobody is at the other end any more, ConnectionResetError if it was closed; ValueError for
-        what bears no proof, or has no end. What had come before that is returned first: the last words of a process
-        that died.
+        If the connection has ended, messages that arrived before its end are returned first.
+
+        Raises: ConnectionResetError if the other end closed the connection, another OSError if it was lost; ValueError
+        for a line without proof, or a line that is too long.
         """
         while len(self._unread) <= LONGEST:
             try:
@@ -109,16 +110,16 @@ class Connection:
 
 
 def lost_by(error: OSError | ValueError) -> str:
-    """What became of a rank whose connection ended so."""
+    """What has happened to a rank whose connection ended with this error, as a text."""
     died = isinstance(error, (ConnectionResetError, BrokenPipeError, ValueError))
     return "has died" if died else f"is cut off ({getattr(error, 'strerror', None) or error})"
 
 
 @dataclass
 class Rank:
-    """What rank 0 knows of a rank. beat: its last heartbeat. quiet: rounds since then. left: its exit code, once it has
-    said that it ends. lost: how its connection ended. trouble: the error that it reported. state: its process state by
-    the kernel. announced: whether a line was printed about its silence."""
+    """What rank 0 knows about a rank. beat: its last heartbeat. quiet: rounds since then. left: its exit code, after it
+    has reported that it ends. lost: how its connection ended. trouble: the error that it reported. state: the kernel's
+    state of its process. announced: whether a line about its silence was printed."""
 
     number: int
     beat: dict = field(default_factory=dict)
@@ -134,7 +135,7 @@ class Rank:
 
     @property
     def where(self) -> str:
-        """Its phase and step, since when, and what it began last."""
+        """The rank's phase and step, their start time, and what the rank began last, as a text."""
         if not self.beat:
             return "before it could say where"
         step = f" of step {self.beat['step']}" if self.beat["step"] else ""
@@ -143,24 +144,24 @@ class Rank:
 
     @property
     def silence(self) -> str:
-        """What its silence is, where, and for how long."""
+        """In what way the rank is silent, in which phase, and for how long, as a text."""
         how = STOPPED.get(self.state or "", "says nothing, though its process lives" if self.state else "is silent")
         return f"{self} {how} {self.where} for {self.quiet} s"
 
     @property
     def missing(self) -> bool:
-        """Whether it has been silent for too long, and does not just compute."""
+        """Whether the rank has been silent for too long, and its process is not known to be running."""
         return self.quiet >= SILENT and self.left is None and self.state in (None, *STOPPED)
 
     @property
     def process(self) -> tuple[str, int]:
-        """Its machine, and its number there."""
+        """(the rank's machine, its process id there)."""
         return self.beat["machine"], self.beat["pid"]
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Why all ranks end. stacks: the ranks that print their stack traces. stuck: processes that are to be killed."""
+    """Why all ranks end. stacks: the ranks that print their stack traces. stuck: (machine, id) of processes to kill."""
 
     message: str
     code: int = 1
@@ -169,7 +170,7 @@ class Verdict:
 
 
 class Monitor(threading.Thread):
-    """Rank 0's side. host: the address at which it listens; EVERYWHERE where ranks know this host by several."""
+    """Rank 0's side. host: the address at which it listens; EVERYWHERE if ranks know this host by several addresses."""
 
     def __init__(self, world: int, timeout_minutes: float, host: str = "127.0.0.1"):
         super().__init__(name="heartbeats", daemon=True)
@@ -180,13 +181,13 @@ class Monitor(threading.Thread):
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._known: dict[Connection, Rank] = {}
-        self._strangers: dict[Connection, float] = {}  # since when
-        self._still = self._failing = 0  # rounds in which no rank has moved, and since the first sign of a failure
+        self._strangers: dict[Connection, float] = {}  # {connection that is not known to be a rank's: since when}
+        self._still = self._failing = 0  # rounds without a move of any rank; rounds since the first sign of a failure
         self._moves: list[tuple] = []
         self._over = threading.Event()
 
     def close(self) -> None:
-        """Stop hearing."""
+        """Stop the thread, and close all connections."""
         self._over.set()
         self.join()
         self._listener.close()
@@ -194,12 +195,12 @@ class Monitor(threading.Thread):
             connection.socket.close()
 
     def pass_on(self, beat: dict) -> None:
-        """Tell all ranks at once where rank 0 is: the next moment it may be gone, and this thread with it."""
+        """Send rank 0's heartbeat to all ranks at once, because rank 0, and this thread, may end at any moment."""
         self.ranks[0].beat = beat
         self._tell({})
 
     def run(self) -> None:
-        """Hear the ranks until all have left, or one is missing."""
+        """Read heartbeats, once a round look for failures, and send all ranks the result; until there is a verdict."""
         verdict = None
         while not self._over.is_set() and verdict is None:
             self._hear(time.monotonic() + ROUND)
@@ -222,12 +223,13 @@ class Monitor(threading.Thread):
             rank.quiet = 0 if rank.number in heard else rank.quiet + 1
 
     def _accept(self) -> None:
-        """Let one in who is still to prove that it is a rank, in the place of the oldest of too many."""
+        """Accept a connection, which still has to prove that it is a rank's. If there are too many of these, the oldest
+        is closed."""
         if len(self._strangers) >= STRANGERS:
             self._drop(next(iter(self._strangers)))
         try:
             connection = Connection(self._listener.accept()[0], self.key, listens=True)
-        except OSError:  # gone again, or no more files can be open
+        except OSError:  # closed again by the other end, or too many open files
             time.sleep(0.01)
             return
         self._strangers[connection] = time.monotonic()
@@ -242,7 +244,7 @@ class Monitor(threading.Thread):
         for beat in beats:
             if connection in self._strangers:
                 rank = self.ranks[beat["rank"]]
-                if rank in self._known.values():  # its words, heard and said again by another
+                if rank in self._known.values():  # somebody repeats a rank's message
                     self._drop(connection)
                     return
                 self._know(connection, rank)
@@ -254,7 +256,7 @@ class Monitor(threading.Thread):
                 self.ranks[int(number)].state = state
 
     def _know(self, connection: Connection, rank: Rank) -> None:
-        """A stranger is this rank; the last to come shuts the door."""
+        """Note that a connection is this rank's. After the last rank, stop listening and close other connections."""
         del self._strangers[connection]
         self._known[connection] = rank
         if len(self._known) == len(self.ranks):
@@ -272,18 +274,19 @@ class Monitor(threading.Thread):
             rank.lost = rank.lost or lost
 
     def _tell(self, words: dict) -> None:
-        """A line for every rank: where rank 0 is, whose state is to be looked at, and whether to end."""
+        """Send every rank a message: rank 0's heartbeat, the ranks whose processes it has to look at, whether a rank
+        has left, and `words`."""
         quiet = [rank for rank in self.ranks if rank.quiet > 5 and rank.beat and rank.left is None]
         look = [[rank.number, *rank.process] for rank in quiet]
         left = any(rank.left or rank.lost or rank.trouble for rank in self.ranks)
         for connection in list(self._known):
-            with contextlib.suppress(OSError):  # reading finds it lost
+            with contextlib.suppress(OSError):  # `_read` will notice that the connection has ended
                 connection.send({**words, "first": self.ranks[0].beat, "look": look, "left": left})
 
     # Verdicts
 
     def _failed(self) -> Verdict | None:
-        """A rank that died, was cut off, or met an error."""
+        """The verdict if a rank died, was cut off, or reported an error; None before some rounds have passed."""
         lost = [rank for rank in self.ranks if rank.lost]
         troubled = [rank for rank in self.ranks if rank.trouble]
         ended = [rank for rank in self.ranks if rank.left]
@@ -299,8 +302,8 @@ class Monitor(threading.Thread):
         return Verdict(self._quoted(troubled[0]), code=troubled[0].beat.get("code", 1))
 
     def _quoted(self, rank: Rank) -> str:
-        """The error that a rank has met, with its host where not all ranks have met the same. A user's mistake is
-        quoted without the rank's number, since each rank reports it in the same words."""
+        """The error that a rank reported, with its host unless all ranks reported an error. A user's mistake is quoted
+        without the rank's number, since all ranks report the same text."""
         hosts = [other.beat.get("host", "") for other in self.ranks]
         if rank.beat.get("code") == USER_ERROR:
             return f"error: {first_of([other.trouble for other in self.ranks], hosts)}"
@@ -309,7 +312,8 @@ class Monitor(threading.Thread):
         return (f"rank {rank.number}: " if rank.number else "") + (rank.trouble or "")
 
     def _silent(self) -> Verdict | None:
-        """Ranks whose machine answers and which do not."""
+        """The verdict if ranks are silent although their machines answer. Announces ranks that have been silent for
+        LINE rounds."""
         for rank in self.ranks:
             if rank.quiet >= LINE and rank.left is None and not rank.announced:
                 rank.announced = True
@@ -321,7 +325,7 @@ class Monitor(threading.Thread):
         return Verdict(message, stuck=tuple(rank.process for rank in missing if rank.beat))
 
     def _stuck(self) -> Verdict | None:
-        """The verdict if all ranks are there and none of them moves: no pass through a model, no new phase."""
+        """The verdict if no rank has moved for the time limit: no pass through a model, no new phase."""
         moves = [(rank.beat.get("moves"), rank.beat.get("phase"), rank.beat.get("step")) for rank in self.ranks]
         alone = any(phase in ALONE for _, phase, _ in moves)
         self._still = 0 if moves != self._moves or alone else self._still + 1
@@ -341,8 +345,8 @@ class Monitor(threading.Thread):
         )
 
     def _behind(self) -> list[Rank]:
-        """If not all ranks are in the same phase: the ranks in the phase with the fewest ranks; of two such phases, in
-        the older one."""
+        """The ranks in the phase with the fewest ranks (of two such phases, in the older one); [] if all ranks are in
+        the same phase."""
         groups: dict[tuple, list[Rank]] = {}
         for rank in self.ranks:
             groups.setdefault((rank.beat.get("step"), rank.beat.get("phase")), []).append(rank)
@@ -352,17 +356,17 @@ class Monitor(threading.Thread):
 
 
 class Reporter:
-    """A rank's side: it sends heartbeats, and hears whether the run ends.
+    """A rank's side: sends heartbeats, and reads rank 0's messages.
 
-    verdict: why all ranks end, once that is known. others_left: whether another rank has ended or is lost.
+    verdict: why all ranks end; None while they do not. others_left: whether another rank has ended or is lost.
     """
 
     def __init__(self, rank: int, address: tuple[str, int], key: bytes):
         self.rank, self.machine = rank, this_machine() or socket.gethostname()
         self.verdict: Verdict | None = None
         self.others_left = False
-        self._words: dict = {}  # what is said of this rank beside its place: "left", "trouble"
-        self._first = Rank(0)  # as far as it is known here: rank 0 is judged as it judges the others
+        self._words: dict = {}  # further fields of the heartbeats: "left", "trouble"
+        self._first = Rank(0)  # what this rank knows about rank 0, which it watches in the same way
         self._states: dict[int, str | None] = {}
         self._lost_for, self._round = 0, 0.0
         try:
@@ -375,7 +379,7 @@ class Reporter:
         self.say()
 
     def say(self, **words) -> dict:
-        """Tell rank 0 where this rank is, and more if there is more; returns what was said."""
+        """Send a heartbeat to rank 0. words: fields that this and all further heartbeats get. Returns the heartbeat."""
         self._words |= words
         beat = {
             "rank": self.rank,
@@ -398,8 +402,8 @@ class Reporter:
         return beat
 
     def look(self) -> None:
-        """Say and hear, at most once a round. `verdict` is set where the run ends."""
-        if "left" in self._words:  # others end when they have ended, this one too
+        """Read rank 0's messages, and send a heartbeat if a round has passed. Sets `verdict` if the run ends."""
+        if "left" in self._words:  # this rank has reported that it ends
             return
         self.hear()
         now, first = time.monotonic(), self._first
@@ -420,7 +424,7 @@ class Reporter:
                 print_line(first.silence)
 
     def hear(self) -> None:
-        """Read what rank 0 has said, its last words too where speaking to it has failed."""
+        """Read rank 0's messages. Messages that arrived before the connection ended are read too."""
         try:
             heard = self._connection.receive()
         except (OSError, ValueError) as error:
@@ -437,14 +441,14 @@ class Reporter:
                 self.verdict = Verdict(**words["end"])
 
     def close(self) -> None:
-        """Send no more."""
+        """Close the connection."""
         self._connection.socket.close()
 
     def _lose(self, error: OSError | ValueError) -> None:
         self._first.lost, self.others_left = self._first.lost or lost_by(error), True
 
     def _conclude(self, message: str, stuck: tuple = ()) -> None:
-        """End the run without rank 0: rank 1 prints the reason, or after a while the first rank of each machine."""
+        """End the run without rank 0. Rank 1 prints the reason, and 3 seconds later the first rank of each machine."""
         if self.rank > 1:
             time.sleep(3)
         if self.rank == 1 or int(os.environ.get("LOCAL_RANK", 0)) == 0:
@@ -454,7 +458,7 @@ class Reporter:
 
 
 def meeting_address() -> str:
-    """Where this rank finds rank 0: on this machine where all ranks are, or else at MASTER_ADDR, as it knows it."""
+    """The address at which this rank reaches rank 0: 127.0.0.1 if all ranks are on this machine, else MASTER_ADDR."""
     here = os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE")
     name = "127.0.0.1" if here == os.environ.get("WORLD_SIZE") else os.environ.get("MASTER_ADDR", "127.0.0.1")
     try:
@@ -464,7 +468,7 @@ def meeting_address() -> str:
 
 
 def _listener(host: str, backlog: int) -> socket.socket:
-    with contextlib.suppress(OSError):  # an address that leads here and is not this machine's own
+    with contextlib.suppress(OSError):  # the address may lead here without being one of this machine's own
         return socket.create_server(
             (host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=backlog
         )

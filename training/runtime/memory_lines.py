@@ -1,4 +1,4 @@
-"""The memory that a run will take: the workload of its flags, this machine, and the table; and the measured memory."""
+"""The memory that a run will take (workload of its flags, this machine, table), and the measured memory."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +24,7 @@ from training.reporting.step_metrics import phase_memory
 
 
 def workload(args: RLHFFlags, dialect: Dialect) -> Workload:
-    """Lengths, batches and rollouts of step 3's flags."""
+    """The workload (lengths, batches, rollouts) of step 3's flags."""
     return Workload(
         prompt=args.max_prompt_seq_len,
         response=args.max_answer_seq_len,
@@ -44,7 +44,7 @@ def workload(args: RLHFFlags, dialect: Dialect) -> Workload:
 
 
 def this_cluster() -> Cluster:
-    """As many nodes like this machine as the run has ranks for; a GPU's memory is known if this machine has one."""
+    """The run's machines, if all are like this one. A GPU's memory is known only if this machine has one."""
     gpus = ranks_of_this_machine()
     gpu = torch.cuda.mem_get_info()[1] if on_gpu() else None
     nodes = -(-distributed.world_size() // gpus)
@@ -52,13 +52,13 @@ def this_cluster() -> Cluster:
 
 
 def setting_here(args: RLHFFlags, dialect: Dialect) -> Setting:
-    """Step 3 on machines like this one."""
+    """The setting of step 3 on machines like this one."""
     return Setting(args.spec, workload(args, dialect), this_cluster())
 
 
 def training_bytes(args: RLHFFlags, dialect: Dialect) -> int | str:
-    """The bytes of a rank that training takes beyond the loaded engines, for `build_rollouts`; or why this is not
-    known: on CPUs, for example, nothing is planned in a run. Errors in the planning do not end the run."""
+    """The bytes that training takes on a rank beyond the loaded engines, for `build_rollouts`; or a text that says why
+    they are not known. On CPUs a run plans nothing. Errors in the planning do not end the run."""
     if not on_gpu():
         return UNPLANNED
     try:
@@ -88,7 +88,7 @@ def memory_compared(args: RLHFFlags, dialect: Dialect, resumed: bool, say: Calla
 
 
 def comparison(args: RLHFFlags, measured: dict[str, int], make: Callable[[], MemoryPlan], resumed: bool) -> str:
-    """The line: GB of a GPU at each phase's peak. measured: bytes by the step's phases."""
+    """A line with planned and measured GB of a GPU at each phase's peak. measured: {phase of the step: bytes}."""
     names = {"generate": "generate", "make_experience": "experience", "train": "train"}  # of phases, and the plan's
     counted = {names[phase]: size for phase, size in measured.items() if phase in names}
     try:
@@ -109,7 +109,8 @@ def comparison(args: RLHFFlags, measured: dict[str, int], make: Callable[[], Mem
 
 
 def memory_lines(args: RLHFFlags, dialect: Dialect) -> list[str]:
-    """The table of step 3 on machines like this one, with what would make it fit; or why there is none."""
+    """The memory table of step 3 on machines like this one, with changes that would make it fit; or a line that says
+    why there is none."""
     models = (args.actor_model_name_or_path, args.critic_model_name_or_path, args.reward_model_name_or_path)
     setting = setting_here(args, dialect)
     planned = _planned(args, models, setting.planned)
@@ -121,7 +122,7 @@ def memory_lines(args: RLHFFlags, dialect: Dialect) -> list[str]:
 
 
 def memory_of_one_model(args: SupervisedFlags) -> list[str]:
-    """The table of step 1 or 2, or why there is none."""
+    """The memory table of step 1 or 2, or a line that says why there is none."""
     planned = _planned(args, (args.model_name_or_path,), lambda: planned_model(args))
     return [planned if isinstance(planned, str) else table(planned, f"{distributed.ranks_in_words()}, {args.dtype}")]
 
@@ -151,7 +152,7 @@ def one_model(args: SupervisedFlags) -> OneModel:
 
 
 def _planned(args: RunFlags, models: Sequence[str | None], make: Callable[[], MemoryPlan]) -> MemoryPlan | str:
-    """The plan; or a line that says what is missing for one."""
+    """The plan, or a line that says why there is none."""
     missing = [path for path in dict.fromkeys(models) if path is not None and not args.looks_at(path)]
     if missing:
         return f"memory plan: none, as the config.json of {' and '.join(missing)} is not on this machine"
@@ -176,7 +177,7 @@ def change_lines(setting: Setting) -> list[str]:
 
 
 def _fewer_weights(spec: EngineSpec) -> list[str]:
-    """Changes with fewer weights and optimizer states than these engines, in words; none where LoRA is used fully."""
+    """A text with changes that need fewer weights and optimizer states; none if LoRA is fully used."""
     lora = spec.actor_lora
     if lora is None:
         flags = "--actor_lora_dim 16 --critic_lora_dim 16 --only_optimize_lora"

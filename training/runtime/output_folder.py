@@ -1,21 +1,21 @@
 """The output folder of a run: its lock, the list of files that this program wrote there, and what is removed from it.
 
-One run at a time writes into an output folder: rank 0 holds OUTPUT_DIR/run.lock from before anything is written. The
-file names the process and the host that hold it. A lock whose process is gone is stale, and the next run takes it over.
-A process of another host (or container) cannot be looked at: it counts as gone when it has not refreshed the file for
-five minutes, by the clock of the file system. The lock needs no locking calls, which network file systems may lack,
-only that two processes cannot create the same file. All ranks have to see what rank 0 writes.
+Only one run at a time writes into an output folder: rank 0 holds OUTPUT_DIR/run.lock before anything is written. The
+file names the process and the host that hold it. A lock whose process has ended is stale, and the next run takes it
+over. A process on another host (or in another container) cannot be checked: its lock is stale if the file has not been
+refreshed for five minutes, by the clock of the file system. The lock needs no locking calls, which network file systems
+may lack; it only needs that two processes cannot create the same file. All ranks have to see what rank 0 writes.
 
 OUTPUT_DIR/written.json names each file before it is made, so that a kill in between leaves nothing that is not listed:
 
     files       names relative to the folder, with * and ? as in a shell; "samples/after.jsonl"
     models      a model's folder ("." for the output folder itself) and the files that are the model in it
 
---overwrite_output_dir removes the listed files and nothing else. Rank 0 alone keeps the list. Files that are not listed
-belong to somebody else and stay, also within folders that the program made.
+--overwrite_output_dir removes the listed files and nothing else. Only rank 0 keeps the list. Files that are not listed
+belong to somebody else and stay, also in folders that the program made.
 
-The folder and its list may come from a stranger. So no path is made from a name in the list: files to remove are found
-in the folder, without following links, and then looked up in the list.
+The folder and its list may come from somebody who is not trusted. So no path is made from a name in the list: files to
+remove are searched in the folder, without following links, and then looked up in the list.
 """
 
 import contextlib
@@ -134,7 +134,7 @@ class OutputLock:
         self._remove_made()
 
     def _created(self) -> bool:
-        """Whether the file could be made; false where there is one."""
+        """Create the lock file; returns False if it exists already."""
         try:
             descriptor = os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
         except FileExistsError:
@@ -148,7 +148,7 @@ class OutputLock:
         return True
 
     def _clear_stale(self) -> None:
-        """Take the file away if its holder is gone; raises UserError if it is not."""
+        """Remove the lock file if it is stale. Raises: UserError if its holder still runs."""
         found = _read_soon(self.path)
         if not is_stale(found, self.path):
             raise UserError(
@@ -158,7 +158,7 @@ class OutputLock:
         aside = self.path.with_name(f"{LOCK_FILE}.{uuid.uuid4().hex}")
         try:
             self.path.rename(aside)
-        except FileNotFoundError:  # given back, or taken away by another run, which may hold it now
+        except FileNotFoundError:  # released, or removed by another run, which may hold the lock now
             return
         if read_lock(aside) == found:
             aside.unlink()
@@ -171,7 +171,7 @@ class OutputLock:
                 self._refresh_once()
 
     def _refresh_once(self) -> None:
-        """Touch the file; make it again where it is gone, with the folder or without; notice that it is another's."""
+        """Touch the lock file. If it was deleted, create it again; if it is another run's by now, note this."""
         found = read_lock(self.path)
         if found.get("token") == self.record["token"]:
             os.utime(self.path)
@@ -502,7 +502,7 @@ def open_writer(args: RunFlags, *, total_steps: int, view: View, resume_step: in
 
 @dataclass
 class Written:
-    """The list of one folder."""
+    """The list of the files that this program wrote into a folder."""
 
     folder: Path
     files: list[str] = field(default_factory=list)
@@ -510,8 +510,7 @@ class Written:
 
     @classmethod
     def read(cls, folder: Path) -> "Written":
-        """The folder's list; an empty one where there is none, or where it is damaged: nothing is then known to be the
-        program's."""
+        """The folder's list; an empty one if there is none, or it is damaged."""
         try:
             found = parsed_json(read_text(folder / WRITTEN_FILE))
             models = {name: [str(file) for file in files] for name, files in found["models"].items()}
@@ -520,18 +519,18 @@ class Written:
             return cls(folder)
 
     def write(self) -> None:
-        """Put the list into the folder; raises OSError."""
+        """Write the list into the folder. Raises: OSError."""
         self.folder.mkdir(parents=True, exist_ok=True)
         text = json.dumps({"about": _ABOUT, "files": self.files, "models": self.models}, indent=2)
         write_whole(self.folder / WRITTEN_FILE, text + "\n")
 
     def has(self, name: str) -> bool:
-        """Whether the list names this file; no * or ? in it stands for a /."""
+        """Whether the list has this file. The patterns * and ? in it do not match a /."""
         patterns = (one for one in self.files if one != POINTS and one.count("/") == name.count("/"))
         return name in self.files or any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
     def present(self) -> list[Path]:
-        """The files and checkpoints of the list that stand there, models aside."""
+        """The listed files and checkpoints that exist, without models."""
         points = filter(is_point, self.folder.glob(POINTS)) if POINTS in self.files else ()
         return [*(self.folder / name for name in files_in(self.folder) if self.has(name)), *points]
 
@@ -541,7 +540,7 @@ class Written:
 
 
 def is_point(path: Path) -> bool:
-    """Whether a folder is a checkpoint of this program's, or was to become one; a link is none."""
+    """Whether a folder is a complete or incomplete checkpoint of this program; False for a link."""
     if path.is_symlink() or path.parent.is_symlink() or not path.is_dir():
         return False
     if re.fullmatch(r"step_-?\d+(\.\w+)?", path.name) is None:
@@ -550,14 +549,16 @@ def is_point(path: Path) -> bool:
 
 
 def kept_place(path: Path) -> Path:
-    """Where a user's file goes whose name the run writes: NAME.kept, or what is free behind that."""
+    """The new path of a user's file whose name the run needs: NAME.kept, or, if that exists, NAME.kept.kept and so
+    on."""
     while os.path.lexists(path := path.with_name(path.name + KEPT)):
         pass
     return path
 
 
 def announce(folder: Path, *names: str) -> None:
-    """List what is about to be made in the folder. A file of that name that is not listed is the user's: it is renamed.
+    """Add names of files to the list, before they are made. An existing file of this name that is not listed belongs to
+    the user, and is renamed.
 
     Raises: OSError.
     """
@@ -576,7 +577,8 @@ def announce(folder: Path, *names: str) -> None:
 
 
 def list_model(folder: Path, name: str, files: Iterable[str], only: bool = False) -> list[str]:
-    """List the files of the model `name`, beside those listed before or instead of them; returns those.
+    """Add files of the model `name` to the list; returns the model's files that were listed before. only: whether the
+    new files replace these.
 
     Raises: OSError.
     """
@@ -591,8 +593,8 @@ def list_model(folder: Path, name: str, files: Iterable[str], only: bool = False
 
 
 def remove_earlier(folder: Path) -> list[str]:
-    """Remove all that the list names but for models, and the folders that are empty then; returns what is left in the
-    folder that is neither listed nor a log.
+    """Remove all listed files except models, and folders that are then empty. Returns the remaining files that are
+    neither listed nor logs.
 
     Raises: OSError.
     """
@@ -612,7 +614,7 @@ def remove_earlier(folder: Path) -> list[str]:
 
 
 def only_begun(folder: Path) -> bool:
-    """Whether the folder holds, beside logs, only listed files of a run that has saved no model and no checkpoint."""
+    """Whether the folder holds only logs, and listed files of a run that has saved no model and no checkpoint."""
     listed = Written.read(folder)
     present = set(listed.present())
     if any((path / MANIFEST).is_file() for path in present if path.suffix != PARTIAL):
@@ -625,7 +627,7 @@ def only_begun(folder: Path) -> bool:
 
 
 def remove_other_models(folder: Path, kept: Iterable[str]) -> None:
-    """Remove the models of the list but for these; their folders too if nothing else is in them. Raises: OSError."""
+    """Remove all listed models except `kept`, and their folders if these are then empty. Raises: OSError."""
     with _lock:
         listed = Written.read(folder)
         others = [name for name in listed.models if name not in set(kept)]
@@ -636,10 +638,10 @@ def remove_other_models(folder: Path, kept: Iterable[str]) -> None:
 
 
 def remove_files(folder: Path, names: Iterable[str | Path]) -> None:
-    """Remove those of these files that stand in the folder, and the folders in it that are empty then.
+    """Remove these files from the folder, as far as they exist, and folders in it that are then empty.
 
-    names: relative to the folder, of whoever's making: what leads out of it, or leads through a link, is not found.
-    Raises: OSError.
+    names: relative to the folder. They may come from an untrusted list: names that lead out of the folder, or through a
+    link, are not found. Raises: OSError.
     """
     for name in sorted(files_in(folder) & set(map(str, names))):
         (folder / name).unlink()
@@ -649,7 +651,7 @@ def remove_files(folder: Path, names: Iterable[str | Path]) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Remove a file, or of a checkpoint what its manifest names; one without a manifest wholly."""
+    """Remove a file or a checkpoint. Of a checkpoint the files in its manifest are removed; all if it has none."""
     if path.is_symlink() or not path.is_dir():
         path.unlink(missing_ok=True)
         return

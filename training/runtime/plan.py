@@ -1,5 +1,5 @@
-"""The plan of a run of step 3, which is settled before a model is loaded, and the checks of it: files, models, machine,
-dialect, and whether its reward servers answer and give scores.
+"""The plan of a run of step 3, made before a model is loaded, and its checks: files, models, machine, dialect, and
+whether reward servers answer with scores.
 """
 
 from collections.abc import Callable, Mapping
@@ -33,10 +33,11 @@ from training.runtime.startup import check_run
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """Everything that is settled before a model is loaded.
+    """Everything that is decided before a model is loaded.
 
-    total_steps: of the whole run, over which the learning rates' schedule extends; last_step: the step at which this
-    start ends. resume: the checkpoint that the run goes on from, if any. pad_token: the line about it.
+    texts: blocks of texts for mixed pretraining, or None. total_steps: number of steps of the whole run, which is the
+    length of the learning rates' schedule. last_step: the step at which this start of the run ends. resume: the
+    checkpoint to resume from, or None. pad_token: the line about the pad token that the run prints.
     """
 
     dialect: Dialect
@@ -55,16 +56,16 @@ class Plan:
 
     @property
     def scores_changed(self) -> bool:
-        """Whether the run goes on with another reward than it had."""
+        """Whether the resumed run has another reward than before."""
         return self.resume is not None and self.conditions.scores_changed_since(Conditions.read(self.resume.state))
 
 
 def make_plan(
     args: RLHFFlags, dialect: Dialect, point: ResumePoint | None, inputs: Mapping[str, str] | None = None
 ) -> Plan:
-    """The plan, from data that this rank reads for itself; raises UserError before any model is loaded.
+    """The plan. This rank reads the data itself. Raises: UserError; no model is loaded yet.
 
-    inputs: `training.checkpoints.conditions.fingerprints`, by rank 0.
+    inputs: the result of `training.checkpoints.conditions.fingerprints` on rank 0.
     """
     tokenizer = args.read_tokenizer(args.actor_model_name_or_path, "--actor_model_name_or_path", dialect.pad_token)
     prompts, held_out, fingerprints = read_prompts(args, dialect, tokenizer)
@@ -115,13 +116,13 @@ def read_prompts(args: RLHFFlags, dialect: Dialect, tokenizer) -> tuple[Prompts,
 
 
 def by_part(prompts: Prompts, held_out: Prompts | None) -> dict[str, Prompts]:
-    """The prompts, and those held out if there are any, by what messages call them."""
+    """{name in messages: prompts} of the prompts and, if there are any, the held-out prompts."""
     parts = {"the prompts": prompts, "the held-out prompts": held_out}
     return {name: part for name, part in parts.items() if part is not None}
 
 
 def count_steps(args: RLHFFlags, prompts: int) -> int:
-    """How many steps the whole run has; raises UserError if there are too few prompts for one."""
+    """The number of steps of the whole run. Raises: UserError if there are too few prompts for one step."""
     a_step = args.per_device_generation_batch_size * args.generation_batches * distributed.data_parallel_size()
     total = args.max_steps or prompts * args.num_train_epochs // a_step
     if prompts < a_step or total == 0:
@@ -134,7 +135,7 @@ def count_steps(args: RLHFFlags, prompts: int) -> int:
 
 
 def sampling_config(args: RLHFFlags, dialect: Dialect, tokenizer) -> SamplingConfig:
-    """How responses are drawn; raises UserError where the dialect names an end that is no token."""
+    """How responses are drawn. Raises: UserError if the dialect's end token is not a token of the tokenizer."""
     end_token_id(tokenizer, dialect)
     return SamplingConfig.of(
         dialect,
@@ -149,7 +150,7 @@ def sampling_config(args: RLHFFlags, dialect: Dialect, tokenizer) -> SamplingCon
 
 
 def check_profile_steps(steps: list[int], first: int, last: int) -> None:
-    """Raise UserError for steps outside of those that the run trains."""
+    """Raise UserError for --profile_steps that the run does not train."""
     outside = [str(step) for step in steps if not first <= step <= last]
     if outside:
         these = (
@@ -161,7 +162,8 @@ def check_profile_steps(steps: list[int], first: int, last: int) -> None:
 
 
 def read_texts(args: RLHFFlags, tokenizer) -> tuple[TextBlocks | None, list[str]]:
-    """The texts of mixed pretraining, in blocks as long as prompt and response, and their fingerprint; none without."""
+    """(the texts of mixed pretraining, in blocks as long as prompt and response; their fingerprint); None for both
+    without mixed pretraining."""
     if args.unsupervised_dataset_name is None:
         return None, []
     rows, _ = load_rows(
@@ -183,10 +185,9 @@ def read_texts(args: RLHFFlags, tokenizer) -> tuple[TextBlocks | None, list[str]
 
 
 def check_server(args: RLHFFlags, plan: Plan) -> dict[str, float]:
-    """{URL: the score that the server gives one text}; each node asks, since its ranks will all ask later.
+    """{URL: the server's score of one text}. Each node asks, because its ranks will ask later.
 
-    Raises: UserError where data lack a column that is to be sent, and where a server cannot be reached or gives no
-    score.
+    Raises: UserError if the data lack a column that is to be sent, or if a server cannot be reached or gives no score.
     """
     settings = args.reward_server()
     if settings is None or distributed.local_rank() != 0:
@@ -214,7 +215,8 @@ def server_lines(args: RLHFFlags) -> list[str]:
 
 
 def check_files(args: RLHFFlags, dialect: Dialect, point: ResumePoint | None) -> None:
-    """Check files, models and machine, in one process; point: the checkpoint that the run goes on from, if any."""
+    """Check files, models and machine; called by one process. point: the checkpoint to resume from, or None. Raises:
+    UserError."""
     check_run(args, resumed=point is not None and point.in_output_dir)
     check_hub(args)
     check_engines(args)
@@ -227,14 +229,15 @@ def check_files(args: RLHFFlags, dialect: Dialect, point: ResumePoint | None) ->
 
 
 def check_engines(args: RLHFFlags) -> None:
-    """Whether DeepSpeed can make engines of these configurations, all in one process and on this machine."""
+    """Check that DeepSpeed can make engines of these configurations, in one process and on this machine. Raises:
+    UserError."""
     configs = args.ds_configs
     for choice in args.spec.engine_configs if not args.dry_run else ():  # which may be for other ones
         refuse_missing(configs[choice.role], choice.path)
 
 
 def check_vllm(args: RLHFFlags) -> None:
-    """Whether vLLM is there where it is to draw, and can compute the actor."""
+    """With --rollout_backend vllm: check that vLLM is installed and can compute the actor. Raises: UserError."""
     if args.rollout_backend != "vllm":
         return
     vllm_version()
@@ -245,7 +248,7 @@ def check_vllm(args: RLHFFlags) -> None:
 
 
 def check_trunk_shared(args: RLHFFlags) -> None:
-    """Whether models that are to share a trunk have one."""
+    """With --share_trunk: check that the models are adapters on one base. Raises: UserError."""
     flags = [f"--{role}_model_name_or_path" for role in ("actor", "critic", "reward")]
     paths = [getattr(args, flag.removeprefix("--")) for flag in flags]
     if args.share_trunk and all(path is None or args.looks_at(path) for path in paths):
@@ -253,7 +256,7 @@ def check_trunk_shared(args: RLHFFlags) -> None:
 
 
 def check_dialect(args: RLHFFlags, dialect: Dialect) -> None:
-    """Whether the dialect's choices go together with the run's sizes and the actor."""
+    """Check that the dialect fits the run's sizes and the actor. Raises: UserError."""
     layers, path = None, args.actor_model_name_or_path
     if args.looks_at(path):
         config = read_config(path, "--actor_model_name_or_path", args.trust_remote_code)
@@ -269,7 +272,7 @@ def check_dialect(args: RLHFFlags, dialect: Dialect) -> None:
 
 
 def check_models(args: RLHFFlags, dialect: Dialect) -> None:
-    """Whether the models are what the flags say, and fit each other."""
+    """Check that the models are of the kinds that the flags need, and fit each other. Raises: UserError."""
     names = [
         name
         for name in ("actor_model_name_or_path", "critic_model_name_or_path", "reward_model_name_or_path")

@@ -1,8 +1,8 @@
-"""Facts about processes: the place of this process in its run, and the kernel's facts about it and others.
+"""Facts about processes: the phase and step of this process, and the kernel's facts about it and other processes.
 
-`place` has the phase and its start, the step, and the seconds that phases took, for messages about this process. The
-kernel tells which processes share process numbers, the state of a process and when it began, and whether the launchers
-of this process are still there.
+`place` has the phase, its start, the step, and the seconds of all phases, for messages about this process. The kernel
+knows which processes share process ids, the state of a process and its start time, and whether the launchers of this
+process still exist.
 """
 
 import contextlib
@@ -16,8 +16,8 @@ from pathlib import Path
 import psutil
 
 OUTSIDE = "outside of training"
-# Phases in which one rank may be busy for as long as it takes, while the others wait for it.
-# Normalising, ranks sample responses apart.
+# Phases in which one rank may be busy without a time limit while the others wait for it.
+# In "normalising" each rank samples responses on its own.
 ALONE = (
     OUTSIDE,
     "reading data",
@@ -31,7 +31,8 @@ ALONE = (
 
 @dataclass
 class Place:
-    """step: the one being trained, from 1; 0 before. since: by time.time(). changed: called with each new phase."""
+    """phase: the present phase. step: the step that is trained, from 1; 0 before. since: time.time() at the phase's
+    beginning. changed: called at the beginning of each phase."""
 
     phase: str = OUTSIDE
     step: int = 0
@@ -41,15 +42,15 @@ class Place:
     _counted: float = field(default_factory=time.monotonic)
 
     def enter(self, phase: str) -> None:
-        """Go on with a phase."""
+        """Begin a phase."""
         self._count()
         self.phase, self.since = phase, time.time()
         self.changed()
 
     def take_seconds(self) -> dict[str, float]:
-        """Seconds of each phase since the last call, or since the process began; they add up to all that have passed.
+        """{phase: seconds} since the last call, or since the process began; they add up to the time that has passed.
 
-        Time in a phase within another one is the inner one's.
+        Time in a phase within another phase counts for the inner one.
         """
         self._count()
         taken, self._seconds = self._seconds, {}
@@ -72,7 +73,7 @@ place = Place(_counted=_began())
 
 @contextlib.contextmanager
 def phase(name: str) -> Iterator[None]:
-    """Name what the block does; what was done before goes on behind it."""
+    """Within this block this process is in the named phase; afterwards in the earlier one."""
     before = place.phase
     place.enter(name)
     try:
@@ -94,8 +95,8 @@ SET_BY_LAUNCHERS = ("CROSS_RANK", "TORCHELASTIC_RUN_ID")  # in the environment o
 
 
 def this_machine() -> str | None:
-    """A text that is equal for processes that can see each other: the boot of the machine and the container's namespace
-    of process numbers; None where the kernel does not tell."""
+    """A text that is equal for processes that can see each other: ids of the machine's boot and of the container's
+    process namespace. None if the kernel does not give them."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
@@ -104,19 +105,19 @@ def this_machine() -> str | None:
 
 
 def state_of(pid: int) -> str | None:
-    """The state of a process by the kernel: "R", "S", "T" where it is stopped; None where it is not there."""
+    """The kernel's state of a process, such as "R", "S", or "T" if it is stopped; None if there is no such process."""
     fields = _fields(pid)
     return fields[0] if fields else None
 
 
 def start_of(pid: int) -> str | None:
-    """When a living process began, in ticks since the machine did; None for one that is gone or only waited for."""
+    """The start time of a living process, in ticks since the machine's start; None for a process that has ended."""
     fields = _fields(pid)
     return fields[19] if fields and fields[0] not in "ZX" else None
 
 
 def _fields(pid: int) -> list[str]:
-    """Those behind the name, which may hold anything: from the state on (proc(5)); none where there is no process."""
+    """The fields of /proc/PID/stat after the process's name, from the state on (proc(5)); [] if there is no process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -138,12 +139,12 @@ def is_another_rank(pid: int) -> bool:
 
 
 class Launchers:
-    """The launchers of this rank that were there when this was made.
+    """The launchers of this rank that existed when this object was made.
 
-    A launcher is recognised by its command line. A shell, `nohup` or a job's script is none, and its end ends no run.
-    Above a rank stand the node's launcher and, where it was started on this machine, the one that the user called.
-    DeepSpeed's runner starts the launchers of several nodes by ssh: it is found, on the machine where it runs, by the
-    flags that it was given for the ranks.
+    A launcher is recognised by its command line. A shell, `nohup` or a job's script is no launcher, and its end ends no
+    run. The parents of a rank are the node's launcher and, if it was started on this machine, the launcher that the
+    user called. DeepSpeed's runner starts the launchers of several nodes by ssh. It is found, on the machine where it
+    runs, by the ranks' flags on its command line.
     """
 
     def __init__(self) -> None:
@@ -164,7 +165,7 @@ class Launchers:
                 self._gone = "deepspeed"
 
     def gone(self) -> str | None:
-        """The first that is no longer there, by its process id; None while all are."""
+        """The process id of the first launcher that no longer exists; None while all exist."""
         if self._gone is None:
             dead = (process.pid for process in self._found if not _lives(process))
             self._gone = next((f"the launcher (process {pid})" for pid in dead), None)
@@ -172,8 +173,8 @@ class Launchers:
 
 
 def program_of(words: Sequence[str]) -> str:
-    """What a command line runs: "deepspeed.launcher.launch" for `python -u -m deepspeed.launcher.launch --world_info=`,
-    "torchrun" for `/usr/bin/python /usr/bin/torchrun`."""
+    """The program of a command line: "deepspeed.launcher.launch" for `python -u -m deepspeed.launcher.launch
+    --world_info=`, "torchrun" for `/usr/bin/python /usr/bin/torchrun`."""
     if not words:
         return ""
     name = Path(words[0]).name

@@ -226,15 +226,15 @@ class Session:
         check_all_written()
 
     def judge(self) -> None:
-        """Say the run's last words, and upload the actor if that was asked for; raises RunStopped where training has
-        broken it."""
+        """Print the verdict on the run, and upload the actor if this was asked for. Raises: RunStopped if the verdict
+        is BROKEN."""
         prompts = len(self.evaluator.prompts) if self.evaluator else 0
         conclude(lambda: of_ppo(read_metrics(self.output_dir / METRICS_FILE), prompts), self.args.output_dir)
         push(self.args, self.saved)
 
 
 def held_out_scores(output_dir: Path) -> dict[int, float]:
-    """The held-out scores of a run so far, by step: those that can be compared with its last one."""
+    """{step: held-out score} of a run so far, for the scores that can be compared with the latest one."""
     path = output_dir / METRICS_FILE
     rows = read_metrics(path) if path.is_file() else []
     return {row["step"]: row[SCORE] for row in comparable_scores(rows)}
@@ -283,7 +283,7 @@ def _after_step(session: Session, pretraining: CriticPretraining, report: StepRe
 
 @phase("saving models")
 def _save(session: Session, pretraining: CriticPretraining, metrics: dict[str, float]) -> None:
-    """Write the critic, as those of a run's end are written, with a record of how it came to be (all ranks call
+    """Write the critic in the same way as at the end of a run, with a record of its pretraining (all ranks call
     this)."""
     critic, output_dir = session.models.critic, session.output_dir
     merged = model_folders.merged_wanted(session.args.save_merged, [critic], output_dir)

@@ -2,8 +2,8 @@
 
     0     done: everything is saved
     1     stopped: something went wrong in the middle of the run (a NaN, a reward function that raises, a dead rank)
-    2     a mistake of the user's, found before anything was written: the same command would end the same way again
-    75    ended early on request (TERM, USR1, Ctrl-C, a launcher that has gone), with all saved that is needed to go on
+    2     a user's mistake, found before anything was written: the same command would fail in the same way again
+    75    ended early on request (TERM, USR1, Ctrl-C, the end of the launcher); the run can be resumed
 
 torchrun exits with 1 for each code but 0, and so does DeepSpeed's launcher if it was itself asked to end. srun passes
 the codes on.
@@ -39,8 +39,8 @@ COLLECTIVES = 7 * 24 * 60.0  # timeout of a collective call in minutes: the watc
 def run(main: Callable, arguments_class: type, description: str, argv: Sequence[str] | None = None) -> int:
     """Parse the flags, join the process group and call `main(args)`; returns the exit code.
 
-    With --dry_run no process group is joined, and only rank 0 goes on. A UserError is printed without a stack trace,
-    once: by rank 0, or by the rank that it befell alone.
+    With --dry_run no process group is joined, and only rank 0 goes on. A UserError is printed once, without a stack
+    trace: by rank 0, or by the only rank that raised it.
     """
     try:
         stopping.forget_unwritten()
@@ -124,7 +124,8 @@ def _in_group(main: Callable, args: RunFlags, watch: Watch) -> int:
 
 
 def _left_together(code: int, watch: Watch) -> int:
-    """Leave the process group with the others, so that no launcher takes the first to go for a failure."""
+    """Leave the process group together with the other ranks: a launcher could take the first rank that ends for a
+    failure."""
     stopping.let_through()
     distributed.barrier()
     watch.leave(code)
@@ -133,7 +134,7 @@ def _left_together(code: int, watch: Watch) -> int:
 
 
 def _leave_stdin() -> None:
-    """Close stdin to readers from here on: a library that asks a question there reads the end of the file."""
+    """From now on standard input is empty, so that a library that asks a question there gets the end of the file."""
     with Path(os.devnull).open("rb") as nothing:
         os.dup2(nothing.fileno(), 0)
 
@@ -150,7 +151,7 @@ def _parse(arguments_class: type, argv: Sequence[str], description: str):
 
 
 def _print_error(error: UserError) -> int:
-    """Print a mistake once, by rank 0 or the rank that it befell alone; returns the exit code."""
+    """Print a mistake once, on rank 0 or on the only rank that raised it; returns the exit code."""
     if os.environ.get("RANK", "0") == "0" or not isinstance(error, SharedError):
         text = visible(str(error))
         message = f"error: {text if isinstance(error, SharedError) else from_here(text)}"
@@ -162,8 +163,8 @@ def _print_error(error: UserError) -> int:
 
 
 def _print_error_on_all_hosts(error: UserError) -> int:
-    """Print a mistake in flags; of a run on several hosts the ranks that do not have it, since a file that a flag names
-    is on their host, hear of it where all are to meet. Returns the exit code."""
+    """Print a mistake in flags; returns the exit code. With several hosts, other ranks may not have the mistake, for
+    example because a file exists on their host; they learn of it through the store where the ranks meet."""
     if not environment.on_several_hosts() or not os.environ.get("MASTER_ADDR") or not os.environ.get("MASTER_PORT"):
         return _print_error(error)
     text = visible(str(error))
@@ -178,9 +179,9 @@ def _print_error_on_all_hosts(error: UserError) -> int:
 def leave(code: int) -> NoReturn:
     """End this process with the exit code of `run`.
 
-    Destructors of libraries do not run: gloo's threads may abort in them, even after a finished run (this was seen),
-    and so change the exit code; and while the process group exists, NCCL may wait for ranks that are gone. After a
-    finished run Python's exit functions are called, which close what libraries have open.
+    Destructors of libraries do not run: gloo's threads have aborted in them after a finished run, which changes the
+    exit code, and NCCL may wait for ranks that have ended. After a finished run Python's exit functions are called, so
+    that libraries close their files.
     """
     if not code:
         atexit._run_exitfuncs()
@@ -189,7 +190,7 @@ def leave(code: int) -> NoReturn:
 
 
 def quiet_libraries() -> None:
-    """Keep the terminal for the run: libraries say warnings and errors only, and no progress bars of their own."""
+    """Have libraries print only warnings and errors, without progress bars."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
@@ -203,9 +204,8 @@ def quiet_libraries() -> None:
 
 
 def _not_a_missing_gpu(record: logging.LogRecord) -> bool:
-    """False for what torch warns of where a toolkit is installed and no GPU: the extensions built here are the CPU's.
-
-    Its other warnings, of compilers that do not fit, pass.
+    """False for torch's warning that a CUDA toolkit is installed but no GPU is there, since extensions are then built
+    for the CPU. Other warnings, such as those about compilers, pass.
     """
     return not str(record.msg).startswith(("No CUDA runtime is found", "No ROCm runtime is found"))
 
@@ -220,9 +220,9 @@ def _quiet_transformers() -> None:
 
 
 def check_run(args: RunFlags, resumed: bool = False) -> None:
-    """What every step looks at first: the machine, the folders that are written to, and Weights & Biases.
+    """The first checks of every step: the machine, the folders that are written to, and Weights & Biases.
 
-    resumed: whether the run that is gone on with stands in the output folder. Raises: UserError.
+    resumed: whether the output folder holds the run that is resumed. Raises: UserError.
     """
     if not args.dry_run:
         from engine.zero.accelerator import why_not

@@ -1,16 +1,16 @@
-"""How a run ends: requests to end early, and what the run prints at its end.
+"""How a run ends: requests to end early, and files that could not be written.
 
-TERM, HUP, one INT (Ctrl-C) and a launcher that has gone ask the run to finish its step, save and end within
---grace_seconds; USR1 asks the same without haste. A second INT ends the process at once. The ranks agree on a request
-at a step's border, so that all save the same step, whichever of them was asked.
+TERM, HUP, one INT (Ctrl-C) and the end of the launcher ask the run to finish its step, save and end within
+--grace_seconds. USR1 asks the same without a time limit. A second INT ends the process at once. The ranks agree on a
+request between two steps, so that all save the same step, no matter which rank was asked.
 
 A request is followed
     at once         before the first step, when there is nothing to save: the process ends
-    at a border     while training: `agreed()` is true on all ranks from the next border on
-    not any more    while the finished models are being saved: that is let through
+    at a border     while training: `agreed()` is true on all ranks after the current step
+    not any more    while the finished models are saved: saving goes on
 
-If a run cannot write a file, it says so at once and goes on; at its end it says so again, and does not end as a
-success. A run that fails after its models were saved says where they are.
+If a run cannot write a file, it prints this and goes on. At its end it prints this again, and does not end with exit
+code 0. A run that fails after its models were saved prints where they are.
 """
 
 import contextlib
@@ -30,8 +30,8 @@ from engine.errors import EndedEarly, RunStopped, UserError
 
 
 class Reason(IntEnum):
-    """The reason of a request to end. Of several the largest counts, since it may have caused the others: at a Ctrl-C a
-    launcher sends TERM and exits."""
+    """The reason of a request to end. Of several reasons the largest counts, since it may have caused the others: at a
+    Ctrl-C a launcher sends TERM and exits."""
 
     SIGUSR1 = 1
     LAUNCHER = 2
@@ -41,7 +41,7 @@ class Reason(IntEnum):
 
     @property
     def text(self) -> str:
-        """As messages name it."""
+        """The reason's name in messages."""
         return {Reason.SIGINT: "Ctrl-C (SIGINT)", Reason.LAUNCHER: "its launcher has gone"}.get(self, self.name)
 
     @property
@@ -59,7 +59,7 @@ class Followed(StrEnum):
 
     @property
     def text(self) -> str:
-        """What a run does that was asked to end."""
+        """What a run does after a request to end, as a sentence."""
         back = "a launcher may give the prompt back before"
         return {
             Followed.AT_ONCE: "the run ends.",
@@ -74,10 +74,10 @@ SAME_KEY = 1.0  # seconds: Ctrl-C reaches the ranks from the terminal, and again
 
 @dataclass
 class StopRequest:
-    """Whether this process was asked to end, and how the run stands to it.
+    """Whether this process was asked to end, and how the run follows the request.
 
-    grace: seconds. deadline: by time.monotonic, of a request in haste. saved: the checkpoint that the run has
-    reached so far, for the message of a run that missed its deadline.
+    grace: seconds until the deadline. deadline: time.monotonic() by which a request in haste has to be followed. saved:
+    the newest checkpoint, for the message of a run that missed its deadline.
     """
 
     grace: float = 25.0
@@ -96,12 +96,12 @@ class StopRequest:
 
     @property
     def left(self) -> str:
-        """What there is of a run that ends without saving."""
+        """A sentence about what remains of a run that ends without saving."""
         where = f"go on with --resume {self.saved.parent.parent}" if self.saved else "no checkpoint is there"
         return f"what was trained since the last checkpoint is lost; {where}."
 
     def interrupted_again(self) -> bool:
-        """Count a Ctrl-C; whether it is a second one, which ends the process at once."""
+        """Count a Ctrl-C; returns whether it is a second one, which ends the process at once."""
         self._interrupts.append(time.monotonic())
         return self._interrupts[-1] - self._interrupts[0] > SAME_KEY
 
@@ -112,9 +112,10 @@ request = StopRequest()
 
 @contextlib.contextmanager
 def listening(grace: float) -> Iterator[StopRequest]:
-    """Take the signals that ask a run to end, until the block is left; ignored ones (nohup, a shell's &) stay so.
+    """Within this block the signals that ask a run to end are handled. Signals that are ignored (nohup, a shell's &)
+    stay ignored.
 
-    While the main thread waits for other ranks, its handlers do not run: a watch thread has to look, too.
+    While the main thread waits for other ranks, Python runs no handlers; so a watch thread has to check for signals.
     """
     global request
     request = StopRequest(grace)
@@ -132,14 +133,15 @@ def listening(grace: float) -> Iterator[StopRequest]:
 
 
 def agreed() -> Reason | None:
-    """What any rank was asked by, the same on all (all ranks call this, at a step's border)."""
+    """The reason why any rank was asked to end, the same on all ranks; None if none was asked (all ranks call this
+    between two steps)."""
     value = distributed.largest(int(request.reason or 0))
     return Reason(value) if value else None
 
 
 @contextlib.contextmanager
 def at_borders() -> Iterator[None]:
-    """While this block trains, requests wait for `agreed`."""
+    """Within this block requests to end are followed between steps, by `agreed`."""
     distributed.barrier()  # no rank may still be where a request ends it at once
     request.followed = Followed.AT_BORDER
     try:
@@ -149,14 +151,14 @@ def at_borders() -> Iterator[None]:
 
 
 def let_through() -> None:
-    """From here on requests change nothing: the run is saving its result, and ends by itself."""
+    """From now on requests to end are ignored: the run saves its result and ends by itself."""
     request.followed = Followed.NOT_ANY_MORE
 
 
 def end_early(reason: Reason, step: int, last_step: int, point: Path | None) -> NoReturn:
-    """End the run at a step's border, when `point` is written (all ranks call this).
+    """End the run between two steps, after the checkpoint `point` was written (all ranks call this).
 
-    Raises: EndedEarly; RunStopped where the checkpoint could not be written.
+    Raises: EndedEarly; RunStopped if the checkpoint could not be written.
     """
     let_through()
     asked = f"{reason.text}: ended early after step {step} of {last_step}"
@@ -167,10 +169,10 @@ def end_early(reason: Reason, step: int, last_step: int, point: Path | None) -> 
 
 @contextlib.contextmanager
 def saved_models_named(saved: Mapping[str, Path]) -> Iterator[None]:
-    """Have what goes wrong in this block say where the trained models are, where `saved` holds any by then.
+    """Errors in this block get a text with the places of the trained models, if `saved` holds any by then.
 
-    Raises: RunStopped for a stop, for an error of the system (a full disk) and for an exit from within; another
-    exception as it is, with a note.
+    Raises: RunStopped for a RunStopped, an error of the system (a full disk) and an exit; any other exception is raised
+    again, with a note.
     """
     try:
         yield
@@ -195,13 +197,13 @@ _noted: dict[str, str] = {}
 
 
 def reason_of(error: BaseException) -> str:
-    """Why something could not be written, in words; a full disk's with the space that is left."""
+    """A text that says why a file could not be written; for a full disk with the free space."""
     words = getattr(error, "strerror", None) or str(error) or type(error).__name__
     return f"{words}: free some space" if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) else words
 
 
 def note_unwritten(what: str | Path, error: BaseException) -> None:
-    """Print, once for each `what`, that it cannot be written and that the run goes on."""
+    """Print, once for each `what`, that this cannot be written and that the run goes on."""
     if str(what) not in _noted:
         _noted[str(what)] = reason_of(error)
         print(f"WARNING: {what} cannot be written ({reason_of(error)}). The run goes on.", file=sys.stderr, flush=True)
@@ -209,7 +211,7 @@ def note_unwritten(what: str | Path, error: BaseException) -> None:
 
 @contextlib.contextmanager
 def unwritten_noted(what: str | Path) -> Iterator[None]:
-    """Note what cannot be written in this block, or read back, and go on behind it."""
+    """If this block fails to write or read back a file, note this, and go on after the block."""
     try:
         yield
     except (OSError, UserError) as error:
@@ -217,13 +219,13 @@ def unwritten_noted(what: str | Path) -> Iterator[None]:
 
 
 def note_written(what: str | Path) -> None:
-    """Take back a note: what was missing stands there by now."""
+    """Remove a note: the file has been written by now."""
     if _noted.pop(str(what), None) is not None:
         print(f"{what} could be written again; nothing of it is missing.", file=sys.stderr, flush=True)
 
 
 def forget_unwritten() -> None:
-    """Begin a run in which everything could be written so far."""
+    """Remove all notes, at the beginning of a run."""
     _noted.clear()
 
 

@@ -32,7 +32,7 @@ ENDED_EARLY, STOPPED = 75, 1  # exit codes; 75 is EX_TEMPFAIL of sysexits.h: try
 
 @contextlib.contextmanager
 def watching(grace: float, timeout_minutes: float) -> Iterator["Watch"]:
-    """A watch over this process until the block is left."""
+    """A `Watch` of this process, until the block is left."""
     with listening(grace) as request:
         watch = Watch(request, timeout_minutes)
         watch.start()
@@ -43,7 +43,7 @@ def watching(grace: float, timeout_minutes: float) -> Iterator["Watch"]:
 
 
 class Watch:
-    """The thread, and what wakes it. timeout_minutes: how long all ranks may stand still."""
+    """The watch thread. timeout_minutes: how long no rank may move."""
 
     def __init__(self, request: StopRequest, timeout_minutes: float):
         self.request, self.timeout_minutes, self.launchers = request, timeout_minutes, Launchers()
@@ -60,7 +60,7 @@ class Watch:
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
 
     def start(self) -> None:
-        """Begin to watch; SIGUSR2 prints the stacks of all threads from now on."""
+        """Start the thread. From now on SIGUSR2 prints the stacks of all threads."""
         if threading.current_thread() is threading.main_thread():
             self._wakeup_before = signal.set_wakeup_fd(self._wake.fileno(), warn_on_full_buffer=False)
             with contextlib.suppress(OSError, ValueError, AttributeError):  # of a standard error that is no file
@@ -68,7 +68,7 @@ class Watch:
         self._thread.start()
 
     def join(self) -> None:
-        """Take part in the heartbeats of the process group (all ranks call this, once it stands)."""
+        """Take part in the heartbeats (all ranks call this, when the process group exists)."""
         if distributed.world_size() == 1:
             return
         address, own = None, meeting_address()
@@ -85,22 +85,22 @@ class Watch:
         place.changed = self._say_place
 
     def _say_place(self) -> None:
-        """Say where this rank is at once, and not with the next look."""
+        """Send a heartbeat with this rank's new phase at once."""
         if self.reporter is not None:
             beat = self.reporter.say()
             if self._monitor is not None:
                 self._monitor.pass_on(beat)
 
     def leave(self, code: int) -> None:
-        """Say that this rank ends by itself, and how; a request to end changes that no more."""
+        """Report that this rank ends by itself, with this exit code. Later requests to end are ignored."""
         self.request.followed = Followed.NOT_ANY_MORE
         if self.reporter is not None:
             self.reporter.say(left=code)
 
     def tell(self, trouble: str, code: int = STOPPED) -> None:
-        """Have one rank print this rank's error, and all ranks end with the code, also those that wait for it to join;
-        if no rank prints it, this one does. Later requests to end do not change the code: launchers ask the other ranks
-        to end when one has ended."""
+        """Have one rank print this rank's error, and all ranks end with the code, also ranks that wait for this one to
+        join. If no rank prints the error, this rank does. Later requests to end do not change the code: launchers send
+        them to the other ranks when one rank has ended."""
         self.request.followed = Followed.NOT_ANY_MORE
         message = ("error: " if code == USER_ERROR else "") + from_here(trouble)
         write_error_file(message)
@@ -162,7 +162,7 @@ class Watch:
             conclude(self.reporter.verdict, self.reporter)
 
     def _look_for_the_absent(self) -> None:
-        """End where a rank cannot join the others, or is not there in time."""
+        """End the process if a rank cannot join the others, or does not join in time."""
         if place.phase != JOINING:
             return
         failure = self._meeting_point.failure()
@@ -181,7 +181,7 @@ class Watch:
             )
 
     def _follow(self) -> None:
-        """End the process where the request cannot wait for the main thread."""
+        """End the process if a request to end cannot wait for the main thread."""
         request, now = self.request, time.monotonic()
         interrupted = request.reason == Reason.SIGINT  # from the terminal: by a person, before the launcher goes
         if interrupted and not self._interrupt_reported and request.followed != Followed.AT_ONCE:
@@ -211,7 +211,7 @@ class Watch:
 
 
 def conclude(verdict: Verdict, reporter: Reporter) -> None:
-    """End this process by rank 0's verdict: rank 0 prints the message, the ranks that it names print their stacks."""
+    """End this process with rank 0's verdict. Rank 0 prints the message; the ranks named in it print their stacks."""
     if verdict.message:
         say(verdict.message)
         write_error_file(verdict.message)  # in the place of what the other rank's end has brought about here
@@ -229,19 +229,19 @@ def conclude(verdict: Verdict, reporter: Reporter) -> None:
 
 
 def say(message: str) -> None:
-    """One line on standard error, by rank 0."""
+    """Print one line on standard error, on rank 0 only."""
     if int(os.environ.get("RANK", 0)) == 0:
         print_line(message)
 
 
 def end(code: int, message: str) -> None:
-    """End this process now, whatever its other threads do."""
+    """End this process at once, without waiting for its other threads."""
     say(message)
     leave_now(code)
 
 
 def leave_now(code: int) -> None:
-    """End this process without waiting for its main thread; the output folder is given back."""
+    """End this process without waiting for its main thread, and release the lock of the output folder."""
     with contextlib.suppress(Exception):
         output_folder.release_lock()
     os._exit(code)

@@ -1,1 +1,1 @@
-"""Programs beside the three steps. The steps import nothing of them, except for --preflight."""
+"""Further programs. The three steps do not import them, except for --preflight."""

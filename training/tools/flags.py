@@ -20,15 +20,17 @@ class MeasuringFlags(DataFlags, ABC):
     program: ClassVar[str]
     """How messages call the program."""
 
-    num_eval_prompts: int = flag(
-        128, "how many held-out prompts are answered by each model", least=1, group="measuring"
-    )
+    num_eval_prompts: int = flag(128, "held-out prompts that each model answers", least=1, group="measuring")
     max_prompt_seq_len: int = flag(256, "longest prompt, in tokens", least=1)
     max_answer_seq_len: int = flag(256, "longest response, in tokens", least=1)
-    stop: list[str] = flag([], "strings that end a response, beside the tokens that do")
-    temperature: float = flag(1.0, "of sampling", above=0)
-    per_device_eval_batch_size: int = flag(16, "responses of each rank side by side, and in one forward pass", least=1)
-    zero_stage: int = flag(0, "3 divides each model over the ranks; at 0 each rank has all of them", choices=(0, 3))
+    stop: list[str] = flag([], "strings that end a response, in addition to end tokens")
+    temperature: float = flag(1.0, "sampling temperature", above=0)
+    per_device_eval_batch_size: int = flag(
+        16, "responses that each rank draws at the same time, and scores in one forward pass", least=1
+    )
+    zero_stage: int = flag(
+        0, "3: each model is partitioned over the ranks. 0: each rank holds all models", choices=(0, 3)
+    )
 
     def validate(self) -> None:
         """Raise UserError for values that cannot work, alone or together."""

@@ -1,4 +1,5 @@
-"""Measures finished models: they answer held-out prompts and are scored. Merging and comparing models share this file.
+"""Measures finished models: they answer held-out prompts, and the responses are scored. The programs that merge and
+compare models use this file.
 
 measuring = Measuring(args, args.spec_of("out/sft"), read_held_out(args, tokenizer))
 policy = measuring.loaded("out/actor", "actor")
@@ -37,14 +38,15 @@ from training.runtime.models import check_positions, generation_stops
 from training.tools.flags import MeasuringFlags
 
 DIALECT = Dialect(name="measured", critic_start="none", critic_lr=0.0, advantage_estimator="rloo", samples_per_prompt=2)
-"""Responses up to EOS, and log-probs at the temperature that they are drawn at. Nothing is learned by its estimator."""
+"""Responses end with EOS, and log-probs are at the sampling temperature. Nothing is learned, so the estimator is not
+used."""
 REWARD_MODEL = "--reward_model_name_or_path"
 
 
 @dataclass(frozen=True, slots=True)
 class HeldOut:
-    """The held-out prompts, the tokenizer, the training rows that precede them in a reward function's rows, and the
-    known words."""
+    """Held-out prompts. rows: the data's rows for reward functions: first the training rows, then, from first_index on,
+    those of the held-out prompts. known: the words that count as known."""
 
     prompts: Prompts
     tokenizer: object
@@ -54,7 +56,7 @@ class HeldOut:
 
 
 def check_answering(args: MeasuringFlags, path: str, what: str) -> None:
-    """Raise UserError, naming `what` (a flag), where a model cannot answer prompts as these flags have them."""
+    """Raise UserError, naming `what` (a flag), if the model at `path` cannot answer prompts of these lengths here."""
     trusted = args.trust_remote_code
     config = check_policy(path, what, trusted)
     check_embedding(args.read_tokenizer(path, what), config, path, what)
@@ -64,7 +66,7 @@ def check_answering(args: MeasuringFlags, path: str, what: str) -> None:
 
 
 def check_scoring(args: MeasuringFlags, tokenizer) -> None:
-    """Raise UserError where a reward model cannot score responses of this tokenizer's."""
+    """Raise UserError if a reward model cannot score responses made with this tokenizer."""
     trusted = args.trust_remote_code
     for path in args.reward_models:
         check_scorer(path, REWARD_MODEL, trusted)
@@ -74,10 +76,10 @@ def check_scoring(args: MeasuringFlags, tokenizer) -> None:
 
 
 def read_held_out(args: MeasuringFlags, tokenizer, known_texts: Sequence[str] = ()) -> HeldOut:
-    """The held-out prompts that step 3 has with the same flags of data, and the words that are known.
+    """The held-out prompts that step 3 has with the same flags of data, and the known words.
 
-    known_texts: data sets as step 1 reads them, whose words are known beside those of the prompts.
-    Raises: UserError for data that are not there, cannot be read or are too few.
+    known_texts: data sets, read as by step 1, whose words are known in addition to those of the prompts.
+    Raises: UserError if data do not exist, cannot be read or are too few.
     """
     fit = prompt_fit(tokenizer, args.max_prompt_seq_len, args.overlong)
     parts = args.load_rows(
@@ -102,7 +104,7 @@ def read_held_out(args: MeasuringFlags, tokenizer, known_texts: Sequence[str] = 
 
 
 class Measuring:
-    """Finished models that answer the held-out prompts and are scored.
+    """The engines for measuring finished models.
 
     reference: the model at `spec.actor_path`, to which KL is measured. scorers: the reward models, in the flags' order.
     """
@@ -114,11 +116,11 @@ class Measuring:
         self.scorers = [self.loaded(path, "reward", load_scorer) for path in args.reward_models]
 
     def loaded(self, path: str, role: str, load: Callable = load_policy) -> FrozenModel:
-        """An engine with the model at `path`, configured as the spec says for this role."""
+        """An engine with the model at `path`, in the spec's configuration of this role."""
         return frozen_model(load, path, getattr(self.spec, role), self.spec)
 
     def rollouts_of(self, policy: FrozenModel, decoding: str = "plain") -> RolloutBackend:
-        """How responses are drawn from a policy. decoding: as in Sampler."""
+        """The backend that draws responses from a policy. decoding: as in Sampler."""
         return build_rollouts(
             "auto",
             policy,
@@ -141,12 +143,13 @@ class Measuring:
         greedy: bool = False,
         samples: int = 1,
     ) -> Evaluator:
-        """The Evaluator that has a policy answer the held-out prompts, and scores its responses.
+        """The Evaluator for which a policy answers the held-out prompts.
 
-        path: the policy's folder, whose generation_config names the tokens that end a response. forward_passes: whether
-        log-probs come from a forward pass even where the sampler's are the same within rounding. greedy: the most
-        likely token is taken instead of a drawn one; log-probs are those at temperature 1. samples: responses to each
-        prompt.
+        Args:
+            path: the policy's folder, whose generation_config names the tokens that end a response.
+            forward_passes: whether log-probs come from a forward pass even if the sampler's equal them within rounding.
+            greedy: whether the most likely token is taken instead of a drawn one; log-probs are at temperature 1.
+            samples: responses to each prompt.
         """
         tokenizer, dialect = self.held_out.tokenizer, dataclasses.replace(DIALECT, temperature=self.args.temperature)
         algorithm = Algorithm(
@@ -184,9 +187,9 @@ class Measuring:
 
 
 def check_same_tokens(one: tuple[str, str], other: tuple[str, str], why: str, trust_remote_code: bool = False) -> None:
-    """Raise UserError where the model `other` reads texts as other tokens than `one`; each is (flag, path).
+    """Raise UserError if the vocabularies of the models `one` and `other` differ; each is (flag, path).
 
-    why: what is to be done, the message's last sentence.
+    why: the message's last sentence, which says what to do.
     """
     (own_flag, own_path), (flag, path) = one, other
     own, found = (
@@ -195,17 +198,18 @@ def check_same_tokens(one: tuple[str, str], other: tuple[str, str], why: str, tr
     if own != found:
         differing = sorted(token for token in own.keys() | found.keys() if own.get(token) != found.get(token))
         raise UserError(
-            f"{flag} {path}: its vocabulary is another one than that of {own_flag} {own_path} ({len(found)} and "
-            f"{len(own)} tokens; {listed(differing)}). {why}"
+            f"{flag} {path}: its vocabulary differs from that of {own_flag} {own_path} ({len(found)} and {len(own)} "
+            f"tokens; {listed(differing)}). {why}"
         )
 
 
 def policy_measures(metrics: Mapping[str, float], rows: Sequence[dict], known: Collection[str]) -> dict[str, float]:
-    """The measurements that are kept of an evaluation.
+    """The results of an evaluation that are kept.
 
-    metrics, rows: of the Evaluator. known: words that are known. Returns: score and KL with standard errors; tokens of
-    a response; distinct_bigrams: distinct pairs of neighbouring words for each token drawn; known_words: the share of
-    all words that are known.
+    metrics, rows: from the Evaluator. known: the known words.
+    Returns: score and KL (nats per response) with standard errors; tokens: mean tokens of a response; distinct_bigrams:
+    number of distinct pairs of neighbouring words, divided by all tokens drawn; known_words: share of words that are
+    known.
     """
     responses = [row["response"] for row in rows]
     tokens = sum(row["tokens"] for row in rows)

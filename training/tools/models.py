@@ -1,7 +1,7 @@
 """Finds the models that tools are given: saved folders, adapters, output folders of runs, checkpoints, or Hub names.
 
 model = located("ppo", named(["ppo=out/ppo"])["ppo"])       # out/ppo/actor, or the run's newest checkpoint
-folder = exported(model, "somewhere")                       # where from_pretrained opens it
+model = exported(model, Path("somewhere"))                  # from_pretrained opens model.path
 """
 
 import os
@@ -19,16 +19,16 @@ from training.checkpoints.resuming import ResumePoint
 from training.runtime.agreement import checked
 
 OF_RUNS = ("actor", "actor_adapter", "adapter")
-"""The folders, in a run's output folder, that may hold its trained policy; with a small disk only the actor's adapter
-is saved."""
+"""Folders in a run's output folder that may hold its trained policy. On a small disk only the adapter is saved."""
 POLICIES, SCORERS = ("actor", "model"), ("model",)
-"""What checkpoints call them: of step 3 and of step 1; of step 2."""
+"""Names of policies in checkpoints (of steps 3 and 1), and of reward models (of step 2)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A model by its name. what: how messages call it, before the path. given: the path as the flag has it. path: what
-    it is loaded from; of a checkpoint, until it is exported, the checkpoint. parts: what checkpoints call it."""
+    """A model that a tool was given. what: the flag and name in messages. given: the path in the flag. path: the folder
+    that it is loaded from; for a checkpoint that is not exported yet, the checkpoint. parts: the model's possible names
+    in checkpoints."""
 
     name: str
     what: str
@@ -39,9 +39,10 @@ class Model:
 
 
 def named(given: Sequence[str]) -> dict[str, str]:
-    """Paths by names: NAME=PATH, or a path whose folder's name it gets. What is there becomes an absolute path.
+    """{name: path} of entries NAME=PATH or PATH; the name of a path alone is its folder's. Existing paths become
+    absolute.
 
-    Raises: UserError for a name or a path that is none, and where two models have one name.
+    Raises: UserError for an empty name or path, and if two models have the same name.
     """
     found: dict[str, str] = {}
     for entry in given:
@@ -63,8 +64,8 @@ def named(given: Sequence[str]) -> dict[str, str]:
 
 
 def located(name: str, given: str) -> Model:
-    """The policy that --models names: a model's folder, a folder within a run's output folder, or a checkpoint. Any
-    other value is taken as it is, and checked when it is read."""
+    """The policy at a path of --models: a model's folder, the trained policy in a run's output folder, or a checkpoint.
+    Any other path is kept, and checked when it is read."""
     folder, what = Path(given), f"--models {name}"
     if not folder.is_dir() or _is_model(folder):
         return Model(name, what, given, given)
@@ -81,8 +82,7 @@ def _is_model(folder: Path) -> bool:
 
 
 def config_of(model: Model) -> str:
-    """The folder with a model's configuration and tokenizer. Raises: UserError for a checkpoint of a critic alone, or
-    of another program's."""
+    """The folder with a model's configuration and tokenizer. Raises: UserError for a checkpoint without a policy."""
     if not model.is_checkpoint:
         return model.path
     checkpoints = [Path(model.path), *reversed(points_in(Path(model.path)))]
@@ -90,16 +90,17 @@ def config_of(model: Model) -> str:
     found = next((folder for folder in folders if _is_model(folder)), None)
     if found is None:
         raise UserError(
-            f"{model.what} {model.given}: no policy's configuration is in this checkpoint. Give one of step 1 or 3, or "
-            "the folder of a saved model."
+            f"{model.what} {model.given}: this checkpoint has no policy. Give one of step 1 or 3, or the folder of a "
+            "saved model."
         )
     return str(found)
 
 
 def exported(model: Model, folder: Path) -> Model:
-    """The model as it can be loaded: that of a checkpoint is written to `folder`, by rank 0 (all ranks call this).
+    """The model in a form that can be loaded. If it is in a checkpoint, rank 0 writes it to `folder` (all ranks call
+    this).
 
-    Raises: UserError on all ranks for a checkpoint that is damaged, or has no such model.
+    Raises: UserError on all ranks if the checkpoint is damaged or has no such model.
     """
     if not model.is_checkpoint:
         return model

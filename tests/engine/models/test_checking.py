@@ -179,7 +179,7 @@ def test_one_of_several_weight_files_that_is_a_git_lfs_pointer_is_called_one(tmp
 
 ACTOR_FLAG = "--actor_model_name_or_path"
 A_LAYER = 9  # tensors of one layer of a Llama: 4 of attention, 3 of the MLP, 2 norms
-WHAT_TO_DO = r"Give the config\.json and the weights that were written together\.$"
+WHAT_TO_DO = r"Give a config\.json and weights that were written together\.$"
 
 
 def refused(check, path, message):
@@ -368,16 +368,16 @@ class TestFiles:
             ('{"weight_map": {"a": "../a.safetensors"}}', r"names '\.\./a\.safetensors'"),
             (
                 json.dumps({"weight_map": files["weight_map"] | {name: other}}),
-                rf"says that {name} is in {other}, which holds no such tensor",
+                rf"says that {name} is in {other}, but that file has no such tensor",
             ),
         ):
             index.write_text(text)
             refused(check_policy, tmp_path, message)
         index.write_text(whole)
         shard.rename(tmp_path / "elsewhere")
-        refused(check_policy, tmp_path, rf"{shard.name} is not there, of which the index")
+        refused(check_policy, tmp_path, rf"{shard.name} does not exist, but the index")
         index.unlink()
-        refused(check_policy, tmp_path, r"no weights \(model\.safetensors or .*Write it again")
+        refused(check_policy, tmp_path, r"no weights \(model\.safetensors or .*Save the model again")
 
     @pytest.mark.parametrize("share", [0, 0.3, 0.999])
     def test_cut_off(self, tmp_path, share):
@@ -396,7 +396,7 @@ class TestFiles:
         torch.save(state | {"bomb": Bomb()}, path)
         refused(check_policy, tmp_path / "a", r"would run code when it is read\. It was not read\..*safetensors")
         torch.save({"state_dict": state}, path)
-        refused(check_policy, tmp_path / "a", "something else than tensors by their names")
+        refused(check_policy, tmp_path / "a", "is not a dictionary of tensors")
         assert not (tmp_path / "it_ran").exists()
 
 

@@ -288,7 +288,7 @@ def test_code_that_a_configuration_names_on_the_hub_is_not_fetched(tmp_path, mon
     path = make_causal_lm(tmp_path / "theirs")
     damages.edit_config(Path(path), **{name: value})
     for read in (read_config, check_policy, check_attention, lambda p, w: load_policy(p, torch.float32, what=w)):
-        with pytest.raises(UserError, match=rf"^{FLAG}: .*theirs/config.json has '.+' as its {name.strip('_')}, code "):
+        with pytest.raises(UserError, match=rf"^{FLAG}: .*theirs/config.json has '.+' as its {name.strip('_')}: code "):
             read(path, FLAG)
     assert read_config(path, FLAG, trust_remote_code=True).model_type == "llama"
 

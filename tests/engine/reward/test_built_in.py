@@ -159,7 +159,7 @@ def test_columns_reach_it_by_the_prompts_indices_and_a_missing_one_stops_the_run
     assert reward.score(rollout).tolist() == [1, 0, 1]  # of the second, w22 is last
     assert reward.score(rollout.select(torch.tensor([2, 0]))).tolist() == [1, 1]
     del rows[1]["gold"]
-    with pytest.raises(RunStopped, match="function math_verify asks for the column gold, and a row has prompt: "):
+    with pytest.raises(RunStopped, match="function math_verify needs the column gold, but a row has prompt: "):
         reward.score(rollout)
 
 

@@ -47,7 +47,7 @@ def test_rows_are_found_by_the_prompts_indices():
     rollout = ROLLOUT.select(torch.tensor([2, 0]))  # their indices go with them: 2 and 0
     reward = FunctionReward(lambda prompts, responses, rows: [int(row["answer"][1:]) for row in rows], TOKENIZER, rows)
     assert reward.score(rollout).tolist() == [22, 20]
-    with pytest.raises(AssertionError, match="asks for rows"):
+    with pytest.raises(AssertionError, match="needs rows of the data"):
         FunctionReward(lambda prompts, responses, rows: [], TOKENIZER)
 
 
@@ -96,7 +96,7 @@ def test_nan_and_infinity_are_passed_on():
     ],
 )
 def test_what_is_no_score_stops_the_run(returned, told):
-    with pytest.raises(RunStopped, match=f"the reward function mine:f {told}.*Mend it\\."):
+    with pytest.raises(RunStopped, match=f"the reward function mine:f {told}.*Correct the function\\."):
         score(returning(returned), name="mine:f")
 
 
@@ -189,7 +189,7 @@ def test_a_column_that_a_row_lacks_stops_the_run():
     rollout = rollout_of([[5], [6]], [[20, EOS], [21, EOS]], PAD)
     tokenizer = make_tokenizer()
     reward = FunctionReward(lambda prompts, responses, source: [1, 1], tokenizer, ROWS, "rules.py:f")
-    with pytest.raises(RunStopped, match="the reward function rules.py:f asks for the column source, and a row has "):
+    with pytest.raises(RunStopped, match="the reward function rules.py:f needs the column source, but a row has "):
         reward.score(rollout)
     assert FunctionReward(lambda prompts, responses, answer: answer and [1, 2], tokenizer, ROWS).score(
         rollout

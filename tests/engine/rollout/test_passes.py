@@ -124,7 +124,9 @@ def test_auto_records_on_cpus_and_says_where_it_cannot(models):
         assert (passes.decoding, passes.fallback) == (
             ("recorded", "") if family in READY else ("plain", "it makes the mask of each token itself")
         )
-        assert len([each for each in said if "cannot be recorded" in str(each.message)]) == (family not in READY)
+        assert len([each for each in said if "decoding recorded does not work" in str(each.message)]) == (
+            family not in READY
+        )
 
 
 def test_without_torchs_recordings_the_models_own_code_reads_tokens(models, expected, monkeypatch):
@@ -147,7 +149,7 @@ def test_a_padding_token_other_than_the_first_is_no_hindrance(family, tmp_path):
 @pytest.mark.parametrize("family", sorted(set(FAMILIES) - READY))
 @pytest.mark.parametrize("decoding", ("recorded", "graphs"))
 def test_families_that_need_their_own_masks_are_named(models, family, decoding):
-    with pytest.warns(UserWarning, match=f"{type(models[family]).__name__} cannot be {decoding}"):
+    with pytest.warns(UserWarning, match=f"decoding {decoding} does not work for {type(models[family]).__name__}"):
         assert type(taken(models[family], decoding)) is Passes
 
 
@@ -173,15 +175,15 @@ class Odd(nn.Module):
 @pytest.mark.parametrize(
     "oddity, reason",
     [
-        (lambda logits, positions: -logits if positions.max() > 40 else logits, "looks at what is computed"),
-        (lambda logits, positions: logits + logits.sum().item(), "looks at what is computed"),
-        (lambda logits, positions: logits * (2.0 if torch.jit.is_tracing() else 1.0), "computes something else"),
+        (lambda logits, positions: -logits if positions.max() > 40 else logits, "branches on computed numbers"),
+        (lambda logits, positions: logits + logits.sum().item(), "branches on computed numbers"),
+        (lambda logits, positions: logits * (2.0 if torch.jit.is_tracing() else 1.0), "gives other results"),
         (lambda logits, positions: logits if not torch.jit.is_tracing() else next(iter(())), "StopIteration"),
         (
             lambda logits, positions: logits.reshape(
                 logits.untyped_storage().nbytes() // (4 * logits.shape[-1]), 1, -1
             ),
-            "its recording (fails|computes something else)",
+            "its recording (fails|gives other results)",
         ),
     ],
 )
@@ -217,7 +219,7 @@ def test_flash_attention_answers_as_torchs_own(models, expected, monkeypatch):
 @pytest.mark.parametrize("config", (MambaConfig(), Qwen3NextConfig(), MiniMaxConfig()), ids=lambda c: c.model_type)
 def test_actors_that_keep_a_state_are_refused(tmp_path, config):
     config.save_pretrained(tmp_path)
-    with pytest.raises(UserError, match=f"^--actor: .* is a {config.model_type} model, some layers of which keep a "):
+    with pytest.raises(UserError, match=f"^--actor: .* is a {config.model_type} model. Some of its layers keep a "):
         check_attention(str(tmp_path), "--actor")
 
 
@@ -365,9 +367,9 @@ def test_right_graphs_are_told_from_wrong_ones_in_bf16_however_wide_logits_are(w
     sampler.responses(model, batch, SAMPLING)
     assert sampler.fallback == "" and sampler.decoding_ran == "graphs"
     sampler = sampler_with(model, lambda step: lambda: step().roll(1, 0))  # each row has another's logits
-    with pytest.warns(UserWarning, match="computes something else"):
+    with pytest.warns(UserWarning, match="gives other results"):
         sampler.responses(model, batch, SAMPLING)
-    assert sampler.fallback == "its graph computes something else" and sampler.decoding_ran == "plain"
+    assert sampler.fallback == "its graph gives other results" and sampler.decoding_ran == "plain"
 
 
 @pytest.mark.parametrize("inference", (False, True))
@@ -379,7 +381,7 @@ def test_a_model_that_asks_the_device_is_not_captured(inference):
     capture = Captured()
     sampler = sampler_with(model, capture)
     sampler.context = torch.inference_mode if inference else torch.no_grad
-    with pytest.warns(UserWarning, match="its code asks the device, by"):
+    with pytest.warns(UserWarning, match="its code reads computed numbers on the host, by"):
         sampler.responses(model, prompts(4, 3), SAMPLING)
     assert capture.count == 0 and sampler.decoding_ran == "plain"
 
@@ -400,7 +402,10 @@ def test_a_model_that_asks_the_device_is_not_captured(inference):
     ],
 )
 def test_what_counts_as_a_question(ask, asks):
-    with pytest.raises(ValueError, match="asks the device") if asks else contextlib.nullcontext(), _NoQuestions():
+    with (
+        pytest.raises(ValueError, match="reads computed numbers on the host") if asks else contextlib.nullcontext(),
+        _NoQuestions(),
+    ):
         ask(torch.tensor([1.0, 0.0]))
 
 
@@ -452,18 +457,18 @@ def test_more_rows_than_before_are_captured_anew(graphed_models):
     "capture, reason",
     [
         (lambda step: [].pop(), "pop from empty list"),
-        (lambda step: lambda: step() + 1, "computes something else"),
+        (lambda step: lambda: step() + 1, "gives other results"),
     ],
 )
 def test_the_models_own_code_goes_on_where_a_capture_fails(graphed_models, expected, capture, reason):
     sampler = sampler_with(graphed_models["llama"], capture)
     assert sampler.fallback == "" and Sampler(make_tokenizer()).fallback is None
-    with pytest.warns(UserWarning, match=f"LlamaForCausalLM cannot be graphs .*{reason}") as caught:
+    with pytest.warns(UserWarning, match=f"decoding graphs does not work for LlamaForCausalLM .*{reason}") as caught:
         found = answers(sampler.responses(graphed_models["llama"], BATCH, SAMPLING))
     assert found == expected["llama"][::2]
     assert len(caught) == 1
 
 
 def test_there_are_no_graphs_on_cpus(graphed_models):
-    with pytest.warns(UserWarning, match="cannot be graphs .*not on a GPU"), torch.inference_mode():
+    with pytest.warns(UserWarning, match="decoding graphs does not work .*not on a GPU"), torch.inference_mode():
         assert type(passes_of(graphed_models["llama"], Sampler(make_tokenizer()).cache, True, "graphs")) is Passes

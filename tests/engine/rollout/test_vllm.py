@@ -158,7 +158,7 @@ def test_it_asks_for_the_part_of_the_gpu_that_it_takes(tmp_path, monkeypatch):
     assert asked == pytest.approx((weights + 2**20 + 2e9) / 80e9, rel=1e-12)
     on_a_gpu(monkeypatch, free=3_000_000_000)
     rollouts_of(actor, moments=900_000_000)
-    with pytest.raises(UserError, match=r"it takes 2.0 GB of a GPU .* 1.1 beside it, and 3.0 of 80.0 GB are free"):
+    with pytest.raises(UserError, match=r"vLLM needs 2.0 GB of a GPU .* need 1.1\. .* 3.0 of 80.0 GB are free"):
         rollouts_of(actor, moments=1_100_000_000)
 
 

@@ -55,7 +55,7 @@ def test_some_rows_as_they_should_read():
     page = PAGE.read_text()
     for row in (
         "| `--output_dir` | text | required | folder for models, metrics and checkpoints |",
-        "| `--seed` | whole number, at least 0, at most 2147483647 | `1234` | of data order, fresh weights",
+        "| `--seed` | whole number, at least 0, at most 2147483647 | `1234` | seed of data order, new weights",
         "| `--data_path` | text, one or more | required |",
         "| `--enable_tensorboard` | true or false | `true` |",
         "| `--kl_coef` | number, at least 0 | the dialect's (`0.1`) | coefficient of the KL penalty |",
@@ -64,7 +64,7 @@ def test_some_rows_as_they_should_read():
         "| `--inference_tp_size` | whole number, at least 1 | |",
         "| `--align_overflow` | yes |",
         "| `--enable_mixed_precision_lora` | no |",
-        "| `actor_lr` | number, at least 0 | `1e-05` | `--actor_learning_rate` | the actor's peak learning rate |",
+        "| `actor_lr` | number, at least 0 | `1e-05` | `--actor_learning_rate` | peak learning rate of the actor |",
         "| `betas` | number, two, at least 0, less than 1 | `(0.9, 0.95)` | | Adam's betas |",
     ):
         assert f"\n{row}" in page, row

@@ -383,7 +383,7 @@ def test_a_field_that_the_dialect_does_not_have():
 
 def test_a_name_that_two_systems_have_with_two_meanings():
     told = refusal("--per_device_train_batch_size", "8", "--output_dir", "o", flags_class=RLHFFlags)
-    assert "--per_device_generation_batch_size" in told and "TRL has it, --per_device_training_batch_size" in told
+    assert "--per_device_generation_batch_size" in told and "--per_device_training_batch_size" in told
     assert "renamed" not in told
 
 

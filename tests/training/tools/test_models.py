@@ -59,7 +59,7 @@ def test_where_the_model_of_a_run_stands(tmp_path):
     assert found(run) == (str(run / "actor"), False)
     point = run / "checkpoints" / "step_000004"
     assert found(point) == (str(point), True)
-    with pytest.raises(UserError, match="--models it .*no policy's configuration is in this checkpoint"):
+    with pytest.raises(UserError, match="--models it .*this checkpoint has no policy"):
         config_of(located("it", str(point)))
     make(point / "config" / "actor")
     assert config_of(located("it", str(point))) == str(point / "config" / "actor")

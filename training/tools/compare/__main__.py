@@ -19,7 +19,7 @@ from typing import NoReturn
 
 import torch
 
-import training.runtime.import_errors  # noqa: F401  before what may not be there
+import training.runtime.import_errors  # noqa: F401  first: reports imports that fail
 from engine import distributed
 from engine.models.reading import read_config
 from engine.reward.base import CombinedReward, RewardModel, RewardSource

@@ -17,34 +17,33 @@ class CompareFlags(MeasuringFlags):
 
     program: ClassVar[str] = "comparison"
 
-    num_eval_prompts: int = flag(
-        256, "how many held-out prompts are answered by each model", least=2, group="measuring"
-    )
+    num_eval_prompts: int = flag(256, "held-out prompts that each model answers", least=2, group="measuring")
     models: list[str] = flag(
         REQUIRED,
-        "two or more, NAME=PATH or PATH: saved folders of whole models or adapters, checkpoints, output folders of "
-        "runs (their actor), or names on the Hub. The others are compared with the first",
+        "two or more models, as NAME=PATH or PATH: saved folders of whole models or adapters, checkpoints, output "
+        "folders of runs (their actor), or names on the Hub. The first is the one that the others are compared "
+        "with",
         group="models",
     )
     num_samples_per_prompt: int = flag(1, "responses of each model to each prompt", least=1)
-    greedy: bool = flag(False, "take the most likely token, and draw none")
+    greedy: bool = flag(False, "take the most likely token instead of sampling")
 
     reward_model_name_or_path: list[str] = flag(
         [],
-        "reward models; each has scores and win rates of its own, and the first one decides the order",
+        "reward models; each gives scores and win rates of its own, and the first one decides the order",
         group="rewards",
     )
     reward_function: list[str] = flag(
-        [], "functions or RewardSource classes, or built-in ones, as in step 3; they come behind the reward models"
+        [], "functions, RewardSource classes, or built-in functions, as in step 3; they come after the reward models"
     )
     answer_column: str | None = flag(
         None,
-        "the column with the right answers, for math_verify; by default answer",
+        "column with the right answers, for math_verify; by default answer",
         only_with="reward_function=math_verify",
     )
     response_format: str | None = flag(
         None,
-        "the regular expression that whole responses have to match, for format",
+        "regular expression that a whole response has to match, for format",
         only_with="reward_function=format",
     )
 

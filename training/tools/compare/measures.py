@@ -83,9 +83,10 @@ class ModelMeasures:
 
 @dataclass(frozen=True, slots=True)
 class PairMeasures:
-    """A model beside the first, by one reward.
+    """A model compared with the first model, by one reward.
 
-    wins, ties, losses: samples. win_rate: wins, and ties half, of all. difference: mean score minus the first's.
+    wins, ties, losses: numbers of samples. win_rate: the share of wins, where a tie counts half. difference: the
+    model's mean score minus the first model's.
     """
 
     wins: int
@@ -96,7 +97,7 @@ class PairMeasures:
 
 
 def of_model(samples: Sequence[Sample], each: int) -> ModelMeasures:
-    """What is measured of a model; each: samples of a prompt. Standard errors are over prompts."""
+    """The measurements of a model. each: samples of a prompt. Standard errors are over prompts."""
     tokens = by_prompt([sample.tokens for sample in samples], each)
     kl = by_prompt([sample.kl for sample in samples], each)
     responses = [sample.response for sample in samples]
@@ -116,7 +117,7 @@ def of_model(samples: Sequence[Sample], each: int) -> ModelMeasures:
 
 
 def of_pair(samples: Sequence[Sample], first: Sequence[Sample], reward: str, each: int, seed: int) -> PairMeasures:
-    """A model's samples beside the first model's, which are paired prompt by prompt and number by number."""
+    """A model compared with the first one: each sample with the first model's sample of the same prompt and number."""
     changes = np.array([change(one, other, reward) for one, other in zip(samples, first, strict=True)])
     signs = np.sign(changes)
     return PairMeasures(
@@ -129,10 +130,10 @@ def of_pair(samples: Sequence[Sample], first: Sequence[Sample], reward: str, eac
 
 
 def change(sample: Sample, first: Sample, reward: str) -> float:
-    """By how much a sample's score is above the first model's sample of the same number to the same prompt.
+    """A sample's score minus that of the first model's sample of the same prompt and number.
 
-    0 where both are the same response: scores of one text may differ with the other texts that went through the reward
-    model in the same batch; this is no difference of the models.
+    0 where both are the same response: the scores of one text may differ a little between batches, which is no
+    difference of the models.
     """
     if (sample.response, sample.tokens, sample.ended) == (first.response, first.tokens, first.ended):
         return 0.0

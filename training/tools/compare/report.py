@@ -68,7 +68,7 @@ class Comparison:
 
 
 def verdict(comparison: Comparison, name: str, reward: str) -> str:
-    """Whether a model is better than the first by a reward, in a sentence."""
+    """A sentence that says whether a model is better than the first one, by a reward."""
     pair, first = comparison.pairs[name, reward], comparison.first
     wins, scores = pair.win_rate, pair.difference
     if not wins.differs and not scores.differs:
@@ -87,8 +87,7 @@ def verdict(comparison: Comparison, name: str, reward: str) -> str:
 
 
 def table(comparison: Comparison) -> str:
-    """A table for each reward, and one of the other measurements; rows are in the order of the scores, the first
-    model's too."""
+    """A table for each reward, and one of the other measurements. All models, also the first, are sorted by score."""
     n, each = len(comparison.prompts), comparison.args.num_samples_per_prompt
     samples = f", {each} samples each" if each > 1 else ""
     lines = [f"{n:,} held-out prompts{samples}; ± is one standard error, ranges are 95 % intervals"]
@@ -107,9 +106,10 @@ def table(comparison: Comparison) -> str:
 
 
 def _scores(comparison: Comparison, name: str, reward: str, star: str, none: str = "") -> tuple[str, ...]:
-    """A model's mean score; beside the first model how often it wins, the interval of that, wins / ties / losses, the
-    difference of scores, and the interval of that. star: marks an interval that leaves out the value of no difference;
-    none: stands behind others."""
+    """The cells of a model's row: its mean score; then, compared with the first model, the win rate with its interval,
+    wins / ties / losses, and the difference of scores with its interval.
+
+    star: put behind an interval that shows a significant difference. none: put behind any other interval."""
     score = _told(comparison.measures[name].scores[reward])
     if name == comparison.first:
         return score, "", "", "", "", ""
@@ -126,14 +126,14 @@ def _scores(comparison: Comparison, name: str, reward: str, star: str, none: str
 
 
 def _other_measures(comparison: Comparison, name: str) -> tuple[str, ...]:
-    """KL a response and a token, tokens, share that ended, repetition, bigrams."""
+    """The cells of KL per response and per token, tokens, share of ended responses, repetition, and bigrams."""
     found = comparison.measures[name]
     numbers = (_told(found.kl), _told(found.kl_per_token), _told(found.tokens), _percent(found.ended.value))
     return (*numbers, _percent(found.repetition), f"{found.bigrams:.3f}")
 
 
 def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of a table whose first row is its head, the first column to the left and numbers to the right."""
+    """The lines of a table: the first column is aligned to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(
@@ -153,14 +153,14 @@ def _percent(share: float) -> str:
 
 
 def _kl_told(args: CompareFlags) -> str:
-    """How KL was estimated."""
+    """The estimator of the KL, in words."""
     if args.greedy:
         return "log-probs of each greedy response by its model minus those by the first, no estimate of a KL"
     return "the mean of log p(response) - log p_first(response) over the model's own samples (k1)"
 
 
 def content(comparison: Comparison) -> dict:
-    """Everything, for JSON."""
+    """All results as JSON values."""
     args, each = comparison.args, comparison.args.num_samples_per_prompt
     scores = {
         reward: histogram([[sample.scores[reward] for sample in comparison.samples[name]] for name in comparison.names])
@@ -230,7 +230,7 @@ def content(comparison: Comparison) -> dict:
 
 
 def page(comparison: Comparison) -> str:
-    """The whole page."""
+    """The HTML page of the comparison."""
     shown, args, samples = _shown(comparison), comparison.args, _samples(comparison)
     each = f", {args.num_samples_per_prompt} samples of each" if args.num_samples_per_prompt > 1 else ""
     drawn = "greedy" if args.greedy else f"temperature {args.temperature:g}, seed {args.seed}"
@@ -242,7 +242,7 @@ def page(comparison: Comparison) -> str:
 
 
 def _shown(comparison: Comparison) -> list[str]:
-    """The models' names, the first one and then the best ones: columns of samples and colours are in this order."""
+    """The models' names: the first model, then the others from best to worst. Columns and colours have this order."""
     return [comparison.first, *(name for name in comparison.names if name != comparison.first)]
 
 
@@ -255,7 +255,7 @@ def _colour(comparison: Comparison, name: str) -> str:
 
 
 def _by_reward(comparison: Comparison, reward: str) -> str:
-    """What one reward says: sentences, table, win rates, distributions."""
+    """The section of one reward: sentences, table, win rates, distributions of scores."""
     verdicts = []
     for name in _shown(comparison)[1:]:
         said = verdict(comparison, name, reward)

@@ -1,7 +1,7 @@
-"""Models between and beyond an SFT model and what was trained from it: merged, scaled, measured, saved.
+"""Merges an SFT model with models trained from it, at any scale of the change; measures and saves the results.
 
 __main__.py  the program
 flags.py     its flags
-weights.py   SFT + scale * change, a tensor at a time: read, checked, saved as a folder
+weights.py   reads, checks, computes and saves SFT + scale * change, one tensor at a time
 frontier.py  score, KL and variety at each scale, on held-out prompts; the table and the picture
 """

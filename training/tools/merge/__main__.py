@@ -1,4 +1,4 @@
-"""Merge: SFT + scale x change of one or several trained models; measure scales on held-out prompts, save one of them.
+"""Merge: SFT + scale x change of one or several trained models; measure scales on held-out prompts, and save one.
 
     python -m training.merge --sft_model_name_or_path sft --trained_model_name_or_path out/actor \\
         --data_path prompts.jsonl --reward_model_name_or_path reward --max_kl 10 --output_dir merged
@@ -6,7 +6,7 @@
     deepspeed --num_gpus 8 --module training.merge ...                              # on several ranks, the same flags
     python -m training.merge ... --scale 1.3 --output_dir merged              # without prompts: merge and save
 
-Writes OUTPUT_DIR/frontier.json, frontier.png, samples/scale_S.jsonl, and model/ where --scale or --max_kl chooses one.
+Writes OUTPUT_DIR/frontier.json, frontier.png, samples/scale_S.jsonl, and model/ if --scale or --max_kl chooses a scale.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-import training.runtime.import_errors  # noqa: F401  before what may not be there
+import training.runtime.import_errors  # noqa: F401  first: reports imports that fail
 from engine import distributed
 from engine.errors import RunStopped
 from engine.models.checking import check_policy
@@ -43,7 +43,7 @@ from training.tools.merge.weights import (
 
 
 def main(args: MergeFlags) -> None:
-    """Check everything, measure what is to be measured, choose, save."""
+    """Check everything, measure the scales, choose one, save it."""
     checked(lambda: check(args))
     sft, trained = agreed(lambda: read_weights(args))
     if args.dry_run:
@@ -55,7 +55,7 @@ def main(args: MergeFlags) -> None:
 
 
 def check(args: MergeFlags) -> None:
-    """What can be wrong with files and models; looked at by one process. Raises: UserError."""
+    """Check files and models; called by one process. Raises: UserError."""
     check_run(args)
     sft, trusted = args.sft_model_name_or_path, args.trust_remote_code
     check_paths(sft, args.trained_model_name_or_path)
@@ -73,9 +73,9 @@ def check(args: MergeFlags) -> None:
 
 
 def read_weights(args: MergeFlags) -> tuple[dict, list[dict]]:
-    """The weights of the SFT model and of the trained ones, by name and without their numbers.
+    """The weights of the SFT model and of each trained model, by name. Their numbers are read later.
 
-    Raises: UserError where they cannot be merged.
+    Raises: UserError if the models cannot be merged.
     """
     path, trusted = args.sft_model_name_or_path, args.trust_remote_code
     sft = stored_weights(path, SFT, trusted)
@@ -87,7 +87,7 @@ def read_weights(args: MergeFlags) -> tuple[dict, list[dict]]:
 
 
 def measure(args: MergeFlags, sft: dict, trained: Sequence[dict]) -> list[Point]:
-    """Each scale's point, printed as it comes, written when all are there (all ranks call this)."""
+    """Measure each scale; print and write the points (all ranks call this)."""
     with phase("reading data"):
         tokenizer = args.read_tokenizer(args.sft_model_name_or_path, SFT)
         held_out = agreed(lambda: read_held_out(args, tokenizer, args.known_texts_path))
@@ -109,7 +109,7 @@ def measure(args: MergeFlags, sft: dict, trained: Sequence[dict]) -> list[Point]
 
 
 def source(args: MergeFlags) -> dict[str, object]:
-    """What is merged, for files that say so."""
+    """The flags that say what was merged and measured, for the files of results."""
     return {
         "sft": args.sft_model_name_or_path,
         "trained": args.trained_model_name_or_path,
@@ -122,9 +122,9 @@ def source(args: MergeFlags) -> dict[str, object]:
 
 
 def choose_and_save(args: MergeFlags, sft: dict, trained: Sequence[dict], points: Sequence[Point]) -> None:
-    """Print the table; save the model that was asked for (rank 0 does; all ranks call this).
+    """Print the table, and save the model at the chosen scale (rank 0 does; all ranks call this).
 
-    Raises: RunStopped where no scale is within --max_kl.
+    Raises: RunStopped if no scale is within --max_kl.
     """
     scale = args.scale
     if args.max_kl is not None:
@@ -139,7 +139,7 @@ def choose_and_save(args: MergeFlags, sft: dict, trained: Sequence[dict], points
         )
     if scale is None:
         if distributed.is_main():
-            print("nothing is saved: --scale S saves one of them, --max_kl K the best within it", flush=True)
+            print("nothing is saved: --scale S saves that scale, --max_kl K the best one within K", flush=True)
         return
     point = next((point for point in points if point.scale == scale), None)
     measured = point and {"score": point.score, "score_se": point.score_se, "kl": point.kl, "kl_se": point.kl_se}
@@ -161,7 +161,7 @@ def choose_and_save(args: MergeFlags, sft: dict, trained: Sequence[dict], points
 
 
 def program() -> NoReturn:
-    """Merge by this process's command line, and end the process."""
+    """Merge, with the flags of this process's command line, and end the process."""
     leave(run(main, MergeFlags, __doc__.splitlines()[0]))
 
 

@@ -21,42 +21,44 @@ class MergeFlags(MeasuringFlags):
 
     data_path: list[str] = flag(
         [],
-        "prompts, as in step 3; held-out ones are answered at each scale. Without, nothing is measured, and --scale "
-        "says what is saved",
+        "prompts, as in step 3; the held-out ones are answered at each scale. Without prompts nothing is measured, "
+        "and --scale chooses the saved model",
         group="data",
     )
-    sft_model_name_or_path: str = flag(REQUIRED, "the model that training started from", group="models")
+    sft_model_name_or_path: str = flag(REQUIRED, "model that training started from", group="models")
     trained_model_name_or_path: list[str] = flag(
-        REQUIRED, "what was trained from it: saved folders, of whole models or of adapters"
+        REQUIRED, "models that were trained from it: saved folders of whole models or of adapters"
     )
     method: str = flag(
         "linear",
-        "how the changes of several models become one: their mean (linear), or one as long as theirs, along the arc "
-        "between them (slerp; WARP)",
+        "how the weight changes of several models become one. linear: their mean. slerp: spherical interpolation, "
+        "which keeps their length (WARP)",
         choices=METHODS,
     )
     scales: list[float] = flag(
-        FRONTIER, "where the line is measured: 0 is the SFT model, 1 the trained one or the mean of several"
+        FRONTIER,
+        "scales of the change that are measured: 0 is the SFT model, 1 the trained model or the merge of several",
     )
     scale: float | None = flag(None, "save the model at this scale", group="what is saved")
     max_kl: float | None = flag(
         None,
-        "save the model with the best score among those within so many nats a response of the SFT model",
+        "save the model with the best score among those whose KL to the SFT model is at most this many nats per "
+        "response",
         above=0,
         only_with="data_path",
     )
-    max_shard_size: str = flag("50GB", "larger weight files are split")
+    max_shard_size: str = flag("50GB", "weight files are split at this size")
 
     reward_model_name_or_path: str | None = flag(None, "the reward model", only_with="data_path", group="rewards")
     reward_function: str | None = flag(
         None,
-        "a function or RewardSource class, as in step 3; with a reward model, scores add up",
+        "function or RewardSource class, as in step 3; its scores are added to those of a reward model",
         only_with="data_path",
     )
     known_texts_path: list[str] = flag(
         [],
-        "texts whose words count as known, beside those of the prompts: data sets as step 1 reads them, such as the "
-        "SFT model's own",
+        "data sets whose words count as known, beside those of the prompts; read as by step 1, for example the SFT "
+        "model's training texts",
         only_with="data_path",
     )
 
@@ -66,7 +68,7 @@ class MergeFlags(MeasuringFlags):
         bad = [scale for scale in self.scales if not abs(scale) < 1e6]
         if bad:
             raise UserError(f"--scales {bad[0]}: give finite numbers.")
-        shown = [f"{scale:g}" for scale in self.scales]  # as files are named by them
+        shown = [f"{scale:g}" for scale in self.scales]  # as in names of files
         if len(set(shown)) < len(shown):
             raise UserError(f"--scales {' '.join(shown)}: a scale is given twice, in six digits.")
         if self.scale is not None and self.scale not in self.scales and f"{self.scale:g}" in shown:
@@ -90,15 +92,15 @@ class MergeFlags(MeasuringFlags):
 
     @property
     def measured_scales(self) -> list[float]:
-        """In rising order, with that of the SFT model, and of the model that is to be saved."""
+        """The scales to measure in rising order, with 0 (the SFT model) and --scale; none without prompts."""
         chosen = [] if self.scale is None else [self.scale]
         return sorted({0.0, *self.scales, *chosen}) if self.data_path else []
 
     @property
     def reward_models(self) -> Sequence[str]:
-        """The one, if there is one."""
+        """The path of the reward model, if one is given."""
         return [] if self.reward_model_name_or_path is None else [self.reward_model_name_or_path]
 
     def engine_spec(self) -> EngineSpec:
-        """What the engines are to be that measure."""
+        """The specification of the measuring engines."""
         return self.spec_of(self.sft_model_name_or_path)

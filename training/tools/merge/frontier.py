@@ -1,4 +1,5 @@
-"""Score, KL to the SFT model and variety of a policy at each scale, on held-out prompts; as a table and a picture."""
+"""Measures a policy at each scale on held-out prompts: score, KL to the SFT model, variety. Makes a table and a
+picture."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -17,9 +18,9 @@ from training.tools.merge.weights import MergedWeights
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """What was measured at one scale: means over the held-out responses, and standard errors of score and KL.
+    """Measurements at one scale: means over the held-out responses, and standard errors of score and KL.
 
-    kl: nats a response, to the SFT model. bigrams: distinct pairs of words, a token. known: share of the words that
+    kl: KL to the SFT model in nats per response. bigrams: distinct pairs of words per token. known: share of words that
     occur in the prompts or the known texts.
     """
 
@@ -34,7 +35,7 @@ class Point:
 
 
 class Frontier(Measuring):
-    """A policy whose weights are replaced by those of each scale, with the SFT model and the reward that measure it."""
+    """The engines for measuring: a policy that takes the weights of each scale, the SFT model, and the reward."""
 
     def __init__(self, args: MergeFlags, held_out: HeldOut):
         super().__init__(args, args.engine_spec(), held_out)
@@ -43,7 +44,7 @@ class Frontier(Measuring):
         self.evaluator = self.evaluator_of(self.policy, sft, self._reward(args), self.rollouts_of(self.policy))
 
     def _reward(self, args: MergeFlags) -> RewardSource:
-        """What scores responses: the reward model, the function, or the sum of both."""
+        """The source of scores: the reward model, the function, or the sum of both."""
         model = RewardModel(self.scorers[0]) if self.scorers else None
         if args.reward_function is None:
             assert model is not None, "MergeFlags.validate"
@@ -55,17 +56,16 @@ class Frontier(Measuring):
         return CombinedReward({MODEL: (model, 1.0), names([args.reward_function])[0]: (source, 1.0)})
 
     def at(self, weights: MergedWeights) -> tuple[Point, list[dict]]:
-        """What is measured with these weights, and a row for each prompt, the same on all ranks (all call this).
+        """(measurements with these weights, a row for each prompt), the same on all ranks (all ranks call this).
 
-        Raises: UserError where the policy has a weight that files do not name; RunStopped for scores or KL that are not
-        finite.
+        Raises: UserError if the files lack one of the policy's weights; RunStopped if scores or KL are not finite.
         """
         model = self.policy.module.model
         names = {name: stored_name(name, model, weights) for name, _ in model.named_parameters()}
         if None in names.values():
             raise UserError(
-                f"{type(model).__name__}: its files do not hold all weights as the model has them, so that a scale "
-                "cannot be measured. Leave --data_path out, save a model with --scale, and give that to python -m "
+                f"{type(model).__name__}: its files do not hold all weights in the model's own form, so scales cannot "
+                "be measured. Leave --data_path out, save a model with --scale, and measure that with python -m "
                 "training.compare."
             )
         self.policy.take(lambda name: weights[names[name]])
@@ -76,20 +76,21 @@ class Frontier(Measuring):
 
 
 def best_within(points: Iterable[Point], max_kl: float) -> Point | None:
-    """The point with the best score and a KL of at most max_kl nats a response, without the SFT model's; or None."""
+    """The point with the best score among those with a KL of at most max_kl nats per response and a scale other than 0;
+    None if there is none."""
     within = [point for point in points if point.scale != 0.0 and point.kl <= max_kl]
     return max(within, key=lambda point: point.score, default=None)
 
 
 def table(points: Sequence[Point], chosen: float | None = None) -> str:
-    """A line for each scale, in columns; the chosen one is marked."""
+    """A text table with a line for each scale; the line of `chosen` is marked."""
     head = ("scale", "score", "", "KL", "", "tokens", "bigrams", "known", "")
     lines = [
         (
             f"{point.scale:g}",
             f"{point.score:.3f}",
             f"± {NOISE * point.score_se:.3f}",
-            f"{point.kl:.2f}".replace("-0.00", "0.00"),  # of a model to itself, within rounding
+            f"{point.kl:.2f}".replace("-0.00", "0.00"),  # KL of the SFT model to itself, within rounding
             f"± {NOISE * point.kl_se:.2f}",
             f"{point.tokens:.1f}",
             f"{point.bigrams:.3f}",
@@ -108,8 +109,8 @@ def table(points: Sequence[Point], chosen: float | None = None) -> str:
 
 
 def draw(points: Sequence[Point], path: Path) -> None:
-    """Score over KL, a point for each scale, and beside it the variety; a PNG."""
-    # Without pyplot, so no window and no global state; imported here to spare every rank a second at its start.
+    """Write a PNG with two plots over KL: the score, and the variety; each has a point for each scale."""
+    # pyplot would have windows and global state. Imported here because it takes a second, and only one rank draws.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

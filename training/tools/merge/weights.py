@@ -1,9 +1,9 @@
-"""Merged weights: read from models' folders by name, checked to be of one kind, computed as they are asked for, saved.
+"""Merged weights: read from models' folders, checked to match each other, computed tensor by tensor, and saved.
 
     merged = MergedWeights(stored_weights("sft", "--sft"), [stored_weights("run1/actor", "--trained")], scale=1.3)
     merged["model.embed_tokens.weight"]
 
-No more than one tensor of each model is in memory at a time, in float32.
+At most one tensor of each model is in memory at a time, in float32.
 """
 
 import json
@@ -34,19 +34,19 @@ from training.runtime.hub import add_merge_card
 
 SFT, TRAINED = "--sft_model_name_or_path", "--trained_model_name_or_path"
 TIED_HEADS = ("lm_head.weight", "embed_out.weight")
-"""Output heads that some files hold beside the embedding that they are tied to."""
+"""Names of output heads that some files hold in addition to the embedding that they are tied to."""
 MODEL, NOTE = "model", "merged_from.json"
 BESIDE = ("config.json", "generation_config.json", "*.py")
-"""Files of the SFT model that a merged model's folder needs beside weights and tokenizer."""
+"""Files of the SFT model that a merged model's folder needs in addition to weights and tokenizer."""
 
 
 class MergedWeights(Mapping[str, Tensor]):
-    """W_sft + scale * change(W_1 - W_sft, ..., W_n - W_sft), computed in float32, in the dtype that the SFT model has.
+    """W_sft + scale * change(W_1 - W_sft, ..., W_n - W_sft), computed in float32 and returned in the SFT model's dtype.
 
-    Integers are the SFT model's. One trained model and a scale below 1 lies between the two (WARP's LITI), scale 1 is
-    the trained one, and a scale above 1 goes on beyond it.
+    Tensors of integers are the SFT model's. With one trained model, scales from 0 to 1 interpolate between the models
+    (WARP's LITI), scale 1 is the trained model, and larger scales extrapolate.
 
-    trained: by the same names and of the same shapes as sft. method: how several changes become one, of METHODS.
+    trained: weights with the same names and shapes as sft. method: how several changes become one, a key of METHODS.
     """
 
     def __init__(
@@ -56,12 +56,12 @@ class MergedWeights(Mapping[str, Tensor]):
         self.change = METHODS[method]
 
     def shape_and_dtype(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
-        """Of a tensor, before it is computed."""
+        """The shape and dtype of a tensor; nothing is computed."""
         return tuple(self.sft[name].shape), self.sft[name].dtype
 
     @torch.no_grad()
     def __getitem__(self, name: str) -> Tensor:
-        """In host memory. Raises: UserError where numbers are not finite."""
+        """The merged tensor in host memory. Raises: UserError if its numbers are not finite."""
         given = self.sft[name]
         start = torch.empty(given.shape, dtype=given.dtype).copy_(given)
         if not start.dtype.is_floating_point or self.scale == 0.0:
@@ -77,24 +77,24 @@ class MergedWeights(Mapping[str, Tensor]):
         return found
 
     def __iter__(self) -> Iterator[str]:
-        """As the safetensors library orders them."""
+        """The names in the order of the safetensors library."""
         return iter(sorted(self.sft, key=lambda name: file_order(name, self.sft[name].dtype)))
 
     def __len__(self) -> int:
         return len(self.sft)
 
     def only(self, names: Sequence[str]) -> "MergedWeights":
-        """Some of them."""
+        """The merged weights of these names."""
         part = MergedWeights({name: self.sft[name] for name in names}, self.trained, self.scale)
         part.change = self.change
         return part
 
 
 def stored_weights(path: str, what: str, trust_remote_code: bool = False) -> dict[str, Tensor]:
-    """The tensors of a model's files by name, each read when it is asked for; of an adapter those of its base, with the
+    """The tensors of a model's files by name, read when they are used. For an adapter: those of its base, with the
     adapter merged in.
 
-    Raises: UserError, naming `what` (a flag), where there are none on this machine, or a file is broken.
+    Raises: UserError, naming `what` (a flag), if the weights are not on this machine, or a file is broken.
     """
     base = base_of(path, what)
     folder = weights_folder(base)
@@ -128,8 +128,8 @@ def _with_adapter(stored: dict[str, Tensor], adapter: AdapterFolder, trust_remot
         name = stored_name(f"{layer}.weight", model, stored)
         if name is None:
             raise UserError(
-                f"{adapter.what} {adapter.path}: it changes {layer}, which its base {adapter.base} does not hold as a "
-                "matrix of its own. Save the merged model as a whole (peft's merge_and_unload), and give that."
+                f"{adapter.what} {adapter.path}: it changes {layer}, but its base {adapter.base} has no separate "
+                "matrix for this layer. Save the merged model as a whole (peft's merge_and_unload), and give that."
             )
         transposed, scaling = isinstance(model.get_submodule(layer), Conv1D), adapter.scaling(layer, a.shape[0])
         fill = partial(_fill_merged, stored[name], a, b, scaling, transposed)
@@ -143,10 +143,10 @@ def _fill_merged(matrix: Tensor, a: Tensor, b: Tensor, scaling: float, transpose
 
 
 def check_paths(sft: str, trained: Sequence[str]) -> None:
-    """Raise UserError where a model is named twice."""
+    """Raise UserError if a model is given twice."""
     for index, path in enumerate(trained):
         if same_model(path, sft):
-            raise UserError(f"{TRAINED} {path}: that is the SFT model itself, from which it differs in nothing.")
+            raise UserError(f"{TRAINED} {path}: that is the SFT model itself. Give a model that was trained from it.")
         twice = next((other for other in trained[:index] if same_model(path, other)), None)
         if twice is not None:
             raise UserError(f"{TRAINED} {twice} {path}: one model is given twice. Give each once.")
@@ -157,9 +157,9 @@ def check_weights(
     trained: Sequence[tuple[str, dict[str, Tensor]]],
     trust_remote_code: bool = False,
 ) -> None:
-    """Raise UserError unless all models have weights of the same names and shapes; each is (path, weights).
+    """Raise UserError unless the weights of all models have the same names and shapes; each model is (path, weights).
 
-    Output heads that are the embedding, which some files hold beside it, are taken out.
+    If the configuration ties the output head to the embedding, copies of it in files are removed from the weights.
     """
     path, own = sft
     if getattr(read_config(path, SFT, trust_remote_code), "tie_word_embeddings", False):
@@ -170,7 +170,7 @@ def check_weights(
         missing, added = own.keys() - other.keys(), other.keys() - own.keys()
         if missing or added:
             what = [f"it lacks {listed(sorted(missing))}"] if missing else []
-            what += [f"it has {listed(sorted(added))} beside them"] if added else []
+            what += [f"it also has {listed(sorted(added))}"] if added else []
             raise UserError(
                 f"{TRAINED} {other_path}: its weights are not those of {SFT} {path} ({'; '.join(what)}). Give models "
                 "that were trained from that one, all written by save_pretrained."
@@ -184,15 +184,14 @@ def check_weights(
 
 
 def check_change(sft: Mapping[str, Tensor], trained: Sequence[tuple[str, Mapping[str, Tensor]]]) -> None:
-    """Raise UserError where a trained model has the same weights as the SFT model; stops reading at the first
-    difference."""
+    """Raise UserError if a trained model has the same weights as the SFT model. Reads up to the first difference."""
     for path, weights in trained:
         if all((weights[name] == own).all() for name, own in sft.items()):
             raise UserError(f"{TRAINED} {path}: all its weights are those of the SFT model. Give a trained model.")
 
 
 def _is_copy(head: str, weights: Mapping[str, Tensor]) -> bool:
-    """Whether a weight has the numbers of another one of its shape in the same files."""
+    """Whether another weight in the same files has the same shape and numbers."""
     own = weights[head]
     return any(name != head and other.shape == own.shape and (other == own).all() for name, other in weights.items())
 
@@ -210,13 +209,13 @@ def save_merged(
     max_shard_size: str,
     trust_remote_code: bool = False,
 ) -> Path:
-    """Write the model to `folder`, which must not be there; it is there whole or not at all. Returns the folder.
+    """Write the model to `folder`, which must not exist. It appears completely or not at all. Returns the folder.
 
-    sft: the SFT model's path, whose configuration it gets. tokenizer: that model's. source: what stands in the note.
-    Raises: UserError where the folder is there, or cannot be written.
+    sft: path of the SFT model, whose configuration is copied. tokenizer: the SFT model's. source: content of the file
+    NOTE. Raises: UserError if the folder exists or cannot be written.
     """
     if folder.exists():
-        raise UserError(f"{folder} is there already. Move it away, or give another --output_dir.")
+        raise UserError(f"{folder} exists already. Move it away, or give another --output_dir.")
     stored = weights_folder(base_of(sft, SFT))
     assert stored is not None, "stored_weights has looked"
     partial = folder.with_name(f"{folder.name}.{os.getpid()}{PARTIAL}")
@@ -228,7 +227,7 @@ def save_merged(
                 shutil.copyfile(file, partial / file.name)
         if not getattr(read_config(sft, SFT, trust_remote_code), "tie_word_embeddings", False):
             config = json.loads((partial / "config.json").read_text(encoding="utf-8"))
-            if config.get("tie_word_embeddings", True):  # whatever was copied: the weights have a head of their own
+            if config.get("tie_word_embeddings", True):  # the copied file may tie them, but the weights have a head
                 text = json.dumps(config | {"tie_word_embeddings": False}, indent=2) + "\n"
                 (partial / "config.json").write_text(text, encoding="utf-8")
         save_tokenizer(tokenizer, partial)

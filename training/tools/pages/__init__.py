@@ -1,1 +1,1 @@
-"""Pages that are one file: style, scripts and data stand in it, and nothing is fetched."""
+"""HTML pages in one file: style, scripts and data are part of it, and nothing is fetched."""

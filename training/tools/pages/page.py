@@ -1,9 +1,10 @@
-"""The parts of a page: a document in a single file, tables, and a list of samples side by side.
+"""Parts of HTML pages: a document in one file, tables, and a list of samples side by side.
 
-    text = document("sft beside base", "256 prompts", samples(shown), {"samples": sample_data(shown)}, ["samples.js"])
+    data = {"samples": sample_data(samples)}
+    text = document("sft beside base", "256 prompts", sample_section(samples), data, ["samples.js"])
 
-Its policy (CSP) forbids any request, and any script but the page's own. What models say reaches the browser as JSON and
-then as text, never as markup.
+The page's content security policy forbids all requests, and all scripts but the page's own. Texts of models are in the
+page as JSON, which a script shows as text, never as markup.
 """
 
 import base64
@@ -20,8 +21,8 @@ POLICY = (
     "default-src 'none'; script-src {scripts}; style-src {style}; style-src-attr 'unsafe-inline'; base-uri 'none'; "
     "form-action 'none'"
 )
-LONE_SURROGATES = re.compile("[\ud800-\udfff]")  # of names that are no text: UTF-8 has none
-COLOURS = 8  # of style.css, --c0 to --c7
+LONE_SURROGATES = re.compile("[\ud800-\udfff]")  # characters that UTF-8 lacks; names of files may have them
+COLOURS = 8  # colours in style.css, --c0 to --c7
 ORDERS = {
     "change": "largest changes",
     "gain": "largest gains",
@@ -35,10 +36,10 @@ KINDS = {"all": "gains, losses and ties", "gain": "gains", "loss": "losses", "ti
 
 
 def document(title: str, intro: str, body: str, data: Mapping[str, object], scripts: Sequence[str]) -> str:
-    """The whole file.
+    """The page as one HTML file.
 
-    title, intro: texts. body: markup. data: JSON by the id of its element, which scripts read. scripts: files of this
-    folder.
+    title, intro: plain texts. body: markup. data: {id of an element: its content, which becomes JSON for the scripts}.
+    scripts: names of files in this folder.
     """
     blocks = "".join(
         f'<script type="application/json" id="{name}">{_json(each)}</script>' for name, each in data.items()
@@ -72,12 +73,12 @@ def document(title: str, intro: str, body: str, data: Mapping[str, object], scri
 
 
 def sha256(text: str) -> str:
-    """How a policy names what a script or style element may hold."""
+    """The hash of a script or style element's content, as a content security policy names it."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
 def _json(content: object) -> str:
-    """JSON that can stand within a script element: without any "<"; what is not finite is null."""
+    """JSON for a script element. It has no "<", and null for numbers that are not finite."""
     return json.dumps(_finite(content), separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
 
 
@@ -90,17 +91,17 @@ def _finite(content):
 
 
 def dot(name: str, place: int) -> str:
-    """A name behind a dot of its colour."""
+    """Markup of a name with a dot in its colour before it."""
     return f'<span class="dot" style="--c: {colour(place)}" aria-hidden="true"></span>{escape(name)}'
 
 
 def colour(place: int) -> str:
-    """Of what stands at this place of the page's models or runs."""
+    """The CSS colour of the model or run with this number on the page."""
     return f"var(--c{place % COLOURS})"
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], caption: str) -> str:
-    """A table; cells are markup, the head and the caption texts."""
+    """Markup of a table. Cells are markup; the head and the caption are plain texts."""
     heads = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in head)
     lines = [f'<tr><th scope="row">{row[0]}</th>{"".join(f"<td>{cell}</td>" for cell in row[1:])}</tr>' for row in rows]
     return (
@@ -112,8 +113,8 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], caption: str) -> s
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """What samples.js shows of a response. scores, changes: by reward; changes against the first of the row, or
-    whatever else a page says; None for none."""
+    """A response as samples.js shows it. scores, changes: one number for each reward. A change is from the score of the
+    row's first response, or of another one that the page names; None if there is none."""
 
     text: str
     scores: Sequence[float]
@@ -125,7 +126,8 @@ class Response:
 
 @dataclass(frozen=True, slots=True)
 class SampleRow:
-    """Responses to one prompt side by side. place: of the prompt; number: of the sample of it."""
+    """Responses to one prompt side by side. place: the prompt's number. number: the sample's number among those of this
+    prompt."""
 
     prompt: str
     place: int
@@ -135,8 +137,8 @@ class SampleRow:
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """names: of the columns, that of the first beside which words are marked. rewards: their names. each: samples of a
-    prompt. elsewhere: where the samples stand, too, for readers without JavaScript."""
+    """names: the columns; words that differ from the first column are marked. rewards: names of the rewards. each:
+    number of samples of a prompt. elsewhere: a file with the samples, for readers without JavaScript."""
 
     names: Sequence[str]
     rewards: Sequence[str]
@@ -146,7 +148,7 @@ class Samples:
 
 
 def sample_data(samples: Samples) -> dict:
-    """As samples.js reads it."""
+    """The samples as the JSON that samples.js reads."""
     rows = [
         {
             "prompt": row.prompt,
@@ -170,7 +172,7 @@ def sample_data(samples: Samples) -> dict:
 
 
 def sample_section(samples: Samples) -> str:
-    """The list of samples with its search, filters and pages, as markup; samples.js fills it."""
+    """Markup of the list of samples with search, filters and pages; samples.js fills it."""
     first, *others = samples.names
     models = {"any": "all", **{str(place): name for place, name in enumerate(others, 1)}}
     rewards = {str(place): name for place, name in enumerate(samples.rewards)}
@@ -180,8 +182,8 @@ def sample_section(samples: Samples) -> str:
     )
     return f"""<section id="list-of-samples">
 <h2>Samples</h2>
-<p class="soft">Words that {escape(first)} does not have at their place are <mark>marked</mark>; with one
-chosen beside it also <mark class="gone">those</mark> that it left out. Keys: / searches, j and k go from sample to
+<p class="soft">Words that differ from {escape(first)} are <mark>marked</mark>. If one other column is chosen, words
+that only the first column has are <mark class="gone">marked</mark> too. Keys: / searches, j and k go from sample to
 sample, n and p from page to page.</p>
 <form id="controls" role="search" aria-label="samples">
 <label>search prompts and responses<input id="search" type="search" autocomplete="off"></label>
@@ -194,7 +196,7 @@ sample, n and p from page to page.</p>
 {nav.format("pages", "told", 'role="status" aria-live="polite"')}
 <div id="list"></div>
 {nav.format("pages, below", "told-below", "")}
-<noscript>The samples need JavaScript; {escape(samples.elsewhere)} has them, too.</noscript>
+<noscript>The samples need JavaScript. {escape(samples.elsewhere)} has the same.</noscript>
 </section>"""
 
 

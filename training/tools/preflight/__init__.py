@@ -1,2 +1,2 @@
-"""Gathers facts of a run's nodes and compares them before anything large is loaded: in full by --preflight, and in
-short at the start of each run on several hosts."""
+"""Collects facts about a run's nodes and compares them before anything large is loaded. --preflight compares all facts;
+the start of each run on several hosts compares those that need no measuring."""

@@ -6,9 +6,10 @@
     exchange.facts(own, world, seconds)  <--------  exchange.post({...})
     exchange.publish("verdict", {...})              exchange.published("verdict")
 
-It needs no collective call and no library but torch, so a rank with another version of a library can still report it.
-torch's store lets in whoever reaches its port, and ranks have no shared key yet (docs/security.md). So the store's
-content is parsed as a stranger's: it can only end the run with a message and code 2, and is never executed.
+The exchange uses no collective call and no library but torch, so a rank with another version of a library can still
+report that. Anybody who reaches the port of torch's store can write to the store, and the ranks have no shared key yet
+(docs/security.md). So the store's content is not trusted: it is parsed and never executed, and wrong content can only
+end the run with a message and exit code 2.
 """
 
 import base64
@@ -40,10 +41,10 @@ WORLD_INFO = "--world_info="  # a flag of DeepSpeed's launcher on each node
 
 
 class Exchange:
-    """Facts of ranks, and what rank 0 publishes.
+    """One rank's side of the exchange: ranks post facts, and rank 0 publishes objects that all ranks read.
 
-    store: torch's. name: of what is compared; keys are each start's own, as torchrun keeps the store when it starts the
-    ranks anew.
+    store: torch's key-value store. name: the name of this exchange, part of its keys. Each start of the ranks has keys
+    of its own, because torchrun keeps the store when it restarts the ranks.
     """
 
     def __init__(self, store, name: str, environment: Mapping[str, str]):
@@ -73,13 +74,13 @@ class Exchange:
         raise UserError(f"no answer from rank 0 at {_place(environment)} within {seconds:.0f} s ({reason})")
 
     def post(self, own: dict) -> None:
-        """Tell rank 0 the facts of this rank; raises UserError where it has gone or is cut off."""
+        """Send the facts of this rank to rank 0; raises UserError if rank 0 has ended or cannot be reached."""
         self._ask(self._store.set, f"{self._name}/{self._environment['RANK']}", json.dumps(own))
         self._ask(self._store.add, f"{self._name}/posted", 1)
 
     def facts(self, own: dict, world: int, seconds: float, over: Callable[[], bool] = lambda: False) -> dict[int, dict]:
-        """Called by rank 0: {rank: facts} of all ranks, with its own. If no further rank posts within `seconds`, or
-        `over` says not to wait any more, only of those that have posted."""
+        """{rank: facts} of all ranks, rank 0 included (rank 0 calls this). If no further rank posts within `seconds`,
+        or `over` returns True, ranks that have not posted are missing."""
         found, deadline, counted = {0: own}, time.monotonic() + seconds, 0
         while len(found) < world and time.monotonic() < deadline and not over():
             posted = self._ask(self._store.add, f"{self._name}/posted", 0)
@@ -91,24 +92,27 @@ class Exchange:
         return found
 
     def publish(self, what: str, words: dict) -> None:
-        """By rank 0: tell all others."""
+        """Let the other ranks read an object under the name `what` (rank 0 calls this)."""
         self._store.set(f"{self._name}/{what}", json.dumps(words))
 
     def published(self, what: str) -> dict:
-        """What rank 0 has published, once it has; raises UserError where it has gone or is cut off."""
+        """Wait for the object that rank 0 publishes under this name, and return it.
+
+        Raises: UserError if rank 0 has ended or cannot be reached."""
         while (words := self._read(what)) is None:
             time.sleep(BETWEEN)
         self._ask(self._store.add, f"{self._name}/heard {what}", 1)
         return words
 
     def linger(self, what: str, ranks: int) -> None:
-        """By rank 0, before it ends: serve the store until so many have read this."""
+        """Serve the store until so many ranks have read the object, at most LINGER seconds (rank 0 calls this before it
+        ends)."""
         deadline = time.monotonic() + LINGER
         while self._store.add(f"{self._name}/heard {what}", 0) < ranks and time.monotonic() < deadline:
             time.sleep(BETWEEN)
 
     def _read(self, what: str) -> dict | None:
-        """The object at a key; None while there is none, or something that no rank has written."""
+        """The object at a key; None if the key has no value, or a value that is no JSON object."""
         key = f"{self._name}/{what}"
         if not self._ask(self._store.check, [key]):
             return None
@@ -119,7 +123,8 @@ class Exchange:
         return found if isinstance(found, dict) else None
 
     def _ask(self, call: Callable, *words):
-        """The store's answer. torch waits for ever for a host that is cut off: a thread does so, and this one ends."""
+        """The store's answer to a call. If the host is cut off, torch waits for ever. So another thread makes the call,
+        and this thread raises UserError after ANSWER seconds."""
         answers: queue.SimpleQueue = queue.SimpleQueue()
 
         def ask() -> None:
@@ -144,8 +149,7 @@ def _place(environment: Mapping[str, str]) -> str:
 
 
 def facts_of_rank(args: RunFlags, thorough: bool = True) -> dict:
-    """What this rank posts: its host, its GPU where facts are `thorough`, and by the first rank of each host the facts
-    of the node."""
+    """What this rank posts: its host; its GPU if `thorough`; and, on a host's first rank, the facts of the node."""
     own: dict = {"host": socket.gethostname()}
     if thorough and on_gpu():
         own["gpu"] = asdict(own_gpu(distributed.local_rank()))
@@ -155,12 +159,12 @@ def facts_of_rank(args: RunFlags, thorough: bool = True) -> dict:
 
 
 def nodes_of(posted: Mapping[int, dict]) -> list[Node]:
-    """The nodes of which facts were posted, in the order of their ranks. posted: by rank.
+    """The nodes whose facts were posted, in the order of their ranks. posted: facts by rank.
 
-    Several may have one name, as containers do, and launchers that share a host: each node's first rank is followed by
-    its others.
+    Several nodes may have the same host name, for example containers. Their ranks are told apart by their order: the
+    first rank of a node is followed by the node's other ranks.
 
-    Raises: UserError for facts that this version has not posted.
+    Raises: UserError for facts of another form, for example from another version of this program.
     """
     ranks: dict[int, list[int]] = {}  # of each node, by its first
     latest: dict[str, int] = {}  # first rank of a name
@@ -186,10 +190,9 @@ def nodes_of(posted: Mapping[int, dict]) -> list[Node]:
 
 
 def hosts_by_rank(world: int, lines: Iterable[list[str]] | None = None) -> dict[int, str]:
-    """The host that each rank is to be on, as far as the launcher tells, for ranks that post nothing; "" where it is
-    not known.
+    """The host of each rank according to the launcher, to name the hosts of ranks that post nothing; "" if not known.
 
-    lines: command lines of the launchers above this process, by default those that there are.
+    lines: the command lines of the processes above this one; None to look them up.
     """
     found = dict.fromkeys(range(world), "")
     for words in _command_lines_above() if lines is None else lines:

@@ -1,4 +1,4 @@
-"""The facts of a node as one of its ranks finds them, each a row of preflight's table with what is wrong with it."""
+"""Collects the facts about a node, on one of its ranks. Each fact is a row of preflight's table, with its problem."""
 
 import hashlib
 import os
@@ -47,10 +47,10 @@ OWN = ("HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS")  # w
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fact:
-    """What a node has in one row.
+    """A fact about a node: a cell of the table.
 
-    shown: the text of the cell. same: the value that has to be equal on all nodes; None for no such demand. problem: a
-    sentence on what is wrong on this node by itself. remedy: what to do where nodes differ. warning: whether a run can
+    shown: the text of the cell. same: a value that must be equal on all nodes; None if nodes may differ. problem: what
+    is wrong on this node, whatever the other nodes have. remedy: what to do if nodes differ. warning: whether a run can
     go on in spite of the problem. amount: a number; a column for several nodes shows the smallest.
     """
 
@@ -62,7 +62,7 @@ class Fact:
     amount: float | None = None
 
     def __post_init__(self) -> None:
-        """Raise TypeError for what another process has written that is no fact."""
+        """Raise TypeError for fields of a wrong type: another process may have written them."""
         texts = (self.shown, self.same or "", self.problem, self.remedy)
         if not all(isinstance(text, str) for text in texts) or not isinstance(self.amount or 0.0, int | float):
             raise TypeError(f"{self} is no fact")
@@ -72,10 +72,10 @@ Facts = dict[str, Fact]  # by row
 
 
 def facts_of_node(args: RunFlags, thorough: bool = True) -> Facts:
-    """This host's facts, by one of its ranks.
+    """The facts about this host (one of its ranks calls this).
 
-    thorough: disks are written to, and models and data are read; else what takes no time is looked at
-    that all nodes have to agree on.
+    thorough: whether disks are tested, and models and data read. Otherwise only versions, GPUs and environment
+    variables are looked at, which takes no time.
     """
     found = all_versions() | gpus(ranks_of_this_machine())
     if thorough:
@@ -84,7 +84,8 @@ def facts_of_node(args: RunFlags, thorough: bool = True) -> Facts:
 
 
 def all_versions() -> Facts:
-    """The versions that have to be the same on all nodes. Of Python two numbers count, and drivers may differ."""
+    """The versions that must be the same on all nodes. Of Python's version only the first two numbers count. Different
+    drivers are only a warning."""
     found = {name: versions().get(name) or "none" for name in ("python", "torch", "deepspeed", "transformers")}
     found["CUDA"] = torch.version.cuda or "none"
     found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version())) if torch.version.cuda else "none"
@@ -103,7 +104,7 @@ def all_versions() -> Facts:
 
 
 def gpus(ranks: int) -> Facts:
-    """What this host's ranks compute on, and its GPUs: how many torch sees, and of what kind."""
+    """The device that this host's ranks compute on, and the GPUs that torch can use: their number and kind."""
     device = "cuda" if on_gpu() else "cpu"
     rows = {"device": Fact(shown=device, same=device)}
     if not on_gpu():
@@ -127,8 +128,8 @@ def gpus(ranks: int) -> Facts:
 def own_gpu(index: int) -> Fact:
     """How much memory of a rank's own GPU is free, if torch can compute there.
 
-    Each rank asks for its own alone: CUDA takes some hundred megabytes of a GPU that is asked, and where a GPU is for
-    one process at a time, another one keeps its rank out.
+    Each rank asks only about its own GPU. CUDA takes some hundred megabytes of each GPU that a process asks about, and
+    a GPU in exclusive mode would then be closed to its own rank.
     """
     try:
         free, total = torch.cuda.mem_get_info(index)
@@ -147,8 +148,8 @@ def own_gpu(index: int) -> Fact:
 
 
 def variables(environment: Mapping[str, str]) -> Facts:
-    """The environment variables that libraries read and that should agree on all nodes, without names of interfaces;
-    of secrets it only shows that they are set."""
+    """The environment variables that libraries read. They should be equal on all nodes, except names of network
+    interfaces. The values of secrets are not shown, only that they are set."""
     rows = {}
     for name, value in sorted(environment.items()):
         if READ_BY_LIBRARIES.fullmatch(name) and name not in OWN:
@@ -160,8 +161,8 @@ def variables(environment: Mapping[str, str]) -> Facts:
 
 
 def tools(args: RunFlags) -> Facts:
-    """What builds and loads extensions. DeepSpeed loads those by ninja that it has built, too, on CPUs and for what is
-    offloaded."""
+    """The programs that build and load DeepSpeed's extensions: ninja and a C++ compiler. Ranks on CPUs, and offload,
+    need ninja even to load an extension that is already built."""
     offloads = any(value is True for name, value in args.as_dict().items() if name.startswith("offload"))
     ninja, compiler = version_of("ninja"), version_of(os.environ.get("CXX", "c++"))
     return {
@@ -179,7 +180,7 @@ def tools(args: RunFlags) -> Facts:
 
 
 def version_of(program: str) -> str:
-    """The number that a program prints as its version; empty where it cannot be run."""
+    """The version number that a program prints; "" if the program cannot be run, "there" if it prints no number."""
     try:
         told = subprocess.run(
             [program, "--version"], capture_output=True, text=True, timeout=20, check=True, stdin=subprocess.DEVNULL
@@ -194,7 +195,7 @@ def version_of(program: str) -> str:
 
 
 def memory() -> Facts:
-    """Of the host, /dev/shm, and the network that connects it with others."""
+    """The host's free memory, its /dev/shm, and the network that connects it with other hosts."""
     host = psutil.virtual_memory()
     shown = f"{bytes_in_short(host.available)} of {bytes_in_short(host.total)} free"
     rows = {MEMORY: Fact(shown=shown, amount=host.available, warning=True)}
@@ -206,8 +207,8 @@ def memory() -> Facts:
 
 
 def network_cards(classes: Path) -> str:
-    """What connects this node with others: InfiniBand's active ports, or else the fastest interface that is a card and
-    no virtual one, as the kernel knows them (`classes` is /sys/class); empty where it knows none."""
+    """The network of this node: the active InfiniBand ports, or else the fastest network card (no virtual interface);
+    "" if there is none. classes: the kernel's folder /sys/class."""
 
     def text(file: Path) -> str:
         try:
@@ -224,7 +225,7 @@ def network_cards(classes: Path) -> str:
 
 
 def disks(args: RunFlags) -> Facts:
-    """Where a run writes. It can go on where models of the Hub cannot be written, and nowhere else."""
+    """The disks that a run writes to. A run can go on without one of them: that of models from the Hub."""
     room = room_of(args)
     found = {
         "output": disk(
@@ -242,7 +243,8 @@ def disks(args: RunFlags) -> Facts:
 
 
 def extensions_folder() -> Path:
-    """Where DeepSpeed's extensions are built: where torch is told to, or our own folder, or where torch chooses to."""
+    """The folder in which DeepSpeed's extensions are built: TORCH_EXTENSIONS_DIR, else this program's own folder, else
+    torch's default."""
     given = os.environ.get("TORCH_EXTENSIONS_DIR")
     if given is None and (own := own_folder()) is not None:
         return own
@@ -250,8 +252,8 @@ def extensions_folder() -> Path:
 
 
 def room_of(args: RunFlags) -> int:
-    """Bytes of the trained models and of one checkpoint, float32 weights and Adam's two moments; 0 where a model's
-    configuration cannot be read, which another row says."""
+    """Bytes of the saved models and of one checkpoint, which holds float32 weights and Adam's two moments; 0 if a
+    model's configuration cannot be read, which another row reports."""
     try:
         rlhf = isinstance(args, RLHFFlags)
         plan = setting_here(args, args.resolved.dialect).planned() if rlhf else planned_model(args)
@@ -262,7 +264,7 @@ def room_of(args: RunFlags) -> int:
 
 
 def nearest(folder: Path) -> Path:
-    """The folder, or the first one above it that is there."""
+    """The folder, or the nearest folder above it that exists."""
     return next(part for part in (folder, *folder.parents) if os.path.lexists(part))
 
 
@@ -274,9 +276,10 @@ def disk(
     optional: bool = False,
     short_is_fault: bool = False,
 ) -> Fact:
-    """The disk that the folder is on, or will be: something is written to it and removed.
+    """The free bytes of the disk of a folder, which need not exist yet. A test file is written to the disk and removed.
 
-    what: for what. remark: behind the sentence on fewer than `least` bytes. optional: a run can go on without.
+    what: what the folder is for. remark: added to the problem that fewer than `least` bytes are free. optional: whether
+    a run can go on if nothing can be written. short_is_fault: whether too few free bytes stop a run.
     """
     place = nearest(folder)
     try:

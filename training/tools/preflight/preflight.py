@@ -52,7 +52,7 @@ ENOUGH = 2.0  # seconds of one call, after which no larger size is tried
 
 
 def run(args: RunFlags) -> int:
-    """Look at all nodes; returns the exit code, 0 where they are healthy and 2 where one is at fault."""
+    """Check all nodes; returns the exit code: 0 if all are healthy, 2 if one is at fault."""
     try:
         return _follow(args) if distributed.rank() else _lead(args)
     except UserError as error:
@@ -61,10 +61,12 @@ def run(args: RunFlags) -> int:
 
 
 def agree(args: RunFlags) -> Exchange | None:
-    """At the start of a run on several hosts (all ranks call this, before they join): compare what is known without
-    measuring, print what differs, and raise SharedError on all ranks where they cannot work together.
+    """Compare the facts that need no measuring, at the start of a run on several hosts, and print differences (all
+    ranks call this, before the process group exists).
 
-    Returns: an object to keep until the process group exists. The watch thread notices ranks that do not come.
+    Returns: an object that must be kept until the process group exists; None on a single host. There is no time limit
+    here, because the watch thread notices ranks that do not come.
+    Raises: SharedError on all ranks if the nodes cannot work together.
     """
     if not on_several_hosts():
         return None
@@ -94,7 +96,7 @@ def agree(args: RunFlags) -> Exchange | None:
 
 
 def _lead(args: RunFlags) -> int:
-    """By rank 0."""
+    """Rank 0's part of --preflight; returns the exit code."""
     world, failed = distributed.world_size(), _CannotBegin()
     exchange = Exchange.served("preflight") if world > 1 else None
     with _file_beside(Path(args.output_dir)) as file:
@@ -124,7 +126,7 @@ def _lead(args: RunFlags) -> int:
 
 
 def _follow(args: RunFlags) -> int:
-    """By the other ranks."""
+    """The other ranks' part of --preflight; returns the exit code."""
     own = facts_of_rank(args)
     exchange = Exchange.reached("preflight", REPORTS)
     file = str(exchange.published("look").get("file", ""))
@@ -145,20 +147,21 @@ class _CannotBegin:
         self._meeting_point, self._since = MeetingPoint(), float("inf")
 
     def known_for_a_while(self) -> bool:
-        """Whether it is known for OTHERS seconds, in which others may have come."""
+        """Whether the message has been known for OTHERS seconds. Other ranks may have posted in this time."""
         if not self.findings and (failure := self._meeting_point.failure()) is not None:
             self.findings, self._since = [cannot_begin(failure[0])], time.monotonic()
         return time.monotonic() > self._since + OTHERS
 
     def let_others_hear(self) -> None:
-        """The rank need not print it."""
+        """Tell the failed rank that rank 0 has read its message, so that the rank need not print the message."""
         if self.findings:
             self._meeting_point.let_others_hear()
 
 
 @contextlib.contextmanager
 def _file_beside(output_dir: Path) -> Iterator[str]:
-    """A file for others to look for, where a run would write; "" where nothing can be written, which the table says."""
+    """A new file in or above the output folder, for the other nodes to look for; "" if nothing can be written there,
+    which the table reports."""
     with contextlib.ExitStack() as stack:
         try:
             place = nearest(output_dir.absolute())
@@ -169,7 +172,7 @@ def _file_beside(output_dir: Path) -> Iterator[str]:
 
 
 def _sees(file: Path) -> Fact:
-    """Whether this node sees what rank 0 has written, which may take a network's file system a moment."""
+    """Whether this node sees the file that rank 0 has written. A network file system may take a moment to show it."""
     deadline = time.monotonic() + LOOKS
     while not file.exists():
         if time.monotonic() > deadline:
@@ -188,9 +191,9 @@ def _print(*lines: str) -> None:
 
 
 def _measure(args: RunFlags, nodes: int) -> None:
-    """Join the process group and time an all-reduce between all ranks, which rank 0 prints (all ranks call this).
+    """Join the process group and time an all-reduce over all ranks; rank 0 prints the result (all ranks call this).
 
-    A host that is cut off meanwhile is named by the watch, which then ends this process with code 1.
+    If a host is cut off in the meantime, the watch names the host and ends this process with exit code 1.
     """
     from engine.zero.communication import init
 
@@ -210,14 +213,14 @@ def _measure(args: RunFlags, nodes: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """All-reduce between so many ranks. seconds: of a call, by the bytes that each rank has."""
+    """The times of an all-reduce. ranks: number of ranks. seconds: {bytes of each rank's tensor: seconds of a call}."""
 
     ranks: int
     seconds: dict[int, float]
 
     @property
     def bandwidth(self) -> float:
-        """Bytes a second through each rank's link with the largest size: in a ring 2 (n - 1) / n of the bytes pass it
+        """Bytes a second through each rank's link with the largest tensor: in a ring 2 (n - 1) / n of its bytes pass it
         (NVIDIA/nccl-tests, doc/PERFORMANCE.md, 03a204a1f38aaea17f1a777885bb2d9600ba7eff)."""
         size = max(self.seconds)
         return 2 * (self.ranks - 1) / self.ranks * size / self.seconds[size]
@@ -229,7 +232,7 @@ class Timed:
 
 
 def timed() -> Timed:
-    """How long an all-reduce takes, by the rank that takes longest (all ranks call this)."""
+    """The times of an all-reduce on the slowest rank (all ranks call this)."""
     group = RankGroup(distributed.world_size())
 
     def slowest(tensor: torch.Tensor, times: int) -> float:

@@ -1,5 +1,5 @@
-"""Finds what is wrong with nodes or differs between them, and prints it as a table: a column for each node, or, with
-many nodes, a column for all nodes that are alike."""
+"""Finds problems of nodes and differences between nodes, and makes a table of all facts. Each node has a column; with
+many nodes, those with equal facts share a column."""
 
 import re
 from collections import Counter
@@ -23,14 +23,14 @@ class Node:
     facts: Facts
 
     def fact(self, row: str) -> Fact:
-        """What it has in this row."""
+        """The node's fact in this row; NONE if the node has none."""
         return self.facts.get(row, NONE)
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What is wrong: on which hosts, in which row of the table, and in a sentence without the hosts' names. warning:
-    whether a run can go on with it."""
+    """A problem, or a difference between nodes: the hosts that have it, its row in the table, and a text without the
+    hosts' names. warning: whether a run can go on in spite of it."""
 
     hosts: tuple[str, ...]
     row: str
@@ -39,7 +39,7 @@ class Finding:
 
 
 def findings(nodes: Sequence[Node]) -> list[Finding]:
-    """All that is wrong with nodes, faults first."""
+    """All findings about the nodes, faults before warnings."""
     found: dict[tuple[str, str, bool], list[str]] = {}  # hosts, by row, text and whether it is a warning
     for row in rows_of(nodes):
         facts = [node.fact(row) for node in nodes]
@@ -62,14 +62,14 @@ def findings(nodes: Sequence[Node]) -> list[Finding]:
 
 
 def _usual(facts: Sequence[Fact]) -> Fact | None:
-    """The most frequent fact; of several the first, which is rank 0's where that is one of them."""
+    """A fact with the most frequent value; if several values are equally frequent, the first of them."""
     counts = Counter(fact.same for fact in facts)
     return max(facts, key=lambda fact: counts[fact.same], default=None)
 
 
 def absent(expected: Mapping[int, str], heard: Iterable[int], seconds: float) -> list[Finding]:
-    """Ranks of which nothing was heard within so many seconds. expected: every rank's host, "" where the launcher does
-    not tell it."""
+    """The findings about ranks that have posted nothing within so many seconds. expected: each rank's host, "" if the
+    launcher does not give it. heard: the ranks that have posted."""
     missing: dict[str, list[int]] = {}
     for rank in sorted(set(expected) - set(heard)):
         missing.setdefault(expected[rank], []).append(rank)
@@ -85,14 +85,14 @@ def absent(expected: Mapping[int, str], heard: Iterable[int], seconds: float) ->
 
 
 def cannot_begin(message: str) -> Finding:
-    """Of a rank that has said why its program does not come so far: "error: on gpu02: the program cannot begin ..."."""
+    """The finding from a rank's message that its program cannot begin: "error: on gpu02: the program cannot ..."."""
     match = re.fullmatch(r"error: (?:on (\S+): )?(.*)", message, re.DOTALL)
     host, text = (match[1], match[2]) if match else (None, message)
     return Finding((host or "a host",), "report", text)
 
 
 def table(nodes: Sequence[Node], found: Sequence[Finding]) -> list[str]:
-    """Its lines; a cell that a finding is about begins with "!"."""
+    """The lines of the table. A cell with a finding begins with "!"."""
     rows = rows_of(nodes)
     columns = _columns(nodes, rows, found)
     shown, left = columns[:COLUMNS], columns[COLUMNS:]
@@ -124,7 +124,8 @@ def rows_of(nodes: Sequence[Node]) -> list[str]:
 
 
 def _columns(nodes: Sequence[Node], rows: Sequence[str], found: Sequence[Finding]) -> list[list[Node]]:
-    """The columns' nodes, those with findings first; each node its own where there are few."""
+    """The nodes of each column: one node if there are at most EACH_ITS_OWN nodes, otherwise all nodes with equal
+    texts and findings. With shared columns, those without findings come last."""
     if len(nodes) <= EACH_ITS_OWN:
         return [[node] for node in nodes]
     groups: dict[tuple, list[Node]] = {}
@@ -136,7 +137,7 @@ def _columns(nodes: Sequence[Node], rows: Sequence[str], found: Sequence[Finding
 
 
 def _cell(row: str, column: Sequence[Node], found: Sequence[Finding]) -> str:
-    """The text of a cell; for several nodes that of the smallest amount."""
+    """The text of a cell; in a column of several nodes, the text of the node with the smallest amount."""
     node = min(column, key=lambda node: node.fact(row).amount or 0)
     more = " or more" if len(column) > 1 and node.fact(row).amount is not None else ""
     wrong = any(finding.row == row and node.host in finding.hosts for finding in found)
@@ -161,7 +162,7 @@ def verdict(nodes: int, found: Sequence[Finding]) -> str:
 
 
 def ranks_in_short(ranks: Sequence[int]) -> str:
-    """Numbers of ranks in words: "rank 3", "ranks 8 to 15", "ranks 1, 5, 7"."""
+    """Ranks in a short text: "rank 3", "ranks 8 to 15", "ranks 1, 5, 7"."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     run = list(ranks) == list(range(ranks[0], ranks[-1] + 1))
@@ -169,7 +170,7 @@ def ranks_in_short(ranks: Sequence[int]) -> str:
 
 
 def hosts_in_short(hosts: Sequence[str]) -> str:
-    """Names in few words: "gpu[01-03,07] (4 nodes)", "node-a, node-b"."""
+    """Host names in a short text: "gpu[01-03,07] (4 nodes)", "node-a, node-b"."""
     if len(hosts) <= 2:
         return ", ".join(hosts)
     alike: dict[tuple[str, str, int], list[str]] = {}  # numbers, by what stands before and behind and their width

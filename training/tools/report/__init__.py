@@ -1,1 +1,1 @@
-"""A run, or several beside each other, as one page to send to someone: __main__.py is the program, page.py the page."""
+"""Reports of runs as one HTML file: __main__.py is the program, page.py makes the page."""

@@ -1,10 +1,10 @@
-"""A report of a run, or of several beside each other, as one HTML file that needs nothing beside it.
+"""A report of one run, or of several side by side, as one HTML file that needs no other file.
 
     python -m training.report out/ppo                                    # writes out/ppo/report.html
     python -m training.report out/ppo out/other --output both.html
 
-Reads metrics.jsonl, samples/ and run.json, also of a run that broke off or still goes on. Nothing is overwritten unless
---overwrite is given.
+It reads metrics.jsonl, samples/ and run.json. The run may have failed, or may still go on. An existing file is only
+replaced with --overwrite.
 """
 
 import argparse
@@ -22,8 +22,8 @@ def main(arguments: list[str] | None = None) -> int:
     """The command line; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m training.report", description=__doc__.splitlines()[0])
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="output folders of step 1, 2 or 3")
-    parser.add_argument("--output", type=Path, help=f"the file; by default {PAGE} in the folder of a single run")
-    parser.add_argument("--overwrite", action="store_true", help="replace the file if it is there")
+    parser.add_argument("--output", type=Path, help=f"file to write; by default {PAGE} in the folder of a single run")
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing file")
     args = parser.parse_args(arguments)
     try:
         output = _output(args)
@@ -40,16 +40,16 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _output(args: argparse.Namespace) -> Path:
-    """Where the page goes; raises UserError where that is not said, or something is there."""
+    """The file to write. Raises: UserError if several runs are given without --output, or if the file exists."""
     if args.output is None and len(args.runs) > 1:
-        raise UserError(f"several runs have no folder in common. Say where the page goes: --output {PAGE}.")
+        raise UserError(f"several runs have no folder in common. Give the file to write: --output {PAGE}.")
     output = args.output or args.runs[0] / PAGE
     if output.is_dir():
         raise UserError(f"--output {output}: is a folder. Give a file, {output / PAGE}.")
     if args.output and not output.parent.is_dir():
         raise UserError(f"--output {output}: there is no folder {output.parent}. Make it, or give another file.")
     if output.exists() and not args.overwrite:
-        raise UserError(f"{output}: is there already. Give --overwrite to replace it, or another --output.")
+        raise UserError(f"{output}: exists already. Give --overwrite to replace it, or another --output.")
     return output
 
 

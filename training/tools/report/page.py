@@ -1,8 +1,8 @@
-"""A run, or several beside each other, as a page: held-out numbers, health, curves, samples, and how it was made.
+"""The report of one or several runs as an HTML page: held-out metrics, health, curves, samples, configuration.
 
     page(read_runs([Path("out/ppo")]))
 
-`read_runs` reads what the output folders hold: metrics, samples, and the record of how the run was started.
+`read_runs` reads metrics.jsonl, the samples, and run.json, the record of how a run was started.
 """
 
 import math
@@ -23,17 +23,18 @@ from training.reporting.standard_errors import scored_otherwise, with_error, wit
 from training.tools.pages.page import Response, SampleRow, Samples, document, dot, sample_data, sample_section, table
 
 NUMBER = int | float
-SHOWN = {"prompt": str, "response": str, "score": NUMBER, "kl": NUMBER, "tokens": NUMBER}  # of a sample
+SHOWN = {"prompt": str, "response": str, "score": NUMBER, "kl": NUMBER, "tokens": NUMBER}  # fields of a sample
 BEFORE, AFTER = "before", "after"
 VIEWS = {"step 1": SFT_VIEW, "step 2": REWARD_VIEW, "step 3": averaged_view(PPO_VIEW)}
-POINTS = 1500  # of a curve at most: more than a screen is wide
+POINTS = 1500  # most points of a curve; few screens are wider in pixels
 SEVERITIES = {"alarm": "worse", "look": "even", "fine": "better"}
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A run. kind: the step that wrote it, a key of VIEWS. rows: of metrics.jsonl. starts: of run.json, the last start
-    last. samples: {file name without its ending: rows}, in the order of steps. missing: files that the folder lacks."""
+    """A run. kind: the training step that it is a run of, a key of VIEWS. rows: the rows of metrics.jsonl. starts: the
+    starts in run.json, the latest last. samples: {file name without its ending: rows}, in the order of steps. missing:
+    descriptions of files that the folder lacks."""
 
     name: str
     folder: Path
@@ -45,17 +46,17 @@ class Run:
 
     @property
     def start(self) -> Mapping:
-        """The last start, or nothing where there is no run.json."""
+        """The latest start; {} without run.json."""
         return self.starts[-1] if self.starts else {}
 
     @property
     def flags(self) -> Mapping:
-        """By name."""
+        """{name: value} of the latest start's flags."""
         return self.start.get("flags") or {}
 
     @property
     def view(self) -> View:
-        """Which metrics its charts show."""
+        """Describes the metrics that the run's charts show."""
         return VIEWS[self.kind]
 
     @property
@@ -65,9 +66,9 @@ class Run:
 
 
 def read_runs(folders: Sequence[Path]) -> list[Run]:
-    """Each folder's run, named by the folder, with as many of those above it as tell them apart.
+    """The run in each folder. Its name is the folder's, with as many parent folders as make the names differ.
 
-    Raises: UserError for a folder that holds no run, and for runs of different steps.
+    Raises: UserError for a folder without a run, for a folder given twice, and for runs of different training steps.
     """
     resolved = [without_links(folder) for folder in folders]
     if len(set(resolved)) < len(resolved):
@@ -81,7 +82,7 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
 
 
 def kind_of(rows: Sequence[Mapping]) -> str:
-    """Which program wrote these metrics."""
+    """The training step whose program wrote these metrics, a key of VIEWS."""
     names = {name for row in rows for name in row}
     if any(name.startswith(("objective/", "critic_pretrain/")) for name in names) or "eval/kl" in names:
         return "step 3"
@@ -89,7 +90,7 @@ def kind_of(rows: Sequence[Mapping]) -> str:
 
 
 def _told_apart(paths: Sequence[Path]) -> list[str]:
-    """The fewest last parts of paths that are all different."""
+    """The last n parts of each path, with the smallest n for which they all differ."""
     count = 1
     while len({path.parts[-count:] for path in paths}) < len(paths):
         count += 1
@@ -97,7 +98,7 @@ def _told_apart(paths: Sequence[Path]) -> list[str]:
 
 
 def read_run(folder: Path, name: str) -> Run:
-    """The run in a folder; raises UserError where there is no metrics.jsonl with a step in it."""
+    """The run in a folder. Raises: UserError if there is no metrics.jsonl with a step."""
     metrics = folder / METRICS_FILE
     if not metrics.is_file():
         raise UserError(f"{folder}: holds no {METRICS_FILE}. Give the --output_dir of a run.")
@@ -111,7 +112,7 @@ def read_run(folder: Path, name: str) -> Run:
     record = folder / RUN_FILE
     starts = read_run_record(record) if record.is_file() else []
     if not starts:
-        missing.append(f"{RUN_FILE}: how it was started is not known")
+        missing.append(f"{RUN_FILE}: it is not known how the run was started")
     samples = read_samples(folder / "samples")
     if any("eval/score" in row for row in rows):
         missing += [f"samples/{each}.jsonl" for each in (BEFORE, AFTER) if each not in samples]
@@ -119,14 +120,15 @@ def read_run(folder: Path, name: str) -> Run:
 
 
 def read_samples(folder: Path) -> dict[str, list[dict]]:
-    """Rows of each file of held-out samples: before, the steps in between, after. Raises: UserError."""
+    """{file name without its ending: rows} of the held-out samples: before, the steps in between, after. Raises:
+    UserError."""
     found = {path.stem: path for path in sorted(folder.glob("*.jsonl")) if path.is_file()}
     order = [BEFORE, *(name for name in found if re.fullmatch(r"step_\d+", name, re.ASCII)), AFTER]
     return {name: _sample_rows(found[name]) for name in order if name in found}
 
 
 def _sample_rows(path: Path) -> list[dict]:
-    """Of each line what the page shows; a last line without its newline is still being written: left out."""
+    """The fields SHOWN of each line. A last line without a newline is left out, as it is still being written."""
     rows = []
     for number, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
         if not line.endswith(b"\n"):
@@ -142,19 +144,19 @@ def _sample_rows(path: Path) -> list[dict]:
 
 
 def named(name: str) -> str:
-    """What a page calls a file of samples."""
+    """The name of a file of samples on the page."""
     return f"step {int(name.removeprefix('step_')):,}" if name.startswith("step_") else name
 
 
 def scored_as_first(run: Run, name: str) -> bool:
-    """Whether a file of samples was scored by the reward that scored the first one."""
+    """Whether the samples of a file were scored by the same reward as the run's first samples."""
     step = int(name.removeprefix("step_")) if name.startswith("step_") else 0 if name == BEFORE else run.steps
     rows = [row for row in run.rows if "eval/score" in row and row["step"] <= step]
     return not (rows and scored_otherwise(rows[-1]))
 
 
 def page(runs: Sequence[Run]) -> str:
-    """The whole file. runs: at least one, all of one step."""
+    """The HTML page. runs: at least one, all of one training step."""
     charts = list(_charts(runs))
     samples = _samples(runs)
     body = [_missing(runs), _held_out(runs), _health(runs), _curves(charts)]
@@ -173,12 +175,13 @@ def page(runs: Sequence[Run]) -> str:
 
 
 def _missing(runs: Sequence[Run]) -> str:
-    lines = [f"<li>{escape(run.name)}: not there: {escape(each)}</li>" for run in runs for each in run.missing]
+    lines = [f"<li>{escape(run.name)}: missing: {escape(each)}</li>" for run in runs for each in run.missing]
     return f'<ul class="verdicts">{"".join(lines)}</ul>' if lines else ""
 
 
 def evaluations(run: Run) -> tuple[Mapping, Mapping]:
-    """The rows of metrics before the first step and of the last evaluation behind it; empty where there is none."""
+    """(the metrics of the evaluation before the first step, those of the latest evaluation after it); {} for one that
+    does not exist."""
     metrics = [metric for _, metric in _measured(run)]
     found = [row for row in run.rows if any(metric in row for metric in metrics)]
     first = next((row for row in found if row["step"] == 0), {})
@@ -187,12 +190,12 @@ def evaluations(run: Run) -> tuple[Mapping, Mapping]:
 
 
 def _measured(run: Run) -> list[tuple[str, str]]:
-    """Titles and metrics of what is measured on held-out examples."""
+    """(title, metric) of everything that is measured on held-out examples."""
     return [(title, metric) for charts in run.view.held_out.values() for title, metric in charts.items()]
 
 
 def _held_out(runs: Sequence[Run]) -> str:
-    """A table of the held-out metrics before and after, and their change; of each run."""
+    """A table with each run's held-out metrics before and after training, and their changes."""
     rows = []
     for title, metric in _measured(runs[0]):
         if metric.endswith("_change"):
@@ -201,18 +204,19 @@ def _held_out(runs: Sequence[Run]) -> str:
             first, last = evaluations(run)
             if metric not in last and metric not in first:
                 continue
-            if metric == "eval/score" and scored_otherwise(last):  # another reward's: nothing to compare with
+            if metric == "eval/score" and scored_otherwise(last):  # the rewards differ: scores cannot be compared
                 first = {}
             cells = [_told(first, metric), _told(last, metric), _change(first, last, metric)]
             name = [dot(run.name, place + 1)] if len(runs) > 1 else []
             rows.append([escape(title), *name, *cells, f"{last.get('step', 0):,}"])
     if not rows:
-        return "<section><h2>Held out</h2><p>Nothing was held out, or not measured yet.</p></section>"
+        return "<section><h2>Held out</h2><p>Nothing was held out, or nothing was measured yet.</p></section>"
     head = ["", *(["run"] if len(runs) > 1 else []), "before", "after", "change", "at step"]
     return f"""<section>
 <h2>Held out, before and after</h2>
 {table(head, rows, "held-out metrics before and after")}
-<p class="soft">± is one standard error; a change's is paired, example by example. (noise): within two of them.</p>
+<p class="soft">± is one standard error; that of a change is paired, example by example. (noise): the change is within
+two standard errors.</p>
 </section>"""
 
 
@@ -229,7 +233,7 @@ def _change(first: Mapping, last: Mapping, metric: str) -> str:
 
 
 def _health(runs: Sequence[Run]) -> str:
-    """What the curves of a PPO run say in words, and what to try."""
+    """The health findings of PPO runs: what the metrics show, and what to try."""
     if runs[0].kind != "step 3":
         return ""
     lines = [
@@ -243,7 +247,7 @@ def _health(runs: Sequence[Run]) -> str:
 
 
 def _charts(runs: Sequence[Run]) -> Iterator[dict]:
-    """section, title and data of each chart of which a run has values."""
+    """Section, title and data of each chart for which a run has values."""
     view = runs[0].view
     held_out = {section: {t: (metric,) for t, metric in charts.items()} for section, charts in view.held_out.items()}
     for section, charts in {**held_out, **view.charts}.items():
@@ -254,7 +258,8 @@ def _charts(runs: Sequence[Run]) -> Iterator[dict]:
 
 
 def _lines(runs: Sequence[Run], metrics: Sequence[str]) -> Iterator[dict]:
-    """Several runs have a colour each, and a metric a dash; of one run each metric has a colour."""
+    """The lines of a chart. With several runs the colour shows the run and the dashes the metric; with one run the
+    colour shows the metric."""
     for place, run in enumerate(runs):
         for number, metric in enumerate(metrics):
             points = [
@@ -270,7 +275,7 @@ def _lines(runs: Sequence[Run], metrics: Sequence[str]) -> Iterator[dict]:
 
 
 def thinned(points: Sequence[tuple]) -> list[tuple]:
-    """At most about POINTS of them, evenly, the last one included."""
+    """About POINTS of the points at most, evenly spaced, with the last one."""
     every = -(-len(points) // POINTS)
     kept = list(points[::every])
     return kept if kept[-1] == points[-1] else [*kept, points[-1]]
@@ -286,20 +291,20 @@ def _curves(charts: Sequence[Mapping]) -> str:
     )
     return f"""<section>
 <h2>Curves</h2>
-<p class="soft">Drag over a part of a curve to see it larger; with a curve focused arrow keys read its values, + and -
-zoom, 0 shows all. Bars are two standard errors to either side. metrics.jsonl has all numbers.</p>
+<p class="soft">Drag over a part of a curve to zoom in. When a curve has the focus, arrow keys read its values, + and -
+zoom, and 0 shows all. Bars are two standard errors to either side. metrics.jsonl has all numbers.</p>
 {made}
-<noscript>The curves need JavaScript; curves.png and metrics.jsonl have them, too.</noscript>
+<noscript>The curves need JavaScript. curves.png and metrics.jsonl show the same.</noscript>
 </section>"""
 
 
 Answers = Mapping[tuple[str, int], Mapping]
-"""Samples by `_by_prompt`."""
+"""Samples as `_by_prompt` returns them."""
 
 
 def _samples(runs: Sequence[Run]) -> Samples | None:
-    """Responses to the held-out prompts side by side, each with its change from what its own run answered first; none
-    where another reward scored that. None without such files."""
+    """Responses to the held-out prompts side by side. Each has the change of its score from its run's first response,
+    unless another reward scored that one. None if there are fewer than two files of samples with common prompts."""
     columns = list(_one_runs_columns(runs[0]) if len(runs) == 1 else _last_columns(runs))
     shared = [key for key in next(iter(columns), ("", {}, None))[1] if all(key in rows for _, rows, _ in columns)]
     if len(columns) < 2 or not shared:
@@ -316,14 +321,15 @@ def _samples(runs: Sequence[Run]) -> Samples | None:
 
 
 def _one_runs_columns(run: Run) -> Iterator[tuple[str, Answers, Answers | None]]:
-    """A run's samples before, in between and after: name, answers, and those that their scores are compared with."""
+    """For each file of a run's samples: its name, the answers, and the answers with which scores are compared."""
     first = _by_prompt(next(iter(run.samples.values()), []))
     for name, rows in run.samples.items():
         yield named(name), _by_prompt(rows), first if scored_as_first(run, name) else None
 
 
 def _last_columns(runs: Sequence[Run]) -> Iterator[tuple[str, Answers, Answers | None]]:
-    """What each of several runs ended with, beside what the first one began with."""
+    """The samples before training of the first run that has them, then the latest samples of each run; as
+    `_one_runs_columns`."""
     start = next((_by_prompt(run.samples[BEFORE]) for run in runs if BEFORE in run.samples), None)
     if start is not None:
         yield (BEFORE if BEFORE not in {run.name for run in runs} else f"{BEFORE} training"), start, start
@@ -335,7 +341,7 @@ def _last_columns(runs: Sequence[Run]) -> Iterator[tuple[str, Answers, Answers |
 
 
 def _by_prompt(rows: Sequence[Mapping]) -> dict[tuple[str, int], Mapping]:
-    """By the prompt, and how many rows before have the same: data may hold a prompt several times."""
+    """{(prompt, number of earlier rows with the same prompt): row}. Data may contain a prompt several times."""
     seen: Counter[str] = Counter()
     found = {}
     for row in rows:
@@ -345,10 +351,10 @@ def _by_prompt(rows: Sequence[Mapping]) -> dict[tuple[str, int], Mapping]:
 
 
 def departures(resolved: Mapping) -> list[tuple[str, object, object]]:
-    """(field, value in the dialect of that name, the run's value) of each field in which the run's dialect departs."""
+    """(field, the named dialect's value, the run's value) of each field in which the run differs from its dialect."""
     try:
         usual = get_dialect(str(resolved.get("name")))
-    except UserError:  # one of the run's own
+    except UserError:  # a dialect that the run's own script defined
         return []
     plain = {name: getattr(usual, name) for name in resolved if hasattr(usual, name)}
     plain = {name: list(value) if isinstance(value, tuple) else value for name, value in plain.items()}
@@ -356,7 +362,7 @@ def departures(resolved: Mapping) -> list[tuple[str, object, object]]:
 
 
 def _choices(runs: Sequence[Run]) -> str:
-    """What departs from the dialect; between several runs what differs; all flags behind a fold."""
+    """The fields that differ from the dialect, the differences between several runs, and all flags, folded."""
     made = []
     for place, run in enumerate(runs):
         dialect = run.start.get("dialect")
@@ -384,7 +390,7 @@ def _choices(runs: Sequence[Run]) -> str:
 
 
 def flat(run: Run) -> dict[str, object]:
-    """Flags, and the fields of the dialect behind `dialect/`, by name."""
+    """{name: value} of all flags, and of the dialect's fields as `dialect/NAME`."""
     fields = {f"dialect/{name}": value for name, value in (run.start.get("dialect") or {}).items()}
     return {**run.flags, **fields}
 
@@ -394,7 +400,7 @@ def _value(value: object) -> str:
 
 
 def _origin(runs: Sequence[Run]) -> str:
-    """Command, commit, versions and machine of each start."""
+    """The command, commit, versions and machine of each start."""
     made = []
     for run in runs:
         for number, start in enumerate(run.starts, 1):

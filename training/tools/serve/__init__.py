@@ -1,11 +1,11 @@
-"""A service over HTTP: models answer side by side, a reward model scores.
+"""A service over HTTP: models answer prompts, and a reward model scores responses.
 
 __main__.py  the program
-flags.py     what can be said to it
-models.py    models and reward model, loaded and checked
-decoder.py   one model's responses, decoded side by side, coming and going: tokens drawn, text told
-service.py   what a request asks of the thread that decodes and scores, and how much may be asked at once
-app.py       which request leads where, what clients may send, how mistakes are answered
-server.py    connections, limits that stand before the app, and how the service ends
-page.html    the page: a prompt, the models side by side
+flags.py     its flags
+models.py    checks and loads the models and the reward model
+decoder.py   decodes a model's responses in one batch that responses join and leave; turns tokens into text
+service.py   the thread that decodes and scores for requests; limits how much is computed at a time
+app.py       routes, forms of requests, answers to mistakes
+server.py    connections, limits that apply before the app, the end of the service
+page.html    the page: a prompt, and the models' responses side by side
 """

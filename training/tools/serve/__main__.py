@@ -1,10 +1,10 @@
-"""Serve: models answer side by side over HTTP, a reward model scores; a page, and scores for training runs.
+"""Serve: models answer side by side over HTTP, and a reward model scores; with a page, and scores for training runs.
 
     python -m training.serve --models base=BASE sft=out/sft ppo=out/ppo/actor --reward_model_name_or_path out/reward
 
     curl -X PUT localhost:8000 -H 'Content-Type: application/json' -d '{"prompt": "Review : the film"}'
 
-docs/serve.md has all requests and what is answered. It needs fastapi and uvicorn: pip install .[serve]
+docs/serve.md describes all requests and answers. The program needs fastapi and uvicorn: pip install .[serve]
 """
 
 import importlib.util
@@ -22,7 +22,7 @@ NEEDED = ("fastapi", "uvicorn")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serve by a command line until it is ended; returns the exit code."""
+    """Serve, with the flags of a command line, until the service is ended; returns the exit code."""
     try:
         args = parse_flags(ServeFlags, sys.argv[1:] if argv is None else argv, __doc__.splitlines()[0])
         check_installed()
@@ -33,12 +33,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def check_installed() -> None:
-    """Raise UserError where the packages that only the service needs are not there."""
+    """Raise UserError if a package that only the service needs is not installed."""
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         raise UserError(
-            f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed, which the service needs. "
-            "Run: pip install '.[serve]' -c constraints.txt"
+            f"the service needs {' and '.join(missing)}, and {'it is' if len(missing) == 1 else 'they are'} not "
+            "installed. Run: pip install '.[serve]' -c constraints.txt"
         )
 
 
@@ -54,13 +54,13 @@ def run(args: ServeFlags) -> int:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     warnings.filterwarnings("ignore", category=FutureWarning)
-    listening = listening_socket(args.host, args.port)  # before minutes of loading
+    listening = listening_socket(args.host, args.port)  # fails before models load, which may take minutes
     models = load_models(args)
     begin_to_listen(listening)
     if not args.is_local:
         print(
-            f"WARNING: --host {args.host} lets other machines in, and there is no password. Put a proxy before it that "
-            "asks for one, or leave --host out and use ssh -L.",
+            f"WARNING: --host {args.host} lets other machines in, and there is no password. Put a proxy with a "
+            "password before the service, or leave --host out and use ssh -L.",
             file=sys.stderr,
             flush=True,
         )

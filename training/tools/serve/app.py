@@ -1,10 +1,10 @@
 """The routes of the service, the forms of requests, and the answers to mistakes.
 
-PUT /               each model's response to a prompt or a chat, with its score, whole or streamed
-GET /               the page that asks for these
+PUT /               each model's response to a prompt or a chat, with its score; in one piece or streamed
+GET /               the page that sends PUT /
 POST /v1/scores     scores in this project's form
 POST /get_reward    scores in the form of OpenRLHF's reward server
-GET /health         the state of the service, and its load
+GET /health         the state and load of the service
 """
 
 import json
@@ -30,14 +30,14 @@ from training.tools.serve.service import RequestError, Responses, Service, error
 PAGE = Path(__file__).with_name("page.html")
 STOPS, STOP_LENGTH = 16, 200
 MOST = 10_000  # items of a list
-NESTED = 100_000  # lists and objects in a body: each takes some thirty times as much memory as its two characters
-STRINGS = re.compile(rb'"(?:[^"\\]++|\\.?)*+"?', re.DOTALL)  # of a JSON text, the last one perhaps without its end
+NESTED = 100_000  # most lists and objects in a body: each takes about thirty times the memory of its two characters
+STRINGS = re.compile(rb'"(?:[^"\\]++|\\.?)*+"?', re.DOTALL)  # the strings of a JSON text; the last may lack its end
 NO_OBJECT = "the body is no JSON object. Send one, with Content-Type: application/json"
-SHORT = Field(max_length=MOST, fail_fast=True)  # the first wrong item ends the reading, and so does one too many
+SHORT = Field(max_length=MOST, fail_fast=True)  # reading ends at the first wrong item, or after MOST items
 
 
 class Message(BaseModel):
-    """A message of a chat; fields that a template may know are passed on."""
+    """A message of a chat. Further fields are passed to the chat template."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -46,10 +46,10 @@ class Message(BaseModel):
 
 
 class CompareRequest(BaseModel):
-    """PUT /: what the models are asked, and how their responses are drawn.
+    """PUT /: a prompt or a chat, and how responses are drawn.
 
-    prompt: a text that models continue as it stands. messages: instead of it a chat, which each model is given through
-    its own chat template. models: those that answer, by default all.
+    prompt: a text that models continue. messages: a chat, in place of a prompt; each model gets it through its own chat
+    template. models: names of the models that answer; by default all.
     """
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, strict=True)
@@ -71,10 +71,10 @@ class CompareRequest(BaseModel):
         return self
 
     def settings(self, seed: int, prompt_length: int, context: int, most: int) -> Settings:
-        """How a response is drawn to a prompt of this many tokens.
+        """How a response to a prompt of `prompt_length` tokens is drawn.
 
-        seed: where the request has none. context: the most tokens of a prompt and its response. most: of a response.
-        Raises: RequestError for what is too long.
+        seed: used if the request has none. context: most tokens of prompt and response together. most: most tokens of a
+        response. Raises: RequestError if the prompt, max_tokens or a stop string is too long.
         """
         left = context - prompt_length
         if left < 1:
@@ -96,10 +96,10 @@ class CompareRequest(BaseModel):
 
 
 class Item(BaseModel):
-    """A response to be scored; other fields, such as a data set's columns, are passed over.
+    """A response to score. Other fields, such as columns of a data set, are ignored.
 
-    id: comes back with the score. ended: whether the response came to an end of its own; its end token is then scored
-    with it, as in training.
+    id: returned with the score. ended: whether the response ended by itself; the reward model then reads it with an end
+    token, as in training.
     """
 
     model_config = ConfigDict(extra="ignore", strict=True)
@@ -119,7 +119,7 @@ class ScoresRequest(BaseModel):
 
 
 class OpenRLHFRequest(BaseModel):
-    """POST /get_reward, as OpenRLHF's trainer sends it; its prompts and labels are passed over."""
+    """POST /get_reward, as OpenRLHF's trainer sends it. Its prompts and labels are ignored."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
 
@@ -130,15 +130,16 @@ Form = TypeVar("Form", bound=BaseModel)
 
 
 def read(form: type[Form], body: bytes) -> Form:
-    """The form of a JSON text. Raises: RequestError, which names the first thing that is wrong.
+    """A JSON body as an object of the class `form`. Raises: RequestError, which names the first mistake.
 
-    One that would take far more memory than it has bytes is refused before it is read: other requests wait meanwhile.
+    A body that would take far more memory than it has bytes is refused before it is parsed, because other requests wait
+    while it is.
     """
 
     def nested(text: bytes) -> int:
         return text.count(b"[") + text.count(b"{")
 
-    if nested(body) > NESTED and nested(STRINGS.sub(b"", body)) > NESTED:  # brackets within texts are none
+    if nested(body) > NESTED and nested(STRINGS.sub(b"", body)) > NESTED:  # without brackets in strings
         raise RequestError(400, f"the body has more than {NESTED:,} lists and objects. Send less at once")
     try:
         return form.model_validate_json(body)
@@ -148,7 +149,7 @@ def read(form: type[Form], body: bytes) -> Form:
 
 def _refusal(error: ValidationError) -> RequestError:
     found = error.errors(include_url=False, include_input=False)
-    # Behind it stand other kinds of value.
+    # An error "too_long" comes first: the others are about alternative types of the value.
     first = next((each for each in found if each["type"] == "too_long"), found[0])
     if first["type"] == "json_invalid":
         return RequestError(400, f"the body is no JSON: {first['ctx']['error']}")
@@ -157,7 +158,7 @@ def _refusal(error: ValidationError) -> RequestError:
     if first["type"] == "extra_forbidden":
         name = str(first["loc"][-1])
         return RequestError(400, f"{name} is not supported here. Leave it out", name)
-    # Fields and items; the other parts of a place are kinds of value that pydantic has tried.
+    # Keep names of fields and numbers of items; the other parts of `loc` are types that pydantic has tried.
     place = [
         str(part)
         for part in first["loc"]
@@ -168,7 +169,7 @@ def _refusal(error: ValidationError) -> RequestError:
 
 
 def make_app(service: Service) -> FastAPI:
-    """The app that answers by this service, which starts and stops with it."""
+    """The web app of a service. The service starts and stops with the app."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -183,7 +184,7 @@ def make_app(service: Service) -> FastAPI:
     _add_scores(app, service)
 
     @app.get("/health")
-    @app.get("/v1/health")  # beside /v1/scores, where --reward_url looks for it
+    @app.get("/v1/health")  # beside /v1/scores, where a run with --reward_url looks for it
     async def health() -> dict:
         return service.state()
 
@@ -191,7 +192,7 @@ def make_app(service: Service) -> FastAPI:
 
 
 def _add_errors(app: FastAPI) -> None:
-    """Have every error answered in the form of `error_body`, with one line in the log."""
+    """Have every error answered by an `error_body`, with one line in the log."""
 
     def answer(request: Request, error: RequestError) -> Response:
         log_error(f"{request.method} {request.url.path}", error.status, error.message)
@@ -208,13 +209,13 @@ def _add_errors(app: FastAPI) -> None:
         message = told.get(error.status_code, str(error.detail))
         return answer(request, RequestError(error.status_code, message, headers=error.headers))
 
-    @app.exception_handler(Exception)  # the service's own mistake, whose trace uvicorn logs
+    @app.exception_handler(Exception)  # a bug in the service; uvicorn logs its trace
     async def failed(request: Request, error: Exception) -> Response:
         return JSONResponse(error_body("the service failed; its own log says where"), 500)
 
 
 def _add_page(app: FastAPI) -> None:
-    """The page; its policy lets it run its own script, have its own style, ask this service, and nothing else."""
+    """Serve the page. Its content security policy allows only its own script, its own style and requests to here."""
     page = PAGE.read_text(encoding="utf-8")
     script, style = (
         " ".join(map(sha256, re.findall(rf"<{tag}>(.*?)</{tag}>", page, re.DOTALL))) for tag in ("script", "style")
@@ -239,7 +240,7 @@ def _add_comparison(app: FastAPI, service: Service) -> None:
         names = list(dict.fromkeys(body.models or service.models))
         if not names:
             raise RequestError(404, "this service has no models that answer; it was started with a reward model alone")
-        # A random seed is one that JavaScript's numbers hold, so that it can be sent back.
+        # 53 bits fit into a number of JavaScript, so the page can send the seed back.
         seed = body.seed if body.seed is not None else secrets.randbits(53)
         models = [service.model(name) for name in names]
         with ExitStack() as stack:
@@ -262,7 +263,7 @@ def _is_json(request: Request) -> bool:
 
 
 def _comparison(body: bytes, is_json: bool) -> CompareRequest:
-    """The request of a JSON object, of a JSON text, or of any other body, which then is the prompt itself."""
+    """The request in a body: a JSON object, or a JSON string or plain text that is the prompt."""
     try:
         if not is_json:
             body = json.dumps({"prompt": body.decode("utf-8")}).encode()
@@ -276,18 +277,18 @@ def _comparison(body: bytes, is_json: bool) -> CompareRequest:
 
 
 async def _prompts(service: Service, models: Sequence[ServedModel], body: CompareRequest) -> list[list[int]]:
-    """The ids of the prompt, or of the chat by each model's own chat template. Raises: RequestError."""
+    """The token ids of the prompt for each model; of a chat, by the model's own chat template. Raises: RequestError."""
     if body.messages is None:
         return await service.encoded(lambda: [_prompt_ids(model, str(body.prompt), "prompt") for model in models])
     for model in models:
         if not model.has_template:
             told = (
-                f"the tokenizer of {model.name} has no chat template, so that it cannot be said how messages become "
-                "its prompt. Send it a prompt, which is text, or start the service with --chat_template FILE"
+                f"the tokenizer of {model.name} has no chat template, which would make a prompt of messages. Send a "
+                "prompt, which is text, or start the service with --chat_template FILE"
             )
             raise RequestError(400, told, "messages")
-    if len(body.messages) > service.context:  # a template may take time that grows with the square of it
-        told = f"messages: there are {len(body.messages):,} of them; {service.context:,} tokens are taken"
+    if len(body.messages) > service.context:  # a template's time may grow with the square of the number of messages
+        told = f"messages: there are {len(body.messages):,}; a prompt has at most {service.context:,} tokens"
         raise RequestError(400, told, "messages")
     messages = [message.model_dump() for message in body.messages]
     texts = [await service.rendered(model, messages) for model in models]
@@ -305,16 +306,16 @@ def _prompt_ids(model: ServedModel, text: str, field: str) -> list[int]:
 
 
 def _check_characters(count: int, context: int, longest_token: int, what: str) -> None:
-    """Raise RequestError for a text that is too long by its number of characters: tokenizers take seconds for
-    megabytes."""
-    most = context * (longest_token + 1)  # some tokenizers drop the spaces between
+    """Raise RequestError if a text has more characters than `context` tokens can have: tokenizers take seconds for
+    megabytes of text."""
+    most = context * (longest_token + 1)  # + 1, as some tokenizers drop spaces between words
     if count > most:
-        told = f"{what}: it has {count} characters; {context} tokens have {most} at most"
+        told = f"{what}: it has {count} characters; {context} tokens have at most {most}"
         raise RequestError(400, told, what.partition("[")[0])
 
 
 async def _compared(service: Service, responses: Responses, is_chat: bool) -> dict[str, dict]:
-    """What is answered of each model's response, by the model's name, once all are whole."""
+    """{the model's name: its part of the answer}, after all responses have ended."""
     async for _ in responses.updates():
         pass
     generations = responses.generations
@@ -328,7 +329,7 @@ async def _compared(service: Service, responses: Responses, is_chat: bool) -> di
 
 
 def _ending(model: ServedModel, response: Generation, score: float | None, is_chat: bool) -> dict:
-    """What is said of a response beside its text. is_chat: whether messages were sent."""
+    """The fields of the answer beside a response's text. is_chat: whether the request had messages."""
     told = {"score": score, "tokens": len(response.tokens), "finish_reason": response.reason}
     if model.has_template:
         told["chat_template"] = "applied" if is_chat else "not applied"
@@ -336,7 +337,7 @@ def _ending(model: ServedModel, response: Generation, score: float | None, is_ch
 
 
 class EventStream(StreamingResponse):
-    """A stream of server-sent events. held: contexts that are left when it has ended, or its client has gone."""
+    """A stream of server-sent events. held: contexts that are left when the stream ends or the client disconnects."""
 
     def __init__(self, events: AsyncIterator[str], held: ExitStack):
         super().__init__(events, media_type="text/event-stream", headers={"cache-control": "no-store"})
@@ -349,7 +350,8 @@ class EventStream(StreamingResponse):
 
 
 async def _events(service: Service, responses: Responses, seed: int, is_chat: bool) -> AsyncIterator[str]:
-    """Pieces of each model's text, then what `_ending` says of it, then [DONE]; an error ends the stream without it."""
+    """Events: pieces of the models' texts; the fields of `_ending` when a response ends; at last [DONE]. If there is an
+    error, the last event is the error, without [DONE]."""
 
     def event(data: dict) -> str:
         return f"data: {json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n"
@@ -373,8 +375,8 @@ async def _events(service: Service, responses: Responses, seed: int, is_chat: bo
 
 def _add_scores(app: FastAPI, service: Service) -> None:
     async def scored(field: str, lengths: list[int], encode: Callable[[TextEncoder, int], list[int]]) -> list[float]:
-        """The score of each text of a request. lengths: their characters; encode: the token ids of the one at a place.
-        Raises: RequestError."""
+        """The score of each text of a request. field: the request's field of texts. lengths: each text's characters.
+        encode: (encoder, number of the text) -> its token ids. Raises: RequestError."""
         scorer = service.scorer
         if scorer is None:
             raise RequestError(404, "this service has no reward model; start it with --reward_model_name_or_path")
@@ -393,7 +395,7 @@ def _add_scores(app: FastAPI, service: Service) -> None:
             return await service.scores(sequences)
 
     async def body_of(form: type[Form], request: Request) -> Form:
-        """What a request has sent. A body of another type, which pages of any origin may send, is refused."""
+        """The body of a request. It must have a JSON content type: pages of any origin may send bodies of others."""
         if not _is_json(request):
             raise RequestError(400, NO_OBJECT)
         return read(form, await request.body())
@@ -420,11 +422,11 @@ def _add_scores(app: FastAPI, service: Service) -> None:
 
 
 def query_ids(encoder: TextEncoder, text: str) -> list[int]:
-    """The token ids of a query in OpenRLHF's form, a prompt and its response as one text with special tokens spelt out:
-    those that read as this text, and one EOS behind them, as OpenRLHF's own server puts there.
+    """The token ids of a query in OpenRLHF's form: a prompt and its response as one text with special tokens spelt out.
+    The ids end with one EOS, as on OpenRLHF's own server.
 
-    Tokenizers of the SentencePiece kind write a space between BOS and the text, and read it as one more token: where
-    the ids without that token read as this text, too, they are the ones that it was written from.
+    When SentencePiece tokenizers decode, they write a space between BOS and the text; when they encode, this space is a
+    further token. If the ids without this token decode to the same text, they are the original ones and are returned.
     """
     tokenizer, bos = encoder.tokenizer, encoder.spelt_bos(text)
     ids = encoder.prompt(text)

@@ -1,12 +1,11 @@
-"""One model's responses, decoded side by side; others may begin while these are under way.
+"""Decodes one model's responses in a batch, which responses join and leave at any time.
 
     decoder.join([Generation(prompt_ids, Settings(max_tokens=20, seed=0), ends, tokenizer), ...])
     while decoder.living:
         decoder.step()
 
-The cache, in which rows come and go, and the passes, recorded on CPUs and as CUDA graphs on GPUs, are those of the
-rollouts. Their loop (engine/rollout/decode.py) is another one: it knows all its prompts when it begins, draws all of
-them alike, and looks at what was drawn every few tokens only.
+The cache and the forward passes are those of rollouts. The loop of rollouts (engine/rollout/decode.py) is another one:
+it knows all prompts from the start, has one temperature for all, and looks at drawn tokens only every few tokens.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,18 +21,18 @@ from engine.rollout.passes import passes_of, takes_slot_masks
 from engine.rollout.request import rows_to_move
 from training.data.tokens import padded
 
-GREEDY_BELOW = 1e-5  # temperatures under it: the distribution is one token, and the logits would grow without bound
-BEFORE = 8  # tokens of the prompt that a response is decoded behind: many tokenizers drop the space a text begins with
-UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what a tokenizer puts for the bytes of a character that is not complete
+GREEDY_BELOW = 1e-5  # lower temperatures take the most probable token: divided logits would grow without bound
+BEFORE = 8  # tokens of the prompt that are decoded with a response: many tokenizers drop the first space of a text
+UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # a tokenizer's text for the bytes of an incomplete character
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
     """How one response is drawn.
 
-    max_tokens: that it may have. temperature: 0 for the most probable token each time. top_p: of its nucleus.
-    seed: the key of its random numbers; the same one gives the same response to a prompt.
-    stop: texts that end it, and are not part of its text.
+    max_tokens: most tokens of the response. temperature: 0 for the most probable token each time. top_p: probability of
+    the nucleus that tokens are drawn from. seed: key of the random numbers; a prompt with the same seed gets the same
+    response. stop: strings that end the response and are not part of its text.
     """
 
     max_tokens: int
@@ -44,12 +43,13 @@ class Settings:
 
 
 class Generation:
-    """A response in the making. The thread that draws changes it; others may look at it meanwhile.
+    """A response while it is drawn. Only the drawing thread changes it; other threads may read it.
 
-    prompt_ids: what the model reads first. ends: the tokens that end a response, and belong to it. changed: is called
-    by that thread once there is more to see.
-    tokens: drawn so far. pieces: of its text, as far as that is sure. reason: "stop" (an end token, or a stop string)
-    or "length", once all of its text is there. error: what went wrong. cancelled: whether nobody wants it any more.
+    prompt_ids: token ids of the prompt. ends: the tokens that end a response; the end token is part of `tokens`.
+    changed: called in the drawing thread when `pieces`, `reason` or `error` has changed.
+    tokens: drawn so far. pieces: pieces of the text that will not change any more. reason: None until the text is
+    complete; then "stop" (an end token or stop string) or "length". error: a message if drawing failed. cancelled:
+    whether the response is not needed any more.
     """
 
     def __init__(
@@ -77,11 +77,11 @@ class Generation:
 
     @property
     def read(self) -> int:
-        """Tokens of prompt and response that the model has read: all but the last that was drawn."""
+        """How many tokens of prompt and response the model has read: all but the last drawn one."""
         return len(self.prompt_ids) + len(self.tokens) - 1
 
     def take(self, token: int) -> None:
-        """Take the token that was drawn."""
+        """Append a drawn token, and decide whether the response has ended."""
         self.tokens.append(token)
         text, reason = self._text.add(token), None
         if token in self.ends or self._text.stopped:
@@ -98,7 +98,7 @@ class Generation:
             self.changed()
 
     def fail(self, message: str) -> None:
-        """End it for what went wrong."""
+        """End the response with an error."""
         if not self.ended:
             self.error = message
             self.changed()
@@ -107,14 +107,14 @@ class Generation:
 class Decoder:
     """Decodes the responses of one model, one token of each per step. All calls come from one thread.
 
-    living: the responses under way, each in the row of the batch that is its place in the list. drawn: tokens of all so
-    far.
+    living: the responses that are being drawn; response i is in row i of the batch. drawn: number of tokens drawn so
+    far, over all responses.
 
     Args:
         model: a causal language model in eval mode.
-        vocabulary_size: token ids from this on are never drawn.
-        rows: how many responses are decoded side by side.
-        context: the most tokens that a prompt and its response have together.
+        vocabulary_size: larger token ids and this one are never drawn.
+        rows: how many responses are decoded at the same time.
+        context: most tokens of a prompt and its response together.
         decoding: how single tokens go through the model, one of engine.rollout.passes.DECODING.
     """
 
@@ -134,7 +134,7 @@ class Decoder:
 
     @property
     def room(self) -> int:
-        """How many responses can begin now."""
+        """How many further responses can join now."""
         return self.rows - len(self.living)
 
     @torch.inference_mode()
@@ -151,7 +151,7 @@ class Decoder:
 
     @torch.inference_mode()
     def step(self) -> None:
-        """Draw the next token of each response under way."""
+        """Draw the next token of each living response."""
         living, batch = self.living, self.batch
         if not living:
             return
@@ -165,7 +165,7 @@ class Decoder:
         self._leave()
 
     def fail(self, message: str) -> None:
-        """End all responses under way for what went wrong, and begin with an empty batch."""
+        """End all living responses with an error, and begin an empty batch."""
         for generation in self.living:
             generation.fail(message)
         self._begin()
@@ -176,7 +176,7 @@ class Decoder:
             self.batch = Batch(self.cache, self.rows, self.slots, self.context, self.device)
 
     def _drawn(self, generations: Sequence[Generation], logits: Tensor) -> Tensor:
-        """(B, 1) int64: the tokens that these generations, in the order of the logits (B, V), draw and take."""
+        """Draw a token for each of B generations from logits (B, V), and append it; returns them, (B, 1) int64."""
         logits = logits[:, : self.vocabulary_size]
         settings = [generation.settings for generation in generations]
         uniforms = [generation.uniforms[len(generation.tokens)] for generation in generations]
@@ -192,7 +192,7 @@ class Decoder:
         return tokens.unsqueeze(1)
 
     def _leave(self) -> None:
-        """Let go of responses that have ended or that nobody wants any more."""
+        """Remove responses that have ended or are cancelled."""
         stays = [not (generation.ended or generation.cancelled) for generation in self.living]
         if all(stays):
             return
@@ -208,13 +208,13 @@ class Decoder:
 
 
 def draw(logits: Tensor, uniforms: Tensor, temperatures: Tensor, top_ps: Tensor) -> Tensor:
-    """One token of each row, by its own uniform number: what is drawn depends on no other row.
+    """One token for each row, drawn with the row's own uniform number, so that it depends on no other row.
 
     Args:
         logits: (B, V) in any float dtype.
-        uniforms: (B,) float64 in [0, 1), as keyed_uniforms makes them.
+        uniforms: (B,) float64 in [0, 1), from keyed_uniforms.
         temperatures: (B,) float32; 0 for the most probable token.
-        top_ps: (B,) float32 in (0, 1], the probability that the nucleus has at least (`nucleus`).
+        top_ps: (B,) float32 in (0, 1], the smallest probability of the nucleus (`nucleus`).
 
     Returns: (B,) int64.
     """
@@ -235,15 +235,15 @@ def nucleus(logits: Tensor, top_ps: Tensor) -> Tensor:
     probabilities, order = torch.softmax(logits.float(), -1).sort(dim=-1, descending=True, stable=True)
     before = probabilities.cumsum(-1, dtype=torch.float64) - probabilities
     left_out = (before >= top_ps.unsqueeze(1)) & (top_ps.unsqueeze(1) < 1.0)
-    left_out[:, 0] = False  # of a top_p that float32 has no number for but 0, too
+    left_out[:, 0] = False  # also if a tiny top_p became 0 in float32
     return logits.masked_fill(torch.zeros_like(left_out).scatter(1, order, left_out), -torch.inf)
 
 
 class ResponseText:
     """The text of a response whose tokens come one by one.
 
-    Special tokens are left out. Text that may turn out to be the beginning of a stop string is held back until that is
-    known; of a stop string that is complete, and of what follows, nothing is said.
+    Special tokens are left out. Text that may be the beginning of a stop string is held back until the next tokens
+    decide. The text ends before the first complete stop string.
 
     stopped: whether a stop string was found.
     """
@@ -251,17 +251,18 @@ class ResponseText:
     def __init__(self, tokenizer, prompt_ids: Sequence[int], stops: Sequence[str] = ()):
         self.tokenizer, self.stops, self.stopped = tokenizer, tuple(stops), False
         self._ids = list(prompt_ids[-BEFORE:])
-        self._start, self._said = 0, len(self._ids)  # tokens from start on are decoded, those before `said` are known
+        # Tokens from `_start` on are decoded together; the text of those before `_said` has been returned.
+        self._start, self._said = 0, len(self._ids)
         self._held = ""
 
     def add(self, token: int) -> str:
-        """Take the next token; returns what can be said now."""
+        """Append the next token; returns the further text that is certain now."""
         self._ids.append(token)
         text = self._decoded()
         return "" if text.endswith(UNFINISHED) else self._past_stops(self._new(text))
 
     def finish(self) -> str:
-        """What is left to be said once no token follows."""
+        """The rest of the text, when no further token follows."""
         text = self._past_stops(self._new(self._decoded()))
         held, self._held = self._held, ""
         return text if self.stopped else text + held
@@ -270,10 +271,10 @@ class ResponseText:
         return self.tokenizer.decode(self._ids[self._start :], skip_special_tokens=True)
 
     def _new(self, text: str) -> str:
-        """What `text`, decoded from `_start` on, has beyond what was told; from now on it is known."""
+        """The part of `text`, decoded from `_start` on, that has not been returned before."""
         known = self.tokenizer.decode(self._ids[self._start : self._said], skip_special_tokens=True)
         new = text[len(known) :] if text.startswith(known) else ""
-        if new:  # else a special token: what follows is still decoded behind the last text, for its space
+        if new:  # for a special token nothing is new: later tokens are still decoded after the last text, for a space
             self._start = self._said
         self._said = len(self._ids)
         return new

@@ -17,17 +17,17 @@ class ServeFlags(TokenizerFlags):
 
     models: list[str] = flag(
         [],
-        "models to answer with, each as NAME=PATH: a folder, an adapter's folder, the output folder of a run (its "
+        "models that answer, each as NAME=PATH: a folder, an adapter's folder, the output folder of a run (its "
         "actor), a checkpoint, or a name on the Hub",
         group="models",
     )
     reward_model_name_or_path: str | None = flag(
-        None, "the reward model that scores responses; also a checkpoint of step 2"
+        None, "reward model that scores responses; may be a checkpoint of step 2"
     )
     device: str | None = flag(None, "cpu, cuda or cuda:1; by default the first GPU, or the CPU where there is none")
     dtype: str | None = flag(
         None,
-        "what models compute in; by default bf16 on GPUs that have it, fp16 on others, fp32 on CPUs",
+        "dtype that models compute in; by default bf16 on GPUs that have it, fp16 on other GPUs, fp32 on CPUs",
         choices=("fp32", "fp16", "bf16"),
     )
     decoding: str = flag(
@@ -38,40 +38,42 @@ class ServeFlags(TokenizerFlags):
 
     host: str = flag(
         "127.0.0.1",
-        "address to listen at; there is no password: others than 127.0.0.1 let others in",
+        "address to listen at. There is no password: with another address than 127.0.0.1, other machines can connect",
         group="the service",
     )
-    port: int = flag(8000, "port to listen at; 0 for a free one, which is printed", least=0, most=65535)
+    port: int = flag(8000, "port to listen at; 0: a free one, which is printed", least=0, most=65535)
     drain_seconds: float = flag(
         60.0,
-        "after TERM or Ctrl-C: how long requests that were accepted may take to be finished; new ones get 503",
+        "seconds in which accepted requests may finish after TERM or Ctrl-C; new requests are answered 503",
         above=0,
     )
 
     max_seq_len: int = flag(
         2048,
-        "most tokens of a prompt and its response together; what a model or the reward model has fewer positions for "
-        "is fewer",
+        "most tokens of prompt and response together; models with fewer positions have a lower limit",
         group="limits",
         least=2,
     )
     max_answer_seq_len: int = flag(
-        256, "most tokens of a response; also how many it may have where a request does not say", least=1
+        256, "most tokens of a response, and the limit of a request that gives none", least=1
     )
     rows_at_once: int = flag(
         16,
-        "responses of each model that are decoded side by side, and texts in one forward pass of the reward model",
+        "responses that each model decodes at the same time, and texts in one forward pass of the reward model",
         least=1,
     )
     queue_size: int = flag(
-        512, "responses and texts to score that may be in the making or wait, over all requests; beyond, 429", least=1
+        512,
+        "most responses and texts to score, over all requests, that are computed or wait; further requests are "
+        "answered 429",
+        least=1,
     )
-    max_connections: int = flag(512, "connections at once; beyond, 503", least=1)
-    max_body_mb: float = flag(4.0, "largest body of a request, in MB; beyond, 413", above=0)
+    max_connections: int = flag(512, "most connections at once; further ones are answered 503", least=1)
+    max_body_mb: float = flag(4.0, "largest body of a request, in MB; a larger one is answered 413", above=0)
     body_seconds: float = flag(
         30.0,
-        "how long a request's body may take to arrive; beyond, 408; also its head, and a client that reads nothing of "
-        "its answer, whose connections are then broken off",
+        "seconds in which a request's body has to arrive; a later one is answered 408. A connection is closed if "
+        "the request's head takes longer, or if the client reads nothing of its answer for so long",
         above=0,
     )
 

@@ -1,4 +1,4 @@
-"""The models of the service, checked before any is loaded."""
+"""Checks and loads the models of the service. All are checked before one is loaded."""
 
 import tempfile
 from dataclasses import dataclass
@@ -27,7 +27,8 @@ REWARD = "--reward_model_name_or_path"
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """A model that answers. ends: the ids of tokens that end its responses. longest_token: in characters."""
+    """A model that answers. ends: ids of the tokens that end its responses. longest_token: characters of the
+    tokenizer's longest token."""
 
     name: str
     tokenizer: PreTrainedTokenizerBase
@@ -44,7 +45,7 @@ class ServedModel:
 
 @dataclass(frozen=True, slots=True)
 class ServedScorer:
-    """The reward model, and how texts become its tokens. longest_token: in characters."""
+    """The reward model, with the encoder of its texts. longest_token: characters of the tokenizer's longest token."""
 
     scorer: Scorer
     encoder: TextEncoder
@@ -54,7 +55,8 @@ class ServedScorer:
 
 @dataclass(frozen=True, slots=True)
 class ServedModels:
-    """All of them. context: the most tokens of a prompt and its response, for which all have positions."""
+    """All models of the service. context: most tokens of prompt and response together; all models have so many
+    positions."""
 
     by_name: dict[str, ServedModel]
     scorer: ServedScorer | None
@@ -65,7 +67,7 @@ def load_models(args: ServeFlags) -> ServedModels:
     """Check all models, then load them. Raises: UserError."""
     device = _device(args)
     dtype = DTYPES[args.dtype or ("fp32" if device.type == "cpu" else accelerator.natural_dtype())]
-    with tempfile.TemporaryDirectory() as folder:  # for models of checkpoints, while they are loaded
+    with tempfile.TemporaryDirectory() as folder:  # models of checkpoints are exported into it to be loaded
 
         def path_of(model: Model) -> str:
             return exported(model, Path(folder) / model.name).path
@@ -91,7 +93,7 @@ def _device(args: ServeFlags) -> torch.device:
 
 
 def _check(args: ServeFlags, paths: dict[str, str], reward: str | None) -> int:
-    """Look at configurations, tokenizers and headers; returns the context. Raises: UserError."""
+    """Check configurations, tokenizers and headers of weight files; returns the context. Raises: UserError."""
     trusted, positions = args.trust_remote_code, [args.max_seq_len]
     for name, path in paths.items():
         what = f"--models {name}"
@@ -121,17 +123,17 @@ def _model(
         decoder = Decoder(model, pad_id, known, args.rows_at_once, context, args.decoding)
     except torch.OutOfMemoryError:
         raise UserError(
-            f"{what} {path}: there is no memory for it. Serve fewer models, or lower --rows_at_once."
+            f"{what} {path}: there is too little memory. Serve fewer models, or lower --rows_at_once."
         ) from None
     ends = frozenset(generation_stops(path, tokenizer, args.trust_remote_code))
-    tokenizer.name_or_path = name  # what its mistakes are told by: clients are told no paths
+    tokenizer.name_or_path = name  # messages about mistakes contain it; clients should see no paths
     return ServedModel(name, tokenizer, TextEncoder(tokenizer), ends, decoder, max(map(len, tokenizer.get_vocab())))
 
 
 def _scorer(
     args: ServeFlags, path: str, dtype: torch.dtype, device: torch.device, policys: PreTrainedTokenizerBase | None
 ) -> ServedScorer:
-    """The reward model with its tokenizer. policys: the models' tokenizer, used where the reward model brings none."""
+    """The reward model. policys: the tokenizer of a model that answers, used if the reward model has none."""
     scorer = load_scorer(path, dtype, what=REWARD, trust_remote_code=args.trust_remote_code)
     brings_none = not any(has_tokenizer(folder) for folder in (path, base_of(path, REWARD)) if Path(folder).is_dir())
     if policys is not None and Path(path).is_dir() and brings_none:

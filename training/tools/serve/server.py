@@ -1,7 +1,7 @@
-"""The service from its first connection to its last.
+"""The server: its socket, its connections, and its end.
 
-Before the app stand a connection that waits for no client without end (`Connection`), and a gate that looks at a
-request's size, time and host before it is read (`Gate`).
+A request passes a connection with time limits (`Connection`), and a gate that checks its host, size and time (`Gate`),
+before it reaches the app.
 """
 
 import asyncio
@@ -27,16 +27,18 @@ from training.tools.serve.app import make_app
 from training.tools.serve.flags import ServeFlags
 from training.tools.serve.service import Service, error_body, log_error
 
-GONE = 499  # in the log, where nobody reads an answer
-NOT_FINISHED = 1  # exit code, where requests that were accepted took longer than --drain_seconds
-HELD = 8  # bodies of the largest size that may be there at once
-LINGERING = 5.0  # seconds, and bytes, of a body that is too large and thrown away after the answer: a client that
-LINGERING_BYTES = 64 << 20  # writes all before it reads would lose the answer if its connection were closed at once
+GONE = 499  # status in the log for an answer that its client did not read
+NOT_FINISHED = 1  # exit code if accepted requests took longer than --drain_seconds
+HELD = 8  # how many bodies of the largest size may be in memory at once
+# The rest of a body that is too large is read and thrown away after the answer, for so many seconds and bytes. A client
+# that sends all before it reads would lose the answer if the connection were closed at once.
+LINGERING = 5.0
+LINGERING_BYTES = 64 << 20
 
 
 def listening_socket(host: str, port: int) -> socket.socket:
-    """A socket of this address, which does not listen before the models are there. Raises: UserError where it cannot be
-    had."""
+    """A socket with this address, which does not listen yet: models are loaded first. Raises: UserError if the address
+    is not available."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         found = socket.socket(family, kind, protocol)
@@ -50,8 +52,8 @@ def listening_socket(host: str, port: int) -> socket.socket:
 
 
 def begin_to_listen(found: socket.socket) -> None:
-    """Have a socket of `listening_socket` listen. Raises: UserError where another program was faster, which may have
-    had its own socket of the address by then."""
+    """Make a socket from `listening_socket` listen. Raises: UserError if another program listens at the address by
+    now."""
     try:
         found.listen(2048)
     except OSError as error:
@@ -66,7 +68,7 @@ def _taken(port: int) -> UserError:
 
 def serve(service: Service, args: ServeFlags, listening: socket.socket) -> int:
     """Answer until TERM or Ctrl-C; returns the exit code."""
-    logging.getLogger("asyncio").setLevel(logging.ERROR)  # it warns of each write to a client that has gone
+    logging.getLogger("asyncio").setLevel(logging.ERROR)  # no warnings about clients that have disconnected
     server = Server(service, args)
     server.run(sockets=[listening])
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -75,10 +77,10 @@ def serve(service: Service, args: ServeFlags, listening: socket.socket) -> int:
 
 
 class Server(uvicorn.Server):
-    """A uvicorn server that ends in good order: at TERM or Ctrl-C new requests get 503, those that were accepted are
-    finished, for --drain_seconds at most; a second signal ends it at once.
+    """A uvicorn server that ends gracefully. After TERM or Ctrl-C new requests are answered 503, and accepted ones get
+    --drain_seconds to finish. A second signal ends the server at once.
 
-    lost: how many were not finished.
+    lost: number of accepted requests that did not finish.
     """
 
     def __init__(self, service: Service, args: ServeFlags):
@@ -103,14 +105,14 @@ class Server(uvicorn.Server):
         super().__init__(config)
 
     def handle_exit(self, sig: int, frame) -> None:
-        """Begin to end; called in the main thread. The signal is not raised again, as uvicorn's own server would, so
-        that the exit code says how it ended."""
+        """Begin to end the server; called in the main thread. uvicorn would raise the signal again at the end, and the
+        exit code would be the signal's; here it says whether requests were lost."""
         if self.gate.closing:
             self.should_exit = self.force_exit = True
         self.gate.closing = True
 
     async def on_tick(self, counter: int) -> bool:
-        """Called ten times a second; returns whether all is done."""
+        """Called ten times a second; returns whether the server has to exit."""
         if self.gate.closing and self._draining is None:
             print(f"ends: {self.gate.open} requests are under way, new ones get 503", flush=True)
             self._draining = asyncio.create_task(self._drain())
@@ -130,48 +132,49 @@ class Server(uvicorn.Server):
 
 
 class Connection(H11Protocol):
-    """uvicorn's connection with time limits for reading a request and for a client that does not read its answer.
-    Without limits silent connections would take all places, and unread answers the room of other responses.
+    """uvicorn's connection with two time limits: for the head of a request, and for a client that does not read its
+    answer. Without them silent connections would use up --max_connections, and unread answers the queue.
 
-    seconds: the limit for each of the two; after it the connection is closed.
+    seconds: the limit for each; after it the connection is closed.
     """
 
     seconds: ClassVar[float] = 30.0
 
     @classmethod
     def with_patience(cls, seconds: float) -> type["Connection"]:
-        """The class with so many seconds."""
+        """A subclass with this limit."""
         return type(cls.__name__, (cls,), {"seconds": seconds})
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """As asyncio has it."""
+        """Called by asyncio: start the time limit of the first request's head."""
         self._timers: dict[str, asyncio.TimerHandle] = {}
         super().connection_made(transport)
         self._await_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """As asyncio has it."""
+        """Called by asyncio: stop the time limits."""
         self._end("head")
         self._end("unread")
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """As asyncio has it."""
+        """Called by asyncio: stop or start the time limit of a head."""
         super().data_received(data)
         self._await_head()
 
     def pause_writing(self) -> None:
-        """Called once the client is far behind with reading."""
+        """Called by asyncio when the client is far behind with reading: start the time limit of reading."""
         super().pause_writing()
         self._timers["unread"] = self.loop.call_later(self.seconds, self._unread)
 
     def resume_writing(self) -> None:
-        """Called once it has caught up."""
+        """Called by asyncio when the client has caught up: stop the time limit of reading."""
         self._end("unread")
         super().resume_writing()
 
     def _await_head(self) -> None:
-        """After an answer uvicorn's own, shorter time runs until the next request begins."""
+        """Stop the time limit if the head has arrived, else start it. After an answer, uvicorn's own, shorter limit
+        applies until the next request begins."""
         if self.conn.their_state is not h11.IDLE:
             self._end("head")
         elif "head" not in self._timers:
@@ -187,15 +190,16 @@ class Connection(H11Protocol):
 
 
 class Gate:
-    """Refuses requests before the app sees them, and knows how many it has let in.
+    """Refuses requests before the app sees them, and counts those that it lets through. Its answers:
 
-    A body over the limit is answered 413, by its announced length before any of it is read; one that does not arrive in
-    time 408; one for which others leave no room 503, and so is any request once `closing` is set. One whose length is
-    told in two ways, of which a proxy may have taken the other, is answered 400. Where the service is for this machine
-    alone, a request for another host is answered 421: a page whose own name leads to this machine (DNS rebinding) could
-    read the answers.
+    413: the body is larger than `max_body`; if its length is announced, it is refused before it is read.
+    408: the body did not arrive in time.
+    503: the bodies of other requests take all the memory for bodies, or `closing` is set.
+    400: the request gives its length in two ways; a proxy may have used the other one.
+    421: the request is for another host, and the service is for this machine only. Otherwise a web page whose name is
+        resolved to this machine (DNS rebinding) could read answers.
 
-    open: requests that were let in and are not answered whole. held: bytes of their bodies.
+    open: number of requests that were let through and are not completely answered. held: bytes of their bodies.
     """
 
     def __init__(self, app: ASGIApp, max_body: int, body_seconds: float, is_local: bool = False):
@@ -203,7 +207,7 @@ class Gate:
         self.open, self.held, self.closing = 0, 0, False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """As ASGI has it."""
+        """Called by uvicorn for each request (ASGI)."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
@@ -229,13 +233,13 @@ class Gate:
             self.held -= len(body)
 
     async def _answered(self, body: bytes, scope: Scope, receive: Receive, send: Send) -> None:
-        """Have the app answer; it is cancelled once the client has gone."""
+        """Have the app answer; it is cancelled if the client disconnects."""
         given = False
 
         async def received() -> Message:
             nonlocal given
             if given:
-                await asyncio.Event().wait()  # without end: who has gone is looked at here
+                await asyncio.Event().wait()  # forever: `until_gone` notices when the client disconnects
             given = True
             return {"type": "http.request", "body": body, "more_body": False}
 
@@ -247,15 +251,15 @@ class Gate:
         try:
             await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
             if task.done():
-                task.result()  # raises what the app did not answer, which uvicorn logs
+                task.result()  # raises an exception of the app, which uvicorn logs
         finally:
             for each in (task, gone):
                 each.cancel()
             await asyncio.gather(task, gone, return_exceptions=True)
 
     async def _arrived(self, body: bytearray, scope: Scope, receive: Receive, send: Send) -> bool:
-        """Whether the whole body has come, into `body`; otherwise the request has been answered, or its client has
-        gone."""
+        """Read the request's body into `body`; returns whether it has arrived completely. If not, the request has been
+        refused, or the client has disconnected."""
         announced = dict(scope["headers"]).get(b"content-length", b"0")
         too_large, no_room, more = announced.isdigit() and int(announced) > self.max_body, False, True
         try:
@@ -278,17 +282,16 @@ class Gate:
         self.held -= len(body)
         body.clear()
         if too_large:
-            told = f"the body is larger than the {self.max_body:,} bytes that are taken here (--max_body_mb)"
+            told = f"the body is larger than {self.max_body:,} bytes, the limit here (--max_body_mb)"
             await _refuse(scope, send, 413, told, linger=receive)
         else:
-            told = "the bodies of other requests leave no room for this one's. Try again"
+            told = "there is no memory for the body beside those of other requests. Try again"
             await _refuse(scope, send, 503, told, {"retry-after": "1"}, linger=receive)
         return False
 
 
 def is_own_name(host: str) -> bool:
-    """Whether a Host header may be that of a request to this machine: localhost, or an address, which no page's name
-    is."""
+    """Whether a Host header names this machine: localhost, or an IP address, which is no name of a web page."""
     try:
         name = (urlsplit(f"//{host}").hostname or "").rstrip(".")
         return name == "localhost" or name.endswith(".localhost") or bool(ipaddress.ip_address(name))
@@ -304,7 +307,8 @@ async def _refuse(
     headers: dict[str, str] | None = None,
     linger: Receive | None = None,
 ) -> None:
-    """Answer without the app, and close the connection; linger: throw away what still comes, for a while."""
+    """Answer without the app and close the connection. linger: receives the rest of a body, which is thrown away after
+    the answer, for up to LINGERING seconds and LINGERING_BYTES."""
     log_error(f"{scope['method']} {scope['path']}", status, message)
     content = json.dumps(error_body(message)).encode()
     named = {"content-type": "application/json", "content-length": str(len(content)), "connection": "close"}

@@ -1,7 +1,8 @@
-"""Responses and scores for requests: how many may be asked for at once, and the thread that computes them all.
+"""Responses and scores for requests: the limit of what is computed at a time, and the thread that computes all of it.
 
-with service.admitted(1), Responses(service, [Response(model, prompt_ids, settings)]) as responses:
-    (response,) = await responses.all()
+with service.admitted(1), Responses(service, [(model, prompt_ids, settings)]) as responses:
+    async for number, text, is_whole in responses.updates(): ...
+(response,) = responses.generations
 (score,) = await service.scores([response.prompt_ids + response.tokens])
 """
 
@@ -27,14 +28,15 @@ from training.reporting.sample_tables import visible
 from training.tools.serve.decoder import Decoder, Generation, Settings
 from training.tools.serve.models import ServedModel, ServedModels, ServedScorer
 
-FAILED = "the service could not compute this; its own log says why"
+FAILED = "the service could not compute this; the log of the service says why"
 Found = TypeVar("Found")
 
 
 class RequestError(Exception):
-    """A request that is refused, or could not be answered.
+    """A request is refused, or could not be answered.
 
-    param: the field that is at fault, where one is. headers: of the answer.
+    status: HTTP status of the answer. param: the request's field with the mistake, if there is one. headers: HTTP
+    headers of the answer.
     """
 
     def __init__(self, status: int, message: str, param: str | None = None, headers: Mapping[str, str] | None = None):
@@ -43,50 +45,50 @@ class RequestError(Exception):
 
 
 def error_body(message: str, param: str | None = None) -> dict:
-    """What an error says, cut where it repeats what a client has sent at length."""
+    """The JSON of an error. Long messages are cut, as they may repeat what the client has sent."""
     return {"error": {"message": message[:2000], "param": param and param[:200]}}
 
 
 def log_error(where: str, status: int, message: str) -> None:
-    """Write one line about a request that was not answered as asked."""
+    """Write one line to the log about a request that failed or was refused."""
     print(f"{status} {visible(where[:200])}: {visible(message[:500])}", file=sys.stderr, flush=True)
 
 
 class Service:
-    """Models, the thread that computes, and the count of what it has been asked.
+    """The models, the thread that computes, and the number of requested responses and scores.
 
-    rows: texts in one forward pass of the reward model. queue_size: the most responses and texts to score that may wait
-    or be under way. most_tokens: the most tokens of a response.
+    rows: texts in one forward pass of the reward model. queue_size: most responses and texts to score that may wait or
+    be computed. most_tokens: most tokens of a response.
     """
 
     def __init__(self, models: ServedModels, rows: int, queue_size: int, most_tokens: int):
         self.models, self.scorer, self.context = models.by_name, models.scorer, models.context
         self.queue_size, self.most_tokens = queue_size, most_tokens
         self.taken = 0
-        self.open: set[Generation] = set()  # that requests wait for
-        # One thread, because a TextEncoder remembers what it was asked last.
+        self.open: set[Generation] = set()  # the responses that requests wait for
+        # One thread only, because a TextEncoder caches its last results.
         self._texts = ThreadPoolExecutor(1, "texts")
-        self._templates = ThreadPoolExecutor(1, "templates")  # of its own: a template may take seconds
+        self._templates = ThreadPoolExecutor(1, "templates")  # another thread, since a template may take seconds
         self.worker = Worker({name: model.decoder for name, model in self.models.items()}, self.scorer, rows)
 
     def start(self) -> None:
-        """Begin to answer."""
+        """Start the thread that computes."""
         self.worker.start()
 
     def stop(self) -> None:
-        """End, whatever is under way."""
+        """Stop computing; responses that are being drawn stay unfinished."""
         self.worker.stop()
         self._texts.shutdown()
         self._templates.shutdown(wait=False, cancel_futures=True)
 
     def abort(self) -> None:
-        """End all responses under way, and have their requests answered so."""
+        """End all unfinished responses with an error, which their requests are answered."""
         for generation in self.open:
             generation.fail("the service is ending, and this was not done in time")
 
     def state(self) -> dict:
-        """What GET /health says: which models there are, which of them have a chat template, how much is asked of them
-        now, and tokens drawn so far."""
+        """The answer to GET /health: the models, those with a chat template, how many responses and scores are
+        requested and how many responses are decoded at present, and the number of tokens drawn so far."""
         decoders = self.worker.decoders.values()
         return {
             "status": "ok",
@@ -110,7 +112,8 @@ class Service:
         return await asyncio.get_running_loop().run_in_executor(self._texts, encode)
 
     async def rendered(self, model: ServedModel, messages: list[dict]) -> str:
-        """What a model's chat template makes of messages, up to where it begins the answer. Raises: RequestError."""
+        """The prompt that a model's chat template makes of messages, with the beginning of the answer's turn. Raises:
+        RequestError."""
         rendering = functools.partial(render, model.tokenizer, messages, "messages", add_generation_prompt=True)
         try:
             return await asyncio.get_running_loop().run_in_executor(self._templates, rendering)
@@ -119,13 +122,13 @@ class Service:
 
     @contextlib.contextmanager
     def admitted(self, count: int) -> Iterator[None]:
-        """Within this context so many responses or texts may be asked for. Raises: RequestError where they have no
-        room beside those of other requests, or never could."""
+        """A context for a request of `count` responses or texts. Raises: RequestError if they exceed queue_size, alone
+        or together with those of other requests."""
         if count > self.queue_size:
             told = f"{count} responses or texts in one request; at most {self.queue_size} are taken (--queue_size)"
             raise RequestError(400, told)
         if self.taken + count > self.queue_size:
-            told = f"{self.taken} responses or texts are waited for, and {count} more have no room. Try again"
+            told = f"the queue has {self.taken} responses or texts, and no room for {count} more. Try again"
             raise RequestError(429, told, headers={"retry-after": "1"})
         self.taken += count
         try:
@@ -134,20 +137,21 @@ class Service:
             self.taken -= count
 
     async def scores(self, sequences: Sequence[Sequence[int]]) -> list[float]:
-        """The reward model's scores of sequences of token ids; raises RequestError where they could not be computed."""
+        """The reward model's scores of sequences of token ids. Raises: RequestError if they cannot be computed or are
+        not finite."""
         found = await asyncio.gather(*(asyncio.wrap_future(self.worker.score(ids)) for ids in sequences))
         if not all(map(math.isfinite, found)):
-            raise RequestError(500, "the reward model gives no finite score to this")
+            raise RequestError(500, "the reward model's score is not finite")
         return found
 
 
 class Responses:
-    """The responses that one request asks for, as they are drawn. When the context ends, unfinished ones are cancelled.
+    """The responses of one request, while they are drawn. When the context ends, unfinished ones are cancelled.
 
         with Responses(service, [(model, prompt_ids, settings), ...]) as responses:
             async for number, text, is_whole in responses.updates(): ...
 
-    models, generations: in the order that they were asked for.
+    models, generations: in the order of `wanted`.
     """
 
     def __init__(self, service: Service, wanted: Sequence[tuple[ServedModel, list[int], Settings]]):
@@ -171,12 +175,12 @@ class Responses:
 
     def _changed(self) -> None:
         """Called in the worker's thread."""
-        with contextlib.suppress(RuntimeError):  # the loop has ended, with all that waited for this
+        with contextlib.suppress(RuntimeError):  # the event loop has ended, and nobody waits any more
             self._loop.call_soon_threadsafe(self._more.set)
 
     async def updates(self) -> AsyncIterator[tuple[int, str, bool]]:
-        """The number of a response, what was added to its text, and whether it is whole; until all are. Raises:
-        RequestError where one failed."""
+        """Yields (number of a response, further text, whether the response is complete) until all are complete. Raises:
+        RequestError if one failed."""
         said, left = [0] * len(self.generations), dict(enumerate(self.generations))
         while left:
             await self._more.wait()
@@ -184,7 +188,7 @@ class Responses:
             for number, generation in list(left.items()):
                 if generation.error is not None:
                     raise RequestError(503 if generation.error != FAILED else 500, generation.error)
-                is_whole = generation.reason is not None  # looked at before its pieces, which are then all there
+                is_whole = generation.reason is not None  # read before the pieces: if it is set, all pieces are there
                 pieces = generation.pieces[said[number] :]
                 said[number] += len(pieces)
                 for piece in pieces:
@@ -195,11 +199,11 @@ class Responses:
 
 
 class Worker:
-    """The thread that draws and scores. Requests that wait for the same model are decoded or scored together.
+    """The thread that draws and scores. Responses of the same model are decoded together, and texts scored together.
 
-    One thread for all models: on a GPU they share its one queue of work, and on CPUs torch's own threads share the
-    cores. A turn gives each model one token of all its responses, and the reward model one batch of at most `rows`
-    sequences, so that none waits for another's whole response.
+    All models share one thread: on a GPU they would share one queue of work anyway, and on CPUs torch's own threads
+    share the cores. In one turn each model draws one token of all its responses, and the reward model scores a batch of
+    at most `rows` sequences. So no request waits for another's whole response.
     """
 
     def __init__(self, decoders: Mapping[str, Decoder], scorer: ServedScorer | None, rows: int):
@@ -211,24 +215,24 @@ class Worker:
         self._thread = threading.Thread(target=self._run, name="worker", daemon=True)
 
     def start(self) -> None:
-        """Begin."""
+        """Start the thread."""
         self._thread.start()
 
     def stop(self) -> None:
-        """End after the turn under way; what has not been drawn is left."""
+        """Stop after the current turn; unfinished responses stay unfinished."""
         with self._something:
             self._ending = True
             self._something.notify()
         self._thread.join()
 
     def generate(self, model: str, generation: Generation) -> None:
-        """Have a response drawn."""
+        """Queue a response of this model."""
         with self._something:
             self._waiting[model].append(generation)
             self._something.notify()
 
     def score(self, ids: Sequence[int]) -> Future[float]:
-        """Have a sequence of token ids scored; one whose future is cancelled is not."""
+        """Queue a sequence of token ids to be scored; returns the future score, which may be cancelled."""
         future: Future[float] = Future()
         with self._something:
             self._to_score.append((ids, future))
@@ -254,7 +258,7 @@ class Worker:
         )
 
     def _next(self, name: str) -> list[Generation]:
-        """The responses of a model that begin now, without those that nobody wants any more."""
+        """The waiting responses of a model that can join now; cancelled ones are dropped."""
         waiting = self._waiting[name]
         found: list[Generation] = []
         while waiting and len(found) < self.decoders[name].room:
@@ -268,7 +272,7 @@ class Worker:
             decoder.step()
             if joining:
                 decoder.join(joining)
-        except Exception:  # whatever it is, it must not end the service: these responses fail, others go on
+        except Exception:  # no error may end the service: these responses fail, others go on
             traceback.print_exc(file=sys.stderr)
             for generation in joining:
                 generation.fail(FAILED)
@@ -291,8 +295,8 @@ class Worker:
 
 @torch.inference_mode()
 def scores_of(served: ServedScorer, sequences: Sequence[Sequence[int]]) -> list[float]:
-    """The score of each sequence of token ids, a prompt and its response, in one forward pass: as step 3 has it, at the
-    token that the model was trained to be read at, with the stored normalisation."""
+    """The score of each sequence of token ids (a prompt and its response), from one forward pass. As in step 3, it is
+    read at the token that the reward model was trained for, and includes the stored normalisation."""
     scorer = served.scorer
     device = next(scorer.parameters()).device
     ids, mask = (tensor.to(device) for tensor in padded([list(ids) for ids in sequences], served.pad_id))

@@ -1,22 +1,22 @@
-"""The grammar of the built-in film reviews: texts are drawn from it, and regular expressions recognise them.
+"""The grammar of the built-in film reviews. It draws texts, and makes regular expressions that recognise them.
 
     " ".join(derive(random.Random(0), "response", "+"))        # the words of a positive response
-    re.fullmatch(pattern("response", "+"), text + " ")         # whether a text is one
+    re.fullmatch(pattern("response", "+"), text + " ")         # whether a text is a positive response
 
-`GRAMMAR` is the only definition of both.
+Both follow from `GRAMMAR`.
 
-Sentiment cannot be read off single words: a third of the opinions deny a word of the opposite sentiment ("never dull",
-"nobody should skip it"), so that both kinds of review are made of the same words. Most of a text says who, where, when,
-and which part of the film, and prompts say nothing else. A policy can thus become positive without giving up variety.
+Single words do not show the sentiment: a third of the opinions negate a word of the opposite sentiment ("never dull",
+"nobody should skip it"), so positive and negative reviews have the same words. Most of a text says who, where, when,
+and which part of the film; a prompt says nothing else. So a policy can become positive and keep its variety.
 """
 
 import random
 import re
 from functools import cache
 
-# One symbol a line, its equally likely alternatives between bars. A symbol with a sign has one line per sentiment.
-# `<x>` keeps the sentiment of the text it stands in and `<~x>` turns it over. There is no recursion, and but for the
-# sentiment every choice depends on its neighbours only: a small model can learn it.
+# One line per symbol, with equally likely alternatives between bars. A symbol with a sign has one line per sentiment.
+# `<x>` keeps the sentiment of the text around it, `<~x>` reverses it. There is no recursion, and apart from the
+# sentiment each choice depends on its neighbours only, so a small model can learn the grammar.
 GRAMMAR = """
 prompt     = Review : <viewer> <watched> <this> <genre> | Review : <viewer> <watched> <this> <origin> <genre>
 viewer     = i | we | they | some | many | families | my sister | my brother
@@ -80,12 +80,13 @@ see+       = see | catch | watch | find
 see-       = skip | avoid | leave | miss
 """
 
-EITHER = ""  # whatever the sentiment, of each opinion for itself
+EITHER = ""  # each opinion may have either sentiment
 _OPPOSITE = {"+": "-", "-": "+", EITHER: EITHER}
 
 
 def _read_grammar(text: str) -> dict[str, list[list[str]]]:
-    """The alternatives of each symbol, each a list of words and references; lines that begin with a bar continue."""
+    """{symbol: its alternatives}, each a list of words and references. A line that begins with a bar continues the line
+    before it."""
     rules = {}
     for line in re.sub(r"\n\s*\|", " |", text).split("\n"):
         if line:

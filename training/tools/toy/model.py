@@ -2,10 +2,10 @@
 
     python -m training.toy.model --data data/sft.jsonl data/pairs.jsonl --output_dir data/base
 
-A word is one token together with the space before it, so that a response of the built-in corpus is about 15 tokens,
-any text of known words comes back exactly, and prompt + response has the tokens of the prompt and then those of the
-response. With --characters a token is a character. Real models come with their own tokenizer; this file is for a run
-that downloads nothing.
+A token is a word with the space before it. So a response of the built-in corpus has about 15 tokens, decoding gives
+back any text of known words exactly, and the tokens of prompt + response are those of the prompt and then those of the
+response. With --characters a token is a character. Real models have their own tokenizer; this file is for runs that
+download nothing.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from training.runtime.startup import quiet_libraries
 from training.tools.toy.reviews import refuse_non_empty
 
 SPECIAL_TOKENS = ("<pad>", "<s>", "</s>", "<unk>")  # in the order of their ids, 0 to 3
-TEXTS = Form(  # of the files of all three steps
+TEXTS = Form(  # data files of any of the three steps
     "any text",
     (("prompt", "chosen", "rejected"), ("prompt", "response"), ("text",), ("prompt",)),
     lambda record, texts: texts,
@@ -29,7 +29,7 @@ MAX_POSITIONS = 256
 
 
 def read_texts(paths: Sequence[Path]) -> list[str]:
-    """All texts of the given files: SFT texts, preference pairs and prompts may stand side by side."""
+    """All texts of the given files, which may hold SFT texts, preference pairs or prompts."""
     files = [load_rows(str(path), TEXTS, None, phase=1, seed=0)[0] for path in paths]
     return [text for rows in files for row in rows for text in row.values()]
 
@@ -37,8 +37,8 @@ def read_texts(paths: Sequence[Path]) -> list[str]:
 def train_tokenizer(texts: Iterable[str], characters: bool = False):
     """A `PreTrainedTokenizerFast` whose tokens are the words of `texts`, each with the space before it; or characters.
 
-    It adds no special tokens of its own: where a text begins and ends is for the trainer to say, and with a BOS before
-    the response, prompt + response would no longer have the tokens of the two.
+    The tokenizer itself adds no special tokens: the trainer adds EOS. With a BOS before the response, the tokens of
+    prompt + response would not be those of the two.
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -46,7 +46,7 @@ def train_tokenizer(texts: Iterable[str], characters: bool = False):
     tokenizer = Tokenizer(models.WordLevel(unk_token="<unk>"))
     split = r"[\s\S]" if characters else r" ?\S+|\s"
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(split), behavior="isolated")
-    tokenizer.decoder = decoders.Fuse()  # without it a second space is put between words
+    tokenizer.decoder = decoders.Fuse()  # otherwise decoding puts a second space between words
     trainer = trainers.WordLevelTrainer(special_tokens=list(SPECIAL_TOKENS), show_progress=False)
     tokenizer.train_from_iterator(texts, trainer)
     pad, bos, eos, unk = SPECIAL_TOKENS
@@ -65,8 +65,8 @@ def train_tokenizer(texts: Iterable[str], characters: bool = False):
 def make_model(tokenizer, *, hidden_size: int, num_layers: int, num_heads: int, seed: int):
     """A `LlamaForCausalLM` with random weights; its vocabulary is the tokenizer's, rounded up to a multiple of 8.
 
-    The weights' scale follows the width: Llama's own 0.02 suits models of thousands of channels, and one of 64 starts
-    so close to zero with it that it learns late.
+    The scale of the weights depends on the hidden size. Llama's own 0.02 suits hidden sizes of thousands; with 64 the
+    weights would start so close to zero that learning begins late.
     """
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -108,11 +108,11 @@ def make_base(args: argparse.Namespace) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m training.toy.model", description=__doc__.splitlines()[0])
-    parser.add_argument("--data", type=Path, nargs="+", required=True, help="JSON lines to take the words from")
+    parser.add_argument("--data", type=Path, nargs="+", required=True, help="JSON lines whose words become tokens")
     parser.add_argument("--output_dir", type=Path, required=True)
     parser.add_argument("--overwrite", action="store_true", help="write into a folder that is not empty")
-    parser.add_argument("--characters", action="store_true", help="one token a character, as for sums")
-    parser.add_argument("--seed", type=int, default=0, help="of the random weights")
+    parser.add_argument("--characters", action="store_true", help="make each character a token, as for sums")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random weights")
     parser.add_argument("--hidden_size", type=int, default=64)
     parser.add_argument("--num_layers", type=int, default=3)
     parser.add_argument("--num_heads", type=int, default=4)

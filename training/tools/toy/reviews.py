@@ -3,9 +3,8 @@
     python -m training.toy.reviews make --output_dir data [--seed 0]
     python -m training.toy.reviews judge before.jsonl after.jsonl
 
-A generated corpus needs no download, and the grammar that wrote a review (grammar.py) can tell exactly
-whether a sample is well formed and whether it is positive, which no reward model can. Whether a policy became positive
-by giving up variety, `distinct_bigrams` shows.
+The corpus needs no download. The grammar that writes reviews (grammar.py) can decide exactly whether a sample is well
+formed and whether it is positive, which no reward model can. `distinct_bigrams` shows whether a policy lost variety.
 """
 
 import argparse
@@ -37,7 +36,7 @@ class Review:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What the judge found. A text of mixed opinions, or of none, is neither positive nor negative."""
+    """The judge's verdict on a text. A text with mixed opinions, or none, is neither positive nor negative."""
 
     grammatical: bool
     positive: bool
@@ -45,7 +44,7 @@ class Verdict:
 
 
 _REVIEW = re.compile(pattern("prompt", EITHER) + pattern("response", EITHER))
-# One expression for both sentiments, so that "hardly moved us" is taken before "moved us" can be seen inside it.
+# One expression for both sentiments: it matches "hardly moved us" as a whole, and not the "moved us" within it.
 _OPINION = re.compile(rf"(?<!\S)(?:(?P<positive>{pattern('opinion', '+')})|(?P<negative>{pattern('opinion', '-')}))")
 
 
@@ -65,10 +64,10 @@ def generate_reviews(count: int, seed: int, positive_fraction: float = 0.5) -> l
 
 
 def judge(prompt: str, response: str) -> Verdict:
-    """Whether the two together are a text of the grammar, and what all opinions in the response agree on.
+    """Whether prompt + response is a text of the grammar, and whether all opinions in the response agree.
 
-    The two questions are independent: a fluent review of mixed opinions is grammatical, and an opinion counts wherever
-    it stands, so that one slip elsewhere does not hide a sample's sentiment.
+    The two are independent: a fluent review with mixed opinions is grammatical, and an opinion also counts in a text
+    that is not grammatical elsewhere.
     """
     grammatical = _REVIEW.fullmatch(prompt + response + " ") is not None
     opinions = {match.lastgroup for match in _OPINION.finditer(response + " ")}
@@ -88,7 +87,8 @@ def summarize_responses(prompts: Sequence[str], responses: Sequence[str]) -> dic
 
 
 def make_corpus(seed: int, sft: int, pairs: int, prompts: int, eval_prompts: int) -> dict[str, list[dict[str, str]]]:
-    """The records of each file; the arguments after the seed say how many. No two files share a random stream."""
+    """{file name: its records}. The arguments after the seed are numbers of records. Each file has its own random
+    stream."""
     streams = {name: random.Random(f"{seed} {name}") for name in ("sft", "pairs", "prompts", "eval_prompts")}
 
     def reviews(name: str, count: int) -> list[Review]:
@@ -107,7 +107,8 @@ def make_corpus(seed: int, sft: int, pairs: int, prompts: int, eval_prompts: int
 
 
 def _not_positive(rng: random.Random, prompt: str) -> str:
-    """A response whose opinions are negative or mixed: without mixed ones, a reward model never learns to mind them."""
+    """A response whose opinions are negative or mixed. Without mixed ones a reward model would not learn to score them
+    lower."""
     while True:
         response = " " + " ".join(derive(rng, "response", EITHER))
         if not judge(prompt, response).positive:
@@ -115,7 +116,7 @@ def _not_positive(rng: random.Random, prompt: str) -> str:
 
 
 def refuse_non_empty(directory: Path, overwrite: bool) -> None:
-    """Raise if `directory` holds anything, unless the user said that it may be written over."""
+    """Raise UserError if `directory` is a file, or is not empty and may not be overwritten."""
     if directory.exists() and not directory.is_dir():
         raise UserError(f"--output_dir {directory} is a file. Name a folder.")
     if not overwrite and directory.is_dir() and any(directory.iterdir()):
@@ -139,7 +140,7 @@ def read_samples(path: Path) -> list[dict]:
 
 
 def run_judge(args: argparse.Namespace) -> None:
-    """Print one column of numbers per file, and how much of the first file's variety the second one has."""
+    """Print one column of numbers per file, and for two files the ratio of their distinct bigrams."""
     files = [read_samples(path) for path in args.files]
     summaries = [
         {"responses": len(rows)} | summarize_responses(*zip(*((r["prompt"], r["response"]) for r in rows)))

@@ -4,8 +4,8 @@
     ... training/step3_rlhf.py --data_path data/prompts.jsonl --reward_function training.toy.sums:right ...
     python -m training.toy.sums accuracy --data data/eval_prompts.jsonl sft ppo/actor rloo/actor
 
-Each of the 8,100 sums stands in one of three files: sums with answers for step 1, prompts for step 3, whose reward says
-only whether an answer is right, and held-out prompts.
+Each of the 8,100 sums is in one of three files: sums with answers for step 1, prompts for step 3, and held-out prompts.
+The reward of step 3 says only whether an answer is right.
 """
 
 import argparse
@@ -25,12 +25,12 @@ NEW_TOKENS = 4  # three digits and EOS
 
 
 def right(prompts: list[str], responses: list[str], answer: list[int]) -> list[float]:
-    """1 where a response is the answer and nothing else, else 0; a space before it does not matter."""
+    """1 for a response that is the answer and nothing else, except spaces around it; else 0."""
     return [float(response.strip() == str(number)) for response, number in zip(responses, answer, strict=True)]
 
 
 def make_sums(seed: int, sft: int, eval_prompts: int) -> dict[str, list[dict]]:
-    """The records of each file: so many for SFT, so many held out, and all others as prompts."""
+    """{file name: its records}. sft, eval_prompts: numbers of records for SFT and held out; all others are prompts."""
     sums = [(first, second) for first in range(10, 100) for second in range(10, 100)]
     random.Random(seed).shuffle(sums)
     records = [{"prompt": f"{first}+{second}=", "answer": first + second} for first, second in sums]
@@ -53,7 +53,8 @@ def run_make(args: argparse.Namespace) -> None:
 
 
 def accuracy(folder: Path, rows: Sequence[dict], sampled: bool, seed: int = 0) -> float:
-    """The share of right answers, greedy or sampled from the unchanged distribution, to prompts of equal length."""
+    """The share of right answers to prompts of equal length. sampled: whether to sample from the model's distribution
+    instead of taking the most likely token."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
@@ -69,13 +70,14 @@ def accuracy(folder: Path, rows: Sequence[dict], sampled: bool, seed: int = 0) -
 
 
 def run_accuracy(args: argparse.Namespace) -> None:
-    """Print a table in Markdown, a line a model; a model's name is its folder's, or that around `actor`."""
+    """Print a Markdown table with a line for each model. A model's name is its folder's; for a folder `actor`, that of
+    the folder around it."""
     quiet_libraries()
     rows = load_rows(str(args.data), PROMPTS, None, phase=3, seed=0)[0]
     found = [rows[place] for place in range(len(rows))]
     for folder in args.models:
         if not (folder / "config.json").is_file():
-            raise UserError(f"{folder}: there is no model's folder here, for there is no config.json in it. Name one.")
+            raise UserError(f"{folder}: this is no folder of a model, as it has no config.json. Name another.")
     print("| model | greedy | sampled |\n| --- | --- | --- |")
     for folder in args.models:
         name = folder.parent.name if folder.name == "actor" else folder.name

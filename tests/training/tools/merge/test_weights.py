@@ -82,7 +82,7 @@ def test_what_is_saved_is_what_transformers_loads(tmp_path, tied):
         assert torch.equal(tensor, expected.bfloat16()), name
     assert json.loads((folder / NOTE).read_text()) == {"scale": 0.25}
     assert AutoTokenizer.from_pretrained(folder).get_vocab() == AutoTokenizer.from_pretrained(sft).get_vocab()
-    with pytest.raises(UserError, match=r"merged is there already\. Move it away"):
+    with pytest.raises(UserError, match=r"merged exists already\. Move it away"):
         save_merged(weights, half, tokenizer, tmp_path / "merged", {}, "50GB")
     assert not list(tmp_path.glob("*.partial"))
 
@@ -156,7 +156,7 @@ def test_names_and_shapes_are_the_sft_models(sft):
     with pytest.raises(UserError, match=rf"--trained_model_name_or_path {without}: .* \(it lacks {norm}\)"):
         checked(sft, copy_of(sft, "good"), without)
     more = copy_of(sft, "more", lambda state: {**state, "v_head.weight": torch.ones(1)})
-    with pytest.raises(UserError, match=r"it has v_head\.weight beside them"):
+    with pytest.raises(UserError, match=r"it also has v_head\.weight"):
         checked(sft, more)
     wider = copy_of(sft, "wider", lambda state: {**state, head: torch.ones(65, 32)})
     with pytest.raises(UserError, match=rf"wider: {head} is 65 x 32 there and 64 x 32 in --sft"):
@@ -170,7 +170,7 @@ def test_a_tied_head_that_one_file_holds_too_is_no_difference(tmp_path):
     checked(tied, beside)
     checked(beside, tied)
     another = copy_of(tied, "another", lambda state: {**state, "lm_head.weight": state[embedding] + 1})
-    with pytest.raises(UserError, match=r"it has lm_head\.weight beside them"):
+    with pytest.raises(UserError, match=r"it also has lm_head\.weight"):
         checked(tied, another)
 
 
@@ -180,7 +180,7 @@ def test_vocabularies_are_the_sft_models(sft):
     tokenizer = AutoTokenizer.from_pretrained(run)
     tokenizer.add_tokens(["more"])
     tokenizer.save_pretrained(run)
-    with pytest.raises(UserError, match=r"another one than that of .* \(65 and 64 tokens; more\)"):
+    with pytest.raises(UserError, match=r"differs from that of .* \(65 and 64 tokens; more\)"):
         check_same_tokens((SFT, sft), (TRAINED, run), "Why.")
 
 

@@ -150,7 +150,7 @@ def test_a_run_that_broke_off_says_what_is_missing(tmp_path):
     for name in ("run.json", "samples/after.jsonl", "samples/step_000002.jsonl"):
         (folder / name).unlink()
     text = report(folder, tmp_path / "report.html")
-    assert "not there: run.json" in text and "not there: samples/after.jsonl" in text
+    assert "missing: run.json" in text and "missing: samples/after.jsonl" in text
     assert "<td>0.250 ± 0.062</td><td></td><td></td><td>0</td>" in text and 'id="samples"' not in text
 
 
@@ -174,7 +174,7 @@ def test_refusals(tmp_path, capsys):
     assert "holds no metrics.jsonl" in refused(capsys, tmp_path / "empty")
     assert "ppo of step 3, sft of step 1" in refused(capsys, run, tmp_path / "sft", "--output", tmp_path / "x.html")
     assert "is given twice" in refused(capsys, run, run, "--output", tmp_path / "x.html")
-    assert "Say where the page goes" in refused(capsys, run, tmp_path / "sft")
+    assert "Give the file to write" in refused(capsys, run, tmp_path / "sft")
     assert "Give --overwrite" in refused(capsys, run, "--output", tmp_path / "there.html")
     assert (tmp_path / "there.html").read_text() == "mine"
     assert "is a folder" in refused(capsys, run, "--output", tmp_path / "empty")

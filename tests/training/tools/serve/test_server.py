@@ -336,4 +336,7 @@ def test_packages_that_are_missing_are_named_with_the_command(folder, capfd, mon
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *_: None if name == "uvicorn" else find(name))
     assert main(["--models", f"a={folder}/one"]) == 2
-    assert "uvicorn is not installed" in (error := capfd.readouterr().err) and "pip install '.[serve]'" in error
+    assert (
+        "the service needs uvicorn, and it is not installed" in (error := capfd.readouterr().err)
+        and "pip install '.[serve]'" in error
+    )
