@@ -153,10 +153,10 @@ def _remedy(record: dict, columns: Columns = (), otherwise: str = "Rename or add
     """The advice for a record whose columns have other names; two well-known forms get advice of their own."""
     if record.get("instruction") is not None:
         if all("rejected" in names for names in columns) and record.get("rejected") is None:
-            return "It has an answer and none that is worse: from such records step 1 learns."
+            return "It has one answer and no worse one to compare it with. Step 1 can learn from such records."
         return (
-            "How an instruction becomes a prompt is yours to choose. docs/data.md has a command that writes it as a "
-            "user's message, with its input below it; a model without a chat template then needs --chat_template FILE."
+            "Choose how an instruction becomes a prompt. docs/data.md has a command that writes it as a user's "
+            "message, with its input below it; a model without a chat template then needs --chat_template FILE."
         )
     for name, value in record.items():
         inner = value[0] if isinstance(value, list) and value else None
@@ -202,10 +202,10 @@ def _split_dialogues(where: str, record: dict) -> dict[str, str]:
 
 
 def _from_share_gpt(record: dict) -> dict:
-    """The record with ShareGPT's turns, {"from", "value"}, as messages, after a message with its `system` text if any.
+    """The record with ShareGPT's turns, {"from", "value"}, as messages; its `system` text becomes the first one.
 
-    The column `conversations` becomes `messages`, or `prompt` if `chosen` and `rejected` are a turn each. A record with
-    another column for what is asked keeps its `conversations`.
+    The column `conversations` becomes `messages`, or `prompt` if `chosen` and `rejected` have a single turn each. If
+    the record has another column with the prompt, `conversations` stays as it is.
     """
     turns = {name: _messages(record[name]) for name in ("messages", "prompt", *ANSWERS) if name in record}
     conversation = next((record[name] for name in ("conversations", "conversation") if record.get(name)), None)
@@ -233,7 +233,7 @@ def _is_turn(value: object) -> bool:
 
 
 def messages_on_both_sides(record: dict) -> dict:
-    """The record with messages on both sides where one side has them.
+    """The record with messages for the prompt and for the answers, if one of the two has messages.
 
     A text beside messages becomes one message: a prompt becomes the user's, an answer the assistant's. If the answers
     are whole dialogues, which hold the prompt, a prompt given as text is left out.
@@ -254,7 +254,7 @@ def messages_on_both_sides(record: dict) -> dict:
 
 
 def is_dialogue(value: object) -> bool:
-    """Whether this is a list of messages, whatever they hold."""
+    """Whether this is a list of objects, which may be messages."""
     return isinstance(value, list) and bool(value) and all(isinstance(message, dict) for message in value)
 
 
@@ -317,7 +317,7 @@ def messages_as_texts(
 
 
 def _checked(where: str, column: str, messages: object) -> list[dict]:
-    """The messages, with their roles under the templates' names, and without null values except for contents."""
+    """The messages, with their roles as templates call them, and without null values (a content may be null)."""
     if not isinstance(messages, list) or not messages:
         raise UserError(
             f"{where}, column {column}: found {described(messages)}; needed a list of messages, each with "
@@ -340,15 +340,15 @@ def _checked(where: str, column: str, messages: object) -> list[dict]:
 
 
 def _role(message: dict) -> object:
-    """The message's role under the templates' name."""
+    """The message's role, as templates call it."""
     role = message.get("role")
     return ROLES.get(role.lower(), role) if isinstance(role, str) else role
 
 
 def _last_turn(where: str, messages: list[dict], answers: bool) -> tuple[list[dict], dict[str, list[dict]]]:
-    """(the messages before the assistant's last one, {"response": [that one]}).
+    """(the messages before the assistant's last message, {"response": [this message]}).
 
-    (all messages, {}) if the last message is not the assistant's and answers are not needed: it is to be answered.
+    (all messages, {}) if answers are not needed and the last message is not the assistant's: the prompt ends there.
     """
     turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
     if answers and not turns:
@@ -381,7 +381,7 @@ def _shared_turns(where: str, chosen: list[dict], rejected: list[dict]) -> tuple
 
 
 def _options(where: str, record: dict) -> dict:
-    """The arguments for the template that a record holds beside its messages."""
+    """The record's further arguments for the chat template: `tools`, and the content of `chat_template_kwargs`."""
     tools, others = (_parsed(record.get(name)) for name in ("tools", "chat_template_kwargs"))
     options = {}
     if tools:
@@ -430,9 +430,9 @@ def _check_begins(place: str, dialogue: str, prompt: str, tokenizer) -> None:
     asked, made = (quoted(text[max(same - 20, 0) :]) for text in (prompt, dialogue))
     raise UserError(
         f"{place}: the chat template of {getattr(tokenizer, 'name_or_path', None) or 'the model'} asks for an answer "
-        f"with {asked} and writes an answer that is there as {made}. Step 3 would go on from another text than is "
-        "learned here. The record is in order; give prompt and answer as texts that go together, or "
-        f"{OTHER_TEMPLATE} that begins answers as it asks for them (add_generation_prompt)."
+        f"with {asked} and writes an answer that is there as {made}. Step 3 would begin its answers with "
+        "another text than the one learned here. The record is in order. Give prompt and answer as texts that fit "
+        f"together, or {OTHER_TEMPLATE} that begins an answer alike in both cases (add_generation_prompt)."
     )
 
 
@@ -445,7 +445,7 @@ def _answer_text(place: str, dialogue: str, start: int, answer: list[dict], toke
     if lost:
         _, what, piece = lost[0]
         raise UserError(
-            f"{place}: the chat template leaves {what} of the answer out ({quoted(piece)}), which would be what is "
+            f"{place}: the chat template leaves out {what} of the answer ({quoted(piece)}), which should be "
             f"learned. Give prompt and answer as texts, or {OTHER_TEMPLATE} that keeps it."
         )
     closing = _closing(tokenizer, template_key(tokenizer))
@@ -454,7 +454,8 @@ def _answer_text(place: str, dialogue: str, start: int, answer: list[dict], toke
 
 
 def _notes(place: str, prompt: str, context: list[dict], tools: list, tokenizer) -> tuple[str, ...]:
-    """What the template leaves out of a prompt; raises UserError where that is the message to be answered."""
+    """Notes on the parts of a prompt that the template leaves out; raises UserError if it leaves out the message to be
+    answered."""
     lost, _ = _left_out(prompt, context)
     notes = []
     for message, what, piece in lost:
@@ -508,7 +509,7 @@ def _left_out(text: str, messages: list[dict], start: int = 0) -> tuple[list[tup
 
 
 def _pieces(message: dict) -> Iterator[tuple[str, str]]:
-    """(name, words) of each part of a message that the template has to write, without surrounding blanks."""
+    """(name, text without surrounding blanks) of each part of a message that the template has to write."""
     content = message["content"] or ""
     for key in REASONING:
         if isinstance(message.get(key), str) and message[key].strip():
@@ -524,10 +525,10 @@ def _pieces(message: dict) -> Iterator[tuple[str, str]]:
 
 
 def _end_of(text: str, value: object, start: int) -> int:
-    """The end of the first occurrence of a value in the text from `start` on; -1 where it does not occur.
+    """The end of the first occurrence of a value in the text from `start` on; -1 if it does not occur.
 
-    A text is found as it is, escaped as in JSON once or twice, or with other blanks between its words. A text that is
-    JSON, and an object, are found by the texts in them, in any order. Numbers are not looked for.
+    A text may stand there as it is, escaped as in JSON once or twice, or with other blanks between its words. Of an
+    object, and of a text that is JSON, each text within it must occur, in any order; its numbers do not count.
     """
     if isinstance(value, str):
         forms = [value.strip()]
@@ -549,12 +550,12 @@ def _end_of(text: str, value: object, start: int) -> int:
 
 @functools.lru_cache(maxsize=8)
 def _closing(tokenizer, template: str) -> str:
-    """The text of the token with which the template ends a turn; empty where it has none."""
+    """The text of the token with which the template ends a turn; "" if it has none."""
     token = end_of_turn(tokenizer)
     return "" if token is None else tokenizer.convert_ids_to_tokens(token)
 
 
 @functools.lru_cache(maxsize=8)
 def _opening(tokenizer) -> str:
-    """The text of the tokens that the tokenizer itself puts before a text."""
+    """The text of the tokens that the tokenizer adds at the beginning of each text, such as BOS."""
     return "".join(tokenizer.convert_ids_to_tokens(opening_tokens(tokenizer)))

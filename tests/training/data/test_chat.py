@@ -210,9 +210,9 @@ def test_roles_by_their_other_names(names):
 @pytest.mark.parametrize(
     "template, answer, message",
     [
-        ("r1", THOUGHT, r"column messages: the chat template leaves reasoning of the answer out \('So\.'\)"),
-        ("chatml", {**ANSWER, "reasoning_content": "So."}, r"leaves reasoning of the answer out \('So\.'\)"),
-        ("chatml", {**ANSWER, "tool_calls": [{"function": TOOL["function"]}]}, "leaves tool call of the answer out"),
+        ("r1", THOUGHT, r"column messages: the chat template leaves out reasoning of the answer \('So\.'\)"),
+        ("chatml", {**ANSWER, "reasoning_content": "So."}, r"leaves out reasoning of the answer \('So\.'\)"),
+        ("chatml", {**ANSWER, "tool_calls": [{"function": TOOL["function"]}]}, "leaves out tool call of the answer"),
     ],
 )
 def test_what_would_be_learned_is_in_the_text_or_the_record_is_refused(template, answer, message):

@@ -217,7 +217,7 @@ def test_texts_for_pretraining_may_be_empty():
         (
             PAIRS,
             {"instruction": "a", "output": "b"},
-            "found the columns: .* none that is worse: from such records step 1",
+            "found the columns: .* no worse one to compare it with. Step 1 can",
         ),
         (PROMPTS, {"messages": []}, r"column messages: found a list \('\[\]'\); needed a list of messages"),
         (PROMPTS, {"messages": "a"}, "column messages: found a string"),
