@@ -2,7 +2,7 @@
 # Runs the tests, in an environment that it makes if there is none; in two processes, because many wait for what they
 # have started. Arguments go to pytest:
 #   scripts/test.sh                    everything
-#   scripts/test.sh --quick            those of one process, in about a minute
+#   scripts/test.sh --quick            those of one process, in a minute and a half
 #   scripts/test.sh tests/engine/algo -k gae  some
 #   scripts/test.sh -n 0 --pdb         all in one process
 set -euo pipefail

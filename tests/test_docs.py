@@ -4,6 +4,7 @@ the write-up's numbers, and all that it names exists and has the value that it s
 
 import ast
 import dataclasses
+import functools
 import importlib
 import re
 from pathlib import Path
@@ -105,14 +106,18 @@ def test_functions_exist(section, number):
         assert callable(found) and found.__module__ == module
 
 
+@functools.cache
+def functions_of(path: str) -> set[str]:
+    return {node.name for node in ast.parse((ROOT / path).read_text()).body if isinstance(node, ast.FunctionDef)}
+
+
 @pytest.mark.parametrize("section, number", ROWS)
 def test_tests_exist(section, number):
     *_, tests = ROWS[section, number]
     assert tests
     for name in tests:
         path, function = name.split("::")
-        tree = ast.parse((ROOT / path).read_text())
-        assert function in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}, name
+        assert function in functions_of(path), name
 
 
 def test_the_table_names_every_field_in_which_openai_departs_from_the_default():

@@ -4,6 +4,7 @@ import ast
 import functools
 import graphlib
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -68,11 +69,20 @@ def nodes(tree: ast.Module) -> list[ast.AST]:
     return list(ast.walk(tree))
 
 
+def statements(tree: ast.Module) -> Iterator[ast.AST]:
+    """All nodes that are no expressions, where no import stands."""
+    waiting: list[ast.AST] = [tree]
+    while waiting:
+        yield (node := waiting.pop())
+        for part in ("body", "orelse", "finalbody", "handlers", "cases"):
+            waiting += getattr(node, part, [])
+
+
 @functools.cache
 def imported_names(tree: ast.Module) -> set[str]:
     """All that is imported anywhere in the file, "a.b" for `from a import b`; relative ones begin with a dot."""
     names = set()
-    for node in nodes(tree):
+    for node in statements(tree):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -85,7 +95,7 @@ def imported_names(tree: ast.Module) -> set[str]:
 def mentioned_names(tree: ast.Module) -> set[str]:
     """All dotted names in the file, imports and expressions, with what the file calls them by undone."""
     called = {}
-    for node in nodes(tree):
+    for node in statements(tree):
         if isinstance(node, ast.Import):
             called |= {alias.asname: alias.name for alias in node.names if alias.asname}
         elif isinstance(node, ast.ImportFrom) and not node.level:
