@@ -63,7 +63,8 @@ SEQUENCES = (torch.arange(4 * 12).view(4, 12) * 7919) % VOCABULARY
 WAYS = {  # flags beside those of all runs
     "whole": {"set": "critic_start=zero_head"},  # a critic with the actor's trunk
     "hydra": {"set": "hydra_layers=1"},
-    "lora": {"actor_lora_dim": 4, "only_optimize_lora": True},  # adapters that go on from the folder's, or new ones
+    # adapters that go on from the folder's, or new ones
+    "lora": {"actor_lora_dim": 4, "only_optimize_lora": True, "actor_lora_learning_rate": 1e-9},
 }
 
 

@@ -30,6 +30,7 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedTokenizerFast,
     Qwen2Config,
+    Qwen2Tokenizer,
 )
 
 PAD, BOS, EOS, UNK = 0, 1, 2, 3
@@ -164,8 +165,20 @@ def _randomised(model, seed: int):
 
 def _saved(model, folder: Path | str, pad_is_eos: bool) -> str:
     model.save_pretrained(folder)
-    make_tokenizer(pad_is_eos).save_pretrained(folder)
+    tokenizer = make_tokenizer(pad_is_eos)
+    if model.config.model_type == "qwen2":
+        tokenizer = _qwen2_tokenizer(tokenizer)
+    tokenizer.save_pretrained(folder)
     return str(folder)
+
+
+def _qwen2_tokenizer(known: PreTrainedTokenizerFast) -> Qwen2Tokenizer:
+    """A character a token, with the other's special tokens: transformers loads any tokenizer of this family as
+    Qwen2Tokenizer, which splits the words of `make_tokenizer`."""
+    token_of = {number: token for token, number in known.get_vocab().items()}
+    token_of |= dict(enumerate("w0123456789Ġ", start=len(_SPECIAL)))
+    vocabulary = {token: number for number, token in token_of.items()}
+    return Qwen2Tokenizer(vocabulary, merges=[], padding_side="left", **known.special_tokens_map)
 
 
 @torch.no_grad()
