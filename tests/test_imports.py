@@ -124,6 +124,12 @@ def words(tree: ast.Module) -> set[str]:
     return found
 
 
+def teardown_module() -> None:
+    """Forget the trees: each later collection of garbage would walk through them."""
+    for kept in (parsed, nodes, imported_names, mentioned_names, words):
+        kept.cache_clear()
+
+
 def names_of_others(module: str, tree: ast.Module) -> list[str]:
     """What the file names that another module or package owns."""
     mentions, said = mentioned_names(tree), words(tree)
