@@ -22,8 +22,8 @@ def is_initialized() -> bool:
 
 
 def rank() -> int:
-    """This process's number, 0-based; 0 without a launcher. Under ZeRO the processes divide the weights; which part of
-    the data this one has, `data_parallel_rank` says."""
+    """This process's number, 0-based; 0 without a launcher. Under ZeRO the processes divide the weights.
+    `data_parallel_rank` is the number of this process's part of the data."""
     return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", 0))
 
 

@@ -12,7 +12,7 @@ from engine.algo.advantages import ESTIMATORS
 from engine.errors import UserError
 from engine.options import unmet
 
-ZERO_WITHOUT_CRITIC = ("critic_lr", "critic_weight_decay")  # a user may have to say so
+ZERO_WITHOUT_CRITIC = ("critic_lr", "critic_weight_decay")  # the user of a dialect with a critic sets them so
 
 
 class FieldError(UserError):

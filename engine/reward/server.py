@@ -225,7 +225,7 @@ def _of_status(error: urllib.error.HTTPError) -> Fault | Mistake:
 
 def _of_connection(error: OSError | http.client.HTTPException, timeout: float) -> Fault | Mistake:
     if isinstance(error, ssl.SSLError) and not isinstance(error, (ssl.SSLEOFError, ssl.SSLZeroReturnError)):
-        return Mistake(f"fails at TLS ({error})")
+        return Mistake(f"cannot be reached by TLS ({error})")
     if isinstance(error, TimeoutError):
         return Fault(f"did not answer within {timeout:g} s")
     if isinstance(error, socket.gaierror):

@@ -91,8 +91,8 @@ class Sampler:
         self.release_memory()
         self.rows_at_once, self._halvings_left = rows // 2, self._halvings_left - 1
         warnings.warn(
-            f"{rows} responses decoded side by side do not fit on rank {distributed.rank()} ({message}): {rows // 2} "
-            "are, from now on",
+            f"{rows} responses decoded side by side do not fit on rank {distributed.rank()} ({message}): from now on "
+            f"{rows // 2} are decoded",
             stacklevel=3,
         )
         return None
@@ -237,7 +237,7 @@ def slots_of_a_row(tokens: int, waiting: bool) -> int:
     """How many slots a row of the cache needs. tokens: most tokens of prompt and response together. waiting: whether
     there are more prompts than rows.
 
-    Without waiting prompts, decoding ends at the last slot. With waiting prompts it goes on, so the rows move towards
-    the last slot, and are sometimes moved back to the first.
+    Without waiting prompts, decoding ends at the last slot. With waiting prompts it goes on: before the last slot is
+    passed, all rows are moved to the left (`Batch.make_room`). Further slots make that rare.
     """
     return tokens + CHECK_EVERY + (max(8 * CHECK_EVERY, tokens // 4) if waiting else 0)

@@ -164,7 +164,7 @@ class Passes:
         reason: why it failed."""
         self.fallback = next(iter(str(reason).splitlines()), "") or type(reason).__name__
         warnings.warn(
-            f"rank {distributed.rank()}: decoding {decoding} does not work for {type(self.model).__name__} "
+            f"rank {distributed.rank()}: --decoding {decoding} does not work for {type(self.model).__name__} "
             f"({self.fallback}); single tokens are read by the model's own code",
             stacklevel=3,
         )

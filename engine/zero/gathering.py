@@ -1,8 +1,9 @@
 """Gathers full weights from ZeRO-3's partitions, bucket by bucket. It works on unpartitioned modules too.
 
 The file also has the groups of hpZ. With hpZ each group of neighbouring ranks, for example the ranks of a node, holds a
-second copy of an engine's weights. ZeRO-3 gathers weights over all ranks for forward passes, and within the group for
-backward passes, which then send no weights between nodes. `zero_hpz_partition_size` is the number of ranks in a group.
+second copy of an engine's weights. ZeRO-3 gathers weights over all ranks the first time after each optimizer step, and
+from then on within the group: only the first gather sends weights between nodes. `zero_hpz_partition_size` is the
+number of ranks in a group.
 Source: Wang et al. 2023, "ZeRO++", section 3.2; DeepSpeed 0.19.8, runtime/zero/partition_parameters.py.
 """
 

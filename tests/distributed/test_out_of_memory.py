@@ -199,7 +199,8 @@ def test_one_warning_says_what_happened_and_what_comes_next(ranks, case):
     first, second = (rank[case]["told"] for rank in ranks)
     assert first == told
     rows = [
-        f"{n} responses decoded side by side do not fit on rank 1 (CUDA out of memory): {n // 2} are, from now on"
+        f"{n} responses decoded side by side do not fit on rank 1 (CUDA out of memory): "
+        f"from now on {n // 2} are decoded"
         for n in (4, 2)
     ]
     assert second == (rows if case.startswith("drawn") else [])

@@ -243,7 +243,8 @@ def test_fewer_rows_are_decoded_at_once_to_the_same_responses(small_policy, monk
     assert found == expected and len(found) == len(PROMPTS) > HALVED_ROWS
     halves = [(8, 4), (4, 2), (2, 1)][:times]
     assert [str(one.message) for one in told] == [
-        f"{before} responses decoded side by side do not fit on rank 0 (CUDA out of memory): {after} are, from now on"
+        f"{before} responses decoded side by side do not fit on rank 0 (CUDA out of memory): "
+        f"from now on {after} are decoded"
         for before, after in halves
     ]
     with warnings.catch_warnings():

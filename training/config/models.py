@@ -366,8 +366,8 @@ class ModelFlags(RoleLoraFlags, ReferenceFlags, RewardServerFlags):
     critic_model_name_or_path: str | None = flag(
         None,
         "reward model that the critic starts from. With --reward_function or --reward_url this flag is optional; "
-        "without it the critic is the SFT model with a new head. In dialects whose critic has another start, it "
-        "names the reward model only",
+        "without it the critic is the SFT model with a new head. In dialects without a critic, or whose critic "
+        "starts otherwise, it names the reward model only",
         resume=TOLD,
     )
     reward_model_name_or_path: str | None = flag(

@@ -159,12 +159,14 @@ def _check_parameters(function: Callable, what: str) -> None:
         if is_source(function):
             signature.bind(None)
             what, signature, called = f"{what}.score", inspect.signature(function.score), "the rollout alone"
-            signature.bind(None, None)
+            own = isinstance(inspect.getattr_static(function, "score"), (staticmethod, classmethod))
+            signature.bind(*[None] * (1 if own else 2))
             return
         called = "the prompts and the responses, and by name with rows, or columns of the data"
         Signature.of(function)
     except TypeError as error:
-        hint = " A class has to inherit from engine.reward.base.RewardSource." if inspect.isclass(function) else ""
+        stranger = inspect.isclass(function) and not is_source(function)
+        hint = " A class has to inherit from engine.reward.base.RewardSource." if stranger else ""
         raise UserError(f"{what}: it takes {signature}, but is called with {called} ({error}).{hint}") from None
 
 

@@ -49,8 +49,8 @@ class RolloutFlags(RunFlags):
     inference_tp_size: int | None = flag(
         None,
         "number of neighbouring ranks of a node that hold one copy of a model together, each with a part of every "
-        "matrix (tensor parallelism). With --rollout_backend replica always; with auto only if no whole copy fits "
-        "on a rank: by default as few ranks as it fits on, and with 1 none",
+        "matrix (tensor parallelism). --rollout_backend replica always divides its copies so; auto does so only if no "
+        "whole copy fits on a rank, by default among as few ranks as possible, and never with 1",
         least=1,
         only_with="rollout_backend=auto|replica",
     )

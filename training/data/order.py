@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.distributed import data_parallel_size, rank_share
+from engine import distributed
 from engine.errors import UserError
 from engine.experience import PromptBatch
 from training.data.examples import Prompts, TextBlocks, collate_prompts
@@ -73,7 +73,7 @@ class EpochBatches(Sequence):
             return [self[number] for number in range(*index.indices(len(self)))]
         start = self._starts[index]
         batch = self._order[start : start + self._size]
-        return batch[rank_share(len(batch), of=self._rank)].tolist()
+        return batch[distributed.rank_share(len(batch), of=self._rank)].tolist()
 
 
 def epoch_batches(
@@ -101,11 +101,11 @@ class ShuffledPrompts:
 
     def __init__(self, prompts: Prompts, *, per_rank: int, seed: int, pad_token_id: int):
         self.data, self.pad_token_id = prompts, pad_token_id
-        self.order = PromptOrder(len(prompts), per_rank * data_parallel_size(), seed)
+        self.order = PromptOrder(len(prompts), per_rank * distributed.data_parallel_size(), seed)
 
     def prompts(self, batch: int) -> PromptBatch:
         """A batch of prompts, counted from 0."""
-        own = rank_share(self.order.batch_size)
+        own = distributed.rank_share(self.order.batch_size)
         indices, visits = (column[own] for column in self.order.batch(batch))
         return collate_prompts([self.data[index] for index in indices.tolist()], indices, visits, self.pad_token_id)
 
@@ -114,10 +114,10 @@ class ShuffledTexts:
     """This rank's blocks of text, per_rank of them in each optimizer step."""
 
     def __init__(self, blocks: TextBlocks, *, per_rank: int, seed: int):
-        self.blocks, self.order = blocks, PromptOrder(len(blocks), per_rank * data_parallel_size(), seed)
+        self.blocks, self.order = blocks, PromptOrder(len(blocks), per_rank * distributed.data_parallel_size(), seed)
 
     def texts(self, optimizer_step: int) -> Tensor:
         """(B, L) int64, for an optimizer step counted from 0."""
         indices, _ = self.order.batch(optimizer_step)
-        own = rank_share(self.order.batch_size)
+        own = distributed.rank_share(self.order.batch_size)
         return torch.tensor([self.blocks[index] for index in indices[own].tolist()])

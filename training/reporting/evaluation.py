@@ -109,8 +109,8 @@ class Evaluator:
         Raises: RunStopped on all ranks for a score or KL that is NaN or infinite.
         """
         # All ranks need equally many prompts, so the first ones are repeated.
-        parts = distributed.data_parallel_size()
-        filled = -(-len(self.prompts) // parts) * parts
+        ranks = distributed.data_parallel_size()
+        filled = -(-len(self.prompts) // ranks) * ranks
         indices = [number % len(self.prompts) for number in range(filled)[distributed.rank_share(filled)]]
         keys = torch.tensor(indices)
         own_prompts = [self.prompts[index] for index in indices]

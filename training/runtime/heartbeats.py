@@ -200,7 +200,8 @@ class Monitor(threading.Thread):
         self._tell({})
 
     def run(self) -> None:
-        """Read heartbeats, once a round look for failures, and send all ranks the result; until there is a verdict."""
+        """Read heartbeats, look for failures once a round, and send all ranks the result, until there is a verdict or
+        the thread is stopped."""
         verdict = None
         while not self._over.is_set() and verdict is None:
             self._hear(time.monotonic() + ROUND)

@@ -128,7 +128,7 @@ def count_steps(args: RLHFFlags, prompts: int) -> int:
     if prompts < a_step or total == 0:
         raise UserError(
             f"--data_path {' '.join(args.data_path)}: {prompts} prompts are too few for one step, "
-            f"which takes {a_step} over {distributed.world_size()} ranks. Lower the batch sizes or add "
+            f"which takes {a_step} over {distributed.data_parallel_size()} ranks. Lower the batch sizes or add "
             "prompts."
         )
     return total

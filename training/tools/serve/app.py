@@ -283,7 +283,7 @@ async def _prompts(service: Service, models: Sequence[ServedModel], body: Compar
     for model in models:
         if not model.has_template:
             told = (
-                f"the tokenizer of {model.name} has no chat template, which would make a prompt of messages. Send a "
+                f"the tokenizer of {model.name} has no chat template to make a prompt of the messages. Send a "
                 "prompt, which is text, or start the service with --chat_template FILE"
             )
             raise RequestError(400, told, "messages")

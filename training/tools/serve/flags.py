@@ -50,7 +50,8 @@ class ServeFlags(TokenizerFlags):
 
     max_seq_len: int = flag(
         2048,
-        "most tokens of prompt and response together; models with fewer positions have a lower limit",
+        "most tokens of prompt and response together; fewer for all models if one of them, or the reward model, has "
+        "fewer positions",
         group="limits",
         least=2,
     )
