@@ -48,6 +48,11 @@ def data_parallel_sum(tensor: torch.Tensor) -> torch.Tensor:
     return all_reduce_sum(tensor)
 
 
+def data_parallel_objects(value) -> list:
+    """The picklable `value` of every part of the data, in the order of the parts, on all ranks."""
+    return all_gather_objects(value)
+
+
 def ranks_in_words() -> str:
     """How many processes there are: "1 rank", "8 ranks"."""
     count = world_size()

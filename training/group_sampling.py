@@ -163,8 +163,7 @@ class GroupSampler:
         own = groups_alike(batches[-1].scores.scores, self.group_size).tolist()
         differing: list[_Group] = []
         alike: list[_Group] = []
-        by_rank = dict(distributed.all_gather_objects((distributed.data_parallel_rank(), own)))
-        for rank, flags in by_rank.items():
+        for rank, flags in enumerate(distributed.data_parallel_objects(own)):
             for place, without in enumerate(flags):
                 (alike if without else differing).append(_Group(len(batches) - 1, rank, place))
         return differing, alike

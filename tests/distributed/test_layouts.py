@@ -36,6 +36,7 @@ def ranks_of_one_part() -> Iterator[None]:
         backward(self, loss / distributed.world_size(), last)
 
     layout = {"data_parallel_rank": lambda: 0, "data_parallel_size": lambda: 1, "data_parallel_sum": torch.clone}
+    layout["data_parallel_objects"] = lambda value: [value]
     with mock.patch.multiple(distributed, **layout), mock.patch.object(TrainedModel, "backward", share):
         yield
 

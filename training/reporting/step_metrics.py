@@ -244,8 +244,8 @@ def distributions(batch: TrainingBatch) -> dict[str, Tensor]:
         "objective/scores_histogram": batch.scores.float().cpu(),
         "rollout/length_histogram": batch.rollout.response_mask.sum(-1).float().cpu(),
     }
-    by_rank = dict(distributed.all_gather_objects((distributed.data_parallel_rank(), own)))
-    return {tag: torch.cat([part[tag] for part in by_rank.values()]) for tag in own}
+    gathered = distributed.data_parallel_objects(own)
+    return {tag: torch.cat([part[tag] for part in gathered]) for tag in own}
 
 
 # Speed, and the share of the GPU's arithmetic.
