@@ -1,8 +1,9 @@
-"""Copies of partitioned models, for passes without gradients. A copy is a module without ZeRO's hooks whose weights
-were gathered from a model at stage 3. `WholeCopies` are whole on each rank. `TensorParallelCopies` are divided among a
-group of ranks, for models whose whole copy does not fit on one rank.
+"""Copies of partitioned models, for passes without gradients. A copy is a module without ZeRO's hooks, whose weights
+were gathered from a model at stage 3. With `WholeCopies` each rank has a whole copy. With `TensorParallelCopies` a copy
+is divided among a group of ranks; this is for models whose whole copy does not fit on one rank.
 
-`PlainCopies` is the base class of both. It handles copies between steps, and decides what happens when memory runs out.
+`PlainCopies` is the base class of both. It keeps, frees or moves copies between steps, and handles the case that memory
+runs out.
 """
 
 import contextlib
@@ -34,11 +35,11 @@ EXPERIENCE = "experience was made with it"
 
 
 class PlainCopies(ABC):
-    """Copies (modules without ZeRO's hooks) that compute in place of models at stage 3.
+    """The base class of copies: modules without ZeRO's hooks that compute in place of models at stage 3.
 
     Args:
-        between_steps: what `release_memory` does with the modules: "keep" them, "free" them, or move them to the
-            "host".
+        between_steps: what `release_memory` does with the copies: "keep" keeps them, "free" frees them, "host" moves
+            them to host memory.
     """
 
     shared = True
@@ -46,50 +47,50 @@ class PlainCopies(ABC):
     def __init__(self, between_steps: str = "keep"):
         self.between_steps, self._away = between_steps, False
         self.let_go: Callable[[], None] = lambda: None
-        """Called before modules are freed. It must drop all other references to them."""
+        """A function that is called before copies are freed. It must drop all other references to the copies."""
         self._together: Model | None = None  # the model of the running `together` call
 
     @abstractmethod
     def of(self, model: Model, merged: bool = False) -> Backbone | None:
-        """A module that computes the same as the model's own module (all ranks call this). A copy is in eval mode. At
-        stages 0 to 2 it is the model's own module.
+        """A module that computes the same results as the model's own module (all ranks call this together). At stage 3
+        it is a copy in eval mode. At stages 0 to 2 it is the model's own module.
 
-        The caller may use it until the next call. None, with a warning, if a rank has too little memory for a copy; the
-        model then has to compute through its partitions.
+        The caller may use the module until the next call. If a rank has too little memory for a copy, the result is
+        None, a warning is printed, and the model has to compute with its partitioned module.
 
-        merged: whether the adapters' updates may be merged into the copy's matrices. Such a copy can compute only in
-        the model's own role.
+        merged: whether the adapters' updates may be merged into the copy's matrices. A copy with merged updates can
+        compute only in the model's own role.
         """
 
     @abstractmethod
     def attempt(self, model: Model, doing: str, compute: Callable[[], Result]) -> Result | None:
-        """The result of `compute`, which uses the module that `of` returned; None on all ranks if one ran out of memory
-        (all ranks call this). After None the caller calls `of` again.
+        """The result of `compute`, a function that uses the module that `of` returned. If one rank runs out of memory,
+        the result is None on all ranks, and the caller calls `of` again. All ranks call this together.
 
-        doing: what is computed, for the warning, such as "responses were drawn with it". Raises: RunStopped if a rank
-        cannot fall back.
+        doing: a description of `compute` for the warning, such as "responses were drawn with it". Raises: RunStopped if
+        a rank that runs out of memory cannot fall back.
         """
 
     @abstractmethod
     def group_of(self, model: Model) -> RankGroup | None:
-        """The group of ranks that compute together with the model's copy; None if each rank computes alone."""
+        """The group of ranks that hold the model's copy together; None if each rank computes on its own."""
 
     @abstractmethod
     def holding(self, model: Model) -> Backbone | None:
-        """The module that holds the model's current weights already, whole and without merged updates; None if there is
-        none. Nothing is gathered, and the result is the same on all ranks."""
+        """The module that already holds the model's current weights, whole and without merged updates; None if no
+        module does. Nothing is gathered for this, and the result is the same on all ranks."""
 
     @abstractmethod
     def free(self) -> None:
-        """Let go of all modules."""
+        """Drop all copies, so that their memory is freed."""
 
     @abstractmethod
     def _all(self) -> list[nn.Module]:
         """The modules."""
 
     def inferred(self, model: Model, *args, **kwargs) -> Any:
-        """The forward pass of the model's copy in inference mode; None if there is too little memory for a copy (all
-        ranks call this)."""
+        """The result of a forward pass of the model's copy in inference mode; None if there is too little memory for a
+        copy (all ranks call this together)."""
         if self._together is model:
             copy = self.of(model)
             assert copy is not None, "copies are given up where ranks agree, and here they do later"
@@ -98,15 +99,16 @@ class PlainCopies(ABC):
             result = self.attempt(model, EXPERIENCE, partial(_inferred, copy, *args, **kwargs))
             if result is not None:
                 return result
-            del copy  # before another one is made
+            del copy  # frees this copy before another is made
         return None
 
     def together(self, model: Model, make: Callable[[], Result]) -> Result:
-        """The result of several passes of one model (all ranks call this). All ranks agree once, at the end, whether
-        memory sufficed. After each pass, every rank would wait for the slowest one.
+        """The result of several passes of one model (all ranks call this together). The ranks agree only once, after
+        all passes, whether memory sufficed. If they agreed after each pass, every rank would wait for the slowest rank
+        each time.
 
-        make: makes passes of this model with `inferred`. It must not exchange anything else with other ranks, and may
-        be called again.
+        make: a function that makes passes of this model with `inferred`. It must not exchange anything else with other
+        ranks. It may be called a second time.
         """
         while self.of(model) is not None:
             made = self.attempt(model, EXPERIENCE, partial(self._made_together, model, make))
@@ -122,7 +124,8 @@ class PlainCopies(ABC):
             self._together = None
 
     def release_memory(self) -> None:
-        """Called when the modules are not needed for a while: keep, free or move them, as between_steps says."""
+        """To be called when the copies are not needed for a while. They are kept, freed or moved, as `between_steps`
+        says."""
         if self.between_steps == "free":
             self.free()
         elif self.between_steps == "host":
@@ -142,9 +145,10 @@ def _inferred(copy: nn.Module, *args, **kwargs) -> Any:
 
 
 def unless_out_of_memory(make: Callable[[], Result]) -> tuple[Result | None, str]:
-    """(result of `make`, ""); or (None, text of the error) on all ranks if one ran out of memory (all ranks call this).
+    """(the result of `make`, ""). If one rank runs out of memory, it is (None, text of the error) on all ranks. All
+    ranks call this together.
 
-    make: must not exchange anything with other ranks.
+    make: a function that must not exchange anything with other ranks.
     """
     made, message = None, ""
     try:
@@ -158,7 +162,7 @@ def unless_out_of_memory(make: Callable[[], Result]) -> tuple[Result | None, str
 
 
 def together(model: Any, make: Callable[[], Result]) -> Result:
-    """`PlainCopies.together` if the model, or the engine that hosts it, computes through copies; otherwise the result
+    """The result of `PlainCopies.together` if the model, or the engine that hosts it, has copies; otherwise the result
     of `make`."""
     host = getattr(model, "host", model)
     copies = getattr(host, "copies", None)
@@ -167,10 +171,11 @@ def together(model: Any, make: Callable[[], Result]) -> Result:
 
 @contextlib.contextmanager
 def stopped_if_out_of_memory(model: Model, doing: str) -> Iterator[None]:
-    """A context in which ranks exchange data while they compute with a model's copy. A rank that runs out of memory
-    here cannot fall back alone. doing: what they compute, for the message.
+    """A context in which ranks exchange data while they compute with a model's copy. If one rank runs out of memory
+    within it, the other ranks cannot fall back with it, and the run ends. doing: a description of the computation for
+    the message.
 
-    Raises: RunStopped, with the flags that help.
+    Raises: RunStopped, with helpful flags in its message.
     """
     try:
         yield
@@ -183,8 +188,8 @@ def stopped_if_out_of_memory(model: Model, doing: str) -> Iterator[None]:
 
 
 def warn_of(model: Model, doing: str, message: str, then: str) -> None:
-    """Warn, on one rank, that a copy does not fit. doing: what was done with it. message: the error's text. then: what
-    happens instead."""
+    """Warn, on one rank, that a copy does not fit. doing: what was done with the copy. message: the text of the error.
+    then: what happens instead."""
     if on_gpu():
         torch.cuda.empty_cache()
     if distributed.is_main():
@@ -199,27 +204,27 @@ def first_sentence(error: BaseException) -> str:
 
 
 class WholeCopies(PlainCopies):
-    """Modules without ZeRO's hooks that hold the whole, gathered weights of models at stage 3 and compute in their
-    place.
+    """Copies that hold the whole, gathered weights of models at stage 3, and compute in place of these models without
+    ZeRO's hooks.
 
-    When `of` is called and the module does not hold the model's current weights, it is filled bucket by bucket, in the
-    compute dtype. Otherwise nothing is gathered. Frozen weights are gathered once.
+    If `of` is called and the copy does not hold the model's current weights, the weights are gathered into it bucket by
+    bucket, in the compute dtype. Otherwise nothing is gathered. Frozen weights are gathered only once.
 
-    For a model with adapters the updates can be merged into the matrices. The copy then computes only in the model's
-    own role, without the cost of the factors. For an unmerged copy these matrices are gathered again, since a
-    subtraction would not restore them exactly.
+    If a model has adapters, their updates can be merged into the copy's matrices. The copy then computes only in the
+    model's own role, and saves the computation with the factors. To unmerge a copy, the matrices are gathered again,
+    because subtracting the updates would not restore the matrices exactly.
 
-    If memory runs out on any rank while a module is made, filled or computing, all ranks free the modules and go on
-    with less: first, models with separate copies share them; then the model gets the copies that `smaller` returns;
-    then it computes through its partitions. A whole copy computes without communication, so every rank reaches the
-    point at which all ranks agree.
+    If memory runs out on any rank while a copy is created, filled or computing, all ranks free the copies and continue
+    with less memory. The first time, models that have separate copies share them from then on. The next time, the model
+    gets the copies that `smaller` returns. After that, the model computes with its partitioned module. A whole copy
+    computes without communication, so every rank reaches the point at which the ranks agree.
 
     Args:
         between_steps: as in PlainCopies.
-        shared: whether models of one architecture take turns in one module (actor and reference in one, critic and
-            reward model in another). Otherwise each has its own, and frozen ones are gathered only once.
-        smaller: called with a model whose shared copy did not fit; returns copies of another kind, or None to compute
-            through partitions. All ranks call it together.
+        shared: whether models of the same architecture use one copy in turn (actor and reference one, critic and reward
+            model another). If not, each model has a copy of its own, and frozen weights are gathered only once.
+            smaller: a function that gets a model whose shared copy did not fit. It returns copies of another kind, or
+            None if the model should compute with its partitioned module. All ranks call it together.
     """
 
     def __init__(
@@ -233,7 +238,7 @@ class WholeCopies(PlainCopies):
         self._keys: dict[int, object] = {}
         self._modules: dict[object, Backbone] = {}
         self._held: dict[object, _Held] = {}
-        self._instead: dict[int, PlainCopies | None] = {}  # {id of a model without whole copies: its other copies}
+        self._instead: dict[int, PlainCopies | None] = {}  # {id of a model that has no whole copy: its other copies}
 
     def of(self, model: Model, merged: bool = False) -> Backbone | None:
         """See PlainCopies."""
@@ -272,7 +277,7 @@ class WholeCopies(PlainCopies):
                 copies.release_memory()
 
     def free(self) -> None:
-        """Let go of all modules."""
+        """Drop all copies, so that their memory is freed."""
         self._modules.clear()
         self._held.clear()
         self._away = False
@@ -281,7 +286,7 @@ class WholeCopies(PlainCopies):
         return list(self._modules.values())
 
     def _copy(self, model: Model, merged: bool) -> Backbone | None:
-        """The module with the model's current weights; None if it does not fit."""
+        """The copy with the model's current weights; None if the copy does not fit."""
         if id(model) not in self._keys:
             self._keys[id(model)] = architecture(model.module) if self.shared else id(model)
         key = self._keys[id(model)]
@@ -321,7 +326,7 @@ class WholeCopies(PlainCopies):
         return self._modules[key] if held and not self._away else None
 
     def _do_with_less(self, model: Model, doing: str, message: str) -> None:
-        """Free all modules, and choose other copies for the model (all ranks call this)."""
+        """Free all copies, and choose other copies for the model (all ranks call this together)."""
         self.let_go()
         self.free()
         if not self.shared:
@@ -336,8 +341,8 @@ class WholeCopies(PlainCopies):
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """The weights in a module. model: id of the model. version: the version of its weights. merged: whether adapters'
-    updates are merged."""
+    """Which weights a copy holds. model: the id of the model. version: the version of the model's weights. merged:
+    whether the adapters' updates are merged."""
 
     model: int
     version: int
@@ -345,8 +350,8 @@ class _Held:
 
 
 def _missing(module: Backbone, source: Backbone, held: _Held | None, wanted: _Held) -> frozenset[str] | None:
-    """The names of the weights to copy so that the module holds `wanted`; None for all. If there are any, the module's
-    adapters are unmerged first.
+    """The names of the weights that have to be copied so that the module holds the weights `wanted`; None for all
+    weights. If any weights have to be copied, the module's adapters are unmerged first.
     """
     if held == wanted:
         return frozenset()
@@ -354,7 +359,7 @@ def _missing(module: Backbone, source: Backbone, held: _Held | None, wanted: _He
     if held is None or held.model != wanted.model:
         return None
     changed = [name for name, parameter in source.named_parameters() if parameter.requires_grad]
-    if not changed and held.version != wanted.version:  # a frozen model that has taken other weights
+    if not changed and held.version != wanted.version:  # a frozen model whose weights were replaced
         return None
     return frozenset(unmerged + (changed if held.version != wanted.version else []))
 
@@ -365,13 +370,14 @@ def _merged(module: Backbone) -> Backbone:
     return module
 
 
-# Settings of a configuration that may differ between models that share a module. `take_settings_of` sets the offset.
-# `dtype` is the file's on some ranks and the weights' on others.
+# Settings of a configuration that may differ between models that share a copy. `take_settings_of` sets the offset.
+# `dtype` is the dtype of the files on some ranks and that of the weights on others.
 _NO_MATTER = ("_name_or_path", "score_offset", "score_position", "pad_token_id", "dtype")
 
 
 def architecture(module: Backbone) -> object:
-    """A value that is equal for two modules if each can hold the other's weights and then computes the same."""
+    """A value that is equal for two modules if each can hold the weights of the other and then gives the results of the
+    other."""
     shapes = tuple((name, tuple(full_shape(p))) for name, p in module.named_parameters())
     config = {name: value for name, value in module.model.config.to_diff_dict().items() if name not in _NO_MATTER}
     dtype = next(module.parameters()).dtype
@@ -379,21 +385,25 @@ def architecture(module: Backbone) -> object:
 
 
 class TensorParallelCopies(PlainCopies):
-    """Modules without ZeRO's hooks in place of models at stage 3, each divided among the ranks of a group.
+    """Copies that compute in place of models at stage 3 without ZeRO's hooks. Each copy is divided among the ranks of a
+    group.
 
-    They work like WholeCopies. Models of one architecture always share one module. A rank holds its part of each
-    matrix, filled bucket by bucket from the partitions; no rank ever holds more than one bucket of whole weights.
+    TensorParallelCopies work like WholeCopies, but models of the same architecture always share one copy. A rank holds
+    a part of each matrix. The parts are filled bucket by bucket from ZeRO's partitions, so that no rank ever holds more
+    than one bucket of whole weights.
 
-    Each rank calls the module that `of` returns with its own rows. The module computes the rows of the whole group
-    together and returns each rank its own. Its `.model` has to be called with the same rows on all ranks of the group.
-    Adapters are always merged, so it computes only in the model's own role.
+    Each rank calls the module that `of` returns with the rank's own rows. The module computes the rows of the whole
+    group together, and returns to each rank the results for its own rows. The Hugging Face model within it, `.model`,
+    has to be called with the same rows on all ranks of the group. Adapters are always merged, so a copy computes only
+    in the model's own role.
 
-    If a rank has too little memory to make its part, or to fill it, all ranks do without the copy. If a rank runs out
-    of memory while its group computes, the others would wait forever, so the run ends with a message.
+    If a rank has too little memory to create or fill its part, all ranks do without the copy. If a rank runs out of
+    memory while its group computes, the run ends with a message, because the other ranks would wait forever.
 
     Args:
-        ranks: number of ranks in a group. between_steps: as in PlainCopies.
-        cache: bytes of keys and values on each rank. A copy that generates is made only if they fit too.
+        ranks: the number of ranks in a group. between_steps: as in PlainCopies.
+        cache: the number of bytes of keys and values on each rank. A copy that generates is created only if there is
+            memory for these too.
     """
 
     def __init__(self, ranks: int, between_steps: str = "keep", cache: int = 0):
@@ -422,10 +432,10 @@ class TensorParallelCopies(PlainCopies):
         return part.module
 
     def holding(self, model: Model) -> None:
-        """See PlainCopies; always None, since no rank holds a whole model."""
+        """See PlainCopies. The result is always None, since no rank holds a whole model."""
 
     def attempt(self, model: Model, doing: str, compute: Callable[[], Result]) -> Result | None:
-        """See PlainCopies. The ranks of a group exchange what they compute."""
+        """See PlainCopies. While `compute` runs, the ranks of a group exchange partial results."""
         if model.stage < 3:
             return compute()
         with stopped_if_out_of_memory(model, doing):
@@ -436,7 +446,7 @@ class TensorParallelCopies(PlainCopies):
         return self.group
 
     def free(self) -> None:
-        """Let go of all modules."""
+        """Drop all copies, so that their memory is freed."""
         self._parts.clear()
         self._away = False
 
@@ -444,11 +454,11 @@ class TensorParallelCopies(PlainCopies):
         return [part.module for part in self._parts.values()]
 
     def _with_room(self, key: object, model: Model, generates: bool) -> "_Part":
-        """This rank's part of a model on the device. Fails unless there is memory to fill it and, if it `generates`,
-        for keys and values."""
+        """This rank's part of a model, on the device. Raises torch's error for too little memory unless there is enough
+        to fill the part and, if the copy `generates`, for keys and values."""
         if key not in self._parts:
             self._parts[key] = _Part(model.module, self.group)
-            if generates:  # try it now: when keys and values are allocated, ranks can no longer fall back together
+            if generates:  # tried now, since ranks cannot fall back together when keys and values are allocated later
                 torch.empty(self.cache, dtype=torch.uint8, device=distributed.device())
         if self._away:
             self._move(distributed.device())
@@ -458,14 +468,15 @@ class TensorParallelCopies(PlainCopies):
 
 
 def group_sizes(ranks: int, asked: int | None = None) -> tuple[int, ...]:
-    """The possible sizes of groups of a machine's ranks: all divisors of `ranks` over 1. With `asked`, only this size,
-    or none if it does not divide `ranks`."""
+    """The possible sizes of groups on a machine with this number of ranks: all divisors of `ranks` over 1. If `asked`
+    is given, only this size, or no size if it does not divide `ranks`."""
     sizes = range(2, ranks + 1) if asked is None else (asked,)
     return tuple(size for size in sizes if size > 1 and ranks % size == 0)
 
 
 def why_no_group(ranks: int, asked: int | None) -> str:
-    """A text for a message if a machine's ranks cannot be divided into groups of the size `asked`; otherwise ""."""
+    """A text for a message if the ranks of a machine cannot be divided into groups of the size `asked`; otherwise
+    ""."""
     if asked is None or asked == 1 or group_sizes(ranks, asked):
         return ""
     return f"; no {asked} ranks hold a copy together, since that does not divide the {ranks} of a machine"
@@ -473,9 +484,9 @@ def why_no_group(ranks: int, asked: int | None) -> str:
 
 def divided_bytes(module: Backbone, sizes: Sequence[int], generates: bool = True) -> tuple[dict[int, int], str | None]:
     """({number of ranks in a group: bytes on each rank}, None) for tensor-parallel copies of a module; ({}, the reason)
-    if there can be none.
+    if the module cannot have such copies.
 
-    generates: whether the copy draws responses, with its adapter merged; False if it only makes experience.
+    generates: whether the copy draws responses, with its adapter merged; False if it only computes experience.
     """
     if not sizes:
         return {}, None
@@ -490,7 +501,8 @@ def divided_bytes(module: Backbone, sizes: Sequence[int], generates: bool = True
 
 
 class _Part:
-    """This rank's part of a divided copy. It holds the weights of one model at a time; all have one architecture.
+    """This rank's part of a divided copy. It holds the weights of one model at a time; all its models have the same
+    architecture.
 
     Raises: ValueError, with the reason, if the model cannot be divided among the ranks of the group.
     """
@@ -505,7 +517,7 @@ class _Part:
         if isinstance(like, Policy):
             self.module.direct_head = like.direct_head
         _Rows(self.module, group)
-        self._held: tuple[int, int] | None = None  # the model and the version of its weights
+        self._held: tuple[int, int] | None = None  # (id of the model, version of the model's weights)
 
     def holds(self, model: Model) -> bool:
         """Whether the part holds this model's current weights."""
@@ -514,12 +526,12 @@ class _Part:
     @traced("gather of weights")
     @torch.no_grad()
     def hold(self, model: Model) -> None:
-        """Fill the part with this model's current weights (all ranks call this)."""
+        """Fill the part with this model's current weights (all ranks call this together)."""
         if self.holds(model):
             return
         for name, weight in merged_weights(model.module):
             self.plan.fill(self.module.model, name, weight, self.group)
-            del weight  # before the next bucket is gathered
+            del weight  # frees it before the next bucket is gathered
         buffers = dict(self.module.model.named_buffers())
         for name, buffer in model.module.model.named_buffers():
             buffers[name].copy_(buffer)
@@ -528,9 +540,10 @@ class _Part:
 
 
 class _Rows:
-    """Hooks of a module. With them it computes the rows of all ranks of a group together and returns each rank its own.
+    """Hooks of a module. With these hooks the module computes the rows of all ranks of a group together, and returns to
+    each rank the results for its own rows.
 
-    Ranks may call the module with rows of different widths; all are padded on the right to one width.
+    Ranks may call the module with rows of different widths; all rows are padded on the right to the same width.
     """
 
     def __init__(self, module: nn.Module, group: RankGroup):
@@ -540,8 +553,8 @@ class _Rows:
         module.register_forward_hook(self.own_rows)
 
     def gathered(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        """The arguments with the rows of the whole group in place of this rank's: sequences, attention_mask,
-        position_ids (B, S)."""
+        """The arguments sequences, attention_mask and position_ids, (B, S), with the rows of the whole group in place
+        of this rank's rows."""
         columns, others = args[:3], dict(kwargs)
         length = others.get("response_length", 0)
         ranks = self.group.all_objects(([column.cpu() for column in columns], length))
@@ -551,7 +564,7 @@ class _Rows:
         rows, until = slice(first, first + len(columns[0])), columns[0].shape[1]
         self.own = rows, slice(0, until)
         if "response_length" in others:
-            # How many of the last columns, after padding, hold all ranks' responses.
+            # The number of last columns that, after padding, contain the responses of all ranks.
             others["response_length"] = most = max(length + width - each[0].shape[1] for each, length in ranks)
             self.own = rows, slice(most - behind - length, most - behind)
         joined = [
@@ -561,7 +574,7 @@ class _Rows:
         return (*joined, *args[3:]), others
 
     def own_rows(self, module: nn.Module, args: tuple, output: Any) -> Any:
-        """This rank's rows of the output, (B, T) or (B, S) each."""
+        """This rank's rows of the output, a tensor or tensors (B, T) or (B, S)."""
         if isinstance(output, Tensor):
             return output[self.own]
         return tuple(column[self.own] for column in output)

@@ -1,7 +1,7 @@
-"""Ranks and their communication; the only file that uses torch.distributed.
+"""Ranks and their communication. No other file uses torch.distributed.
 
-Everything also works with one process and no launcher: the calls then return their argument. The process group itself
-is started by `engine.zero.communication.init`.
+Everything also works in a single process without a launcher; collective calls then return their argument.
+`engine.zero.communication.init` starts the process group.
 """
 
 import contextlib
@@ -22,8 +22,8 @@ def is_initialized() -> bool:
 
 
 def rank() -> int:
-    """This process's number, 0-based; 0 without a launcher. Under ZeRO the processes divide the weights.
-    `data_parallel_rank` is the number of this process's part of the data."""
+    """The number of this process, counted from 0; 0 without a launcher. Under ZeRO this number decides which part of
+    the weights this process has. `data_parallel_rank` decides which part of the data it has."""
     return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", 0))
 
 
@@ -33,8 +33,8 @@ def world_size() -> int:
 
 
 def data_parallel_rank() -> int:
-    """The number of this process's part of the data, 0-based. Prompts, samples and texts are divided and counted by
-    these parts, not by processes; at present each process has a part of its own."""
+    """The number of this process's part of the data, counted from 0. Prompts, samples and texts are divided and counted
+    by parts of the data, not by processes. At present each process has a part of its own."""
     return rank()
 
 
@@ -44,7 +44,8 @@ def data_parallel_size() -> int:
 
 
 def data_parallel_sum(tensor: torch.Tensor) -> torch.Tensor:
-    """The sum of `tensor`, which was computed from a part of the data, over all parts, in a new tensor."""
+    """A new tensor with the sum of `tensor` over all parts of the data. tensor: a tensor that was computed from this
+    process's part of the data."""
     return all_reduce_sum(tensor)
 
 
@@ -54,38 +55,38 @@ def data_parallel_objects(value) -> list:
 
 
 def ranks_in_words() -> str:
-    """How many processes there are: "1 rank", "8 ranks"."""
+    """The number of processes as a text: "1 rank", "8 ranks"."""
     count = world_size()
     return f"{count} rank" if count == 1 else f"{count} ranks"
 
 
 def rank_share(total: int, of: tuple[int, int] | None = None) -> slice:
-    """The slice of `total` items that is this rank's. Slices are contiguous and in the order of the ranks.
+    """The slice of `total` items that belongs to this rank. Slices are contiguous and in the order of the ranks.
 
     Slices are equal if the number of ranks divides `total`; otherwise their sizes differ by at most one.
-    of: (rank, number of ranks), by default those of the data.
+    of: (rank, number of ranks); by default (`data_parallel_rank`, `data_parallel_size`).
     """
     number, ranks = of or (data_parallel_rank(), data_parallel_size())
     return slice(total * number // ranks, total * (number + 1) // ranks)
 
 
 def is_main() -> bool:
-    """Whether this is the main rank, which prints, and writes the files that are written once."""
+    """Whether this process is the main rank, which prints, and writes the files that only one process writes."""
     return rank() == 0
 
 
 def local_rank() -> int:
-    """This process's number on its node."""
+    """The number of this process on its node."""
     return int(os.environ.get("LOCAL_RANK", 0))
 
 
 def all_reduce_sum(tensor: torch.Tensor) -> torch.Tensor:
-    """The sum of `tensor` over all ranks, in a new tensor."""
+    """A new tensor with the sum of `tensor` over all ranks."""
     return _all_reduce(tensor, dist.ReduceOp.SUM)
 
 
 def all_reduce_max(tensor: torch.Tensor) -> torch.Tensor:
-    """The elementwise maximum of `tensor` over all ranks, in a new tensor."""
+    """A new tensor with the elementwise maximum of `tensor` over all ranks."""
     return _all_reduce(tensor, dist.ReduceOp.MAX)
 
 
@@ -97,22 +98,22 @@ def _all_reduce(tensor: torch.Tensor, op) -> torch.Tensor:
 
 
 def all_gather(tensor: torch.Tensor) -> torch.Tensor:
-    """Every rank's tensor (N,), of equal sizes, as (ranks, N)."""
+    """(ranks, N), the tensors (N,) of all ranks, which must have equal sizes."""
     if world_size() == 1:
         return tensor.unsqueeze(0)
     gathered = tensor.new_empty(world_size(), len(tensor))
     if dist.get_backend() == "gloo":
         gather_by_broadcasts(gathered, tensor)
-    else:  # the function's name from torch 2.13 on, or before
+    else:  # the function's name from torch 2.13 on, and its name before
         getattr(dist, "all_gather_single", dist.all_gather_into_tensor)(gathered.view(-1), tensor)
     return gathered
 
 
 class _Works(list):
-    """Several pending collective calls as one."""
+    """Several pending collective calls that can be waited for like one."""
 
     def wait(self) -> None:
-        """Wait for all of them."""
+        """Wait for all calls."""
         for work in self:
             work.wait()
 
@@ -120,8 +121,8 @@ class _Works(list):
 def gather_by_broadcasts(
     output_tensor: torch.Tensor, input_tensor: torch.Tensor, group=None, async_op: bool = False
 ) -> _Works | None:
-    """torch.distributed.all_gather_into_tensor, made of broadcasts: for large tensors gloo is four times as fast with
-    these."""
+    """As torch.distributed.all_gather_into_tensor, but implemented with broadcasts, with which gloo is four times as
+    fast for large tensors."""
     parts = output_tensor.view(-1).chunk(dist.get_world_size(group))
     parts[dist.get_rank(group)].copy_(input_tensor.view(-1))
     senders = range(len(parts)) if group is None else dist.get_process_group_ranks(group)
@@ -135,8 +136,8 @@ def gather_by_broadcasts(
 def scatter_by_all_reduce(
     output_tensor: torch.Tensor, input_tensor: torch.Tensor, op=dist.ReduceOp.SUM, group=None, async_op: bool = False
 ) -> None:
-    """torch.distributed.reduce_scatter_tensor, made of an all-reduce: for large tensors gloo is faster with it.
-    `input_tensor` is overwritten; ZeRO-3 passes a buffer that it does not use again."""
+    """As torch.distributed.reduce_scatter_tensor, but implemented with an all-reduce, with which gloo is faster for
+    large tensors. `input_tensor` is overwritten; ZeRO-3 passes a buffer that it does not use again."""
     assert not async_op, "ZeRO-3 reduces gradients synchronously on CPUs"
     dist.all_reduce(input_tensor, op=op, group=group)
     own = input_tensor.view(-1).chunk(dist.get_world_size(group))[dist.get_rank(group)]
@@ -145,8 +146,8 @@ def scatter_by_all_reduce(
 
 
 def largest(number: int | torch.Tensor) -> int:
-    """The largest of all ranks' numbers, as int. number: int, or a tensor () int64; then the host waits for the device
-    only once."""
+    """The largest of all ranks' numbers, as an int. number: an int, or a tensor () int64, with which the host waits for
+    the device only once."""
     if world_size() > 1:
         number = all_reduce_max(torch.as_tensor(number, device=device()))
     return int(number)
@@ -167,7 +168,7 @@ def all_gather_objects(value) -> list:
 
 
 def broadcast_object(value):
-    """Rank 0's picklable `value`, on all ranks."""
+    """The picklable `value` of rank 0, on all ranks."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return value
     holder = [value]
@@ -181,7 +182,8 @@ class RankGroup:
     place: this rank's number within the group.
 
     Args:
-        size: must divide the number of ranks. All ranks create their groups together.
+        size: the number of ranks in a group, which must divide the number of all ranks. All ranks create their groups
+            together.
     """
 
     def __init__(self, size: int):
@@ -193,15 +195,15 @@ class RankGroup:
             self._group = groups[rank() // size]
 
     def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
-        """`tensor`, overwritten with its sum over the group."""
+        """`tensor`, after it was overwritten with its sum over the group."""
         if self.size > 1:
             tensor = tensor.contiguous()
             dist.all_reduce(tensor, group=self._group)
         return tensor
 
     def joined(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensors (..., n) of the group's ranks, all of one shape, joined along the last dimension: (..., size *
-        n)."""
+        """(..., size * n), the tensors (..., n) of the group's ranks, concatenated along the last dimension. All
+        tensors must have the same shape."""
         if self.size == 1:
             return tensor
         parts = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(self.size)]
@@ -209,7 +211,7 @@ class RankGroup:
         return torch.cat(parts, -1)
 
     def all_objects(self, value) -> list:
-        """The picklable `value` of every rank of the group, in their order."""
+        """The picklable `value` of every rank of the group, in the order of the ranks."""
         gathered = [value] * self.size
         if self.size > 1:
             dist.all_gather_object(gathered, value, group=self._group)
@@ -224,10 +226,10 @@ def barrier() -> None:
 
 @contextlib.contextmanager
 def waiting(longest: timedelta) -> Iterator[None]:
-    """A context in which one rank may be busy for up to `longest`; the others wait for it at the end (all ranks call
-    this).
+    """A context in which one rank may be busy for up to `longest`. The other ranks wait for it at the end of the
+    context (all ranks enter it together).
 
-    A barrier would time out after the group's timeout, which is chosen for a training step.
+    A barrier would not do, because it would time out after the group's timeout, which is meant for a training step.
     """
     many = dist.is_initialized() and dist.get_world_size() > 1
     group = dist.new_group(backend="gloo", timeout=longest) if many else None
@@ -238,11 +240,11 @@ def waiting(longest: timedelta) -> Iterator[None]:
 
 
 def key_value_store(host: str, port: int, serve: bool = False, seconds: float = 5.0) -> dist.Store:
-    """The store through which processes find each other before there is a process group.
+    """The store through which processes find each other before the process group exists.
 
-    serve: whether this process holds the store. seconds: timeout for an answer; many ranks that ask at once wait for
-    one another.
-    Raises: RuntimeError if no process serves it.
+    serve: whether this process holds the store. seconds: the timeout for an answer of the store; if many ranks ask at
+    the same time, they wait for one another.
+    Raises: RuntimeError if no process holds the store.
     """
     wait = timedelta(seconds=seconds)
     return dist.TCPStore(host, port, is_master=serve, timeout=wait, wait_for_workers=False, multi_tenant=serve)
@@ -250,12 +252,12 @@ def key_value_store(host: str, port: int, serve: bool = False, seconds: float = 
 
 def let_groups_wait(longest: timedelta) -> None:
     """Set the timeout of all process groups that are created from now on, by DeepSpeed, `RankGroup` or a device mesh.
-    torch has no setting for this: a group without a timeout gets torch's constants (10 minutes with NCCL, 30 with
-    gloo), whatever the timeout of the world's group is."""
+    torch has no setting for this: a group that is created without a timeout gets torch's default (10 minutes with NCCL,
+    30 with gloo), whatever timeout the first process group has."""
     distributed_c10d._get_default_timeout = lambda backend: longest
 
 
 def shutdown() -> None:
-    """Leave the process group, if there is one."""
+    """Leave the process group, if this process has joined one."""
     if dist.is_initialized():
         dist.destroy_process_group()

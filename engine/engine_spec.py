@@ -1,4 +1,5 @@
-"""The specification of PPO's engines: their models and DeepSpeed configurations, and which models share an engine."""
+"""The specification of PPO's engines: the models and DeepSpeed configurations of the engines, and which models share an
+engine."""
 
 from dataclasses import dataclass, field
 
@@ -12,9 +13,10 @@ from engine.zero.config import EngineConfig
 class OptimizerSpec:
     """Adam's settings, the maximal gradient norm (0: no clipping) and the peak learning rate.
 
-    form: "adamw", or "tf_adam" for TensorFlowAdam; that one has no weight decay. decay: the weights that `weight_decay`
-    shrinks: "matrices" (neither biases nor norms); "all", as PyTorch's AdamW with all parameters in one group;
-    "deepspeed_chat": by engine.optim.NOT_DECAYED_BY_DEEPSPEED_CHAT.
+    form: "adamw", or "tf_adam" for TensorFlowAdam, which has no weight decay.
+    decay: which weights `weight_decay` applies to: "matrices" (neither biases nor norms); "all", as in PyTorch's AdamW
+        with all parameters in one group; "deepspeed_chat", all but those that
+        engine.optim.NOT_DECAYED_BY_DEEPSPEED_CHAT names.
     """
 
     lr: float
@@ -36,22 +38,28 @@ def frozen_stage(partner: EngineConfig) -> int:
 class EngineSpec:
     """The models, their dtype, and their DeepSpeed configurations.
 
-    critic_path: a reward model or critic; None for the actor's model with a new head (`new_critic`). with_critic:
-        whether there is a critic. reward_path: by default the critic's path. with_reward_model: whether there is a
-        reward model; without it scores come from other sources. hydra_layers: how many of the actor's last layers
-        train; the reference is then a frozen copy of these layers in the actor's engine. 0: all layers train.
-    actor_lora, critic_lora: adapters that train instead of matrices, or None. share_trunk: whether one frozen language
-        model serves all roles, which differ in their adapters and heads.
-    pad_token: the rule for the tokenizer's pad token (engine/models/reading.py). chat_template: a file with the
-        tokenizer's chat template, or None. trust_remote_code: whether code in the models' folders may run. attention:
-        the code that computes attention in all models.
-    reference, reward: by default stage 3 if the actor (for the reward model the critic, if there is one) is at stage 3,
-        else stage 0.
-    ema_decay: decay of the moving average of the actor; None for no average. ema_device: "cpu" keeps the average, and a
-        moving reference, in host memory.
-    reference_is_ema: whether the moving average is the reference. reference_refresh_steps: number of PPO steps after
-        which the reference becomes reference_mixup_alpha * actor + (1 - reference_mixup_alpha) * reference, again and
-        again; None for never.
+    critic_path: the folder of a reward model or critic from which the critic starts; None for the actor's model with a
+        new head (`new_critic`).
+    with_critic: whether there is a critic.
+    reward_path: the reward model's folder, by default `critic_path`.
+    with_reward_model: whether there is a reward model; without a reward model, scores come from other sources.
+    hydra_layers: how many of the actor's last layers train. The reference is then a frozen copy of these layers in the
+        actor's engine. With 0 all layers train, and there is no such copy.
+    actor_lora, critic_lora: LoRA adapters that train in place of the model's own matrices; None trains the model
+        itself.
+    share_trunk: whether one frozen language model serves all roles; each role then has its own adapter and head.
+    pad_token: the rule for the tokenizer's pad token (engine/models/reading.py).
+    chat_template: a file with the tokenizer's chat template, or None.
+    trust_remote_code: whether code in the models' folders may run.
+    attention: which implementation computes attention in all models.
+    reference, reward: the configurations of the two frozen models. By default the reference is at stage 3 if the actor
+        is at stage 3, and else at stage 0. The reward model follows the critic in the same way, or the actor if there
+        is no critic.
+    ema_decay: decay of the moving average of the actor; None for no average.
+    ema_device: "cpu" keeps the moving average and a moving reference in host memory.
+    reference_is_ema: whether the moving average is the reference.
+    reference_refresh_steps: each time this number of PPO steps has passed, the reference becomes reference_mixup_alpha
+        * actor + (1 - reference_mixup_alpha) * reference. None: the reference never changes.
     """
 
     actor_path: str
@@ -100,7 +108,8 @@ class EngineSpec:
 
     @property
     def reference_moves(self) -> bool:
-        """Whether the reference follows the actor. It is then a second set of weights in the actor's engine."""
+        """Whether the reference follows the actor. A reference that does is a second set of weights in the actor's
+        engine."""
         return self.reference_is_ema or self.reference_refresh_steps is not None
 
     @property
@@ -123,7 +132,7 @@ class EngineSpec:
     @property
     def also_computes(self) -> dict[str, str]:
         """{role of a trained model: role of the frozen model that its module also computes}. A moving reference is not
-        included: it is a second set of weights for that module."""
+        included, because it is a second set of weights for the actor's module."""
         return {
             host: frozen
             for frozen, host in self.engine_of.items()
@@ -132,7 +141,7 @@ class EngineSpec:
 
     @property
     def shared(self) -> dict[str, str]:
-        """{role of a model without its own engine: description}."""
+        """{role of a model without an engine of its own: a description of how it is computed}."""
         if self.share_trunk:
             words = {
                 "reference": self._moving_reference
@@ -166,8 +175,8 @@ class EngineSpec:
 
     @property
     def engine_configs(self) -> list[EngineConfig]:
-        """The configurations of all engines that are built: the actor's, and the critic's, reference's, reward model's
-        if they have one."""
+        """The configurations of all engines that are built: the actor's, and those of critic, reference and reward
+        model as far as each has an engine of its own."""
         configs = [self.actor, *([self.critic] if self.with_critic and not self.share_trunk else [])]
         if "reference" not in self.engine_of:
             configs.append(self.reference or EngineConfig("reference", frozen_stage(self.actor)))
@@ -178,5 +187,5 @@ class EngineSpec:
 
 
 def _before(path: str | None) -> str:
-    """A description of the model before training, relative to its adapter: for a model from `path`."""
+    """Words for the adapter that the model from `path` had before training, or for its absence."""
     return "the adapter that it began with" if path is not None and is_adapter(path) else "its adapters off"

@@ -7,8 +7,8 @@ from torch import Tensor
 
 
 def position_ids(attention_mask: Tensor) -> Tensor:
-    """(B, S) int64, position ids that start at 0 with the first real token: the exclusive cumulative sum of the
-    attention mask."""
+    """(B, S) int64, position ids: 0 at the first real token of a row, 1 at the next. They are the exclusive cumulative
+    sum of the attention mask."""
     return attention_mask.cumsum(-1) - attention_mask
 
 
@@ -22,8 +22,8 @@ def _check(name: str, tensor: Tensor, shape: tuple, dtype: torch.dtype) -> None:
 class PromptBatch:
     """Prompts to draw responses for, left-padded.
 
-    input_ids (B, P) int64; attention_mask (B, P) int64; indices (B,) int64, each prompt's index in the data;
-    samples (B,) int64, the number of the sample to be drawn for that prompt.
+    input_ids (B, P) int64; attention_mask (B, P) int64; indices (B,) int64, each prompt's index in the data; samples
+    (B,) int64, the number of the sample that each row draws for its prompt: 0 for the prompt's first sample.
     """
 
     input_ids: Tensor
@@ -49,7 +49,8 @@ class PromptBatch:
         return PromptBatch(*(getattr(self, field.name)[rows] for field in fields(self)))
 
     def repeat(self, k: int) -> "PromptBatch":
-        """k adjacent rows for each row; a row with sample s becomes the samples k * s to k * s + k - 1."""
+        """Each row repeated k times, in adjacent rows. The copies of a row with sample number s get the numbers k * s
+        to k * s + k - 1."""
         if k == 1:
             return self
         which = torch.arange(k, device=self.samples.device).repeat(len(self))
@@ -66,8 +67,9 @@ class Rollout:
     """Prompts with sampled responses: P prompt positions (left-padded), T response positions (right-padded), S = P + T.
 
     sequences (B, S) int64; attention_mask (B, S) int64, 1 on real prompt tokens and on sampled tokens;
-    response_mask (B, T) bool, 1 on every sampled token, EOS included; ended (B,) bool, whether a stop was reached;
-    indices, samples (B,) int64 as in PromptBatch; logprobs, entropy (B, T) float32, the sampler's, or None.
+    response_mask (B, T) bool, 1 on every sampled token, EOS included; ended (B,) bool, whether the response reached an
+    end token or stop string; indices, samples (B,) int64 as in PromptBatch; logprobs, entropy (B, T) float32, of the
+    sampled tokens as the sampler computed them, or None if it records none.
     """
 
     sequences: Tensor
@@ -120,8 +122,8 @@ class Rollout:
         return self.sequences[:, self.prompt_length :]
 
     def cut(self, kept: Tensor, ended: Tensor, pad_token_id: int) -> "Rollout":
-        """The same rows, with all response tokens outside of `kept`, (B, T) bool, replaced by padding. ended: (B,)
-        bool, the new `ended`."""
+        """This rollout with every response token outside of `kept`, (B, T) bool, replaced by padding. ended: (B,) bool,
+        the field `ended` of the result."""
         prompt = self.prompt_length
         real = torch.cat([self.attention_mask[:, :prompt], self.attention_mask[:, prompt:] * kept], 1)
         responses = torch.where(kept, self.responses, pad_token_id)
@@ -134,17 +136,18 @@ class Rollout:
         )
 
     def without_attention_to(self, token: int) -> "Rollout":
-        """The same rows, with this token masked out of attention and position ids, in prompts and responses."""
+        """This rollout with the given token masked out of attention and position ids, in prompts and responses."""
         return replace(self, attention_mask=self.attention_mask * (self.sequences != token))
 
     def from_second_token(self) -> "Rollout":
-        """The same rows, with all positions but the first as the response, to get log-probs of prompts too."""
+        """This rollout with all positions but the first counted as the response, so that a forward pass also returns
+        log-probs of prompt tokens."""
         return replace(self, response_mask=self.attention_mask[:, 1:].bool(), logprobs=None, entropy=None)
 
     def select(self, rows: Tensor | slice, positions_after: int | None = 0) -> "Rollout":
         """The given rows, without positions that are padding in all of them.
 
-        positions_after: how many positions are kept after the longest response; None for all.
+        positions_after: how many positions are kept after the end of the longest response; None keeps all.
         """
         picked = {
             field.name: getattr(self, field.name)[rows]
@@ -153,7 +156,7 @@ class Rollout:
         }
         prompt, mask, response_mask = self.prompt_length, picked["attention_mask"], picked["response_mask"]
         response, empty = self.response_length, mask[:, :prompt].any(0).cumsum(0) == 0
-        left, longest = torch.stack([empty.sum(), response_mask.any(0).sum()]).tolist()  # the host waits once
+        left, longest = torch.stack([empty.sum(), response_mask.any(0).sum()]).tolist()  # one transfer to the host
         left = min(left, prompt - 1)
         if positions_after is not None:
             response = min(max(longest + positions_after, 1), response)
@@ -166,15 +169,20 @@ class Rollout:
 class Experience:
     """The results of a step's forward passes over a rollout. Position t belongs to response token t.
 
-    rollout: the rollout that is learned from. Its response mask is set on the learned tokens; positions after the
-        dialect's end are padding.
-    logprobs, entropy: (B, T) float32, of the policy that sampled. ref_logprobs: (B, T) float32, of the reference.
-    values: (B, T) float32, of the critic; None without a critic. scores: (B,) float32, from the reward source.
-    prompt_kl: (B,) float32, the prompts' part of the KL that steers the coefficient; zeros if only responses count.
-    score_parts: {name: (B,) float32}, the parts that add up to the scores; empty if there is only one.
-    rewards: {name: (B,) float32}, the score of each of several sources, without its weight.
-    log_ratios: (N,) float32, log-probs of the actor's forward pass minus the sampler's: of all learned tokens, or of
-        those of the longest row if only that row had a forward pass. None if the sampler records no log-probs.
+    rollout: the rollout that is learned from. Its response mask is set on the tokens that are learned. Where the
+        dialect ends a response, all later positions are padding.
+    logprobs, entropy: (B, T) float32, of the policy that sampled the responses.
+    ref_logprobs: (B, T) float32, of the reference.
+    values: (B, T) float32, of the critic; None without a critic.
+    scores: (B,) float32, from the reward source.
+    prompt_kl: (B,) float32, the prompt tokens' part of the KL that steers the KL coefficient; zeros if the dialect
+        measures the KL of responses only.
+    score_parts: {name: (B,) float32}, the parts that add up to the scores; empty if a score has only one part. rewards:
+    {name: (B,) float32}, the score from each reward source that has a weight, before it is multiplied by the weight;
+    empty if no source has a weight.
+    log_ratios: (N,) float32, log-probs of the actor's forward pass minus the sampler's, for all learned tokens. If only
+        the longest row had a forward pass, they are those of its N learned tokens. None if the sampler records no
+        log-probs.
     """
 
     rollout: Rollout
@@ -208,8 +216,12 @@ class Experience:
 
 @dataclass(frozen=True, slots=True)
 class Masks:
-    """Masks, (B, T) bool each. policy: positions of the policy's loss. value: positions of the critic's loss. state:
-    positions whose values are kept."""
+    """Three masks, each (B, T) bool.
+
+    policy: the positions that the policy's loss is summed over.
+    value: the positions that the critic's loss is summed over.
+    state: the positions at which the critic's values are kept; elsewhere values are 0.
+    """
 
     policy: Tensor
     value: Tensor
@@ -220,8 +232,10 @@ class Masks:
 class Positions:
     """Which positions of responses count for the score, the KL penalty, losses and values.
 
-    lengths: (B,) int64, how many tokens of each response count. score: (B,) int64, the position of its score.
-    kl_mask: (B, T) bool, the positions of the KL penalty. masks: the masks of losses and values.
+    lengths: (B,) int64, how many tokens of each response count.
+    score: (B,) int64, the position in each response that gets the score.
+    kl_mask: (B, T) bool, the positions of the KL penalty.
+    masks: the masks of losses and values.
     """
 
     lengths: Tensor
@@ -232,14 +246,18 @@ class Positions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingBatch:
-    """Rows of an experience with all data for the optimizer steps. Position t belongs to response token t.
+    """The data that the optimizer steps need, for some rows of an experience. Position t belongs to response token t.
 
-    rollout, logprobs, entropy, ref_logprobs, scores: as in Experience; the log-probs are those of the old policy.
-    values: (B, T) float32, of the critic before the update, from `Algorithm.kept_values`; zeros without a critic.
-    kl: (B, T) float32, as in Experience. measured_kl: (B,) float32, in nats, the KL that steers the coefficient.
+    rollout, logprobs, entropy, ref_logprobs, scores: as in Experience. The losses take `logprobs` as those of the old
+        policy.
+    values: (B, T) float32, the critic's values before the update, from `Algorithm.kept_values`; zeros without a critic.
+    kl: (B, T) float32, as in Experience.
+    measured_kl: (B,) float32, in nats, the KL that steers the KL coefficient.
     kl_coef: the coefficient of the KL penalty in this step.
-    processed_scores: (B,) float32, the scores that enter the rewards. rewards: (B, T) float32, before whitening.
-    advantages, returns: (B, T) float32. Some dialects estimate them again in each mini-batch or micro-batch.
+    processed_scores: (B,) float32, the scores that enter the rewards.
+    rewards: (B, T) float32, before whitening.
+    advantages, returns: (B, T) float32. Some dialects estimate advantages and returns again in each mini-batch or
+        micro-batch.
     policy_mask, value_mask, state_mask: (B, T) bool, as in Masks.
     correction, cut: (B, T) float32 and (B, T) bool, from `Algorithm.correction`; None without correction.
     """

@@ -18,24 +18,29 @@ from engine.reference import Reference
 from engine.reward.base import RewardModel, RewardSource
 from engine.zero.engines import TrainedModel
 
-# If the sampler's log-probs are used, so many responses of each rank still get a forward pass, for comparison.
+# If the sampler's log-probs are used, the actor still computes this number of responses on each rank, for comparison.
 COMPARED_ROWS = 1
 
-# Joins the tensors (N, t) or (N,) of all micro-batches into one (B, T) or (B,), in the rollout's order and width.
+# A function that joins the tensors (N, t) or (N,) of all micro-batches into one tensor (B, T) or (B,), whose rows and
+# width are the rollout's.
 Join = Callable[[list[Tensor]], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """A reward source's results for B responses, each tensor (B,) float32. parts: {name: part}, which add up to the
-    scores; empty if there is only one. rewards: {name: score of a source without its weight}, if there are several."""
+    """A reward source's results for B responses; each tensor is (B,) float32.
+
+    parts: {name: part}, the parts that add up to the scores; empty if a score has only one part.
+    rewards: {name of a source that has a weight: its score before it is multiplied by the weight}; empty if no source
+        has a weight.
+    """
 
     scores: Tensor
     parts: dict[str, Tensor]
     rewards: dict[str, Tensor]
 
     def changed(self, change: Callable[[Tensor], Tensor]) -> "Scores":
-        """Scores with `change` applied to each tensor."""
+        """These Scores with `change` applied to each tensor."""
         parts, rewards = (
             {name: change(column) for name, column in columns.items()} for columns in (self.parts, self.rewards)
         )
@@ -43,7 +48,7 @@ class Scores:
 
     @classmethod
     def joined(cls, pieces: "Sequence[Scores]") -> "Scores":
-        """The scores of several pieces, one after the other."""
+        """The scores of several pieces of a rollout, concatenated in the given order."""
         first = pieces[0]
         return cls(
             torch.cat([piece.scores for piece in pieces]),
@@ -53,11 +58,13 @@ class Scores:
 
 
 class ExperienceMaker:
-    """Runs the models over rollouts, one model after the other, in micro-batches of rows of similar length.
+    """Computes an experience from a rollout. One model after the other does its forward passes, in micro-batches of
+    rows of similar length.
 
     critic: None if the algorithm has none. micro_batch_size: rows of full length in one forward pass.
-    exact_sampler: whether rollouts' log-probs equal those of a forward pass within rounding; for `old_logprobs` "auto".
-    padded: whether padding counts among a pass's tokens, because the models compute it too.
+    exact_sampler: whether the sampler's log-probs equal those of a forward pass within rounding. With `old_logprobs`
+    "auto" they are used as old log-probs only then.
+    padded: whether the models also compute padding, so that padding counts among the tokens of a forward pass.
     """
 
     def __init__(
@@ -82,12 +89,12 @@ class ExperienceMaker:
     def make_experience(self, rollout: Rollout, scores: Scores | None = None, policies: bool = True) -> Experience:
         """Log-probs, values and scores of a rollout (all ranks call this together, each with equally many rows).
 
-        If a dialect counts positions after a response, rows must be as wide as in its system: they end with the longest
-        response that this rank generated in the step, or after a fixed length.
+        In a dialect that counts positions after a response, the rows must be as wide as those of the system that the
+        dialect follows: as the longest response that this rank generated in the step, or as a fixed length.
 
-        scores: the scores of these rows, if `score` has computed them before. policies: whether actor and reference
-        compute. If not, log-probs and entropies are zeros; this is for steps in which both are the same model, so that
-        their KL is 0.
+        scores: the scores of these rows, if `score` has already computed them. policies: whether actor and reference
+        compute. If they do not, log-probs and entropies are zeros. This is for steps in which actor and reference are
+        equal, so that the KL between them is 0.
         """
         learned, scored = self.algorithm.texts(rollout)
         if scores is None:
@@ -109,8 +116,8 @@ class ExperienceMaker:
 
     @torch.no_grad()
     def score(self, rollout: Rollout) -> Scores:
-        """The scores only, for responses of which some may be left out later (all ranks call this together, each with
-        equally many rows)."""
+        """The scores of a rollout, without log-probs and values, for a caller that leaves out responses by their scores
+        (all ranks call this together, each with equally many rows)."""
         learned, scored = self.algorithm.texts(rollout)
         self.reward.prepare(scored)
         rows = self._micro_batches(learned)
@@ -123,7 +130,7 @@ class ExperienceMaker:
         return micro_batches(learned, tokens, equally_many=True, padded=self.padded)
 
     def _by_policies(self, learned: Rollout, pieces: list[Rollout], joined: Join) -> dict[str, Any]:
-        """The results of actor and reference: {field of Experience: tensor}."""
+        """What actor and reference compute: {field of Experience: tensor}."""
         dialect = self.algorithm.dialect
         assert learned.logprobs is not None or dialect.old_logprobs != "sampler", (
             "the rollout has no log-probs of the sampler"
@@ -169,8 +176,8 @@ class ExperienceMaker:
         )
 
     def _prompt_kl(self, piece: Rollout, logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-        """(N,) float32, the prompts' part of the KL that steers the coefficient. logprobs, ref_logprobs: (N, S - 1), of
-        all tokens but the first. A token counts only if the token before it is real."""
+        """(N,) float32, the prompt tokens' part of the KL that steers the KL coefficient. logprobs, ref_logprobs: (N, S
+        - 1), of all tokens but the first. A token counts only if the token before it is not padding."""
         prompt = piece.prompt_length - 1
         real = piece.attention_mask[:, :prompt].bool()
         return measured_kl(logprobs[:, :prompt], ref_logprobs[:, :prompt], real, self.algorithm.dialect.kl_measure)
@@ -186,7 +193,7 @@ class ExperienceMaker:
         return joined([values[:, piece.prompt_length - 1 : -1] for values, piece in zip(by_token, pieces, strict=True)])
 
     def _scores(self, pieces: list[Rollout], joined: Join) -> Scores:
-        model = self.reward.model if isinstance(self.reward, RewardModel) else None  # others may be collective
+        model = self.reward.model if isinstance(self.reward, RewardModel) else None  # other sources may run collectives
         with self.reward.on_device():
             by_piece = together(model, lambda: [self.reward.parts(piece) for piece in pieces])
         said = {name: joined([part[name] for part in by_piece]) for name in by_piece[0]}
@@ -207,11 +214,12 @@ def _joined(columns: list[Tensor], rows: list[Tensor], width: int) -> Tensor:
 
 
 def _unasked(learned: Rollout) -> dict[str, Any]:
-    """Zeros for the results of actor and reference, if these do not compute."""
+    """Zeros in place of the results of actor and reference, for a step in which neither computes."""
     zeros = torch.zeros(learned.response_mask.shape, device=learned.sequences.device)
     return {**dict.fromkeys(("logprobs", "entropy", "ref_logprobs"), zeros), "prompt_kl": zeros[:, 0]}
 
 
 def _log_ratios(logprobs: Tensor, rollout: Rollout) -> Tensor | None:
-    """The actor's log-probs (B, T) minus the sampler's, of the N learned tokens: (N,). None without the sampler's."""
+    """(N,) float32, the actor's log-probs (B, T) minus the sampler's, for the N learned tokens. None if the sampler
+    recorded no log-probs."""
     return None if rollout.logprobs is None else (logprobs - rollout.logprobs)[rollout.response_mask]

@@ -1,9 +1,9 @@
-"""Paths that a user names, and careful reading of files that others wrote.
+"""Paths that a user names, and careful reading of files that other programs wrote.
 
-Only regular files are opened: opening a pipe waits for a writer, and opening a device may do anything. A Git LFS
-pointer is a small text that a clone has in place of a large file that was not fetched. Every fault of a JSON text is
-raised as a ValueError. So is a name that occurs twice in an object, where Python's own reader silently keeps the last
-value.
+Only regular files are opened, because opening a pipe waits for a writer, and opening a device may do anything. A Git
+LFS pointer is a small text that a clone has in place of a large file that was not fetched. Every fault of a JSON text
+is raised as a ValueError. A name that occurs twice in a JSON object is a fault too; Python's own reader would silently
+keep the last value.
 """
 
 import contextlib
@@ -28,8 +28,8 @@ KINDS = {
 
 
 def expanded(path: str, what: str) -> Path:
-    """The path with ~ or ~name replaced by the user's folder; raises UserError, naming `what` (a flag), if there is
-    none."""
+    """The path with ~ or ~name replaced by the home folder. Raises: UserError, with the flag `what` in its message, if
+    there is no such folder."""
     try:
         return Path(path).expanduser()
     except RuntimeError:
@@ -39,15 +39,15 @@ def expanded(path: str, what: str) -> Path:
 
 
 def without_links(path: str | Path) -> Path:
-    """The absolute path without links. A link that leads to itself is left as it is; for these Path.resolve raises
-    RuntimeError, OSError or nothing, depending on Python's version."""
+    """The absolute path with all links resolved. A link that leads to itself is left as it is; for such a link
+    Path.resolve raises RuntimeError, OSError or nothing, depending on Python's version."""
     return Path(os.path.realpath(path))
 
 
 def open_file(path: str | Path) -> IO[bytes]:
-    """The file, opened for reading bytes; raises OSError, with the reason in `strerror`, if it is not a regular
+    """The file, opened for reading bytes. Raises: OSError, with the reason in `strerror`, if it is not a regular
     file."""
-    _require_file(Path(path).stat().st_mode, path)  # before opening it, which may have effects for a device
+    _require_file(Path(path).stat().st_mode, path)  # checked first, since opening a device may have effects
     file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
     try:
         _require_file(os.fstat(file.fileno()).st_mode, path)
@@ -58,7 +58,7 @@ def open_file(path: str | Path) -> IO[bytes]:
 
 
 def read_text(path: str | Path) -> str:
-    """The text of a UTF-8 file; raises OSError as `open_file` does, and ValueError for bytes that are not UTF-8."""
+    """The text of a UTF-8 file. Raises: OSError, as `open_file` does; ValueError for bytes that are not UTF-8."""
     with open_file(path) as file:
         return file.read().decode("utf-8")
 
@@ -71,13 +71,13 @@ def _require_file(mode: int, path: str | Path) -> None:
 
 @contextlib.contextmanager
 def os_errors() -> Iterator[None]:
-    """Within this context errors of the file system (a full disk, say) from libraries in Rust (safetensors, tokenizers)
-    are raised as OSError."""
+    """Within this context, file system errors (for example a full disk) in libraries written in Rust (safetensors,
+    tokenizers) are raised as OSError."""
     try:
         yield
     except OSError:
         raise
-    except Exception as error:  # tokenizers raises this class itself
+    except Exception as error:  # tokenizers raises plain Exception
         number = re.search(r"\(os error (\d+)\)", str(error))
         if number is None:
             raise
@@ -88,7 +88,7 @@ BEGINNING = b"version https://git-lfs.github.com/spec/v1"
 
 
 def refuse_pointers(files: Iterable[Path], what: str) -> None:
-    """Raise UserError, naming `what` (a flag), if one of the files is a pointer."""
+    """Raise UserError, with the flag `what` in its message, if one of the files is a Git LFS pointer."""
     for file in files:
         problem = lfs_problem(file)
         if problem is not None:
@@ -96,7 +96,8 @@ def refuse_pointers(files: Iterable[Path], what: str) -> None:
 
 
 def lfs_problem(path: str | Path) -> str | None:
-    """A message with the remedy if the file is a pointer; None for any other file, and for one that cannot be read."""
+    """A message with the remedy if the file is a Git LFS pointer; None for any other file, and for a file that cannot
+    be read."""
     try:
         with open_file(path) as file:
             beginning = file.read(len(BEGINNING))
@@ -111,8 +112,8 @@ def lfs_problem(path: str | Path) -> str | None:
 
 
 class RepeatedName(ValueError):
-    """A JSON object has a name more than once. fields: the object as Python reads it. name: the name that it has
-    `count` times."""
+    """A JSON object has a name more than once. fields: the object as Python reads it. name, count: the repeated name,
+    and how often it occurs."""
 
     def __init__(self, fields: dict[str, object], name: str, count: int):
         super().__init__(f"{name} stands there {count} times")
@@ -120,7 +121,7 @@ class RepeatedName(ValueError):
 
 
 def parsed_json(text: str | bytes) -> Any:
-    """The value of a JSON text; raises ValueError if it is not JSON, or nested too deeply to be read."""
+    """The value of a JSON text. Raises: ValueError if the text is not JSON, or is nested too deeply to be read."""
     try:
         return json.loads(text)
     except RecursionError:
@@ -128,7 +129,7 @@ def parsed_json(text: str | bytes) -> Any:
 
 
 def unique_names(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    """The object with these names and values; raises RepeatedName."""
+    """The object with these names and values. Raises: RepeatedName if a name occurs twice."""
     for name, count in Counter(name for name, _ in pairs).items():
         if count > 1:
             raise RepeatedName(dict(pairs), name, count)

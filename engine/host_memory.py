@@ -1,5 +1,5 @@
-"""Whether the C library keeps host memory that a process has freed for the next tensor, or gives it back to the
-system."""
+"""Controls what the C library does with host memory that a process has freed: keep it for the next tensor, or give it
+back to the system."""
 
 import contextlib
 import ctypes
@@ -11,14 +11,15 @@ _GIVE_BACK = (1 << 17, 1 << 17)  # the library's default
 _kept = False
 
 GIVEN_BACK_EVERY = 20
-"""Steps of training after which freed memory that is kept goes back to the system, once."""
+"""Each time this number of training steps has passed, freed memory that the C library has kept is given back to the
+system."""
 
 
 def keep_freed_memory() -> None:
-    """Have the C library keep freed memory for the next tensor, as torch does on GPUs.
+    """Make the C library keep freed memory for the next tensor, as torch does on GPUs.
 
     Otherwise each large tensor gets new memory from the system, whose pages are cleared when they are first written.
-    This takes a twentieth of a forward pass, and more of a backward pass.
+    Clearing pages takes a twentieth of the time of a forward pass, and more in a backward pass.
     """
     global _kept
     _kept = _set(*_KEEP)
@@ -27,8 +28,9 @@ def keep_freed_memory() -> None:
 def give_back_at(step: int) -> None:
     """Give freed memory back after every GIVEN_BACK_EVERY-th step.
 
-    Rows have ever new lengths, so freed memory is reused only in part; if it were always kept, it would add up over
-    thousands of steps. The cost is that pages are cleared anew in the one step that follows.
+    The lengths of rows change from step to step, so freed memory is reused only in part. If freed memory were always
+    kept, it would add up over thousands of steps. The cost of giving it back is that pages are cleared again in the
+    next step.
     """
     if _kept and step % GIVEN_BACK_EVERY == 0:
         ctypes.CDLL(None).malloc_trim(0)
@@ -36,8 +38,9 @@ def give_back_at(step: int) -> None:
 
 @contextlib.contextmanager
 def freed_memory_given_back() -> Iterator[None]:
-    """Within this context the memory of a large tensor goes back to the system as soon as it is freed, and at the end
-    all free memory does. So memory that is needed only once, to load or save a model, is not kept."""
+    """Within this context the memory of a large tensor is given back to the system as soon as it is freed; at the end
+    of the context all free memory is given back. Memory that is needed only once, to load or save a model, is thus not
+    kept."""
     global _kept
     kept, _kept = _kept, False
     if kept:

@@ -1,4 +1,4 @@
-"""Tensors whose numbers are fetched only when they are used, so that host memory never has to hold a whole model."""
+"""Tensors whose numbers are fetched only when they are used, so that a whole model never has to be in host memory."""
 
 from collections.abc import Callable
 
@@ -8,18 +8,20 @@ from torch.utils._pytree import tree_map_only
 
 
 class Lazy(Tensor):
-    """A contiguous tensor with a known shape and dtype whose numbers are not fetched yet.
+    """A contiguous tensor with a known shape and dtype, whose numbers have not been fetched yet.
 
-    `tensor.copy_(lazy)` fills that tensor directly. Any other operation first fetches all of it, anew each time. So
-    libraries can use these in dictionaries of tensors, and code that only passes them on fetches nothing.
+    `tensor.copy_(lazy)` fetches the numbers directly into `tensor`. Any other operation first fetches the whole lazy
+    tensor, again each time. Libraries can therefore use lazy tensors in dictionaries of tensors, and code that only
+    passes them on fetches nothing.
     """
 
     fill: Callable[[Tensor], None]
-    """Copies the numbers to a contiguous tensor of this shape, and of any dtype and device."""
+    """A function that writes the numbers into a given contiguous tensor of the same shape, with any dtype and on any
+    device."""
 
     @staticmethod
     def of(shape: tuple[int, ...], dtype: torch.dtype, fill: Callable[[Tensor], None]) -> "Lazy":
-        """A lazy tensor of this shape and dtype. fill: writes its numbers into a given tensor."""
+        """A lazy tensor of this shape and dtype. fill: a function that writes the numbers into a given tensor."""
         tensor = torch.empty(shape, dtype=dtype, device="meta").as_subclass(Lazy)
         tensor.fill = fill
         return tensor
@@ -38,7 +40,7 @@ class Lazy(Tensor):
             if func in (Tensor.contiguous, Tensor.detach):
                 return args[0]
             filled = func is Tensor.copy_ and isinstance(args[1], Lazy) and _holds(args[0], args[1])
-        if filled:  # outside that context, as filling may itself copy from lazy tensors
+        if filled:  # outside the context above: filling may itself copy from lazy tensors
             args[1].fill(args[0])
             return args[0]
         args, kwargs = tree_map_only(Lazy, Lazy.whole, (args, kwargs or {}))

@@ -15,23 +15,23 @@ from engine.zero.extensions import offloaded_adamw
 from engine.zero.gathering import full_shape
 
 OPTIMIZERS, DECAYS = Dialect.choices("optimizer"), Dialect.choices("decay")
-# DeepSpeed-Chat decays all weights but those with one of these in their names, so GPT-2's ln_1 and ln_2 too. Source:
-# microsoft/DeepSpeedExamples 83757d9c, dschat/utils/utils.py, get_optimizer_grouped_parameters.
+# DeepSpeed-Chat decays all weights whose names contain none of these; it therefore decays GPT-2's ln_1 and ln_2 too.
+# Source: microsoft/DeepSpeedExamples 83757d9c, dschat/utils/utils.py, get_optimizer_grouped_parameters.
 NOT_DECAYED_BY_DEEPSPEED_CHAT = ("bias", "layer_norm.weight", "layernorm.weight", "norm.weight", "ln_f.weight")
 
 
 class TensorFlowAdam(torch.optim.Optimizer):
-    """Adam with epsilon where TensorFlow adds it: to the root of the uncorrected second moment.
+    """Adam as in TensorFlow, which adds epsilon to the root of the uncorrected second moment.
 
         lr_t = lr sqrt(1 - b2^t) / (1 - b1^t),   m = b1 m + (1 - b1) g,   v = b2 v + (1 - b2) g^2
         p -= lr_t m / (sqrt(v) + eps)
 
-    PyTorch divides the root by sqrt(1 - b2^t) before it adds eps. In the first steps that divisor is small (0.03 at t =
-    1 and b2 = 0.999), so eps counts 1 / sqrt(1 - b2^t) times as much here, and small gradients change their weights
-    less.
+    PyTorch divides the root by sqrt(1 - b2^t) before it adds eps. In the first steps this divisor is small (0.03 at t =
+    1 and b2 = 0.999). Here eps therefore has 1 / sqrt(1 - b2^t) times as much effect, and small gradients change their
+    weights less.
 
-    It is elementwise and keeps its state by parameter, so it also works on ZeRO's flat shards. There is no weight
-    decay.
+    The update is elementwise, and its state is kept per parameter, so that it also works on ZeRO's flat shards. There
+    is no weight decay.
 
     Source: Kingma and Ba 2015, end of section 2 ("epsilon hat"); tensorflow/tensorflow, `tf.train.AdamOptimizer`.
     """
@@ -41,7 +41,7 @@ class TensorFlowAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure=None):
-        """One update of all parameters that have a gradient; returns what `closure`, if given, returns."""
+        """Update all parameters that have a gradient. Returns the result of `closure` if it is given."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -76,10 +76,10 @@ class TensorFlowAdam(torch.optim.Optimizer):
 def build_optimizer(
     module: nn.Module, spec: OptimizerSpec, offload: bool, lora_lr: float | None = None
 ) -> torch.optim.Optimizer:
-    """The optimizer of a module's trained parameters.
+    """The optimizer for the trained parameters of a module.
 
-    offload: whether its state lives in host memory beside a GPU. lora_lr: the learning rate of LoRA factors, which get
-    groups of their own; the group's "lr_ratio" is lora_lr / spec.lr.
+    offload: whether the optimizer state is in host memory while the model is on a GPU. lora_lr: the learning rate of
+    LoRA factors. Factors are in parameter groups of their own, whose "lr_ratio" is lora_lr / spec.lr.
     """
     trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
     return optimizer_of(optimizer_groups(trained, spec, lora_lr), spec, offload)
@@ -88,8 +88,8 @@ def build_optimizer(
 def optimizer_groups(
     trained: Mapping[str, nn.Parameter], spec: OptimizerSpec, lora_lr: float | None = None
 ) -> list[dict]:
-    """Parameters by name, in groups with one weight decay and one ratio to the learning rate. Arguments: as in
-    `build_optimizer`."""
+    """The parameter groups of an optimizer. The parameters of a group have the same weight decay and the same ratio to
+    the learning rate. trained: {name: parameter}. Other arguments: as in `build_optimizer`."""
     form, decay = spec.form, spec.decay
     if form not in OPTIMIZERS:
         raise ValueError(f"optimizer {form!r}: known are {', '.join(OPTIMIZERS)}")
@@ -99,7 +99,7 @@ def optimizer_groups(
 
     def decays(name: str, parameter: nn.Parameter) -> bool:
         if form == "tf_adam":
-            return True  # no weight decays, and one group is enough
+            return True  # without weight decay one group is enough
         if decay == "deepspeed_chat":
             return not any(part in name.lower() for part in NOT_DECAYED_BY_DEEPSPEED_CHAT)
         return len(full_shape(parameter)) > 1
@@ -121,8 +121,9 @@ def optimizer_groups(
 
 
 def optimizer_of(groups: list[dict], spec: OptimizerSpec, offload: bool) -> torch.optim.Optimizer:
-    """The optimizer for groups of parameters: fused AdamW; DeepSpeed's AdamW in C++ if its state lives in host memory
-    beside a GPU; or TensorFlowAdam, wherever its state lives."""
+    """The optimizer for these parameter groups. For the form "adamw" it is fused AdamW, or DeepSpeed's AdamW in C++ if
+    the optimizer state is in host memory while the model is on a GPU. For "tf_adam" it is TensorFlowAdam in both
+    cases."""
     settings: dict[str, Any] = {"lr": spec.lr, "betas": spec.betas, "eps": spec.eps}
     if spec.form == "tf_adam":
         return TensorFlowAdam(groups, **settings)

@@ -1,10 +1,10 @@
-"""Options as dataclass fields that carry their help, range and conditions: the flags of a program, the choices of a
-dialect.
+"""Options are dataclass fields that carry their help text, range and conditions. They define the flags of a program and
+the choices of a dialect.
 
     lam: float = option(0.95, "lambda of GAE", least=0, most=1)
 
-Help texts, documentation pages, checks, and the comparison of a resumed run with its checkpoint are all made from these
-fields.
+Help texts, documentation pages, checks, and the comparison of a resumed run with its checkpoint are all generated from
+these fields.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ import operator
 from collections.abc import Callable, Collection, Iterator
 
 REQUIRED = dataclasses.MISSING
-LIMITS = (  # key in the metadata, its words, the comparison of value and limit
+LIMITS = (  # (key in the metadata, words for messages, comparison of value and limit)
     ("least", "at least", operator.ge),
     ("above", "greater than", operator.gt),
     ("most", "at most", operator.le),
@@ -36,17 +36,18 @@ def option(
     resume: str = FREE,
     **more,
 ):
-    """A dataclass field that is an option; `default` is REQUIRED for one that must be given.
+    """A dataclass field that is an option. default: its default value, or REQUIRED if the user must set the option.
 
     Args:
-        choices: the values it may have. A table, or a function that returns one, is read when values are checked, so
-            that entries which a user has added count too.
+        choices: the values that the option may have, or a function that returns them. They are read when a value is
+            checked, so that entries that a user has added to a table count too.
         least, above, most, below: the range of a number, or of each number of a list. None is in every range.
         finite: whether numbers must be finite.
-        only_with: other options of the same class without which this one has no effect: NAME, which must be set, or
-            NAME=VALUE|VALUE, which must have one of these values. If several are given, one is enough.
-        resume: whether a run that resumes from a checkpoint must have the "same" value; or may change it, and is "told"
-            of a change or not ("free").
+        only_with: conditions on other options of the same class without which this option has no effect: NAME (the
+            option NAME must be set) or NAME=VALUE|VALUE (it must have one of these values). If several conditions are
+            given, one is enough.
+        resume: what holds for a run that resumes from a checkpoint. "same": it must have the same value. "told": it may
+            change the value, and prints that it did. "free": it may change the value, and prints nothing.
         more: further keys of the field's metadata.
     """
     conditions = (only_with,) if isinstance(only_with, str) else only_with
@@ -58,7 +59,7 @@ def option(
 
 
 def default_of(spec: dataclasses.Field):
-    """The value of an option that is not given; REQUIRED where it must be."""
+    """The value of an option that the user does not set; REQUIRED if the user must set it."""
     return spec.default if spec.default_factory is REQUIRED else spec.default_factory()
 
 
@@ -69,7 +70,7 @@ def choices_of(spec: dataclasses.Field) -> Collection[str] | None:
 
 
 def fault(spec: dataclasses.Field, value) -> str | None:
-    """Why an option cannot have this value, as the end of a sentence; None where it can."""
+    """The reason why an option cannot have this value, as the end of a sentence; None if it can."""
     known = choices_of(spec)
     if known is not None and value not in known and (value is not None or default_of(spec) is not None):
         return f"known are {', '.join(map(str, known))}."
@@ -88,13 +89,13 @@ def fault(spec: dataclasses.Field, value) -> str | None:
 
 
 def is_set(value) -> bool:
-    """Whether an option's value counts as set: present, switched on, or more than 0."""
+    """Whether the value of an option counts as set. None, False, 0, "", "none" and an empty list do not."""
     return value not in (None, False, "", "none") and value != []
 
 
 def unmet(options, spec: dataclasses.Field) -> list[tuple[str, list[str]]]:
-    """The conditions of `only_with`, as (name, values), if none of them holds among `options`; empty if one holds or
-    there are none. Names that are not options of this class are left out."""
+    """The conditions of an option's `only_with`, as (name, values), if none of them holds for `options`. Empty if one
+    holds, or if the option has no conditions. Conditions on names that are not options of this class are left out."""
     conditions = [
         (name, values.split("|") if values else [])
         for name, _, values in (condition.partition("=") for condition in spec.metadata["only_with"])
@@ -109,7 +110,7 @@ def _holds(value, values: list[str]) -> bool:
 
 
 def with_resume(options, resume: str) -> Iterator[tuple[str, object]]:
-    """(name, value) of the options with this `resume`, in their order."""
+    """(name, value) of those options whose `resume` has this value, in the order of their definition."""
     for spec in dataclasses.fields(options):
         if spec.metadata["resume"] == resume:
             yield spec.name, getattr(options, spec.name)

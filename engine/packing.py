@@ -1,4 +1,4 @@
-"""Which rows go through a model together, and how all ranks get equally many passes."""
+"""Decides which rows go through a model together, and makes the number of passes equal on all ranks."""
 
 import torch
 
@@ -7,13 +7,14 @@ from engine.experience import Rollout
 
 
 def micro_batches(rollout: Rollout, tokens: int, equally_many: bool = False, padded: bool = True) -> list[torch.Tensor]:
-    """The rows of each forward pass, (N,) int64 each. Every row comes once, and rows of similar length go together.
+    """A list with the row numbers of each forward pass, (N,) int64. Every row is in exactly one pass, and rows of
+    similar length are in the same pass.
 
     Args:
-        tokens: the most tokens of a pass; a longer row goes alone.
-        equally_many: whether all ranks get equally many passes. All ranks then call this with equally many rows; if
-            other ranks need more passes, this rank's largest passes are halved.
-        padded: whether padding counts as tokens, because the model computes it too.
+        tokens: the largest number of tokens in a pass. A row with more tokens is a pass of its own.
+        equally_many: whether all ranks must get equally many passes. If so, all ranks call this together with equally
+            many rows; if other ranks need more passes, this rank's largest passes are divided into halves.
+        padded: whether the models also compute padding, so that padding counts as tokens.
     """
     lengths = rollout.attention_mask[:, : rollout.prompt_length].sum(-1), rollout.response_mask.sum(-1)
     prompt, response = torch.stack(lengths).tolist()
@@ -29,8 +30,8 @@ def micro_batches(rollout: Rollout, tokens: int, equally_many: bool = False, pad
 
 
 def pack(prompt_lengths: list[int], response_lengths: list[int], tokens: int, padded: bool = True) -> list[list[int]]:
-    """Row numbers sorted by length and cut into runs. In a run (longest prompt + longest response) x rows is at most
-    `tokens`; if not `padded`, the sum of the rows' lengths is."""
+    """The row numbers, sorted by length and divided into runs. If `padded`, (longest prompt + longest response) x rows
+    is at most `tokens` in each run. If not, the sum of the rows' lengths is at most `tokens`."""
     order = sorted(range(len(prompt_lengths)), key=lambda row: prompt_lengths[row] + response_lengths[row])
     pieces: list[list[int]] = []
     longest, real = (0, 0), 0

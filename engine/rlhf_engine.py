@@ -4,7 +4,7 @@
     logprobs, _ = models.actor(sequences, attention_mask, position_ids, response_length=8)
     values = models.critic(sequences, attention_mask, position_ids)
 
-With `EngineSpec.share_trunk` all four are in one engine (`shared_trunk`).
+With `EngineSpec.share_trunk` all four models are in one engine (`shared_trunk`).
 """
 
 import copy
@@ -42,7 +42,7 @@ def shared_trunk(spec: EngineSpec) -> SharedModel:
     The engine has the actor's DeepSpeed configuration, and the actor's form of Adam, betas and epsilon. Each role has
     its own learning rate, weight decay and clipping.
 
-    Raises: UserError if the models are not adapters on one base.
+    Raises: UserError if the models are not adapters on the same base model.
     """
     assert spec.actor_lora is not None
     ds_config = build_ds_config(spec.actor, dtype=spec.dtype, micro_batch_size=spec.micro_batch_size)
@@ -75,11 +75,11 @@ def scoring_roles(
     reward_flag: str = "reward",
     with_tokenizer: bool = True,
 ) -> dict[str, ScoringRole]:
-    """{"critic": ..., "reward": ...}, as far as the spec has these models, as roles on the actor's base model. No
-    weights are read.
+    """{"critic": role, "reward": role}: how critic and reward model compute on the actor's base model. A model that the
+    spec does not have is left out. No weights are read.
 
-    actor_flag, critic_flag, reward_flag: names of the models in messages. with_tokenizer: whether the pad token of a
-    new critic is read from the actor's tokenizer. Raises: UserError if a model is not an adapter on that base.
+    actor_flag, critic_flag, reward_flag: what messages call the models. with_tokenizer: whether the pad token of a new
+    critic is read from the actor's tokenizer. Raises: UserError if a model is not an adapter on the actor's base model.
     """
     found, pad = {}, None
     if with_tokenizer:
@@ -96,7 +96,7 @@ def scoring_roles(
 
 
 def _on_base(spec: EngineSpec, actor_flag: str, path: str, flag: str) -> AdapterFolder:
-    """The adapter at `path`; raises UserError unless its base is the actor's base."""
+    """The adapter at `path`; raises UserError unless its base model is the actor's."""
     adapter, base = read_adapter(path, flag), base_of(spec.actor_path, actor_flag)
     if adapter is not None and same_model(adapter.base, base):
         return adapter
@@ -110,8 +110,8 @@ def _on_base(spec: EngineSpec, actor_flag: str, path: str, flag: str) -> Adapter
 
 
 def _score_config(spec: EngineSpec, start: AdapterFolder | None, pad: int | None):
-    """The configuration of a classifier on the actor's base, with the settings of the adapter `start`, or of a new
-    critic."""
+    """The configuration of a classifier on the actor's base model, with the settings of the adapter `start`; if `start`
+    is None, with those of a new critic."""
     config = copy.deepcopy(read_config(spec.actor_path, "actor", spec.trust_remote_code))
     settings = {"num_labels": 1, "score_offset": 0.0, "score_position": "last", "pad_token_id": pad}
     for name, value in (settings | (start.settings() if start is not None else {})).items():
@@ -120,8 +120,13 @@ def _score_config(spec: EngineSpec, start: AdapterFolder | None, pad: int | None
 
 
 class RLHFEngine:
-    """The models of PPO. actor, critic: trained; critic may be None. reference, reward: frozen; reward may be None.
-    ema: the moving average of the actor, or None. tokenizer: the actor's."""
+    """The models of PPO.
+
+    actor, critic: the trained models; critic may be None.
+    reference, reward: the frozen models; reward may be None.
+    ema: the moving average of the actor, or None.
+    tokenizer: the actor's tokenizer.
+    """
 
     def __init__(
         self,
@@ -139,7 +144,7 @@ class RLHFEngine:
 
     @property
     def engines(self) -> list[TrainedModel | FrozenModel]:
-        """All engines. Several models may share one."""
+        """All DeepSpeed engines, each once. Several models may share an engine."""
         hosts = dict.fromkeys(model.host for model in self.trained.values())
         return [*hosts, *self.reference.models, *(self.reward.models if self.reward else [])]
 
@@ -150,7 +155,8 @@ class RLHFEngine:
 
     @property
     def kept_reference(self) -> EMA | None:
-        """The weights of a reference that is refreshed, which a checkpoint has to hold; None for other references."""
+        """The weights of a reference that is refreshed from the actor. A checkpoint has to save them. None for other
+        references."""
         return self.reference.kept if isinstance(self.reference, MovingReference) else None
 
     @property
@@ -160,7 +166,7 @@ class RLHFEngine:
 
     @classmethod
     def from_pretrained(cls, spec: EngineSpec) -> "RLHFEngine":
-        """Load the models and build their engines. Joins the process group if this has not been done."""
+        """Load the models and build their engines. Joins the process group if this process has not joined it yet."""
         init()
         tokenizer = read_tokenizer(spec.actor_path, "actor", spec.pad_token, spec.trust_remote_code, spec.chat_template)
         trained: Mapping[str, TrainedModel | TrainedRole]
@@ -227,7 +233,7 @@ def trained_model(
     gradient_checkpointing: bool = False,
     lora: LoraSpec | None = None,
 ) -> TrainedModel:
-    """An engine with an optimizer for the module that `load` loads from `path`. load: `load_policy`, `load_scorer` or a
+    """The module that `load` loads from `path`, in an engine with an optimizer. load: `load_policy`, `load_scorer` or a
     similar function."""
     ds_config = build_ds_config(
         config, dtype=spec.dtype, micro_batch_size=spec.micro_batch_size, gradient_clipping=optimizer.max_grad_norm
@@ -249,7 +255,7 @@ def wrap_trained(
     lora: LoraSpec | None = None,
     frozen_role: str | None = None,
 ) -> TrainedModel:
-    """An engine with an optimizer for a module that was loaded with the same `ds_config`.
+    """A module in an engine with an optimizer. The module must have been loaded with the same `ds_config`.
 
     lora: the module's adapter, or None. frozen_role: as in `adapt`.
     """
@@ -274,8 +280,8 @@ def _load_with_kept_head(*args, **kwargs) -> Scorer:
 def _frozen(
     role: str, load, path: str, spec: EngineSpec, trained: Mapping[str, TrainedModel | TrainedRole]
 ) -> FrozenModel | FrozenRole:
-    """The frozen model of this role: in the engine of a trained model if the spec says so, else loaded from `path` into
-    its own engine."""
+    """The frozen model with this role. If the spec has it in a trained model's engine, that engine computes it;
+    otherwise it is loaded from `path` into an engine of its own."""
     if role in spec.engine_of:
         return FrozenRole(trained[spec.engine_of[role]].host, role)
     config = next(config for config in spec.engine_configs if config.role == role)
@@ -284,7 +290,7 @@ def _frozen(
 
 @freed_memory_given_back()
 def frozen_model(load, path: str, config: EngineConfig, spec: EngineSpec) -> FrozenModel:
-    """An engine without an optimizer for the module that `load` loads from `path`."""
+    """The module that `load` loads from `path`, in an engine without an optimizer."""
     ds_config = build_ds_config(config, dtype=spec.dtype, micro_batch_size=spec.micro_batch_size, trained=False)
     module = _loaded(load, path, ds_config, config, spec)
     model = FrozenModel(module, ds_config, config.offload, config.role)
@@ -304,9 +310,9 @@ def _loaded(load, path: str, ds_config: dict, config: EngineConfig, spec: Engine
 
 
 def _probe(model: TrainedModel | FrozenModel) -> None:
-    """Try a model in its engine. A Policy finds out whether its logits are the unchanged output of its head. Raises:
-    UserError if the model attends to padding, cannot compute packed rows although it has to, or gives other results
-    than the model in its folder."""
+    """Try a model in its engine. In this trial a Policy finds out whether its logits are the unchanged output of its
+    head. Raises: UserError if the model attends to padding, has to compute packed rows and cannot, or gives other
+    results than the model that its folder describes."""
     if isinstance(model.module, Policy):
         vocabulary = model.module.model.config.get_text_config().vocab_size
         tokens = (torch.arange(8, device=distributed.device()) * 7919 % vocabulary).unsqueeze(0)
@@ -315,4 +321,4 @@ def _probe(model: TrainedModel | FrozenModel) -> None:
     with model.on_device():
         check_padding(model.module, model, f"{model.role} model")
         check_results(model.module, model, f"{model.role} model")
-    gc.collect(1)  # free the loader's full copy of the weights before the next model loads; skips old objects
+    gc.collect(1)  # free the loader's full copy of the weights before the next model loads; skip generation 2

@@ -1,4 +1,5 @@
-"""Named ranges in torch.profiler's traces: functions are marked by a decorator, and their calls are counted."""
+"""Named ranges in the traces of torch.profiler. A decorator marks functions; each call of a marked function is a range
+and is counted."""
 
 import functools
 from collections.abc import Callable
@@ -15,7 +16,7 @@ _moves, _last = 0, ""
 
 
 def moves() -> int:
-    """How many ranges have begun in this process. If the number does not grow, the process hangs."""
+    """The number of ranges that have begun in this process. If this number does not grow, the process hangs."""
     return _moves
 
 
@@ -25,16 +26,18 @@ def last() -> str:
 
 
 def moved(name: str) -> None:
-    """Count a range of this name."""
+    """Count a range with this name."""
     global _moves, _last
     _moves, _last = _moves + 1, name
 
 
 def traced(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """A decorator: while torch.profiler records, calls of the function are ranges of this name in the trace.
+    """A decorator. While torch.profiler records, each call of the decorated function is a range with this name in the
+    trace.
 
-    "{0}" in the name is the first argument, so "{0.role} backward" says whose backward pass it is. Without a profiler a
-    call takes a fraction of a microsecond more; record_function alone would take tens.
+    "{0}" in the name stands for the first argument: the name "{0.role} backward" shows which role's backward pass it
+    is. Without a profiler the decorator makes a call slower by a fraction of a microsecond; record_function alone would
+    make it slower by tens of microseconds.
     """
 
     without_arguments = name.replace("{0.role} ", "")

@@ -1,6 +1,6 @@
-"""Atomic writes: files and folders are there whole or not at all, even if the process is killed or the machine stops.
-Also safetensors files written one tensor at a time, byte by byte the same as those of the safetensors library, which
-takes all tensors at once.
+"""Atomic writes: a file or folder exists completely or not at all, even if the process is killed or the machine stops.
+This file also writes safetensors files one tensor at a time. Such a file is byte by byte equal to the file that the
+safetensors library would write, but the library needs all tensors in memory at once.
 """
 
 import contextlib
@@ -18,20 +18,20 @@ import torch
 from torch import Tensor
 
 PARTIAL, OLD = ".partial", ".old"
-"""Endings of a folder's name: what is being written to take its place, and what stood there, on its way out."""
+"""Endings of folder names, for a folder that is being written and for the earlier folder that it replaces."""
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # fcntl.h, linux/fs.h
 
 
 def write_whole(path: str | Path, content: str | bytes) -> None:
-    """Write a file. It replaces an earlier file or link only when all of it is on the disk.
+    """Write a file. It replaces an earlier file or link only after all its content is on the disk.
 
-    Raises: OSError; the earlier file is then unchanged.
+    Raises: OSError. In this case the earlier file is unchanged.
     """
     path = Path(path)
     temporary = path.with_name(path.name + ".tmp")
     try:
         temporary.unlink(missing_ok=True)
-        with temporary.open("xb") as file:  # does not follow links
+        with temporary.open("xb") as file:  # mode "x" does not follow links
             file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
@@ -44,8 +44,8 @@ def write_whole(path: str | Path, content: str | bytes) -> None:
 
 
 def sync(path: Path) -> None:
-    """Have the system write a file, or the names in a folder, to the disk (fsync). Some file systems have no such call
-    for folders, and need none. Raises: OSError."""
+    """Make the system write a file, or the names in a folder, to the disk (fsync). Some file systems do not support
+    this call for folders, and do not need it. Raises: OSError."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -57,7 +57,7 @@ def sync(path: Path) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    """`sync` for a folder and everything in it; raises OSError."""
+    """Call `sync` for a folder and everything in it. Raises: OSError."""
     for path in sorted(folder.rglob("*"), reverse=True):
         if not path.is_symlink():
             sync(path)
@@ -65,7 +65,8 @@ def sync_tree(folder: Path) -> None:
 
 
 def remove_folder(path: Path) -> None:
-    """Remove a folder and its contents, if it exists; of a link only the link. Raises: OSError."""
+    """Remove a folder and its contents, if it exists. If the path is a link, only the link is removed. Raises:
+    OSError."""
     if path.is_symlink():
         path.unlink()
     elif path.is_dir():
@@ -73,11 +74,12 @@ def remove_folder(path: Path) -> None:
 
 
 def exchange(new: Path, place: Path) -> Path | None:
-    """Move the folder `new`, which is written and synced, to `place`; returns the new path of the folder that was
-    there.
+    """Move the folder `new`, which is completely written and synced, to `place`. Returns the new path of the folder
+    that was at `place` before, or None if there was none.
 
-    At each instant one of the names is a whole folder. Linux exchanges two names atomically. Where the file system
-    cannot, the earlier folder is called `place`.old for an instant, which `restored` undoes after a kill.
+    At each instant `place` or `place`.old is a complete folder. Linux exchanges two names atomically. If the file
+    system does not support this, the earlier folder is called `place`.old for an instant; if the process is killed in
+    this instant, `restored` renames it back.
 
     Raises: OSError.
     """
@@ -97,7 +99,8 @@ def exchange(new: Path, place: Path) -> Path | None:
 
 
 def restored(place: Path) -> bool:
-    """Rename `place`.old, which a kill within `exchange` has left, back to `place`; returns whether there was one."""
+    """Rename `place`.old, which remains if the process is killed within `exchange`, back to `place`. Returns whether
+    there was such a folder."""
     old = place.with_name(place.name + OLD)
     if place.exists() or old.is_symlink() or not old.is_dir():
         return False
@@ -112,7 +115,8 @@ def _exchanged(one: Path, other: Path) -> bool:
     return libc.renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0
 
 
-# By the format's names, in the order in which the library writes them: dtypes with a larger alignment come first.
+# {dtype: the format's name}, in the order in which the library writes tensors: dtypes with a larger alignment come
+# first.
 DTYPES = {
     torch.int64: "I64",
     torch.float64: "F64",
@@ -129,17 +133,18 @@ _RANKS = {dtype: rank for rank, dtype in enumerate(DTYPES)}
 
 
 def file_order(name: str, dtype: torch.dtype) -> tuple[int, str]:
-    """The key that the library sorts a file's tensors by."""
+    """The key by which the library sorts the tensors of a file."""
     return _RANKS[dtype], name
 
 
 def write_safetensors(
     write: Callable[[bytes | memoryview], Any], tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
 ) -> None:
-    """Write a file's content: the header, and then each tensor in the mapping's order, fetched when its turn comes.
+    """Write the content of a safetensors file: the header, and then each tensor in the mapping's order. A tensor is
+    fetched when it is written.
 
-    write: appends bytes to the file. tensors: may have a method `shape_and_dtype(name)`, if getting a tensor would load
-    it.
+    write: a function that appends bytes to the file. tensors: {name: tensor}. If getting a tensor from the mapping
+    would load it, the mapping should have a method `shape_and_dtype(name)`.
     """
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     end = 0
@@ -154,7 +159,7 @@ def write_safetensors(
         values = tensors[name].detach().to("cpu").contiguous()
         numbers: Any = values.view(-1).view(torch.uint8).numpy()
         write(memoryview(numbers))
-        del values, numbers  # before the next is fetched
+        del values, numbers  # frees it before the next tensor is fetched
 
 
 def _shape_and_dtype(tensors, name: str) -> tuple[tuple[int, ...], torch.dtype]:

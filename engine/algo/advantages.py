@@ -1,7 +1,7 @@
 """Advantages from rewards and values: the formulas, and the table of estimators that a run may choose from.
 
-A new estimator is one function and one line of ESTIMATORS. The line also says what the estimator needs, which is
-checked when flags are read. docs/extending.md shows how to add one without editing this file.
+A new estimator is one function and one line of ESTIMATORS. That line also says what the estimator needs; these needs
+are checked when flags are read. docs/extending.md shows how to add an estimator without editing this file.
 """
 
 from collections.abc import Callable
@@ -16,12 +16,13 @@ def gae(rewards: Tensor, values: Tensor, gamma: float, lam: float | Tensor) -> t
 
         d_t = r_t + gamma V_{t+1} - V_t,   A_t = d_t + gamma lam A_{t+1},   R_t = A_t + V_t
 
-    The value past the last position is 0: a response that ends is a terminal state. Callers put zeros into `rewards`
-    and `values` after a row's end, so that nothing flows back from there.
+    V after the last position is 0, because a response that has ended is a terminal state. Callers set `rewards` and
+    `values` to zero after the end of each response, so that positions after the end do not change its advantages.
 
     Args:
-        rewards, values: (B, T) float32; position t holds the reward of response token t and the value before it.
-        lam: one number for all rows, or (B,) float32 with one for each row.
+        rewards, values: (B, T) float32; position t holds the reward of response token t, and the value of the state
+            before token t.
+        lam: lambda, one number for all rows, or (B,) float32 with one number for each row.
 
     Returns: (advantages, returns), each (B, T) float32.
 
@@ -38,16 +39,16 @@ def gae(rewards: Tensor, values: Tensor, gamma: float, lam: float | Tensor) -> t
 
 
 def length_adaptive_lambda(lengths: Tensor, alpha: float) -> Tensor:
-    """The lambda of each response, by its length: lam = 1 - 1 / (alpha l), at least 0.
+    """The lambda of each response, computed from its length l: lam = 1 - 1 / (alpha l), at least 0.
 
-    The weights lam^k of the errors add up to 1 / (1 - lam) = alpha l, so an error reaches the same share of a response
-    of any length. With one lambda for all responses, the score at the end of a long response does not reach its
-    beginning: 0.95^100 is 0.006.
+    GAE weights the TD error k positions ahead by lam^k. These weights add up to 1 / (1 - lam) = alpha l, so a TD error
+    influences the same fraction of the response's positions at any length. With one lambda for all responses, the score
+    at the end of a long response hardly reaches its beginning: 0.95^100 is 0.006.
 
     Args:
-        lengths: (B,) how many tokens each response has. alpha: greater than 0; VAPO uses 0.05.
+        lengths: (B,), the number of tokens of each response. alpha: greater than 0; VAPO uses 0.05.
 
-    Returns: (B,) float32, 0 for a response of no tokens.
+    Returns: (B,) float32, 0 for a response without tokens.
 
     Source: Yue et al. 2025, "VAPO: Efficient and reliable reinforcement learning for advanced reasoning tasks"
     (arXiv 2504.05118), "Length-adaptive GAE".
@@ -56,21 +57,23 @@ def length_adaptive_lambda(lengths: Tensor, alpha: float) -> Tensor:
 
 
 def rloo(rewards: Tensor, group_size: int, valid: Tensor | None = None) -> Tensor:
-    """REINFORCE leave-one-out: each response's reward less the mean reward of the other responses to its prompt.
+    """REINFORCE leave-one-out: each response's reward minus the mean reward of the other responses to its prompt.
 
         A_i = s_i - 1 / (k - 1) * (sum of s_j over the group's j other than i)
 
     Args:
-        rewards: (B,) float32, each response's score less its KL penalty. The k rows of a group stand side by side.
+        rewards: (B,) float32, each response's score minus its KL penalty. The k responses to one prompt are a group;
+            they are adjacent rows.
         group_size: k, at least 2.
-        valid: (B,) bool, the responses that count, by default all. The mean is over the other valid responses.
+        valid: (B,) bool, the responses that count, by default all. The mean is over the valid ones among the other
+            responses.
 
-    Returns: (B,) float32; 0 for a response that is not valid, and for the only valid one of its group.
-    Raises: ValueError if k is 1 or B is no multiple of it.
+    Returns: (B,) float32; 0 for a response that is not valid, and for the only valid response of its group.
+    Raises: ValueError if k is less than 2 or B is not a multiple of k.
 
     Source: Ahmadian et al. 2024, "Back to basics: revisiting REINFORCE style optimization for learning from human
-    feedback in LLMs", section 2.3; huggingface/trl v0.11.0, trl/trainer/rloo_trainer.py (which keeps sample j of prompt
-    i at row j B + i).
+    feedback in LLMs", section 2.3; huggingface/trl v0.11.0, trl/trainer/rloo_trainer.py (where sample j of prompt i is
+    row j B + i).
     """
     _, own, counted = _in_groups("RLOO", rewards, group_size, valid)
     others = counted.sum(-1, keepdim=True) - counted
@@ -79,7 +82,8 @@ def rloo(rewards: Tensor, group_size: int, valid: Tensor | None = None) -> Tenso
 
 
 def group_means(rewards: Tensor, group_size: int, valid: Tensor | None = None) -> Tensor:
-    """The mean reward of each response's group, over its valid responses: (B,) float32; 0 where none is valid.
+    """(B,) float32, for each response the mean reward of the valid responses in its group; 0 if the group has no valid
+    response.
 
     Arguments and errors: as for `rloo`. Source: Shao et al. 2024, "DeepSeekMath", section 4.1.2.
     """
@@ -88,24 +92,25 @@ def group_means(rewards: Tensor, group_size: int, valid: Tensor | None = None) -
 
 
 def group_advantages(rewards: Tensor, group_size: int, valid: Tensor | None = None) -> Tensor:
-    """Each response's reward less the mean of its group: (B,) float32; 0 for a response that is not valid, or is the
-    only valid one.
+    """(B,) float32, each response's reward minus the mean reward of its group; 0 for a response that is not valid, or
+    is the only valid one in its group.
 
-    It is exactly 0 where all rewards are equal. A rounded mean would be off by as much as the deviation, and their
-    ratio could be anything up to 1.
+    If all rewards of a group are equal, the result is exactly 0. With a rounded mean, both this difference and the
+    group's standard deviation would be rounding errors of equal size, and their quotient could be anything up to 1.
 
-    GRPO divides it by the group's deviation, Dr. GRPO does not. It equals (k - 1) / k times the result of `rloo`, whose
-    arguments and errors it has. Source: Shao et al. 2024, "DeepSeekMath", section 4.1.2; Liu et al. 2025,
-    "Understanding R1-Zero-like training", section 3.2.
+    GRPO divides the result by the group's standard deviation, Dr. GRPO does not. The result is (k - 1) / k times that
+    of `rloo`. Arguments and errors: as for `rloo`. Source: Shao et al. 2024, "DeepSeekMath", section 4.1.2; Liu et al.
+    2025, "Understanding R1-Zero-like training", section 3.2.
     """
     _, own, counted = _in_groups("GRPO", rewards, group_size, valid)
     return ((own - _means(own, counted)) * counted).reshape(-1)
 
 
 def group_deviations(rewards: Tensor, group_size: int, valid: Tensor | None = None, *, unbiased: bool = True) -> Tensor:
-    """The standard deviation of each response's group, over its valid responses: (B,) float32.
+    """(B,) float32, for each response the standard deviation of the rewards of the valid responses in its group.
 
-    It is 0 where fewer than two are valid. Arguments and errors: as for `rloo`. unbiased: divide by n - 1 instead of n.
+    The result is 0 for a group with fewer than two valid responses. Arguments and errors: as for `rloo`. unbiased:
+    divide the squared deviations by n - 1 instead of n.
     """
     _, _, counted = _in_groups("GRPO", rewards, group_size, valid)
     apart = group_advantages(rewards, group_size, valid).view(-1, group_size)
@@ -114,16 +119,18 @@ def group_deviations(rewards: Tensor, group_size: int, valid: Tensor | None = No
 
 
 def _means(own: Tensor, counted: Tensor) -> Tensor:
-    """(groups, 1) float32, the means of the rewards that `_in_groups` returns; 0 where none is valid."""
+    """(groups, 1) float32, the means of the rewards that `_in_groups` returns; 0 for a group without a valid
+    response."""
     return own.sum(-1, keepdim=True) / counted.sum(-1, keepdim=True).clamp(min=1)
 
 
 def _in_groups(name: str, rewards: Tensor, group_size: int, valid: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Three float32 tensors: (groups, 1), the largest valid reward of each group, 0 where none is valid; (groups, k),
-    the rewards less that largest one, 0 where not valid; (groups, k), 1 where valid, else 0. So equal rewards become 0,
-    and no sum of them is rounded.
+    """Three float32 tensors. (groups, 1): the largest valid reward of each group, 0 if no response of the group is
+    valid. (groups, k): the rewards minus the largest one of their group, 0 for responses that are not valid. (groups,
+    k): 1 for a valid response, else 0. With the largest reward subtracted, equal rewards become 0, so that sums of them
+    are exact.
 
-    Raises: ValueError as `rloo`.
+    Raises: ValueError, as `rloo` does.
     """
     if group_size < 2 or len(rewards) % group_size:
         raise ValueError(
@@ -138,7 +145,8 @@ def _in_groups(name: str, rewards: Tensor, group_size: int, valid: Tensor | None
 
 
 def returns_to_go(rewards: Tensor, gamma: float) -> Tensor:
-    """The discounted sum of rewards from each position on, G_t = r_t + gamma G_{t+1}: REINFORCE without a baseline.
+    """The discounted sum of rewards from each position to the end, G_t = r_t + gamma G_{t+1}. These are the advantages
+    of REINFORCE without a baseline.
 
     Args: rewards: (B, T) float32, zeros after a row's end. Returns: (B, T) float32.
 
@@ -153,16 +161,17 @@ def returns_to_go(rewards: Tensor, gamma: float) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdvantageInputs:
-    """What an estimator is given: B responses of one rank with T positions; the responses of a group stand side by
-    side.
+    """The arguments of an estimator, for B responses of one rank with T positions. The responses to one prompt are a
+    group; they are adjacent rows.
 
-    rewards, values: (B, T) float32, zeros after a response's end (values: zeros everywhere without a critic).
+    rewards, values: (B, T) float32, zeros after a response's end. Without a critic all values are zeros.
     policy_mask: (B, T) bool, the positions that the policy's loss is summed over.
     valid: (B,) bool, the responses that count.
-    group_size: responses to each prompt. gamma, lam: discount and lambda.
-    value_lam: lambda of the returns that the critic learns; None: the same as for advantages.
-    length_adaptive_alpha: if given, each response has its own lambda for advantages (`length_adaptive_lambda`) in place
-    of `lam`.
+    group_size: the number of responses to each prompt.
+    gamma, lam: the discount and the lambda of GAE.
+    value_lam: the lambda of the returns that the critic learns; None for the lambda of the advantages.
+    length_adaptive_alpha: if given, the advantages of each response are estimated with the lambda that
+        `length_adaptive_lambda` returns for it, in place of `lam`.
     """
 
     rewards: Tensor
@@ -183,13 +192,14 @@ class AdvantageInputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdvantageEstimator:
-    """An estimator, what it needs, and what it returns.
+    """An advantage estimator, with what it needs and what it returns.
 
-    compute: returns (advantages, returns), each (B, T) float32; or each (B,) with one number a response, where the
-        returns are the rewards that were compared.
-    needs_critic: whether it reads values; if not, no critic is built. needs_groups: whether it compares the responses
-        to one prompt, which then has to have 2 or more. per_response: whether it returns one number a response.
-    discounts: whether it reads gamma; every estimator with a critic may.
+    compute: the function that returns (advantages, returns), each (B, T) float32. If it computes one number per
+        response, each is (B,), and the returns are the rewards that were compared.
+    needs_critic: whether the estimator reads values; if it does not, no critic is built.
+    needs_groups: whether the estimator compares the responses to one prompt; each prompt then needs 2 or more
+    responses. per_response: whether the estimator returns one number per response.
+    discounts: whether the estimator reads gamma. An estimator with a critic may read gamma in any case.
     """
 
     compute: Callable[[AdvantageInputs], tuple[Tensor, Tensor]]
@@ -200,7 +210,7 @@ class AdvantageEstimator:
 
 
 def _gae(given: AdvantageInputs) -> tuple[Tensor, Tensor]:
-    """GAE. Where the lambdas are decoupled, advantages and returns each have their own.
+    """GAE. If the lambdas are decoupled, advantages and returns are estimated with different lambdas.
 
     Source: Yuan et al. 2025, "What's behind PPO's collapse in long-CoT? Value optimization holds the secret"
     (VC-PPO, arXiv 2503.01491), "Decoupled-GAE": lambda 0.95 for the policy and 1 for the critic, whose targets then
@@ -232,7 +242,7 @@ def _reinforce(given: AdvantageInputs) -> tuple[Tensor, Tensor]:
 
 
 def _reinforce_baseline(given: AdvantageInputs) -> tuple[Tensor, Tensor]:
-    """The rewards to go less the mean of the group's total rewards; the source sets gamma to 1 here."""
+    """The rewards to go minus the mean total reward of the response's group. The source uses gamma 1 here."""
     returns = returns_to_go(given.rewards, 1.0)
     return returns - group_means(given.rewards.sum(-1), given.group_size, given.valid).unsqueeze(-1), returns
 

@@ -1,10 +1,10 @@
-"""Importance sampling, for a sampler that differs slightly from the policy that learns: it computes in 16 bits, or in
-another engine.
+"""Importance sampling corrects for a sampler that differs slightly from the policy that learns, because the sampler
+computes in 16 bits or in another engine.
 
-Tokens are drawn with the sampler's probabilities mu, but learned as if drawn with those of the policy's forward pass,
-pi_old. The ratio pi_old / mu corrects for this. It has no gradient, and the policy's loss is multiplied by it. Ratios
-far from 1 are first cut to a bound (truncated importance sampling, TIS) or set to 0 (masked, MIS; by token also called
-IcePop).
+Tokens are drawn with the sampler's probabilities mu, but the loss treats them as drawn with the probabilities pi_old of
+the policy's forward pass. To correct for this, the policy's loss is multiplied by the ratio pi_old / mu, which has no
+gradient. A ratio far from 1 is first cut to a bound (truncated importance sampling, TIS) or set to 0 (masked importance
+sampling, MIS; with one ratio per token also called IcePop).
 
 Sources; our names agree with theirs:
     TRL's GRPO trainer, as kept in casinca/trl 2674c4f8, trl/trainer/grpo_trainer.py: `vllm_importance_sampling_mode`
@@ -13,11 +13,11 @@ Sources; our names agree with theirs:
         `rollout_is` "token" or "sequence", with one threshold for TIS and two for IcePop.
     OpenRLHF, as kept in TsinghuaC3I/MARTI 84a2f081, openrlhf/models/loss.py, `PolicyLoss`: `vllm_is_level`,
         `vllm_is_mode` "truncate" or "mask".
-As in TRL, a masked token still counts where the loss is divided by the number of tokens, so the weight of other tokens
-does not depend on it. A KL penalty in the loss is not multiplied by the ratio. Not implemented: verl can also take
-tokens out of that count (`rollout_rs`) or divide ratios by their mean; OpenRLHF as kept in MARTI also has a response's
-mean ratio (by which upstream chooses responses, "seq-mask-tis"), and leaves out responses with a nearly impossible
-token.
+As in TRL, a masked token still counts in the number of tokens that the loss is divided by, so that masking it does not
+change the weight of other tokens. A KL penalty in the loss is not multiplied by the ratio. Not implemented: verl can
+also take masked tokens out of the number of tokens (`rollout_rs`), or divide ratios by their mean. OpenRLHF as kept in
+MARTI can also use a response's mean ratio (upstream OpenRLHF chooses responses by it, "seq-mask-tis"), and leaves out
+responses with a nearly impossible token.
 """
 
 from collections.abc import Callable
@@ -26,11 +26,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-FARTHEST = 20.0  # nats; e^20 is finite in float32 with room for sums, and a larger ratio would mean nothing else
+FARTHEST = 20.0  # nats; sums of e^20 stay finite in float32, and a larger ratio would tell no more
 
 
 def bounded(log_ratios: Tensor) -> Tensor:
-    """Log-ratios (any shape) between -FARTHEST and FARTHEST, so that exp neither overflows nor becomes 0.
+    """Log-ratios (any shape) clamped to -FARTHEST and FARTHEST, so that their exp neither overflows nor becomes 0.
 
     Source of the bound: verl, as above, SAFETY_BOUND.
     """
@@ -38,14 +38,16 @@ def bounded(log_ratios: Tensor) -> Tensor:
 
 
 def importance_ratios(log_ratios: Tensor) -> Tensor:
-    """The policy's probability over the sampler's, from differences of log-probs (any shape, float32)."""
+    """The policy's probabilities divided by the sampler's. log_ratios: differences of log-probs (any shape,
+    float32)."""
     return bounded(log_ratios).exp()
 
 
 def token_ratios(log_ratios: Tensor, mask: Tensor) -> Tensor:
     """pi_old / mu of each token: (B, T) float32, 1 outside the mask.
 
-    It has a low variance and a bias: the tokens before this one were drawn with mu too.
+    This ratio has a low variance. It is biased, because it does not correct for the preceding tokens, which were drawn
+    with mu too.
 
     Args:
         log_ratios: (B, T) float32, log pi_old - log mu. mask: (B, T) bool, tokens that were drawn.
@@ -54,25 +56,26 @@ def token_ratios(log_ratios: Tensor, mask: Tensor) -> Tensor:
 
 
 def sequence_ratios(log_ratios: Tensor, mask: Tensor) -> Tensor:
-    """pi_old / mu of each whole response, the product over its tokens, repeated on all positions of its row: (B, T)
-    float32.
+    """(B, T) float32, pi_old / mu of each whole response: the product of the ratios of its tokens, repeated at all
+    positions of its row.
 
-    It has no bias, and a variance that grows with the length. Arguments: as for `token_ratios`.
+    This ratio is unbiased. Its variance grows with the response's length. Arguments: as for `token_ratios`.
     """
     log_ratios = torch.where(mask, log_ratios, torch.zeros_like(log_ratios))
     return importance_ratios(log_ratios.sum(-1, keepdim=True)).expand_as(log_ratios)
 
 
 def truncated(ratios: Tensor, lowest: float, highest: float) -> Tensor:
-    """Ratios (any shape) cut to these bounds.
+    """Ratios (any shape) clamped to the bounds `lowest` and `highest`.
 
-    Source: Ionides 2008, "Truncated importance sampling", which has the upper bound, as TRL and verl have.
+    Source: Ionides 2008, "Truncated importance sampling". There, as in TRL and verl, only the upper bound exists.
     """
     return ratios.clamp(lowest, highest)
 
 
 def masked(ratios: Tensor, lowest: float, highest: float) -> Tensor:
-    """Ratios (any shape) where they are within these bounds (inclusive), and 0 elsewhere.
+    """Ratios (any shape), with those outside the bounds `lowest` and `highest` replaced by 0. A ratio equal to a bound
+    is kept.
 
     Source: Ling Team 2025, "Every step evolves" (IcePop, of tokens); TRL, verl and OpenRLHF, as above.
     """
@@ -80,15 +83,16 @@ def masked(ratios: Tensor, lowest: float, highest: float) -> Tensor:
 
 
 def outside(ratios: Tensor, lowest: float, highest: float) -> Tensor:
-    """Which ratios are outside the bounds, so that a correction cuts them: bool, of their shape."""
+    """Which ratios are outside the bounds, and are therefore cut by a correction: bool, of the shape of `ratios`."""
     return (ratios < lowest) | (ratios > highest)
 
 
 @dataclass(frozen=True, slots=True)
 class Correction:
-    """How the factor of the policy's loss is computed.
+    """How the factor that the policy's loss is multiplied by is computed.
 
-    ratios: (log_ratios, mask) -> (B, T), as `token_ratios`. cut: (ratios, lowest, highest) -> (B, T), as `truncated`.
+    ratios: (log_ratios, mask) -> (B, T), as `token_ratios`.
+    cut: (ratios, lowest, highest) -> (B, T), as `truncated`.
     of_responses: whether all positions of a row have the same ratio.
     """
 

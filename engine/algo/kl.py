@@ -1,4 +1,4 @@
-"""Estimators of the KL divergence from samples, and controllers of its coefficient."""
+"""Estimators of the KL divergence from samples, and controllers of the KL coefficient."""
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str = "k1") -
 
         k1 = log p - log q,   k2 = k1^2 / 2,   k3 = exp(-k1) - 1 + k1
 
-    k1 and k3 are unbiased, k2 and k3 never negative. Source: Schulman 2020, "Approximating KL divergence".
+    k1 and k3 are unbiased. k2 and k3 are never negative. Source: Schulman 2020, "Approximating KL divergence".
     """
     k1 = logprobs - ref_logprobs
     if estimator == "k1":
@@ -22,15 +22,15 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str = "k1") -
 
 
 def measured_kl(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, measure: str = "k1") -> Tensor:
-    """The KL of each sequence that steers the KL coefficient: a sum over its tokens, (B,), in nats.
+    """(B,), in nats, the KL of each sequence that steers the KL coefficient: a sum over the sequence's tokens.
 
-    "k1" sums delta = log p - log q. "exp_delta" sums exp(delta) - 1 - delta, which is k3 with the opposite sign of
-    delta. It is never negative, but its mean over tokens drawn from the policy is not the KL.
+    "k1" sums delta = log p - log q. "exp_delta" sums exp(delta) - 1 - delta, which is k3 with the sign of delta
+    reversed. "exp_delta" is never negative, but its mean over tokens drawn from the policy is not the KL.
 
     Args:
         logprobs, ref_logprobs: (B, N) float32.
-        mask: (B, N) bool, the tokens that are summed over. trlX uses "exp_delta" over prompt and response, all tokens
-            but the first, since the policy's log-probs of the prompt change too.
+        mask: (B, N) bool, the tokens that are summed over. trlX sums "exp_delta" over all tokens of prompt and response
+            but the first, since training also changes the policy's log-probs of the prompt.
 
     Source: "k1" openai/lm-human-preferences cbfd210b, train_policy.py, `record_step_stats`; "exp_delta" CarperAI/trlx
     3340c2f3, trlx/trainer/accelerate_ppo_trainer.py, `make_experience`.
@@ -44,7 +44,7 @@ def measured_kl(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, measure: s
 
 
 class FixedKL:
-    """A constant coefficient."""
+    """A constant KL coefficient."""
 
     def __init__(self, value: float):
         self.value = value
@@ -59,17 +59,17 @@ class FixedKL:
         return {}
 
     def load_state_dict(self, state: dict) -> None:
-        """Does nothing: the value stays the one that this run was given."""
+        """Does nothing: a resumed run keeps the coefficient of its own flags."""
 
 
 class AdaptiveKL:
-    """A coefficient steered towards a target KL (Ziegler et al. 2019, section 2.2).
+    """A KL coefficient that is adapted so that the KL approaches a target (Ziegler et al. 2019, section 2.2).
 
     error = clip(KL / target - 1, -0.2, 0.2),   value *= 1 + error * count / horizon
 
-    per: "step": it changes once after each step, with count = all the step's responses. "epoch": it changes after each
-    PPO epoch, with count = the responses of a mini-batch, as in CarperAI/trlx 3340c2f3
-    (trlx/trainer/accelerate_ppo_trainer.py).
+    per: "step": the coefficient changes once after each PPO step, with count = the number of all responses of the step.
+    "epoch": it changes after each PPO epoch, with count = the number of responses of a mini-batch, as in CarperAI/trlx
+    3340c2f3 (trlx/trainer/accelerate_ppo_trainer.py).
     """
 
     def __init__(self, value: float, target: float, horizon: float, per: str = "step"):
@@ -78,21 +78,22 @@ class AdaptiveKL:
         self.value, self.target, self.horizon, self.per = value, target, horizon, per
 
     def after_step(self, kl: float, responses: int) -> None:
-        """To be called after each step. kl: mean over all ranks' responses, in nats; responses: how many all ranks
-        made."""
+        """To be called after each PPO step. kl: the mean over the responses of all ranks, in nats. responses: the
+        number of responses that all ranks generated."""
         if self.per == "step":
             self.update(kl, responses)
 
     def after_epoch(self, kl: float, responses: int) -> None:
-        """To be called after each PPO epoch. kl: as in `after_step`; responses: how many one mini-batch of this rank
-        has."""
+        """To be called after each PPO epoch. kl: as in `after_step`. responses: the number of responses in one
+        mini-batch of this rank."""
         if self.per == "epoch":
             self.update(kl, responses)
 
     def update(self, kl: float, count: int) -> None:
-        """Change the coefficient by the mean KL (nats a response, over all ranks) of `count` responses.
+        """Change the coefficient according to the mean KL of `count` responses, in nats per response.
 
-        The coefficient stays equal on all ranks only if `kl` is equal on all: reduce it first.
+        The coefficient stays equal on all ranks only if `kl` is equal on all ranks, so callers reduce `kl` over ranks
+        first.
         """
         error = min(max(kl / self.target - 1, -0.2), 0.2)
         self.value *= 1 + error * count / self.horizon

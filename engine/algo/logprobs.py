@@ -1,4 +1,5 @@
-"""Log-probabilities and entropy of tokens, and the shift by one between a position and the token that it predicts."""
+"""Log-probabilities and entropies of tokens, and the shift by one from a position to the token that is predicted
+there."""
 
 import contextlib
 from collections.abc import Iterator
@@ -8,13 +9,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-CHUNK_ELEMENTS = 1 << 24  # logits held at once: 64 MiB in float32
-_planned = 0  # bytes of the GPU that tensors on the meta device stand for; 0: a CPU
+CHUNK_ELEMENTS = 1 << 24  # the logits in memory at a time: 64 MiB in float32
+_planned = 0  # memory in bytes of the GPU that the meta device stands for; 0 if it stands for a CPU
 
 
 def chunk_elements(device: torch.device) -> int:
-    """How many logits a chunk has. With gradients on a GPU, a chunk in float32 takes a 256th of the GPU's memory if
-    that is more than the default: in the backward pass each chunk reads and writes the whole gradient of the head."""
+    """The number of logits in a chunk. With gradients on a GPU, a chunk in float32 takes a 256th of the GPU's memory if
+    that is more than the default. Fewer chunks are then faster, because in the backward pass each chunk reads and
+    writes the whole gradient of the head."""
     if not torch.is_grad_enabled():
         return CHUNK_ELEMENTS
     memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
@@ -23,7 +25,8 @@ def chunk_elements(device: torch.device) -> int:
 
 @contextlib.contextmanager
 def planned_for(memory: int) -> Iterator[None]:
-    """Within this context chunks on the meta device are as large as on a GPU with `memory` bytes; 0: as on a CPU."""
+    """Within this context chunks on the meta device are as large as on a GPU with `memory` bytes of memory, or with
+    `memory` 0 as large as on a CPU."""
     global _planned
     before, _planned = _planned, memory
     try:
@@ -35,8 +38,8 @@ def planned_for(memory: int) -> Iterator[None]:
 def predicting(states: Tensor, response_length: int) -> Tensor:
     """The positions that predict the last `response_length` tokens: (B, S, ...) -> (B, T, ...).
 
-    Response token t stands at sequence position P + t and is predicted from position P - 1 + t, so the last position,
-    which predicts a token not in the sequence, is left out.
+    Response token t is at sequence position P + t and is predicted at position P - 1 + t. The last position is left
+    out, because the token that it predicts is not in the sequence.
     """
     return states[:, -response_length - 1 : -1]
 
@@ -44,13 +47,13 @@ def predicting(states: Tensor, response_length: int) -> Tensor:
 def token_logprobs(
     logits: Tensor, labels: Tensor, temperature: float = 1.0, with_entropy: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Log-probability of each label and entropy of each distribution, in float32.
+    """The log-probability of each label, and the entropy of each position's distribution, in float32.
 
     Args:
         logits: (..., V) in any float dtype.
         labels: (...) int64.
-        temperature: what the logits are divided by before the softmax.
-        with_entropy: if False the entropies are zeros; they never carry a gradient.
+        temperature: the number that the logits are divided by before the softmax.
+        with_entropy: whether to compute entropies; if not, they are zeros. Entropies never carry a gradient.
 
     Returns: (logprobs, entropy), each (...) float32, entropy in nats.
     """
@@ -74,16 +77,16 @@ def head_logprobs(
     low: Tensor | None = None,
     up: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`token_logprobs` of the linear head applied to `hidden`, in chunks of positions.
+    """The result of `token_logprobs` for the logits that a linear head computes from `hidden`, in chunks of positions.
 
-    Only one chunk of float32 logits exists at a time. The backward pass computes each chunk again.
+    Only one chunk of float32 logits is in memory at a time. The backward pass computes each chunk again.
 
     Args:
         hidden: (B, T, d) in the model's dtype.
-        weight, bias: (V, d) and (V,) or None, the head's.
+        weight, bias: weight (V, d) and bias (V,) of the head; bias may be None.
         labels: (B, T) int64.
-        at_once: how many logits a chunk has; by default `chunk_elements` of the device.
-        low, up: (B, T, r) and (r, V), whose product is added to the logits; or None.
+        at_once: the number of logits in a chunk; by default `chunk_elements` of the device.
+        low, up: (B, T, r) and (r, V); their product is added to the logits. Or both None.
 
     Returns: (logprobs, entropy), each (B, T) float32.
     """

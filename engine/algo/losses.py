@@ -1,7 +1,8 @@
-"""The losses of policy, critic and reward model, as sums and counts; and the tests that leave out an update.
+"""The losses of policy, critic and reward model, as sums and counts; and the conditions under which an update is
+skipped.
 
-Sums over micro-batches and ranks can be added up before they are divided; means cannot. So each function returns sums,
-and the caller divides once, by the count of the whole optimizer step.
+Each function returns sums over tokens or responses, not means. Sums can be added up over micro-batches and ranks, and
+the caller then divides once, by the count of the whole optimizer step.
 """
 
 from dataclasses import dataclass
@@ -16,20 +17,20 @@ from engine.algo.masked import masked_sum
 
 @dataclass(frozen=True, slots=True)
 class PolicyLoss:
-    """Sums over the tokens, or over the responses if a response has one ratio; each a scalar tensor. Only `loss` has a
-    gradient."""
+    """Sums over the tokens, or over the responses if each response has one ratio. Each field is a scalar tensor. Only
+    `loss` has a gradient."""
 
     loss: Tensor
-    clipped: Tensor  # how many have the clipped loss as the larger one
+    clipped: Tensor  # how many terms have the clipped loss as the larger one
     approxkl: Tensor  # (log ratio)^2 / 2, Schulman's k2 of old against new
     ratio: Tensor
     ratio_max: Tensor  # a maximum, not a sum
-    count: Tensor  # how many tokens or responses the sums are over
+    count: Tensor  # the number of tokens or responses that are summed over
 
 
 @dataclass(frozen=True, slots=True)
 class ValueLoss:
-    """Sums over the masked tokens, each a scalar tensor; only `loss` carries a gradient."""
+    """Sums over the masked tokens. Each field is a scalar tensor. Only `loss` has a gradient."""
 
     loss: Tensor
     clipped: Tensor
@@ -40,16 +41,18 @@ class ValueLoss:
 def masked_log_ratios(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
     """log pi - log pi_old, (B, T) float32, 0 outside the mask.
 
-    Outside the mask the two may differ by any amount, whose exp could overflow and make the gradient NaN.
+    Outside the mask the two log-probs may differ by any amount. Without the mask, the exp of their difference could
+    overflow there and make the gradient NaN.
     """
     return torch.where(mask, logprobs - old_logprobs, torch.zeros_like(logprobs))
 
 
 def response_log_ratios(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, mean: bool = False) -> Tensor:
-    """(B,) float32, for each response the sum of its masked tokens' log-ratios: the log of the product of their ratios.
+    """(B,) float32, for each response the sum of its masked tokens' log-ratios, which is the log of the product of
+    their ratios.
 
-    mean: divide the sum by the number of tokens. It is then the log of the ratios' geometric mean, which does not grow
-    with the length.
+    mean: divide the sum by the number of tokens. The result is then the log of the ratios' geometric mean, which does
+    not grow with the length.
 
     Source of the mean: Zheng et al. 2025, "Group sequence policy optimization", eq. 7.
     """
@@ -58,7 +61,8 @@ def response_log_ratios(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, me
 
 
 def shares_of_responses(mask: Tensor) -> Tensor:
-    """(B, 1) float32, 1 / |o_i|: weights with which a sum over tokens is the sum of the responses' means."""
+    """(B, 1) float32, 1 / |o_i|, where |o_i| is the number of masked tokens of response i. With these weights a sum
+    over tokens is the sum of the responses' means."""
     return 1.0 / mask.sum(-1, keepdim=True).clamp(min=1)
 
 
@@ -80,13 +84,15 @@ def policy_loss(
         logprobs: (B, T) float32 of the policy being trained.
         old_logprobs, advantages: (B, T) float32 of the rollout.
         mask: (B, T) bool.
-        correction: (B, T) float32, a factor for each token's loss (engine/algo/corrections.py); None for 1.
-        clip_range_high: None for clip_range. Source: Yu et al. 2025, "DAPO", section 3.1.
-        dual_clip: a bound of rho, larger than 1 + clip_range_high, that counts where A is negative: the loss is at most
-            -A dual_clip, and has no gradient beyond it. None for no bound. Source: Ye et al. 2020, "Mastering
+        correction: (B, T) float32, a factor for each token's loss (engine/algo/corrections.py); None for the factor 1.
+        clip_range_high: the upper clip range; None for `clip_range`. Source: Yu et al. 2025, "DAPO", section 3.1.
+        dual_clip: an upper bound of rho for tokens whose A is negative, larger than 1 + clip_range_high. The loss of
+            such a token is at most -A dual_clip; where rho is over the bound, the loss has no gradient. None for no
+            bound.
+        Source: Ye et al. 2020, "Mastering
             complex control in MOBA games with deep reinforcement learning", eq. 5; `delta` of TRL 1.16.0's GRPO.
-        weights: the weight of each token's loss, of a shape that broadcasts to (B, T); None for 1. They count in `loss`
-        only.
+        weights: the weight of each token's loss, of a shape that broadcasts to (B, T); None for the weight 1. Only
+            `loss` is weighted, not the statistics.
 
     Source: Schulman et al. 2017, "Proximal policy optimization algorithms", eq. 7.
     """
@@ -108,13 +114,13 @@ def response_policy_loss(
     dual_clip: float | None = None,
     mean: bool = False,
 ) -> PolicyLoss:
-    """The clipped surrogate with one ratio a response, rho = exp(sum over its tokens of lp - lp0).
+    """The clipped surrogate with one ratio per response, rho = exp(sum over its tokens of logprobs - old_logprobs).
 
     Args:
         logprobs, old_logprobs: (B, T) float32.
-        advantages: (B,) float32, one a response.
+        advantages: (B,) float32, one for each response.
         mask: (B, T) bool.
-        counted: (B,) bool, the responses that count; by default those with a masked token.
+        counted: (B,) bool, the responses that count; by default those with at least one token in the mask.
         correction: (B,) float32, as in `policy_loss`. clip_range_high, dual_clip: as in `policy_loss`.
         mean: whether rho is the geometric mean of the tokens' ratios instead of their product.
 
@@ -135,7 +141,8 @@ def _clipped_surrogate(
     dual_clip: float | None,
     factors: tuple[Tensor | None, ...],
 ) -> PolicyLoss:
-    """Sums over `mask`; `log_ratio` is 0 outside it. factors: each loss is multiplied by its factor."""
+    """The clipped surrogate, summed over `mask`; `log_ratio` is 0 outside the mask. factors: tensors by which each term
+    of the loss is multiplied; None for the factor 1."""
     ratio, (low, high) = log_ratio.exp(), clip_ranges
     plain = -advantages * (ratio if dual_clip is None else ratio.clamp(max=dual_clip))
     clipped = -advantages * ratio.clamp(1 - low, 1 + high)
@@ -163,16 +170,17 @@ def kl_loss(
 ) -> Tensor:
     """Sum over masked tokens of the estimated KL(policy || reference): a penalty for the loss, not for the reward.
 
-    Its gradient flows through `logprobs`. The gradient of k2, delta * grad lp, has the KL's gradient as its mean. The
-    gradient of k1, grad lp, has mean 0. The gradient of k3 follows the KL with policy and reference exchanged.
+    The gradient flows through `logprobs` (lp). The expectation of k2's gradient, delta * grad lp, is the gradient of
+    the KL. The expectation of k1's gradient, grad lp, is 0. The expectation of k3's gradient is the gradient of the KL
+    with policy and reference exchanged.
 
     Args:
         logprobs: (B, T) float32 of the policy being trained; ref_logprobs (B, T) float32.
         mask: (B, T) bool.
         estimator: as in `kl_estimate`.
         ratio: (B, T) or (B, 1) float32, the ratio of the policy to the rollout's policy, finite everywhere, with its
-            gradient. Each estimate is multiplied by it; then the mean of the gradients of k1 and k3 is the KL's
-            gradient too. None for 1.
+            gradient. Each estimate is multiplied by the ratio. The expected gradients of k1 and k3 are then the KL's
+            gradient too. None for the ratio 1.
         weights: as in `policy_loss`.
 
     Source: Schulman 2020, "Approximating KL divergence"; Shao et al. 2024, "DeepSeekMath", eq. 4, which has k3 here;
@@ -188,11 +196,11 @@ def kl_loss(
 def value_loss(
     values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, clip_range: float | None, factor: float = 1.0
 ) -> ValueLoss:
-    """The clipped squared error: factor / 2 x the sum over positions of
+    """The clipped squared error of the critic's values: factor / 2 times the sum over positions of
 
         max((V - R)^2, (clip(V, V0 - clip_range, V0 + clip_range) - R)^2)
 
-    Without a clip_range it is factor / 2 x the sum of (V - R)^2.
+    If `clip_range` is None, the loss is factor / 2 times the sum of (V - R)^2.
 
     Args:
         values: (B, T) float32 of the critic being trained.
@@ -201,7 +209,7 @@ def value_loss(
 
     Source: openai/lm-human-preferences cbfd210b, train_policy.py, `loss`.
     """
-    values = torch.where(mask, values, torch.zeros_like(values))  # as above: nothing from outside reaches the gradient
+    values = torch.where(mask, values, torch.zeros_like(values))  # as above: no gradient from outside the mask
     clipped = plain = (values - returns) ** 2
     if clip_range is not None:
         near = torch.minimum(torch.maximum(values, old_values - clip_range), old_values + clip_range)
@@ -217,17 +225,20 @@ def value_loss(
 def loss_weights(counts: list[float], total: float, micro_batches: int, ranks: int, scope: str) -> list[float]:
     """The factors by which a rank multiplies the loss sums of its micro-batches in one optimizer step.
 
-    The gradient of the step is that of the weighted sum over all micro-batches and ranks.
+    The gradient of the optimizer step is the gradient of the sum of these weighted losses over all micro-batches and
+    ranks.
 
     Args:
-        counts: for each of this rank's sums, the number of tokens; of responses if each has one ratio or one mean; or
-            of responses times a fixed length.
-        total: the sum of all ranks' counts.
-        micro_batches: how many micro-batches all ranks have together.
-        ranks: how many there are.
+        counts: for each micro-batch of this rank, the number that its loss sum is divided by: the number of tokens; the
+            number of responses if each response has one ratio or one mean; or the number of responses times a fixed
+            length.
+        total: the sum of the counts of all ranks.
+        micro_batches: the number of micro-batches of all ranks together.
+        ranks: the number of ranks.
         scope: "optimizer_step", "response" and "fixed_length" divide by the counts of all ranks, so the result does not
-            depend on the number of ranks and micro-batches; "micro_batch" takes the mean of the micro-batches' means;
-            "micro_batch_sum" sums each rank's means, and takes the mean of the ranks' sums.
+            depend on the number of ranks and micro-batches; "micro_batch" takes the mean of the means of all
+            micro-batches; "micro_batch_sum" sums the means of each rank's micro-batches, and takes the mean of the
+            ranks' sums.
 
     Source of "micro_batch": the loss of DeepSpeed-Chat (DeepSpeedExamples 83757d9c) and of huggingface/trl f2cd5771,
     divided by the accumulation steps; of "micro_batch_sum": CarperAI/trlx 3340c2f3 with `minibatch_size`, not divided.
@@ -243,10 +254,11 @@ def loss_weights(counts: list[float], total: float, micro_batches: int, ranks: i
 
 
 def ratio_exploded(ratio_sum: float, count: float, limit: float | None) -> bool:
-    """Whether to drop a mini-batch's losses: the mean ratio over its masked tokens (or responses) is over `limit`.
+    """Whether the mean ratio over the masked tokens (or responses) of a mini-batch is over `limit`, so that the losses
+    of the mini-batch are dropped.
 
-    The sums are over all ranks, so that all ranks decide alike. A mean that is not finite is over any limit. None:
-    never.
+    ratio_sum and count are sums over all ranks, so that all ranks decide alike. A mean that is not finite is over any
+    limit. With the limit None no mini-batch is dropped.
 
     Source: huggingface/trl v0.11.0, trl/trainer/ppo_trainer.py, `loss` (its `ratio_threshold` is 10).
     """
@@ -254,10 +266,11 @@ def ratio_exploded(ratio_sum: float, count: float, limit: float | None) -> bool:
 
 
 def went_too_far(approxkl_sum: float, count: float, limit: float | None) -> bool:
-    """Whether to leave out the remaining PPO epochs: the policy is further than `limit` from the one that sampled.
+    """Whether the policy is further than `limit` from the policy that sampled, so that the remaining PPO epochs are
+    left out.
 
     approxkl_sum: the sum of (log ratio)^2 / 2 over the `count` masked tokens of the latest pass, over all ranks. limit:
-    None: never.
+    the largest allowed mean of (log ratio)^2 / 2; with None no epoch is left out.
 
     Source: huggingface/trl v0.11.0, trl/trainer/ppo_trainer.py, `_early_stop` (which measures the mean of
     minus the log ratio, and whose limit is 1.5 x `target_kl`).
@@ -266,7 +279,8 @@ def went_too_far(approxkl_sum: float, count: float, limit: float | None) -> bool
 
 
 def pairwise_loss(chosen: Tensor, rejected: Tensor) -> Tensor:
-    """Sum over pairs of -log sigmoid(chosen - rejected); (N,) float32 each.
+    """The sum over pairs of -log sigmoid(chosen - rejected). chosen, rejected: (N,) float32, the scores of both texts
+    of each pair.
 
     Source: Stiennon et al. 2020, "Learning to summarize from human feedback", section 3.4.
     """
@@ -274,11 +288,11 @@ def pairwise_loss(chosen: Tensor, rejected: Tensor) -> Tensor:
 
 
 def pairwise_loss_from_difference(chosen: Tensor, rejected: Tensor, mask: Tensor) -> Tensor:
-    """Sum over pairs of the mean over tokens of -log sigmoid(chosen - rejected).
+    """The sum over pairs of the mean over tokens of -log sigmoid(chosen - rejected).
 
     Args:
         chosen, rejected: (N, S) float32, the scores at every token.
-        mask: (N, S) bool, set from the first differing token to the end of the longer sequence.
+        mask: (N, S) bool, set from the first token in which the two sequences differ to the end of the longer sequence.
 
     Source: DeepSpeed-Chat's `RewardModel.forward` (DeepSpeedExamples 83757d9c).
     """

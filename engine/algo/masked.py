@@ -5,22 +5,24 @@ from torch import Tensor
 
 
 def masked_sum(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
-    """Sum of `values` (any shape, float) where `mask` (same shape, bool) is set, over `dim` or over everything.
+    """The sum of `values` (any shape, float) where `mask` (same shape, bool) is set, over `dim` or, if it is None, over
+    all dimensions.
 
-    Values outside the mask do not count, even if they are NaN.
+    A value outside the mask does not change the sum, even if it is NaN.
     """
     kept = torch.where(mask, values, torch.zeros_like(values))
     return kept.sum() if dim is None else kept.sum(dim)
 
 
 def moments(values: Tensor, mask: Tensor) -> Tensor:
-    """(count, sum, sum of squares) of the masked values, float64 (3,); ranks add them up before they whiten."""
+    """(3,) float64: count, sum and sum of squares of the masked values. To whiten over all ranks, callers sum these
+    tensors over ranks."""
     wide = values.double()
     return torch.stack([mask.sum().double(), masked_sum(wide, mask), masked_sum(wide * wide, mask)])
 
 
 def mean_and_variance(totals: Tensor, unbiased: bool = False) -> tuple[Tensor, Tensor]:
-    """Mean and variance from the output of `moments`, possibly summed over ranks; (0, 0) where nothing was counted."""
+    """Mean and variance from the output of `moments`, which may be summed over ranks; (0, 0) if the count is 0."""
     count, total, squares = totals
     mean = total / count.clamp(min=1)
     spread = (squares - count * mean * mean).clamp(min=0)
@@ -43,9 +45,10 @@ def whiten(
     Args:
         values: any shape, float.
         mask: same shape, bool.
-        center: remove the mean; otherwise it is added back after scaling.
-        unbiased: divide by n - 1 instead of n.
-        statistics: (mean, variance) to use, over all ranks for example; by default those of the masked values.
+        center: subtract the mean; otherwise the mean stays as it is.
+        unbiased: divide the squared deviations by n - 1 instead of n.
+        statistics: the (mean, variance) to whiten with, for example over all ranks; by default those of the masked
+            values.
 
     Source: `whiten` in openai/lm-human-preferences cbfd210b, lm_human_preferences/utils/core.py.
     """

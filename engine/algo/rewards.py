@@ -1,8 +1,9 @@
-"""From the score of a response to the reward of every token: changes of the score, the positions that count, the sum.
+"""From the score of a response to the reward of every token: how scores are changed, which positions count, and the sum
+of KL penalty and score.
 
-Position t holds response token t, and the log-prob and value read where that token is predicted. So the position after
-the last token of a response holds the value of the state in which the response is complete. Systems differ in whether
-they count that position, and in which token they take for the last.
+Position t holds response token t, and the log-prob and the value that were computed where token t is predicted. The
+position after the last token of a response therefore holds the value of the state in which the response is complete.
+Systems differ in whether they count the position after the last token, and in which token they take for the last.
 """
 
 import torch
@@ -11,20 +12,20 @@ from torch import Tensor
 
 from engine.algo.masked import mean_and_variance
 
-# How many positions after the response each rule still counts.
+# {rule: the number of positions after the response that count}
 POSITIONS_PAST = {"response": 0, "one_past": 1, "two_past": 2}
 SCORE_PAST = {"last": -1, "after_last": 0, "two_after": 1}
 
 
 def counted_tokens(responses: Tensor, response_mask: Tensor, pad_token_id: int, rule: str) -> Tensor:
-    """Which response tokens a system takes for real tokens, (B, T) bool.
+    """(B, T) bool, which response tokens count as real tokens under a system's rule.
 
     Args:
         responses: (B, T) int64.
-        response_mask: (B, T) bool, set on every sampled token, or on those that truncation leaves.
-        rule: "sampled" counts the tokens in the mask, EOS included; "before_pad" those before the first pad token, so
-            without EOS where EOS is also the pad token; "not_pad" all tokens but the pad token, also after one; "row"
-            every position, whatever token it holds.
+        response_mask: (B, T) bool, set on every sampled token, or on the tokens that remain after truncation.
+        rule: "sampled" counts the tokens in the mask, EOS included. "before_pad" counts the tokens before the first pad
+            token, thus not EOS if EOS is also the pad token. "not_pad" counts all tokens other than the pad token, also
+            those after a pad token. "row" counts every position, whatever token it holds.
 
     Source: "before_pad" huggingface/trl f2cd5771, `first_true_indices`; "not_pad" DeepSpeedExamples 83757d9c,
     DeepSpeed-Chat's `action_mask`; "row" openai/lm-human-preferences cbfd210b, whose responses all have one length.
@@ -42,9 +43,11 @@ def counted_tokens(responses: Tensor, response_mask: Tensor, pad_token_id: int, 
 
 
 def valid_responses(policy_mask: Tensor, min_tokens: int) -> Tensor:
-    """(B,) bool, the responses that count where each has one number: those with a position in policy_mask, (B, T) bool.
+    """(B,) bool, which responses count where each contributes one number: those with at least one position in
+    policy_mask, (B, T) bool.
 
-    With min_tokens 0 responses without a token count too: others are compared with their score, and their ratio is 1.
+    With min_tokens 0 a response without tokens counts too: the other responses are compared with its score, and its
+    ratio is 1.
     """
     return policy_mask.any(-1) | (min_tokens == 0)
 
@@ -53,8 +56,9 @@ def score_positions(lengths: Tensor, width: int, rule: str) -> Tensor:
     """The response position that receives each score, (B,) int64.
 
     Args:
-        lengths: (B,) int64, L.
-        width: T, the number of response positions. A position past the width becomes the last one.
+        lengths: (B,) int64, the lengths L of the responses.
+        width: T, the number of response positions. If the rule gives a position beyond the width, the score goes to
+            position T - 1.
         rule: "last" is position L - 1, the last real token; "after_last" position L; "two_after" position L + 1.
     """
     if rule not in SCORE_PAST:
@@ -68,8 +72,8 @@ def first_positions(lengths: Tensor, width: int) -> Tensor:
 
 
 def positions_up_to(lengths: Tensor, width: int, rule: str) -> Tensor:
-    """(B, T) bool: the positions of the "response", also one or two after it ("one_past", "two_past"), or "all" of the
-    row."""
+    """(B, T) bool, the positions that a rule counts: "response", those of the response; "one_past" and "two_past", also
+    the next one or two positions; "all", all positions of the row."""
     if rule == "all":
         return torch.ones(len(lengths), width, dtype=torch.bool, device=lengths.device)
     if rule not in POSITIONS_PAST:
@@ -78,8 +82,8 @@ def positions_up_to(lengths: Tensor, width: int, rule: str) -> Tensor:
 
 
 def positions_after_tokens(counted: Tensor) -> Tensor:
-    """(B, T) bool: the first position, and each position after a token that counts. A pad token inside a response
-    leaves a hole.
+    """(B, T) bool: the first position, and each position that follows a counted token. The position after a pad token
+    inside a response is thus not set.
 
     Args: counted: (B, T) bool.
 
@@ -92,8 +96,8 @@ def compute_rewards(kl: Tensor, kl_coef: float, kl_mask: Tensor, scores: Tensor,
     """r_t = -kl_coef * KL_t where `kl_mask` is set, plus the score on one position.
 
     Args:
-        kl: (B, T) float32, the estimate for each token.
-        kl_coef: the controller's value; 0 where the penalty is part of the loss.
+        kl: (B, T) float32, the KL estimate of each token.
+        kl_coef: the KL coefficient from its controller; 0 if the KL penalty is part of the loss instead.
         kl_mask: (B, T) bool.
         scores: (B,) float32, already clipped and scaled.
         positions: (B,) int64, from `score_positions`.
@@ -105,7 +109,7 @@ def compute_rewards(kl: Tensor, kl_coef: float, kl_mask: Tensor, scores: Tensor,
 
 
 def apply_missing_end(scores: Tensor, ended: Tensor, rule: str, value: float) -> Tensor:
-    """The scores, where those of responses that did not end are replaced by `value` or lowered by it.
+    """The scores, in which the score of each response that did not end is replaced by `value` or reduced by `value`.
 
     Args:
         scores: (B,) float32.
@@ -125,7 +129,7 @@ def apply_missing_end(scores: Tensor, ended: Tensor, rule: str, value: float) ->
 
 
 def overlong_penalties(lengths: Tensor, longest: int, buffer: float, most: float) -> Tensor:
-    """What the scores of long responses lose: nothing up to a certain length, then more with each token, up to `most`.
+    """The penalties for long responses: 0 up to a certain length, then growing with each token, up to `most`.
 
         R(y) = 0                                        where |y| <= L_max - L_cache
                ((L_max - L_cache) - |y|) / L_cache      up to L_max, where it is -1; times `most`
@@ -146,12 +150,12 @@ def overlong_penalties(lengths: Tensor, longest: int, buffer: float, most: float
 
 
 def groups_alike(scores: Tensor, group_size: int) -> Tensor:
-    """Which groups have equal scores, (B / group_size,) bool. All responses of such a group have the advantage 0.
+    """(B / group_size,) bool, which groups have equal scores. In such a group all responses have the advantage 0.
 
-    A group with a NaN or infinite score is not among them; such scores are refused elsewhere.
+    A group with a NaN or infinite score is never marked; other code refuses these scores.
 
     Args:
-        scores: (B,) float32; the responses to one prompt stand side by side.
+        scores: (B,) float32; the responses to one prompt are adjacent.
 
     Source: volcengine/verl 53971be5, recipe/dapo/dapo_ray_trainer.py, `fit`: the deviation of a prompt's scores is 0.
     """
@@ -165,18 +169,19 @@ def clip_scores(scores: Tensor, limit: float | None) -> Tensor:
 
 
 class ScoreScale:
-    """The standard deviation that scores are divided by; their mean is not subtracted.
+    """The standard deviation that scores are divided by. The mean of the scores is not subtracted.
 
-    kind: "none" divides by 1; "running" by the deviation of all scores so far, the present ones included; "first_batch"
-    by that of the first batch of scores. Deviations divide by n - 1.
+    kind: "none" divides by 1; "running" divides by the standard deviation of all scores so far, the present ones
+    included; "first_batch" divides by the standard deviation of the first batch of scores. Standard deviations are
+    computed with n - 1.
 
         scale.update(distributed.data_parallel_sum(moments(scores, everywhere)))
         scores = scores / scale.value
 
-    Statistics are given as sums (`masked.moments`), so that a caller can first add them up over ranks; then all ranks
-    divide by the same number. Source: CarperAI/trlx 3340c2f3, trlx/utils/modeling.py, `RunningMoments` (whose deviation
-    after any number of updates is that of all scores together), and `make_experience`, whose first-batch deviation is
-    each rank's own.
+    `update` takes sums (`masked.moments`), so that a caller can first add them up over ranks. All ranks then divide by
+    the same number. Source: CarperAI/trlx 3340c2f3, trlx/utils/modeling.py, `RunningMoments` (its standard deviation
+    after any number of updates is that of all scores together), and `make_experience` (its standard deviation of the
+    first batch is computed on each rank alone).
     """
 
     def __init__(self, kind: str = "none"):
@@ -186,7 +191,8 @@ class ScoreScale:
         self._totals = torch.zeros(3, dtype=torch.float64)
 
     def update(self, totals: Tensor) -> None:
-        """Take in a batch. totals: (3,) float64, count, sum and sum of squares of its scores over all ranks."""
+        """Add a batch of scores to the statistics. totals: (3,) float64, count, sum and sum of squares of the scores of
+        all ranks."""
         if self.kind == "running" or (self.kind == "first_batch" and not self._totals[0]):
             self._totals = self._totals + totals.double().cpu()
 
@@ -201,5 +207,5 @@ class ScoreScale:
         return {"totals": self._totals.tolist()}
 
     def load_state_dict(self, state: dict) -> None:
-        """Go on from `state_dict`."""
+        """Restore the sums that `state_dict` returned."""
         self._totals = torch.tensor(state["totals"], dtype=torch.float64)

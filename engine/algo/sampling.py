@@ -1,5 +1,5 @@
-"""Sampling with keyed random numbers: each depends on the sample and position, and not on the rank or batch that draws
-it."""
+"""Sampling with keyed random numbers. Each number depends on the seed, prompt, sample and position of the token that it
+draws, and not on the rank or the batch."""
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ _MIX_2 = 0x94D049BB133111EB - (1 << 64)
 
 
 def _shift_right(bits: Tensor, count: int) -> Tensor:
-    """Logical right shift: torch's own copies the sign bit."""
+    """Logical right shift. Torch's own right shift copies the sign bit."""
     return (bits >> count) & ((1 << (64 - count)) - 1)
 
 
@@ -26,10 +26,11 @@ def keyed_uniforms(seed: int, indices: Tensor, samples: Tensor, positions: Tenso
     """Uniform numbers in [0, 1) that depend only on (seed, prompt, sample, position).
 
     Args:
-        seed: the run's.
+        seed: the run's seed.
         indices: (B,) int64, each prompt's index in the data.
-        samples: (B,) int64, which sample of that prompt this is.
-        positions: the response position to be filled, from 0: a number for all rows, or (B,) int64.
+        samples: (B,) int64, which sample of its prompt each row is.
+        positions: the response position of the token to be drawn, counted from 0: one number for all rows, or (B,)
+            int64.
 
     Returns: (B,) float64, with 53 random bits.
     """
@@ -47,10 +48,10 @@ def sample_tokens(logits: Tensor, uniforms: Tensor, temperature: float = 1.0) ->
     Args:
         logits: (B, V) in any float dtype.
         uniforms: (B,) float64 in [0, 1).
-        temperature: what the logits are divided by. The distribution is not truncated (no top_k, no top_p).
+        temperature: the number that the logits are divided by. The distribution is not truncated (no top_k, no top_p).
 
-    Returns: (B,) int64. The probabilities are computed in float32 and added up in float64, so that rounding moves no
-    token's share by more than 1e-7; a token of probability 0 is never drawn.
+    Returns: (B,) int64. The probabilities are computed in float32 and added up in float64, so that rounding changes no
+    token's probability by more than 1e-7. A token of probability 0 is never drawn.
     """
     probabilities = torch.softmax(logits.float() / temperature, dim=-1)
     cumulative = probabilities.cumsum(-1, dtype=torch.float64)

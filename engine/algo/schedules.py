@@ -1,8 +1,9 @@
 """Learning-rate schedules, and the table from which a run chooses one.
 
-A new schedule is one line of SCHEDULES: a function from progress (the share of the steps after warm-up that is done, 0
-to 1) to the factor of the peak rate. Names are those of transformers. "constant_with_warmup" and "cosine_with_restarts"
-(of one cycle) mean the same as there. "constant" warms up too if warm-up steps are given.
+A new schedule is one line of SCHEDULES: a function from progress (the fraction of the steps after warm-up that is done,
+0 to 1) to the factor that the peak learning rate is multiplied by. Names are those of transformers.
+"constant_with_warmup" and "cosine_with_restarts" (with one cycle) mean what they mean in transformers. Unlike in
+transformers, "constant" warms up too if warm-up steps are given.
 """
 
 import math
@@ -10,17 +11,17 @@ from collections.abc import Callable
 
 
 def constant(progress: float) -> float:
-    """The peak rate throughout."""
+    """The peak learning rate in every step."""
     return 1.0
 
 
 def linear(progress: float) -> float:
-    """From the peak to 0 along a line."""
+    """A linear decrease from the peak learning rate to 0."""
     return 1.0 - progress
 
 
 def cosine(progress: float) -> float:
-    """From the peak to 0 along half a wave."""
+    """A decrease from the peak learning rate to 0 along half a cosine wave."""
     return 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
@@ -39,10 +40,12 @@ def depends_on_total(schedule: str) -> bool:
 
 
 def lr_factor(step: int, total: int, warmup: int, schedule: str, warmup_from_zero: bool = False) -> float:
-    """What the peak learning rate is multiplied by at optimizer step `step` (from 0) of `total`.
+    """The factor that the peak learning rate is multiplied by at optimizer step `step` (counted from 0) of `total`
+    steps.
 
-    In the `warmup` steps the factor grows linearly. It begins at 1 / warmup, since a step of rate 0 is a step lost;
-    with `warmup_from_zero` it begins at 0, as in transformers' schedules. Then it follows the schedule.
+    In the first `warmup` steps the factor grows linearly. It begins at 1 / warmup, since a step with learning rate 0
+    changes nothing; with `warmup_from_zero` it begins at 0, as in transformers' schedules. After the warm-up it follows
+    the schedule.
 
     Raises: KeyError for an unknown schedule.
     """

@@ -7,10 +7,10 @@ from torch import Tensor
 
 
 def kept_positions(responses: Tensor, token: int, after: int = 0) -> Tensor:
-    """(B, T) bool: the positions up to and including the first `token` at or after position `after`; all positions
-    where there is none.
+    """(B, T) bool: in each response, the positions up to and including the first `token` at or after position `after`;
+    all positions if `token` does not occur there.
 
-    The scored text ends there; the sampled text goes on.
+    These positions hold the text that is scored. Sampling does not stop at `token`.
 
     Args:
         responses: (B, T) int64.
@@ -36,11 +36,11 @@ def _matches(responses: Tensor, token: int, after: int) -> Tensor:
 def trim_query(
     tokens: Sequence[int], length: int, start: int | None = None, end: int | None = None
 ) -> list[int] | None:
-    """The query's tokens after the first `start` token, at most `length`, up to and including the last `end` among
-    them.
+    """The query that remains of `tokens`: at most `length` tokens after the first `start` token, up to and including
+    the last `end` among these.
 
-    None where a given token does not occur; the text is then left out. A `start` that is the very last token cuts
-    nothing.
+    None if `start` or `end` is given and does not occur; callers leave out such a text. A `start` that is the last
+    token of the text removes nothing.
 
     Source: openai/lm-human-preferences cbfd210b, language/datasets.py, `Dataset.tf_dataset`.
     """

@@ -1,4 +1,4 @@
-"""Merges the changes that several trainings made to one tensor into one change.
+"""Merges the changes that several training runs made to the same tensor into one change.
 
 Source: Ramé et al. 2024, "WARP: On the Benefits of Weight Averaged Rewarded Policies", section 3: SLERP of changes
 (stage 2), and interpolation between the start and the merged weights (LITI, stage 3). The mean is that of Wortsman et
@@ -11,19 +11,21 @@ import torch
 from torch import Tensor
 
 PARALLEL = 1e-6
-"""Radians: changes between which the angle is smaller, or as much short of a half turn, have no arc to go along."""
+"""In radians. If the angle between two changes is within this of 0 or pi, they count as parallel: no unique arc
+connects them."""
 
 
 def mean_change(changes: Sequence[Tensor]) -> Tensor:
-    """sum_i d_i / n of n float32 tensors of one shape; the result has the same shape."""
+    """The mean sum_i d_i / n of n changes d_i, float32 tensors of the same shape; the result has this shape too."""
     return sum(changes[1:], changes[0]) / len(changes)
 
 
 def spherical_change(changes: Sequence[Tensor]) -> Tensor:
     """The changes merged one after the other: s_1 = d_1, s_m = slerp(s_(m-1), d_m; 1 / m); float32, all of one shape.
 
-    Changes of independent runs are nearly at right angles, so their mean is about 1 / sqrt(n) as long as one of them.
-    The spherical change is as long as one of them. WARP merges layer by layer; here it is tensor by tensor.
+    The changes of independent runs are nearly orthogonal, so the norm of their mean is about 1 / sqrt(n) times the norm
+    of one change. The spherical change keeps the norm of one change. WARP merges layer by layer; this function merges
+    one tensor.
     """
     merged = changes[0]
     for number, change in enumerate(changes[1:], 2):
@@ -35,8 +37,8 @@ def slerp(start: Tensor, end: Tensor, share: float) -> Tensor:
     """sin((1 - share) w) / sin w * start + sin(share * w) / sin w * end, where w is the angle between the two as
     vectors.
 
-    It is linear interpolation where one of them is 0, or where they have the same direction or opposite ones, between
-    which no unique arc exists.
+    The result is linear interpolation if `start` or `end` is 0, or if their directions are equal or opposite, because
+    no unique arc connects them then.
     """
     lengths = start.norm() * end.norm()
     angle = torch.arccos(((start * end).sum() / lengths).clamp(-1.0, 1.0)) if lengths > 0 else torch.zeros(())

@@ -3,11 +3,12 @@ known system.
 
     dialect = get_dialect("default").override(kl_coef=0.1)
 
-A field that a user gives by flag overrides the dialect's value. `python -m engine.algorithms` prints the table, and
-`python -m engine.algorithms deepspeed_chat openai` where two systems differ.
+A field that a user sets by a flag overrides the dialect's value. `python -m engine.algorithms` prints the fields of all
+dialects; `python -m engine.algorithms deepspeed_chat openai` prints the fields in which these two differ.
 
-dialect.py has the fields with their meanings and values, table.py the systems, checks.py the conditions between fields
-and on a run's sizes. algorithm.py has the computations of a step, losses.py those of an optimizer step.
+dialect.py has the fields with their meanings and values. table.py has the named dialects. checks.py has the conditions
+that relate fields to each other and to a run's sizes. algorithm.py has the computations of a PPO step, losses.py the
+losses of its optimizer steps.
 """
 
 from engine.algo.advantages import ESTIMATORS, AdvantageEstimator, AdvantageInputs

@@ -15,8 +15,8 @@ from engine.errors import UserError
 
 
 def fields_to_show(dialects: list[Dialect]) -> list[str]:
-    """All fields if one dialect or every dialect is shown, otherwise those in which two of them differ; never the
-    name."""
+    """The fields to print: all if one dialect or every dialect is shown, otherwise those in which the shown dialects
+    differ. The field `name` is never among them."""
     names = [field.name for field in dataclasses.fields(Dialect) if field.name != "name"]
     if len(dialects) in (1, len(DIALECTS)):
         return names
@@ -24,7 +24,7 @@ def fields_to_show(dialects: list[Dialect]) -> list[str]:
 
 
 def cell(value) -> str:
-    """A field's value in few characters."""
+    """A field's value as a short text for a cell of the table."""
     if value is None or value == "":
         return "-"
     if isinstance(value, bool):
@@ -56,7 +56,7 @@ def _table(columns: list[list[str]]) -> str:
 
 
 def meanings(names: list[str], width: int) -> str:
-    """What the fields mean, a paragraph each."""
+    """The meanings of the fields, one paragraph for each field."""
     indent = max(map(len, names)) + 1
     return "\n".join(
         textwrap.fill(
@@ -69,14 +69,14 @@ def meanings(names: list[str], width: int) -> str:
 
 
 def main(words: list[str], width: int = 160) -> str:
-    """The text to print for these names of dialects; raises UserError for an unknown one."""
+    """The text to print for dialects with these names; raises UserError for an unknown name."""
     dialects = [get_dialect(word) for word in dict.fromkeys(words or DIALECTS)]
     names = fields_to_show(dialects)
     return f"{render(names, dialects, width)}\n\n{meanings(names, width)}" if names else "no field differs"
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` may leave early
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` may stop reading early
     try:
         print(main(sys.argv[1:], shutil.get_terminal_size((160, 0)).columns))
     except UserError as error:

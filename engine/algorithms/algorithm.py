@@ -1,4 +1,5 @@
-"""The computations of a PPO step: texts that count, scores, rewards, advantages, the batch to learn from.
+"""The computations of a PPO step: which text counts, scores, rewards, advantages, and the batch for the optimizer
+steps.
 
     algorithm = Algorithm(get_dialect("default"), pad_token_id=0)
     positions = algorithm.positions(rollout.responses, rollout.response_mask)
@@ -9,7 +10,7 @@
 
 Each method chooses formulas by the dialect. The formulas are in engine/algo/, the losses of the optimizer steps in
 engine/algorithms/losses.py. Shapes: B responses of this rank, T response positions. Position t belongs to response
-token t: it has this token's log-prob, and the value of the state before this token.
+token t: it holds the log-prob of token t and the value of the state before token t.
 """
 
 from collections.abc import Callable
@@ -47,15 +48,17 @@ Reduce = Callable[[Tensor], Tensor]
 class Algorithm:
     """A dialect's computations on the responses of one rank.
 
-    losses: the losses of the optimizer steps. score_scale: the divisor of scores, the only state that changes in a run.
+    losses: the losses of the optimizer steps. score_scale: the divisor of scores. It is the only state of an Algorithm
+    that changes in a run.
 
     Args:
         pad_token_id: the token at positions after a response.
-        end_token_id: the token that `truncate_token` names; if it names none, EOS; None if there is no EOS.
+        end_token_id: the token that the dialect's `truncate_token` names. If it names none, this is EOS, or None if the
+            tokenizer has no EOS.
         reduce: a function that sums a float64 tensor over all ranks. All ranks call it equally often. The default is
-            for one rank.
+            right for one rank.
         ranks: the number of ranks.
-        max_response_length: how many tokens a response may have; needed for loss_scope "fixed_length" and
+        max_response_length: the largest number of tokens in a response; needed for loss_scope "fixed_length" and for
             `overlong_buffer`.
     """
 
@@ -84,9 +87,9 @@ class Algorithm:
     def texts(self, rollout: Rollout) -> tuple[Rollout, Rollout]:
         """(the rollout that is learned from, the rollout that is scored).
 
-        They differ only if a dialect learns from all sampled tokens (length_rule "row"), or reads the score before the
-        first pad token (score_before_pad). With length_rule "not_pad" the attention mask is `ids != pad`: no token of a
-        prompt or response attends to a pad token.
+        The two rollouts differ only if the dialect learns from all sampled tokens (length_rule "row"), or reads the
+        score before the first pad token (score_before_pad). With length_rule "not_pad" the attention mask is `ids !=
+        pad`, which means that no token of a prompt or response attends to a pad token.
         """
         dialect = self.dialect
         kept, ended = self.scored_text(rollout.responses, rollout.response_mask, rollout.ended)
@@ -101,7 +104,8 @@ class Algorithm:
         return learned, rollout.cut(kept, ended, self.pad_token_id)
 
     def scored_text(self, responses: Tensor, mask: Tensor, ended: Tensor) -> tuple[Tensor, Tensor]:
-        """(the scored positions of each response, (B, T) bool; whether the response has the required end, (B,) bool).
+        """(the positions of each response that are scored, (B, T) bool; whether each response has the end that the
+        dialect requires, (B,) bool).
 
         Args:
             responses: (B, T) int64. mask: (B, T) bool, the sampled tokens. ended: (B,) bool, whether the sampler
@@ -121,8 +125,9 @@ class Algorithm:
         values.
 
         Args:
-            responses: (B, T) int64. T must be as in the dialect's system: the longest response that was generated in
-                the same batch, or a fixed length. In some dialects wider rows would move the score.
+            responses: (B, T) int64. T must be the width of the rows in the system that the dialect follows: the length
+                of the longest response generated in the batch, or a fixed length. In some dialects wider rows would
+                move the score to another position.
             response_mask: (B, T) bool, the tokens that are learned from.
         """
         dialect, width = self.dialect, responses.shape[1]
@@ -146,19 +151,21 @@ class Algorithm:
         )
 
     def valid_responses(self, policy_mask: Tensor) -> Tensor:
-        """(B,) bool, the responses that count in statistics with one number per response. policy_mask: (B, T) bool."""
+        """(B,) bool, which responses count in statistics that take one number from each response. policy_mask: (B, T)
+        bool."""
         return valid_responses(policy_mask, self.dialect.min_response_tokens)
 
     # Scores, and the rewards of all tokens.
 
     def process_scores(self, scores: Tensor, ended: Tensor, response_mask: Tensor | None = None) -> Tensor:
-        """The scores that enter the rewards, (B,) float32: scaled, changed if the response has no end, clipped, and
-        reduced by the penalty of long responses.
+        """The scores that enter the rewards, (B,) float32. Each score is scaled, changed if the response has no end,
+        clipped, and reduced by the penalty for a long response.
 
-        The scale includes these scores before they are divided by it (all ranks call this together).
+        The scale is updated with these scores before they are divided by it (all ranks call this together).
 
         Args:
-            scores: (B,) float32, from the reward source. ended: (B,) bool.
+            scores: (B,) float32, from the reward source. ended: (B,) bool, whether each response has the end that the
+                dialect requires.
             response_mask: (B, T) bool; needed in dialects with an `overlong_buffer`.
         """
         dialect = self.dialect
@@ -176,15 +183,15 @@ class Algorithm:
         return scores
 
     def overlong_penalties(self, lengths: Tensor) -> Tensor:
-        """The penalties, 0 or negative, that are added to the scores in dialects with an `overlong_buffer`, (B,)
-        float32. lengths: (B,) int64, tokens of each response."""
+        """(B,) float32, the penalties, 0 or negative, that are added to the scores in dialects with an
+        `overlong_buffer`. lengths: (B,) int64, the number of tokens of each response."""
         assert self.max_response_length is not None
         dialect = self.dialect
         return overlong_penalties(lengths, self.max_response_length, dialect.overlong_buffer, dialect.overlong_penalty)
 
     def clipped(self, scores: Tensor) -> Tensor | None:
-        """Which scores from the reward source are clipped, at the present scale: (B,) bool. None in a dialect without a
-        clip."""
+        """(B,) bool, which scores from the reward source are clipped when they are divided by the present scale. None
+        in a dialect that does not clip scores."""
         if self.dialect.score_clip is None:
             return None
         scale = self.score_scale.value if self.dialect.score_order == "scale_clip" else 1.0
@@ -193,7 +200,8 @@ class Algorithm:
     def compute_rewards(
         self, logprobs: Tensor, ref_logprobs: Tensor, scores: Tensor, positions: Positions, kl_coef: float
     ) -> Tensor:
-        """The reward of every token, (B, T) float32: the KL penalty, and the score at one position.
+        """The reward of every token, (B, T) float32: the KL penalty of the token, plus the response's score at one
+        position.
 
         Args:
             logprobs, ref_logprobs: (B, T) float32 of the rollout. scores: (B,) float32, from `process_scores`.
@@ -213,10 +221,11 @@ class Algorithm:
         return torch.where(state, values, torch.zeros_like(values))
 
     def compute_advantages(self, rewards: Tensor, values: Tensor, masks: Masks) -> tuple[Tensor, Tensor]:
-        """Advantages and returns of these rows, (B, T) float32 each. If the dialect whitens advantages, it does so over
-        these rows or over those of all ranks.
+        """Advantages and returns of these rows, (B, T) float32 each. A dialect that whitens advantages whitens over
+        these rows, or over the rows of all ranks.
 
-        If the estimator has one number per response, it stands at every position. All ranks call this together.
+        If the estimator returns one number per response, that number is repeated at every position. All ranks call this
+        together.
 
         Args:
             rewards: (B, T) float32, from `compute_rewards`. values: (B, T) float32, from `kept_values`.
@@ -233,8 +242,8 @@ class Algorithm:
         return advantages, returns
 
     def estimates(self, rewards: Tensor, values: Tensor, masks: Masks) -> tuple[Tensor, Tensor]:
-        """The estimator's advantages and returns, before scaling and whitening of the advantages. Arguments: as in
-        `compute_advantages`."""
+        """The advantages and returns that the estimator computes, before the advantages are scaled and whitened.
+        Arguments: as in `compute_advantages`."""
         dialect = self.dialect
         estimates = self.estimator.compute(
             AdvantageInputs(
@@ -258,8 +267,8 @@ class Algorithm:
         return estimates
 
     def outcomes(self, rewards: Tensor, masks: Masks) -> Tensor:
-        """The discounted sum of rewards from each position on, (B, T) float32, without predicted values (all ranks call
-        this)."""
+        """(B, T) float32, the discounted sum of rewards from each position on. The critic's values are not used. All
+        ranks call this together."""
         return returns_to_go(self._learned_rewards(rewards, masks), self.dialect.gamma)
 
     def _learned_rewards(self, rewards: Tensor, masks: Masks) -> Tensor:
@@ -268,8 +277,8 @@ class Algorithm:
         return self._whitened(rewards, self._whitened_together(masks, masks.value), center=False)
 
     def _deviations(self, rewards: Tensor, valid: Tensor) -> Tensor:
-        """The standard deviation of rewards by which advantages are divided: that of each response's group, (B,), or
-        that of all ranks' responses, a scalar. rewards: (B,) float32."""
+        """The standard deviations of rewards by which advantages are divided: (B,), each that of the response's group,
+        or a scalar, that of all ranks' responses. rewards: (B,) float32."""
         unbiased = self.dialect.scale_variance == "unbiased"
         if self.dialect.advantage_scale == "group":
             return group_deviations(rewards, self.dialect.samples_per_prompt, valid, unbiased=unbiased)
@@ -277,8 +286,9 @@ class Algorithm:
         return variance.sqrt().to(rewards.dtype)
 
     def _whitened_together(self, masks: Masks, mask: Tensor) -> Tensor:
-        """(B, T) bool, the positions over which whitening computes its statistics: those of `mask`, or, with
-        whiten_slots "row", all positions up to the last kept value of any row."""
+        """(B, T) bool, the positions over which whitening computes mean and variance: the positions in `mask`. With
+        whiten_slots "row" they are instead, in every row, all positions up to the last kept value of the row that has
+        most."""
         if self.dialect.whiten_slots == "response":
             return mask
         return first_positions(masks.state.sum(-1).amax().expand(len(mask)), mask.shape[1])
@@ -303,14 +313,14 @@ class Algorithm:
         returns: Tensor,
         kl_coef: float,
     ) -> TrainingBatch:
-        """The batch for the optimizer steps. The arguments are results of the methods above.
+        """The batch for the optimizer steps. The arguments are the results of this class's other methods.
 
-        With `mask_truncated` nothing is learned from responses without an end. They are masked here, after advantages
-        were computed, so that other responses are still compared with them.
+        With `mask_truncated` nothing is learned from responses without an end. This method masks such responses after
+        the advantages were computed, so that the other responses of a group are still compared with them.
 
         Raises: RunStopped as `correction`.
-        Source: huggingface/trl v1.16.0, trl/trainer/grpo_trainer.py, `mask_truncated_completions`, by which advantages
-        are those of all responses; Yu et al. 2025, "DAPO", section 3.4, overlong filtering.
+        Source: huggingface/trl v1.16.0, trl/trainer/grpo_trainer.py, `mask_truncated_completions`, which also computes
+        advantages from all responses; Yu et al. 2025, "DAPO", section 3.4, overlong filtering.
         """
         rollout, policy_mask, value_mask = experience.rollout, positions.masks.policy, positions.masks.value
         if self.dialect.mask_truncated:
@@ -339,8 +349,9 @@ class Algorithm:
         )
 
     def correction(self, logprobs: Tensor, rollout: Rollout) -> tuple[Tensor, Tensor] | tuple[None, None]:
-        """(importance weights of the policy's loss, (B, T) float32; which ratios were cut, (B, T) bool). The weights
-        correct for a sampler that differs slightly from the policy. (None, None) in a dialect without correction.
+        """(importance weights of the policy's loss, (B, T) float32; which ratios lay outside the bounds and were cut,
+        (B, T) bool). The weights correct for a sampler that differs slightly from the policy. (None, None) in a dialect
+        without correction.
 
         Args:
             logprobs: (B, T) float32, from the actor's forward pass.
@@ -360,8 +371,8 @@ class Algorithm:
         return rule.cut(ratios, *bounds), outside(ratios, *bounds)
 
     def measured_kl(self, experience: Experience, positions: Positions) -> Tensor:
-        """The KL of each response that steers the coefficient, (B,) float32, in nats: a sum over the response's tokens;
-        with kl_measure "exp_delta", over the tokens of prompt and response."""
+        """(B,) float32, in nats, the KL of each response that steers the KL coefficient: a sum over the response's
+        tokens, or with kl_measure "exp_delta" over the tokens of prompt and response."""
         measure = self.dialect.kl_measure
         if measure == "k1":
             return experience.kl.sum(-1)
@@ -375,15 +386,16 @@ class Algorithm:
             return FixedKL(dialect.kl_coef)
         return AdaptiveKL(dialect.kl_coef, dialect.kl_target, dialect.kl_horizon, dialect.kl_update)
 
-    # Advantages that are estimated anew during the optimizer steps.
+    # Advantages that are estimated again during the optimizer steps.
 
     def for_mini_batch(self, batch: TrainingBatch) -> TrainingBatch:
-        """These rows of a mini-batch, with new advantages and returns if the dialect estimates them in each mini-batch
+        """The rows of a mini-batch, with new advantages and returns if the dialect estimates them in each mini-batch
         (all ranks call this together)."""
         return self._estimated_anew(batch) if self.dialect.advantages_at == "mini_batch" else batch
 
     def for_micro_batch(self, batch: TrainingBatch) -> TrainingBatch:
-        """These rows of a micro-batch, with new advantages and returns if the dialect estimates them in each."""
+        """The rows of a micro-batch, with new advantages and returns if the dialect estimates them in each
+        micro-batch."""
         return self._estimated_anew(batch) if self.dialect.advantages_at == "micro_batch" else batch
 
     def _estimated_anew(self, batch: TrainingBatch) -> TrainingBatch:

@@ -1,7 +1,9 @@
-"""Checks of a dialect's fields against each other, and against a run's sizes and models, before a model is loaded.
+"""Checks that a dialect's fields agree with each other and with a run's sizes and models. All run before a model is
+loaded.
 
-A field's own values, and the fields without which it has no effect, are given at the field (dialect.py). Relations
-between fields are checked when a Dialect is made.
+The definition of a field (dialect.py) gives the values that it may have, and the fields without which it has no effect.
+This file has the checks that involve several fields; they run when a Dialect is made (`check_relations`). It also has
+the checks of the fields that a user set (`check_effect`) and of a run's sizes (`check_sizes`).
 """
 
 import dataclasses
@@ -12,11 +14,11 @@ from engine.algo.advantages import ESTIMATORS
 from engine.errors import UserError
 from engine.options import unmet
 
-ZERO_WITHOUT_CRITIC = ("critic_lr", "critic_weight_decay")  # the user of a dialect with a critic sets them so
+ZERO_WITHOUT_CRITIC = ("critic_lr", "critic_weight_decay")  # may be set to 0 in a dialect without a critic
 
 
 class FieldError(UserError):
-    """A dialect's field has an impossible value. reason: why, and what to do."""
+    """A dialect's field has an impossible value. reason: why it is impossible, and what to do."""
 
     def __init__(self, field: str, value: object, reason: str):
         super().__init__(f"{field} {value!r}: {reason}")
@@ -36,7 +38,7 @@ def check_relations(dialect) -> None:
     one_ratio, endless = dialect.ratio != "token", dialect.sampling == "without_eos"
     sampler = dialect.old_logprobs == "sampler"
 
-    # which models there are, and how they learn
+    # which models the dialect has, and how they learn
     if estimator.needs_critic and not critic:
         others = " or ".join(repr(name) for name, other in ESTIMATORS.items() if not other.needs_critic)
         refuse(
@@ -148,7 +150,7 @@ def check_relations(dialect) -> None:
 
 
 def check_effect(dialect, given: Collection[str]) -> None:
-    """Raise FieldError if a field that the user set (one of `given`) has no effect in this dialect."""
+    """Raise FieldError if one of the fields that the user set, `given`, has no effect in this dialect."""
     refuse = partial(_refuse, dialect)
     for spec in dataclasses.fields(dialect):
         told = spec.name in given and spec.name not in ZERO_WITHOUT_CRITIC
@@ -202,16 +204,17 @@ def check_sizes(
     ranks: int = 1,
     layers: int | None = None,
 ) -> None:
-    """Check that a dialect fits a run's batches and its actor.
+    """Check that a dialect can run with these batch sizes and this actor.
 
     Args:
-        rows_per_rank: responses that each rank makes in a step.
-        mini_batches: optimizer steps in a pass over these responses.
-        micro_batch_size: responses in a forward and backward pass; None: all of an optimizer step.
+        rows_per_rank: number of responses that each rank generates in a PPO step.
+        mini_batches: number of optimizer steps in one pass over these responses.
+        micro_batch_size: number of responses in one forward and backward pass; None: all responses of an optimizer
+            step.
         ranks: number of ranks.
-        layers: number of the actor's layers; None if it is not known.
+        layers: number of layers of the actor; None if it is not known.
 
-    Raises: UserError if it does not.
+    Raises: UserError if it cannot.
     """
     if layers is not None and dialect.hydra_layers > layers:
         raise UserError(f"hydra_layers {dialect.hydra_layers}: the actor has {layers} layers. Give at most that many.")
@@ -222,7 +225,7 @@ def check_sizes(
         )
     together = rows_per_rank if dialect.advantages_at == "rollout" else rows_per_rank // mini_batches
     if dialect.advantages_at == "micro_batch" and micro_batch_size is not None and together > micro_batch_size:
-        together = together % micro_batch_size or micro_batch_size  # the last micro-batch has the rest
+        together = together % micro_batch_size or micro_batch_size  # the last micro-batch holds the remainder
     if dialect.whiten_over == "all_ranks":
         together *= ranks
     field = "whiten_advantages" if dialect.whiten_advantages else "whiten_rewards"

@@ -1,5 +1,6 @@
-"""The fields of a dialect, with their meanings, values and defaults, and properties that follow from them. Also reads
-fields from a command line (`kl_coef=0.2 score_clip=none query_start=.`), and finds the tokens that fields name."""
+"""The fields of a dialect, with their meanings, values and defaults, and properties that follow from the fields. This
+file also reads fields from a command line (`kl_coef=0.2 score_clip=none query_start=.`), and finds the tokens that
+fields name."""
 
 import dataclasses
 import types
@@ -26,7 +27,8 @@ class Dialect:
     name: str = choice("default", "the dialect's name")
 
     # A fixed coefficient makes curves of score against KL comparable between runs. In the reward, k1 is the only
-    # estimator whose expected gradient is the KL's gradient. In the loss these are k2, and k3 times the ratio.
+    # estimator whose expected gradient is the KL's gradient. In the loss, k2 has that property, and so has k3 times the
+    # ratio.
     kl_coef: float = choice(0.1, "coefficient of the KL penalty", least=0, group="KL penalty")
     kl_estimator: str = choice(
         "k1",
@@ -73,8 +75,8 @@ class Dialect:
         only_with="kl_controller=adaptive",
     )
 
-    # The policy is sampled without changes. Log-probs are taken at the same temperature, by the forward pass that
-    # also learns.
+    # Tokens are drawn from the unchanged policy. Log-probs are computed at the temperature at which tokens were drawn,
+    # by the forward pass that also computes the gradient.
     sampling: str = choice(
         "until_eos",
         "until_eos: a response ends with EOS. fixed: all responses have the longest length, and EOS is an ordinary "
@@ -120,7 +122,7 @@ class Dialect:
         choices=("tokenizer", "never_eos", "padding", "eos", "eos_unless_llama"),
     )
 
-    # All sampled tokens are learned, EOS included; otherwise the model never learns to stop.
+    # All sampled tokens are learned, EOS included: without EOS the model would never learn to stop.
     length_rule: str = choice(
         "sampled",
         "which response positions count. sampled: the sampled tokens. before_pad: the tokens before the first pad "
@@ -156,7 +158,7 @@ class Dialect:
         1, "a response with fewer tokens is masked out and counted as degenerate", least=0
     )
 
-    # A clip far out (5 deviations) stops a reward model's outliers without bending its ordinary scores.
+    # A wide clip (5 standard deviations) limits a reward model's outliers and leaves its ordinary scores unchanged.
     score_clip: float | None = choice(
         5.0,
         "scores are clipped to plus or minus this number; --set score_clip=none turns clipping off",
@@ -206,7 +208,7 @@ class Dialect:
     )
 
     # Whitening over all tokens of all ranks makes learning rates independent of the scale of rewards. Responses are
-    # short and scored at their end, so nothing is discounted. lam has been 0.95 since Ziegler et al. 2019.
+    # short and scored at their end, so rewards are not discounted. lam has been 0.95 since Ziegler et al. 2019.
     advantage_estimator: str = choice(
         "gae",
         "gae: generalised advantage estimation with a critic; the others have no critic. reinforce: each token's "
@@ -274,8 +276,9 @@ class Dialect:
         only_with=("whiten_advantages", "whiten_rewards"),
     )
 
-    # One mean over all tokens of the optimizer step does not depend on the number of ranks or micro-batches. The
-    # critic has its own optimizer (Adam), whose steps a factor of the loss would not change.
+    # A loss that is one mean over all tokens of the optimizer step does not depend on the number of ranks or
+    # micro-batches. The critic has an optimizer of its own, Adam, so a factor of the critic's loss would not change its
+    # steps.
     ratio: str = choice(
         "token",
         "token: each token has a ratio of new to old probability. response: each response has one, the product "
@@ -319,8 +322,8 @@ class Dialect:
         None, "leave out an optimizer step whose mean ratio is above this number; none: never", above=0
     )
 
-    # Importance sampling, for a sampler that differs slightly from the policy (16 bits, another engine). No dialect
-    # has it.
+    # Importance sampling corrects for a sampler that differs slightly from the policy because it computes in 16 bits or
+    # in another engine. No named dialect uses it.
     correction: str = choice(
         "none",
         "importance sampling: multiply the policy's loss by the ratio of the old policy's probability to the "
@@ -344,9 +347,10 @@ class Dialect:
         only_with="correction",
     )
 
-    # Four passes over each rollout learn about twice as much per sample as one; clipping bounds their change. Warm-up
-    # takes the 10 steps in which Adam's second moments fill. Its first step has a rate over 0, or it would be lost.
-    # There is no weight decay, because the KL penalty regularises.
+    # Four passes over each rollout learn about twice as much per sample as one pass; clipping bounds how far they move
+    # the policy. Warm-up lasts the 10 steps in which Adam's second moments fill. The first step's learning rate is over
+    # 0, since a step of rate 0 would change nothing. There is no weight decay, because the KL penalty already
+    # regularises.
     ppo_epochs: int = choice(
         4, "PPO epochs: passes over the responses of each step", above=0, resume=SAME, group="optimization"
     )
@@ -393,7 +397,7 @@ class Dialect:
     )
     max_grad_norm: float = choice(1.0, "gradients are clipped to this norm; 0: no clipping", least=0)
 
-    # A critic that starts as the reward model knows what a good end is worth.
+    # A critic that starts as the reward model already predicts the scores of complete responses.
     critic_start: str = choice(
         "reward_model",
         "what the critic starts from: the reward model, or the SFT model with a new head of zeros (zero_head); "
@@ -414,7 +418,8 @@ class Dialect:
     )
 
     def __post_init__(self):
-        """Raises: FieldError for a value that a field cannot have, and for values that contradict each other."""
+        """Raises: FieldError for a value that a field cannot have, and for values of several fields that contradict
+        each other."""
         for spec in dataclasses.fields(self):
             value = getattr(self, spec.name)
             if reason := fault(spec, value):
@@ -427,7 +432,7 @@ class Dialect:
         return choices_of(cls.__dataclass_fields__[field]) or ()
 
     def override(self, **values) -> "Dialect":
-        """This dialect with some fields replaced. A field whose new value is None keeps its value.
+        """This dialect with some fields replaced. A field for which None is given keeps its value.
 
         Raises: UserError for a field that does not exist, and for values that contradict each other.
         """
@@ -435,7 +440,7 @@ class Dialect:
         return self.replaced(**{name: own[name] if value is None else value for name, value in values.items()})
 
     def replaced(self, **values) -> "Dialect":
-        """As `override`, but None is a value like any other."""
+        """As `override`, but a field for which None is given gets the value None."""
         for name in values:
             self.check_field(name)
         return dataclasses.replace(self, **values)
@@ -452,7 +457,8 @@ class Dialect:
             )
 
     def differences(self, other: "Dialect") -> dict[str, tuple]:
-        """The fields in which two dialects differ, name aside: {field: (own value, other's value)}."""
+        """The fields, apart from `name`, in which this dialect differs from another: {field: (own value, other's
+        value)}."""
         return {
             field.name: (getattr(self, field.name), getattr(other, field.name))
             for field in dataclasses.fields(self)
@@ -462,8 +468,9 @@ class Dialect:
     def takes_sampled_logprobs(self, exact: bool) -> bool:
         """Whether the sampler's log-probs are used as old log-probs, if a rollout has them.
 
-        They exist for drawn tokens only. So no other position may count, and no drawn token may be masked out of
-        attention. exact: whether they equal those of a forward pass within rounding.
+        The sampler has log-probs of drawn tokens only. They can be used only if no other position counts, and no drawn
+        token is masked out of attention. exact: whether the sampler's log-probs equal those of a forward pass within
+        rounding.
         """
         wanted = self.old_logprobs == "sampler" or (self.old_logprobs == "auto" and exact)
         others_count = self._counts_past_end or self.measures_prompts or self.length_rule == "not_pad"
@@ -481,7 +488,7 @@ class Dialect:
 
     @property
     def has_critic(self) -> bool:
-        """Whether there is a critic."""
+        """Whether the dialect trains a critic."""
         return self.critic_start != "none"
 
     @property
@@ -492,12 +499,12 @@ class Dialect:
 
     @property
     def updates(self) -> int:
-        """Optimizer steps of the actor after each rollout."""
+        """The number of optimizer steps that the actor makes after each rollout."""
         return self.ppo_epochs * self.mini_batches
 
     @property
     def critic_passes(self) -> tuple[int, int]:
-        """The critic's epochs after each rollout, and its optimizer steps in each of them."""
+        """(the number of the critic's epochs after each rollout, the number of its optimizer steps in an epoch)."""
         return self.critic_epochs or self.ppo_epochs, self.critic_mini_batches or self.mini_batches
 
     @property
@@ -513,8 +520,7 @@ class Dialect:
 
     @property
     def ranks_matter(self) -> bool:
-        """Whether the result depends, beyond rounding, on the number of ranks that the same responses are spread
-        over."""
+        """Whether the result depends, beyond rounding, on the number of ranks among which the responses are divided."""
         whitens = self.whiten_rewards or self.whiten_advantages
         by_rank = whitens and (self.whiten_over == "rank" or self.whiten_variance == "unbiased_alone")
         steered_by_rank = self.kl_controller == "adaptive" and self.kl_update == "epoch"
@@ -550,19 +556,20 @@ class Dialect:
 
     @property
     def counts_padding(self) -> bool:
-        """Whether log-probs or values count at positions whose token is not real, or is not attended to."""
+        """Whether log-probs or values count at positions whose token is padding or is masked out of attention."""
         return self.positions_past_response != 0 or self.length_rule == "not_pad" or self._counts_past_end
 
     def unbiased_variance(self, ranks: int) -> bool:
-        """Whether whitening divides by n - 1 in a run of so many ranks."""
+        """Whether whitening divides the squared deviations by n - 1 rather than n in a run with this number of
+        ranks."""
         return self.whiten_variance == "unbiased" or (self.whiten_variance == "unbiased_alone" and ranks == 1)
 
 
 def parse_settings(words: Sequence[str]) -> dict[str, object]:
-    """{field: value} of words FIELD=VALUE, with each value converted to its field's type.
+    """{field: value} from words of the form FIELD=VALUE. Each value is converted to its field's type.
 
-    "none" becomes None in fields that may be None, "true" and "false" become booleans, and betas are two numbers with a
-    comma. With nothing after the "=" the value is the empty text.
+    "none" becomes None in fields that may be None; "true" and "false" become booleans; betas are two numbers separated
+    by a comma. If nothing follows the "=", the value is the empty string.
 
     Raises: UserError for a word without "=", a field that does not exist or is set twice, or a value of a wrong type.
     """
@@ -599,11 +606,12 @@ def _value(word: str, text: str, kind):
 
 
 def token_id(tokenizer, dialect: Dialect, field: str) -> int | None:
-    """The id of the token that the dialect's field names; None if it names none.
+    """The id of the token that this field of the dialect names; None if the field names no token.
 
-    A text in the vocabulary names that token. The encoding of any other text must be exactly one token.
+    If the field's text is an entry of the vocabulary, it names that token. Any other text must be encoded as exactly
+    one token.
 
-    Raises: UserError if the text is not a single token, or the tokenizer does not know it.
+    Raises: UserError if the text is encoded as several tokens, or the tokenizer does not know the text.
     """
     text = getattr(dialect, field)
     if not text:
@@ -627,6 +635,7 @@ def token_id(tokenizer, dialect: Dialect, field: str) -> int | None:
 
 
 def end_token_id(tokenizer, dialect: Dialect) -> int | None:
-    """The token that ends the scored text: that of `truncate_token`, else EOS; None if there is neither."""
+    """The id of the token that ends the scored text: that of the dialect's `truncate_token` if it names one, else that
+    of EOS; None if there is no EOS either."""
     found = token_id(tokenizer, dialect, "truncate_token")
     return tokenizer.eos_token_id if found is None else found

@@ -1,4 +1,4 @@
-"""A dialect's losses, as sums over a micro-batch. The formulas are in engine/algo/losses.py.
+"""The losses of a dialect, summed over a micro-batch. The formulas are in engine/algo/losses.py.
 
 losses = Losses(dialect)
 sums = losses.policy_loss(logprobs, old_logprobs, ref_logprobs, advantages, mask, kl_coef)
@@ -26,9 +26,9 @@ from engine.algorithms.dialect import Dialect
 
 
 class Losses:
-    """A dialect's losses.
+    """The losses of policy and critic in one dialect.
 
-    max_response_length: how many tokens a response may have; loss_scope "fixed_length" divides by it.
+    max_response_length: the largest number of tokens in a response; loss_scope "fixed_length" divides by it.
     """
 
     def __init__(self, dialect: Dialect, max_response_length: int | None = None):
@@ -45,12 +45,12 @@ class Losses:
         kl_coef: float,
         correction: Tensor | None = None,
     ) -> PolicyLoss:
-        """The policy's loss and statistics, as sums over tokens, or over responses if each has one ratio. `loss`
-        includes the KL penalty if the dialect has kl_in "loss".
+        """The policy's loss and statistics, summed over tokens, or over responses if the dialect has one ratio per
+        response. `loss` includes the KL penalty if the dialect has kl_in "loss".
 
         Args:
             logprobs, old_logprobs, ref_logprobs, advantages: (B, T) float32. mask: (B, T) bool.
-            correction: (B, T) float32, factors of the clipped surrogate, or None.
+            correction: (B, T) float32, factors by which the clipped surrogate is multiplied, or None.
         """
         dialect = self.dialect
         means, mean_ratio = dialect.loss_scope == "response", dialect.ratio == "response_mean"
@@ -90,20 +90,22 @@ class Losses:
         return replace(sums, loss=sums.loss + kl_coef * penalty)
 
     def _ratio(self, logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
-        """The ratio, with its gradient: (B, T), or (B, 1) if each response has one ratio."""
+        """The ratio of new to old probabilities, with its gradient: (B, T), or (B, 1) if the dialect has one ratio per
+        response."""
         if self.dialect.ratio == "token":
             return masked_log_ratios(logprobs, old_logprobs, mask).exp()
         mean = self.dialect.ratio == "response_mean"
         return response_log_ratios(logprobs, old_logprobs, mask, mean).exp().unsqueeze(-1)
 
     def value_loss(self, values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor) -> ValueLoss:
-        """The critic's loss and statistics, as sums over the mask. values, old_values, returns: (B, T) float32. mask:
-        (B, T) bool."""
+        """The critic's loss and statistics, summed over the positions in the mask. values, old_values, returns: (B, T)
+        float32. mask: (B, T) bool."""
         return value_loss(values, old_values, returns, mask, self.dialect.value_clip_range, self.dialect.value_factor)
 
     def policy_count(self, mask: Tensor) -> Tensor:
-        """The number by which `loss_scope` divides a policy loss that is summed over this mask, (B, T) bool: of tokens,
-        of responses, or of responses times the fixed length. A scalar tensor."""
+        """The number by which the dialect's `loss_scope` divides a policy loss that is summed over this mask, (B, T)
+        bool: the number of tokens, the number of responses, or the number of responses times the fixed length. A scalar
+        tensor."""
         dialect = self.dialect
         if dialect.ratio == "token" and dialect.loss_scope not in ("response", "fixed_length"):
             return mask.sum()
@@ -114,5 +116,6 @@ class Losses:
         return count
 
     def weights(self, counts: list[float], total: float, micro_batches: int, ranks: int) -> list[float]:
-        """The factor of each micro-batch's summed loss: `loss_weights` with the dialect's scope."""
+        """The factor by which each micro-batch's summed loss is multiplied: `loss_weights` with the dialect's
+        `loss_scope`."""
         return loss_weights(counts, total, micro_batches, ranks, self.dialect.loss_scope)

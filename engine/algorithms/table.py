@@ -1,10 +1,10 @@
 """The named dialects. Each entry lists the differences of a system from `default`, or from the system that it derives
 from.
 
-Where a system trains policy and value head as one model (openai, trlx), the gradient of its value loss also changes the
-policy's layers; here actor and critic are two engines. Rewards, advantages, both losses and their gradients with
-respect to log-probs and values are still the system's. The dialects without a critic come last. docs/without_critic.md
-says what these compute, and when to choose one.
+Two systems, openai and trlx, train policy and value head as one model, in which the gradient of the value loss also
+changes the policy's layers. Here actor and critic are two engines. Rewards, advantages, both losses, and the gradients
+of the losses with respect to log-probs and values still equal the system's. The dialects without a critic come last;
+docs/without_critic.md says what they compute, and when to choose one.
 """
 
 from engine.algorithms.dialect import Dialect
@@ -19,11 +19,11 @@ DEEPSPEED_CHAT = Dialect(
     old_logprobs="forward",
     pad_token="eos_unless_llama",
     score_before_pad=True,  # `forward_value`: at the token before the first pad
-    length_rule="not_pad",  # its masks are `ids != pad`, so EOS counts only where pad is another token
+    length_rule="not_pad",  # its masks are `ids != pad`, so EOS counts only if the pad token is another
     reward_slots="one_past",  # the first pad position holds a KL term, the score, and a value
     value_slots="one_past",
     score_slot="after_last",
-    min_response_tokens=2,  # it drops shorter ones on their rank; here they are masked and counted
+    min_response_tokens=2,  # it drops shorter responses; here they are masked and counted
     whiten_advantages=False,
     loss_scope="micro_batch",
     ppo_epochs=1,
@@ -32,10 +32,10 @@ DEEPSPEED_CHAT = Dialect(
     lr_schedule="cosine",
     warmup_steps=100,
     warmup_from_zero=True,  # as transformers' schedules
-    decay="deepspeed_chat",  # by the names of weights, which spare GPT-2's last norm alone
+    decay="deepspeed_chat",  # chosen by weights' names; of GPT-2's norms only the last is spared
 )
 
-# the same, 1d17cf7c: just before pull request 620
+# microsoft/DeepSpeedExamples 1d17cf7c, the commit just before pull request 620
 DEEPSPEED_CHAT_2023 = DEEPSPEED_CHAT.override(
     name="deepspeed_chat_2023",
     kl_coef=0.02,
@@ -55,13 +55,13 @@ OPENAI = Dialect(
     old_logprobs="sampler",
     query_start=".",  # start_text, end_text: whole sentences
     query_end=".",
-    truncate_token=".",  # only the text that is scored; all tokens are trained
+    truncate_token=".",  # cuts only the text that is scored; all tokens are learned
     truncate_after=16,
     length_rule="row",  # no mask anywhere, the score in the last column
     score_clip=None,
     missing_end="replace",
     missing_end_value=-1.0,
-    advantages_at="mini_batch",  # whitened rewards, then GAE, within the loss
+    advantages_at="mini_batch",  # the loss function whitens rewards, then computes GAE
     whiten_rewards=True,
     whiten_over="rank",
     value_factor=0.1,
@@ -71,21 +71,21 @@ OPENAI = Dialect(
     betas=(0.9, 0.999),
     eps=1e-5,
     max_grad_norm=0.0,
-    critic_start="zero_head",  # on the policy's own layers, in that system
+    critic_start="zero_head",  # that system puts the head on the policy's own layers
 )
 
 # vwxyzjn/summarize_from_feedback_details ee77a9ab, ppo.py
 SUMMARIZE = Dialect(
     name="summarize",
     kl_coef=0.05,
-    sampling="fixed",  # 53 tokens, EOS does not stop
+    sampling="fixed",  # 53 tokens; sampling goes on after EOS
     temperature=0.7,
     temperature_offset=1e-7,  # against a division by 0
     old_logprobs="sampler",
     truncate_token="eos",
     pad_token="never_eos",  # "[PAD]", which it adds
     score_before_pad=True,  # `get_reward`, by `first_true_indices`
-    length_rule="before_pad",  # of the text cut after EOS and padded
+    length_rule="before_pad",  # in the text that was cut after EOS and padded
     score_slot="after_last",
     value_slots="one_past",
     value_loss_slots="one_past",  # its padding_mask_p1
@@ -95,7 +95,7 @@ SUMMARIZE = Dialect(
     missing_end_value=-1.0,
     whiten_over="rank",
     value_factor=0.1,
-    loss_scope="micro_batch",  # of one response by default
+    loss_scope="micro_batch",  # a micro-batch has one response by default
     actor_lr=3e-6,
     critic_lr=3e-6,
     lr_per="step",
@@ -105,43 +105,43 @@ SUMMARIZE = Dialect(
     actor_weight_decay=0.01,  # PyTorch's default for AdamW
     critic_weight_decay=0.01,
     decay="all",
-    max_grad_norm=0.0,  # 1.0 under accelerate with DeepSpeed
+    max_grad_norm=0.0,  # 1.0 when run with accelerate and DeepSpeed
 )
 
 # CarperAI/trlx 3340c2f3, its default PPO configuration
 TRLX = Dialect(
     name="trlx",
-    kl_coef=0.001,  # adaptive if the user sets a target; then the next two fields count
+    kl_coef=0.001,  # adaptive if the user sets a target; only then do the next two fields count
     kl_measure="exp_delta",
     kl_update="epoch",
     temperature_in_logprobs=False,
     old_logprobs="forward",
     pad_token="padding",
-    length_rule="not_pad",  # its masks are `ids != pad`, and L their sum
-    reward_slots="after_tokens",  # the mask of the state's token, and that of position L is the last real one
+    length_rule="not_pad",  # its masks are `ids != pad`; a response's length is their sum
+    reward_slots="after_tokens",  # uses the mask of the token before each position
     value_slots="two_past",
     score_slot="two_after",
     min_response_tokens=0,
     score_clip=10.0,
     score_order="clip_scale",  # scaling is off by default
     advantages_at="micro_batch",
-    whiten_slots="row",  # no mask: padding counts as advantage 0
-    whiten_variance="unbiased_alone",  # torch.var_mean without torch.distributed, a sum over n with it
-    loss_scope="micro_batch_sum",  # of its minibatch_size, which is off by default: one micro-batch a step
-    mini_batches=4,  # 128 rollouts, 32 each
+    whiten_slots="row",  # whitening has no mask: padding counts as advantage 0
+    whiten_variance="unbiased_alone",  # n - 1 (torch.var_mean) in one process, n with torch.distributed
+    loss_scope="micro_batch_sum",  # a micro-batch is its minibatch_size; off by default
+    mini_batches=4,  # 128 rollouts, 32 in each mini-batch
     actor_lr=3e-5,
     critic_lr=3e-5,
-    lr_schedule="constant",  # a cosine whose end is its start
+    lr_schedule="constant",  # its cosine ends at the rate at which it starts
     warmup_steps=0,
     actor_weight_decay=1e-6,
     critic_weight_decay=1e-6,
     decay="all",
     max_grad_norm=0.0,
-    critic_start="zero_head",  # there two layers on the policy's trunk, drawn at random (`make_head`)
+    critic_start="zero_head",  # its head has two random layers on the policy's trunk (`make_head`)
     hydra_layers=2,
 )
 
-# huggingface/trl f2cd5771, PPO, which came out of summarize
+# huggingface/trl f2cd5771, its PPO trainer, which was derived from summarize_from_feedback_details
 TRL_PPO = SUMMARIZE.override(
     name="trl_ppo",
     truncate_token="",  # stop_token is off by default
@@ -160,7 +160,7 @@ TRL_RLOO = TRL_PPO.override(
     advantage_estimator="rloo",
     ratio="response",
     whiten_advantages=False,  # came with 0.14
-    score_slot="last",  # any: a response's rewards are summed
+    score_slot="last",  # any position would do: a response's rewards are summed
     value_slots="response",  # there are no values
     value_loss_slots="response",
     value_factor=1.0,
@@ -169,10 +169,12 @@ TRL_RLOO = TRL_PPO.override(
     critic_start="none",
 )
 
-# Dialects without a critic. Most compare the responses to one prompt with each other. With `min_response_tokens=0`
-# responses without a learned token count too, as in the source.
+# Dialects without a critic. Most compare the responses to one prompt with each other. A dialect with
+# `min_response_tokens=0` also counts responses without a learned token, as its source does.
 
 # Shao et al. 2024, "DeepSeekMath" (arXiv 2402.03300v3), equations 3 and 4, sections 4.1.2 and 4.2
+# The value of scale_eps, and the division of squared deviations by n - 1, are those of verl 0.9.1,
+# trainer/ppo/core_algos.py, `compute_grpo_outcome_advantage`.
 GRPO = Dialect(
     name="grpo",
     kl_coef=0.04,
@@ -183,7 +185,7 @@ GRPO = Dialect(
     score_clip=None,
     advantage_estimator="grpo",
     advantage_scale="group",
-    scale_eps=1e-6,  # verl 0.9.1, trainer/ppo/core_algos.py, `compute_grpo_outcome_advantage`; n - 1 as there, too
+    scale_eps=1e-6,
     whiten_advantages=False,
     loss_scope="response",
     ppo_epochs=1,  # "a single update following each exploration stage"
@@ -214,10 +216,10 @@ DR_GRPO = GRPO.override(
     kl_coef=0.0,
     samples_per_prompt=8,
     min_response_tokens=0,
-    missing_end="replace",  # by 0
+    missing_end="replace",  # the score becomes 0
     advantage_scale="none",
     loss_scope="fixed_length",  # generate_max_length
-    mini_batches=8,  # 128 x 8 responses, 128 each
+    mini_batches=8,  # 128 x 8 responses, 128 in each mini-batch
 )
 
 # Yu et al. 2025, "DAPO" (arXiv 2503.14476), equations 8 and 13, section 3.2; volcengine/verl 03150d4f,
@@ -231,7 +233,7 @@ DAPO = GRPO.override(
     overlong_buffer=0.2,  # 4096 of 20480 tokens
     clip_range_high=0.28,
     loss_scope="optimizer_step",
-    mini_batches=16,  # 512 prompts, 32 each
+    mini_batches=16,  # 512 prompts, 32 in each mini-batch
     lr_schedule="constant_with_warmup",
     warmup_steps=10,
     warmup_from_zero=True,
@@ -240,8 +242,8 @@ DAPO = GRPO.override(
     decay="all",
 )
 
-# Zheng et al. 2025, "Group sequence policy optimization" (arXiv 2507.18071v2), equations 5 to 7, section 5.1; as
-# docs/source/paper_index.md of TRL sets its GRPO up for it: importance_sampling_level "sequence", loss_type "grpo"
+# Zheng et al. 2025, "Group sequence policy optimization" (arXiv 2507.18071v2), equations 5 to 7, section 5.1; and the
+# settings for it in TRL's docs/source/paper_index.md: importance_sampling_level "sequence", loss_type "grpo"
 GSPO = GRPO_TRL.override(
     name="gspo",
     ratio="response_mean",
@@ -260,7 +262,7 @@ REINFORCE_PP = Dialect(
     score_clip=10.0,  # reward.clip_range
     advantage_estimator="reinforce",
     ppo_epochs=1,
-    mini_batches=8,  # 1024 responses, 128 each
+    mini_batches=8,  # 1024 responses, 128 in each mini-batch
     actor_lr=1e-6,
     critic_lr=0.0,
     lr_schedule="cosine",
@@ -269,7 +271,8 @@ REINFORCE_PP = Dialect(
     critic_start="none",
 )
 
-# the same, reinforce_baseline, as OpenRLHF 0b08e353 runs it: examples/scripts/train_reinforce_baseline_hybrid_engine.sh
+# OpenRLHF's reinforce_baseline, as OpenRLHF 0b08e353 runs it:
+# examples/scripts/train_reinforce_baseline_hybrid_engine.sh
 REINFORCE_PP_BASELINE = REINFORCE_PP.override(
     name="reinforce_pp_baseline",
     kl_coef=1e-5,
@@ -277,7 +280,7 @@ REINFORCE_PP_BASELINE = REINFORCE_PP.override(
     kl_in="loss",
     samples_per_prompt=8,
     advantage_estimator="reinforce_baseline",
-    mini_batches=1,  # 128 x 8 responses, all in one
+    mini_batches=1,  # 128 x 8 responses, all in one mini-batch
     actor_lr=5e-7,
     warmup_steps=30,
 ).replaced(score_clip=None)
@@ -313,7 +316,7 @@ _OPENRLHF = (
     "its learning rate falls to a tenth of the peak; here to 0. It clamps each token's log-ratio to plus or minus 20 "
     "and its KL to plus or minus 10, which is not done here"
 )
-# Departures from the system itself, which a run with this dialect prints.
+# How a dialect departs from the system that it is named after. A run with the dialect prints these notes.
 NOTES = {
     "openai": _ONE_TRUNK,
     "trlx": f"{_ONE_TRUNK}. Its head has two layers, drawn at random; here it is one of zeros",
@@ -334,7 +337,7 @@ NOTES = {
 
 
 def get_dialect(name: str) -> Dialect:
-    """The dialect of this name; raises UserError, listing the known ones."""
+    """The dialect with this name; raises UserError, which lists the known names, if there is none."""
     if name not in DIALECTS:
         raise UserError(f"dialect {name!r}: known are {', '.join(DIALECTS)}.")
     return DIALECTS[name]

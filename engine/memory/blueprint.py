@@ -1,4 +1,5 @@
-"""A blueprint: a model built from its configuration on the meta device, where tensors have shapes and no memory."""
+"""A blueprint is a model that is built from its configuration on the meta device, where tensors have shapes but no
+memory."""
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
@@ -27,7 +28,9 @@ from engine.rlhf_engine import scoring_roles
 class Blueprint:
     """One engine's module on the meta device.
 
-    role: the engine's role. path: the folder of its configuration. trained: whether the engine has an optimizer.
+    role: the engine's role.
+    path: the folder of the model's configuration.
+    trained: whether the engine has an optimizer.
     checkpointing: whether activations are computed again in backward passes.
     """
 
@@ -39,12 +42,12 @@ class Blueprint:
 
     @property
     def width(self) -> int:
-        """Bytes of one number in the compute dtype."""
+        """The number of bytes per parameter in the compute dtype."""
         return next(self.module.parameters()).element_size()
 
     @cached_property
     def numbers(self) -> int:
-        """How many numbers all parameters have together; tied ones count once."""
+        """The number of elements of all parameters together; tied parameters count once."""
         return sum(parameter.numel() for parameter in self.module.parameters())
 
     @cached_property
@@ -59,13 +62,13 @@ class Blueprint:
 
     @cached_property
     def trains(self) -> int:
-        """How many numbers the trained parameters have."""
+        """The number of elements of all trained parameters together."""
         return sum(map(sum, self.groups))
 
     @cached_property
     def unmerged(self) -> int:
-        """How many numbers are gathered when a whole copy goes from a merged adapter back to an adapter beside its
-        matrices: those of the adapted matrices and of the trained parameters. Without adapters: all numbers."""
+        """The number of elements that are gathered when the adapter in a whole copy is unmerged again: those of the
+        adapted matrices and of the trained parameters. Without adapters it is the number of all elements."""
         named = list(self.module.named_parameters())
         if not any(".base_layer." in name for name, _ in named):
             return self.numbers
@@ -73,18 +76,18 @@ class Blueprint:
 
     @cached_property
     def largest(self) -> int:
-        """How many numbers the largest parameter has."""
+        """The number of elements of the largest parameter."""
         return max(parameter.numel() for parameter in self.module.parameters())
 
     @property
     def vocabulary(self) -> int:
-        """How many logits the model computes for a token."""
+        """The number of logits that the model computes for a token."""
         return self.module.model.config.get_text_config().vocab_size
 
     @cached_property
     def units(self) -> list[int]:
-        """How many numbers each unit has that ZeRO-3 gathers in one piece, in the order of a forward pass. Units are
-        decoder layers, and the modules around them that have weights of their own."""
+        """The number of elements of each unit, in the order of a forward pass. A unit is what ZeRO-3 gathers in one
+        piece: a decoder layer, or another module that has weights of its own."""
         kinds = set(self.module.model._no_split_modules or [])
         return list(_units(self.module.model, kinds))
 
@@ -95,7 +98,7 @@ class Blueprint:
 
     @cached_property
     def layers_alike(self) -> int:
-        """How many decoder layers the model has, if all are of one kind; else 0."""
+        """The number of decoder layers, if all decoder layers are of the same kind; else 0."""
         config: Any = self.module.model.config.get_text_config()
         if self._stack is None or isinstance(self.module, HydraPolicy):
             return 0
@@ -105,7 +108,8 @@ class Blueprint:
 
     @contextlib.contextmanager
     def shortened(self, layers: int) -> Iterator[None]:
-        """Within this context the model goes through its first layers alone, where all are of one kind."""
+        """Within this context the model computes only its first `layers` layers, if all its layers are of the same
+        kind."""
         if not self.layers_alike:
             yield
             return
@@ -119,7 +123,7 @@ class Blueprint:
 
     @cached_property
     def architecture(self) -> object:
-        """A value that is equal for two models if they can take turns in one copy."""
+        """A value that is equal for two models if both can use the same copy, one after the other."""
         return architecture(self.module)
 
 
@@ -135,10 +139,10 @@ def _units(module: nn.Module, kinds: set[str]) -> Iterable[int]:
 
 
 def blueprints(spec: EngineSpec) -> dict[str, Blueprint]:
-    """A blueprint for each engine that `spec` asks for, by role, in the order in which they are loaded.
+    """{role: blueprint} for each engine that `spec` asks for, in the order in which the engines are loaded.
 
-    Only config.json is read of each model, and adapter_config.json of an adapter. Raises: UserError, naming the role's
-    flag and the path, for one that is not there or cannot be read.
+    Only the config.json of each model, and the adapter_config.json of an adapter, is read. Raises: UserError, with the
+    role's flag and the path in its message, if one of these files is missing or cannot be read.
     """
     of_spec = partial(built, dtype=spec.dtype, trust_remote_code=spec.trust_remote_code, attention=spec.attention)
     reward_path = spec.reward_path or str(spec.critic_path)
@@ -172,7 +176,7 @@ def blueprints(spec: EngineSpec) -> dict[str, Blueprint]:
 
 @lru_cache(maxsize=8)
 def _trunk(spec: EngineSpec) -> Blueprint:
-    """The blueprint of the one engine that serves all roles."""
+    """The blueprint of the single engine that serves all roles."""
     assert spec.actor_lora is not None
     actor, critic, reward = (f"--{role}_model_name_or_path" for role in ("actor", "critic", "reward"))
     policy = module_on_meta(
@@ -205,11 +209,12 @@ def built(
     also_computes: str | None = None,
     attention: Attention = USUAL,
 ) -> Blueprint:
-    """The blueprint of one engine: of the model at `path`, a language model or (kind CLASSIFIER) a scorer.
+    """The blueprint of one engine, for the model at `path`. kind: LANGUAGE_MODEL for a language model, CLASSIFIER for a
+    scorer.
 
-    lora, hydra_layers: as EngineSpec has them. also_computes: the role of the frozen model that this engine computes
-    too, if any. An adapter at `path` goes on training where `lora` is given; otherwise it is merged.
-    Raises: UserError as `blueprints` does.
+    lora, hydra_layers: as in EngineSpec. also_computes: the role of the frozen model that this engine also computes, or
+    None. If `lora` is given, an adapter at `path` is trained further; otherwise the adapter is merged.
+    Raises: UserError, as `blueprints` does.
     """
     flag = "--actor_model_name_or_path" if kind == LANGUAGE_MODEL else f"--{role}_model_name_or_path"
     start = read_adapter(path, flag)
@@ -237,17 +242,17 @@ def module_on_meta(
     merged: AdapterFolder | None = None,
     attention: Attention = USUAL,
 ) -> Policy | Scorer:
-    """A Policy (kind LANGUAGE_MODEL) or Scorer (CLASSIFIER) of the configuration at `path`, on the meta device.
+    """A Policy (kind LANGUAGE_MODEL) or Scorer (kind CLASSIFIER) with the configuration at `path`, on the meta device.
 
-    what: the flag that gave the path, for messages. merged: an adapter that is merged into the model. Raises: UserError
-    where config.json is not there, or describes no such model.
+    what: the flag that gave the path, for messages. merged: an adapter that is merged into the model, or None. Raises:
+    UserError if config.json is missing, or describes another kind of model.
     """
     config, _ = as_computed(_config(path, what, trust_remote_code))
     if kind == CLASSIFIER:
         config.num_labels = 1
     made = model_class(config, kind, path, what, trust_remote_code)
     if merged is not None and kind == LANGUAGE_MODEL and merged.changes_tied_head(config, made):
-        config.tie_word_embeddings = False  # as the loader does
+        config.tie_word_embeddings = False  # the loader does this too
     with torch.device("meta"):
         model = made._from_config(config, dtype=DTYPES[dtype], **attention.arguments_on_meta)
         return Policy(model) if kind == LANGUAGE_MODEL else Scorer(model)

@@ -1,4 +1,4 @@
-"""How to make a run fit into memory: the changes that cost least speed, and the largest sizes that fit."""
+"""How to make a run fit into memory: which changes of its settings cost least speed, and which largest sizes fit."""
 
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -16,7 +16,7 @@ GPUS_OF_A_NODE, MOST_GPUS, MOST_ROWS = 8, 1024, 512
 
 @dataclass(frozen=True)
 class Setting:
-    """A run: its engines, its steps, its machines."""
+    """The settings of a run: its engines, the sizes of its steps, and its machines."""
 
     spec: EngineSpec
     workload: Workload
@@ -31,7 +31,7 @@ class Setting:
 class Change:
     """A change of a setting, and the flags that make it.
 
-    apply: gives the changed setting, or None where there is nothing to change.
+    apply: a function that returns the changed setting, or None if there is nothing to change.
     """
 
     flags: str
@@ -39,10 +39,11 @@ class Change:
 
 
 def what_fits(setting: Setting) -> tuple[list[Change], MemoryPlan] | None:
-    """The changes of CHANGES after which the setting fits, with its plan then; None where all of them are too few.
+    """(those changes of CHANGES with which the setting fits, the plan with these changes); None if the setting does not
+    fit even with all changes.
 
-    Changes are made one after the other, cheapest first, until the setting fits. Then those that turn out not to be
-    needed are taken back, the costliest first.
+    Changes are made one after the other, the cheapest first, until the setting fits. Then changes that turn out to be
+    unnecessary are undone, the most expensive first.
     """
     made: list[Change] = []
     planned: MemoryPlan | None = None
@@ -80,13 +81,13 @@ def _copies_freed(setting: Setting) -> Setting | None:
 
 
 def _fewer_decoded(setting: Setting) -> Setting | None:
-    """Half as many responses decoded at once; as many responses in all."""
+    """The setting with half as many responses decoded at once; the total number of responses does not change."""
     load = setting.workload
     return _with_workload(setting, generated=load.generated // 2) if load.generated > 1 else None
 
 
 def _smaller_passes(factor: int, setting: Setting) -> Setting | None:
-    """As many rows in an optimizer step, in more and smaller passes."""
+    """The setting with smaller and more passes; the number of rows in an optimizer step does not change."""
     load = setting.workload
     size = min(load.micro_batch, load.responses) // factor
     return _with_workload(setting, micro_batch=size) if size else None
@@ -119,14 +120,14 @@ def _stage(stage: int, setting: Setting) -> Setting | None:
         for role, config in (("actor", spec.actor), ("critic", spec.critic))
         if config.stage < stage
     }
-    if stage == 3 and changed:  # as --actor_zero_stage and --critic_zero_stage have it
+    if stage == 3 and changed:  # as the flags --actor_zero_stage and --critic_zero_stage do
         changed |= {"reference": None, "reward": None}
     return _with_spec(setting, **changed) if changed else None
 
 
 def _offloaded(setting: Setting) -> Setting | None:
     spec = setting.spec
-    if spec.share_trunk:  # which has no offload
+    if spec.share_trunk:  # a shared trunk has no offload
         return None
     changed = {
         role: dataclasses.replace(config, offload=True, path=None, stage=max(config.stage, 2))
@@ -137,7 +138,7 @@ def _offloaded(setting: Setting) -> Setting | None:
 
 
 def _weights_offloaded(setting: Setting) -> Setting | None:
-    """Stage 3 with the weights in host memory. One GPU has no other use for stage 3."""
+    """The setting with stage 3 and the weights in host memory. On one GPU this is the only use of stage 3."""
     spec = setting.spec
     if spec.share_trunk:
         return None
@@ -174,18 +175,21 @@ CHANGES = (
         _weights_offloaded,
     ),
 )
-"""By what they cost in speed, the cheapest first: copies are gathered once more in a step; smaller passes and batches
-keep a GPU less busy; weights of frozen models cross the bus twice in a step; activations are computed again, a third of
-the work; gradients and weights cross the network once more; all states cross the bus, and the host's cores step; at
-last each layer's weights cross it for each pass and token."""
+"""The possible changes in the order of what they cost in speed, the cheapest first. The costs are, from first to last:
+copies are gathered once more in each step; smaller passes and batches keep a GPU less busy; the weights of frozen
+models are moved between host and device twice in each step; activations are computed again, which is a third of the
+work; gradients and weights are sent over the network once more; all optimizer states are moved between host and device,
+and the host's cores compute the optimizer step; the weights of each layer are moved to the device for each pass and
+token."""
 
 
 def fewest_gpus(setting: Setting) -> Setting | None:
-    """The setting on the fewest GPUs on which it fits, with up to GPUS_OF_A_NODE in a node; None if it takes more than
-    MOST_GPUS.
+    """The setting on the smallest number of GPUs on which it fits, with up to GPUS_OF_A_NODE GPUs in a node; None if it
+    needs more than MOST_GPUS.
 
-    The number of GPUs is doubled until it fits. Batch sizes are per rank, so the global batch grows with the number of
-    ranks. Node sizes that cannot be divided into the groups of ranks that hold weights together are left out.
+    The number of GPUs is doubled until the setting fits. Batch sizes are per rank, so the global batch grows with the
+    number of ranks. If groups of ranks hold weights together, only node sizes that are multiples of the group's size
+    are tried.
     """
     for gpus in _doublings(1, MOST_GPUS):
         cluster = dataclasses.replace(
@@ -198,7 +202,8 @@ def fewest_gpus(setting: Setting) -> Setting | None:
 
 
 def largest(fits: Callable[[int], bool], most: int = MOST_ROWS) -> int:
-    """The largest number up to `most` that fits, where all smaller ones fit too; 0 if not even 1 does."""
+    """The largest number up to `most` that fits; 0 if not even 1 fits. If a number fits, all smaller numbers must fit
+    too."""
     below = 0
     for size in _doublings(1, most):
         if not fits(size):

@@ -1,25 +1,29 @@
-"""Which models compute through copies of their weights, as far as memory allows. A copy is a module without ZeRO's
-hooks: whole on each rank, or divided among a few. `--rollout_backend auto` decides by this file, and so does the memory
-plan."""
+"""Decides which models compute with copies of their weights, as far as memory allows. A copy is a module without ZeRO's
+hooks that is whole on each rank, or divided among a few ranks. `--rollout_backend auto` and the memory plan both use
+this file."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-# Shares of the free memory: for a copy of each model; for copies that models share; for training together with all
-# that stays beside it; and for all that stays where the need of training is not known.
+# Fractions of the free memory. OWN_SHARE: for separate copies of all models. FREED_SHARE: for copies that models share.
+# TRAINING_SHARE: for training together with everything that is kept during it. KEPT_SHARE: for everything that is kept
+# during training, if it is not known how much training needs.
 OWN_SHARE, FREED_SHARE, TRAINING_SHARE, KEPT_SHARE = 0.2, 0.8, 0.9, 0.4
 UNPLANNED = "what training takes is not known"
-"""Why a run that has no plan keeps less. On CPUs none has one: models are traced for a plan, which takes seconds."""
+"""The reason, for messages, why a run without a memory plan keeps less. Runs on CPUs have no memory plan, because the
+models would have to be traced for it, which takes seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class CopyNeed:
-    """The memory that a whole copy of a model takes.
+    """The memory that a copy of a model takes.
 
-    stage: the ZeRO stage of its engine; at stages 0 to 2 its own module computes. kind: equal for models that can take
-    turns in one copy. size: bytes of a copy. gradients: bytes that the first step will allocate and that the rank has
-    not allocated yet. divided: {number of ranks: bytes on each rank} of a copy that so many ranks hold together;
-    obstacle: why there can be no divided copy.
+    stage: the ZeRO stage of the model's engine; at stages 0 to 2 the model's own module computes.
+    kind: a value that is equal for models that can use the same copy one after the other.
+    size: the number of bytes of a whole copy.
+    gradients: the number of bytes that the first optimizer step will allocate on the rank.
+    divided: {number of ranks that hold a copy together: bytes on each of them}.
+    obstacle: the reason why the model can have no divided copy, or None.
     """
 
     role: str
@@ -33,9 +37,12 @@ class CopyNeed:
 
 @dataclass(frozen=True, slots=True)
 class Copies:
-    """Which models have a whole copy (by their index in the given list), whether they share copies, what happens
-    to copies, keys and values between steps, and why. divided: the models whose copy is held together by groups of
-    `ranks` ranks. freed: the models whose copies are freed between steps while the actor's is kept."""
+    """The decision about copies: which models have a whole copy (by their index in the given list), whether models
+    share copies, what happens to copies, keys and values between steps, and the reason.
+
+    divided: the models whose copies are divided among groups of `ranks` ranks.
+    freed: the models whose copies are freed between steps, while the actor's copy is kept.
+    """
 
     models: tuple[int, ...]
     why: str
@@ -46,12 +53,13 @@ class Copies:
     freed: tuple[int, ...] = ()
 
     def kept(self, place: int) -> bool:
-        """Whether a model's copy, if it has one, stays between steps."""
+        """Whether the copy of the model with this index, if it has one, is kept between steps."""
         return self.between_steps == "keep" and place not in self.freed
 
 
 def copies_bytes(needs: Sequence[CopyNeed], shared: bool, ranks: int = 1) -> int:
-    """Memory on each rank for these models' copies, each held by so many ranks together."""
+    """The number of bytes on each rank for copies of these models, if each copy is held by `ranks` ranks together.
+    shared: whether models share copies."""
     partitioned = [(number, need) for number, need in enumerate(needs) if need.stage == 3]
     sizes = {
         (need.kind if shared else number): need.divided[ranks] if ranks > 1 else need.size
@@ -60,7 +68,7 @@ def copies_bytes(needs: Sequence[CopyNeed], shared: bool, ranks: int = 1) -> int
     return sum(sizes.values())
 
 
-# From a model's place in the list to its `CopyNeed.divided` and `CopyNeed.obstacle`.
+# A function from a model's index in the list to its `CopyNeed.divided` and `CopyNeed.obstacle`.
 Divide = Callable[[int], tuple[Mapping[int, int], str | None]]
 
 
@@ -72,15 +80,16 @@ def place_copies(
     divide: Divide | None = None,
     training: int | str = UNPLANNED,
 ) -> Copies:
-    """Copies for as many models as fit. A model without room for a whole copy gets one that as few ranks as possible
-    hold together. The first model is the actor, which a copy helps most. Between steps all copies, keys and values stay
-    if training leaves room for them; otherwise keys, values and the actor's copy stay if there is room, because
-    captured passes need them in place.
+    """The decision that gives copies to as many models as fit. If there is no room for a whole copy of a model, the
+    model gets a copy that as few ranks as possible hold together. The first model is the actor, which gains most from a
+    copy. Between steps all copies, keys and values are kept if training leaves room for them. If it does not, keys,
+    values and the actor's copy are kept if there is room for these, because captured passes need them to stay at the
+    same place in memory.
 
-    cache: bytes of keys and values. free: bytes free on each rank before keys, values and gradients are allocated.
-    between_steps: as in WholeCopies. divide: called only where not all models can have a whole copy. training: the part
-    of `free` in bytes that training takes at its peak, without copies, keys and values; or a text that says why it is
-    not known.
+    cache: the number of bytes of keys and values. free: the number of bytes that are free on each rank before keys,
+    values and gradients are allocated. between_steps: as in WholeCopies. divide: a function that is called only if not
+    all models can have a whole copy. training: the number of bytes, out of `free`, that training takes at its peak,
+    without copies, keys and values; or a text that says why this number is not known.
     """
     later = cache + sum(need.gradients for need in needs)
     if isinstance(training, str):
@@ -88,7 +97,7 @@ def place_copies(
     else:
         most = TRAINING_SHARE * free - training - cache
         reason = f"training takes {training / 1e9:.1f} of {free / 1e9:.1f} GB free"
-    without, no_room = between_steps, ""  # where there are no copies
+    without, no_room = between_steps, ""  # the result if there are no copies
     if between_steps == "keep" and most < 0:
         without, no_room = "free", f"; keys and values, {cache / 1e9:.2f} GB, are given back while training: {reason}"
     if all(need.stage < 3 for need in needs):
@@ -133,7 +142,8 @@ def place_copies(
 
 
 def copies_together(needs: Sequence[CopyNeed], ranks: int, between_steps: str, divide: Divide) -> Copies:
-    """Copies that so many ranks hold together, of all models that can be divided so; the others' are whole."""
+    """The decision that divides the copies of all models among groups of `ranks` ranks. Models that cannot be divided
+    among this number of ranks get whole copies."""
     whole: list[int] = []
     divided: list[int] = []
     obstacles = ""
@@ -149,8 +159,8 @@ def copies_together(needs: Sequence[CopyNeed], ranks: int, between_steps: str, d
 def _given_back(
     needs: Sequence[CopyNeed], whole: tuple[int, ...], divided: tuple[int, ...], most: float
 ) -> tuple[str, tuple[int, ...]]:
-    """`Copies.between_steps` and `Copies.freed` where not all copies can stay. most: how many bytes of copies can
-    stay."""
+    """(`Copies.between_steps`, `Copies.freed`) if not all copies can be kept between steps. most: how many bytes of
+    copies can be kept."""
     others = tuple(n for n in (*whole, *divided) if needs[n].stage == 3 and needs[n].kind != needs[0].kind)
     if 0 in whole and others and copies_bytes(needs[:1], shared=True) <= most:
         return "keep", others
@@ -158,10 +168,11 @@ def _given_back(
 
 
 def _fitting(needs: Sequence[CopyNeed], room: float) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-    """Which models have a whole copy and which a divided one within `room` bytes, and how many ranks hold a divided
-    one.
+    """(the models with a whole copy, the models with a divided copy, the number of ranks that hold a divided copy), so
+    that all copies fit into `room` bytes.
 
-    The actor's copy comes first, then as many copies as possible, each held by as few ranks as possible.
+    The actor's copy has priority. Apart from that, as many models as possible have copies, and each copy is held by as
+    few ranks as possible.
     """
 
     def of_groups(ranks: int) -> tuple[tuple[int, ...], tuple[int, ...], int]:

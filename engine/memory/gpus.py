@@ -1,5 +1,5 @@
-"""GPUs by the names that torch gives them: speed of arithmetic, memory bandwidth and links from their data sheets, and
-the bytes that tensors can have.
+"""Properties of GPUs, found by the names that torch gives them: speed of arithmetic, memory bandwidth and links from
+data sheets, and the number of bytes that tensors can take.
 """
 
 import re
@@ -10,7 +10,11 @@ from engine.errors import UserError, nearest_names
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What connects GPUs. bandwidth: bytes a second in one direction. latency: seconds of one step from GPU to GPU."""
+    """A link between GPUs.
+
+    bandwidth: bytes per second in one direction.
+    latency: the seconds that one step from GPU to GPU takes.
+    """
 
     bandwidth: float
     latency: float
@@ -18,29 +22,34 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class DataSheet:
-    """flops: floating-point operations a second on dense 16-bit matrices. bandwidth: bytes of memory a second. link: to
-    any other GPU of its node. For PCIe cards it is PCIe, because bridges join no more than two or four cards."""
+    """Numbers from a GPU's data sheet.
+
+    flops: floating-point operations per second on dense 16-bit matrices.
+    bandwidth: bytes per second to and from the GPU's memory.
+    link: the link to any other GPU of the node. PCIe cards have PCIe as their link, because NVLink bridges join only
+        two or four cards.
+    """
 
     flops: float
     bandwidth: float
     link: Link
 
 
-# Latencies are those that NCCL chooses its algorithms by: hwLat, for rings with LL128, in src/graph/tuning.cc of
+# Latencies are the numbers by which NCCL chooses its algorithms: hwLat, for rings with LL128, in src/graph/tuning.cc of
 # NVIDIA/nccl, 01afd20a77b5804e0ecf1042509dd9d20ebf9e93.
 def _nvlink(both_ways: float) -> Link:
-    """NVLink with `both_ways` bytes a second, both directions together, as data sheets state it."""
+    """NVLink. both_ways: bytes per second in both directions together, as data sheets state it."""
     return Link(both_ways / 2, 1.9e-6)
 
 
 def _pcie(generation: int) -> Link:
-    """Sixteen lanes of PCIe."""
+    """PCIe of this generation with sixteen lanes."""
     return Link({3: 16e9, 4: 32e9, 5: 64e9}[generation], 2.5e-6)
 
 
-# Keys are words of torch.cuda.get_device_name; the first entry whose words all occur in the name counts. Source:
-# NVIDIA's data sheets ("NVIDIA H200 Tensor Core GPU" and the like). From Ampere on they state twice the dense rate
-# ("with sparsity").
+# Keys are words of torch.cuda.get_device_name. A GPU has the first entry whose words all occur in its name. Source:
+# NVIDIA's data sheets ("NVIDIA H200 Tensor Core GPU" and similar ones). From Ampere on, data sheets state twice the
+# dense rate ("with sparsity").
 DATA_SHEETS = {
     ("B200",): DataSheet(2250e12, 8000e9, _nvlink(1800e9)),
     ("H200", "NVL"): DataSheet(835e12, 4800e9, _pcie(5)),
@@ -64,12 +73,12 @@ DATA_SHEETS = {
 
 
 def data_sheet(name: str) -> DataSheet | None:
-    """The data sheet of the GPU that torch calls by this name; None for a GPU that is not listed."""
+    """The data sheet of the GPU to which torch gives this name; None for a GPU that is not listed."""
     found = set(re.split(r"[\s-]+", name.upper()))
     return next((sheet for words, sheet in DATA_SHEETS.items() if found.issuperset(words)), None)
 
 
-# Bytes of each GPU as CUDA reports them (torch.cuda.mem_get_info): fewer than its name says.
+# The number of bytes of each GPU that CUDA reports (torch.cuda.mem_get_info), which is less than the GPU's name says.
 GPUS = {
     "v100-16g": 16_900_000_000,
     "v100-32g": 34_080_000_000,
@@ -90,20 +99,22 @@ GPUS = {
     "rtx-5090": 33_660_000_000,
 }
 CONTEXT = 900_000_000
-"""Bytes of the CUDA context, of kernels, and of cuBLAS's workspaces."""
+"""The number of bytes that the CUDA context, kernels, and cuBLAS's workspaces take."""
 NCCL = 600_000_000
-"""Bytes of NCCL's channels, where there are several ranks."""
+"""The number of bytes that NCCL's channels take if there are several ranks."""
 FRAGMENTS = 0.04
-"""Of the planned bytes: what torch's allocator holds and cannot use, as its blocks are of other sizes."""
+"""A fraction of the planned bytes: the memory that torch's allocator holds but cannot use, because its free blocks have
+other sizes."""
 
 _UNITS = {"": 1, "b": 1, "k": 10**3, "kb": 10**3, "m": 10**6, "mb": 10**6, "g": 10**9, "gb": 10**9, "t": 10**12}
 _UNITS |= {"tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 
 
 def gpu_bytes(name: str) -> int:
-    """The bytes of a GPU: by its name in GPUS, or given as a number of bytes ("80000000000", "80GB", "79.1GiB").
+    """The number of bytes of a GPU. name: a name in GPUS, or a number of bytes ("80000000000", "80GB", "79.1GiB").
 
-    Raises: UserError for an unknown name, with similar names, and for a number too small to be a GPU's bytes.
+    Raises: UserError for an unknown name, with similar names in its message, and for a number that is too small for a
+    GPU.
     """
     key = re.sub(r"[\s_]+", "-", name.strip().lower())
     if key in GPUS:
@@ -128,7 +139,7 @@ def gpu_bytes(name: str) -> int:
 
 
 def parsed_bytes(text: str) -> int | None:
-    """Bytes of a text such as 512GB, 79.1 GiB or 80000000000; None for another text."""
+    """The number of bytes that a text such as 512GB, 79.1 GiB or 80000000000 states; None for any other text."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\d+)?)\s*([a-z]*)", text.strip().lower())
     if match is None or match[2] not in _UNITS:
         return None
@@ -136,5 +147,6 @@ def parsed_bytes(text: str) -> int | None:
 
 
 def reserved(world: int) -> int:
-    """Bytes of a GPU that no tensor can have: those of the CUDA context and, with several ranks, of NCCL's buffers."""
+    """The number of bytes of a GPU that tensors cannot use: those of the CUDA context and, with several ranks, of
+    NCCL's buffers. world: the number of ranks."""
     return CONTEXT + (NCCL if world > 1 else 0)

@@ -1,5 +1,5 @@
-"""The bytes that a run takes on one GPU and its host, by phase, role and kind, and whether they fit; as a table and as
-JSON."""
+"""The number of bytes that a run takes on one GPU and its host, by phase, role and kind, and whether GPU and host have
+enough memory. The plan can be printed as a table or as JSON."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,10 +16,11 @@ WIDTH = 12
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """A moment of a phase, and the bytes alive at that moment.
+    """A moment of a phase, and the bytes that are allocated at this moment.
 
-    device: bytes on a rank's GPU. host: bytes in host memory for each rank. host_once: bytes in host memory for the
-    main rank alone.
+    device: the bytes on a rank's GPU.
+    host: the bytes in host memory that each rank allocates.
+    host_once: the bytes in host memory that only the main rank allocates.
     """
 
     phase: str
@@ -31,12 +32,14 @@ class Moment:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes at each moment of a step, and of loading and saving. A step is the second or a later one, in which Adam has
-    its moments.
+    """The bytes at each moment of a step, of loading and of saving. The step is not the first one, so Adam's moments
+    exist.
 
-    copies: which models compute through whole copies, in words. adam: bytes of Adam's moments on the device; they do
-    not exist before the first optimizer step. engines: by role. training: bytes on the device at the peak of training,
-    without the engines as loaded and without copies, keys and values.
+    copies: a text that says which models compute with whole copies.
+    adam: the number of bytes of Adam's moments on the device; they do not exist before the first optimizer step.
+    engines: {role: engine}.
+    training: the number of bytes on the device that training adds at its peak, not counting the loaded engines, copies,
+        keys and values.
     """
 
     moments: tuple[Moment, ...]
@@ -62,13 +65,13 @@ class MemoryPlan:
 
     @cached_property
     def phases(self) -> dict[str, dict[str, dict[str, int]]]:
-        """{phase: {role: {kind: bytes}}} on a rank's device, each phase at its peak."""
+        """{phase: {role: {kind: bytes}}} on a rank's device, at the peak of each phase."""
         return {phase: self.peak_of(phase).device.by_role for phase in self.names}
 
     @cached_property
     def host_phases(self) -> dict[str, dict[str, dict[str, int]]]:
-        """{phase: {role: {kind: bytes}}} in a node's host memory, summed over its ranks, each phase at its peak. On
-        CPUs all bytes are host memory."""
+        """{phase: {role: {kind: bytes}}} in a node's host memory, summed over the node's ranks, at the peak of each
+        phase. On CPUs all bytes are in host memory."""
         return {
             phase: max(
                 (self._on_node(one) for one in self.moments if one.phase == phase), key=lambda b: b.total
@@ -84,23 +87,24 @@ class MemoryPlan:
 
     @cached_property
     def host_peak(self) -> int:
-        """The most bytes on a node's host."""
+        """The largest number of bytes in a node's host memory at any moment."""
         return max(self._on_node(moment).total for moment in self.moments)
 
     @property
     def fragments(self) -> int:
-        """Bytes that the allocator is expected to hold beyond the peak."""
+        """The number of bytes that torch's allocator is expected to hold in addition to the peak."""
         return round(FRAGMENTS * self.peak.device.total)
 
     @property
     def needed(self) -> int:
-        """Bytes that a GPU needs: those of the peak, those that the allocator loses to fragments, and the reserved
-        ones."""
+        """The number of bytes that a GPU must have: those of the peak, those that the allocator loses by fragmentation,
+        and the reserved bytes."""
         return self.peak.device.total + self.fragments + reserved(self.cluster.world)
 
     @property
     def fits(self) -> bool | None:
-        """Whether GPU and host have enough bytes, as far as their sizes are known; None where neither size is known."""
+        """Whether GPU and host have enough memory. If only one of the two sizes is known, only this one is compared;
+        None if neither is known."""
         known = [
             needed <= there
             for needed, there in ((self.needed, self.cluster.gpu), (self.host_peak, self.cluster.host))
@@ -110,7 +114,8 @@ class MemoryPlan:
 
 
 def table(plan: MemoryPlan, title: str) -> str:
-    """A table of GB (10^9 bytes) on one GPU: each phase at its peak, by role and by kind; and whether the run fits."""
+    """A table of the GB (10^9 bytes) on one GPU, at the peak of each phase, by role and by kind; and lines that say
+    whether the run fits."""
     names, device = plan.names, "GPU" if plan.cluster.on_gpu else "rank"
     tops = {phase: Bytes(plan.phases[phase]) for phase in names}
     heads = [f"{phase}{'*' if phase == plan.peak.phase else ''}" for phase in names]
@@ -143,7 +148,7 @@ def _last_lines(plan: MemoryPlan) -> list[str]:
 
 
 def verdict(plan: MemoryPlan) -> str:
-    """One line: whether GPU and host have room."""
+    """One line that says whether GPU and host have enough memory."""
     if plan.fits is None:
         return "fits: not said, as it is not known what the GPU has"
     parts = []
@@ -155,7 +160,7 @@ def verdict(plan: MemoryPlan) -> str:
 
 
 def as_json(plan: MemoryPlan) -> dict:
-    """All of a plan in bytes, for other programs."""
+    """The whole plan as JSON values, in bytes, for other programs."""
     return {
         "gpus": plan.cluster.gpus,
         "nodes": plan.cluster.nodes,
@@ -181,6 +186,6 @@ def _row(name: str, cells: list[str]) -> str:
 
 
 def gb(size: int) -> str:
-    """GB with one decimal; small sizes get more decimals."""
+    """A number of bytes as a text in GB, with one decimal; small sizes get more decimals."""
     gb = size / 1e9
     return "-" if not size else f"{gb:.1f}" if gb >= 9.95 else f"{gb:.2f}" if gb >= 0.1 else f"{gb:.4f}"

@@ -1,12 +1,13 @@
-"""The memory that forward and backward passes need beside the weights, found by running them on the meta device.
+"""The memory that forward and backward passes need in addition to the weights. It is found by running the passes on the
+meta device.
 
     with LiveBytes() as live:
         loss = model(tokens).sum()
         loss.backward()
     live.peak        # {"activations": ..., "logits": ...}
 
-A storage that is created within the context counts for as long as something refers to it: tensors that autograd keeps
-for the backward pass, intermediate results, gradients. The scratch space of kernels is not counted.
+A storage that is created within the context is counted as long as something refers to it. This includes tensors that
+autograd keeps for the backward pass, intermediate results, and gradients. The workspaces of kernels are not counted.
 """
 
 import contextlib
@@ -30,15 +31,15 @@ from engine.models.policy import Policy
 from engine.rollout.cache import SlotCache
 from engine.rollout.passes import Passes
 
-SCORED = ("critic", "reward")  # of the roles that one model may have
+SCORED = ("critic", "reward")  # the roles that compute scores
 FEW, MORE = 2, 4
-"""Layers with which passes are made of a model with more of one kind."""
+"""If a model has more than MORE layers, all of one kind, its passes are run with FEW layers and with MORE layers."""
 _GROUPED = torch.ops.aten._grouped_mm.default
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """The rows of a pass: their number, and the prompt tokens and response tokens of each."""
+    """The rows of a pass: the number of rows, and the number of prompt tokens and response tokens in each row."""
 
     count: int
     prompt: int
@@ -46,17 +47,17 @@ class Rows:
 
     @property
     def length(self) -> int:
-        """How many tokens a row has."""
+        """The number of tokens in a row."""
         return self.prompt + self.response
 
 
 @lru_cache(maxsize=256)
 def training_pass(model: Blueprint, rows: Rows, role: str | None = None, gpu: int = 0) -> Counter[str]:
-    """Bytes of activations and logits at the peak of a forward and backward pass.
+    """The number of bytes of activations and logits at the peak of a forward and backward pass.
 
-    A weight's gradient counts from when it is computed until it is added to the others, as with ZeRO-2 and 3. role: the
-    role that it computes as, where one module is several models; None for its own role. gpu: the GPU's bytes; 0 for a
-    CPU.
+    The gradient of a weight is counted from the moment when it is computed to the moment when it is added to the other
+    gradients, as with ZeRO-2 and ZeRO-3. role: the role as which the module computes, if it can compute as several
+    models; None for its own role. gpu: the number of bytes of the GPU; 0 for a CPU.
     """
     hooks = [p.register_post_accumulate_grad_hook(_forget) for p in model.module.parameters() if p.requires_grad]
     model.module.train()
@@ -70,8 +71,8 @@ def training_pass(model: Blueprint, rows: Rows, role: str | None = None, gpu: in
 
 @lru_cache(maxsize=256)
 def scoring_pass(model: Blueprint, rows: Rows, role: str | None = None) -> Counter[str]:
-    """Bytes of activations and logits at the peak of a forward pass without gradients, with which experience is
-    made."""
+    """The number of bytes of activations and logits at the peak of a forward pass without gradients, as it is used to
+    compute experience."""
     model.module.eval()
     with torch.no_grad():
         return _counted(model, lambda: _output(model, rows, role, with_entropy=role is None))
@@ -79,9 +80,10 @@ def scoring_pass(model: Blueprint, rows: Rows, role: str | None = None) -> Count
 
 @lru_cache(maxsize=256)
 def decoding_passes(model: Blueprint, rows: Rows, slots: int) -> Counter[str]:
-    """Bytes at the peak of generation: of reading prompts of full length, and of one token after the longest rows.
+    """The number of bytes at the peak of generation. It is the larger one of two peaks: of a pass that reads prompts of
+    full length, and of a pass over one token after rows of full length.
 
-    slots: slots of the cache. The cache's own keys and values are not counted.
+    slots: the number of slots of the cache. The keys and values in the cache are not counted.
     """
     module: Any = model.module.model
     module.eval()
@@ -89,7 +91,7 @@ def decoding_passes(model: Blueprint, rows: Rows, slots: int) -> Counter[str]:
     cache.reserve(rows.count, slots)
     with torch.no_grad(), fused_attention():
         passes = Passes(module, cache, slot_masks=True)
-        with LiveBytes(), model.shortened(MORE):  # which answers what masks ask of numbers
+        with LiveBytes(), model.shortened(MORE):  # LiveBytes answers when mask code asks for a tensor's value
             passes.prompts(ids[:, :1], ids[:, :1], 0, 1)  # allocates the cache
 
         def read() -> None:
@@ -102,7 +104,7 @@ def decoding_passes(model: Blueprint, rows: Rows, slots: int) -> Counter[str]:
         prompts = _counted(model, read)
         try:
             token = _counted(model, one_token)
-        except Exception:  # whatever a family trips over that takes masks of two dimensions (`takes_slot_masks`)
+        except Exception:  # a family that takes two-dimensional masks may raise anything (`takes_slot_masks`)
             passes.slot_masks = False
             token = _counted(model, one_token)
         return max(prompts, token, key=lambda peak: peak.total())
@@ -127,8 +129,8 @@ def _tokens(rows: int, length: int) -> Tensor:
 
 
 def _counted(model: Blueprint, run: Callable[[], object]) -> Counter[str]:
-    """The peak of a pass. Where many layers are alike only a few run, since each further layer adds as many bytes as
-    the one before."""
+    """The bytes at the peak of a pass. If a model has many layers of one kind, only a few of them are run, since each
+    further layer adds the same number of bytes."""
     layers = model.layers_alike
     if layers <= MORE:
         return _peak(model, run)
@@ -155,8 +157,8 @@ def _forget(parameter: nn.Parameter) -> None:
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of live tensors. `kind` is the kind that new tensors count as. `peak` has the bytes of each kind
-    at the moment when their sum was largest."""
+    """Counts the bytes of live tensors. kind: a function that returns the kind as which a new tensor is counted. peak:
+    {kind: bytes} at the moment when the sum over all kinds was largest."""
 
     def __init__(self, kind: Callable[[Tensor], str] = lambda tensor: "activations"):
         super().__init__()
@@ -167,8 +169,8 @@ class LiveBytes(TorchDispatchMode):
         self._storages: dict[int, tuple[weakref.ref, str, int]] = {}
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        """Run the operation, and count the tensors that it made. Where code asks for a tensor's value (mostly whether a
-        mask has no padding), the answer is 0, which means no."""
+        """Run the operation, and count the tensors that it creates. If code asks for the value of a tensor (mostly
+        whether a mask has no padding), it gets 0, which means no."""
         if function is torch.ops.aten._local_scalar_dense.default:
             return 0
         made = (_experts_product if function is _GROUPED else function)(*args, **(kwargs or {}))
@@ -177,7 +179,7 @@ class LiveBytes(TorchDispatchMode):
             if isinstance(tensor, Tensor) and id(tensor.untyped_storage()) not in self._storages:
                 if given is None:
                     given = {id(t.untyped_storage()) for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)}
-                if id(tensor.untyped_storage()) not in given:  # else a view of what was there before
+                if id(tensor.untyped_storage()) not in given:  # otherwise it is a view of an argument
                     self._count(tensor)
         return made
 
@@ -198,17 +200,17 @@ class LiveBytes(TorchDispatchMode):
 
 
 def _experts_product(first: Tensor, second: Tensor, *others, **settings) -> Tensor:
-    """`torch._grouped_mm`, which the meta device supports for bfloat16 only."""
+    """Replaces `torch._grouped_mm`, which the meta device supports for bfloat16 only."""
     return _GROUPED(first.bfloat16(), second.bfloat16(), *others, **settings).to(first.dtype)
 
 
 @contextlib.contextmanager
 def fused_attention() -> Iterator[None]:
-    """Within this context attention keeps for its backward pass only what a fused kernel keeps: inputs, output and one
-    number a row. Torch has no fused kernel for the meta device, and would keep probabilities (rows, heads, tokens,
-    tokens) there."""
+    """Within this context attention keeps for its backward pass only what a fused kernel keeps: inputs, output, and one
+    number per row. Torch has no fused kernel for the meta device, and would keep the attention probabilities there,
+    (rows, heads, tokens, tokens)."""
     own = torch.nn.functional.scaled_dot_product_attention
-    torch.nn.functional.scaled_dot_product_attention = _without_computing  # where models look it up
+    torch.nn.functional.scaled_dot_product_attention = _without_computing  # the name by which models call it
     try:
         yield
     finally:
@@ -220,7 +222,7 @@ def _without_computing(query, key, value, attn_mask=None, dropout_p=0.0, is_caus
 
 
 class _Attention(torch.autograd.Function):
-    """What a fused attention kernel allocates; it computes nothing."""
+    """Allocates what a fused attention kernel allocates, and computes nothing."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
@@ -228,7 +230,7 @@ class _Attention(torch.autograd.Function):
         output = query.new_empty(*rows[:1], tokens, *rows[1:], value.shape[-1]).transpose(1, 2)
         sums = query.new_empty(*rows, tokens, dtype=torch.float32)
         if mask is not None and mask.dtype == torch.bool:
-            mask = torch.empty_like(mask, dtype=query.dtype)  # torch makes a mask to be added of it, anew in each layer
+            mask = torch.empty_like(mask, dtype=query.dtype)  # in each layer torch converts it to a mask that is added
         ctx.save_for_backward(query, key, value, output, sums, mask)
         return output
 

@@ -1,8 +1,8 @@
-"""The memory plan: models on the meta device, their passes, and the bytes that ZeRO holds, put together moment by
-moment.
+"""Makes the memory plan. It adds up, for each moment of a run, what the models on the meta device, their passes and
+ZeRO need.
 
-`plan` makes the plan of step 3 (PPO). `plan_one_model` makes that of steps 1 and 2, where one model trains without
-rollouts.
+`plan` makes the plan of step 3 (PPO). `plan_one_model` makes the plan of steps 1 and 2, in which one model trains
+without rollouts.
 """
 
 from collections.abc import Iterable, Mapping
@@ -27,9 +27,9 @@ from engine.zero.long_batch import NOTHING_KEPT, Kept
 
 
 def plan(spec: EngineSpec, workload: Workload, cluster: Cluster) -> MemoryPlan:
-    """The memory that a run of these engines takes, from the models' configurations alone.
+    """The memory plan of a run with these engines. Of the models only the configurations are read.
 
-    Raises: UserError where a model's config.json cannot be read, or a DeepSpeed file is wrong.
+    Raises: UserError if a model's config.json cannot be read, or if a DeepSpeed file is wrong.
     """
     return Planner(spec, workload, cluster).plan()
 
@@ -38,8 +38,10 @@ def plan(spec: EngineSpec, workload: Workload, cluster: Cluster) -> MemoryPlan:
 class Planner:
     """Makes the memory plan of a run.
 
-    engines: by role. needs: the memory that a whole copy of each takes. copies: which models have a copy. kept: by role
-    of the engine, what stays whole over the passes of an optimizer step; filled when the plan is made.
+    engines: {role: engine}.
+    needs: the memory that a whole copy of each engine's model takes.
+    copies: which models have a copy.
+    kept: {role of the engine: what is kept whole over the passes of an optimizer step}; filled while the plan is made.
     """
 
     spec: EngineSpec
@@ -57,7 +59,7 @@ class Planner:
             "actor", "keys and values", cache_bytes(actor.module.model, slots * load.decoded.count)
         )
         self.vllm = Bytes()
-        if load.backend == "vllm":  # each rank of a group holds a part of the keys and values of all the group's rows
+        if load.backend == "vllm":  # each rank of a group holds a part of the keys and values of all rows of the group
             held = cache_bytes(actor.module.model, (load.prompt + load.response) * load.decoded.count)
             self.vllm = Bytes({"vLLM": {"weights": actor.width * actor.numbers // load.parts, "keys and values": held}})
             self.cache = Bytes()
@@ -119,7 +121,7 @@ class Planner:
 
     @cached_property
     def needs(self) -> list[CopyNeed]:
-        """The memory that a whole copy of each model takes, in the order of the engines."""
+        """The memory that a whole copy of each model takes, listed in the order of the engines."""
         needs = []
         for role, engine in self.engines.items():
             model = engine.model
@@ -144,7 +146,7 @@ class Planner:
             return Copies(tuple(range(len(needs))), why, between_steps=between_steps)
         loaded, _ = self._at_rest(stepped=False)
         free = room - loaded.total
-        training = self.training if self.cluster.on_gpu else UNPLANNED  # as in the run
+        training = self.training if self.cluster.on_gpu else UNPLANNED  # a run does the same
         placed = place_copies(needs, self.cache.total, free, between_steps, self._divide, training)
         partitioned = any(need.stage == 3 for need in needs)
         return replace(
@@ -152,8 +154,8 @@ class Planner:
         )
 
     def _training(self) -> int:
-        """Bytes on a device at the peak of training, without the engines as loaded and without copies, keys and values.
-        Assumes that no weights stay gathered between the passes, even where there is room for them."""
+        """The number of bytes that training adds on a device at its peak, not counting the loaded engines, copies, keys
+        and values. The number assumes that no weights stay gathered between passes, even if there is room for them."""
         self.copies = Copies((), "", between_steps="free")
         self._train(keeps=False)
         peak = max(moment.device.total for moment in self.moments)
@@ -161,7 +163,7 @@ class Planner:
         return peak - self._at_rest(stepped=False)[0].total
 
     def _divide(self, place: int) -> tuple[Mapping[int, int], str | None]:
-        """The argument `divide` of `place_copies`: the divided copy of the model at this place."""
+        """The function that `place_copies` gets as `divide`: what a divided copy of the model with this index takes."""
         if place not in self._divided:
             role, model = list(self.models.items())[place]
             sizes = group_sizes(self.cluster.gpus, self.workload.group)
@@ -169,7 +171,7 @@ class Planner:
         return self._divided[place]
 
     def _copy_bytes(self, roles: Iterable[str]) -> Bytes:
-        """Bytes of the copies that exist once these models have computed."""
+        """The bytes of the copies that exist after these models have computed."""
         copies = self.copies
         whole = [self.needs[place] for place in copies.models if self.needs[place].role in roles]
         divided = [place for place in copies.divided if self.needs[place].role in roles]
@@ -177,17 +179,17 @@ class Planner:
         return Bytes().add("copies", "weights", copies_bytes(whole, copies.shared) + sum(parts.values()))
 
     def _copied(self, role: str, generates: bool = False) -> bool:
-        """Whether a model computes through a copy or, at stages 0 to 2, through its own module.
+        """Whether a model computes without ZeRO's hooks: with a copy or, at stages 0 to 2, with its own module.
 
-        generates: whether it also draws responses. A divided copy with an adapter merged can be used for nothing else.
+        generates: whether the model draws responses. A divided copy with a merged adapter can only draw responses.
         """
         place, plain = list(self.engines).index(role), self.models[role].module.adapters is None
         divided = place in self.copies.divided and (plain or generates)
         return divided or place in self.copies.models or self.engines[role].stage < 3
 
     def _lent(self, role: str) -> bool:
-        """Whether all passes of an optimizer step read the weights from the model's copy, which no other model has
-        overwritten since."""
+        """Whether all passes of an optimizer step read the weights from the model's copy. This needs a copy that no
+        other model has overwritten since it was filled."""
         place, copies = list(self.engines).index(role), self.copies
         alone = (
             not copies.shared or [self.needs[other].kind for other in copies.models].count(self.needs[place].kind) == 1
@@ -201,15 +203,15 @@ class Planner:
 
     @property
     def _kept(self) -> Bytes:
-        """Bytes of the copies, keys and values that stay during training. On GPUs vLLM sleeps during training and holds
-        none."""
+        """The bytes of the copies, keys and values that are kept during training. On GPUs vLLM sleeps during training
+        and holds no memory."""
         copies = self._copy_bytes(self._kept_roles)
         if self.copies.between_steps == "keep":
             copies = copies + self.cache
         return copies if self.cluster.on_gpu else copies + self.vllm
 
     def _bucket(self, role: str, numbers: int) -> Bytes:
-        """Bytes of the buffers while `numbers` numbers are gathered, a bucket at a time."""
+        """The bytes of the buffers while `numbers` elements are gathered, a bucket at a time."""
         model = self.models[role]
         if self.engines[role].stage < 3:
             return Bytes()
@@ -241,7 +243,7 @@ class Planner:
             lora, bucket = self.spec.actor_lora, self._bucket("actor", self.models["actor"].numbers)
             filled = [*always, bucket]
             if lora is not None and lora.only and self.copies.between_steps == "keep":
-                # Frozen models are copied once, in the first step, when there is nothing else yet.
+                # Frozen models are copied only once, in the first step, when most other memory is not allocated yet.
                 filled = [self._at_rest(stepped=False)[0], self._copy_bytes(["actor"]), bucket]
             self._moment("generate", "the actor's copy is filled", filled, host)
         whole = Bytes() if self._copied("actor", True) else self.engines["actor"].gathered(ahead=False)
@@ -261,8 +263,7 @@ class Planner:
                     "experience", "the reference takes the actor's place", [*always, device], [self.host_rest, on_host]
                 )
             if self._copied(host) and (role == host or moving) and engine.stage == 3:
-                # The actor's copy has generated with its adapter merged, which is now undone; the critic's copy may
-                # be new.
+                # The actor's copy generated with its adapter merged, and is unmerged now. The critic's copy may be new.
                 numbers = engine.model.unmerged if role == "actor" else engine.model.numbers
                 filled = [*always, self._bucket(host, numbers)]
                 self._moment("experience", f"the {role}'s copy is filled", filled, [self.host_rest])
@@ -274,7 +275,7 @@ class Planner:
             )
 
     def _host(self, role: str) -> str | None:
-        """The engine in which a role computes; None where the run has no such role."""
+        """The role whose engine computes this role; None if the run does not have this role."""
         host = self.spec.engine_of.get(role, role)
         if role == "critic" and self.spec.share_trunk and self.spec.with_critic:
             host = "actor"
@@ -289,11 +290,11 @@ class Planner:
             engine, passes = self.engines[host], self.workload.passes_of(role)
             played = None if role == host else role
             needed = _kinds(role, training_pass(engine.model, self.workload.rows, played, self.cluster.gpu_bytes))
-            # In an engine with several roles, gradients of an earlier role count as gradients of earlier passes.
+            # In an engine with several roles, the gradients of an earlier role count like those of an earlier pass.
             made = passes if host not in list(trained.values())[: list(trained).index(role)] else passes + 1
             kept = self.kept[host] = self._kept_whole(engine, passes, needed, held) if keeps else NOTHING_KEPT
             whole = Bytes() if self._lent(host) else engine.gathered(backward=True, kept=kept)
-            if kept.weights and not self._lent(host):  # and fetched in the first pass, as at other times
+            if kept.weights and not self._lent(host):  # in the first pass they are fetched as usual
                 first = [*always, held, needed, engine.in_backward(1), engine.gathered(backward=True)]
                 self._moment("train", f"{role}'s first pass", first, host_bytes)
             backward = [*always, held, needed, engine.in_backward(made, kept), whole]
@@ -308,9 +309,9 @@ class Planner:
             held = Bytes({other: kinds for other, kinds in held.by_role.items() if other != host})
 
     def _kept_whole(self, engine: ZeroMemory, passes: int, needed: Bytes, held: Bytes) -> Kept:
-        """What the engine keeps whole over the passes of a step. needed: bytes of one pass. held: gradients of other
-        engines."""
-        # On CPUs this is decided in the first step, before Adam has moments.
+        """What the engine keeps whole over the passes of an optimizer step. needed: the bytes that one pass needs.
+        held: the bytes of the gradients of other engines."""
+        # On CPUs a run decides this in the first step, when Adam's moments do not exist yet.
         rest = self.rest if self.cluster.on_gpu else self._at_rest(stepped=False)[0]
         free = None if self.cluster.room is None else self.cluster.room - (rest + self._kept + held).total
         return engine.kept(passes, needed + engine.gathered(backward=True) + engine.in_backward(passes), free)
@@ -330,9 +331,10 @@ def _kinds(role: str, sizes: dict[str, int]) -> Bytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OneModel:
-    """The model of step 1, or (scorer) of step 2, and how it trains.
+    """The model that trains in step 1, or with `scorer` in step 2, and how it trains.
 
-    rows: of one forward and backward pass; length: tokens of each; passes: of one optimizer step.
+    rows: the number of rows in one forward and backward pass. length: the number of tokens in each row. passes: the
+    number of passes in one optimizer step.
     """
 
     path: str
@@ -350,7 +352,7 @@ class OneModel:
 
     @property
     def blueprint(self) -> Blueprint:
-        """The blueprint of its engine; raises UserError as `engine.memory.blueprint.built` does."""
+        """The blueprint of the model's engine. Raises: UserError, as `engine.memory.blueprint.built` does."""
         return built(
             "model",
             self.path,
@@ -365,7 +367,7 @@ class OneModel:
 
 
 def plan_one_model(one: OneModel, cluster: Cluster) -> MemoryPlan:
-    """The memory plan of loading, training and saving one model; raises UserError as `engine.memory.plan` does."""
+    """The memory plan of loading, training and saving one model. Raises: UserError, as `engine.memory.plan` does."""
     model = one.blueprint
     ds_config = build_ds_config(one.engine, dtype=one.dtype, micro_batch_size=one.rows)
     zero = zero_settings(with_fitting_sizes(model.module, ds_config))
@@ -378,7 +380,7 @@ def plan_one_model(one: OneModel, cluster: Cluster) -> MemoryPlan:
     needed = Bytes({"model": training_pass(model, Rows(one.rows, 1, one.length - 1), gpu=cluster.gpu_bytes)})
     first = needed + engine.in_backward(1) + engine.gathered(backward=True)
     room = cluster.room
-    free = None if room is None else room - (rest if cluster.on_gpu else unstepped).total  # as of step 3's models
+    free = None if room is None else room - (rest if cluster.on_gpu else unstepped).total  # as in step 3
     kept = engine.kept(one.passes, needed + engine.in_backward(one.passes) + engine.gathered(backward=True), free)
     whole = engine.gathered(backward=True, kept=kept)
     backward, reduced = engine.in_backward(one.passes, kept), engine.in_reduction(one.passes)

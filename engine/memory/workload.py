@@ -1,4 +1,5 @@
-"""The sizes of a PPO step and the machines that it runs on: all that memory depends on beside the engines."""
+"""The sizes of a PPO step, and the machines that it runs on. Besides the engines, these are all that the memory plan
+depends on."""
 
 from dataclasses import dataclass
 
@@ -8,14 +9,19 @@ from engine.memory.passes import Rows
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """Lengths and batches of a step, and how responses are generated.
+    """The lengths and batch sizes of a PPO step, and how responses are generated.
 
-    prompt, response: the most tokens of each. generated: responses that a rank decodes side by side. responses:
-    responses that a rank makes in a step. micro_batch: rows of one forward and backward pass. mini_batches: optimizer
-    steps in each of the ppo_epochs. critic_passes: epochs and mini-batches of the critic, where it has its own. texts:
-    whether the actor also learns from texts, each as long as prompt and response. backend, between_steps: as in
-    `build_rollouts`. evaluated: held-out prompts, over all ranks. parts: ranks over which vLLM spreads the actor.
-    group: how many ranks hold a copy together (`tensor_parallel` of `build_rollouts`).
+    prompt, response: the largest number of tokens in a prompt and in a response.
+    generated: the number of responses that a rank decodes at the same time.
+    responses: the number of responses that a rank generates in a step.
+    micro_batch: the number of rows in one forward and backward pass.
+    mini_batches: the number of optimizer steps in each of the ppo_epochs.
+    critic_passes: (epochs, mini-batches) of the critic if they differ from the actor's, else None.
+    texts: whether the actor also learns from texts, each as long as prompt and response together.
+    backend, between_steps: as in `build_rollouts`.
+    parts: the number of ranks among which vLLM divides the actor.
+    group: the number of ranks that hold a copy together (`tensor_parallel` of `build_rollouts`).
+    evaluated: the number of held-out prompts of all ranks together.
     """
 
     prompt: int
@@ -35,41 +41,43 @@ class Workload:
 
     @property
     def rows(self) -> Rows:
-        """The rows of a pass that makes experience or trains."""
+        """The rows of a pass that computes experience or trains."""
         return Rows(min(self.micro_batch, self.responses), self.prompt, self.response)
 
     @property
     def decoded(self) -> Rows:
-        """The rows that are decoded side by side."""
+        """The rows that a rank decodes at the same time."""
         return Rows(min(self.generated, self.responses), self.prompt, self.response)
 
     @property
     def ranks_together(self) -> int:
-        """How many ranks of a node always hold the actor together; their number has to divide that of the node's
-        ranks."""
+        """The number of ranks of a node that always hold the actor together. The number of ranks on a node has to be a
+        multiple of it."""
         return {"vllm": self.parts, "replica": self.group or 1}.get(self.backend, 1)
 
     def mini_batches_of(self, role: str) -> int:
-        """Optimizer steps of this model in each epoch."""
+        """The number of optimizer steps of this model in each epoch."""
         return self.critic_passes[1] if role == "critic" and self.critic_passes else self.mini_batches
 
     def updates_of(self, role: str) -> int:
-        """Optimizer steps of this model after each rollout."""
+        """The number of optimizer steps of this model after each rollout."""
         epochs = self.critic_passes[0] if role == "critic" and self.critic_passes else self.ppo_epochs
         return epochs * self.mini_batches_of(role)
 
     def passes_of(self, role: str) -> int:
-        """Forward and backward passes of one optimizer step of this model."""
+        """The number of forward and backward passes in one optimizer step of this model."""
         return -(-(self.responses // self.mini_batches_of(role)) // self.micro_batch) * (2 if self.texts else 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """The machines.
+    """The machines that a run uses.
 
-    gpus: how many each node has. gpu: bytes of one GPU, of which a part is reserved (`engine.memory.gpus`); None if not
-    known, and then the plan does not say whether the run fits. host: bytes of a node's memory, or None. on_gpu: whether
-    the ranks compute on GPUs; otherwise device and host are the same memory.
+    gpus: the number of GPUs in each node.
+    gpu: the number of bytes of one GPU, of which a part is reserved (`engine.memory.gpus`). If it is None, it is not
+        known, and the plan does not say whether the run fits.
+    host: the number of bytes of a node's host memory, or None if it is not known.
+    on_gpu: whether the ranks compute on GPUs. If they do not, device memory is host memory.
     """
 
     gpus: int = 1
@@ -80,17 +88,17 @@ class Cluster:
 
     @property
     def world(self) -> int:
-        """How many ranks there are."""
+        """The number of ranks."""
         return self.gpus * self.nodes
 
     @property
     def gpu_bytes(self) -> int:
-        """The memory of one GPU in bytes; 0 where there is none, or it is not known."""
+        """The number of bytes of one GPU; 0 if there is no GPU, or if the number is not known."""
         return self.gpu or 0 if self.on_gpu else 0
 
     @property
     def room(self) -> int | None:
-        """Bytes that a rank's tensors can have on its device; None where that is not known."""
+        """The number of bytes that the tensors of a rank can take on its device; None if it is not known."""
         if self.on_gpu:
             return None if self.gpu is None else self.gpu - reserved(self.world)
         return None if self.host is None else self.host // self.gpus

@@ -1,6 +1,6 @@
-"""The bytes that a DeepSpeed engine holds on each rank, by ZeRO stage: between steps, and while it trains.
+"""The number of bytes that a DeepSpeed engine holds on each rank at each ZeRO stage, between steps and while it trains.
 
-P numbers in all, T of which train; N ranks; b bytes of a number in the compute dtype:
+A model has P parameters, of which T train; there are N ranks; a parameter has b bytes in the compute dtype:
 
     stage             0                1                2                3
     weights           b P              b P              b P              b P / N
@@ -9,10 +9,10 @@ P numbers in all, T of which train; N ranks; b bytes of a number in the compute 
                       in fp32
     Adam's moments    8 T              8 T / N          8 T / N          8 T / N
 
-In addition there are the buffers in which gradients are reduced, and copies of gradients while Adam steps.
+In addition there are buffers in which gradients are reduced, and copies of gradients during the optimizer step.
 
-While stage 3 computes through partitions, it fetches layers one after the other, some ahead of time. It frees a layer
-after its use unless the layer is needed again soon.
+While a partitioned model computes at stage 3, layers are fetched one after the other, some of them in advance. A layer
+is freed after its use, unless it is needed again soon.
 
 Source: DeepSpeed 0.19.8, runtime/zero/stage_1_and_2.py, runtime/zero/stage3.py,
 runtime/zero/partitioned_param_coordinator.py (fetch_sub_module, release_sub_module), runtime/fp16/unfused_optimizer.py,
@@ -30,7 +30,7 @@ from engine.zero.gathering import GATHER_BUCKET
 from engine.zero.long_batch import NOTHING_KEPT, Kept, what_to_keep
 
 FLOAT, DOUBLE = 4, 8
-REDUCED_AT_ONCE = 500_000_000  # numbers, at stage 0 (MEMORY_OPT_ALLREDUCE_SIZE)
+REDUCED_AT_ONCE = 500_000_000  # number of gradients, at stage 0 (MEMORY_OPT_ALLREDUCE_SIZE)
 SUB_GROUP = 1_000_000_000
 
 KINDS = (
@@ -44,12 +44,13 @@ KINDS = (
     "keys and values",
     "average",
 )
-"""In the order of tables. optimizer: float32 masters and Adam's moments. buffers: what communication, and a step of the
-optimizer, need beside the rest. gathered: whole weights that ZeRO-3 joins from partitions for a while. average: EMA."""
+"""The kinds of memory, in the order in which tables list them. optimizer: float32 master weights and Adam's moments.
+buffers: further memory for communication and for the optimizer step. gathered: whole weights that ZeRO-3 gathers from
+partitions for some time. average: the moving average of the weights (EMA)."""
 
 
 class Bytes:
-    """Numbers of bytes: {role: {kind: bytes}}. Two objects are added with +."""
+    """The number of bytes of each role and kind, {role: {kind: bytes}}. Two objects can be added with +."""
 
     def __init__(self, by_role: Mapping[str, Mapping[str, int]] | None = None):
         self.by_role: dict[str, dict[str, int]] = {}
@@ -58,7 +59,7 @@ class Bytes:
                 self.add(role, kind, size)
 
     def add(self, role: str, kind: str, size: float) -> "Bytes":
-        """Add so many bytes; returns itself."""
+        """Add `size` bytes to a role and kind; returns this object."""
         assert kind in KINDS, kind
         if round(size):
             kinds = self.by_role.setdefault(role, {})
@@ -78,25 +79,30 @@ class Bytes:
 
     @property
     def total(self) -> int:
-        """Bytes of all roles and kinds."""
+        """The number of bytes of all roles and kinds together."""
         return sum(size for _, _, size in self)
 
     def of_role(self, role: str) -> int:
-        """Bytes of all kinds of one role."""
+        """The number of bytes of one role, over all kinds."""
         return sum(self.by_role.get(role, {}).values())
 
     def of_kind(self, kind: str) -> int:
-        """Bytes of one kind of all roles."""
+        """The number of bytes of one kind, over all roles."""
         return sum(kinds.get(kind, 0) for kinds in self.by_role.values())
 
 
 @dataclass(frozen=True)
 class ZeroMemory:
-    """The bytes of one engine on one rank.
+    """The memory of one engine on one rank.
 
-    zero: DeepSpeed's settings (`engine.zero.config.zero_settings`). world: ranks. offload: whether a frozen model is
-    kept in host memory while it is not used. on_gpu: whether device and host have separate memory. master_width: bytes
-    of a number of the master weights, and of each moment. passes: forward and backward passes of one optimizer step.
+    model: the engine's module on the meta device.
+    stage: the ZeRO stage.
+    zero: DeepSpeed's settings (`engine.zero.config.zero_settings`).
+    world: the number of ranks.
+    offload: whether a frozen model is kept in host memory while it is not used.
+    on_gpu: whether the engine computes on a GPU, whose memory is separate from host memory.
+    master_width: the number of bytes per master weight, and per number of each of Adam's moments.
+    passes: the number of forward and backward passes in one optimizer step.
     """
 
     model: Blueprint
@@ -122,13 +128,13 @@ class ZeroMemory:
         return self.stage == 3 and section is not None and section.device != "none"
 
     def _share(self, sizes: list[int]) -> int:
-        """How many numbers of tensors of these sizes a rank holds; each tensor is padded to a multiple of the number of
-        ranks."""
+        """The number of elements that a rank holds of tensors of these sizes. Each tensor is padded so that the number
+        of ranks divides its size."""
         return sum(-(-size // self.world) for size in sizes)
 
     @property
     def trained_share(self) -> int:
-        """How many of the numbers that train have their master weights on this rank."""
+        """The number of trained parameters whose master weights are on this rank."""
         if self.stage == 0:
             return self.model.trains
         if self.stage == 3:
@@ -137,23 +143,23 @@ class ZeroMemory:
 
     @property
     def weights(self) -> int:
-        """Bytes of the module's weights on this rank."""
+        """The number of bytes of the module's weights on this rank."""
         sizes = [parameter.numel() for parameter in self.model.module.parameters()]
         if self.stage < 3:
             return self.model.width * sum(sizes)
         group = min(int(self.zero.zero_hpz_partition_size), self.world)
-        second = sum(-(-size // group) for size in sizes) if group > 1 else 0  # hpZ's second copy in each group
+        second = sum(-(-size // group) for size in sizes) if group > 1 else 0  # the second copy of hpZ in each group
         return self.model.width * (self._share(sizes) + second)
 
     @property
     def masters(self) -> int:
-        """Bytes of the master weights that are kept beside the model's weights."""
+        """The number of bytes of the master weights that are separate from the model's weights."""
         return 0 if self.stage == 0 and self.model.width == FLOAT else self.master_width * self.trained_share
 
     def at_rest(self, stepped: bool = True) -> tuple[Bytes, Bytes]:
-        """(bytes on the device, bytes in host memory) between two steps.
+        """(bytes on the device, bytes in host memory) between two optimizer steps.
 
-        stepped: whether Adam has its moments already, which it allocates in the first step.
+        stepped: whether the first optimizer step has been made, in which Adam allocates its moments.
         """
         role, width = self.model.role, self.model.width
         device, host = Bytes(), Bytes()
@@ -170,14 +176,14 @@ class ZeroMemory:
             if self.stage < 3:
                 host.add(role, "buffers", width * (share + self.model.largest))
                 device.add(role, "buffers", width * self.model.largest)
-            if self.stage == 2 and self.passes > 1 and stepped:  # sums of several passes, which stay for the next step
+            if self.stage == 2 and self.passes > 1 and stepped:  # sums over several passes; kept for the next step
                 host.add(role, "gradients", width * self._in_partition)
         return device, host
 
     @property
     def _in_partition(self) -> int:
-        """How many numbers the parameters have that lie in a rank's partition, whole or in part; for the rank with the
-        most."""
+        """The number of elements of all parameters of which a rank's partition holds at least a part. It is computed
+        for the rank for which it is largest."""
         most = 0
         for rank in range(self.world):
             found = 0
@@ -191,26 +197,26 @@ class ZeroMemory:
 
     @property
     def _bucket(self) -> int:
-        """How many gradients are reduced at once."""
+        """The number of gradients that are reduced at a time."""
         return min(self.model.trains, self.zero.reduce_bucket_size)
 
     @property
     def _buckets(self) -> int:
-        """Bytes of the buffers in which stages 1 and 2 reduce gradients."""
+        """The number of bytes of the buffers in which gradients are reduced at stages 1 and 2."""
         if self.stage not in (1, 2) or not (self.zero.contiguous_gradients or self.offloads_optimizer):
             return 0
         return self.model.width * self._bucket * (2 if self.zero.overlap_comm else 1)
 
     @property
     def _left(self) -> int:
-        """How many gradients are still to be reduced when the first bucket is full."""
+        """The number of gradients that still have to be reduced when the first bucket is full."""
         return self.model.trains - self._bucket
 
     def kept(self, passes: int, needed: Bytes, free: int | None) -> Kept:
-        """Whether weights and gradients stay whole between the passes of an optimizer step.
+        """Whether whole weights and whole gradients are kept between the passes of an optimizer step.
 
-        needed: bytes on the device that a forward and backward pass needs, activations included. free: bytes free
-        before the passes; None if not known.
+        needed: the bytes that a forward and backward pass needs on the device, activations included. free: the number
+        of bytes that are free before the passes; None if it is not known.
         """
         if self.stage < 3 or self.world == 1 or passes < 2:
             return NOTHING_KEPT
@@ -222,11 +228,12 @@ class ZeroMemory:
         )
 
     def in_backward(self, passes: int, kept: Kept = NOTHING_KEPT) -> Bytes:
-        """Bytes on the device, beyond `at_rest`, at the moment when the last of `passes` backward passes still has all
-        its activations.
+        """The bytes on the device, in addition to `at_rest`, at the moment when the last of `passes` backward passes
+        still holds all its activations.
 
-        At stages 2 and 3 a bucket is copied and reduced as soon as it is full, so with more than one bucket this begins
-        during the pass. At stage 2 this rank's gradients are then copied to the buffer that collects all of them.
+        At stages 2 and 3 a bucket is copied and reduced as soon as it is full. With more than one bucket, reduction
+        therefore begins during the backward pass. At stage 2 this rank's part of the reduced gradients is then copied
+        to the buffer that collects the rank's gradients.
         """
         role, width = self.model.role, self.model.width
         device = Bytes().add(role, "buffers", self._buckets)
@@ -243,18 +250,19 @@ class ZeroMemory:
         return device
 
     def in_reduction(self, passes: int) -> Bytes:
-        """Bytes on the device, beyond `at_rest`, at the end of the last backward pass, while gradients are reduced. The
-        activations and the weights gathered for the pass have been freed.
+        """The bytes on the device, in addition to `at_rest`, at the end of the last backward pass, while gradients are
+        reduced. The activations and the weights gathered for the pass have been freed.
 
-        A bucket is reduced in a copy, which is freed before the gradients are copied to their final buffer. With one
-        bucket only the larger of the two copies exists at a time, with several both do.
+        A bucket is reduced in a copy, and this copy is freed before the gradients are copied to their final buffer.
+        With one bucket the two copies never exist at the same time, so the larger one counts; with several buckets they
+        may exist at the same time, so both count.
         """
         role, width, trains = self.model.role, self.model.width, self.model.trains
         copy, kept = width * self._bucket, self._gradients_kept
         if self.stage == 0:
             at_once = min(trains, REDUCED_AT_ONCE + self.model.largest)
             return Bytes().add(role, "gradients", width * trains).add(role, "buffers", width * at_once)
-        if self.stage == 1:  # what is in the buckets is no longer elsewhere
+        if self.stage == 1:  # gradients in the buckets exist nowhere else
             device = Bytes().add(role, "buffers", self._buckets).add(role, "gradients", width * self._left)
             return device.add(role, "gradients", max(copy, kept))
         if self.stage == 3:
@@ -264,12 +272,13 @@ class ZeroMemory:
 
     @property
     def _gradients_kept(self) -> int:
-        """Bytes on the device of the gradients of this rank's partition after a backward pass at stage 1 or 2."""
+        """The number of bytes on the device of the gradients that this rank keeps for its partition after a backward
+        pass at stage 1 or 2."""
         return 0 if self.offloads_optimizer else self.model.width * self._in_partition
 
     @property
     def held(self) -> Bytes:
-        """Bytes on the device, beyond `at_rest`, from the last backward pass to the optimizer step."""
+        """The bytes on the device, in addition to `at_rest`, from the last backward pass to the optimizer step."""
         if self.stage == 3 or (self.offloads_optimizer and self.stage):
             return Bytes()
         numbers = self.model.trains if self.stage == 0 else self._in_partition
@@ -277,7 +286,8 @@ class ZeroMemory:
 
     @property
     def in_step(self) -> tuple[Bytes, Bytes]:
-        """(bytes on the device, bytes in host memory) beyond `at_rest` and `held` while the optimizer steps."""
+        """(bytes on the device, bytes in host memory), in addition to `at_rest` and `held`, during the optimizer
+        step."""
         role, width = self.model.role, self.model.width
         device, host = Bytes(), Bytes()
         group = self.largest_group
@@ -293,7 +303,7 @@ class ZeroMemory:
 
     @property
     def largest_group(self) -> int:
-        """How many numbers the optimizer updates at once."""
+        """The number of elements that the optimizer updates at a time."""
         groups = [
             self._share(group) if self.stage == 3 else -(-sum(group) // self.world) for group in self.model.groups
         ]
@@ -302,14 +312,15 @@ class ZeroMemory:
 
     @property
     def largest_tensor(self) -> Bytes:
-        """Bytes of the largest weight, gathered whole. Saving writes one weight after the other."""
+        """The bytes of the largest weight when it is gathered. Saving gathers and writes one weight after the other."""
         return Bytes().add(self.model.role, "gathered", self.model.width * self.model.largest)
 
     def gathered(self, backward: bool = False, ahead: bool = True, kept: Kept = NOTHING_KEPT) -> Bytes:
-        """Bytes on the device, beyond `at_rest`, while the module computes through partitions.
+        """The bytes on the device, in addition to `at_rest`, while the partitioned module computes.
 
-        ahead: whether layers are fetched before their turn and kept for their next use, as DeepSpeed does once it has
-        seen the order of the layers. In generation, where prompts and tokens alternate, it knows no such order.
+        ahead: whether layers are fetched in advance and kept for their next use. DeepSpeed does this once it has seen
+        the order of the layers. During generation, in which passes over prompts and over tokens alternate, it finds no
+        fixed order.
         """
         if self.stage < 3 or (self.world == 1 and not self.offloads_weights):
             return Bytes()
@@ -321,14 +332,14 @@ class ZeroMemory:
         return Bytes().add(self.model.role, "gathered", self.model.width * numbers)
 
     def on_device(self) -> Bytes:
-        """Bytes on the device, beyond `at_rest`, while an offloaded frozen model computes."""
+        """The bytes on the device, in addition to `at_rest`, while an offloaded frozen model computes."""
         return Bytes().add(self.model.role, "weights", self.weights if self.offload else 0)
 
     @property
     def reading(self) -> tuple[Bytes, Bytes]:
-        """(bytes on the device, bytes in host memory) while weights are read: the weights; and at stage 3, which
-        partitions one weight after the other, the largest weight whole and the piece of its file that is read at
-        once."""
+        """(bytes on the device, bytes in host memory) while weights are read. These are the bytes of the weights. At
+        stage 3, where one weight after the other is partitioned, the largest whole weight is added, and the piece of
+        its file that is read at a time."""
         role, largest = self.model.role, self.model.width * self.model.largest
         weights = Bytes().add(role, "weights", self.weights)
         if self.stage < 3:
@@ -338,11 +349,13 @@ class ZeroMemory:
 
     @property
     def loading(self) -> tuple[Bytes, Bytes]:
-        """(bytes on the device, bytes in host memory) beyond `at_rest(stepped=False)` while the engine is made.
+        """(bytes on the device, bytes in host memory), in addition to `at_rest(stepped=False)`, while the engine is
+        created.
 
-        At stages 0 to 2 a module is loaded into host memory and moved. On the device its weights are joined into one
-        buffer (stages 1 and 2), or a step with zero gradients is made (stage 0 in 16 bits). At stage 3 the trained
-        partitions are joined in host memory, and master weights are made of 16-bit weights through another copy.
+        At stages 0 to 2 a module is loaded into host memory and moved to the device. On the device its weights are
+        joined into one buffer (stages 1 and 2), or a step with zero gradients is made (stage 0 in 16 bits). At stage 3
+        the trained partitions are joined in host memory, and the master weights are computed from the 16-bit weights
+        through a further copy.
         """
         role, width, trains = self.model.role, self.model.width, self.model.trains
         device, host = Bytes(), Bytes()
@@ -362,7 +375,7 @@ class ZeroMemory:
 
 @dataclass(frozen=True, slots=True)
 class Averages:
-    """The averaged weights of a run of `spec`: the moving average and a reference that moves. actor: the actor's
+    """The averaged weights of a run: the moving average, and a moving reference. actor: the memory of the actor's
     engine."""
 
     spec: EngineSpec
@@ -370,7 +383,7 @@ class Averages:
 
     @property
     def bytes(self) -> Bytes:
-        """Bytes of all averaged weights; {} without any."""
+        """The bytes of all averaged weights; empty if the run has none."""
         shard = FLOAT * self.actor.trained_share
         found = Bytes().add("ema", "average", shard if self.spec.ema_decay is not None else 0)
         return found.add("reference", "weights", shard if self.spec.reference_refresh_steps is not None else 0)
@@ -382,23 +395,23 @@ class Averages:
 
     @property
     def exchanged(self) -> tuple[Bytes, Bytes]:
-        """(bytes on the device, bytes in host memory) while a reference takes the place of the actor's weights: one
-        master tensor more, which is a group of parameters, or at stage 0 a single parameter."""
+        """(bytes on the device, bytes in host memory) while a reference's weights are exchanged with the actor's: those
+        of one further master tensor, which holds a group of parameters, or at stage 0 a single parameter."""
         numbers = self.actor.model.largest if self.actor.stage == 0 else self.actor.largest_group
         needed = Bytes().add("reference", "buffers", FLOAT * numbers)
         return (Bytes(), needed) if self.actor.offloads_optimizer else (needed, Bytes())
 
 
 def gathered_numbers(units: Sequence[int], zero: Any, backward: bool) -> int:
-    """The most numbers that are gathered (whole) at once.
+    """The largest number of elements that are gathered at the same time.
 
-    units: how many numbers each unit has that is fetched in one piece, in the order of the forward pass. zero:
+    units: the number of elements of each unit, in the order of the forward pass; a unit is fetched in one piece. zero:
         DeepSpeed's settings.
-    backward: whether a backward pass follows, in the opposite order.
+    backward: whether a backward pass follows, which uses the units in the opposite order.
     """
     order = [*range(len(units)), *(reversed(range(len(units))) if backward else ())]
     held: set[int] = set()
-    ahead, most = 0, 0  # the first place of `order` not fetched yet; the most numbers so far
+    ahead, most = 0, 0  # the first index in `order` that is not fetched yet; the largest number so far
 
     def numbers() -> int:
         return sum(units[unit] for unit in held)
@@ -414,7 +427,7 @@ def gathered_numbers(units: Sequence[int], zero: Any, backward: bool) -> int:
                 held.add(order[ahead])
                 prefetched += units[order[ahead]]
             ahead += 1
-        # Units that are fetched together arrive in one buffer and are copied out of it.
+        # Units that are fetched together are received in one buffer, and then copied out of the buffer.
         most = max(most, numbers() + max(fetched, prefetched))
         if unit not in order[place + 1 : ahead] and not _soon(unit, order[place + 1 :], units, zero):
             held.discard(unit)
@@ -422,13 +435,14 @@ def gathered_numbers(units: Sequence[int], zero: Any, backward: bool) -> int:
 
 
 def bucket_numbers(numbers: int, largest: int, world: int) -> float:
-    """How many numbers each of `world` ranks holds at a time while a model's weights (`numbers` numbers) are gathered:
-    those that it sends and those that it receives. largest: how many numbers the largest weight has."""
+    """The number of elements that each rank holds at a time while the weights of a model are gathered: the elements
+    that the rank sends and those that it receives. numbers, largest: the number of elements of the model and of its
+    largest weight. world: the number of ranks."""
     return min(numbers, GATHER_BUCKET + largest) * (1 + 1 / world)
 
 
 def _soon(unit: int, following: Sequence[int], units: Sequence[int], zero: Any) -> bool:
-    """Whether a unit is used again within `max_reuse_distance` numbers."""
+    """Whether a unit is used again before DeepSpeed has used `max_reuse_distance` further elements."""
     distance = 0
     for other in following:
         if distance >= int(zero.max_reuse_distance):

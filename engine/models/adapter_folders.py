@@ -1,12 +1,12 @@
-"""Adapter folders in peft's format: adapter_config.json and adapter_model.safetensors with the LoRA factors of a base
-model, which is in another folder.
+"""Adapter folders in peft's format. A folder has adapter_config.json, and adapter_model.safetensors with LoRA factors.
+The base model that the factors belong to is in another folder.
 
     adapter = read_adapter("out/actor_adapter", "--actor_model_name_or_path")     # None for a whole model's folder
     for layer, (a, b) in adapter.factors().items(): ...
 
-peft, and programs that build on it, open such folders. The folder of a reward model or critic also contains its head,
-and score.json with the settings of its scores that peft has no field for. base.json has the fingerprint of the base
-that the factors were trained on.
+peft, and programs that build on peft, can open these folders. The adapter folder of a reward model or critic also
+contains the score head, and score.json with those settings of the scores for which peft has no field. base.json has the
+fingerprint of the base model on which the factors were trained.
 """
 
 import copy
@@ -37,7 +37,8 @@ SCORE, BASE = "score.json", "base.json"
 PREFIX, HEAD = "base_model.model.", "score"
 SCORE_SETTINGS = ("score_offset", "score_position", "pad_token_id")
 LANGUAGE_MODEL, CLASSIFIER = "CAUSAL_LM", "SEQ_CLS"
-# Variants of LoRA in peft that compute another function, or store other weights than factors: {field: usual name}.
+# {field: usual name} of the variants of LoRA in peft that compute another function, or store other weights than
+# factors.
 _OTHER_KINDS = {
     "use_dora": "DoRA",
     "lora_bias": "biases of the factors (lora_bias)",
@@ -59,13 +60,14 @@ _CHANGED_BASE = (
     "corda",
     "loftq",
     "lora_ga",
-)  # whose factors belong to another base than the named one
+)  # the factors of these belong to another base model than the one named
 _MERGE = "Merge it into its model with peft (merge_and_unload), save that, and give its folder"
 
 
 @dataclass(frozen=True)
 class AdapterFolder:
-    """An adapter folder: its path, the path of its base, peft's configuration, and the flag that messages name."""
+    """An adapter folder: its path, the path of its base model, peft's configuration, and the flag that messages
+    name."""
 
     path: str
     base: str
@@ -74,7 +76,7 @@ class AdapterFolder:
 
     @cached_property
     def file(self) -> Path:
-        """The file with the weights. Raises: UserError if there is none."""
+        """The file with the weights. Raises: UserError if the folder has none."""
         for name in (WEIGHTS, PICKLED_WEIGHTS):
             if (Path(self.path) / name).is_file():
                 return Path(self.path) / name
@@ -85,8 +87,8 @@ class AdapterFolder:
 
     @cached_property
     def headers(self) -> dict[str, Header]:
-        """The headers of the file's tensors, by their names within the model. Raises: UserError if the file is broken,
-        its names are not peft's, or its numbers are integers."""
+        """{name within the model: header} of the tensors in the weight file. Raises: UserError if the file is broken,
+        the names are not peft's, or a tensor has integers."""
         found = file_headers(self.file, self.what)
         foreign = [name for name in found if not name.startswith(PREFIX)]
         if foreign or not found:
@@ -105,12 +107,12 @@ class AdapterFolder:
 
     @property
     def has_head(self) -> bool:
-        """Whether it contains a score head."""
+        """Whether the folder contains a score head."""
         return f"{HEAD}.weight" in self.headers
 
     def settings(self) -> dict:
-        """The settings that a scorer's configuration gets beside the base's: offset, position and pad token of the
-        scores."""
+        """The settings that a scorer's configuration has in addition to the base model's settings: offset, position and
+        pad token of the scores."""
         file = Path(self.path) / SCORE
         if not file.is_file():
             return {}
@@ -125,9 +127,10 @@ class AdapterFolder:
         return settings
 
     def tensors(self) -> dict[str, Tensor]:
-        """Factors and head in host memory, by names within the model ("model.layers.0.mlp.up_proj.lora_A.weight").
+        """{name within the model: tensor in host memory} of the factors and the head. A name is, for example,
+        "model.layers.0.mlp.up_proj.lora_A.weight".
 
-        Raises: UserError where the file is broken, or numbers are NaN or infinite.
+        Raises: UserError if the file is broken, or if numbers are NaN or infinite.
         """
         try:
             pickled = self.file.suffix != ".safetensors"
@@ -148,7 +151,7 @@ class AdapterFolder:
         layers = [name.removesuffix(ending) for name in found if name.endswith(ending)]
         factors = {layer: (found[f"{layer}{ending}"], found[f"{layer}.lora_B.weight"]) for layer in layers}
         zeros = [layer for layer, pair in factors.items() if not any(factor.any() for factor in pair)]
-        if zeros:  # a new adapter has B = 0, but never A = 0: then neither would have a gradient
+        if zeros:  # a new adapter has B = 0, never A = 0: with both 0, neither has a gradient
             raise UserError(
                 f"{self.what}: in {self.file} all numbers of both factors are 0 in {len(zeros)} layers "
                 f"({listed(zeros)}): they change nothing and could not learn. Was its writing cut off? Copy it again."
@@ -156,15 +159,15 @@ class AdapterFolder:
         return factors
 
     def scaling(self, layer: str, dim: int) -> float:
-        """The factor of B A in a layer whose factors have rank `dim`."""
+        """The factor by which B A is multiplied in a layer whose LoRA factors have rank `dim`."""
         patterns = self.config.alpha_pattern or {}
         alpha = patterns.get(get_pattern_key(list(patterns), layer), self.config.lora_alpha)
         return alpha / dim**0.5 if self.config.use_rslora else alpha / dim
 
     def check_fit(self, config: PretrainedConfig, model_class) -> None:
-        """Raise UserError unless it holds the factors of a model of this class and configuration, and no others.
+        """Raise UserError unless the folder holds exactly the factors of a model of this class and configuration.
 
-        The model is built on the meta device, and peft finds the layers that the adapter's configuration means.
+        The model is built on the meta device, and peft finds the layers that the adapter's configuration selects.
         """
         with torch.device("meta"):
             model = model_class._from_config(config)
@@ -196,14 +199,14 @@ class AdapterFolder:
             raise UserError(f"{self.label} does not fit its base {self.base}: {misfit.difference}. {_OF_ITS_BASE}")
 
     def changes_tied_head(self, config: PretrainedConfig, model_class) -> bool:
-        """Whether it adapts the output head of a model of this class and configuration, and the head is tied to the
-        embedding; no weights are read."""
+        """Whether the adapter changes the output head of a model of this class and configuration, and this head is tied
+        to the embedding. No weights are read."""
         model, head = self._on_meta(config, model_class)
         return head is not None and model.get_output_embeddings().weight is model.get_input_embeddings().weight
 
     def adapted_head(self, config: PretrainedConfig, model_class) -> str | None:
-        """The name of the output head of a model of this class and configuration if the adapter changes it, else None;
-        no weights are read."""
+        """The name of the output head of a model of this class and configuration if the adapter changes the head, else
+        None. No weights are read."""
         return self._on_meta(config, model_class)[1]
 
     def _on_meta(self, config: PretrainedConfig, model_class):
@@ -224,11 +227,11 @@ _OF_ITS_BASE = f"Give the adapter's own base as base_model_name_or_path of its {
 
 
 def read_adapter(path: str, what: str, base: str | None = None) -> AdapterFolder | None:
-    """The adapter in the folder `path`; None if there is none.
+    """The adapter in the folder `path`; None if the folder is no adapter folder.
 
-    base: the path of its base, in place of the one that the folder names.
+    base: the path of the base model, in place of the path that the folder names.
 
-    Raises: UserError, naming `what` (a flag), if it is not plain LoRA, or broken.
+    Raises: UserError, with the flag `what` in its message, if the adapter is not plain LoRA or the folder is broken.
     """
     if not is_adapter(path):
         return None
@@ -260,15 +263,16 @@ def read_adapter(path: str, what: str, base: str | None = None) -> AdapterFolder
 
 
 def unset(config: LoraConfig) -> LoraConfig:
-    """The configuration with which peft injects the adapter: only factors, and these not drawn."""
+    """The configuration with which peft injects the adapter. With it, peft adds factors only, and does not initialise
+    them."""
     return _changed(config, init_lora_weights=False, inference_mode=False, modules_to_save=None)
 
 
 def peft_files(config: LoraConfig, base: str, score: Mapping | None, fingerprint: str | None = None) -> dict[str, str]:
-    """The texts of an adapter folder's files beside weights and tokenizer, by name.
+    """{file name: text} of an adapter folder's files other than weights and tokenizer.
 
-    base: the path of its base model. score: the settings of a scorer, by SCORE_SETTINGS. fingerprint: of the base's
-    contents, if known.
+    base: the path of the base model. score: {name in SCORE_SETTINGS: value}, the settings of a scorer; None for a
+    policy. fingerprint: the fingerprint of the base model's contents; None if it is not known.
     """
     own = _changed(
         config,
@@ -295,12 +299,12 @@ def _changed(config: LoraConfig, **settings) -> LoraConfig:
     return other
 
 
-POSITIONS = ("last", "last_non_pad")  # at which a score can be read
+POSITIONS = ("last", "last_non_pad")  # the positions at which a score can be read
 
 
 def check_config(config: LoraConfig) -> None:
-    """Raises: ValueError where a rank is no whole number, names are no texts, or a scaling is no number, or 0, with
-    which an adapter changes nothing and cannot learn."""
+    """Raises: ValueError if a rank is not a whole number, if names are not texts, or if a scaling is not a number or is
+    0. With a scaling of 0 an adapter changes nothing and cannot learn."""
     for name in ("target_modules", "modules_to_save"):
         value = getattr(config, name)
         if not isinstance(value, str | None) and not _are_texts(value):
@@ -317,7 +321,8 @@ def check_config(config: LoraConfig) -> None:
 
 
 def check_score(settings: Mapping) -> None:
-    """Raises: ValueError where a scorer's offset is no number, its position unknown, or its pad token no id."""
+    """Raises: ValueError if a scorer's offset is not a number, its position is unknown, or its pad token is not an
+    id."""
     offset, position, pad = (settings[name] for name in ("score_offset", "score_position", "pad_token_id"))
     if not _is_number(offset):
         raise ValueError(f"score_offset is no number: {offset!r}")

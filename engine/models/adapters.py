@@ -1,4 +1,4 @@
-"""The LoRA adapters within a model, and the choice of those that compute."""
+"""The LoRA adapters within a model, and the choice of the adapter that computes."""
 
 import warnings
 from collections import Counter
@@ -14,11 +14,15 @@ from engine.models.heads import AdaptedLogProbHead, LogProbHead
 
 
 class Adapters:
-    """The adapters of a model. Each role is a different model on the same base, with or without an adapter.
+    """The adapters of a model. Several roles (actor, reference, ...) compute on the same base model, each with an
+    adapter of its own or without one.
 
-    An adapter has the name of its role. own: the role that trains. configs: {role: peft's description of its adapter}.
-    frozen: other roles with an adapter; all remaining roles compute without one. merged: names of the layers whose
-    matrices contain the own role's updates at present.
+    An adapter has the name of its role.
+
+    own: the role that trains.
+    configs: {role: peft's configuration of the role's adapter}.
+    frozen: the other roles that have an adapter; all remaining roles compute without an adapter.
+    merged: the names of the layers into whose matrices the adapter of the role `own` is merged at present.
     """
 
     def __init__(
@@ -35,16 +39,16 @@ class Adapters:
         self.merged: frozenset[str] = frozenset()
 
     def within(self, model: nn.Module) -> "Adapters":
-        """Inject adapters with the same configurations into another model of this architecture. Their factors still
-        have to be filled in."""
+        """Inject adapters with the same configurations into another model of this architecture. The caller still has to
+        fill in the new factors."""
         inject(model, self.configs)
         return Adapters(model, self.own, self.configs, self.frozen)
 
     def take(self, role: str | None) -> None:
-        """Compute in this role (None: the own role) until the next call.
+        """Compute in this role until the next call. None: in the role `own`.
 
-        The choice stays after the forward pass, because with activation checkpointing the backward pass has to compute
-        the same activations again.
+        The role stays chosen after the forward pass, because with activation checkpointing the backward pass has to
+        compute the same activations again.
         """
         assert not self.merged or role in (None, self.own), (
             f"asked to be the {role}, with the {self.own}'s updates merged"
@@ -57,10 +61,11 @@ class Adapters:
 
     @torch.no_grad()
     def merge(self) -> None:
-        """Add the own role's updates to the matrices, rounded to their dtype. It then computes without the factors.
+        """Add the updates of the role `own` to the matrices, rounded to the matrices' dtype. The role then computes
+        without the factors.
 
-        Only for a copy of a model, unpartitioned and in eval mode, because the matrices are overwritten. A matrix that
-        is tied to another module's weight is not merged.
+        This is only for an unpartitioned copy of a model in eval mode, because the matrices are overwritten. A matrix
+        that is tied to another module's weight is not merged.
         """
         uses = Counter(weight for part in self.model.modules() for weight in part.parameters(recurse=False))
         for name, layer in self.layers.items():
@@ -72,8 +77,8 @@ class Adapters:
         self.take(None)
 
     def unmerge(self) -> list[str]:
-        """Compute with the factors again. Returns the names, within the model, of the matrices that the caller has to
-        restore."""
+        """Compute with the factors again. Returns the names, within the model, of the merged matrices, which the caller
+        has to restore."""
         names, self.merged = [f"{name}.base_layer.weight" for name in self.merged], frozenset()
         self.take(None)
         return names
@@ -82,8 +87,8 @@ class Adapters:
     def merged_matrix(
         self, name: str, matrix: Tensor, factors: Mapping[str, Tensor], role: str | None = None
     ) -> Tensor:
-        """The matrix of a layer plus a role's update (by default the own role's); unchanged if the role has no update
-        there. factors: the model's factors, by name."""
+        """The matrix of a layer plus the update of a role, by default of the role `own`. If the role has no update in
+        this layer, the matrix is returned unchanged. factors: {name: factor} of the model."""
         role, layer = role or self.own, self.layers[name]
         if role not in layer.lora_A:
             return matrix
@@ -92,9 +97,9 @@ class Adapters:
 
     @property
     def tied_head(self) -> str | None:
-        """The name of the output head if it is adapted and its matrix is also the embedding; else None.
+        """The name of the output head if the head has an adapter and its matrix is also the embedding; else None.
 
-        The update belongs to the head only, so a merged model has two matrices.
+        The update changes the head only, so that after merging, head and embedding are two different matrices.
         """
         head, embedding = self.model.get_output_embeddings(), self.model.get_input_embeddings()
         tied = [name for name, layer in self.layers.items() if layer is head and layer.weight is embedding.weight]
@@ -105,7 +110,7 @@ class Adapters:
         return list(self.layers)
 
     def factors(self, adapter: str | None = None) -> dict[str, tuple[nn.Parameter, nn.Parameter]]:
-        """{layer's name: (A, B)} of an adapter, by default the own one."""
+        """{layer's name: (A, B)} of an adapter, by default the adapter of the role `own`."""
         adapter = adapter or self.own
         return {
             name: (layer.lora_A[adapter].weight, layer.lora_B[adapter].weight)
@@ -115,21 +120,22 @@ class Adapters:
 
 
 def is_factor(name: str) -> bool:
-    """Whether a parameter of this name is one of the two factors of a LoRA update."""
+    """Whether a parameter with this name is one of the two factors of a LoRA update."""
     return ".lora_A." in name or ".lora_B." in name
 
 
 def inject(model: Any, configs: Mapping[str, LoraConfig]) -> None:
-    """Inject adapters with these names and descriptions into a model; their factors still have to be filled in."""
+    """Inject adapters into a model. configs: {name of the adapter: peft's configuration}. The caller still has to fill
+    in the factors."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Already found a `peft_config`")  # several are what is wanted
-        warnings.filterwarnings("ignore", "Model (has|with) `tie_word_embeddings=True`")  # which saving unties
-        warnings.filterwarnings("ignore", "fan_in_fan_out is set to")  # one word for all; peft sees what each layer is
+        warnings.filterwarnings("ignore", "Already found a `peft_config`")  # several adapters are intended
+        warnings.filterwarnings("ignore", "Model (has|with) `tie_word_embeddings=True`")  # saving unties the head
+        warnings.filterwarnings("ignore", "fan_in_fan_out is set to")  # peft itself sees the kind of each layer
         for name, config in configs.items():
             inject_adapter_in_model(config, model, adapter_name=name)
     head = model.get_output_embeddings()
     if isinstance(head, LoraLayer) and isinstance(head.get_base_layer(), LogProbHead):
-        head.__class__ = AdaptedLogProbHead  # in place, as the head itself
+        head.__class__ = AdaptedLogProbHead  # changed in place, as the head's own class was
 
 
 def merged(weight: Tensor, change: Tensor) -> Tensor:
@@ -138,7 +144,7 @@ def merged(weight: Tensor, change: Tensor) -> Tensor:
 
 
 def update(a: Tensor, b: Tensor, scaling: float, transposed: bool) -> Tensor:
-    """The update scaling * B A, (out, in), of the factors A (dim, in) and B (out, dim), in float32. transposed: return
-    (in, out), the form of Conv1D."""
+    """The update scaling * B A, (out, in), computed in float32 from the factors A (dim, in) and B (out, dim).
+    transposed: whether to return (in, out), the layout of Conv1D."""
     change = scaling * (b.float() @ a.float())
     return change.T if transposed else change

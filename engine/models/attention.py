@@ -1,15 +1,15 @@
-"""Attention: packed rows (rows without padding, one after the other), and the choice of the code that computes
-attention.
+"""Packed rows, and the choice of the implementation that computes attention. Packed rows are rows without padding,
+concatenated into one row.
 
     rows = PackedRows(attention_mask)                              # (B, S), N of its tokens real
     inputs = {"input_ids": rows.packed(sequences), "position_ids": rows.packed(position_ids)}
     hidden = trunk(**inputs, **rows.arguments(BY_ROW))
     by_token = rows.padded(hidden)                                 # (1, N, d) -> (B, S, d)
 
-Position ids begin anew with each row. A kernel for rows of various lengths gets the starts of rows (`cu_seq_lens` in
-transformers). torch's own attention is called row by row (`BY_ROW`), and computes no pair of tokens that a padded batch
-would not. Source of packing: Krell et al. 2021 (Efficient Sequence Packing without Cross-contamination); transformers,
-modeling_flash_attention_utils.py.
+Position ids begin again with each row. A kernel for rows of various lengths gets the starts of the rows (`cu_seq_lens`
+in transformers). Torch's own attention is called row by row (`BY_ROW`), so that it computes no pair of tokens that a
+padded batch would not compute. Source of packing: Krell et al. 2021 (Efficient Sequence Packing without
+Cross-contamination); transformers, modeling_flash_attention_utils.py.
 """
 
 import inspect
@@ -30,11 +30,11 @@ from engine.models.reading import model_class, read_config
 from engine.zero.accelerator import capability, on_gpu
 
 BY_ROW = "sdpa_by_row"
-"""The name, among transformers' attention functions, of torch's own attention called row by row."""
+"""The name under which transformers' attention functions list torch's own attention, called row by row."""
 
 
 class PackedRows:
-    """The places of the real tokens in a padded batch.
+    """Where the real tokens of a padded batch are, for converting between padded and packed rows.
 
     Args:
         attention_mask: (B, S) int64, 1 on real tokens.
@@ -46,9 +46,9 @@ class PackedRows:
         self.lengths: list[int] = self.real.sum(-1).tolist()
 
     def arguments(self, implementation: str) -> dict[str, Any]:
-        """The keyword arguments of a model's forward pass that describe the rows to attention.
+        """The keyword arguments of a model's forward pass that tell its attention where rows begin and end.
 
-        implementation: a name of transformers' attention functions.
+        implementation: the name of one of transformers' attention functions.
         """
         filled = [length for length in self.lengths if length]
         if implementation == BY_ROW:
@@ -64,19 +64,19 @@ class PackedRows:
         }
 
     def packed(self, tensor: Tensor) -> Tensor:
-        """(B, S, ...) -> (1, N, ...), the real tokens' entries, row after row."""
+        """(B, S, ...) -> (1, N, ...): the entries of the real tokens, row after row."""
         return tensor.flatten(0, 1).index_select(0, self.places).unsqueeze(0)
 
     def padded(self, tensor: Tensor) -> Tensor:
-        """(1, N, ...) -> (B, S, ...), with zeros for padding."""
+        """(1, N, ...) -> (B, S, ...): the entries at the positions of the real tokens, with zeros at padding."""
         whole = tensor.new_zeros(self.real.numel(), *tensor.shape[2:])
         return whole.index_copy(0, self.places, tensor.squeeze(0)).unflatten(0, self.real.shape)
 
     def predicted(self, response_length: int) -> tuple[Tensor, Tensor]:
-        """Which of the last tokens of the rows are real and follow a real token.
+        """Which of the last `response_length` tokens of each row are real and follow a real token.
 
-        Returns: (B, response_length) bool; and (n,) int64, for each of these n tokens the index, among all N, of the
-        token before it.
+        Returns: (B, response_length) bool, set on these n tokens; and (n,) int64, for each of the n tokens the index of
+        the preceding token among all N real tokens.
         """
         before = slice(-response_length - 1, -1)
         slots = self.real[:, -response_length:] & self.real[:, before]
@@ -94,8 +94,8 @@ def _attention_by_row(
     sliding_window: int | None = None,
     **how,
 ) -> tuple[Tensor, None]:
-    """torch's attention within each packed row, (1, heads, N, d) -> (1, N, heads, d). A padded batch, which has no
-    `row_lengths`, is computed as in transformers."""
+    """Torch's attention within each packed row, (1, heads, N, d) -> (1, N, heads, d). Without `row_lengths` the batch
+    is padded, and is computed as in transformers."""
     own = ALL_ATTENTION_FUNCTIONS["sdpa"]
     if row_lengths is None:
         return own(module, query, key, value, attention_mask, sliding_window=sliding_window, **how)
@@ -110,8 +110,8 @@ def _attention_by_row(
 
 
 def _window(query: Tensor, width: int | None) -> Tensor | None:
-    """(1, 1, L, L) bool, the tokens that each token may attend to in a sliding window; None if these are all before
-    it."""
+    """(1, 1, L, L) bool, the tokens that each token may attend to in a sliding window; None if each token may attend to
+    all tokens before it."""
     length = query.shape[2]
     if width is None or length <= width:
         return None
@@ -120,8 +120,8 @@ def _window(query: Tensor, width: int | None) -> Tensor | None:
 
 
 def _mask_by_row(*args, attention_mask: Tensor | None = None, allow_is_causal_skip: bool = True, **how):
-    """sdpa's mask for a padded batch. None for packed rows: transformers asks without a mask for these, and its plain
-    causal mask would be wrong."""
+    """The mask that sdpa gets for a padded batch. For packed rows transformers passes no attention mask, and the result
+    is None, because a causal mask over the whole packed row would be wrong."""
     if attention_mask is None and not allow_is_causal_skip:
         return None
     own = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
@@ -132,7 +132,7 @@ AttentionInterface.register(BY_ROW, _attention_by_row)
 AttentionMaskInterface.register(BY_ROW, _mask_by_row)
 
 
-# {name: attribute of transformers' classes that says whether a family supports it}
+# {implementation: the attribute of transformers' classes that says whether a model family supports it}
 _FAMILIES = {
     "sdpa": "_supports_sdpa",
     "flash_attention_2": "_supports_flash_attn",
@@ -142,17 +142,17 @@ _FAMILIES = {
 PACKING = ("auto", "padded", "packed")
 IMPLEMENTATIONS = ("auto", "eager", *_FAMILIES)
 _PACKAGES = {"flash_attention_2": "flash-attn", "flash_attention_3": "flash-attn-3"}
-_OLDEST = {"flash_attention_2": (8, 0), "flash_attention_3": (8, 0)}  # Ampere: their README files
+_OLDEST = {"flash_attention_2": (8, 0), "flash_attention_3": (8, 0)}  # Ampere, according to their README files
 
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """The code that computes a model's attention.
+    """How a model's attention is computed.
 
-    implementation: a name of transformers' attention functions; "auto" for torch's own (sdpa) where the model's family
-    has it, else the family's plain one (eager).
-    packing: whether rows go through the layers without their padding: "packed", "padded", or "auto": packed if there is
-    a kernel for rows of various lengths (flash attention).
+    implementation: the name of one of transformers' attention functions. "auto" takes torch's own (sdpa) if the model
+    family supports it, else the family's plain code (eager).
+    packing: "packed" if rows go through the layers without padding, "padded" if with padding. "auto" packs rows if the
+    implementation has a kernel for rows of various lengths (flash attention).
     """
 
     implementation: str = "auto"
@@ -160,11 +160,11 @@ class Attention:
 
     @property
     def packs(self) -> bool:
-        """Whether rows go without their padding."""
+        """Whether rows go through the layers without padding."""
         return self.packing == "packed" or (self.packing == "auto" and self.implementation in _PACKAGES)
 
     def packs_rows_of(self, family: Any) -> bool:
-        """Whether rows go without their padding through models of this class: it has to take position ids, and its
+        """Whether rows go without padding through models of this class. The class has to accept position ids, and its
         attention row lengths."""
         takes_positions = "position_ids" in inspect.signature(family.forward).parameters
         return self.packs and takes_positions and getattr(family, "_supports_attention_backend", False)
@@ -175,22 +175,23 @@ class Attention:
 
     @property
     def arguments(self) -> dict[str, str]:
-        """The arguments that transformers gets when it makes a model."""
+        """The arguments that transformers gets when it creates a model."""
         if self._by_row:
             return {"attn_implementation": BY_ROW}
         return {} if self.implementation == "auto" else {"attn_implementation": self.implementation}
 
     @property
     def arguments_on_meta(self) -> dict[str, str]:
-        """The arguments for models on the meta device, which has no fused kernels; sdpa allocates the same as these."""
+        """The arguments for creating models on the meta device. It has no fused kernels, and sdpa allocates as much
+        memory as they do."""
         fused = self._by_row or self.implementation in (*_PACKAGES, "flex_attention")
         return {"attn_implementation": "sdpa"} if fused else self.arguments
 
     def check(self, path: str, kind: str, dtype: str, what: str, trust_remote_code: bool = False) -> None:
-        """Raise UserError, naming `what` (a flag), if this machine, or the family of the model at `path`, does not
-        support it.
+        """Raise UserError, with the flag `what` in its message, if this machine or the family of the model at `path`
+        does not support this attention.
 
-        kind: LANGUAGE_MODEL or CLASSIFIER. dtype: what the model computes in, "fp32", "fp16" or "bf16".
+        kind: LANGUAGE_MODEL or CLASSIFIER. dtype: the dtype that the model computes in, "fp32", "fp16" or "bf16".
         """
         asked = f"--attn_implementation {self.implementation}"
         reason = self._why_not_here(dtype)
@@ -217,7 +218,8 @@ class Attention:
             )
 
     def _why_not_here(self, dtype: str) -> str | None:
-        """A sentence that says what this machine or the dtype lacks; None if nothing is missing."""
+        """A sentence that says why this machine or the dtype does not support this attention; None if both support
+        it."""
         package = _PACKAGES.get(self.implementation)
         if (package is not None or self.implementation == "flex_attention") and not on_gpu():
             return "it has kernels for GPUs alone, and this run computes on none."

@@ -1,7 +1,7 @@
-"""Checks that the model at a path is of the kind that its role needs, before anything large is loaded.
+"""Checks, before anything large is loaded, that the model at a path is of the kind that its role needs.
 
-The path may also be an adapter's folder; then base and adapter are checked. A resumed run compares a model's
-fingerprint with the recorded one, and so notices that the weights at the path have changed.
+If the path is an adapter folder, both base model and adapter are checked. A resumed run compares the fingerprint of a
+model with the fingerprint that was recorded before; this shows whether the weights at the path have changed.
 """
 
 import copy
@@ -38,11 +38,12 @@ from engine.models.weight_files import Header, check_headers, check_weights, hea
 
 
 def check_policy(path: str, what: str, trust_remote_code: bool = False):
-    """The configuration of the language model at `path`, looked at before anything large is loaded.
+    """The configuration of the language model at `path`. No weights are loaded.
 
     trust_remote_code: as for `read_config`.
 
-    Raises: UserError, naming `what` (a flag), if there is no language model, or its weights do not fit.
+    Raises: UserError, with the flag `what` in its message, if there is no language model at `path`, or its weights do
+    not fit its configuration.
     """
     config, adapter = read_config(path, what, trust_remote_code), read_adapter(path, what)
     base = path if adapter is None else adapter.base
@@ -50,7 +51,7 @@ def check_policy(path: str, what: str, trust_remote_code: bool = False):
     heads = _scorers(config)
     if is_deepspeed_chat_scorer(base, what):
         heads = ["a reward model of DeepSpeed-Chat"]
-    if heads:  # it would load with random weights
+    if heads:  # its head would load with random weights
         raise UserError(f"{what}: {base} is no language model but {heads[0]}. Give the SFT model or a base model.")
     check_weights(base, config, kind, what)
     if adapter is not None:
@@ -61,12 +62,13 @@ def check_policy(path: str, what: str, trust_remote_code: bool = False):
 
 
 def check_trunk(path: str, what: str, trust_remote_code: bool = False):
-    """The configuration of the model at `path`, which is to get a new score head.
+    """The configuration of the model at `path`, which will get a new score head.
 
-    The model may be a language model, a classifier, or the layers alone. Its weights have to fit its configuration.
+    The model may be a language model, a classifier, or a model without a head. Its weights have to fit its
+    configuration.
 
-    Raises: UserError, naming `what` (a flag), if transformers has no classifier of the model's family, or the weights
-    do not fit.
+    Raises: UserError, with the flag `what` in its message, if transformers has no classifier for the model's family, or
+    the weights do not fit the configuration.
     """
     config, adapter = read_config(path, what, trust_remote_code), read_adapter(path, what)
     base = path if adapter is None else adapter.base
@@ -75,7 +77,7 @@ def check_trunk(path: str, what: str, trust_remote_code: bool = False):
         kind = model_class(config, LANGUAGE_MODEL, base, what, trust_remote_code)
     trunk = MODEL_MAPPING.get(type(config), None)
     if trunk is not None and trunk.__name__ in _heads(config, "Model"):
-        kind = trunk  # no head at all
+        kind = trunk  # a model without a head
     if kind is classifier:
         _check_classifier(base, config, kind, what)
     else:
@@ -93,11 +95,11 @@ def check_trunk(path: str, what: str, trust_remote_code: bool = False):
 
 
 def check_scorer(path: str, what: str, trust_remote_code: bool = False) -> str:
-    """The format of the reward model at `path`, found out before anything large is loaded.
+    """The format of the reward model at `path`. No weights are loaded.
 
-    Returns: "sequence_classification" or "deepspeed_chat"; "language_model" for an adapter that brings the score head
-    to a language model.
-    Raises: UserError that says what is at `path` if it is no reward model.
+    Returns: "sequence_classification" or "deepspeed_chat"; "language_model" for an adapter whose base is a language
+    model, and which contains the score head itself.
+    Raises: UserError if there is no reward model at `path`; the message says what is there instead.
     """
     adapter = read_adapter(path, what)
     if adapter is None:
@@ -148,8 +150,8 @@ def _check_whole_scorer(path: str, what: str, trust_remote_code: bool) -> str:
 
 
 def _check_classifier(path: str, config, kind, what: str) -> None:
-    """Check that the weights belong to a classifier with one label: its head has one row. The number of labels in
-    config.json may be missing or wrong."""
+    """Check that the weights are those of a classifier with one label, whose head has one row. The number of labels in
+    config.json may be missing or wrong, so the head's shape decides."""
     head, is_here = _score_head(path, config, kind, what), weights_folder(path) is not None
     if is_here:
         config.num_labels = 1 if head is None else head.shape[0]
@@ -162,17 +164,18 @@ def _check_classifier(path: str, config, kind, what: str) -> None:
 
 
 def _score_head(path: str, config, kind, what: str) -> Header | None:
-    """The weight of the score head in the files at `path`; None where there is no head, or no file on this machine yet.
+    """The header of the score head's weight in the files at `path`; None if the files have no score head, or if no file
+    is on this machine yet.
 
-    Raises: UserError if the head has another name than config.json gives, or a bias that the model's class has no place
-    for.
+    Raises: UserError if the head's name is not the one that follows from config.json, or if the head has a bias and the
+    model's class has none.
     """
     folder, head = weights_folder(path), head_name(config)
     found = headers(folder, what) if folder is not None else {}
     if f"{head}.weight" not in found:
         rows = (name for name, header in found.items() if len(header.shape) == 2 and header.shape[0] == 1)
         other = next((name.removesuffix(".weight") for name in rows if not re.search(r"\.\d+\.", name)), None)
-        if other is not None:  # layers have gates of one row
+        if other is not None:  # gates within layers may have one row too
             raise UserError(
                 f"{what}: {path} has no {head}.weight, but a head of one row that is called {other}. If its output at "
                 "the last token is the score, as OpenRLHF has it, add "
@@ -192,7 +195,8 @@ def _score_head(path: str, config, kind, what: str) -> Header | None:
 
 
 def check_rows(tokenizer: PreTrainedTokenizerBase, config, path: str, what: str) -> None:
-    """Raise UserError, naming `what` (a flag), if the tokenizer knows tokens for which the model has no embedding."""
+    """Raise UserError, with the flag `what` in its message, if the tokenizer has tokens for which the model has no
+    embedding."""
     rows, needed = getattr(config.get_text_config(), "vocab_size", None), vocabulary_size(tokenizer)
     if rows is not None and rows < needed:
         raise UserError(
@@ -204,10 +208,10 @@ def check_rows(tokenizer: PreTrainedTokenizerBase, config, path: str, what: str)
 def check_vocabularies(
     actor_tokenizer: PreTrainedTokenizerBase, path: str, what: str, trust_remote_code: bool = False
 ) -> None:
-    """Check that token ids mean the same to the reward model as to the actor.
+    """Check that each token id stands for the same token in the reward model and in the actor.
 
     Raises: UserError if the reward model's embedding has fewer rows than the actor's tokenizer has tokens, or if the
-    reward model's own tokenizer gives other ids.
+    reward model's own tokenizer assigns other ids.
     """
     rows = getattr(read_config(path, what, trust_remote_code), "vocab_size", None)
     needed = vocabulary_size(actor_tokenizer)
@@ -220,7 +224,7 @@ def check_vocabularies(
         return
     own = read_tokenizer(path, what, trust_remote_code=trust_remote_code)
     differing = own.get_vocab().items() ^ actor_tokenizer.get_vocab().items()
-    if differing - {(actor_tokenizer.pad_token, actor_tokenizer.pad_token_id)}:  # which the run may have added
+    if differing - {(actor_tokenizer.pad_token, actor_tokenizer.pad_token_id)}:  # the run may have added it
         raise UserError(
             f"{what}: the tokenizer in {path} gives other ids than the actor's. The reward model must be "
             "trained with the actor's tokenizer."
@@ -228,32 +232,32 @@ def check_vocabularies(
 
 
 def _scorers(config) -> list[str]:
-    """The names of classifiers among the configuration's `architectures`."""
+    """The classifiers among the names in the configuration's `architectures`."""
     return [name for name in _heads(config, "") if name.endswith("ForSequenceClassification") or name == ARCHITECTURE]
 
 
 def _heads(config, ending: str) -> list[str]:
-    """The names with this ending among the configuration's `architectures`."""
+    """The names in the configuration's `architectures` that have this ending."""
     return [name for name in config.architectures or [] if name.endswith(ending)]
 
 
-BLOCK, BLOCKS = 1 << 16, 64  # bytes read at a time, and how many times a file
+BLOCK, BLOCKS = 1 << 16, 64  # the bytes in a block, and the number of blocks read of a file
 _OF_A_PLACE = ("base_model_name_or_path", "peft_version", "inference_mode")  # and of an adapter's configuration
 _PASSING = ("transformers_version", "_name_or_path")  # what saving a model anew may change in its config.json
 
 
 def fingerprint(path: str, what: str) -> str | None:
-    """The fingerprint of the model at `path`: a hash of its config.json and weight files; for a name on the Hub the
-    commit that was fetched, or None before that.
+    """The fingerprint of the model at `path`: a hash of its config.json and weight files. If `path` is a name on the
+    Hub, it is the commit that was fetched, or None if none was fetched yet.
 
-    For each weight file, the hash covers its name, its size, and 64 evenly spaced blocks of 64 KiB, including the first
-    and the last bytes: the header, and a part of every large tensor. That is 4 MiB a file however large the model is,
-    and the whole file up to that size. Changes between these blocks are missed (single numbers, or a few rows of a
-    large model), but training changes every number.
+    For each weight file, the hash covers the name, the size, and 64 evenly spaced blocks of 64 KiB, including the first
+    and the last bytes. These blocks contain the header and a part of every large tensor. The hash thus reads at most 4
+    MiB of a file, which is the whole file if it is no larger. A change between the blocks is missed (of single numbers,
+    or of a few rows of a large model), but training changes every number.
 
-    For an adapter, its whole file counts, and its base by the base's fingerprint.
+    For an adapter, the hash covers its whole weight file and the fingerprint of its base model.
 
-    Raises: UserError, naming `what` (a flag), where there are no weights.
+    Raises: UserError, with the flag `what` in its message, if there are no weights at `path`.
     """
     adapter = read_adapter(path, what)
     if adapter is not None:
@@ -268,7 +272,8 @@ def fingerprint(path: str, what: str) -> str | None:
 
 
 def contents(path: str, what: str) -> str | None:
-    """The `fingerprint` of a whole model's files, also for a name on the Hub once it was fetched; None before that."""
+    """The hash of a whole model's files, as in `fingerprint`. For a name on the Hub it is the hash of the fetched
+    files, or None if they have not been fetched."""
     folder = weights_folder(path)
     if folder is None:
         return None
@@ -286,9 +291,9 @@ def contents(path: str, what: str) -> str | None:
 
 
 def frozen_fingerprint(path: str, what: str) -> str | None:
-    """The fingerprint of all that stays unchanged while LoRA's factors train: a model's `fingerprint`; for an adapter
-    its base's fingerprint, a space, and a hash of the adapter's settings (layers, ranks, scaling) without its numbers.
-    Raises as `fingerprint`."""
+    """The fingerprint of everything that does not change while LoRA factors train. For a whole model it is the model's
+    `fingerprint`. For an adapter it is the base model's fingerprint, a space, and a hash of the adapter's settings
+    (layers, ranks, scaling), which leaves out the factors. Raises: UserError, as `fingerprint` does."""
     adapter = read_adapter(path, what)
     if adapter is None:
         return fingerprint(path, what)
@@ -298,9 +303,10 @@ def frozen_fingerprint(path: str, what: str) -> str | None:
 
 
 def check_base(adapter: AdapterFolder) -> None:
-    """Raise UserError if the `contents` of the base have changed since the adapter's folder recorded them.
+    """Raise UserError if the `contents` of the base model have changed since the adapter's folder recorded them.
 
-    Only adapters saved by this program record them. A base on the Hub is not checked before it was fetched.
+    Only adapters that this program saved record the contents of their base model. A base model on the Hub is not
+    checked before it has been fetched.
     """
     file = Path(adapter.path) / BASE
     if not file.is_file():
@@ -319,8 +325,8 @@ def check_base(adapter: AdapterFolder) -> None:
 
 
 def block_starts(size: int) -> list[int]:
-    """The starts of the blocks in a file of `size` bytes: the first block starts at 0, and the last ends with the
-    file."""
+    """The offsets at which the blocks start in a file of `size` bytes. The first block starts at 0, and the last block
+    ends at the end of the file."""
     if size <= BLOCK * BLOCKS:
         return list(range(0, size, BLOCK))
     return [(size - BLOCK) * number // (BLOCKS - 1) for number in range(BLOCKS)]

@@ -1,5 +1,5 @@
-"""Output heads: log-probs of given tokens, a score for every token, and a language model's head with adapters. ZeRO-3
-gathers the weight of a head once a call.
+"""Output heads: one for log-probs of given tokens, one for a score of every token, and a language model's head with
+adapters. ZeRO-3 gathers the weight of a head once per call.
 """
 
 import torch
@@ -13,7 +13,7 @@ from engine.algo.logprobs import head_logprobs
 class LogProbHead(nn.Linear):
     """A language model's output layer that can also compute the log-probs of given labels, chunk by chunk, in one call.
 
-    It is one call because under ZeRO-3 each call of a module gathers its weight anew.
+    All chunks are computed in one call of the module, because under ZeRO-3 each call gathers the module's weight again.
     """
 
     def forward(
@@ -25,7 +25,8 @@ class LogProbHead(nn.Linear):
         low: Tensor | None = None,
         up: Tensor | None = None,
     ):
-        """Logits (..., V) of hidden states (..., d); with labels (B, T) the result of `head_logprobs`.
+        """Without labels: the logits (..., V) of hidden states (..., d). With labels (B, T): the result of
+        `head_logprobs`.
 
         low, up: as in `head_logprobs`.
         """
@@ -35,7 +36,7 @@ class LogProbHead(nn.Linear):
 
 
 class ScoreHead(nn.Linear):
-    """A linear head computed in float32: bfloat16 would round scores to three digits."""
+    """A linear head that computes in float32, because bfloat16 would round scores to three digits."""
 
     def forward(self, hidden: Tensor) -> Tensor:
         """(..., d) -> (..., 1) float32."""
@@ -44,10 +45,10 @@ class ScoreHead(nn.Linear):
 
 
 class AdaptedLogProbHead(Linear):
-    """peft's layer around a LogProbHead. It can compute log-probs too, and adds the adapters' update to each chunk of
-    logits.
+    """peft's layer around a LogProbHead. This class adds the computation of log-probs; it adds the adapters' update to
+    each chunk of logits.
 
-    If the head is tied to the embedding, the update changes the logits only, and not the embedding.
+    If the head is tied to the embedding, the adapters' update changes the logits, but not the embedding.
     """
 
     def forward(
@@ -64,8 +65,8 @@ class AdaptedLogProbHead(Linear):
         return self.base_layer(hidden, labels, temperature, with_entropy, torch.cat(low, -1), torch.cat(up))
 
     def _transposed(self, name: str, like: Tensor) -> Tensor:
-        """B of an adapter, transposed to (dim, V), as the output of its module, because under ZeRO-3 a module's call
-        gathers its weight."""
+        """The factor B of an adapter, transposed to (dim, V). It is computed as the output of B's module for a unit
+        matrix, because under ZeRO-3 the call of a module gathers its weight."""
         unit = torch.eye(self.r[name], dtype=like.dtype, device=like.device)
-        # ZeRO-3 takes a layer's backward pass to be over when the gradient of its input is there.
+        # ZeRO-3 regards a layer's backward pass as finished when the gradient of the layer's input is computed.
         return self.lora_B[name](unit.requires_grad_(torch.is_grad_enabled()))

@@ -1,16 +1,17 @@
-"""Hydra: an actor of which only the last layers train. Frozen copies of these layers beside it serve as its reference.
+"""Hydra: an actor of which only the last layers train. Frozen copies of these layers, in the same engine, serve as the
+reference.
 
     policy = load_hydra("sft", torch.float32, layers=2)
     logprobs, _ = policy(sequences, attention_mask, position_ids, response_length=8)
     ref_logprobs, _ = policy(sequences, attention_mask, position_ids, response_length=8, role="reference")
 
-The last layers train, the norm after them, and the head if it is not tied to the embedding. Everything before these
-layers is frozen. Frozen copies that follow frozen layers compute the same as the model before training, for the memory
-of a few layers in place of a second model.
+The last layers train, the final norm after them, and the head if it is not tied to the embedding. Everything before
+these layers is frozen. The frozen copies get their inputs from the frozen layers, so together they compute what the
+model computed before training. This needs memory for a few layers instead of a second model.
 
 Source: CarperAI/trlx 3340c2f3, `freeze_bottom_causal_layers` and `ModelBranch`, which copies a tied head too (the copy
-stays equal, as the head is frozen). Before the layers it freezes only the token embedding. Position embeddings and an
-embedding's norm go on learning there, so its reference changes with them. Here they are frozen.
+stays equal, because the head is frozen). Before the layers, trlX freezes only the token embedding. In trlX position
+embeddings and the norm of an embedding go on learning, so that its reference changes with them. Here both are frozen.
 """
 
 import contextlib
@@ -34,8 +35,8 @@ from engine.zero.gathering import full_shape, is_partitioned, whole_copy
 class HydraPolicy(Policy):
     """A Policy that can also compute the log-probs of the model before training.
 
-    `branch` holds the frozen copies. It is not part of `model`, so the actor is saved without it. Under ZeRO it belongs
-    to the actor's engine, which partitions and gathers it like the other weights.
+    `branch` holds the frozen copies. `branch` is not part of `model`, so the actor is saved without the copies. Under
+    ZeRO the copies belong to the actor's engine, which partitions and gathers them like the other weights.
     """
 
     def __init__(self, model: nn.Module, replaced: dict[str, Any] | None = None, *, layers: int):
@@ -50,20 +51,20 @@ class HydraPolicy(Policy):
             first.register_forward_pre_hook(ask_for_gradient)
 
     def with_model(self, model: nn.Module) -> "HydraPolicy":
-        """A HydraPolicy with these settings for another model of the same architecture."""
+        """A HydraPolicy with the settings of this one, for another model of the same architecture."""
         other = HydraPolicy(model, self.replaced, layers=self.layers)
         other.pack(self.packs)
         other.direct_head = self.direct_head
         return other
 
     def forward(self, *args, role: str | None = None, **kwargs):
-        """As in Policy; with role "reference" the results of the model before training."""
+        """As in Policy. With the role "reference" the results are those of the model before training."""
         with self._copies_in_place() if role == "reference" else contextlib.nullcontext():
             return super().forward(*args, **kwargs)
 
     @contextlib.contextmanager
     def _copies_in_place(self) -> Iterator[None]:
-        """Within this context the frozen copies stand in place of the model's trained parts."""
+        """Within this context the frozen copies replace the trained parts of the model."""
         trained = [self.model.get_submodule(name) for name in self.names]
         try:
             self._put(self.branch)
@@ -87,7 +88,7 @@ def load_hydra(
     trust_remote_code: bool = False,
     attention: Attention = USUAL,
 ) -> HydraPolicy:
-    """The policy that `load_policy` loads, as a HydraPolicy whose last `layers` layers train.
+    """A HydraPolicy with the model that `load_policy` loads. The last `layers` layers train.
 
     Raises: UserError as `check_policy` and `trained_parts` do.
     """
@@ -99,7 +100,8 @@ def load_hydra(
 
 
 def check_hydra(path: str, layers: int, what: str, trust_remote_code: bool = False) -> None:
-    """Raise UserError, naming `what` (a flag), unless the model at `path` has a stack of at least `layers` layers.
+    """Raise UserError, with the flag `what` in its message, unless the model at `path` has a stack of at least `layers`
+    layers.
 
     Only the configuration is read.
     """
@@ -113,13 +115,14 @@ def check_hydra(path: str, layers: int, what: str, trust_remote_code: bool = Fal
 
 
 def trained_parts(model: PreTrainedModel, layers: int) -> list[str]:
-    """The names of what trains: the last `layers` decoder layers, the final norm, and the head if it is untied.
+    """The names of the modules that train: the last `layers` decoder layers, the final norm, and the head if it is not
+    tied to the embedding.
 
-    The final norm is taken to be the last module outside the stack that has only vectors and is of a class that the
-    layers use too. If this finds another module or none, the reference is still right, because exactly the trained
-    parts are copied.
+    The final norm is found by a rule: it is the last module outside the stack whose parameters are vectors only, and
+    whose class occurs in the layers too. If the rule finds another module or none, the reference is still right,
+    because exactly the trained parts are copied.
 
-    Raises: UserError if there is no stack of decoder layers, or it is shorter.
+    Raises: UserError if the model has no stack of decoder layers, or a stack of fewer than `layers` layers.
     """
     stack = decoder_stack(model)
     kind = type(model).__name__

@@ -1,12 +1,13 @@
 """Loads Policy and Scorer modules from folders or from names on the Hub.
 
-An adapter's folder is loaded as its base, with the adapter merged into it: W + alpha / dim * B A in float32, then cast.
-With `merge` False the base is left unchanged, and the module's `start` is the adapter that it still has to get.
+If a path is an adapter folder, the base model is loaded, and the adapter is merged into it: W + alpha / dim * B A is
+computed in float32, then cast. With `merge` False the base model is left unchanged, and the adapter that the module
+still has to get is stored in its attribute `start`.
 
-Loading goes through transformers and, under ZeRO-3, through partitions of every weight, so it is checked.
-`other_weights` compares numbers of every weight with the files at the end of a load. `check_results` compares the
-results of a small model within its engine with those of transformers for the same folder. `check_padding` tests that a
-model reads a row the same alone, beside longer rows, and without padding.
+Loading goes through transformers and, under ZeRO-3, through partitions of every weight. Three checks show that the
+result is right. `other_weights` compares some numbers of every loaded weight with the files. `check_results` compares
+the results of a small model within its engine with those of transformers for the same folder. `check_padding` tests
+that a model gives the same results for a row alone, beside longer rows, and without padding.
 """
 
 import copy
@@ -72,11 +73,11 @@ _OUTPUTS = {"output_router_logits": False, "output_hidden_states": False, "retur
 
 
 def as_computed(config, dropout: float = 0.0) -> tuple[Any, dict[str, Any]]:
-    """Replace settings of a configuration that training decides: every dropout probability, and the extra outputs of
-    forward passes. (A mixture of experts that returns router logits also computes a balancing loss, which is not
-    trained here and fails at single tokens.)
+    """Replace those settings of a configuration that the program decides: every dropout probability is set to
+    `dropout`, and the extra outputs of forward passes are switched off. (If a mixture of experts returns router logits,
+    it also computes a balancing loss, which is not trained here and fails for single tokens.)
 
-    Returns: the configuration, and the replaced values by name, for the saved model.
+    Returns: (the configuration, {name: replaced value}). The saved model gets the replaced values back.
     """
     drops = {name: dropout for name, value in config.to_dict().items() if "drop" in name and isinstance(value, float)}
     outputs = {name: value for name, value in _OUTPUTS.items() if hasattr(config, name)}
@@ -98,12 +99,14 @@ def load_policy(
     """The causal language model at `path`, partitioned while it loads if `ds_config` is for stage 3.
 
     Args:
-        dtype: always given, because otherwise stage 3 would load another dtype (the checkpoint's) than stages 0 to 2.
-        what: how messages name the model.
-        dropout: replaces every dropout probability of the model's configuration; it counts in train mode only.
+        dtype: the dtype of the weights. It has no default, because without a dtype stage 3 would load the checkpoint's
+            dtype, unlike stages 0 to 2.
+        what: what messages call the model.
+        dropout: the value that replaces every dropout probability of the model's configuration. Dropout has an effect
+            in train mode only.
         trust_remote_code: as for `read_config`.
         merge: whether an adapter at `path` is merged into its base.
-        attention: the code that computes its attention.
+        attention: how the model's attention is computed.
 
     Raises: UserError as `check_policy` does, and for weights that are NaN or infinite.
     """
@@ -114,7 +117,7 @@ def load_policy(
     if untied:
         config.tie_word_embeddings = False
     model = _loaded(kind, base, config, dtype, ds_config, what, attention, untied=untied)
-    if not Path(base).is_dir():  # a name on the Hub, whose files are here now
+    if not Path(base).is_dir():  # a name on the Hub; its files have now been fetched
         known = check_policy(path, what, trust_remote_code)
         if not untied and getattr(known, "tie_word_embeddings", False) != getattr(config, "tie_word_embeddings", False):
             return load_policy(path, dtype, ds_config, what, dropout, trust_remote_code, merge, attention)
@@ -123,7 +126,8 @@ def load_policy(
 
 
 def empty_like(module: Policy | Scorer, device: torch.device) -> Policy | Scorer:
-    """An unpartitioned, frozen module of the same architecture and dtype; its weights still have to be filled in."""
+    """An unpartitioned, frozen module of the same architecture and dtype. The caller still has to fill in its
+    weights."""
     dtype = next(module.parameters()).dtype
     with torch.device(device):
         model = type(module.model)._from_config(module.model.config, dtype=dtype)
@@ -139,10 +143,11 @@ def load_scorer(
     merge: bool = True,
     attention: Attention = USUAL,
 ) -> Scorer:
-    """The reward model or critic at `path`, dropout off; partitioned while it loads if `ds_config` is for stage 3.
+    """The reward model or critic at `path`, with dropout off. If `ds_config` is for stage 3, it is partitioned while it
+    loads.
 
-    It may be saved by this program, any decoder-only classifier whose head has one row, or in DeepSpeed-Chat's or
-    OpenRLHF's format.
+    The model may have been saved by this program; it may be any decoder-only classifier whose head has one row; or it
+    may have DeepSpeed-Chat's or OpenRLHF's format.
 
     Raises: UserError as `check_scorer` does, and for weights that are NaN or infinite.
     """
@@ -188,23 +193,24 @@ def new_scorer(
     merge: bool = True,
     attention: Attention = USUAL,
 ) -> Scorer:
-    """A reward model to be trained: the layers of the language model at `path`, and a head drawn from N(0, 1 / sqrt(d +
-    1)).
+    """A new reward model for training: the layers of the language model at `path`, and a head drawn from N(0, 1 /
+    sqrt(d + 1)).
 
     Source of the head's scale: Stiennon et al. 2020 (openai/summarize-from-feedback) and
     openai/lm-human-preferences cbfd210b, both by way of vwxyzjn/summarize_from_feedback_details ee77a9ab.
 
     Args:
-        pad_token_id: the tokenizer's pad token; None where it doubles as EOS, so that Hugging Face's own pooling
+        pad_token_id: the tokenizer's pad token; None if the pad token is also EOS, so that Hugging Face's own pooling
             cannot take a final EOS for padding.
-        seed: seed of the head; None for a head of zeros.
-        dropout: replaces every dropout probability of the trunk; it counts in train mode only.
-        scale: multiplies the head.
+        seed: the seed with which the head is drawn; None for a head of zeros.
+        dropout: the value that replaces every dropout probability of the trunk. Dropout has an effect in train mode
+            only.
+        scale: the factor by which the head is multiplied.
 
     Raises: UserError as `check_trunk` does, and for weights that are NaN or infinite.
     """
     config, replaced = as_computed(check_trunk(path, what, trust_remote_code), dropout)
-    take_settings(config, path, what)  # of a reward model's head, which goes
+    take_settings(config, path, what)  # settings of a reward model's head, which is replaced
     config.num_labels, config.pad_token_id = 1, pad_token_id
     config.score_position, config.score_offset = "last", 0.0
     kind = model_class(config, CLASSIFIER, path, what, trust_remote_code)
@@ -230,10 +236,11 @@ def new_critic(
     merge: bool = True,
     attention: Attention = USUAL,
 ) -> Scorer:
-    """A critic that does not start from a reward model: the language model's layers and a head of zeros.
+    """A critic that does not start from a reward model: the layers of the language model at `path` and a head of zeros.
 
-    Zeros are those of openai/lm-human-preferences cbfd210b: a random head would add noise as large as the scores to the
-    first advantages. The first update changes the head only; from then on the layers learn too.
+    The head begins at zero as in openai/lm-human-preferences cbfd210b: a random head would add noise as large as the
+    scores to the first advantages. The first update changes the head only; from the second update on the layers learn
+    too.
     """
     tokenizer = read_tokenizer(path, what, trust_remote_code=trust_remote_code)
     pad = classifier_pad_token_id(tokenizer)
@@ -251,7 +258,8 @@ def new_critic(
 
 
 def _started(module: Backbone, base: str, adapter: AdapterFolder | None, merge: bool, attention: Attention):
-    """The module with the adapter merged, or with `start` set to it. base: the path of the other weights."""
+    """The module with the adapter merged into it, or with its attribute `start` set to the adapter. base: the path of
+    the base model's weights."""
     module.base = base
     module.pack(attention.packs_rows_of(type(module.model)))
     if adapter is not None and merge:
@@ -274,12 +282,14 @@ def _loaded(
     state=None,
     untied=False,
 ) -> nn.Module:
-    """A model of class `kind` with the weights at `path`, or those of `state` (all ranks call this).
+    """A model of class `kind` with the weights at `path`, or with the weights in `state` (all ranks call this
+    together).
 
-    new_head: whether the score head may be missing, because it is drawn anew. untied: whether the output head may be
-    missing; it is then a copy of the embedding, to which the model's configuration ties it.
+    new_head: whether the score head may be missing in the files, because a new head is drawn. untied: whether the
+    output head may be missing in the files because the model's configuration ties it to the embedding; the head then
+    becomes a copy of the embedding.
 
-    Raises: SharedError if the load misses a weight, a weight differs from the files, or a number is NaN or infinite.
+    Raises: SharedError if a weight is missing, a loaded weight differs from the files, or a number is NaN or infinite.
     """
     source = path if state is None else None
     with freed_memory_given_back(), read_by_pieces(), partitioned_loading(ds_config):
@@ -294,7 +304,7 @@ def _loaded(
         )
     if dtype != torch.float32 and is_partitioned(next(model.parameters())):
         restore_buffers(model, dtype)
-    misfit, message = replace(Misfit.of(info), left_over=()), None  # judged already by the headers
+    misfit, message = replace(Misfit.of(info), left_over=()), None  # the headers were checked for this before
     if new_head:
         misfit = replace(misfit, missing=tuple(name for name in misfit.missing if not name.startswith("score.")))
     head = model.get_output_embeddings() if untied else None
@@ -320,9 +330,10 @@ def _name_of(model: nn.Module, wanted: nn.Parameter) -> str:
 
 
 def _refuse_not_finite(model: nn.Module, path: str, dtype: torch.dtype, what: str) -> None:
-    """Raise UserError, naming them, if weights in this rank's part are NaN or infinite."""
+    """Raise UserError if this rank's part of a weight has NaN or infinite numbers; the message names these weights."""
     parts = ((name, own_part(parameter).detach()) for name, parameter in model.named_parameters())
-    # Checked by the extremes, which are NaN if any number is: torch.isfinite makes tensors of twice a weight's size.
+    # The check uses minimum and maximum, which are NaN if any number is NaN; torch.isfinite would allocate twice a
+    # weight's size.
     bad = [name for name, part in parts if part.numel() and not all(map(torch.isfinite, torch.aminmax(part)))]
     if bad:
         why = " Numbers over 65504 do not fit into fp16: try --dtype bf16." if dtype == torch.float16 else ""
@@ -333,7 +344,8 @@ def _refuse_not_finite(model: nn.Module, path: str, dtype: torch.dtype, what: st
 
 
 def _refuse_other_weights(model: Any, path: str, what: str) -> None:
-    """Raise UserError, naming them, if weights in this rank's part differ from the files at `path`."""
+    """Raise UserError if this rank's part of a weight differs from the files at `path`; the message names these
+    weights."""
     folder = weights_folder(path)
     assert folder is not None, "they were loaded from there"
     stored = mapped_tensors(folder, what)
@@ -347,15 +359,15 @@ def _refuse_other_weights(model: Any, path: str, what: str) -> None:
 
 
 def _make_saveable(model) -> None:
-    """Mend a generation_config that transformers reads but refuses to write, such as Llama-2's.
+    """Repair a generation_config that transformers reads but refuses to write, such as that of Llama-2.
 
-    Otherwise saving would fail, at the end of the run. Sampling does not use the generation_config.
+    Without the repair, saving would fail at the end of the run. Sampling does not use the generation_config.
     """
     generation = model.generation_config
     try:
         generation.validate(strict=True)
     except ValueError:
-        generation.do_sample = True  # what its temperature and top_p meant
+        generation.do_sample = True  # its temperature and top_p imply sampling
         try:
             generation.validate(strict=True)
         except ValueError:
@@ -364,18 +376,19 @@ def _make_saveable(model) -> None:
             )
 
 
-SAMPLE = 64  # numbers compared of each weight
-SMALL = 30_000_000  # parameters; rank 0 loads such a model once more
+SAMPLE = 64  # how many numbers of each weight are compared
+SMALL = 30_000_000  # the number of parameters up to which rank 0 loads a model a second time
 OFF = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
-"""Too much for a mean difference, where results are of size 1; hundreds of times what rounding does."""
+"""{dtype: the largest accepted mean difference}, for results of about size 1. It is hundreds of times the difference
+that rounding causes."""
 
 
 def other_weights(model: nn.Module, stored: Mapping[str, Tensor]) -> list[str]:
-    """The names of weights that differ from the files. Compared are SAMPLE evenly spaced numbers of this rank's part of
-    each weight, in the dtype that it was cast to.
+    """The names of the weights that differ from the files. Of this rank's part of each weight, SAMPLE evenly spaced
+    numbers are compared, in the dtype to which the weight was cast.
 
-    A tied weight is compared under each of its names. Weights are left out that the files have in another arrangement
-    (the experts of a layer, for example) or not at all, such as new heads. stored: the files' tensors, by name.
+    A tied weight is compared under each of its names. Weights that the files store in another arrangement (the experts
+    of a layer, for example), or not at all (a new head), are not compared. stored: {name: tensor} of the files.
     """
     found = []
     for name, weight in model.named_parameters(remove_duplicate=False):
@@ -393,17 +406,18 @@ def other_weights(model: nn.Module, stored: Mapping[str, Tensor]) -> list[str]:
 
 @torch.no_grad()
 def check_results(module: Backbone, call: Callable[..., Any], what: str) -> None:
-    """Compare log-probs or values of a small model with those that transformers computes from its folder; peft applies
-    an adapter there (all ranks call this). No random numbers are drawn from the run's generators.
+    """Compare the log-probs or values of a small model with those that transformers computes from the model's folder,
+    to which peft applies an adapter if there is one (all ranks call this together). No random numbers are drawn from
+    the run's generators.
 
-    Models of more than SMALL parameters are left out, and DeepSpeed-Chat's reward models, which transformers cannot
-    open. A scorer's head may be new, so both sides use the module's head.
+    Nothing is compared for models of more than SMALL parameters, and for DeepSpeed-Chat's reward models, which
+    transformers cannot open. A scorer's head may be new, so both computations use the module's head.
 
     Args:
-        call: the module's forward pass, as an engine makes it.
-        what: how messages name the model.
+        call: the forward pass of the module within its engine.
+        what: what messages call the model.
 
-    Raises: SharedError if they differ by more than rounding.
+    Raises: SharedError if the results differ by more than rounding.
     """
     base, model = module.base, module.model
     if base is None or sum(map(full_numel, model.parameters())) > SMALL or is_deepspeed_chat_scorer(base, what):
@@ -435,10 +449,11 @@ def check_results(module: Backbone, call: Callable[..., Any], what: str) -> None
 
 
 def _expected(module: Backbone, sequences: Tensor, head: Tensor | None) -> Tensor:
-    """Log-probs (B, T - 1) or values (B, T) that transformers alone computes for a batch (B, T) without padding."""
-    config = copy.deepcopy(module.model.config)  # extra outputs of forward passes are off, as in the engine
+    """The log-probs (B, T - 1) or values (B, T) that transformers, without this program's code, computes for a batch
+    (B, T) without padding."""
+    config = copy.deepcopy(module.model.config)  # without extra outputs of forward passes, as in the engine
     own = type(config).from_pretrained(module.base)
-    if hasattr(own, "tie_word_embeddings"):  # an adapter of the head unties it in the engine's
+    if hasattr(own, "tie_word_embeddings"):  # in the engine an adapter of the head has untied it
         config.tie_word_embeddings = own.tie_word_embeddings
     with torch.random.fork_rng(devices=[sequences.device] if sequences.is_cuda else []):
         plain: Any = (
@@ -454,7 +469,7 @@ def _expected(module: Backbone, sequences: Tensor, head: Tensor | None) -> Tenso
         adapter = module.start or module.merged
         if adapter is not None:
             peft_config = copy.copy(adapter.config)
-            peft_config.task_type = None  # a critic may be made of a language model's adapter
+            peft_config.task_type = None  # a critic may start from a language model's adapter
             PeftModel.from_pretrained(plain, adapter.path, config=peft_config)  # in place
     plain.eval()
     if head is None:
@@ -463,19 +478,19 @@ def _expected(module: Backbone, sequences: Tensor, head: Tensor | None) -> Tenso
     return plain.base_model(sequences, use_cache=False)[0].float() @ head.float()[0] + getattr(module, "offset", 0.0)
 
 
-SHORT, LONG = 5, 8  # tokens of the row that is compared, and of the row beside it
+SHORT, LONG = 5, 8  # the number of tokens of the compared row, and of the row beside it
 
 
 @torch.no_grad()
 def check_padding(module: Backbone, call: Callable[..., Tensor | tuple[Tensor, Tensor]], what: str) -> None:
-    """Compare a row's results alone, beside a longer row, and without padding (all ranks call this). Skipped for
-    torch's own attention with padded rows, which is the usual case.
+    """Compare the results for a row alone, beside a longer row, and without padding (all ranks call this together). The
+    check is skipped for torch's own attention with padded rows, which is the usual case.
 
     Args:
-        call: the module's forward pass, as an engine makes it.
-        what: how messages name the model.
+        call: the forward pass of the module within its engine.
+        what: what messages call the model.
 
-    Raises: SharedError if padding is attended to, or rows without padding give other results.
+    Raises: SharedError if the model attends to padding, or rows without padding give other results.
     """
     packs, name = module.packs, module.model.base_model.config._attn_implementation
     if name == "sdpa" and not packs:
@@ -498,8 +513,8 @@ def check_padding(module: Backbone, call: Callable[..., Tensor | tuple[Tensor, T
 
 
 def _answers(module: Backbone, call: Callable, width: int) -> Tensor:
-    """Log-probs or scores of the last tokens of a short row, and of a long row if the batch is wide enough for one; (1
-    or 2, n) float32."""
+    """(1 or 2, n) float32, the log-probs or scores of the last tokens of a short row, and of a long row if `width`
+    leaves room for one."""
     device = distributed.device()
     row = torch.arange(1, LONG + 1, device=device) * 7919 % module.model.config.get_text_config().vocab_size
     sequences = torch.stack([row, row.flip(0)] if width == LONG else [row])[:, -width:]
@@ -512,7 +527,7 @@ def _answers(module: Backbone, call: Callable, width: int) -> Tensor:
 
 
 def _same(module: Backbone, found: Tensor, expected: Tensor) -> bool:
-    """Whether the results agree on all ranks, within the rounding of the weights' dtype."""
+    """Whether the results `found` equal `expected` on all ranks, within the rounding of the weights' dtype."""
     tolerance = torch.finfo(next(module.parameters()).dtype).eps ** 0.5
     near = (found - expected).abs() <= tolerance * expected.abs().max().clamp(min=1.0)
     return not distributed.any_rank(not bool(near.all()))

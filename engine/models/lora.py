@@ -1,12 +1,12 @@
-"""LoRA: the matrices of a model stay frozen, and small factors beside each of them train.
+"""LoRA: the matrices of a model stay frozen, and two small factors per adapted matrix train.
 
     adapt(policy, LoraSpec(dim=16, only=True), "actor")
     logprobs, _ = policy(sequences, attention_mask, position_ids, response_length=8)                    # the actor
     ref_logprobs, _ = policy(sequences, attention_mask, position_ids, response_length=8, role="reference")
 
 The weight of an adapted layer is W + alpha / dim * B A, with W frozen, A (dim, in) drawn uniformly within
-+-1 / sqrt(dim) and B (out, dim) zeros, so that training starts from W. The layers are peft's. The choice of adapted
-layers and the start of the factors are DeepSpeed-Chat's, whose alpha is 1.
++-1 / sqrt(dim) and B (out, dim) zeros, so that training starts from W. The adapted layers are peft's classes. Which
+layers are adapted, and how factors are initialised, is as in DeepSpeed-Chat, where alpha is 1.
 
 Sources: Hu et al. 2021 (LoRA), section 4.1; microsoft/DeepSpeedExamples 83757d9c, dschat/utils/module/lora.py.
 """
@@ -31,7 +31,8 @@ from engine.models.reading import CLASSIFIER, LANGUAGE_MODEL, model_class, read_
 
 
 def decoder_stack(model: PreTrainedModel) -> str | None:
-    """The name of the longest ModuleList of decoder layers (the classes in `_no_split_modules`), or None."""
+    """The name of the longest ModuleList of decoder layers (modules whose class is in `_no_split_modules`); None if
+    there is none."""
     kinds = set(model._no_split_modules or [])
     lists = {
         name: len(part)
@@ -44,9 +45,9 @@ def decoder_stack(model: PreTrainedModel) -> str | None:
 def ask_for_gradient(_: nn.Module, inputs: tuple) -> None:
     """Make the backward pass reach the input of the first layer that trains, although nothing before it trains.
 
-    This is a forward pre-hook. If ZeRO-3 gathers a layer in one piece, it takes the layer's backward pass to be over
-    when the gradient of its input is there. For an input without a gradient this would be so from the start, and
-    weights would be freed too early.
+    This function is a forward pre-hook. If ZeRO-3 gathers a layer as a whole, it regards the layer's backward pass as
+    finished when the gradient of the layer's input is computed. If the input needs no gradient, ZeRO-3 would regard the
+    backward pass as finished from the start, and would free the weights too early.
     """
     if torch.is_grad_enabled() and not inputs[0].requires_grad:
         inputs[0].requires_grad_(True)
@@ -57,14 +58,17 @@ ALL_LINEAR = "all-linear"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraSpec:
-    """Which layers of a model get factors, and how the factors train.
+    """Which layers of a model get LoRA factors, and how the factors train.
 
-    dim: the rank of the update, r. alpha: the update is scaled by alpha / dim. targets: a text that the names of
-    adapted layers contain; "all-linear" for all but the output head; or several names, one of which is a layer's last
-    (peft's target_modules). dropout: dropout on the input of A, in train mode. lr: the factors' peak learning rate.
-    only: whether nothing but factors (and a score head) trains; otherwise all weights but the adapted matrices train
-        too, at the model's own rate.
-    seed: seed of A.
+    dim: the rank of the update, r.
+    alpha: the update is multiplied by alpha / dim.
+    targets: which linear layers are adapted: those whose full name contains this text; all but the output head for
+        "all-linear"; or, if several names are given, those whose last name is among them (peft's target_modules).
+    dropout: the dropout probability for the input of A, in train mode.
+    lr: the peak learning rate of the factors.
+    only: whether only the factors, and a score head if there is one, train. Otherwise all weights except the adapted
+        matrices train too, at the model's own learning rate.
+    seed: the seed with which A is drawn.
     """
 
     dim: int
@@ -77,17 +81,17 @@ class LoraSpec:
 
 
 def adapt(module: Backbone, spec: LoraSpec, role: str, frozen_role: str | None = None) -> None:
-    """Give a Policy or Scorer, partitioned or not, an adapter that trains as `role`, and freeze all weights that do not
-    train.
+    """Add an adapter to a Policy or Scorer, partitioned or not, and freeze all weights that do not train. role: the
+    role as which the adapter trains.
 
-    frozen_role: the role ("reference" or "reward") in which the module also goes on computing as the model before
+    frozen_role: the role ("reference" or "reward") in which the module also computes what the model computed before
     training; None for no such role. If training continues an existing adapter (`module.start`), the frozen role gets a
-    frozen copy of that adapter, and its alpha and layers count in place of `spec`'s.
+    frozen copy of that adapter, and alpha and layers are those of the existing adapter instead of `spec`.
 
     Raises: UserError if `spec.targets` names no linear layer, or `spec.dim` is not the dimension of `module.start`.
     """
     model, start = module.model, module.start
-    if module.base is not None:  # read now: the folder may be overwritten before the adapter is saved
+    if module.base is not None:  # recorded now, since the folder may be overwritten before the adapter is saved
         module.base_contents = contents(module.base, role)
     config = adapter_config(model, start, spec)
     frozen = [frozen_role] if start is not None and frozen_role is not None else []
@@ -101,11 +105,11 @@ def adapt(module: Backbone, spec: LoraSpec, role: str, frozen_role: str | None =
 
 
 def adapter_config(model: PreTrainedModel, start: AdapterFolder | None, spec: LoraSpec | None) -> LoraConfig:
-    """peft's configuration of an adapter: that of the folder `start`, or else a new one.
+    """peft's configuration of an adapter: the one in the folder `start`, or a new one if `start` is None.
 
-    spec: how it trains; None if it is frozen.
+    spec: how the adapter trains; None if the adapter is frozen.
 
-    Raises: UserError as `target_names` does, and where `spec.dim` is not the dimension of `start`.
+    Raises: UserError, as `target_names` does, and if `spec.dim` is not the dimension of `start`.
     """
     if start is None:
         assert spec is not None, "what is frozen has a folder"
@@ -124,15 +128,16 @@ def adapter_config(model: PreTrainedModel, start: AdapterFolder | None, spec: Lo
             f"{start.config.r} to go on with it, or no dimension: then it is merged, and all weights train."
         )
     config = unset(start.config)
-    # A frozen model has no dropout: its scores and log-probs have to be the same each time.
+    # A frozen model has no dropout, because its scores and log-probs have to be equal each time.
     config.lora_dropout = spec.dropout if spec is not None else 0.0
     return config
 
 
 def target_names(model: PreTrainedModel, targets: str | tuple[str, ...]) -> list[str]:
-    """The full names of the linear layers that `targets` means; never a score head, which trains as a whole.
+    """The full names of the linear layers that `targets` selects. A score head is never among them, because it trains
+    as a whole.
 
-    Raises: UserError, with similar names, if a text or name matches no layer.
+    Raises: UserError if a text or name matches no layer; the message lists similar names.
     """
     score, head = getattr(model, "score", None), model.get_output_embeddings()
     linear = {
@@ -159,14 +164,14 @@ def target_names(model: PreTrainedModel, targets: str | tuple[str, ...]) -> list
     return [name for name in linear if name in found]
 
 
-# The output head has become a LogProbHead or ScoreHead by the time a model is adapted.
+# The names of linear layers' classes. When a model is adapted, its output head is already a LogProbHead or ScoreHead.
 _LINEAR = ("Linear", "Conv1D", "LogProbHead", "ScoreHead")
 
 
 @torch.no_grad()
 def fill_factors(adapters: Adapters, role: str, start: AdapterFolder | None, spec: LoraSpec | None) -> None:
-    """Initialise a role's factors: with those of the folder `start`, or else as `draw` does. Does nothing on the meta
-    device."""
+    """Initialise a role's factors: with the factors of the folder `start`, or as `draw` does if `start` is None. On the
+    meta device nothing is done."""
     factors = adapters.factors(role)
     if any(a.is_meta for a, _ in factors.values()):
         return
@@ -181,14 +186,15 @@ def fill_factors(adapters: Adapters, role: str, start: AdapterFolder | None, spe
 
 @torch.no_grad()
 def draw(a: Tensor, b: Tensor, spec: LoraSpec, name: str) -> None:
-    """Initialise a layer's factors: A within +-1 / sqrt(dim), from the seed and the layer's name alone; B zeros."""
+    """Initialise a layer's factors. A is drawn uniformly within +-1 / sqrt(dim); its numbers depend only on the seed
+    and the layer's name. B is zeros."""
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) ^ spec.seed)
     a.copy_((2 * torch.rand(a.shape, generator=generator) - 1) / math.sqrt(spec.dim))
     b.zero_()
 
 
 def _choose_trained(module: Backbone, spec: LoraSpec) -> None:
-    """Mark the parameters that train, and let gradients reach the first layer if nothing before it trains."""
+    """Mark the parameters that train, and make gradients reach the first layer if nothing before it trains."""
     assert module.adapters is not None
     module.requires_grad_(not spec.only)
     for layer in module.adapters.layers.values():
@@ -209,8 +215,9 @@ def _choose_trained(module: Backbone, spec: LoraSpec) -> None:
 class AdaptedModel:
     """Which layers of a model an adapter changes, and how many parameters train.
 
-    layers: the names of the adapted layers. trained, total: numbers of parameters, factors included in both. scorer:
-    whether it has a score head, which trains too.
+    layers: the names of the adapted layers.
+    trained, total: the number of trained parameters and of all parameters; both include the factors.
+    scorer: whether the model has a score head, which trains too.
     """
 
     spec: LoraSpec
@@ -229,12 +236,12 @@ class AdaptedModel:
         trust_remote_code: bool = False,
         goes_on: bool = True,
     ) -> Self:
-        """The result that `adapt` would have for the model at `path`, as a scorer or a language model.
+        """What `adapt` would do to the model at `path`, loaded as a scorer or as a language model.
 
-        goes_on: whether an adapter at `path` goes on training; otherwise a new one is added beside it.
+        goes_on: whether an adapter at `path` is trained further; if not, a new adapter is added.
 
-        Raises: UserError, naming `what` (a flag), if the path has another kind of model, no layer has such a name, or
-        the factors of a new adapter would be larger than every matrix that they change.
+        Raises: UserError, with the flag `what` in its message, if the model at the path is of another kind, if no layer
+        matches the targets, or if the factors of a new adapter would be larger than every matrix that they change.
         """
         config = read_config(path, what, trust_remote_code)
         kind = model_class(config, CLASSIFIER if scorer else LANGUAGE_MODEL, path, what, trust_remote_code)
@@ -249,7 +256,7 @@ class AdaptedModel:
             module.start = start
             try:
                 adapt(module, spec, "model")
-            except UserError as error:  # of a folder's adapter it says which
+            except UserError as error:  # an error about a folder's adapter already names the folder
                 raise UserError(str(error) if start is not None else f"{what} {path}: {error}") from None
         assert module.adapters is not None
         sides = [min(a.shape[1], b.shape[0]) for a, b in module.adapters.factors().values()]
@@ -269,7 +276,7 @@ class AdaptedModel:
         )
 
     def summary(self) -> str:
-        """One line: rank and rate, how much trains, and which layers have factors."""
+        """One line with the rank, the learning rate, the number of trained parameters, and the adapted layers."""
         spec = self.spec
         kinds = list(dict.fromkeys(name.rpartition(".")[2] for name in self.layers))
         dropout = f", dropout {spec.dropout:g}" if spec.dropout else ""

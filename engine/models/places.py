@@ -12,14 +12,15 @@ from engine.errors import UserError
 from engine.files import parsed_json, refuse_pointers
 
 ADAPTER_CONFIG = "adapter_config.json"
-_MODELS = ("config.json", ADAPTER_CONFIG)  # one of these makes a folder a model's
-WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")  # the first that exists is read, as in transformers
+_MODELS = ("config.json", ADAPTER_CONFIG)  # a folder with one of these is a model's folder
+WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")  # the first of these that exists is read, as in transformers
 _WHOLE_WEIGHTS = (*WEIGHT_FILES, *(f"{name}.index.json" for name in WEIGHT_FILES))
-_WITHIN = ("actor", "reward", "sft", "actor_adapter", "adapter")  # subfolders with models in folders that runs write
+_WITHIN = ("actor", "reward", "sft", "actor_adapter", "adapter")  # subfolders with models in the output folders of runs
 
 
 def can_be_hub_name(name: str) -> bool:
-    """Whether a name can be one of the Hub: `name`, or `owner/name` if no folder has the owner's name."""
+    """Whether a name can be a name on the Hub. It has the form `name` or `owner/name`; in the second form no folder on
+    this machine may have the owner's name."""
     if re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name) is None:
         return False
     return "/" not in name or not Path(name).parent.is_dir()
@@ -31,13 +32,14 @@ def is_adapter(path: str | Path) -> bool:
 
 
 def base_of(path: str, what: str) -> str:
-    """The path of the whole model that `path` is loaded from: an adapter's base, or the path itself.
+    """The path of the whole model from which `path` is loaded: of the base model if `path` is an adapter, otherwise the
+    path itself.
 
-    A base with a relative path is searched from the working directory, as in peft, and from the adapter's folder; if
-    neither has it, it is a name on the Hub.
+    A relative path of a base model is searched from the working directory, as in peft, and then from the adapter's
+    folder. If it exists in neither, it is a name on the Hub.
 
-    Raises: UserError, naming `what` (a flag), if an adapter names no base or an impossible one, or is in the folder of
-    a whole model.
+    Raises: UserError, with the flag `what` in its message, if an adapter names no base model or an impossible one, or
+    if the adapter is in the folder of a whole model.
     """
     if not is_adapter(path):
         return path
@@ -76,14 +78,15 @@ def base_of(path: str, what: str) -> str:
 
 
 def same_model(one: str, other: str) -> bool:
-    """Whether two paths or names mean the same model."""
+    """Whether two paths or names refer to the same model."""
     return one == other or (Path(one).is_dir() and Path(other).is_dir() and Path(one).samefile(other))
 
 
 def require_model(path: str, what: str) -> None:
-    """Raise UserError, naming `what` (a flag), unless `path` is a model's folder or the name of a model on the Hub.
+    """Raise UserError, with the flag `what` in its message, unless `path` is a model's folder or the name of a model on
+    the Hub.
 
-    The Hub is asked only once; without a network transformers would retry for a minute.
+    The Hub is asked only once. Without a network, transformers itself would retry for a minute.
     """
     if is_adapter(path):
         require_model(base_of(path, what), f"{what} {path}, an adapter, and its base")
@@ -104,7 +107,7 @@ def require_model(path: str, what: str) -> None:
         return
     try:
         huggingface_hub.HfApi().model_info(path, timeout=10)
-    except Exception as error:  # of the HTTP library's own kinds too, whichever that is
+    except Exception as error:  # also the errors of whichever HTTP library is used
         raise UserError(
             f"{what}: found no folder {path} in {Path.cwd()}, and no model of that name on the Hugging "
             f"Face Hub can be reached ({one_line(error)}). Check the name; without a network, give a local "

@@ -1,9 +1,9 @@
-"""Policy, a causal language model that returns log-probs of given tokens, and Scorer, a reward model or critic with a
-number for every token. Their base class `Backbone` holds a Hugging Face model and calls its trunk: the layers without
-the head.
+"""This file has two modules. A Policy is a causal language model that returns log-probs of given tokens. A Scorer is a
+reward model or critic that returns a number for every token. Their base class `Backbone` holds a Hugging Face model and
+calls the model's trunk, which is the layers without the head.
 
-A policy returns only log-probs, (B, T). The logits, (B, T, V), would be the largest tensor of a step; they are computed
-a few rows at a time, so only these few are ever in memory.
+A policy returns log-probs, (B, T), instead of logits, (B, T, V), which would be the largest tensor of a step. Logits
+are computed in chunks, so that only one chunk of logits is in memory at a time.
 """
 
 import inspect
@@ -25,15 +25,16 @@ from engine.zero.gathering import whole_copy
 
 
 class Backbone(nn.Module):
-    """A Hugging Face model, called with the arguments that its family's trunk takes.
+    """A Hugging Face model that is called with those arguments that the trunk of its family accepts.
 
     replaced: {name: original value} of settings that loading has replaced in the model's configuration (`as_computed`);
-    saving restores them.
-    adapters: the LoRA adapters within the model, or None.
-    base: the path that its weights were loaded from. base_contents: the fingerprint of these weights, which an
-    adapter's folder records; None without adapters. start: the adapter that the model was loaded without, and that will
-    be trained further; None otherwise. merged: the adapter that loading has merged into the weights, or None.
-    packs: whether padding is removed from rows before they go through the layers.
+        saving restores them.
+    adapters: the LoRA adapters within the model; None if it has no adapters.
+    base: the path from which the weights were loaded.
+    base_contents: the fingerprint of the weights at this path, which a saved adapter records; None without adapters.
+    start: an adapter that was not merged when the model was loaded, and that will be trained further; None otherwise.
+    merged: the adapter that was merged into the weights when the model was loaded, or None.
+    packs: whether padding is removed from rows before they go through the layers (packed rows).
     """
 
     model: PreTrainedModel
@@ -48,11 +49,11 @@ class Backbone(nn.Module):
         super().__init__()
         self.model = model
         self.replaced = replaced or {}
-        # Some families (BLOOM, for example) take no position ids: they count along the attention mask.
+        # Some families (BLOOM, for example) take no position ids, and compute positions from the attention mask.
         self._takes_positions = "position_ids" in inspect.signature(model.base_model.forward).parameters
 
     def with_model(self, model: PreTrainedModel) -> Self:
-        """A module of this class, with these settings and adapters, around another model of the same architecture."""
+        """A module of this class with the same settings and adapters, around another model of the same architecture."""
         other = type(self)(model, self.replaced)
         other.pack(self.packs)
         if self.adapters is not None:
@@ -60,28 +61,30 @@ class Backbone(nn.Module):
         return other
 
     def take_settings_of(self, other) -> None:
-        """Copy from another module of this architecture the settings, other than weights, that its results depend on.
+        """Copy the settings that affect the module's results, other than weights, from another module of the same
+        architecture.
 
-        It is called when a module gets the weights of another model.
+        This method is called when a module gets the weights of another model.
         """
 
     def pack(self, packs: bool) -> None:
-        """Set whether rows go through the layers without their padding."""
+        """Set whether rows go through the layers without padding."""
         self.packs = packs
 
     def checkpoint_activations(self) -> None:
         """Keep only each layer's input in forward passes, and compute the rest again in the backward pass."""
         model = self.model
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-        enable({"use_reentrant": False})  # the first is its name from transformers 5.23 on, where the other one warns
+        enable({"use_reentrant": False})  # from transformers 5.23 on the first name is right; the other warns
 
     def as_role(self, role: str) -> "Backbone":
-        """The Policy or Scorer of a role: this module itself, unless it can compute as several models."""
+        """The Policy or Scorer of a role. It is this module itself, except in modules that can compute as several
+        models."""
         return self
 
     def take_role(self, role: str | None) -> None:
-        """Compute in this role until the next call. None: the role that trains; other values only for modules that can
-        compute as several models."""
+        """Compute in this role until the next call. None: compute in the role that trains. Other roles are possible
+        only for modules that can compute as several models."""
         if self.adapters is not None:
             self.adapters.take(role)
         else:
@@ -95,8 +98,8 @@ class Backbone(nn.Module):
         return named
 
     def packed_inputs(self, rows: PackedRows, sequences: Tensor, position_ids: Tensor) -> dict:
-        """The keyword arguments of a forward pass over packed rows. There is no attention mask: a model would take it
-        for the mask of a padded batch."""
+        """The keyword arguments of a forward pass over packed rows. There is no attention mask, because a model would
+        treat it as the mask of a padded batch."""
         named = {"input_ids": rows.packed(sequences), "position_ids": rows.packed(position_ids), "use_cache": False}
         return named | rows.arguments(self.model.base_model.config._attn_implementation)
 
@@ -112,9 +115,9 @@ class Backbone(nn.Module):
 class Policy(Backbone):
     """A causal language model that returns log-probs of given tokens.
 
-    For models that change their logits after the head (soft caps, scales) the model itself computes the logits; for
-    others the head is applied directly. `forward(probe=True)`, called after loading, finds out by a trial which is
-    right.
+    Some models change their logits after the head (soft caps, scales); for these the model itself computes the logits.
+    For other models the head is applied directly. `forward(probe=True)`, which is called after loading, finds out by a
+    trial which kind the model is.
     """
 
     def __init__(self, model: PreTrainedModel, replaced: dict[str, Any] | None = None):
@@ -122,10 +125,11 @@ class Policy(Backbone):
         head = model.get_output_embeddings()
         self.direct_head = type(head) in (nn.Linear, LogProbHead)
         if self.direct_head:
-            head.__class__ = LogProbHead  # in place, so that parameter names stay the model's own
+            head.__class__ = LogProbHead  # in place, so that parameter names do not change
 
     def with_model(self, model: PreTrainedModel) -> Self:
-        """A Policy with these settings, the result of the probe included, for another model of the architecture."""
+        """A Policy with the settings of this one, including the result of the probe, for another model of the same
+        architecture."""
         other = super().with_model(model)
         other.direct_head = self.direct_head
         return other
@@ -142,14 +146,15 @@ class Policy(Backbone):
         probe: bool = False,
         role: str | None = None,
     ):
-        """Log-probs and entropy of the last `response_length` (T) tokens of each row.
+        """The log-probs and entropies of the last `response_length` (T) tokens of each row.
 
         Args:
             sequences, attention_mask, position_ids: (B, S) int64.
-            temperature: what the logits are divided by.
-            with_entropy: otherwise the entropies are zeros.
-            probe: instead find out whether the head may be applied directly (see Policy), and remember it.
-            role: "reference" for the model before training, if this module also computes that one.
+            temperature: the number that the logits are divided by.
+            with_entropy: whether to compute entropies; if not, they are zeros.
+            probe: do not compute log-probs, but find out whether the head may be applied directly (see Policy), and
+                store the answer.
+            role: "reference" for the results of the model before training, if this module also computes that model.
 
         Returns: (logprobs, entropy), each (B, T) float32.
         """
@@ -179,8 +184,8 @@ class Policy(Backbone):
         temperature: float,
         with_entropy: bool,
     ) -> tuple[Tensor, Tensor]:
-        """The result of `forward`, computed from rows without their padding. It is zero where a token, or the one
-        before it, is padding."""
+        """The result of `forward`, computed from packed rows. The result is zero where a token or the preceding token
+        is padding."""
         slots, before = rows.predicted(labels.shape[1])
         wanted = labels[slots].unsqueeze(0)
         if self.direct_head:
@@ -195,10 +200,10 @@ class Policy(Backbone):
         return logprobs, entropy
 
     def _probe(self, sequences: Tensor) -> Tensor:
-        """Whether the logits are the head's output for the trunk's hidden states, unchanged.
+        """Whether the model's logits are the unchanged output of the head for the trunk's hidden states.
 
-        The model's own code runs with the head's output replaced by large numbers, which a soft cap or a scale would
-        change. Initial logits may be too small to show this.
+        The model's own code is run with the head's output replaced by large numbers, which a soft cap or a scale would
+        change. The real logits of a new model may be too small to show such a change.
         """
         mask = torch.ones_like(sequences)
         inputs = self.inputs(sequences, mask, positions_from(mask))
@@ -219,7 +224,8 @@ class Policy(Backbone):
 
 
 def _logits_logprobs(logits: Tensor, labels: Tensor, temperature: float, with_entropy: bool) -> tuple[Tensor, Tensor]:
-    """`token_logprobs` by chunks of positions, for logits that exist already: (B, T, V), (B, T) -> two (B, T)."""
+    """The result of `token_logprobs`, computed in chunks of positions, for given logits (B, T, V) and labels (B, T):
+    two tensors (B, T)."""
     rows = max(1, CHUNK_ELEMENTS // logits.shape[-1])
     pieces = zip(logits.flatten(0, 1).split(rows), labels.flatten().split(rows))
     parts = [
@@ -235,12 +241,14 @@ def _alike(first: Tensor, second: Tensor) -> bool:
 
 
 class Scorer(Backbone):
-    """A reward model or critic: backbone, one linear head on every token, and a stored offset.
+    """A reward model or critic: a backbone, a linear head that is applied at every token, and an offset that is added
+    to the scores.
 
-    The gain of the normalisation is folded into the head's weight. The offset is stored in the model's config.json
-    (`score_offset`), because Hugging Face's heads have no bias.
+    If scores are normalised, the factor is multiplied into the head's weight. The offset is stored in the model's
+    config.json (`score_offset`), because Hugging Face's score heads have no bias.
 
-    kept_heads: frozen copies of a head that trains, by role. They are not part of `model`, which is saved without them.
+    kept_heads: {role: a frozen copy of the head that trains}. The copies are not part of `model`, which is saved
+    without them.
     """
 
     def __init__(self, model: PreTrainedModel, replaced: dict[str, Any] | None = None):
@@ -252,28 +260,30 @@ class Scorer(Backbone):
         self.kept_heads = nn.ModuleDict()
 
     def keep_head(self, role: str) -> None:
-        """Keep a frozen copy of the present head, with which the module computes as `role` (all ranks call this)."""
+        """Keep a frozen copy of the present head. With this copy the module computes as `role` (all ranks call this
+        together)."""
         self.kept_heads[role] = whole_copy(self.model.score).requires_grad_(False)
 
     def with_model(self, model: PreTrainedModel) -> Self:
-        """A Scorer with these settings, adapters and kept heads, for another model of the same architecture."""
+        """A Scorer with the settings, adapters and kept heads of this one, for another model of the same
+        architecture."""
         other = super().with_model(model)
         for role in self.kept_heads:
             other.keep_head(role)
         return other
 
     def take_settings_of(self, other: "Scorer") -> None:
-        """Take over the offset of another Scorer of this architecture."""
+        """Copy the offset of another Scorer of the same architecture."""
         self.offset = other.offset
 
     @traced("scorer forward")
     def forward(
         self, sequences: Tensor, attention_mask: Tensor, position_ids: Tensor, role: str | None = None
     ) -> Tensor:
-        """The score at every token; all arguments (B, S) int64. Returns (B, S) float32; for packed rows padding has
-        zeros.
+        """(B, S) float32, the score at every token. All tensor arguments are (B, S) int64. For packed rows the scores
+        at padding are zeros.
 
-        role: "reward" for the model before training, if this module also computes that one.
+        role: "reward" for the scores of the model before training, if this module also computes that model.
         """
         self.take_role(role)
         head = dict(self.kept_heads.items()).get(role or "", self.model.score)
@@ -284,10 +294,11 @@ class Scorer(Backbone):
         return head(hidden).squeeze(-1) + self.offset
 
     def sequence_scores(self, token_scores: Tensor, sequences: Tensor, attention_mask: Tensor) -> Tensor:
-        """The score of each sequence: the score at the token at which this model was trained to be read.
+        """The score of each sequence: the score at the token at which this model was trained to give it.
 
-        `score_position` "last" is the last real token, EOS included; models of this program have it. "last_non_pad" is
-        Hugging Face's rule: the last token that differs from the pad token, so the one before EOS if pad == eos.
+        With `score_position` "last" it is the last real token, EOS included; models that this program trained have
+        "last". With "last_non_pad", Hugging Face's rule, it is the last token that differs from the pad token, which is
+        the token before EOS if pad == eos.
 
         Args: all (B, S). Returns (B,) float32.
         """

@@ -1,16 +1,16 @@
 """Reads a model's configuration, class and tokenizer, before anything large is loaded.
 
-The class is one of transformers', or one from the model's folder if that is allowed.
+The class is one of transformers' classes, or a class in the model's folder if the user allows code from there.
 
 The weight files decide whether the output head is tied to the embedding. config.json may say that both are one matrix
 (`tie_word_embeddings`) while the files hold two different matrices; peft's merge_and_unload writes such folders if
-one of the two was trained. Outside of ZeRO-3 transformers then loads both. Under ZeRO-3 it cannot compare the
-partitioned matrices, and drops the head. `read_config` returns a configuration without the tie in this case, so that
-engines, copies and memory plans all have a separate head.
+one of the two was trained. Outside of ZeRO-3, transformers loads both matrices of such a folder. Under ZeRO-3,
+transformers cannot compare the partitioned matrices, and drops the head. `read_config` returns a configuration without
+the tie in this case, so that engines, copies and memory plans all have a separate head.
 
 Each system has its own rule for the pad token: the field `pad_token` of its dialect. A system whose attention mask is
-`ids != pad` cannot tell EOS from padding if EOS is the pad token. It then does not learn EOS and reads the score one
-token earlier. So this rule is part of what a dialect computes.
+`ids != pad` cannot tell EOS from padding if EOS is the pad token. Such a system then does not learn EOS, and reads the
+score one token earlier. The rule for the pad token therefore affects the results of a dialect.
 """
 
 import copy
@@ -44,16 +44,17 @@ _CLASSES = {LANGUAGE_MODEL: MODEL_FOR_CAUSAL_LM_MAPPING, CLASSIFIER: MODEL_FOR_S
 def model_class(config: PretrainedConfig, kind: str, path: str, what: str, trust_remote_code: bool = False) -> Any:
     """The Python class of a model with this configuration.
 
-    kind: LANGUAGE_MODEL or CLASSIFIER. trust_remote_code: whether a class in the model's folder that the
-    configuration's `auto_map` names is preferred to transformers' class.
+    kind: LANGUAGE_MODEL or CLASSIFIER. trust_remote_code: whether a class in the model's folder, if the configuration's
+    `auto_map` names one, is preferred to transformers' class.
 
-    Raises: UserError, naming `what` (a flag), if the model is not decoder-only or there is no such class.
+    Raises: UserError, with the flag `what` in its message, if the model is not decoder-only, or if there is no class
+    for it.
     """
     own = (getattr(config, "auto_map", None) or {}).get(kind) if trust_remote_code else None
     if own is not None:
         try:
             found = get_class_from_dynamic_module(own, base_of(path, what))
-            found.register_for_auto_class(kind)  # so that its code is saved with the model
+            found.register_for_auto_class(kind)  # so that the code of the class is saved with the model
             return add_generation_mixin_to_remote_model(found)
         except Exception as error:  # the folder's code may raise anything
             raise UserError(
@@ -61,7 +62,7 @@ def model_class(config: PretrainedConfig, kind: str, path: str, what: str, trust
                 f"{str(error)[:300]}. Mend the folder's code."
             ) from None
     family = type(config)
-    # transformers offers BERT and similar models as causal models too, but they were trained on masked words.
+    # transformers has causal classes for BERT and similar models too, but these models were trained on masked words.
     decoder = family in MODEL_FOR_CAUSAL_LM_MAPPING and family not in MODEL_FOR_MASKED_LM_MAPPING
     if family not in _CLASSES[kind] or not decoder or config.is_encoder_decoder:
         raise UserError(
@@ -78,8 +79,8 @@ def has_own_head(config: PretrainedConfig, path: str, what: str, trust_remote_co
     """Whether the weight files at `path` hold an output head that differs from the embedding, although the
     configuration ties the two.
 
-    False if the configuration does not tie them, if the files are not on this machine, or if they are broken; loading
-    the model reports broken files. config: the configuration as in config.json.
+    False if the configuration does not tie head and embedding, or if the files are not on this machine or are broken;
+    broken files are reported when the model is loaded. config: the configuration as in config.json.
     """
     folder = weights_folder(path) if getattr(config, "tie_word_embeddings", False) else None
     if folder is None:
@@ -99,7 +100,8 @@ def has_own_head(config: PretrainedConfig, path: str, what: str, trust_remote_co
 @lru_cache(maxsize=32)
 def _any_differ(folder: Path, _files: tuple, pairs: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]) -> bool:
     """Whether the files hold both tensors of one of the pairs, with different numbers. pairs: (possible names of the
-    head, possible names of the embedding). _files: files with sizes and times, so that the cache notices changes."""
+    head, possible names of the embedding). _files: the files with their sizes and times, so that the cache notices
+    changes."""
     try:
         stored = mapped_tensors(folder, str(folder))
     except UserError:
@@ -117,16 +119,17 @@ ADDED = "[PAD]"
 
 
 def set_pad_token(tokenizer, rule: str, path: str, room: bool) -> None:
-    """Set the pad token of the tokenizer of the language model at `path` by a rule; EOS if the rule finds none.
+    """Set the pad token of the tokenizer of the language model at `path` by a rule. If the rule finds no pad token, it
+    is EOS.
 
     Args:
         rule: "tokenizer": the tokenizer's own pad token.
-            "never_eos": its own, unless that is EOS or there is none. Then "[PAD]" is added, if there is room.
-            "padding": its own. If there is none, the id that the tokenizer has for "<|padding|>", which may be that of
-            its unknown token (EOS in GPT-2).
+            "never_eos": the tokenizer's own pad token. If it is EOS, or there is none, "[PAD]" is added, if there is
+            room. "padding": the tokenizer's own pad token. If there is none, the token whose id the tokenizer gives for
+            "<|padding|>", which may be the unknown token (EOS in GPT-2).
             "eos": EOS.
-            "eos_unless_llama": EOS, unless `path` contains "llama". Then the tokenizer's own; if there is none, "[PAD]"
-            is added, if there is room.
+            "eos_unless_llama": EOS, unless `path` contains "llama". If it does, the tokenizer's own pad token; if there
+            is none, "[PAD]" is added, if there is room.
         room: whether the model's embedding has a free row for an added token.
 
     Sources: microsoft/DeepSpeedExamples 83757d9c, dschat/utils/utils.py, `get_tokenizer` ("eos_unless_llama");
@@ -146,13 +149,13 @@ def set_pad_token(tokenizer, rule: str, path: str, room: bool) -> None:
 
 
 def classifier_pad_token_id(tokenizer) -> int | None:
-    """The pad token id for the configuration of a new classifier. None if the pad token is EOS: Hugging Face's pooling
-    would otherwise take a final EOS for padding."""
+    """The pad token id for the configuration of a new classifier. None if the pad token is EOS, because Hugging Face's
+    pooling would take a final EOS for padding."""
     return None if tokenizer.pad_token_id == tokenizer.eos_token_id else tokenizer.pad_token_id
 
 
 def pad_token_line(tokenizer, dialect: Dialect, path: str) -> str:
-    """The line about the pad token that a run prints; "" if the dialect's results do not depend on the pad token."""
+    """The line that a run prints about the pad token; "" if the dialect's results do not depend on the pad token."""
     if dialect.length_rule not in ("not_pad", "before_pad"):
         return ""
     line = f"pad token {tokenizer.pad_token!r}"
@@ -170,19 +173,21 @@ VOCABULARIES = ("tokenizer.model", "spiece.model", "vocab.json", "merges.txt", "
 
 
 def read_config(path: str, what: str, trust_remote_code: bool = False):
-    """The configuration of the model at `path`; for an adapter's folder, that of the adapter's base model. Output head
-    and embedding are tied only if the weight files do not hold two different matrices (`has_own_head`).
+    """The configuration of the model at `path`; if `path` is an adapter folder, the configuration of the adapter's base
+    model. Output head and embedding are not tied in it if the weight files hold two different matrices
+    (`has_own_head`).
 
-    trust_remote_code: whether code may run that `auto_map` names in the model's folder, or that config.json has
-    transformers fetch from the Hub.
+    trust_remote_code: whether transformers may run code in the model's folder that `auto_map` names, or code from the
+    Hub that config.json names.
 
-    Raises: UserError, naming `what` (a flag), if there is no configuration, or it cannot be read without such code.
+    Raises: UserError, with the flag `what` in its message, if there is no configuration, or if it cannot be read
+    without running such code.
     """
     require_model(path, what)
     path = base_of(path, what)
     try:
         config = copy.deepcopy(_parsed_config(path, trust_remote_code, _files_of(path)))
-        config.output_attentions = False  # torch's attention returns no weights, and transformers would refuse
+        config.output_attentions = False  # torch's attention returns no weights, so transformers would refuse True
     except Exception as error:  # transformers may raise anything for a broken config.json
         _refuse_code(error, path, what)
         if Path(path).is_dir():
@@ -213,10 +218,10 @@ def _parsed_config(path: str, trust_remote_code: bool, _files: tuple) -> Pretrai
 
 
 def _files_of(path: str) -> tuple:
-    """The name, size and times of each file of a folder, which differ after a change of the folder; () for a name on
+    """The name, size and times of each file in a folder; any change of the folder changes this result. () for a name on
     the Hub.
 
-    If the folder cannot be listed, or a file vanishes meanwhile, the result equals no other one.
+    If the folder cannot be listed, or a file disappears while it is listed, the result is equal to no other result.
     """
     folder = Path(path)
     try:
@@ -227,7 +232,7 @@ def _files_of(path: str) -> tuple:
 
 
 def _stamp(file: Path) -> tuple[int, ...]:
-    """A file's size, times in nanoseconds and inode, which differ after a change of its content."""
+    """The size, times in nanoseconds and inode of a file; any change of the file's content changes this result."""
     found = file.stat()
     return found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino
 
@@ -239,13 +244,14 @@ def read_tokenizer(
     trust_remote_code: bool = False,
     chat_template: str | None = None,
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer at `path`, which pads on the left; for an adapter's folder without a tokenizer, that of the base
-    model.
+    """The tokenizer at `path`, set to pad on the left. If `path` is an adapter folder without a tokenizer, it is the
+    base model's tokenizer.
 
-    pad_token: the rule of the pad token, as in `set_pad_token`. trust_remote_code: as in `read_config`. chat_template:
-    a file with the chat template that replaces the tokenizer's own.
+    pad_token: the rule for the pad token, as in `set_pad_token`. trust_remote_code: as in `read_config`. chat_template:
+    a file with a chat template that replaces the tokenizer's own.
 
-    Raises: UserError, naming `what` (a flag), if there is no tokenizer, or it has neither a pad nor an EOS token.
+    Raises: UserError, with the flag `what` in its message, if there is no tokenizer, or if it has neither a pad token
+    nor an EOS token.
     """
     require_model(path, what)
     if not has_tokenizer(path):
@@ -253,7 +259,7 @@ def read_tokenizer(
     refuse_pointers(_tokenizer_files(Path(path)), what)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left", trust_remote_code=trust_remote_code)
-        # Some invalid settings raise only when the tokenizer is used.
+        # Some invalid settings raise an exception only when the tokenizer is used.
         tokenizer.decode(tokenizer("a text").input_ids + tokenizer.all_special_ids)
         ends = tokenizer.pad_token_id, tokenizer.eos_token_id
     except Exception as error:  # transformers may raise anything for broken files
@@ -269,8 +275,8 @@ def read_tokenizer(
 
 
 def read_chat_template(path: str) -> str:
-    """The chat template in the file `path` of --chat_template. Raises: UserError if it cannot be read or is no Jinja
-    template."""
+    """The chat template in the file `path`, the value of --chat_template. Raises: UserError if the file cannot be read
+    or is not a Jinja template."""
     what = f"--chat_template {path}"
     refuse_pointers([Path(path)], what)
     try:
@@ -281,7 +287,7 @@ def read_chat_template(path: str) -> str:
     if not text.strip():
         raise UserError(f"{what}: the file is empty. Give a text file with a chat template (Jinja).")
     try:
-        render_jinja_template([], chat_template=text)  # without dialogues, the template is compiled but not run
+        render_jinja_template([], chat_template=text)  # there are no dialogues, so the template is compiled but not run
     except Exception as error:  # Jinja may raise anything for a broken template
         line = f", line {error.lineno}" if isinstance(error, TemplateSyntaxError) else ""
         raise UserError(f"{what}{line}: no valid Jinja ({one_line(error)}). Mend the template.") from None
@@ -294,8 +300,8 @@ def has_tokenizer(path: str) -> bool:
 
 
 def _tokenizer_files(folder: Path) -> list[Path]:
-    """The files that a tokenizer is read from: tokenizer.json, or the older kinds of vocabulary files if there is
-    none; and its settings."""
+    """The files from which a tokenizer is read: tokenizer.json, or older kinds of vocabulary files if tokenizer.json is
+    missing; and the files with the tokenizer's settings."""
     whole = folder / "tokenizer.json"
     always = [folder / name for name in ("tokenizer_config.json", "chat_template.jinja")]
     return [*always, *([whole] if whole.exists() else map(folder.joinpath, VOCABULARIES))]
@@ -325,9 +331,9 @@ def _refuse_fetched_code(config: PretrainedConfig, path: str, what: str) -> None
 
 
 def _is_fetched(implementation: object) -> bool:
-    """Whether transformers would fetch this implementation from the Hub: if it names a repository; or, with the package
-    `kernels` installed, if transformers knows a repository for it. That is so for deepgemm, for sonicmoe, and for flash
-    attention whose own package is not installed."""
+    """Whether transformers would fetch this implementation from the Hub. It does so if `implementation` names a
+    repository. If the package `kernels` is installed, it also does so for implementations for which transformers knows
+    a repository: deepgemm, sonicmoe, and flash attention if the package of flash attention is not installed."""
     if not isinstance(implementation, str) or "/" in implementation:
         return True
     name = implementation.removeprefix("paged|")
@@ -337,5 +343,5 @@ def _is_fetched(implementation: object) -> bool:
 
 
 def vocabulary_size(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The tokenizer's largest token id plus one."""
+    """The largest token id of the tokenizer, plus one."""
     return max(tokenizer.get_vocab().values()) + 1

@@ -1,7 +1,8 @@
 """Reward models in other systems' formats: DeepSpeed-Chat's and OpenRLHF's.
 
-DeepSpeed-Chat's is pytorch_model.bin with `rwtransformer.*` and `v_head.weight`. OpenRLHF's is a Hugging Face folder
-whose config.json says what its head is called, and what its scores are normalised by.
+A reward model in DeepSpeed-Chat's format is a file pytorch_model.bin with `rwtransformer.*` and `v_head.weight`. A
+reward model in OpenRLHF's format is a Hugging Face folder whose config.json gives the name of the head, and the mean
+and standard deviation by which scores are normalised.
 
 Source: OpenRLHF/OpenRLHF 3c3be623, models/model.py (`_get_reward_model`), cli/train_rm.py, trainer/rm_trainer.py.
 """
@@ -21,9 +22,9 @@ FILE = "pytorch_model.bin"
 
 
 def is_deepspeed_chat_scorer(path: str, what: str) -> bool:
-    """Whether a reward model of this format stands in the folder `path`.
+    """Whether the folder `path` has a reward model in DeepSpeed-Chat's format.
 
-    Raises: UserError, naming `what` (a flag), where weights are broken, or there are none.
+    Raises: UserError, with the flag `what` in its message, if the folder has no weights or broken ones.
     """
     folder = Path(path)
     if not folder.is_dir() or weight_files(folder, what) != [folder / FILE]:
@@ -32,12 +33,13 @@ def is_deepspeed_chat_scorer(path: str, what: str) -> bool:
 
 
 def deepspeed_chat_names(names: Iterable[str], prefix: str) -> dict[str, str]:
-    """Hugging Face's name for each weight. prefix: the prefix that its model class has for the layers."""
+    """{DeepSpeed-Chat's name of a weight: Hugging Face's name}. prefix: the prefix that the Hugging Face model class
+    uses for the layers."""
     return {name: name.replace("rwtransformer.", f"{prefix}.", 1).replace("v_head.", "score.", 1) for name in names}
 
 
 def deepspeed_chat_state(path: str, prefix: str) -> dict:
-    """The weights under Hugging Face's names."""
+    """{Hugging Face's name: weight} of the reward model in DeepSpeed-Chat's format at `path`."""
     file = Path(path) / FILE
     state = torch.load(file, mmap=True, weights_only=True) | tensors_of(file)
     names = deepspeed_chat_names(state, prefix)
@@ -45,12 +47,13 @@ def deepspeed_chat_state(path: str, prefix: str) -> dict:
 
 
 def take_pad_token(config, path: str, what: str, trust_remote_code: bool = False) -> None:
-    """Set the configuration's pad token to the one that the reward model was trained with, or to None.
+    """Set the configuration's pad token to the pad token with which the DeepSpeed-Chat reward model was trained, or to
+    None.
 
-    DeepSpeed-Chat reads the score at the token before the first pad token. Its config.json always gives EOS as pad
-    token. This is true unless the reward model was made from a model with "llama" in its name: then the pad token was
-    the tokenizer's own or an added one, and the score is read at EOS. DeepSpeed-Chat writes no tokenizer_config.json;
-    if the user has put one into the folder, the pad token is taken from there.
+    DeepSpeed-Chat reads the score at the token before the first pad token. The config.json that it writes always names
+    EOS as the pad token. This is wrong if the reward model was made from a model with "llama" in its name: in that case
+    the pad token was the tokenizer's own or an added one, and the score is read at EOS. DeepSpeed-Chat writes no
+    tokenizer_config.json; if the user has put one into the folder, the pad token is taken from there.
 
     Source: microsoft/DeepSpeedExamples 83757d9c, dschat/utils: utils.py, `get_tokenizer` and `save_hf_format`;
     model/model_utils.py, `create_hf_model`.
@@ -64,26 +67,26 @@ def take_pad_token(config, path: str, what: str, trust_remote_code: bool = False
         config.pad_token_id = None
 
 
-ARCHITECTURE = "RewardModel"  # their class, by config.json
+ARCHITECTURE = "RewardModel"  # OpenRLHF's class, as config.json names it
 _SETTINGS = ("value_head_prefix", "normalize_reward", "mean", "std")
 
 
 def head_name(config) -> str:
-    """The name of the score head in a reward model's files: "score", as in transformers, unless config.json gives
-    another."""
+    """The name of the score head in a reward model's files. It is "score", as in transformers, unless config.json gives
+    another name."""
     return getattr(config, "value_head_prefix", "score")
 
 
 def names_for_transformers(config) -> dict[str, str]:
-    """{name in the files: transformers' name}, where these differ."""
+    """{name in the files: transformers' name}, for weights whose two names differ."""
     head = head_name(config)
     return {} if head == "score" else {f"{head}.weight": "score.weight"}
 
 
 def renamed_state(path: str, config, what: str) -> dict | None:
-    """The weights in a folder by transformers' names; None where they have these already.
+    """{transformers' name: weight} of a folder; None if the files already use transformers' names.
 
-    Raises: UserError, naming `what` (a flag), for a name on the Hub.
+    Raises: UserError, with the flag `what` in its message, if `path` is a name on the Hub.
     """
     names = names_for_transformers(config)
     if not names:
@@ -98,10 +101,11 @@ def renamed_state(path: str, config, what: str) -> dict | None:
 
 
 def gain_and_offset(config, path: str, what: str) -> tuple[float, float]:
-    """The factor for the head's output, and the offset that is added then. If config.json has normalize_reward, they
-    make (score - mean) / std; otherwise they are 1 and 0.
+    """(the factor by which the head's output is multiplied, the offset that is added to the product). If config.json
+    has normalize_reward, the result of both is (score - mean) / std; otherwise they are 1 and 0.
 
-    Raises: UserError, naming `what` (a flag), if mean or std in config.json is no number, or std is not positive.
+    Raises: UserError, with the flag `what` in its message, if mean or std in config.json is not a number, or std is not
+    positive.
     """
     if not getattr(config, "normalize_reward", False):
         return 1.0, 0.0
@@ -116,11 +120,11 @@ def gain_and_offset(config, path: str, what: str) -> tuple[float, float]:
 
 
 def take_settings(config, path: str, what: str) -> float:
-    """Replace OpenRLHF's settings in a configuration by our own, if it has any: the score is read at the last token
-    (EOS, if it is there), and an offset is added.
+    """If a configuration has OpenRLHF's settings, replace them by this program's settings: the score is read at the
+    last token (which may be EOS), and an offset is added.
 
-    Returns: the factor by which the head's weight must still be multiplied.
-    Raises: UserError as `gain_and_offset` does.
+    Returns: the factor by which the caller has to multiply the head's weight.
+    Raises: UserError, as `gain_and_offset` does.
     """
     if not any(hasattr(config, name) for name in _SETTINGS[:2]):
         return 1.0
@@ -128,7 +132,7 @@ def take_settings(config, path: str, what: str) -> float:
     config.score_position = "last"
     ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
     if config.pad_token_id in ends:
-        config.pad_token_id = None  # by which transformers' own class reads what is saved at EOS, too
+        config.pad_token_id = None  # with None, transformers' own class also reads a saved model's score at EOS
     for name in _SETTINGS:
         vars(config).pop(name, None)
     return gain

@@ -1,7 +1,7 @@
-"""Writes Policies and Scorers as Hugging Face folders: whole models, or adapters alone.
+"""Writes Policies and Scorers as Hugging Face folders, either as whole models or as adapters only.
 
-Adapters are merged into their models' matrices, in place or on the way to a file: W + alpha / dim * B A in float32,
-cast to W's dtype.
+When a whole model is written, its adapter is merged into the matrices, in place or while a file is written: W + alpha /
+dim * B A is computed in float32 and cast to W's dtype.
 """
 
 import contextlib
@@ -25,14 +25,15 @@ from engine.zero.gathering import gathered_params, set_parameter, whole_weights
 
 
 def save_model(module: Policy | Scorer, state: dict, tokenizer: PreTrainedTokenizerBase, folder: str | Path) -> None:
-    """Write a Hugging Face folder (safetensors, config, tokenizer) from gathered weights; one process calls this.
+    """Write a Hugging Face folder (safetensors, config, tokenizer) from gathered weights. Only one process calls this.
 
-    Raises: OSError, also for a full disk, for which the libraries raise other exceptions.
+    Raises: OSError. A full disk also raises OSError, although the libraries raise other exceptions for it.
 
     Args:
-        state: full weights by the names of `module.model`, tied ones once; of a model with adapters what `merged_state`
-            gives, or none. `Lazy` ones are fetched one after the other, but those that a family's files hold in another
-            arrangement than its model (experts of a layer, say), which are fetched together.
+        state: {name in `module.model`: full weight}; tied weights occur once. For a model with adapters it is the
+            result of `merged_state`, or empty. `Lazy` weights are fetched one after the other. Weights that a family's
+            files store in another arrangement than its model (the experts of a layer, for example) are fetched
+            together.
     """
     model = module.model
     untied = {} if module.adapters is None or module.adapters.tied_head is None else {"tie_word_embeddings": False}
@@ -42,27 +43,27 @@ def save_model(module: Policy | Scorer, state: dict, tokenizer: PreTrainedTokeni
     try:
         with os_errors():
             with _as_given():
-                model.save_pretrained(folder, state_dict=dict(state))  # which it takes apart
+                model.save_pretrained(folder, state_dict=dict(state))  # a copy, since save_pretrained removes entries
             save_tokenizer(tokenizer, folder)
     finally:
         vars(model.config).update(as_computed)
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: str | Path) -> None:
-    """Write the tokenizer's files without subfolders: several named chat templates go into tokenizer_config.json
-    instead."""
+    """Write the tokenizer's files without subfolders. If there are several named chat templates, they are written into
+    tokenizer_config.json."""
     tokenizer.save_pretrained(folder, save_jinja_files=not isinstance(tokenizer.chat_template, dict))
 
 
 def save_adapter(
     module: Policy | Scorer, state: Mapping[str, Tensor], tokenizer: PreTrainedTokenizerBase, folder: str | Path
 ) -> None:
-    """Write a folder with the adapter alone, in peft's format; one process calls this.
+    """Write a folder with only the adapter, in peft's format. Only one process calls this.
 
     Args:
-        state: what `adapter_state` gives.
+        state: the result of `adapter_state`.
 
-    Raises: OSError, also for a full disk.
+    Raises: OSError, also if the disk is full.
     """
     folder = Path(folder)
     with os_errors():
@@ -74,7 +75,8 @@ def save_adapter(
 
 
 def adapter_files(module: Policy | Scorer) -> dict[str, str]:
-    """The texts of an adapter folder's files beside weights and tokenizer, by name; {} for a model without adapters."""
+    """{file name: text} of an adapter folder's files other than weights and tokenizer; {} for a model without
+    adapters."""
     if module.adapters is None:
         return {}
     assert module.base is not None, "an adapter of a model that was not loaded"
@@ -87,10 +89,11 @@ def adapter_files(module: Policy | Scorer) -> dict[str, str]:
 
 @contextlib.contextmanager
 def _as_given() -> Iterator[None]:
-    """Within this context `save_pretrained` writes exactly the tensors that it is given, one after the other.
+    """Within this context `save_pretrained` writes exactly the tensors that it gets, one after the other.
 
-    The safetensors library would take all tensors of a file at once. transformers would leave out a weight that the
-    model ties to another one; but after an adapter of the output head is merged, head and embedding differ."""
+    The safetensors library would hold all tensors of a file in memory at once. transformers would leave out a weight
+    that the model ties to another weight; but after an adapter of the output head has been merged, head and embedding
+    differ."""
     whole, without_tied = modeling_utils.safe_save_file, modeling_utils.remove_tied_weights_from_state_dict
     modeling_utils.safe_save_file = _write
     modeling_utils.remove_tied_weights_from_state_dict = lambda state_dict, model: state_dict
@@ -107,13 +110,13 @@ def _write(tensors: Mapping[str, Tensor], file: str | Path, metadata: Mapping[st
         write_safetensors(opened.write, {name: tensors[name] for name in order}, metadata)
 
 
-BASE = ".base_layer."  # peft's name for the layer within an adapted one
+BASE = ".base_layer."  # how peft names the original layer within an adapted layer
 
 
 @torch.no_grad()
 def merge_adapter(model: PreTrainedModel, adapter: AdapterFolder) -> None:
-    """Merge an adapter into its base, whose weights may be partitioned, one matrix after the other (all ranks call
-    this)."""
+    """Merge an adapter into its base model, one matrix after the other. The base model's weights may be partitioned
+    (all ranks call this together)."""
     for name, (a, b) in adapter.factors().items():
         layer = model.get_submodule(name)
         change = update(a, b, adapter.scaling(name, a.shape[0]), transposed=isinstance(layer, Conv1D))
@@ -123,12 +126,12 @@ def merge_adapter(model: PreTrainedModel, adapter: AdapterFolder) -> None:
 
 
 def merged_state(module: Backbone, state: Mapping[str, Tensor], role: str | None = None) -> dict[str, Tensor]:
-    """The weights of a model with its adapter merged, by their names in the model without adapters.
+    """{name in the model without adapters: weight} of a model with its adapter merged.
 
-    A merged matrix is computed when it is asked for (`Lazy`), from the base's matrix and its two factors. An adapted
-    output head that is tied to the embedding becomes a weight of its own.
+    A merged matrix is a `Lazy` tensor: it is computed, from the base model's matrix and its two factors, when it is
+    copied. An adapted output head that is tied to the embedding becomes a separate weight.
 
-    state: the weights of `module.model`, by name (`lent_state`). role: the role whose adapter is merged; None for the
+    state: {name: weight} of `module.model`, from `lent_state`. role: the role whose adapter is merged; None for the
     module's own role.
     """
     adapters = module.adapters
@@ -142,7 +145,7 @@ def merged_state(module: Backbone, state: Mapping[str, Tensor], role: str | None
             fill = partial(_fill_merged, adapters, tensor, state, layer, role)
             found[f"{layer}.{rest}"] = Lazy.of(tuple(tensor.shape), tensor.dtype, fill) if rest == "weight" else tensor
     head = adapters.tied_head
-    if head is not None:  # whose matrix came by the embedding's name, which keeps it as it is
+    if head is not None:  # the head's matrix is listed by the embedding's name, under which it stays unchanged
         shared = adapters.layers[head].get_base_layer().weight
         tensor = state[next(name for name, weight in module.model.named_parameters() if weight is shared)]
         fill = partial(_fill_merged, adapters, tensor, state, head, role)
@@ -152,10 +155,10 @@ def merged_state(module: Backbone, state: Mapping[str, Tensor], role: str | None
 
 @torch.no_grad()
 def merged_weights(module: Backbone) -> Iterator[tuple[str, Tensor]]:
-    """The weights that `merged_state` gives for the module's own role, but gathered on every rank's device, a bucket at
-    a time (all ranks call this, and go through all weights).
+    """An iterator over the names and weights of `merged_state` for the module's own role. The weights are gathered on
+    every rank's device, a bucket at a time. All ranks have to call this and iterate to the end.
 
-    With them a copy or vLLM gets the weights of an update during training.
+    During training, copies of the actor and vLLM get the updated weights from this iterator.
     """
     model, adapters = module.model, module.adapters
     if adapters is None:
@@ -174,11 +177,11 @@ def merged_weights(module: Backbone) -> Iterator[tuple[str, Tensor]]:
             yield name, weight
         if head is not None and name == tied:
             yield f"{head}.weight", adapters.merged_matrix(head, weight, factors)
-        del weight  # before the next bucket is gathered
+        del weight  # frees it before the next bucket is gathered
 
 
 def adapter_state(module: Backbone, state: Mapping[str, Tensor], role: str | None = None) -> dict[str, Tensor]:
-    """The factors of a role's adapter, and a scorer's head, by the names that peft gives them within the model.
+    """{peft's name within the model: tensor} of the factors of a role's adapter, and of a scorer's head.
 
     state, role: as for `merged_state`.
     """
@@ -190,7 +193,7 @@ def adapter_state(module: Backbone, state: Mapping[str, Tensor], role: str | Non
 
 
 def adapter_holds_all(module: Backbone) -> bool:
-    """Whether an adapter's folder can hold all that trains: everything but factors and a score head is frozen."""
+    """Whether an adapter folder can hold everything that trains, because only factors and a score head train."""
     trained = {name for name, parameter in module.model.named_parameters() if parameter.requires_grad}
     return all(is_factor(name) or name.startswith(f"{HEAD}.") for name in trained)
 

@@ -1,16 +1,18 @@
 """Tensor parallelism: each rank of a group holds a part of every large matrix of a language model or scorer, and
-computes with it. Source: Shoeybi et al. 2019, Megatron-LM.
+computes with its part. Source: Shoeybi et al. 2019, Megatron-LM.
 
     plan = TensorParallelPlan.of(bare_model(policy), 2)        # plan.obstacle says why not, where it cannot be
     own = plan.part(bare_model(policy), group, device)         # memory for this rank's part, still to be filled:
     for name, weight in merged_weights(policy):
         plan.fill(own, name, weight, group)
 
-A plan gives the style in which each module is divided, by the module's name. transformers has plans for most families
-(`model.tp_plan`); the plan for OPT is our own. Weights are divided and results added up here, on plain tensors, and not
-by transformers: its code needs weights that are read from files, and its names have changed with each version.
+A plan maps the names of modules to the styles in which they are divided. transformers has plans for most model families
+(`model.tp_plan`); the plan for OPT is defined in this file. This file also divides the weights and adds up the results,
+on plain tensors. transformers' own code for this is not used, because it needs weights that are read from files, and
+its names have changed with each version.
 
-The vocabularies of embedding and output layer are always divided, if necessary with empty rows at their end.
+The vocabularies of embedding and output layer are always divided. If the number of rows cannot be divided evenly, empty
+rows are added at the end.
 """
 
 import copy
@@ -28,36 +30,38 @@ from engine.distributed import RankGroup
 from engine.models.heads import LogProbHead
 from engine.models.policy import Backbone
 
-# Styles of transformers' plans. By columns: a layer's outputs are divided; by rows: its inputs are.
+# Styles in transformers' plans. By columns: the outputs of a layer are divided among ranks. By rows: its inputs are
+# divided.
 _COLUMNS = ("colwise", "colwise_gather_output", "colwise_rep", "packed_colwise")
 _ROWS = ("rowwise", "rowwise_split_input", "rowwise_rep")
 _EXPERTS = ("moe_tp_experts", "moe_identity_expert", "all_reduce")
 _KEPT = (*_EXPERTS, "mla_kv_a_proj", "replicate", "replicated_with_grad_allreduce", "local_params")
 _SPLITS = ("rowwise_split_input", "rowwise_rep")
 _SUMS = (*_ROWS, "moe_tp_experts", "all_reduce")
-VOCABULARY = "vocabulary"  # our own: rows of an embedding or output layer, padded to a number that can be divided
-_FEATURES = "features"  # our own: columns of an embedding, which gives a part of each vector, and the parts are joined
+VOCABULARY = "vocabulary"  # not a style of transformers: rows of an embedding or output layer, padded
+_FEATURES = "features"  # not a style of transformers: columns of an embedding; the parts of vectors are joined
 _GATHERS = ("colwise_gather_output", "colwise_rep", _FEATURES)
 
 _OPT = {f"layers.*.self_attn.{name}_proj": "colwise" for name in "qkv"} | {
     "layers.*.self_attn.out_proj": "rowwise",
     "layers.*.fc1": "colwise",
     "layers.*.fc2": "rowwise",
-    "embed_positions": _FEATURES,  # and not rows, which its forward pass finds by an offset of its own
-    "project_in": "colwise_gather_output",  # of those whose word vectors are narrower (350M)
+    "embed_positions": _FEATURES,  # not by rows: its forward pass adds an offset to row numbers
+    "project_in": "colwise_gather_output",  # only in models with narrower word vectors (350M)
     "project_out": "colwise_gather_output",
 }
-# Plans for families that transformers has none for, from the base model on; and what counts heads in their modules.
+# Plans for model families for which transformers has none, with names from the base model on; and the attributes of
+# their modules that hold the number of heads.
 _OWN_PLANS = {"opt": {f"decoder.{name}": style for name, style in _OPT.items()}}
 _COUNTS_OF_HEADS = {"opt": ("decoder.layers.*.self_attn", "num_heads")}
 
 
 @dataclass(frozen=True)
 class TensorParallelPlan:
-    """How a model is divided among so many ranks.
+    """How a model is divided among a given number of ranks.
 
-    styles: the styles of modules and parameters, by their names with * for the number of a layer. obstacle: why the
-    model cannot be divided among so many ranks; None if it can.
+    styles: {name of a module or parameter: style}; a name has * in place of a layer's number. obstacle: the reason why
+    the model cannot be divided among this number of ranks; None if it can.
     """
 
     ranks: int
@@ -66,7 +70,7 @@ class TensorParallelPlan:
 
     @classmethod
     def of(cls, model: PreTrainedModel, ranks: int) -> "TensorParallelPlan":
-        """The plan for a model, which may stand on the meta device."""
+        """The plan for a model, which may be on the meta device."""
         config, prefix = model.config.get_text_config(), model.base_model_prefix
         styles = dict(getattr(model, "tp_plan", None) or {})
         if model.config.model_type in _OWN_PLANS:
@@ -97,14 +101,14 @@ class TensorParallelPlan:
         return None
 
     def numbers(self, model: nn.Module) -> int:
-        """How many numbers of the model's weights each rank holds."""
+        """The number of elements of the model's weights that each rank holds."""
         return sum(self._cut(name, p.dim()).shape(p.shape, self.ranks).numel() for name, p in model.named_parameters())
 
     def part(self, own: PreTrainedModel, group: RankGroup, device: torch.device) -> PreTrainedModel:
-        """Give a model on the meta device memory for this rank's part of the weights; returns the model.
+        """Allocate memory for this rank's part of the weights of a model on the meta device; returns the model.
 
-        It is for inference. If all ranks of the group call it with the same arguments, each gets the results of the
-        whole model.
+        The returned model is for inference. If all ranks of the group call the model with the same arguments, each rank
+        gets the results of the whole model.
         """
         made: dict[int, nn.Parameter] = {}
         for name, weight in own.named_parameters():
@@ -123,12 +127,12 @@ class TensorParallelPlan:
         return own.eval()
 
     def fill(self, own: nn.Module, name: str, weight: Tensor, group: RankGroup) -> None:
-        """Copy this rank's part of a whole weight into the model that `part` has made."""
+        """Copy this rank's part of a whole weight into the model that `part` returned."""
         target = own.get_parameter(name)
         self._cut(name, weight.dim()).copy(weight, target, group)
 
     def _style(self, name: str) -> str | None:
-        """The style of a parameter: its own, or that of its module."""
+        """The style of a parameter: the style in the plan under its own name, or else under the name of its module."""
         pattern = _pattern(name)
         return self.styles.get(pattern) or self.styles.get(pattern.rpartition(".")[0])
 
@@ -145,7 +149,7 @@ class TensorParallelPlan:
         return _Cut(style, None)
 
     def _divide(self, name: str, module: nn.Module, group: RankGroup) -> None:
-        """Have a module exchange its results with the other ranks of the group."""
+        """Make a module exchange its results with the other ranks of the group."""
         style = self.styles.get(_pattern(name))
         if style == VOCABULARY and isinstance(module, nn.Embedding):
             _VocabularyPart(module, group)
@@ -172,9 +176,10 @@ class TensorParallelPlan:
 
 @dataclass(frozen=True)
 class _Cut:
-    """Which part of a parameter a rank holds: its share of each block along `dim` (None: all of it).
+    """Which part of a parameter a rank holds. The parameter consists of blocks along the dimension `dim`, and the rank
+    holds a share of each block. If `dim` is None, the rank holds the whole parameter.
 
-    A vector that is added to a sum over the ranks is kept by the first rank; the others have zeros.
+    If a vector is added to a sum over ranks, only the first rank holds the vector; the other ranks hold zeros.
     """
 
     style: str | None
@@ -189,7 +194,7 @@ class _Cut:
         return torch.Size(sizes)
 
     def copy(self, weight: Tensor, target: Tensor, group: RankGroup) -> None:
-        """Put the part of the whole weight that is this rank's into the target."""
+        """Copy this rank's part of the whole weight into the target."""
         if self.dim is None:
             if self.style not in _ROWS or group.place == 0:
                 target.copy_(weight)
@@ -202,8 +207,8 @@ class _Cut:
 
 
 class _VocabularyPart:
-    """Hooks for an embedding that holds a part of the vocabulary: it gives zeros for other tokens, and the ranks of the
-    group add up their results."""
+    """Hooks for an embedding that holds a part of the vocabulary. The embedding returns zeros for tokens of other
+    parts, and the ranks of the group add up their results."""
 
     def __init__(self, embedding: nn.Embedding, group: RankGroup):
         self.group, self.rows = group, embedding.weight.shape[0]
@@ -212,7 +217,8 @@ class _VocabularyPart:
         embedding.register_forward_hook(self.summed)
 
     def local(self, embedding: nn.Embedding, inputs: tuple) -> tuple:
-        """The row of each token id within this rank's part; ids of other parts are noted in `elsewhere`."""
+        """The row of each token id within this rank's part. Which ids belong to other parts is stored in
+        `elsewhere`."""
         ids = inputs[0] - self.group.place * self.rows
         self.elsewhere = (ids < 0) | (ids >= self.rows)
         return ids.clamp(0, self.rows - 1), *inputs[1:]
@@ -253,14 +259,14 @@ class DividedLogProbHead(LogProbHead):
 
 
 def bare_model(module: Backbone) -> PreTrainedModel:
-    """A copy of a module's Hugging Face model without adapters, on the meta device, so without weights."""
+    """A copy of a module's Hugging Face model on the meta device, without adapters and without weights."""
     config = copy.deepcopy(module.model.config)
     if module.adapters is not None and module.adapters.tied_head is not None:
-        config.tie_word_embeddings = False  # an adapted head is a matrix of its own when it is merged
+        config.tie_word_embeddings = False  # a merged head is a matrix of its own
     with torch.device("meta"):
         return type(module.model)._from_config(config, dtype=next(module.parameters()).dtype)
 
 
 def _pattern(name: str) -> str:
-    """A name as in plans, with * in place of numbers (of a layer, of an expert)."""
+    """The form that a name has in plans: with * in place of the numbers of layers and experts."""
     return re.sub(r"\.\d+(?=\.|$)", ".*", name)

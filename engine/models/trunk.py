@@ -5,10 +5,10 @@
     logprobs, _ = trunk(sequences, attention_mask, position_ids, response_length=8)
     values = trunk(sequences, attention_mask, position_ids, role="critic")
 
-The actor has its adapter and the language model's head. The reference has the same head, and no adapter or the frozen
-one that the actor started from. The reward model has a frozen adapter and head. The critic has its own adapter and
-head, which start as copies of a reward model's, or as a new adapter and a head of zeros. The frozen weights that all
-share exist once.
+The actor has an adapter and the language model's head. The reference also has the language model's head; it has no
+adapter, or the frozen adapter from which the actor started. The reward model has a frozen adapter and head. The critic
+has an adapter and head of its own, which start as copies of a reward model's adapter and head, or as a new adapter and
+a head of zeros. The frozen weights, which all roles share, exist once.
 """
 
 from collections.abc import Mapping
@@ -32,9 +32,9 @@ from engine.models.reading import CLASSIFIER, model_class
 class ScoringRole:
     """The description of the role "critic" or "reward".
 
-    config: the configuration of the classifier that the role would be alone, with one label and the settings of the
-    scores. start: the adapter and head that it has or starts from; None for a head of zeros. lora: how it trains; None
-    if it is frozen.
+    config: the configuration of the role as a classifier of its own, with one label and the settings of the scores.
+    start: the adapter and head that the role has or starts from; None for a new adapter and a head of zeros.
+    lora: how the role's adapter trains; None if it is frozen.
     """
 
     config: PretrainedConfig
@@ -43,10 +43,10 @@ class ScoringRole:
 
 
 class Trunk(Policy):
-    """A Policy that also computes as Scorers, with the same layers.
+    """A Policy that can also compute as one or two Scorers with the same layers.
 
-    scorers: the Scorers by role. Their models use this model's layers. Only their heads are registered here in
-    addition, because modules that are found twice would get ZeRO's hooks twice.
+    scorers: {role: Scorer}. The Scorers' models use this model's layers. Of the Scorers only the heads are registered
+    as submodules, because a module that is registered twice would get ZeRO's hooks twice.
     """
 
     def __init__(self, model: PreTrainedModel, replaced: dict[str, Any], scorers: Mapping[str, Scorer]):
@@ -56,15 +56,17 @@ class Trunk(Policy):
 
     @property
     def scorers(self) -> dict[str, Scorer]:
-        """The Scorers by role: "critic", "reward", or both."""
+        """{role: Scorer} for the roles "critic" and "reward", as far as the Trunk has them."""
         return dict(self._scorers)
 
     def as_role(self, role: str) -> Backbone:
-        """The module that computes as this role: a Scorer, or the Trunk itself as a Policy."""
+        """The module that computes as this role: a Scorer for critic and reward model; the Trunk itself for actor and
+        reference."""
         return self.scorers.get(role, self)
 
     def with_model(self, model: PreTrainedModel) -> "Trunk":
-        """A Trunk with the same settings and new adapters and heads, around another model of the same architecture."""
+        """A Trunk with the settings of this one, but with new adapters and heads, around another model of the same
+        architecture."""
         scorers = {
             role: Scorer(_classifier(model, own.model.config, type(own.model)), own.replaced)
             for role, own in self.scorers.items()
@@ -77,13 +79,13 @@ class Trunk(Policy):
         return other
 
     def pack(self, packs: bool) -> None:
-        """See Backbone.pack; it holds for all roles."""
+        """As Backbone.pack, for all roles."""
         super().pack(packs)
         for scorer in self.scorers.values():
             scorer.pack(packs)
 
     def give_adapters(self, configs: Mapping[str, LoraConfig]) -> None:
-        """Inject adapters into the model. configs: by role."""
+        """Inject adapters into the model. configs: {role: configuration of its adapter}."""
         inject(self.model, configs)
         self.adapters = Adapters(self.model, "actor", configs, ["reference"] if "reference" in configs else [])
         for role, scorer in self.scorers.items():
@@ -98,12 +100,14 @@ class Trunk(Policy):
 
 
 def make_trunk(policy: Policy, actor: LoraSpec, scoring: Mapping[str, ScoringRole]) -> Trunk:
-    """Make a Trunk from a language model that was loaded without adapters; the same on all ranks.
+    """Make a Trunk from a language model that was loaded without adapters. All ranks get the same Trunk.
 
-    policy: its `start`, if any, is the adapter that the actor goes on training and that the reference keeps.
-    scoring: "critic" and "reward", as far as the run has them.
+    policy: the language model. If its attribute `start` is an adapter, the actor trains this adapter further, and the
+    reference keeps it as it is.
+    scoring: {role: ScoringRole} for "critic" and "reward", as far as the run has these models.
 
-    Raises: UserError if an adapter's targets match no layer, or its dimension is not that of its start.
+    Raises: UserError if an adapter's targets match no layer, or if the dimension of an adapter that is trained further
+    is not the one that is asked for.
     """
     model, kept = policy.model, policy.start
     scorers = {}
@@ -124,7 +128,7 @@ def make_trunk(policy: Policy, actor: LoraSpec, scoring: Mapping[str, ScoringRol
     specs |= {role: wanted.lora for role, wanted in scoring.items()}
     if kept is not None:
         starts["reference"], specs["reference"] = kept, None
-    alone = {role: scorer.model for role, scorer in scorers.items()}  # without the language model's head
+    alone = {role: scorer.model for role, scorer in scorers.items()}  # models without the language model's head
     trunk.give_adapters({role: adapter_config(alone.get(role, model), starts[role], specs[role]) for role in starts})
     assert trunk.adapters is not None
     for role, start in starts.items():
@@ -136,12 +140,12 @@ def make_trunk(policy: Policy, actor: LoraSpec, scoring: Mapping[str, ScoringRol
 
 
 def owner(name: str) -> str:
-    """The role of a trained parameter, by its name within a Trunk."""
+    """The role that trains a parameter. name: the parameter's name within a Trunk."""
     return "critic" if name.startswith("heads.critic.") or ".critic." in name else "actor"
 
 
 def _choose_trained(trunk: Trunk, roles: list[str]) -> None:
-    """Mark the parameters that train: the factors of these roles, and the critic's head."""
+    """Mark the parameters that train: the LoRA factors of these roles, and the critic's head."""
     assert trunk.adapters is not None
     trunk.requires_grad_(False)
     for role in roles:

@@ -1,12 +1,14 @@
-"""Reads weight files: which tensors they hold, whether these are the model's tensors, and the tensors piece by piece.
+"""Reads weight files. Finds out which tensors the files hold and whether these are the model's tensors, and reads
+tensors piece by piece.
 
-`headers` returns names, shapes and dtypes. `tensors_of` returns lazy tensors, which are read piece by piece when they
-are copied. transformers fills a model from a dictionary with all tensors of a file; with lazy tensors the process holds
-only one piece of one tensor at a time, not a copy or mapping of the file.
+`headers` returns names, shapes and dtypes. `tensors_of` returns lazy tensors: a lazy tensor is read piece by piece when
+it is copied. transformers fills a model from a dictionary with all tensors of a file. If these are lazy tensors, the
+process holds one piece of one tensor at a time, and neither a copy nor a memory mapping of the file.
 
-transformers only warns about missing tensors, which get random numbers, and about unknown ones. `check_weights`
-therefore runs transformers' loader on the meta device, without numbers, and checks its report before the slow load.
-Prefixes, tied weights and old names are handled as in the real load. The report of the real load is checked too.
+transformers only warns about missing tensors, which get random numbers, and about unknown tensors. `check_weights`
+therefore runs transformers' loader on the meta device, which reads no numbers, and checks the loader's report before
+the slow load. Prefixes, tied weights and old names are handled as in the real load. The report of the real load is
+checked too.
 """
 
 import contextlib
@@ -37,14 +39,14 @@ FLOATS = ("F64", "F32", "F16", "BF16", "float64", "float32", "float16", "bfloat1
 
 
 class Header(NamedTuple):
-    """A tensor's shape and dtype as in the header of its file; the dtype has the name of the file's format."""
+    """A tensor's shape and dtype, read from the header of its file. The dtype is named as in the file's format."""
 
     shape: tuple[int, ...]
     dtype: str
 
     @property
     def is_float(self) -> bool:
-        """Whether the numbers are floating-point ones of at least 16 bits, not integers or quantized."""
+        """Whether the tensor has floating-point numbers of at least 16 bits, and not integers or quantized numbers."""
         return self.dtype in FLOATS
 
 
@@ -67,8 +69,8 @@ def weights_folder(path: str) -> Path | None:
 def headers(folder: Path, what: str) -> dict[str, Header]:
     """{name: header} of the tensors in the weight files of a model's folder; no numbers are read.
 
-    Raises: UserError, naming `what` (a flag) and the file, if there is no weight file, or if one is missing, broken,
-    cut off, or does not match the index.
+    Raises: UserError, with the flag `what` and the file in its message, if the folder has no weight file; if a file
+    that the index lists is missing or lacks a tensor that the index says it has; or if a file is broken or cut off.
     """
     found: dict[str, dict[str, Header]] = {}
     for file in weight_files(folder, what):
@@ -90,14 +92,16 @@ def headers(folder: Path, what: str) -> dict[str, Header]:
 
 
 def file_headers(file: Path, what: str) -> dict[str, Header]:
-    """{name: header} of the tensors in one weight file. Raises: UserError, naming `what` (a flag), if it is broken."""
+    """{name: header} of the tensors in one weight file. Raises: UserError, with the flag `what` in its message, if the
+    file is broken."""
     return (_of_safetensors if file.suffix == ".safetensors" else _of_pickle)(file, what)
 
 
 def mapped_tensors(folder: Path, what: str) -> dict[str, Tensor]:
-    """The tensors of a model's files by name. The files are mapped into memory; numbers are read at their first use.
+    """{name: tensor} of a model's files. The files are mapped into memory, so that numbers are read when they are first
+    used.
 
-    Raises: UserError as `headers` does.
+    Raises: UserError, as `headers` does.
     """
     headers(folder, what)
     found: dict[str, Tensor] = {}
@@ -111,9 +115,10 @@ def mapped_tensors(folder: Path, what: str) -> dict[str, Tensor]:
 
 
 def weight_files(folder: Path, what: str) -> list[Path]:
-    """The files that a model's weights are read from. Some of those that an index names may not exist.
+    """The files from which a model's weights are read. Files that an index lists are included even if they do not
+    exist.
 
-    Raises: UserError, naming `what` (a flag), if there are none, or the index is broken.
+    Raises: UserError, with the flag `what` in its message, if there are no weight files, or the index is broken.
     """
     for name in WEIGHT_FILES:
         if (folder / name).exists():
@@ -128,15 +133,16 @@ def weight_files(folder: Path, what: str) -> list[Path]:
 
 
 def file_names(name: str, model: Any) -> tuple[str, ...]:
-    """The names that a weight may have in files; transformers looks for all of them. name: the weight's name in
-    `model`, a model or its class."""
+    """The names under which a file may hold a weight; transformers looks for all of them. name: the weight's name in
+    `model`. model: a model or its class."""
     trunk = f"{model.base_model_prefix}."
-    older = name.replace("lm_head.", "embed_out.")  # GPT-NeoX's
+    older = name.replace("lm_head.", "embed_out.")  # GPT-NeoX's old name
     return name, name.removeprefix(trunk), f"{trunk}{name}", older
 
 
 def stored_name(name: str, model: Any, stored: Container[str]) -> str | None:
-    """The first of a weight's `file_names` that is among the names `stored` in files; None if there is none."""
+    """The first of a weight's `file_names` that is in `stored`, the names of the tensors in the files; None if none of
+    them is."""
     return next((other for other in file_names(name, model) if other in stored), None)
 
 
@@ -150,7 +156,7 @@ def _index(folder: Path) -> Path | None:
 
 
 def _weight_map(index: Path, what: str) -> dict[str, str]:
-    """{name of a tensor: name of its file}, read from an index."""
+    """{name of a tensor: name of its file}, read from an index file."""
     try:
         by_name = parsed_json(index.read_text(encoding="utf-8"))["weight_map"]
         files = {name: str(file) for name, file in by_name.items()}
@@ -183,7 +189,7 @@ def _of_safetensors(file: Path, what: str) -> dict[str, Header]:
 
 
 def _of_pickle(file: Path, what: str) -> dict[str, Header]:
-    """{name: header} of a file by torch.save. Only tensors are unpickled; no code in the file can run."""
+    """{name: header} of a file that torch.save wrote. Only tensors are unpickled; no code in the file can run."""
     try:
         state = torch.load(file, map_location="meta", weights_only=True)
     except pickle.UnpicklingError:
@@ -201,8 +207,8 @@ def _of_pickle(file: Path, what: str) -> dict[str, Header]:
     return {name: Header(tuple(value.shape), str(value.dtype).removeprefix("torch.")) for name, value in state.items()}
 
 
-PIECE = 1 << 24  # bytes read at a time
-# The dtypes of lazy tensors by safetensors' names. The libraries read tensors of other dtypes.
+PIECE = 1 << 24  # the number of bytes read at a time
+# {safetensors' name: dtype} for lazy tensors. Tensors of other dtypes are read by the libraries.
 DTYPES = {name: dtype for dtype, name in whole_files.DTYPES.items() if dtype.is_floating_point}
 
 
@@ -223,7 +229,8 @@ def read_by_pieces() -> Iterator[None]:
 
 
 def tensors_of(file: Path) -> dict[str, Lazy]:
-    """The tensors of a safetensors file, or of a file by torch.save, that can be read piece by piece, by name."""
+    """{name: tensor} of those tensors in a file that can be read piece by piece. The file may be a safetensors file or
+    written by torch.save."""
     if file.suffix == ".safetensors":
         return _lazy_of_safetensors(file)
     return _lazy_of_pickle(file) if zipfile.is_zipfile(file) else {}  # torch before 1.6 wrote no zip files
@@ -241,7 +248,7 @@ def _lazy_of_safetensors(file: Path) -> dict[str, Lazy]:
 
 
 def _lazy_of_pickle(file: Path) -> dict[str, Lazy]:
-    with FakeTensorMode():  # torch.load then reads no numbers, and notes the offset of each tensor in the file
+    with FakeTensorMode():  # in this mode torch.load reads no numbers, only the offset of each tensor in the file
         state = torch.load(file, map_location="cpu", weights_only=True)
     found: dict[str, Lazy] = {}
     for name, tensor in state.items():
@@ -257,8 +264,8 @@ def _at(file: Path, offset: int, shape, dtype: torch.dtype) -> Lazy:
 
 
 def _read(file: Path, offset: int, dtype: torch.dtype, target: Tensor) -> None:
-    """Fill a contiguous tensor with the numbers that begin at byte `offset` of a file. Raises: OSError if the file ends
-    too early."""
+    """Fill `target`, a contiguous tensor, with the numbers that begin at byte `offset` of a file. Raises: OSError if
+    the file ends too early."""
     if not target.numel():
         return
     with file.open("rb", buffering=0) as opened:
@@ -277,12 +284,12 @@ def _read(file: Path, offset: int, dtype: torch.dtype, target: Tensor) -> None:
 
 @torch.no_grad()
 def restore_buffers(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Give a model that ZeRO-3 built the buffers that it would have without ZeRO-3.
+    """Replace the buffers of a model that was built under ZeRO-3 by the buffers that it would have without ZeRO-3.
 
     While ZeRO-3 builds a model (deepspeed.zero.Init), every new floating-point tensor is rounded to the dtype of the
-    weights. transformers computes rotary frequencies in float32, and not all of its versions compute them again after
-    the model is built. Rounded to bfloat16 they are wrong by up to 0.4 %: a token at position 1,000 is rotated like one
-    up to four positions away.
+    weights. transformers computes rotary frequencies in float32, and some of its versions do not compute them again
+    after the model is built. If the frequencies are rounded to bfloat16, they are wrong by up to 0.4 %, and a token at
+    position 1,000 is rotated like a token up to four positions away.
 
     Args:
         dtype: the dtype of the weights.
@@ -301,15 +308,15 @@ def restore_buffers(model: PreTrainedModel, dtype: torch.dtype) -> None:
         setattr(model.get_submodule(owner), last, buffer)
 
 
-SHOWN = 3  # names in a message
+SHOWN = 3  # how many names a message lists
 
 
 @dataclass(frozen=True, slots=True)
 class Misfit:
     """The differences between a model's tensors and those of its files.
 
-    missing: names of tensors that only the model has. left_over: names of tensors that only the files have. misshapen:
-    (name, shape in the file, shape in the model) of tensors whose shapes differ.
+    missing: the names of tensors that only the model has. left_over: the names of tensors that only the files have.
+    misshapen: (name, shape in the file, shape in the model) of tensors whose shapes differ.
     """
 
     missing: tuple[str, ...]
@@ -318,7 +325,7 @@ class Misfit:
 
     @classmethod
     def of(cls, loading_info: Mapping) -> "Misfit":
-        """The differences in transformers' `output_loading_info`."""
+        """The Misfit that transformers' `output_loading_info` describes."""
         missing, left_over, misshapen = (
             tuple(sorted(loading_info[name])) for name in ("missing_keys", "unexpected_keys", "mismatched_keys")
         )
@@ -338,7 +345,7 @@ class Misfit:
         return "; ".join(parts)
 
     def refuse(self, path: str, what: str) -> None:
-        """Raise UserError, naming `what` (a flag) and the tensors, if there are differences."""
+        """Raise UserError, with the flag `what` and the tensors in its message, if there are differences."""
         if self.difference:
             raise UserError(
                 f"{what}: the weights in {path} are not those of the model that its config.json describes: "
@@ -348,7 +355,7 @@ class Misfit:
 
 
 def listed(names: Iterable[str]) -> str:
-    """The first few names, and the number of further ones, as a text."""
+    """A text with the first few names and the number of further names."""
     names = list(names)
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return ", ".join(names[:SHOWN]) + more
@@ -361,13 +368,13 @@ def _counted(names: tuple | list, one: str, several: str) -> str:
 def check_weights(
     path: str, config: PretrainedConfig, model_class, what: str, names: Mapping[str, str] | None = None
 ) -> None:
-    """Raise UserError, naming `what` (a flag), unless the weight files at `path` hold exactly the model's tensors, with
-    the model's shapes, in floating-point numbers. Only headers are read.
+    """Raise UserError, with the flag `what` in its message, unless the weight files at `path` hold exactly the model's
+    tensors, with the model's shapes and in floating-point numbers. Only headers are read.
 
-    A name on the Hub whose files have not been fetched is not checked.
+    If `path` is a name on the Hub whose files have not been fetched, nothing is checked.
 
     Args:
-        config, model_class: the model to build.
+        config, model_class: configuration and class of the model.
         names: {name in the files: name in the model} of tensors whose names differ.
     """
     folder = weights_folder(path)
@@ -385,12 +392,12 @@ def check_weights(
 
 
 def check_headers(found: Mapping[str, Header], path: str, config: PretrainedConfig, model_class, what: str) -> None:
-    """As `check_weights`, for headers that have been read. found: {name in the model: header}."""
+    """As `check_weights`, for headers that have already been read. found: {name in the model: header}."""
     try:
         misfit, _ = _verdict(found, config, model_class)
         floats = {name: header for name, header in found.items() if header.is_float}
         lacking, model = (misfit, None) if len(floats) == len(found) else _verdict(floats, config, model_class)
-    except Exception as error:  # transformers may raise anything for sizes that do not fit together
+    except Exception as error:  # transformers may raise anything for sizes that contradict each other
         raise UserError(
             f"{what}: no model can be built from {path}/config.json ({type(error).__name__}: "
             f"{one_line(error)[:300]}). Mend it, or write the model again."
@@ -411,8 +418,8 @@ def check_headers(found: Mapping[str, Header], path: str, config: PretrainedConf
 
 
 def _is_computed(name: str, found: Mapping[str, Header]) -> bool:
-    """Whether a left-over tensor is computed and not learned. Older versions of transformers saved the causal masks of
-    attention, (1, 1, S, S), and rotary frequencies with the weights."""
+    """Whether a tensor that only the files have is computed and not learned. Older versions of transformers saved the
+    causal masks of attention, (1, 1, S, S), and rotary frequencies with the weights."""
     if name.endswith(("masked_bias", "inv_freq")):
         return True
     shape = next((header.shape for key, header in found.items() if key.endswith(name) or name.endswith(key)), ())

@@ -1,10 +1,10 @@
-"""Sources of scores: the base class `RewardSource`, a frozen reward model, and a score made of several parts.
+"""Sources of scores: the base class `RewardSource`, a frozen reward model, and a weighted sum of several sources.
 
     reward = CombinedReward({"model": (models.reward, 1.0), "function": (FunctionReward(f, tokenizer), 0.5)},
                             length_penalty=0.01)
 
-`AgreedReward` makes a user's source fail on all ranks or on none. `EarlyCalls` calls functions and servers in threads
-before their results are needed.
+`AgreedReward` wraps a user's source so that, if it fails on one rank, all ranks stop. `EarlyCalls` calls functions and
+servers in threads before their results are needed.
 """
 
 import contextlib
@@ -44,56 +44,60 @@ TAKEN = frozenset(
         for ending in ("", "_se", "_change", "_change_se")
     ]
 )
-"""Names that parts of a score cannot have: columns of samples, and metrics named eval/NAME and objective/NAME."""
+"""Names that parts of a score cannot have, because a column of the sample tables, or a metric eval/NAME or
+objective/NAME, already has the name."""
 
 
 @runtime_checkable
 class RewardSource(Protocol):
     """Scores whole responses: a reward model, a function, a server, or several of these together.
 
-    A class of your own inherits from this one and writes `score`.
+    A source of your own inherits from this class and implements `score`.
     """
 
     def score(self, rollout: Rollout) -> Tensor:
-        """(B,) float32, one number for each response. All ranks call this together, each with its own responses."""
+        """(B,) float32, one score for each response. All ranks call this together, each with its own responses."""
 
     def parts(self, rollout: Rollout) -> dict[str, Tensor]:
-        """{name in metrics and sample tables: (B,) float32}, the parts that add up to the score, after each is
-        multiplied by its weight in `weights`. Names in `TAKEN` are not allowed.
+        """{name in metrics and sample tables: (B,) float32}, the parts of the score. The score is the sum of the parts,
+        each multiplied by its weight in `weights`. Names in `TAKEN` are not allowed.
         """
         return {"scores": self.score(rollout).float()}
 
     def weights(self) -> Mapping[str, float]:
-        """{name of a part: weight}, for parts that have to be multiplied by a weight; by default none. A part
-        "scores_NAME" with a weight is also measured without it, as the metric reward/NAME."""
+        """{name of a part: weight}, for parts that have to be multiplied by a weight; by default no part has a weight.
+        If a part "scores_NAME" has a weight, the metric reward/NAME reports the part without its weight."""
         return {}
 
     def begin(self, rollout: Rollout) -> None:
-        """Called with finished responses while others are still drawn. A source may begin to score them; `score` is
-        called later for all responses, in any order. Each rank calls this on its own. By default it does nothing."""
+        """Called with finished responses while others are still being drawn. A source may begin to score them here;
+        `score` is called later for all responses, in any order. Each rank calls this method on its own. By default the
+        method does nothing."""
         return
 
     def prepare(self, rollout: Rollout) -> None:
         """Called with all responses of this rank before `score` is called for them, in any order and in pieces. A
-        source may begin slow work on another machine, which goes on while the other models compute. All ranks call this
-        together. By default it does nothing."""
+        source may begin slow work on another machine here; that work goes on while the other models compute. All ranks
+        call this together. By default the method does nothing."""
         return
 
     def on_device(self) -> contextlib.AbstractContextManager:
-        """A context in which the source's weights are on the device; by default it does nothing."""
+        """A context in which the source's weights are on the device. By default entering it does nothing."""
         return contextlib.nullcontext()
 
 
 def keys_of(rollout: Rollout) -> list[tuple[int, int]]:
-    """A key for each response, unique within a step: (index of the prompt, number of the prompt's sample)."""
+    """A key for each response, which is unique within a PPO step: (index of the prompt, number of the prompt's
+    sample)."""
     return list(zip(rollout.indices.tolist(), rollout.samples.tolist(), strict=True))
 
 
 def decoded(rollout: Rollout, tokenizer, special_tokens: bool = False) -> tuple[list[str], list[str]]:
-    """The texts of the prompts, as the policy got them (long ones have lost their beginning), and of the responses.
+    """(the texts of the prompts, the texts of the responses). The prompts are those that the policy got, so a long
+    prompt has lost its beginning.
 
     Padding is left out. Special tokens, such as EOS or those of a chat template, are left out unless special_tokens is
-    True. A stop string is part of the response that it ended.
+    True. If a stop string ended a response, the string is part of the response.
     """
     decode = partial(tokenizer.decode, skip_special_tokens=not special_tokens)
     real = rollout.attention_mask[:, : rollout.prompt_length].bool()
@@ -101,18 +105,19 @@ def decoded(rollout: Rollout, tokenizer, special_tokens: bool = False) -> tuple[
     for row in range(len(rollout)):
         prompt, response = rollout.prompts[row][real[row]], rollout.responses[row][rollout.response_mask[row]]
         text = decode(prompt)
-        # Decoded together with its prompt, because many tokenizers drop the space at the beginning of a text.
+        # A response is decoded together with its prompt, because many tokenizers drop the space at the beginning of a
+        # text.
         whole = decode(torch.cat([prompt, response]))
         prompts.append(text)
         responses.append(whole[len(text) :] if whole.startswith(text) else decode(response))
     return prompts, responses
 
 
-ALONE = 60.0  # a rank that waits so many seconds with a problem prints it alone
+ALONE = 60.0  # seconds after which a waiting rank prints its problem by itself
 
 
 class AgreedReward(RewardSource):
-    """A user's source. An exception on one rank stops the run on all ranks, before any weight changes.
+    """Wraps a user's source, so that an exception on one rank stops the run on all ranks before any weight changes.
 
     name: the source's name in messages.
     """
@@ -122,7 +127,8 @@ class AgreedReward(RewardSource):
 
     @classmethod
     def made(cls, source: Callable[[Any], RewardSource], tokenizer, name: str) -> "AgreedReward":
-        """The AgreedReward of source(tokenizer). Raises: RunStopped on all ranks if this fails on one."""
+        """The AgreedReward that wraps source(tokenizer). Raises: RunStopped on all ranks if creating the source fails
+        on one rank."""
         made, problem = _called(partial(source, tokenizer))
         stop_together(
             problem and f"{problem} as it was made", name, "It is made of the tokenizer, once on each rank. Mend it."
@@ -130,11 +136,11 @@ class AgreedReward(RewardSource):
         return cls(made, name)
 
     def score(self, rollout: Rollout) -> Tensor:
-        """The source's score, (B,) float32. Raises: RunStopped on all ranks if the source fails on one."""
+        """The source's score, (B,) float32. Raises: RunStopped on all ranks if the source fails on one rank."""
         return self._agreed(self.source.score, rollout)["scores"]
 
     def parts(self, rollout: Rollout) -> dict[str, Tensor]:
-        """The source's parts. Raises: RunStopped on all ranks if the source fails on one."""
+        """The source's parts. Raises: RunStopped on all ranks if the source fails on one rank."""
         whole = type(self.source).parts is RewardSource.parts
         return self._agreed(self.source.score if whole else self.source.parts, rollout)
 
@@ -143,7 +149,8 @@ class AgreedReward(RewardSource):
         return self.source.weights()
 
     def prepare(self, rollout: Rollout) -> None:
-        """Calls the source's `prepare`, if it has one. Raises: RunStopped on all ranks if it fails on one."""
+        """Calls the source's `prepare`, if it has one. Raises: RunStopped on all ranks if `prepare` fails on one
+        rank."""
         if type(self.source).prepare is RewardSource.prepare:
             return
         _, problem = _called(partial(self.source.prepare, rollout))
@@ -156,7 +163,7 @@ class AgreedReward(RewardSource):
     def _agreed(self, call: Callable, rollout: Rollout) -> dict[str, Tensor]:
         returned, problem = _called(partial(call, rollout))
         parts = returned if isinstance(returned, dict) else {"scores": returned}
-        if problem is None:  # objects of the user's classes may raise when they are looked at
+        if problem is None:  # an object of a user's class may raise when its attributes are read
             wrong, raised = _called(partial(_misshapen, parts, len(rollout)))
             problem = wrong or raised
         stop_together(problem, self.name, "Its score gives one number a response, a tensor (B,). Mend it.")
@@ -164,8 +171,8 @@ class AgreedReward(RewardSource):
 
 
 def _called(call: Callable[[], Any]) -> tuple[Any, str | None]:
-    """(the result of the user's code, None), or (None, a text of what it raised). RunStopped passes through, as all
-    ranks raise it."""
+    """(the result of the user's code, None), or (None, a description of the exception that it raised). RunStopped is
+    not caught, because all ranks raise it."""
     try:
         return call(), None
     except RunStopped:
@@ -186,12 +193,13 @@ def _misshapen(parts: dict, count: int) -> str | None:
 
 
 def stop_together(problem: str | None, name: str, contract: str) -> None:
-    """Raise RunStopped on all ranks if one of them has a problem with the user's code (all ranks call this).
+    """Raise RunStopped on all ranks if one of them has a problem with the user's code (all ranks call this together).
 
-    If the other ranks do not get here, because the user's code has collective calls, this rank prints its problem after
-    ALONE seconds.
+    The other ranks may never call this function, if they wait in a collective call of the user's code. A rank with a
+    problem therefore prints it after ALONE seconds.
 
-    problem: what went wrong on this rank, or None. name, contract: the beginning and end of the message.
+    problem: what went wrong on this rank, or None if nothing did. name, contract: the beginning and the end of the
+    message.
     """
     alone = threading.Timer(ALONE, print, [f"rank {distributed.rank()}: {name} {problem}. The others are waited for."])
     alone.daemon = True
@@ -206,20 +214,21 @@ def stop_together(problem: str | None, name: str, contract: str) -> None:
 
 
 def described(error: BaseException) -> str:
-    """A text of what the user's code raised, with the deepest line in the user's file. Called where it was caught."""
+    """A description of the exception that the user's code raised, with the deepest line in the user's file. To be
+    called in the function that caught the exception."""
     frames = traceback.extract_tb(error.__traceback__)[1:]  # the first frame is the call of the user's code
     own = [frame for frame in frames if frame.filename == frames[0].filename]
     place = f" ({own[-1].filename}, line {own[-1].lineno}: {own[-1].line})" if own else ""
     return f"{type(error).__name__}: {str(error)[:300]}{place}"
 
 
-Numbers = tuple[list[float], str | None]  # (a number for each response, None), or ([], what went wrong)
+Numbers = tuple[list[float], str | None]  # (one number for each response, None), or ([], what went wrong)
 
 
 class EarlyCalls:
     """Scores responses in threads before the scores are needed.
 
-    threads: how many calls are made at the same time.
+    threads: the largest number of calls that run at the same time.
     """
 
     def __init__(self, threads: int = 1) -> None:
@@ -227,21 +236,22 @@ class EarlyCalls:
         self._begun: dict[Hashable, tuple[Any, Future[Numbers], int]] = {}
 
     def begin(self, keys: Sequence[Hashable], texts: Sequence[Any], call: Callable[[], Numbers]) -> None:
-        """Begin a call that scores responses. keys, texts: of each response; a later call with the same key and texts
-        gets its number. call: must not raise."""
+        """Begin `call` in a thread; it scores responses. keys, texts: a key and the texts of each response. `taken`
+        returns the number of a response if it gets the same key and texts. call: a function that must not raise."""
         if not self.left(keys, texts):
-            return  # the same responses were drawn again, after memory ran out
+            return  # memory ran out, and the same responses were drawn again
         future = self._pool.submit(call)
         self._begun |= {key: (text, future, place) for place, (key, text) in enumerate(zip(keys, texts, strict=True))}
 
     def left(self, keys: Sequence[Hashable], texts: Sequence[Any]) -> list[int]:
-        """Positions of the responses for which no call with the same texts is waiting to be `taken`."""
+        """The positions of the responses for which no call has begun with the same key and texts, or whose number was
+        already `taken`."""
         pairs = enumerate(zip(keys, texts, strict=True))
         return [place for place, (key, text) in pairs if key not in self._begun or self._begun[key][0] != text]
 
     def taken(self, keys: Sequence[Hashable], texts: Sequence[Any]) -> tuple[dict[int, float], str | None]:
-        """Wait for the calls that were begun with the same texts, and forget them. Returns: ({position of a response:
-        its number}, a text of what went wrong in one of them or None)."""
+        """Wait for the calls that were begun with the same keys and texts, and forget them. Returns: ({position of a
+        response: its number}, a text that says what went wrong in one of the calls, or None)."""
         found: dict[int, float] = {}
         problem = None
         for place, (key, text) in enumerate(zip(keys, texts, strict=True)):
@@ -256,10 +266,10 @@ class EarlyCalls:
 
 
 class RewardModel(RewardSource):
-    """The frozen reward model, in its own engine or as a role in the critic's engine. Its score is read at the token
-    that it was trained for.
+    """The frozen reward model, in its own engine or as a role in another model's engine. A score is read at the token
+    at which the model was trained to give it.
 
-    models: its own engine, if it has one.
+    models: the reward model's own engine, in a list; empty if it has none.
     """
 
     def __init__(self, model: FrozenModel | FrozenRole):
@@ -268,7 +278,7 @@ class RewardModel(RewardSource):
 
     @traced("reward model")
     def score(self, rollout: Rollout) -> Tensor:
-        """(B,) float32, the scores with the stored normalisation."""
+        """(B,) float32, the scores, normalised as the reward model's folder says."""
         token_scores = self.model(rollout.sequences, rollout.attention_mask, rollout.position_ids)
         return self.model.module.sequence_scores(token_scores, rollout.sequences, rollout.attention_mask)
 
@@ -278,9 +288,9 @@ class RewardModel(RewardSource):
 
 
 def sum_in_words(terms: Sequence[tuple[str, float]], length_penalty: float = 0.0) -> str:
-    """The sum of a CombinedReward as a text: "0.5 reward model + 0.5 right - 0.01 a token".
+    """The formula of a CombinedReward as a text: "0.5 reward model + 0.5 right - 0.01 a token".
 
-    terms: (description, weight) of each source.
+    terms: a pair (description, weight) for each source.
     """
     if length_penalty:
         terms = [*terms, ("a token", -length_penalty)]
@@ -294,7 +304,7 @@ def sum_in_words(terms: Sequence[tuple[str, float]], length_penalty: float = 0.0
 class CombinedReward(RewardSource):
     """sum over sources of weight * score - length_penalty * tokens
 
-    The dialect scales and clips this sum, and changes it for missing ends.
+    The dialect later scales and clips this sum, and changes it for responses without an end.
 
     Args:
         sources: {name: (source, weight)}.
@@ -312,8 +322,8 @@ class CombinedReward(RewardSource):
         return torch.stack(parts).sum(0)
 
     def parts(self, rollout: Rollout) -> dict[str, Tensor]:
-        """{name: (B,) float32}: "scores_NAME" is the score of a source without its weight; "length_penalty", if there
-        is one, is the negative penalty.
+        """{name: (B,) float32}: "scores_NAME" is the score of the source NAME without its weight; "length_penalty", if
+        a length penalty is set, is the penalty as a negative number.
         """
         parts = {f"scores_{name}": source.score(rollout).float() for name, (source, _) in self.sources.items()}
         if self.length_penalty:
@@ -321,7 +331,8 @@ class CombinedReward(RewardSource):
         return parts
 
     def weights(self) -> Mapping[str, float]:
-        """{name of a part: weight of its source}. A source of weight 0 is only measured."""
+        """{name of a part: weight of its source}. A source with weight 0 does not change the score and is only
+        reported."""
         return {f"scores_{name}": weight for name, (_, weight) in self.sources.items()}
 
     def begin(self, rollout: Rollout) -> None:

@@ -1,9 +1,10 @@
-"""Reward functions that --reward_function names without a file or a module: format and math_verify.
+"""The built-in reward functions, format and math_verify. --reward_function takes them by name, without a file or a
+module.
 
     Format()(prompts, ["<think>12 and 30</think><answer>42</answer>", "42"])      # [1.0, 0.0]; --response_format
     MathVerify("answer")(prompts, responses, answer=["1/2", "42"])                # [1.0, 0.0]
 
-math_verify's package is an extra: pip install .[math].
+The package that math_verify needs is an extra: pip install .[math].
 """
 
 import contextlib
@@ -22,17 +23,19 @@ from pathlib import Path
 
 from engine.errors import UserError, shortened
 
-_INSIDE = r"(?:(?!</?(?:think|answer)>).)*"  # anything but another of the tags: nested and repeated ones are refused
+_INSIDE = r"(?:(?!</?(?:think|answer)>).)*"  # text without one of these tags: nested and repeated tags are refused
 THINK_ANSWER = rf"\s*<think>{_INSIDE}</think>\s*<answer>{_INSIDE}</answer>\s*"
-"""Reasoning and an answer, each in its tags, once and in this order, and nothing beside them but white space.
+"""Matches reasoning in <think> tags followed by an answer in <answer> tags, each once, with nothing else in the
+response but white space.
 
 Source: the format reward of DeepSeek-R1 (Guo et al. 2025, section 2.2.2 and table 1)."""
 
 
 class Format:
-    """1 where the whole response matches a regular expression, whose dot matches line breaks too, else 0.
+    """1 for a response that matches a regular expression as a whole, else 0. The dot of the expression matches line
+    breaks too.
 
-    Raises: re.error for what is no regular expression.
+    Raises: re.error if `pattern` is not a regular expression.
     """
 
     def __init__(self, pattern: str = THINK_ANSWER):
@@ -45,19 +48,22 @@ class Format:
 
 WORKER = Path(__file__).with_name("math_worker.py")
 PACKAGE = "math_verify"
-START_SECONDS = 300.0  # in which the process has to be there, on however busy a machine
-SECONDS = 10.0  # for one response, after which the process is ended and the response has no right answer
+START_SECONDS = 300.0  # within which the worker process has to be ready, even on a busy machine
+SECONDS = 10.0  # for one response; after this time the worker process is killed and the response counts as wrong
 
 
 class MathVerify:
-    """1 where a response's last answer equals the row's, else 0; for no answer, and for one that takes too long.
+    """1 for a response whose last answer equals the answer in the data, else 0. A response without an answer, or whose
+    comparison takes too long, gets 0 too.
 
-    Both are parsed as LaTeX or plain expressions and compared by sympy: 1/2, 0.5 and \\frac{2}{4} are equal. An answer
-    stands in \\boxed{}, between dollars or <answer> tags, or is the last expression of the text. It need not be worked
-    out: 12 + 30 equals 42. One process of this rank does the work, so that what never ends can be ended.
+    Both answers are parsed as LaTeX or as plain expressions and compared by sympy: 1/2, 0.5 and \\frac{2}{4} are equal.
+    The answer of a response is in \\boxed{}, between dollar signs or in <answer> tags, or is the last expression of the
+    text. It need not be evaluated: 12 + 30 equals 42. Each rank has a worker process for the comparisons, so that a
+    comparison that never ends can be killed.
 
-    column: the data's column with the right answers, texts or numbers. seconds: for one response.
-    Raises: UserError where the package is not installed.
+    column: the column of the data with the right answers, which are texts or numbers. seconds: the time limit for one
+    response.
+    Raises: UserError if the package math-verify is not installed.
     """
 
     def __init__(self, column: str, seconds: float = SECONDS):
@@ -71,9 +77,9 @@ class MathVerify:
         self._one_at_a_time = threading.Lock()
 
     def __call__(self, prompts: list[str], responses: list[str], **columns: list) -> list[float]:
-        """One number a response; columns: the answers, by the column's name.
+        """One number for each response. columns: {the column's name: the right answers}.
 
-        Raises: ValueError for an answer of the data's in which there is nothing to compare with.
+        Raises: ValueError if math-verify finds no answer in a value of the data's column.
         """
         with self._one_at_a_time:
             return [self._score(*pair) for pair in zip(columns[self.column], responses, strict=True)]
@@ -94,8 +100,8 @@ class MathVerify:
 
 
 class _Worker:
-    """The process, in a session of its own, so that Ctrl-C on the run does not reach it. It ends with this one, whose
-    end closes its input."""
+    """The worker process that compares answers. It has a session of its own, so that Ctrl-C on the run does not reach
+    it. It ends when the trainer's process ends, because its input is closed then."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
@@ -106,7 +112,7 @@ class _Worker:
             start_new_session=True,
             env={**os.environ, "PYTHONIOENCODING": "utf-8:surrogatepass"},
         )
-        self.end = weakref.finalize(self, _end, self._process)  # called at the latest when this object goes
+        self.end = weakref.finalize(self, _end, self._process)  # called at the latest when this object is deleted
         self._read = b""
         ready = self._line(START_SECONDS)
         if ready is None or "ready" not in ready:
@@ -114,7 +120,8 @@ class _Worker:
             raise RuntimeError((ready or {}).get("problem", f"{WORKER} was not there after {START_SECONDS:g} seconds"))
 
     def ask(self, pair: list[str], seconds: float) -> dict | None:
-        """The process's result for [answer, response]; None if it gives none in that time, or has ended."""
+        """The worker's result for `pair`, [answer, response]; None if the worker does not reply within `seconds`, or
+        has ended."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps(pair).encode() + b"\n")
@@ -134,10 +141,10 @@ class _Worker:
 
 
 def _end(process: subprocess.Popen) -> None:
-    """Kill it, whatever it is doing."""
+    """Kill the worker process, whatever it is doing."""
     process.kill()
     for pipe in (process.stdin, process.stdout):
-        with contextlib.suppress(OSError):  # what was not written any more
+        with contextlib.suppress(OSError):  # closing flushes bytes that can no longer be written
             pipe.close()  # type: ignore[union-attr]
     process.wait()
 

@@ -1,4 +1,4 @@
-"""Scores from a user's function. The names of its parameters decide what it is called with.
+"""Scores from a user's function. The names of the function's parameters decide which arguments it gets.
 
     def exact_answer(prompts: list[str], responses: list[str], rows: list[dict]) -> list[float]:
         return [float(response.strip() == row["answer"]) for response, row in zip(responses, rows)]
@@ -10,8 +10,8 @@
     def f(prompts, responses, rows): ...                 # also whole rows, as dicts
     def f(completions, answer, **columns): ...           # all by name, as TRL calls reward functions
 
-Source of the last form: `GRPOTrainer._calculate_rewards`, trl/trainer/grpo_trainer.py of TRL 1.16.0. Completions
-are texts here, also in dialogues.
+Source of the last form: `GRPOTrainer._calculate_rewards`, trl/trainer/grpo_trainer.py of TRL 1.16.0. Unlike in TRL,
+completions are texts in dialogues too.
 """
 
 import inspect
@@ -30,17 +30,17 @@ from engine.trace import traced
 
 
 class FunctionReward(RewardSource):
-    """Calls a user's function with prompts and responses, and with the columns or rows of the data that it has
-    parameters for.
+    """Calls a user's function with prompts and responses, and with those columns or rows of the data for which the
+    function has parameters.
 
-    Each rank calls the function with its own responses, one micro-batch at a time. So the score of a response must not
-    depend on other responses. The texts are those of `engine.reward.base.decoded`.
+    Each rank calls the function with its own responses, one micro-batch at a time. The score of a response must
+    therefore not depend on other responses. The texts are those of `engine.reward.base.decoded`.
 
     Args:
-        function: returns one number for each response, as a sequence, an array or a tensor. NaN and infinity are
-            passed on.
-        rows: the rows of the data: rows[index] is the row of the prompt with this index. Any object with [] will do,
-            such as torch's ConcatDataset. Needed if the function takes columns or rows.
+        function: a function that returns one number for each response, as a sequence, an array or a tensor. NaN and
+            infinity are passed on.
+        rows: the rows of the data: rows[index] is the row of the prompt with this index. Any object that can be indexed
+            will do, such as torch's ConcatDataset. `rows` is needed if the function takes columns or rows.
         name: the function's name in messages.
     """
 
@@ -54,9 +54,9 @@ class FunctionReward(RewardSource):
 
     @traced("reward function")
     def score(self, rollout: Rollout) -> Tensor:
-        """(B,) float32, the function's numbers, unchanged.
+        """(B,) float32, the numbers that the function returned, unchanged.
 
-        Raises: RunStopped on all ranks if the function fails on one.
+        Raises: RunStopped on all ranks if the function fails on one rank.
         """
         indices, texts = rollout.indices.tolist(), list(zip(*decoded(rollout, self.tokenizer), strict=True))
         values, problem = self._early.taken(keys_of(rollout), texts)
@@ -64,15 +64,15 @@ class FunctionReward(RewardSource):
         if left and not problem:
             called, problem = self._called([texts[place] for place in left], [indices[place] for place in left])
             values |= dict(zip(left, called))
-        torch.set_default_dtype(self._dtype)  # the function may have changed it, for the whole process
+        torch.set_default_dtype(self._dtype)  # the function may have changed the default of the whole process
         contract = "It gets lists of texts and has to return one number for each response. Correct the function."
         stop_together(problem, f"the reward function {self.name}", contract)
         scores = [values[place] for place in range(len(texts))]
         return torch.tensor(scores, dtype=torch.float32, device=rollout.sequences.device)
 
     def begin(self, rollout: Rollout) -> None:
-        """As in RewardSource: the function is called in another thread. If the dialect cuts responses, `score` may get
-        other texts than these, and calls the function again for them."""
+        """As in RewardSource: the function begins to score these responses in another thread. If the dialect cuts
+        responses, `score` may get other texts, and calls the function again for those."""
         texts = list(zip(*decoded(rollout, self.tokenizer), strict=True))
         self._early.begin(keys_of(rollout), texts, partial(self._called, texts, rollout.indices.tolist()))
 
@@ -90,7 +90,7 @@ class FunctionReward(RewardSource):
 
 
 def _numbers(returned, count: int) -> Numbers:
-    """(the returned numbers as floats, None), or ([], a text that says what is wrong with them)."""
+    """(the returned numbers as floats, None), or ([], a text that says what is wrong with the returned value)."""
     values = returned.tolist() if hasattr(returned, "tolist") else returned  # arrays and tensors
     if not isinstance(values, Sequence) or isinstance(values, (str, bytes)):
         return [], f"returned {shortened(returned)}, which is no sequence of numbers"
@@ -104,16 +104,18 @@ def _numbers(returned, count: int) -> Numbers:
 
 
 TEXTS = ("prompts", "completions")
-"""The parameters of texts in a function that gets all arguments by name."""
+"""The names of the parameters for texts, in a function that gets all arguments by name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """What a function is called with.
+    """Which arguments a user's function is called with.
 
     by_name: the names of TEXTS that the function gets by name; empty if it gets prompts and responses by position.
-    required, optional: columns of the data. An optional column is left out if no row has a value for it.
-    others: whether the function gets all other columns too (**columns). rows: whether it gets whole rows.
+    required, optional: the columns of the data that the function takes. An optional column is not passed if no row has
+        a value for it.
+    others: whether the function gets all other columns too (**columns).
+    rows: whether the function gets whole rows.
     """
 
     by_name: tuple[str, ...]
@@ -124,11 +126,11 @@ class Signature:
 
     @classmethod
     def of(cls, function: Callable) -> "Signature":
-        """The Signature of a function. If the function is an object with an attribute `columns`, these are its required
-        columns, and its parameters are not looked at.
+        """The Signature of a function. If the function is an object with an attribute `columns`, this attribute lists
+        the required columns, and the parameters are not read.
 
-        Raises: TypeError if the function cannot be called with these arguments, ValueError if its parameters cannot be
-            read.
+        Raises: TypeError if the function cannot be called with the arguments that its parameters ask for; ValueError if
+            its parameters cannot be read.
         """
         if (columns := getattr(function, "columns", None)) is not None:
             return cls((), tuple(columns), (), False, False)
@@ -155,7 +157,7 @@ class Signature:
 
     @property
     def takes_rows(self) -> bool:
-        """Whether the function can get anything from the rows of the data."""
+        """Whether the function takes anything from the rows of the data."""
         return self.needs_rows or self.others or bool(self.optional)
 
     @property
@@ -164,7 +166,7 @@ class Signature:
         return self.rows or bool(self.required)
 
     def missing(self, row: Mapping) -> list[str]:
-        """The required columns that a row lacks. A column with the value None counts as lacking."""
+        """The required columns that are missing in a row. A column with the value None counts as missing."""
         return [name for name in self.required if row.get(name) is None]
 
     def arguments(

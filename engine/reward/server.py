@@ -1,26 +1,26 @@
-"""Scores from reward servers, asked over HTTP.
+"""Scores from reward servers, which are asked over HTTP.
 
     settings = ServerSettings(urls=["http://10.0.0.7:8000/score"], form="items", columns=["answer"])
     reward = ServerReward(settings, tokenizer, rows=ConcatDataset([training_rows, held_out_rows]))
 
-From top to bottom the file has: one exchange of a request and an answer (`exchange`), the two forms of requests and
-answers (`FORMS`), the servers that share a rank's requests (`Servers`), and the source of scores (`ServerReward`). A
-failed exchange raises `Fault`, after which the server is asked again, or `Mistake`, after which the run stops. HTTP is
-the standard library's, with a time limit. Proxies come from the environment, as in urllib, but are never used for
-addresses of this machine.
+This file contains, from top to bottom: one exchange of a request and an answer (`exchange`), the two forms of requests
+and answers (`FORMS`), the servers that share a rank's requests (`Servers`), and the reward source (`ServerReward`). A
+failed exchange raises `Fault`, after which a server is asked again, or `Mistake`, after which the run stops. HTTP is
+that of Python's standard library, with a time limit. Proxies are taken from the environment, as in urllib, but are
+never used for addresses of this machine.
 
-The form "items" is ours. Ids match scores to responses:
+The form "items" is this project's own. Each score has the id of its response:
 
     {"items": [{"id": "7.0", "prompt": "...", "response": "...", "ended": true, "answer": "4"}, ...]}
     {"scores": [{"id": "7.0", "score": 1.0}, ...]}            in any order
 
-The form "openrlhf" is that of OpenRLHF's trainer, so that servers written for OpenRLHF can be used:
+The form "openrlhf" is the one that OpenRLHF's trainer uses, so that servers written for OpenRLHF can be used:
 
     {"query": ["prompt and response", ...], "prompts": ["...", ...], "labels": ["...", ...]}
     {"rewards": [1.0, ...], "scores": [...], "extra_logs": {...}}      rewards in the order of the queries
 
-Here, as in OpenRLHF, `rewards` is what is learned from. `scores`, by which OpenRLHF leaves groups out, and `extra_logs`
-are not read. Sources: OpenRLHF/OpenRLHF db825a24, openrlhf/utils/agent.py,
+As in OpenRLHF, `rewards` are the scores that the policy learns from. `scores`, by which OpenRLHF filters groups, and
+`extra_logs` are not read. Sources: OpenRLHF/OpenRLHF db825a24, openrlhf/utils/agent.py,
 `SingleTurnAgentExecutor._fetch_rewards_via_http` (queries are texts with special tokens, without padding; labels are ""
 if the data have none: `preprocess_data` in openrlhf/datasets/prompts_dataset.py of the same commit), and 58ec6ffd,
 openrlhf/cli/serve_rm.py, `get_reward`.
@@ -55,13 +55,13 @@ from engine.files import RepeatedName, unique_names
 from engine.reward.base import EarlyCalls, Numbers, RewardSource, decoded, keys_of, stop_together
 from engine.trace import traced
 
-PIECE = 1 << 16  # bytes read at once
-SHOWN = 300  # bytes of an error's body
+PIECE = 1 << 16  # the number of bytes read at a time
+SHOWN = 300  # the number of bytes of an error's body that a message shows
 
 
 class Fault(Exception):
-    """A failure after which the same request may succeed: the server cannot be reached, is too slow, or answers that
-    it is busy or broken.
+    """A failure after which the same request may succeed later: the server cannot be reached, is too slow, or answers
+    that it is busy or has an internal error.
 
     retry_after: the seconds in the answer's Retry-After header, if it has one.
     """
@@ -72,18 +72,19 @@ class Fault(Exception):
 
 
 class Mistake(Exception):
-    """A failure after which the same request would fail again: the server refuses it, or the answer is not valid."""
+    """A failure after which the same request would fail again: the server refuses the request, or the answer is not
+    valid."""
 
 
 def exchange(url: str, body: bytes | None, timeout: float, most_bytes: int) -> tuple[bytes, bool]:
     """Send a GET request, or a POST request with a JSON body if `body` is given.
 
     Args:
-        timeout: seconds until the answer's head is complete, and again seconds until the answer's body is complete.
-        most_bytes: the largest body of an answer.
+        timeout: the time limit in seconds for the answer's head, and then again for the answer's body.
+        most_bytes: the largest allowed size of an answer's body.
 
-    Returns: the answer's body, and whether it is known to be complete. A body without a stated length ends when the
-        connection ends, also if the server died.
+    Returns: the answer's body, and whether the body is known to be complete. A body whose length the server did not
+        state ends when the connection ends, which also happens if the server dies.
     Raises: Fault, Mistake.
     """
     headers = {"Accept": "application/json"} | ({} if body is None else {"Content-Type": "application/json"})
@@ -109,21 +110,21 @@ def is_this_machine(url: str) -> bool:
 
 
 def retry_after(value: str | None) -> float | None:
-    """The seconds in a Retry-After header (RFC 9110, 10.2.3); None if there are none. A date, which few servers send,
-    is not read."""
+    """The seconds in a Retry-After header (RFC 9110, 10.2.3); None if the header is missing or has a date. Few servers
+    send a date."""
     return float(value) if value is not None and value.strip().isdecimal() else None
 
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    """Refuses redirects: urllib would repeat a redirected POST as a GET."""
+    """Refuses redirects, because urllib would repeat a redirected POST as a GET."""
 
     def redirect_request(self, *args, **kwargs) -> None:
         return None
 
 
 class _Breakable(urllib.request.HTTPHandler, urllib.request.HTTPSHandler):
-    """Makes connections that `break_off` can close while the answer's head is late. urllib limits only each wait for
-    bytes, but a server or proxy may go on sending some (RFC 9110, 15.2: any number of 1xx answers)."""
+    """Opens connections that `break_off` can close if the answer's head is late. urllib's own time limit holds for each
+    wait for bytes, but a server or proxy may send bytes again and again (RFC 9110, 15.2: any number of 1xx answers)."""
 
     def __init__(self):
         super().__init__()
@@ -148,12 +149,13 @@ class _Breakable(urllib.request.HTTPHandler, urllib.request.HTTPSHandler):
         """Close all connections, so that a thread that waits for bytes stops waiting."""
         self.late = True
         for connection in self._made:
-            with contextlib.suppress(OSError, AttributeError):  # not connected yet, or not any more
+            with contextlib.suppress(OSError, AttributeError):  # the connection is not open yet, or already closed
                 connection.sock.shutdown(socket.SHUT_RDWR)
 
 
 def _opened(url: str, request: urllib.request.Request, timeout: float) -> http.client.HTTPResponse:
-    """The answer with its complete head. Raises: TimeoutError if the head is not complete in time; else as urllib."""
+    """The answer, after its whole head has arrived. Raises: TimeoutError if the head is not complete in time; other
+    errors as in urllib."""
     proxies = urllib.request.ProxyHandler({} if is_this_machine(url) else None)
     connections = _Breakable()
     opener = urllib.request.build_opener(proxies, _NoRedirects, connections)
@@ -168,7 +170,7 @@ def _opened(url: str, request: urllib.request.Request, timeout: float) -> http.c
         raise
     finally:
         alarm.cancel()
-    if connections.late:  # http.client takes a head that breaks off between two lines for a complete one
+    if connections.late:  # http.client takes a head that breaks off between two lines as complete
         answer.close()
         raise TimeoutError
     return answer
@@ -208,7 +210,7 @@ def _of_status(error: urllib.error.HTTPError) -> Fault | Mistake:
     body = b""
     with contextlib.suppress(OSError, http.client.HTTPException):
         body = error.read(SHOWN)
-    query = urlsplit(error.url).query  # may hold a secret key, which the answer may repeat
+    query = urlsplit(error.url).query  # may contain a secret key, which the answer may repeat
     secrets = [query, *(value for _, value in parse_qsl(query) if len(value) > 3)]
     hidden = re.compile("|".join(re.escape(secret) for secret in secrets if secret) or "(?!)")
     told, reason, elsewhere = (
@@ -234,21 +236,21 @@ def _of_connection(error: OSError | http.client.HTTPException, timeout: float) -
 
 
 def _plain(text: object) -> str:
-    """A text from a status line or header, without control characters for terminals."""
+    """A text from a status line or header, without terminal control characters."""
     return "".join(char if char.isprintable() else " " for char in str(text)).strip()
 
 
 OWN_FIELDS = ("id", "prompt", "response", "ended")
-"""Names of an item's fields that no column of the data can have."""
-LARGEST = 3.4028234663852886e38  # of float32
+"""Names of an item's fields; a column of the data cannot have one of these names."""
+LARGEST = 3.4028234663852886e38  # the largest finite float32
 
 
 @dataclass(frozen=True, slots=True)
 class Item:
     """A response to score.
 
-    id: unique within a request. columns: columns of the prompt's row in the data. ended: whether the response reached
-    an end token or string; the text does not show this, but a reward model may read the end token.
+    id: an id that is unique within a request. columns: columns of the prompt's row in the data. ended: whether the
+    response reached an end token or stop string. The text does not show the end token, but a reward model may read it.
     """
 
     id: str
@@ -264,12 +266,14 @@ class WrongAnswer(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """A form of requests and answers.
+    """A format of requests and answers.
 
-    request: items -> the request's JSON. scores: (the answer's JSON, items) -> the scores in the items' order.
-    health: path, relative to the server's URL, at which a healthy server answers GET; None if the form has none.
-    special_tokens: whether texts contain special tokens. most_columns: how many columns of the data a request can have;
-    None for no limit.
+    request: a function items -> the request's JSON.
+    scores: a function (the answer's JSON, items) -> the scores in the items' order.
+    health: the path, relative to the server's URL, at which a healthy server answers a GET request; None if the form
+        defines no such path.
+    special_tokens: whether texts contain special tokens.
+    most_columns: the largest number of columns of the data in a request; None for no limit.
     """
 
     request: Callable[[Sequence[Item]], dict]
@@ -280,7 +284,7 @@ class Form:
 
 
 def encoded_request(form: str, items: Sequence[Item]) -> bytes:
-    """The request's body. Raises: ValueError if a column has a value that JSON lacks, such as NaN."""
+    """The request's body. Raises: ValueError if a column has a value that JSON cannot represent, such as NaN."""
     try:
         return json.dumps(FORMS[form].request(items), allow_nan=False).encode("ascii")
     except (TypeError, ValueError) as error:
@@ -288,7 +292,8 @@ def encoded_request(form: str, items: Sequence[Item]) -> bytes:
 
 
 def decoded_scores(form: str, body: bytes, items: Sequence[Item]) -> list[float]:
-    """The score of each item, in the items' order. Raises: WrongAnswer if the body does not have the form."""
+    """The score of each item, in the items' order. Raises: WrongAnswer if the body is not a valid answer of this
+    form."""
     answer = parsed(body)
     if not isinstance(answer, dict):
         raise WrongAnswer(f"answered {shortened(answer)}, which is no JSON object")
@@ -369,20 +374,21 @@ FORMS = {
 }
 
 
-FIRST_DELAY, LONGEST_DELAY = 0.5, 30.0  # seconds before a server is asked again
-LONGEST_RETRY_AFTER = 120.0  # seconds; a longer Retry-After is cut to this
-BYTES, BYTES_AN_ITEM = 1 << 20, 1 << 14  # an answer's largest size; it may hold more than scores
+FIRST_DELAY, LONGEST_DELAY = 0.5, 30.0  # seconds from a fault to the next request: after the first fault, and at most
+LONGEST_RETRY_AFTER = 120.0  # seconds; a longer Retry-After counts as this
+BYTES, BYTES_AN_ITEM = 1 << 20, 1 << 14  # the largest answer: it may hold more than scores
 
 T = TypeVar("T")
 
 
 class ServerError(Exception):
-    """There are no scores. The message names the server, the request and the answer."""
+    """No server gave scores. The message names the server, the request and the answer."""
 
 
 @dataclass(slots=True)
 class _Server:
-    """A server's state. faults: how many faults in a row. due: time of the clock before which it is not asked again."""
+    """The state of a server. faults: the number of faults in a row. due: the time, on the clock of `Servers`, before
+    which the server is not asked again."""
 
     url: str
     faults: int = 0
@@ -393,15 +399,15 @@ class _Server:
 
 
 class Servers:
-    """Servers that give the same scores and share the requests. Several threads may call this object.
+    """Several servers that give the same scores and share the requests. Several threads may call this object.
 
-    A server that fails is not asked for a while (`delay`). A request goes to the first server, in the order of its
-    turn, that may be asked; if there is none, the request waits. A failed request is repeated until `patience` seconds
-    have passed since the first attempt, with a last attempt at their end. If that fails too, this and all later
-    requests raise ServerError.
+    After a fault, a server is not asked for some time (`delay`). A request goes to the first server that may be asked;
+    the number of the request, `turn`, decides at which server the search begins. If no server may be asked, the request
+    waits. A failed request is repeated until `patience` seconds have passed since its first attempt, and once more at
+    the end of this time. If the last attempt fails too, this request and all later requests raise ServerError.
 
-    form: a key of FORMS. timeout: seconds for one attempt, as in `exchange`. clock, wait: replaced in tests; the
-    default `wait` returns early if another thread's request has failed for good.
+    form: a key of FORMS. timeout: the time limit of one attempt in seconds, as in `exchange`. clock, wait: functions
+    that tests replace. The default `wait` returns early if a request of another thread has failed for good.
     """
 
     def __init__(
@@ -424,9 +430,11 @@ class Servers:
         return len(self._servers)
 
     def ask(self, items: Sequence[Item], turn: int = 0) -> list[float]:
-        """The scores of these items, in their order. turn: number of the request, which decides the first server.
+        """The scores of these items, in their order. turn: the number of the request, which decides which server is
+        asked first.
 
-        Raises: ServerError if no server gives scores in time; at once if one refuses or its answer is not valid.
+        Raises: ServerError if no server gives scores in time. It is raised at once if a server refuses the request or
+        its answer is not valid.
         """
         try:
             body = encoded_request(self.form, items)
@@ -451,8 +459,8 @@ class Servers:
         return score
 
     def _until_answered(self, order: Sequence[_Server], attempt: Callable[[_Server], T], what: str) -> T:
-        """The result of the first attempt that raises no Fault. attempt: called with one server at a time. what: the
-        request, as messages describe it.
+        """The result of the first attempt that raises no Fault. attempt: a function that is called with one server at a
+        time. what: a description of the request for messages.
 
         Raises: ServerError.
         """
@@ -465,7 +473,7 @@ class Servers:
                 self._wait(max(min(server.due, deadline) - now, 0.0))
                 if self._failed.is_set():
                     break
-            trace.moved("reward server")  # so that --timeout_minutes counts this rank as moving
+            trace.moved("reward server")  # this rank makes progress, for --timeout_minutes
             attempts += 1
             try:
                 answer = attempt(server)
@@ -510,8 +518,8 @@ class Servers:
 def delay(faults: int, retry_after: float | None) -> float:
     """Seconds before a server is asked again, after `faults` faults in a row.
 
-    They double with each fault and are multiplied by a random factor from 0.5 to 1, so that ranks do not ask at the
-    same time. At least the server's Retry-After, up to LONGEST_RETRY_AFTER.
+    The delay doubles with each fault, and is multiplied by a random factor from 0.5 to 1, so that ranks do not ask at
+    the same moment. It is at least the server's Retry-After, of which at most LONGEST_RETRY_AFTER counts.
     """
     usual = min(LONGEST_DELAY, FIRST_DELAY * 2 ** min(faults - 1, 20)) * random.SystemRandom().uniform(0.5, 1.0)
     return max(usual, min(retry_after or 0.0, LONGEST_RETRY_AFTER))
@@ -525,13 +533,18 @@ def _say(what: str) -> None:
     print(f"rank {distributed.rank()}: {what}", flush=True)
 
 
-PROBE_SECONDS = 10.0  # in which a server has to answer before a run starts
+PROBE_SECONDS = 10.0  # within which each server has to answer before a run starts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSettings:
-    """urls: servers that give the same scores and share the requests. form: a key of FORMS. columns: columns of the
-    data, sent with each response. batch_size: most responses in a request. timeout, patience: seconds, as in `Servers`.
+    """How reward servers are asked.
+
+    urls: the URLs of servers that give the same scores and share the requests.
+    form: a key of FORMS.
+    columns: the columns of the data that are sent with each response.
+    batch_size: the largest number of responses in a request.
+    timeout, patience: in seconds, as in `Servers`.
     """
 
     urls: Sequence[str]
@@ -542,18 +555,19 @@ class ServerSettings:
     patience: float = 600.0
 
     def item(self, id: str, prompt: str, response: str, row: dict | None, ended: bool = True) -> Item:
-        """The item of a response. row: the prompt's row in the data; a column that it lacks is null in the item."""
+        """The item of a response. row: the prompt's row in the data; a column that is missing in the row is null in the
+        item."""
         return Item(id, prompt, response, {name: (row or {}).get(name) for name in self.columns}, ended)
 
 
 class ServerReward(RewardSource):
-    """Scores by reward servers. Requests for all responses of a step begin before the other models compute; after these
-    models, `score` waits for the answers.
+    """Scores from reward servers. Requests for all responses of a PPO step begin before the other models compute; when
+    those have computed, `score` waits for the answers.
 
-    Each rank sends its own responses, in requests of at most `batch_size` responses, and at most as many requests at a
-    time as there are servers.
+    Each rank sends its own responses, in requests of at most `batch_size` responses. At any time a rank has at most as
+    many open requests as there are servers.
 
-    rows: the data's rows, as in FunctionReward; needed if the settings have columns.
+    rows: the rows of the data, as in FunctionReward; needed if the settings name columns.
     """
 
     def __init__(self, settings: ServerSettings, tokenizer, rows: Sequence[dict] | None = None):
@@ -561,13 +575,13 @@ class ServerReward(RewardSource):
         self.settings, self.tokenizer, self.rows = settings, tokenizer, rows
         self.servers = Servers(settings.urls, settings.form, timeout=settings.timeout, patience=settings.patience)
         self._early = EarlyCalls(threads=len(self.servers))
-        self._turn = distributed.rank()  # so that ranks begin with different servers
+        self._turn = distributed.rank()  # ranks begin with different servers
 
     @traced("reward server")
     def score(self, rollout: Rollout) -> Tensor:
-        """(B,) float32, the scores of the servers, unchanged.
+        """(B,) float32, the scores from the servers, unchanged.
 
-        Raises: RunStopped on all ranks if one gets no scores.
+        Raises: RunStopped on all ranks if one rank gets no scores.
         """
         keys, items = self._items(rollout)
         self._begin(keys, items)
@@ -578,7 +592,7 @@ class ServerReward(RewardSource):
         return torch.tensor(scores, dtype=torch.float32, device=rollout.sequences.device)
 
     def prepare(self, rollout: Rollout) -> None:
-        """As in RewardSource: begins requests for the responses for which none has begun."""
+        """As in RewardSource: begins requests for those responses for which no request has begun."""
         self._begin(*self._items(rollout))
 
     def begin(self, rollout: Rollout) -> None:
@@ -596,7 +610,7 @@ class ServerReward(RewardSource):
         return keys, items
 
     def _begin(self, keys: list[tuple[int, int]], items: list[Item]) -> None:
-        """Begin requests for the responses for which none has begun, equally many for each server."""
+        """Begin requests for those responses for which no request has begun, equally many for each server."""
         left = self._early.left(keys, items)
         size = min(self.settings.batch_size, -(-len(left) // len(self.servers)))
         for start in range(0, len(left), max(size, 1)):
@@ -610,12 +624,12 @@ class ServerReward(RewardSource):
             return self.servers.ask(items, turn), None
         except ServerError as error:
             return [], str(error)
-        except Exception as error:  # raised here, it would leave the other ranks waiting
+        except Exception as error:  # if it were raised here, the other ranks would wait forever
             return [], f"could not be asked ({type(error).__name__}: {error})"
 
 
 def probe(settings: ServerSettings, prompt: str, row: dict) -> dict[str, float]:
-    """{URL: score} of one text by each server: the prompt with the response "probe".
+    """{URL: score}: the score that each server gives to the prompt with the response "probe".
 
     Raises: UserError if a server does not answer within PROBE_SECONDS, or its answer is not valid.
     """

@@ -1,4 +1,4 @@
-"""Ways to draw responses from the actor, behind one base class."""
+"""Rollout backends: several ways to draw responses from the actor, behind one base class."""
 
 from engine.rollout.backends import ReplicaRollouts, Zero3Rollouts
 from engine.rollout.base import RolloutBackend, SamplingConfig

@@ -1,4 +1,5 @@
-"""The built-in backends: rollouts by a copy of the actor without ZeRO's hooks, or through the actor's partitions."""
+"""The built-in rollout backends. One generates with a copy of the actor without ZeRO's hooks, the other with the
+actor's own module, whose weights ZeRO stage 3 has partitioned."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -12,14 +13,17 @@ from engine.rollout.decode import Sampler
 
 
 class ReplicaRollouts(RolloutBackend):
-    """Generates with a module without hooks, in the actor's dtype; at ZeRO stages 0 to 2 that is the actor's own.
+    """Generates with a module without ZeRO's hooks, in the actor's dtype. At ZeRO stage 3 this module is a copy of the
+    actor; at stages 0 to 2 it is the actor's own module.
 
-    Weights are gathered once per update, and tokens cost no communication. With tensor-parallel copies a group of ranks
-    holds one module, decodes the rows of all its ranks, and sums partial results twice in each layer.
+    Weights are gathered once after each update, and generating a token needs no communication. With tensor-parallel
+    copies a group of ranks holds one module together, decodes the rows of all its ranks, and sums partial results twice
+    in each layer.
 
-    copies: copies of the actor, and of other models that compute between two calls. Keys and values are kept or freed
-    between steps like these copies. others: copies of other models only, which are released together with the actor's.
-    decoding, row_length: as in Sampler.
+    copies: copies of the actor, and of other models that compute between two calls of `generate`. Between steps, the
+    keys and values are kept or freed as these copies are. others: copies of other models only. They are released when
+    the actor's copies are released.
+    rows_at_once, decoding, row_length: as in Sampler.
     """
 
     computes_as_actor = True
@@ -53,11 +57,12 @@ class ReplicaRollouts(RolloutBackend):
         return self.sampler.fallback
 
     def generate(self, prompts: PromptBatch, sampling: SamplingConfig) -> Rollout:
-        """One response for each row; ranks wait for each other at the end, and all along for the ranks of their group.
+        """One response for each row of the prompts. All ranks wait for each other at the end of this call. The ranks of
+        a group, which hold a copy together, wait for each other at every token.
 
-        If a rank runs out of memory, all ranks draw their responses again in a way that takes less; since random
-        numbers are keyed, the responses are the same. If no copy fits, responses are drawn through the partitions from
-        then on.
+        If a rank runs out of memory, all ranks draw their responses again in a way that takes less memory. Random
+        numbers are keyed, so the responses are the same. If no copy fits, responses are drawn with the actor's
+        partitioned module from then on.
         """
         while self.copied:
             policy = self.copies.of(self.actor, merged=True)
@@ -81,11 +86,12 @@ class ReplicaRollouts(RolloutBackend):
         self.sampler = Sampler(self.tokenizer, self.rows_at_once, row_length=self.row_length, **how)
 
     def _responses(self, policy: Backbone, prompts: PromptBatch, sampling: SamplingConfig) -> Rollout:
-        policy.take_role(None)  # it may have computed as another role
+        policy.take_role(None)  # the module may last have computed as another role
         return self.sampler.responses(policy.model, prompts, sampling, self.finished)
 
     def release_memory(self) -> None:
-        """Free the memory that is not needed until the next call, as `copies` is set to (between_steps)."""
+        """Free the memory that is not needed until the next call of `generate`, according to `between_steps` of the
+        copies."""
         if self.copies.between_steps != "keep":
             self.sampler.release_memory()
         for copies in (self.copies, *self.others):
@@ -93,10 +99,11 @@ class ReplicaRollouts(RolloutBackend):
 
 
 class Zero3Rollouts(ReplicaRollouts):
-    """Generates with the actor's own module, under ZeRO's hooks. Slow; for actors whose weights fit no device.
+    """Generates with the actor's own module, under ZeRO's hooks. This is slow; it is meant for actors whose weights do
+    not fit on one device.
 
-    It needs no second copy of the weights, but gathers every layer for each token, and all ranks go on until the last
-    row of any rank has ended. copies, others: copies of other models.
+    It needs no second copy of the weights. But every layer is gathered for each token, and all ranks continue until the
+    last row of every rank has ended. copies, others: copies of other models.
     """
 
     def __init__(

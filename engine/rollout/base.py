@@ -10,26 +10,28 @@ from engine.experience import PromptBatch, Rollout
 
 @dataclass(frozen=True, slots=True)
 class SamplingConfig:
-    """How responses are sampled: from the policy itself, at a temperature, with keyed uniform numbers.
+    """The settings of sampling. Tokens are drawn from the full distribution of the policy, at a temperature, with keyed
+    uniform random numbers.
 
-    There is no top_k and no top_p: log-probs describe the full distribution, so that is what is sampled from.
+    There is no top_k and no top_p, because the log-probs that PPO compares are those of the full distribution.
 
-    max_new_tokens: T, the most tokens a response may have.
-    temperature: temperature of sampling; the log-probs that PPO compares are taken at the same one. 0 takes the most
-        likely token without drawing.
-    vocabulary_size: token ids from this number on are never drawn. Embeddings are often padded, and an id that the
-        tokenizer does not know may be outside the reward model's vocabulary. None for no bound.
-    stop_token_ids: tokens that end a response and belong to it. Without these and stop_strings all responses have
-        max_new_tokens.
+    max_new_tokens: T, the largest number of tokens in a response.
+    temperature: the temperature at which tokens are drawn, and at which PPO compares log-probs. With 0 the most likely
+        token is taken.
+    vocabulary_size: token ids from this number on are never drawn. A model's embedding often has more rows than the
+        tokenizer has tokens, and an id that the tokenizer does not know may be outside the reward model's vocabulary.
+        None if all ids may be drawn.
+    stop_token_ids: tokens that end a response and belong to it. With neither stop tokens nor stop_strings, every
+        response has max_new_tokens tokens.
     never_drawn: tokens that are never drawn, as if their probability were 0. Log-probs are still those of the full
         distribution.
-    stop_strings: texts that end a response with the token that completes them.
-    pad_token_id: what fills the slots after a response.
-    seed: of the keyed uniform numbers.
-    logprob_temperature: rollouts contain the sampler's log-prob of each token at this temperature; None for no
-        log-probs.
-    with_entropy: rollouts also contain the entropy of each token's distribution, for steps in which no forward pass
-    computes it.
+    stop_strings: a response ends with the token that completes one of these texts.
+    pad_token_id: the token at positions after a response.
+    seed: the seed of the keyed uniform random numbers.
+    logprob_temperature: the temperature at which the sampler records the log-prob of each token; None if it records
+        none.
+    with_entropy: whether the sampler also records the entropy of each token's distribution, for steps in which no
+        forward pass computes it.
     """
 
     max_new_tokens: int
@@ -45,10 +47,10 @@ class SamplingConfig:
 
     @classmethod
     def of(cls, dialect: Dialect, ends: Sequence[int], dtype: str, **fields) -> "SamplingConfig":
-        """How this dialect samples from an actor in this dtype ("fp32", "fp16" or "bf16"). Log-probs are always noted:
-        they tell how far the sampler is from the trainer.
+        """The settings with which this dialect samples from an actor in this dtype ("fp32", "fp16" or "bf16"). The
+        sampler always records log-probs, since they show how much it differs from the trainer.
 
-        ends: the ids of the tokens that end a response where it may end.
+        ends: the ids of the tokens that end a response, in dialects in which a response may end early.
         """
         return cls(
             stop_token_ids=tuple(ends) if dialect.sampling == "until_eos" else (),
@@ -63,16 +65,17 @@ class SamplingConfig:
 class RolloutBackend(ABC):
     """Draws responses from the actor with its current weights.
 
-    A class of your own inherits from this one and writes `generate`.
+    A backend of your own inherits from this class and implements `generate`.
 
-    why: the reason for the choice, as a run prints it.
-    computes_as_actor: whether its log-probs come from the actor's own code and weights, so that in fp32 they equal
-        those of a forward pass within rounding. Only then `old_logprobs` "auto" takes the sampler's log-probs.
-        decoding_ran: which of engine.rollout.passes.DECODING read single tokens; "" for a backend with its own
-        inference engine.
-    fallback: why single tokens went through the actor's own code although a faster way was wanted; "" if the faster way
-        was used, None if none was wanted.
-    finished: a callback for responses that are done while others are still being drawn; a backend need not call it.
+    why: the reason why this backend was chosen, as a run prints it.
+    computes_as_actor: whether the backend's log-probs come from the actor's own code and weights, so that in fp32 they
+        equal those of a forward pass within rounding. Only then does `old_logprobs` "auto" take the sampler's
+        log-probs.
+    decoding_ran: which way of engine.rollout.passes.DECODING read single tokens; "" for a backend with an inference
+        engine of its own.
+    fallback: the reason why single tokens went through the actor's own code although a faster way was asked for; "" if
+        the faster way was used, None if no faster way was asked for.
+    finished: a callback that gets finished responses while others are still being drawn; a backend need not call it.
     """
 
     why: str = ""
@@ -83,8 +86,9 @@ class RolloutBackend(ABC):
 
     @abstractmethod
     def generate(self, prompts: PromptBatch, sampling: SamplingConfig) -> Rollout:
-        """One response for each row. All ranks call this together, each with its own prompts."""
+        """One response for each row of the prompts. All ranks call this together, each with its own prompts."""
 
     def release_memory(self) -> None:
-        """Nothing will be generated for a while, so memory may be freed. By default nothing is freed."""
+        """Called when nothing will be generated for a while. A backend may free memory here. By default nothing is
+        freed."""
         return

@@ -1,4 +1,5 @@
-"""The batch of rows that is decoded, and the cache of its keys and values, whose memory is allocated once."""
+"""The batch of rows that is being decoded, and the cache of the keys and values of these rows. The cache's memory is
+allocated once."""
 
 from dataclasses import dataclass
 
@@ -11,11 +12,11 @@ SLOTS = 16
 
 
 class Window:
-    """The part of the cache that a forward pass uses. rows: the rows of its batch. start, end: slots start to end - 1
-    hold earlier tokens, and the pass writes from slot `end` on.
+    """The part of the cache that a forward pass uses. rows: the rows of the pass's batch. start, end: slots start to
+    end - 1 hold the tokens that were read before, and the pass writes from slot `end` on.
 
-    at: (1,) int64, or None. With it, a single token is written into this slot, and the pass attends to the slots 0 to
-    `end`; so `end`, and thus the shapes, can be the same for many tokens.
+    at: (1,) int64, or None. If it is given, the pass reads a single token, writes it into the slot `at`, and attends to
+    the slots 0 to end - 1. The shapes then depend on `end` only, so that they can be the same for many tokens.
     """
 
     at: Tensor | None
@@ -28,8 +29,8 @@ class Window:
         self.rows, self.start, self.end, self.at = rows, start, end, None
 
     def put_at(self, rows: slice, at: Tensor, slots: int) -> None:
-        """Set the window of a pass over single tokens, which are written into slot `at` and attend to the first `slots`
-        slots."""
+        """Set the window of a pass over one token per row. The tokens are written into slot `at` and attend to the
+        first `slots` slots."""
         self.rows, self.start, self.end, self.at = rows, 0, slots - 1, at
 
 
@@ -44,9 +45,9 @@ class Room:
 class SlotCache(Cache):
     """A Hugging Face cache in which the next token of every row is written into the same slot.
 
-    The tokens of a row are contiguous and end at that slot, as in left-padded prompts. Rows can join and leave at any
-    time: the prompt of a new row is written so that it ends at the slot of the others. All families of models can use
-    this cache: a model sees an ordinary left-padded batch, the part of the memory in `window`.
+    The tokens of each row are contiguous and end at the common slot, as in a left-padded batch. Rows can join and leave
+    at any time: the prompt of a new row is written so that it ends where the other rows end. All model families can use
+    this cache, because a model sees only the part of the memory in `window`, which is an ordinary left-padded batch.
     """
 
     def __init__(self):
@@ -54,9 +55,10 @@ class SlotCache(Cache):
         super().__init__(layer_class_to_replicate=lambda: _Slots(self.window, self.room))
 
     def reserve(self, rows: int, slots: int) -> None:
-        """Allocate memory for this many rows and slots, unless there is enough already.
+        """Allocate memory for this many rows and slots, unless the cache already has enough.
 
-        The number of slots is rounded up to a multiple of SLOTS: attention kernels on GPUs copy masks of other widths.
+        The number of slots is rounded up to a multiple of SLOTS: attention kernels on GPUs copy masks whose width is no
+        such multiple.
         """
         slots = -(-slots // SLOTS) * SLOTS
         if rows > self.room.rows or slots > self.room.slots:
@@ -70,7 +72,8 @@ class SlotCache(Cache):
         self.room.rows = self.room.slots = 0
 
     def move_rows(self, sources: Tensor, targets: Tensor, start: int, end: int) -> None:
-        """Copy the slots [start, end) of rows `sources`, (N,) int64, into those of rows `targets`, (N,) int64."""
+        """Copy the slots [start, end) of rows `sources`, (N,) int64, into the same slots of rows `targets`, (N,)
+        int64."""
         for tensor in self.tensors():
             tensor[targets, :, start:end] = tensor[sources, :, start:end]
 
@@ -80,17 +83,17 @@ class SlotCache(Cache):
             tensor[:rows, :, start - by : end - by] = tensor[:rows, :, start:end].clone()
 
     def parts(self, rows: slice, slots: slice) -> tuple[Tensor, ...]:
-        """Views of these rows and slots: the keys, then the values of each layer, (rows, heads, slots, d). They may be
-        written to."""
+        """Views of these rows and slots: for each layer the keys, then the values, (rows, heads, slots, d). Writing to
+        a view changes the cache."""
         return tuple(tensor[rows, :, slots] for tensor in self.tensors())
 
     def tensors(self) -> list[Tensor]:
-        """The keys, then the values of each layer that has been allocated, (rows, heads, slots, d)."""
+        """For each layer that has been allocated the keys, then the values, (rows, heads, slots, d)."""
         return [tensor for layer in self.layers for tensor in (layer.keys, layer.values)]
 
 
 def cache_bytes(model: PreTrainedModel, slots: int) -> int:
-    """Bytes of the keys and values of a model in this many slots, counted over all rows."""
+    """The number of bytes of a model's keys and values in this many slots, counted over all rows."""
     config = model.config.get_text_config()
     heads = config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
@@ -99,9 +102,9 @@ def cache_bytes(model: PreTrainedModel, slots: int) -> int:
 
 
 class GivenSlots(Cache):
-    """A Hugging Face cache for one pass over single tokens, in given tensors.
+    """A Hugging Face cache that uses given tensors, for one pass over one token per row.
 
-    parts: the keys, then the values of each layer, (B, heads, slots, d). The pass writes into the last slot.
+    parts: for each layer the keys, then the values, (B, heads, slots, d). The pass writes into the last slot.
     """
 
     def __init__(self, parts: tuple[Tensor, ...]):
@@ -121,7 +124,7 @@ class _Given(CacheLayerMixin):
         """Does nothing: the tensors exist already."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        """Write the last slot; returns all keys and values."""
+        """Write the new keys and values into the last slot; returns all keys and values."""
         self.keys[:, :, -1:], self.values[:, :, -1:] = key_states, value_states
         return self.keys, self.values
 
@@ -130,7 +133,7 @@ class _Given(CacheLayerMixin):
         return self.keys.shape[2], 0
 
     def get_seq_length(self) -> int:
-        """How many slots were filled before the pass."""
+        """The number of slots that were filled before the pass."""
         return self.keys.shape[2] - 1
 
     def get_max_length(self) -> int:
@@ -148,7 +151,8 @@ class _Slots(CacheLayerMixin):
         self.window, self.room = window, room
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Allocate zeros. Masked values are still multiplied by 0 in attention, so they must not be NaN."""
+        """Allocate zeros. Uninitialised memory would not do: attention multiplies masked values by 0, which gives NaN
+        if they are NaN."""
         self.keys, self.values = (
             states.new_zeros(self.room.rows, states.shape[1], self.room.slots, states.shape[-1])
             for states in (key_states, value_states)
@@ -156,7 +160,8 @@ class _Slots(CacheLayerMixin):
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        """Write into the slots from the window's end on; returns the keys and values from the window's start on."""
+        """Write the new keys and values into the slots from the window's end on; returns the keys and values from the
+        window's start on."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         window = self.window
@@ -173,7 +178,7 @@ class _Slots(CacheLayerMixin):
         return self.get_seq_length() + query_length, 0
 
     def get_seq_length(self) -> int:
-        """How many slots the window has."""
+        """The number of slots in the window."""
         return self.window.end - self.window.start
 
     def get_max_length(self) -> int:
@@ -182,15 +187,16 @@ class _Slots(CacheLayerMixin):
 
 
 class Batch:
-    """The rows of the cache in use. The next token of each row is written into the same slot (see SlotCache).
+    """The rows of the cache that are in use. The next token of every row is written into the same slot (see SlotCache).
 
     Attributes:
-        slot: the slot of the next tokens.
+        slot: the slot that the next tokens are written into.
         mask: (rows, slots) bool, which slots of the cache hold a token of the row.
-        pending: (B, 1) int64, the last drawn tokens of the B rows in use, which the model has not read yet.
+        pending: (B, 1) int64, the latest drawn token of each of the B rows in use, which the model has not read yet.
 
     Args:
-        cache: has memory for at least `rows` rows and `slots` slots. slot: the first value of the attribute.
+        cache: a cache with memory for at least `rows` rows and `slots` slots. slot: the initial value of the attribute
+            `slot`.
     """
 
     def __init__(self, cache: SlotCache, rows: int, slots: int, slot: int, device: torch.device):
@@ -199,10 +205,10 @@ class Batch:
         self.pending = torch.zeros(0, 1, dtype=torch.int64, device=device)
 
     def join(self, prompts: Tensor, tokens: Tensor) -> None:
-        """Add N rows after those in use. Their prompts are in the cache already and end before `slot`.
+        """Add N rows after the rows in use. The prompts of the new rows are already in the cache and end before `slot`.
 
-        prompts: (N, width), the attention masks of the left-padded prompts. tokens: (N, 1) int64, the first tokens of
-        their responses.
+        prompts: (N, width), the attention masks of the left-padded prompts. tokens: (N, 1) int64, the first token of
+        each response.
         """
         first, width = len(self.pending), prompts.shape[1]
         self.mask[first : first + len(prompts)] = False
@@ -210,8 +216,8 @@ class Batch:
         self.pending = torch.cat([self.pending, tokens])
 
     def move(self, sources: list[int], targets: list[int], kept: int, longest: int) -> None:
-        """Move the rows `sources` to the rows `targets`, then keep the first `kept` rows. longest: tokens of the
-        longest row."""
+        """Move the rows `sources` to the rows `targets`, then keep the first `kept` rows. longest: the number of tokens
+        in the longest row."""
         if targets:
             old, new = torch.tensor([sources, targets], device=self.mask.device)
             self.cache.move_rows(old, new, self.slot - longest, self.slot)
@@ -219,10 +225,11 @@ class Batch:
         self.pending = self.pending[:kept]
 
     def make_room(self, tokens: int, longest: int) -> None:
-        """Make sure that `tokens` free slots follow `slot`. If there are fewer, all rows move to the left so that the
-        longest begins at slot 0.
+        """Make sure that `tokens` free slots follow `slot`. If fewer are free, all rows move to the left until the
+        longest row begins at slot 0. longest: the number of tokens in the longest row.
 
-        Waiting prompts still fit before `slot`, because no waiting prompt is longer than an earlier one.
+        After the move, waiting prompts still fit before `slot`, because no waiting prompt is longer than an earlier
+        one.
         """
         if self.slot + tokens <= self.mask.shape[1]:
             return

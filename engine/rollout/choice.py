@@ -1,4 +1,4 @@
-"""Chooses the rollout backend, and which models compute through copies of their weights."""
+"""Chooses the rollout backend, and which models compute with copies of their weights."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -26,23 +26,24 @@ from engine.zero.engines import TrainedModel
 from engine.zero.gathering import full_numel
 from engine.zero.roles import TrainedRole
 
-# {name for --rollout_backend: a function (actor, tokenizer) -> backend}. Add your own backend here; its function is
-# usually its class. None: a built-in backend, which `build_rollouts` makes itself.
+# {name for --rollout_backend: a function (actor, tokenizer) -> backend}. Add a backend of your own here; the function
+# is usually the backend's class. None marks a built-in backend, which `build_rollouts` creates itself.
 ROLLOUT_BACKENDS: dict[str, Callable[..., RolloutBackend] | None] = dict.fromkeys(("auto", "replica", "zero3", "vllm"))
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Which models compute through which copies. Models at stages 0 to 2 compute through their own modules.
+    """Which models compute with which copies. Models at stages 0 to 2 compute with their own modules.
 
-    why: the reason, as a text. parts: all copies, each with its models; the first may have none.
+    why: the reason for this placement, as a text.
+    parts: all objects that hold copies, each with the models that it copies; the first may have no models.
     """
 
     why: str
     parts: Sequence[tuple[PlainCopies, Sequence[Model]]]
 
     def of(self, model: Model) -> PlainCopies | None:
-        """The copies that a model computes through; None if there are none."""
+        """The object that holds the copy that a model computes with; None if the model has no copy."""
         return next((copies for copies, models in self.parts if any(model is one for one in models)), None)
 
 
@@ -60,21 +61,23 @@ def build_rollouts(
     sampler: str = "keyed",
     training: int | str = "what training takes is not known",
 ) -> RolloutBackend:
-    """The backend of this name; "auto" is the fastest one that fits in memory. Its attribute `why` explains the choice.
+    """The rollout backend with this name. "auto" takes the fastest backend that fits in memory. The backend's attribute
+    `why` explains the choice.
 
     Args:
-        actor: a model or a role in an engine; a role computes with the engine's copies.
-        others: models that make experience through whole copies too, as far as these fit in memory.
-        rows_at_once: responses decoded at the same time. row_length: most tokens of prompt and response together.
+        actor: a model, or a role in a shared engine. A role computes with that engine's copies.
+        others: models that compute experience. They get whole copies too, as far as these fit in memory.
+        rows_at_once: the number of responses decoded at the same time. row_length: the largest number of tokens of a
+            prompt and its response together.
         between_steps: as in WholeCopies. decoding: as in Sampler; zero3 ignores it.
-        tensor_parallel: how many ranks hold a copy together. With "vllm" and "replica" always so many (None: 1); with
-            "auto" only for a model whose whole copy does not fit (None: as few as possible).
+        tensor_parallel: how many ranks hold a copy together. "vllm" and "replica" always use this number (None: 1).
+            "auto" uses it only for a model whose whole copy does not fit (None: as few ranks as possible).
         sampler: as in VLLMRollouts; other backends ignore it.
-        training: as in place_copies; the same on all ranks.
+        training: as in place_copies; all ranks must pass the same value.
 
-    A user's own backend gets only the actor and the tokenizer, and experience is made through the engines.
+    A user's own backend gets only the actor and the tokenizer; the models then compute experience with their engines.
 
-    Raises: KeyError for an unknown backend.
+    Raises: KeyError if no backend has this name.
     """
     make, actor = ROLLOUT_BACKENDS[name], actor.host
     if make is not None:
@@ -87,7 +90,7 @@ def build_rollouts(
     for model in models:
         model.copies = placed.of(model)
         if isinstance(model.copies, TensorParallelCopies) and model.module.adapters is not None:
-            model.copies = None  # the copy has merged adapters, so it can generate but compute no other role
+            model.copies = None  # adapters are merged into the copy: it can generate, but not compute another role
     copies, (first, *more) = placed.of(actor), [each for each, _ in placed.parts]
     plain = _why_plain(copies)
     if plain and decoding != "plain":
@@ -106,7 +109,7 @@ def build_rollouts(
 
 
 def _why_plain(copies: PlainCopies | None) -> str:
-    """Why the model's own code has to read single tokens; "" if it does not have to."""
+    """The reason why single tokens have to go through the model's own code; "" if they can go a faster way."""
     if copies is None:
         return "ZeRO's hooks fetch each layer"
     if isinstance(copies, TensorParallelCopies):
@@ -142,8 +145,8 @@ def _placement(
     tensor_parallel: int | None,
     training: int | str,
 ) -> Placement:
-    """The copies of these models, the first of which is the actor, by "auto", "replica" or "zero3"; the same on all
-    ranks. cache: bytes of keys and values. The rest as in `build_rollouts`."""
+    """The placement of copies of these models by "auto", "replica" or "zero3"; it is the same on all ranks. models: the
+    first is the actor. cache: the number of bytes of keys and values. Other arguments: as in `build_rollouts`."""
     ranks = tensor_parallel or 1
     asked = (ranks,) if name == "replica" and ranks > 1 else ()
     sizes = asked or group_sizes(accelerator.ranks_of_this_machine(), tensor_parallel)
@@ -177,11 +180,14 @@ def _placement(
 
 
 class _Smaller:
-    """Makes copies that ranks hold together, when a model's whole copy turns out not to fit.
+    """Replaces a model's whole copy, if it turns out not to fit in memory, by a tensor-parallel copy that several ranks
+    hold together.
 
-    actor: generates, with so many bytes of keys and values in its `cache`. sizes: of groups, of which the largest is
-    taken where none is there yet, because the guess of what fits was wrong once. together: copies of other models that
-    are there.
+    actor: the model that generates.
+    cache: the number of bytes of the actor's keys and values.
+    sizes: the possible numbers of ranks in a group. If no tensor-parallel copy exists yet, the largest size is taken,
+        because the estimate of what fits was already wrong once.
+    together: the tensor-parallel copies of other models, or None.
     """
 
     def __init__(
@@ -196,7 +202,8 @@ class _Smaller:
         self.between_steps, self.together = between_steps, together
 
     def __call__(self, model: Model) -> TensorParallelCopies | None:
-        """The divided copies for a model, or None if it cannot be divided (all ranks call this)."""
+        """The tensor-parallel copies for a model, or None if the model cannot be divided (all ranks call this
+        together)."""
         sizes = self.sizes if self.together is None else (self.together.group.size,)
         parts, _ = divided_bytes(model.module, sizes, generates=model is self.actor)
         if parts and self.together is None:
@@ -205,8 +212,8 @@ class _Smaller:
 
 
 def copy_need(model: Model) -> CopyNeed:
-    """What a whole copy of a model takes on each rank, and what comes with the model's first step: gradients, which
-    stages 2 and 3 divide, and Adam's moments."""
+    """The memory that a whole copy of a model takes on each rank, and the memory that the model's first optimizer step
+    adds: gradients, which stages 2 and 3 divide among ranks, and Adam's moments."""
     sizes = [(full_numel(p) * p.element_size(), p.requires_grad) for p in model.module.parameters()]
     gradients = sum(size for size, trains in sizes if trains)
     return CopyNeed(
@@ -219,7 +226,8 @@ def copy_need(model: Model) -> CopyNeed:
 
 
 def _moments(model: Model) -> int:
-    """Bytes on the device of Adam's two moments, float32, which it makes in its first step, beside the masters."""
+    """The number of bytes on the device of Adam's two moments. They are float32, like the master weights, and Adam
+    allocates them in its first step."""
     if not isinstance(model, TrainedModel):
         return 0
     return sum(2 * shard.nbytes for shard in model.master_shards() if shard.device == distributed.device())

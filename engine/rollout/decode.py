@@ -1,5 +1,5 @@
-"""The decoding loop: it reads each prompt once, then draws one token at a time. Waiting prompts take the rows of
-responses that have ended."""
+"""The decoding loop. It reads each prompt once, then draws one token at a time for every row of the batch. Waiting
+prompts take the rows of responses that have ended."""
 
 import warnings
 from collections.abc import Callable, Sequence
@@ -17,26 +17,26 @@ from engine.rollout.passes import Passes, passes_of, takes_slot_masks
 from engine.rollout.request import Draws, Ends, Request, Schedule, prompts_of_group, requests_of, rollout_of
 
 Finished = Callable[[Rollout], None] | None
-CHECK_EVERY = 8  # the host reads drawn tokens once every so many tokens
-HALVINGS = 3  # most halvings of the rows decoded at once when memory runs out; below an eighth, little is gained
+CHECK_EVERY = 8  # the host reads drawn tokens once per this number of tokens
+HALVINGS = 3  # how often rows_at_once may be halved when memory runs out; below an eighth, little is gained
 
 
 class Sampler:
     """Draws responses from models of one architecture, and keeps the cache's memory from call to call.
 
-    If memory runs out, and no passes of other ranks wait for this rank's passes, half as many rows are decoded at once
-    from then on, up to HALVINGS times. Random numbers are keyed, so the tokens stay the same.
+    If memory runs out, the number of rows decoded at once is halved, up to HALVINGS times; this is possible only if no
+    other rank waits for this rank's forward passes. Random numbers are keyed, so the drawn tokens stay the same.
 
     Args:
-        rows_at_once: how many responses are decoded at the same time; None for all.
-        row_length: most tokens of prompt and response together, if known. Passes whose tensors must not move can then
-            allocate their memory once.
+        rows_at_once: the number of responses decoded at the same time; None for all.
+        row_length: the largest number of tokens of a prompt and its response together; 0 if it is not known. If it is
+            known, passes whose tensors must not move in memory allocate them once.
         agree: a function that returns the largest of all ranks' numbers. It is needed if forward passes are collective,
-            so that all ranks have to make equally many. None if they are not.
+            because all ranks then have to make equally many passes. None if forward passes are not collective.
         decoding: how single tokens go through the model, one of engine.rollout.passes.DECODING. All but "plain" need a
             model without hooks whose weights do not move.
-        group: the ranks that hold the model together. Their rows are decoded together, and each rank keeps its own.
-            None if each rank has a whole model.
+        group: the ranks that hold the model together. The rows of all ranks of the group are decoded together, and each
+            rank keeps its own rows. None if each rank has a whole model.
     """
 
     def __init__(
@@ -56,17 +56,18 @@ class Sampler:
         # In inference mode small models take a tenth less time per token, but ZeRO's hooks do not work in it.
         self.context = torch.no_grad if agree else torch.inference_mode
         self.cache = SlotCache()
-        self.row_steps = 0  # rows times decoding steps of the last call, to compare with the number of tokens
+        self.row_steps = 0  # rows times decoding steps in the last call; to be compared with the number of drawn tokens
         self._slot_masks: bool | None = None
         self._passes: Passes | None = None
 
     def responses(
         self, model: nn.Module, prompts: PromptBatch, sampling: SamplingConfig, finished: Finished = None
     ) -> Rollout:
-        """One response for each row, in the rows' order.
+        """One response for each row of the prompts, in the order of the rows.
 
         model: a Hugging Face causal language model, with or without ZeRO's hooks. It is in eval mode during the call.
-        finished: called with responses of this rank when the host sees that they are finished; they have no log-probs.
+        finished: a function that is called with responses of this rank once the host has seen that they are finished.
+        These responses have no log-probs yet.
         """
         training = model.training
         model.eval()
@@ -80,7 +81,8 @@ class Sampler:
     def _or_fewer_rows(
         self, model: nn.Module, prompts: PromptBatch, sampling: SamplingConfig, finished: Finished
     ) -> Rollout | None:
-        """One response for each row; None if memory ran out, after rows_at_once was halved for another try."""
+        """One response for each row of the prompts. If memory runs out, this method halves rows_at_once and returns
+        None, and the caller tries again."""
         rows = min(self.rows_at_once or len(prompts), len(prompts))
         try:
             return self._responses(model, prompts, sampling, finished)
@@ -126,8 +128,8 @@ class Sampler:
 
     @property
     def fallback(self) -> str | None:
-        """Why the model's own code read single tokens although another way was asked for; "" if the other way was used,
-        None if the model's own code was asked for."""
+        """The reason why single tokens went through the model's own code although another way was asked for; "" if the
+        other way was used, None if the model's own code was asked for."""
         if self.decoding == "plain":
             return None
         return "" if self._passes is None else self._passes.fallback
@@ -141,9 +143,10 @@ class Sampler:
 class _Loop:
     """One call of `Sampler.responses`.
 
-    The next token of all rows is written into one slot of the cache (see SlotCache). Every CHECK_EVERY tokens the host
-    reads the drawn tokens. Rows that have ended leave, and waiting prompts, longest first, take their rows. Tokens that
-    were drawn after an end are cut off. This changes no other token, because each has a random number of its own.
+    The next tokens of all rows are written into the same slot of the cache (see SlotCache). After every CHECK_EVERY
+    tokens the host reads the drawn tokens. Responses that have ended leave the batch, and waiting prompts, longest
+    first, take their rows. Tokens that were drawn after the end of a response are cut off. Cutting them changes no
+    other token, because each token is drawn with a random number of its own.
     """
 
     def __init__(
@@ -164,14 +167,14 @@ class _Loop:
         slots = slots_of_a_row(length, waiting=rows < len(prompts))
         if passes.sees_all_slots:
             sampler.cache.reserve(max(rows, sampler.rows_at_once or 0), slots)
-            slots = sampler.cache.room.slots  # the same for all calls
+            slots = sampler.cache.room.slots  # equal in all calls
         else:
             sampler.cache.reserve(rows, slots)
         self.batch = Batch(sampler.cache, rows, slots, longest, self.device)
         self.row_steps = 0
 
     def run(self, tell: Callable[[list[Request]], None]) -> None:
-        """Draw all responses. tell: called with finished requests."""
+        """Draw all responses. tell: a function that is called with finished requests."""
         schedule = self.schedule
         while self.agree(schedule.open):
             joining = schedule.join()
@@ -198,17 +201,18 @@ class _Loop:
             request.drawn = 1
 
     def _draw(self, count: int) -> None:
-        """Draw `count` tokens for each living row; then the host reads all new tokens."""
+        """Draw `count` tokens for each row in use; after that the host reads all new tokens."""
         living, batch = self.schedule.living, self.batch
         if not living:
             self._keep_pace(count)
             return
         batch.make_room(count, self._longest())
-        start = batch.slot - self._longest()  # no living row has a token before it
+        start = batch.slot - self._longest()  # no row in use has a token before this slot
         rows, lengths, drawn = torch.tensor(
             [(request.row, request.prompt_length, request.drawn) for request in living], device=self.device
         ).unbind(1)
-        # After a row's last possible token its positions stop growing, as the model may have no larger ones.
+        # Position ids stop growing after a row's last possible token, since the model may support no larger position
+        # ids.
         places = drawn.unsqueeze(1) + torch.arange(count, device=self.device)
         positions = lengths.unsqueeze(1) + places.clamp(max=self.most - 1) - 1
         tokens = [batch.pending]
@@ -224,7 +228,7 @@ class _Loop:
             request.look(seen[len(seen) - (request.drawn - len(request.tokens)) :], self.ends)
 
     def _longest(self) -> int:
-        """The most tokens that the model has read of a living row."""
+        """The number of tokens that the model has read, in the row in use that has most."""
         return max((request.read for request in self.schedule.living), default=0)
 
     def _keep_pace(self, passes: int) -> None:
@@ -234,8 +238,8 @@ class _Loop:
 
 
 def slots_of_a_row(tokens: int, waiting: bool) -> int:
-    """How many slots a row of the cache needs. tokens: most tokens of prompt and response together. waiting: whether
-    there are more prompts than rows.
+    """The number of slots that a row of the cache needs. tokens: the largest number of tokens of a prompt and its
+    response together. waiting: whether there are more prompts than rows.
 
     Without waiting prompts, decoding ends at the last slot. With waiting prompts it goes on: before the last slot is
     passed, all rows are moved to the left (`Batch.make_room`). Further slots make that rare.

@@ -1,5 +1,6 @@
-"""Forward passes of decoding: with the model's own code, or, for single tokens, by replaying a recording of its
-operations or CUDA graphs of them. Small trials find out which arguments a family of models takes.
+"""The forward passes of decoding. Prompts are read by the model's own code. Single tokens are read by the model's own
+code, by replaying a recording of its operations, or by launching CUDA graphs of them. Small trials find out which
+arguments a model family takes.
 """
 
 import contextlib
@@ -31,8 +32,8 @@ def resolved_decoding(decoding: str, on_gpu: bool) -> str:
 
 
 def passes_of(model: nn.Module, cache: SlotCache, slot_masks: bool, decoding: str) -> "Passes":
-    """The passes that `decoding` (one of DECODING) names. If the model does not support them, a warning is given and
-    the passes are plain. Other arguments: as in Passes."""
+    """The passes that `decoding` (one of DECODING) names. If the model does not support them, this function warns and
+    returns plain passes. Other arguments: as in Passes."""
     decoding = resolved_decoding(decoding, next(model.parameters()).is_cuda)
     kind = {"plain": Passes, "recorded": RecordedPasses, "graphs": GraphedPasses}[decoding]
     try:
@@ -49,9 +50,9 @@ ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}  # kind
 
 
 def check_attention(path: str, what: str, trust_remote_code: bool = False) -> None:
-    """Raise UserError, naming `what` (a flag), if a layer of the language model at `path` keeps a recurrent state
-    instead of keys and values. The decoding loop removes rows from a batch and adds others, which it cannot do with
-    such a state."""
+    """Raise UserError, with the flag `what` in its message, if a layer of the language model at `path` keeps a
+    recurrent state instead of keys and values. The decoding loop removes rows from a batch and adds other rows, which
+    is impossible with a recurrent state."""
     config = read_config(path, what, trust_remote_code)
     family = model_class(config, LANGUAGE_MODEL, path, what, trust_remote_code)
     other = set(getattr(config.get_text_config(), "layer_types", None) or []) - ATTENTION
@@ -63,19 +64,20 @@ def check_attention(path: str, what: str, trust_remote_code: bool = False) -> No
 
 
 def takes_positions(model: PreTrainedModel) -> bool:
-    """Whether the model's forward pass has the argument `position_ids`. Other families compute positions from the
-    attention mask."""
+    """Whether the model's forward pass has the argument `position_ids`. Model families without it compute positions
+    from the attention mask."""
     return "position_ids" in inspect.signature(model.forward).parameters
 
 
 def takes_slot_masks(model: PreTrainedModel) -> bool:
-    """Whether the model takes, for single tokens, a finished attention mask (B, 1, 1, slots) of booleans.
+    """Whether the model, when it reads single tokens, accepts a complete attention mask of booleans, (B, 1, 1, slots).
 
-    With a finished mask, transformers does not build its own for each token, for which the host would wait for the
-    device. A trial decides: the model reads one token after two prompts of different lengths with each kind of mask,
-    and the logits are compared. False without a trial: models with layers that attend to a window of slots, as the
-    trial has too few slots to show a difference; and attention other than torch's own (sdpa), as some kinds add the
-    mask to the attention scores, which a small model's logits would hardly show.
+    If it gets a complete mask, transformers does not build a mask of its own for each token; to build one, the host has
+    to wait for the device. A trial decides: the model reads one token after two prompts of different lengths, once with
+    each kind of mask, and the logits are compared. Two kinds of models get False without a trial. In models with layers
+    that attend to a window of slots, the trial has too few slots to show a difference. In models with an attention
+    other than torch's own (sdpa), the mask may be added to the attention scores, which a small model's logits would
+    hardly show.
     """
     config = model.config.get_text_config()
     if config._attn_implementation not in ("sdpa", BY_ROW):
@@ -102,28 +104,29 @@ def takes_slot_masks(model: PreTrainedModel) -> bool:
     usual = ask(mask)
     try:
         ready = ask(mask.bool()[:, None, None])
-    except Exception:  # a family that expects a mask of two dimensions may raise anything
+    except Exception:  # a model family that expects a two-dimensional mask may raise anything
         return False
     return ready.shape == usual.shape and torch.allclose(ready, usual, rtol=1e-3, atol=1e-3)
 
 
-FEWEST_ROWS = 8  # a pass over fewer rows takes a GPU as long: it reads the same weights
+FEWEST_ROWS = 8  # with fewer rows a GPU pass takes as long, since it reads the same weights
 
 
 class Passes:
-    """The model's own forward passes.
+    """Forward passes by the model's own code.
 
     Attributes:
         decoding: how single tokens are read: one of DECODING, but not "auto".
-        fallback: why the model's own code reads single tokens although another way was asked for; else "".
+        fallback: the reason why the model's own code reads single tokens although another way was asked for; otherwise
+        "".
 
     Args:
         model: a causal language model in eval mode.
-        cache: holds the keys and values of all tokens that were read.
-        slot_masks: whether the model takes a finished mask for single tokens (`takes_slot_masks`).
+        cache: the cache that holds the keys and values of all tokens that were read.
+        slot_masks: whether the model accepts a complete attention mask for single tokens (`takes_slot_masks`).
     """
 
-    sees_all_slots = False  # whether passes compute on all slots of the cache, also on those that no living row uses
+    sees_all_slots = False  # whether passes compute on all slots of the cache, also on those that no row uses
     decoding, fallback = "plain", ""
 
     def __init__(self, model: nn.Module, cache: SlotCache, slot_masks: bool):
@@ -132,8 +135,8 @@ class Passes:
 
     @traced("prompts")
     def prompts(self, ids: Tensor, mask: Tensor, first_row: int, end: int) -> Tensor:
-        """Read left-padded prompts. Row i of `ids` goes into row first_row + i of the cache, its last token into slot
-        end - 1.
+        """Read left-padded prompts. Row i of `ids` goes into row first_row + i of the cache, and the last token of each
+        prompt into slot end - 1.
 
         Args:
             ids, mask: (B, N) int64, the prompts and their attention mask.
@@ -150,7 +153,7 @@ class Passes:
 
         Args:
             ids, positions: (B, 1) int64, the tokens and their position ids.
-            mask: (rows, slots) bool, the slots that each row attends to, `slot` included. All rows are empty before
+            mask: (rows, slots) bool, the slots that each row attends to, `slot` included. No row has a token before
                 slot `start`.
 
         Returns: (B, V), the logits of each row's next token.
@@ -160,8 +163,8 @@ class Passes:
         return self._forward(ids, seen[:, None, None] if self.slot_masks else seen.long(), positions)
 
     def fall_back(self, decoding: str, reason: Exception) -> None:
-        """Set `fallback` and warn that the model's own code reads single tokens from now on. decoding: what was tried.
-        reason: why it failed."""
+        """Set `fallback`, and warn that the model's own code reads single tokens from now on. decoding: the way that
+        was tried. reason: the exception with which it failed."""
         self.fallback = next(iter(str(reason).splitlines()), "") or type(reason).__name__
         warnings.warn(
             f"rank {distributed.rank()}: --decoding {decoding} does not work for {type(self.model).__name__} "
@@ -170,7 +173,8 @@ class Passes:
         )
 
     def for_nothing(self, ids: Tensor) -> None:
-        """A forward pass whose result is not used. Other ranks' passes exchange data with this one and would wait."""
+        """A forward pass whose result is not used. The passes of other ranks exchange data with this pass and would
+        otherwise wait for it."""
         self.model(input_ids=ids, use_cache=False)
 
     def _forward(self, ids: Tensor, mask: Tensor, positions: Tensor) -> Tensor:
@@ -180,18 +184,18 @@ class Passes:
         ).logits[:, -1]
 
 
-# Files whose code branches on shapes that are the same for all single tokens: the number of tokens (transformers'
-# attention), or whether an embedding has a row for its padding token (torch).
+# Files whose code branches on shapes. These branches are the same for all passes over single tokens: the number of
+# tokens (transformers' attention), or whether an embedding has a row for its padding token (torch).
 LOOK_AT_SHAPES = ("sdpa_attention.py", "models/packed_rows.py", "torch/nn/functional.py")
 
 
 class RecordedPasses(Passes):
-    """Reads single tokens by replaying the recorded operations of one pass, without the model's Python code, which
-    takes longer than the operations in a small model.
+    """Reads single tokens by replaying the recorded operations of one pass. The model's Python code, which takes longer
+    than the operations themselves in a small model, does not run.
 
-    The recording is made by torch.jit.trace. torch recommends compilers instead, which take minutes where a trace takes
-    part of a second. One recording serves any number of rows and slots, and reads the model's current parameters. It is
-    tried with several numbers of rows and slots when it is made.
+    torch.jit.trace makes the recording. Torch recommends its compilers instead, but they take minutes, and a trace
+    takes less than a second. One recording serves any number of rows and slots, and reads the model's current
+    parameters. After it is made, it is tested with several numbers of rows and slots.
 
     Raises: ValueError if the model cannot be recorded.
     """
@@ -210,10 +214,11 @@ class RecordedPasses(Passes):
 
 
 class _TokenStep(nn.Module):
-    """One pass over single tokens as a function of tensors.
+    """One pass over one token per row, as a function of tensors only.
 
-    Its arguments: ids and positions (B, 1) int64, mask (B, 1, 1, slots) bool, and `parts`: the keys and then the values
-    of each layer, (B, heads, slots, d). The pass writes the last slot of `parts` and returns logits (B, V).
+    Arguments of `forward`: ids and positions (B, 1) int64, mask (B, 1, 1, slots) bool, and `parts`: for each layer the
+    keys, then the values, (B, heads, slots, d). The pass writes into the last slot of `parts` and returns logits (B,
+    V).
     """
 
     def __init__(self, model: nn.Module):
@@ -233,18 +238,21 @@ class _TokenStep(nn.Module):
 
 
 def _record(step: _TokenStep, trials: list[tuple]) -> Callable[..., Tensor]:
-    """The recorded pass of the first trial's inputs, after it has given the right results for all trials.
+    """A recording of the pass with the first trial's inputs. It is returned only if it gives the right results for the
+    inputs of all trials.
 
-    Raises: ValueError if the pass cannot be recorded, branches on computed numbers, or gives other results.
+    Raises: ValueError if the pass cannot be recorded or branches on computed numbers, or if the recording gives other
+    results than the pass.
     """
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
             replay = torch.jit.trace(step, trials[0], check_trace=False)
-        except Exception as error:  # a family's code may raise anything
+        except Exception as error:  # the code of a model family may raise anything
             raise ValueError(next(iter(str(error).splitlines()), type(error).__name__)) from error
     for warning in caught:
-        # Code that branches on a tensor's numbers is recorded in one branch, and might need the other later.
+        # If code branches on a tensor's numbers, only the branch that ran is recorded; a later token might need the
+        # other.
         if issubclass(warning.category, torch.jit.TracerWarning) and not warning.filename.endswith(LOOK_AT_SHAPES):
             raise ValueError(f"{warning.filename}:{warning.lineno} branches on computed numbers")
     tolerance = torch.finfo(trials[0][3][0].dtype).eps ** 0.5
@@ -264,8 +272,8 @@ def _record(step: _TokenStep, trials: list[tuple]) -> Callable[..., Tensor]:
 
 
 def _trial_inputs(model: PreTrainedModel) -> list[tuple]:
-    """Arguments of `_TokenStep` for several numbers of rows and slots, with padding. The model has read 4 prompts of 6
-    tokens; the arguments are for one further token."""
+    """Arguments of `_TokenStep` for several numbers of rows and slots, with padding. This function lets the model read
+    4 prompts of 6 tokens; the arguments are for the token after them."""
     device, rows, width = next(model.parameters()).device, 4, 6
     vocabulary = model.config.get_text_config().vocab_size
     cache = SlotCache()
@@ -285,22 +293,23 @@ def _trial_inputs(model: PreTrainedModel) -> list[tuple]:
     ]
 
 
-SLOT_SHAPES = 4  # graphs are for this many different numbers of slots: quarters of the cache's slots
+SLOT_SHAPES = 4  # graphs exist for this many different numbers of slots: quarters of the cache's slots
 
-# A function that runs a step once, and returns a function that runs its operations again, on the same tensors, and
-# returns the same output tensor.
+# A function that runs a step once and returns another function. That function runs the operations of the step again, on
+# the same tensors, and returns the same output tensor.
 Capture = Callable[[Callable[[], Tensor]], Callable[[], Tensor]]
 
 
 class GraphedPasses(Passes):
     """Reads single tokens by launching all operations of a pass as one graph.
 
-    Graphs exist for few shapes: the cache's rows or half, a quarter ... of them, and quarters of its slots. A graph is
-    captured when its shape first occurs, which takes seconds and no compiler. Its logits are compared with those of the
-    model's own pass. If the capture fails or the logits differ, a warning says why, and the model's own code reads
-    single tokens from then on. If weights or the cache have moved in memory, all graphs are captured again.
+    Graphs exist for few shapes: for all, half, a quarter ... of the cache's rows, and for quarters of its slots. A
+    graph is captured when its shape first occurs; this takes seconds and needs no compiler. The graph's logits are
+    compared with those of the model's own pass. If the capture fails or the logits differ, a warning says why, and the
+    model's own code reads single tokens from then on. If weights or the cache have moved in memory, all graphs are
+    captured again.
 
-    Raises: ValueError for a model that is not on a GPU, unless another capture is given.
+    Raises: ValueError for a model that is not on a GPU, unless `capture` is given.
     """
 
     sees_all_slots, decoding = True, "graphs"
@@ -326,7 +335,7 @@ class GraphedPasses(Passes):
 
     @traced("token")
     def tokens(self, ids: Tensor, positions: Tensor, mask: Tensor, start: int, slot: int) -> Tensor:
-        """As Passes.tokens. Free rows of the cache are computed too, and their results are not used. The next pass
+        """As Passes.tokens. The graph also computes free rows of the cache; their results are not used. The next pass
         overwrites the returned logits."""
         if self.fallback:
             return super().tokens(ids, positions, mask, start, slot)
@@ -337,17 +346,17 @@ class GraphedPasses(Passes):
             expected = super().tokens(ids, positions, mask, start, slot)
             try:
                 self._graphs[shape] = self._checked(*shape, expected)
-            except Exception as reason:  # a family's code, or the driver, may raise anything
+            except Exception as reason:  # the code of a model family, or the driver, may raise anything
                 self._graphs.clear()
                 self.fall_back("graphs", reason)
                 return expected
         return self._graphs[shape]()[: len(ids)]
 
     def _checked(self, rows: int, slots: int, expected: Tensor) -> Callable[[], Tensor]:
-        """A graph of this shape, after its logits of the present inputs were found to equal `expected`, (B, V).
+        """A graph of this shape. It is returned only if its logits for the present inputs equal `expected`, (B, V).
 
-        Rounding may change a row of logits by a small part of the row's norm (around its mean). Single logits are not
-        compared: in bf16 they differ more where logits are large.
+        Equal means that a row of logits differs by at most a small part of the norm of its deviations from the row's
+        mean, which rounding may cause. Single logits are not compared, because in bf16 large logits are rounded more.
 
         Raises: ValueError if the logits differ, or if the model's code reads results on the host.
         """
@@ -358,7 +367,7 @@ class GraphedPasses(Passes):
             with _one_token_attention(self.model):
                 return self._forward(inputs.ids[:rows], inputs.mask[:rows, None, None, :slots], inputs.positions[:rows])
 
-        with _NoQuestions():  # reading a result would end a capture halfway, after which torch's allocator fails
+        with _NoQuestions():  # reading a result would end the capture halfway; torch's allocator would then fail
             step()
         replay = self._capture(step)
         found, wanted = replay()[: len(expected)].float(), expected.float()
@@ -370,13 +379,14 @@ class GraphedPasses(Passes):
 
 
 class _Inputs:
-    """The input tensors of graphs, which stay at one place in memory.
+    """The input tensors of graphs. They stay at the same place in memory.
 
-    ids, positions: (rows, 1) int64. at: (1,) int64, the slot to write. mask: (rows, slots) in the dtype of the keys, 0
-    where a row attends and -inf elsewhere; torch's attention would convert a mask of booleans to this in each layer.
+    ids, positions: (rows, 1) int64. at: (1,) int64, the slot to write into. mask: (rows, slots) in the dtype of the
+    keys, 0 where a row attends and -inf elsewhere. Torch's attention would convert a mask of booleans to this form in
+    each layer.
 
     Args:
-        keys: (rows, heads, slots, d), any layer's keys in the cache.
+        keys: (rows, heads, slots, d), the keys of any layer in the cache.
     """
 
     def __init__(self, keys: Tensor):
@@ -389,7 +399,8 @@ class _Inputs:
     def put(self, ids: Tensor, positions: Tensor, mask: Tensor, slot: int) -> None:
         """Copy the inputs of the first B rows; arguments as in Passes.tokens, with a mask (B, slots).
 
-        The other rows attend to all slots: a row that attends to nothing would give NaN, which would stay in the cache.
+        The rows after the first B attend to all slots: a row that attends to nothing would give NaN, which would stay
+        in the cache.
         """
         self.ids[: len(ids)] = ids
         self.positions[: len(ids)] = positions
@@ -400,7 +411,7 @@ class _Inputs:
 
 
 ONE_TOKEN = "sdpa_of_one_token"
-"""The name, among transformers' attention functions, of torch's attention for one token per row."""
+"""The name under which transformers' attention functions list `_attention_of_one_token`."""
 
 
 def _attention_of_one_token(
@@ -408,8 +419,8 @@ def _attention_of_one_token(
 ) -> tuple[Tensor, None]:
     """torch's attention for one token per row: query (B, heads, 1, d) -> (B, 1, heads, d).
 
-    Heads that share keys and values (grouped-query attention) read these in place. transformers before 5.23 copies them
-    for each head in each layer (`repeat_kv`).
+    Heads that share keys and values (grouped-query attention) read the shared tensors in place. Transformers before
+    5.23 copies keys and values for each head in each layer (`repeat_kv`).
     """
     if how.get("position_bias") is not None:
         return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, attention_mask, **how)
@@ -424,7 +435,7 @@ AttentionInterface.register(ONE_TOKEN, _attention_of_one_token)
 
 @contextlib.contextmanager
 def _one_token_attention(model: PreTrainedModel) -> Iterator[None]:
-    """Within this context the model computes attention by `_attention_of_one_token`."""
+    """Within this context the model computes attention with `_attention_of_one_token`."""
     config = model.config.get_text_config()
     before = config._attn_implementation
     config._attn_implementation = ONE_TOKEN
@@ -435,9 +446,11 @@ def _one_token_attention(model: PreTrainedModel) -> Iterator[None]:
 
 
 class _NoQuestions(TorchDispatchMode):
-    """Within this context an operation of this thread that copies computed numbers to the host raises ValueError.
+    """Within this context, an operation that copies computed numbers to the host raises ValueError, if this thread
+    calls it.
 
-    torch.cuda.set_sync_debug_mode finds more of them, but also raises in other threads, in which reward functions run.
+    torch.cuda.set_sync_debug_mode finds more such operations, but it also raises in other threads, in which reward
+    functions run.
     """
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -453,11 +466,11 @@ class _NoQuestions(TorchDispatchMode):
 
 
 class _CudaCapture:
-    """Captures graphs with torch.cuda.graph. All its graphs share one memory pool, since only one of them runs at a
-    time.
+    """Captures graphs with torch.cuda.graph. All graphs of one object share one memory pool, since only one of them
+    runs at a time.
 
-    Each set of graphs needs an object of its own: when all graphs of a pool are gone while a tensor in it is still
-    used, as the latest logits are, torch refuses the pool for further graphs. All captures use one stream, so that
+    When graphs are captured again, a new object is needed: torch refuses a pool for further graphs if all its graphs
+    are gone while a tensor in the pool, such as the latest logits, is still used. All captures use one stream, so that
     cuBLAS allocates its workspace for the stream before the first capture, outside of the pool.
     """
 
@@ -469,13 +482,14 @@ class _CudaCapture:
         beside.wait_stream(here)
         try:
             with torch.cuda.stream(beside):
-                for _ in range(2):  # in their first runs libraries initialise, which must not be captured
+                for _ in range(2):  # libraries initialise themselves in their first runs, which must not be captured
                     step()
         finally:
             here.wait_stream(beside)
         graph = torch.cuda.CUDAGraph()
-        # "thread_local": calls of other threads, such as NCCL's watchdog querying events, do not break the capture. The
-        # outer context restores this stream, which torch.cuda.graph does only if the capture succeeds.
+        # With "thread_local", calls of other threads, such as NCCL's watchdog querying events, do not break the
+        # capture. The outer context restores the current stream; torch.cuda.graph restores it only if the capture
+        # succeeds.
         with torch.cuda.stream(here), torch.cuda.graph(graph, self._pool, beside, "thread_local"):
             output = step()
 
@@ -488,7 +502,8 @@ class _CudaCapture:
 
 def rows_of_shape(living: int, rows: int) -> int:
     """The number of rows that a graph computes: the smallest of rows, rows / 2, rows / 4 ... (rounded up, at least
-    FEWEST_ROWS) that is not below `living`. Few different numbers mean few graphs."""
+    FEWEST_ROWS) that is not below `living`, the number of rows in use. Few different numbers of rows mean few
+    graphs."""
     while rows >= 2 * max(living, FEWEST_ROWS):
         rows = -(-rows // 2)
     return rows

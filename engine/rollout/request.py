@@ -1,5 +1,6 @@
-"""From prompts to rollouts: requests for responses, their ends, and the schedule of the batch that is decoded; drawing
-tokens with each response's own random numbers; joining prompts and rollouts of several calls or ranks.
+"""What all decoding needs: requests for responses; where responses end; the schedule of which requests are in the
+batch; drawing tokens with each response's own random numbers; joining the prompts and rollouts of several calls or
+ranks.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,21 +18,21 @@ from engine.rollout.base import SamplingConfig
 
 
 class Ends:
-    """Tokens that end a response, and strings: a response ends with the token that completes one of the strings."""
+    """What ends a response: an end token, or the token that completes one of the stop strings."""
 
     def __init__(self, tokenizer, tokens: Sequence[int] = (), strings: Sequence[str] = ()):
         self.tokenizer, self.tokens, self.strings = tokenizer, frozenset(tokens), tuple(strings)
 
     def first(self, response: list[int], start: int = 0) -> int | None:
-        """How many tokens a response has up to and including its first end; None if it has no end.
+        """The number of tokens of a response up to and including its first end; None if it has no end.
 
-        start: position of the first token that may be an end token; earlier ones have been checked.
+        start: the position from which tokens are checked for end tokens; earlier tokens have been checked before.
         """
         end = next((place + 1 for place in range(start, len(response)) if response[place] in self.tokens), None)
         before = response[:end]
         if not self.strings or not self._holds_string(before):
             return end
-        low, high = 1, len(before)  # bisect: a string stays in the text once it is complete
+        low, high = 1, len(before)  # bisection works because a complete string stays in the text
         while low < high:
             middle = (low + high) // 2
             low, high = (low, middle) if self._holds_string(before[:middle]) else (middle + 1, high)
@@ -46,10 +47,12 @@ class Ends:
 class Request:
     """A prompt that needs a response, and the response so far.
 
-    row: the prompt's row in the batch of prompts and in the rollout. prompt_length: how many real tokens the prompt
-        has. most: how many tokens the response may have.
-    tokens: the response's tokens that the host has seen. drawn: how many tokens were drawn; these include tokens that
-        the host has not seen, and tokens after the end. ended: whether the response reached an end token or string.
+    row: the prompt's row in the batch of prompts and in the rollout.
+    prompt_length: the number of real tokens of the prompt.
+    most: the largest number of tokens in the response.
+    tokens: the response's tokens that the host has seen.
+    drawn: the number of drawn tokens, including tokens that the host has not seen and tokens after the end.
+    ended: whether the response reached an end token or string.
     """
 
     row: int
@@ -61,7 +64,7 @@ class Request:
 
     @property
     def read(self) -> int:
-        """How many tokens of prompt and response the model has read: all but the last drawn one."""
+        """The number of tokens of prompt and response that the model has read: all but the latest drawn token."""
         return self.prompt_length + self.drawn - 1
 
     @property
@@ -80,15 +83,16 @@ class Request:
 
 
 def requests_of(prompts: PromptBatch, most: int) -> list[Request]:
-    """A request for each row of the prompts, in their order. most: how many tokens a response may have."""
+    """A request for each row of the prompts, in their order. most: the largest number of tokens in a response."""
     return [Request(row, length, most) for row, length in enumerate(prompts.attention_mask.sum(-1).tolist())]
 
 
 class Schedule:
-    """Which requests are decoded at present: `living`; request i of this list is in row i of the batch. When requests
-    are finished, waiting ones take their rows, those with the longest prompts first.
+    """Decides which requests are decoded. `living` lists those being decoded at present; request i of this list is in
+    row i of the batch. When a request is finished, a waiting request takes its row. Of the waiting requests, the one
+    with the longest prompt comes first.
 
-    requests: all requests of a call. rows: how many are decoded at the same time.
+    requests: all requests of a call. rows: the number of requests decoded at the same time.
     """
 
     def __init__(self, requests: Sequence[Request], rows: int):
@@ -98,12 +102,12 @@ class Schedule:
 
     @property
     def open(self) -> int:
-        """Requests that are not finished."""
+        """The number of requests that are not finished."""
         return len(self._waiting) + len(self.living)
 
     def join(self) -> list[Request]:
-        """Append waiting requests to `living` and return them. Returns none while less than an eighth of the rows is
-        free, because all other rows wait while prompts are read."""
+        """Move waiting requests to the end of `living` and return them. While less than an eighth of the rows is free,
+        no request is moved, because all other rows wait while prompts are read."""
         room = self.rows - len(self.living)
         if room < self.rows // 8:
             return []
@@ -112,9 +116,9 @@ class Schedule:
         return joining
 
     def leave(self) -> tuple[list[int], list[int]]:
-        """Remove finished requests from `living`; the last of the others take their rows.
+        """Remove finished requests from `living`. The last of the unfinished requests take the rows that become free.
 
-        Returns: the rows to move, and their new rows. Then rows 0 to len(living) - 1 are in use.
+        Returns: the rows to move, and the rows to move them to. After the moves, rows 0 to len(living) - 1 are in use.
         """
         sources, targets, kept = rows_to_move([not request.finished for request in self.living])
         for source, target in zip(sources, targets, strict=True):
@@ -124,9 +128,10 @@ class Schedule:
 
 
 def rows_to_move(stays: Sequence[bool]) -> tuple[list[int], list[int], int]:
-    """Which rows to move so that the n rows that stay are rows 0 to n - 1: the last of them take free rows.
+    """Which rows to move so that the n rows that stay become rows 0 to n - 1. The last of the staying rows move into
+    the free rows.
 
-    stays: for each row, whether it stays. Returns: the rows to move, their new rows, and n.
+    stays: whether each row stays. Returns: the rows to move, the rows to move them to, and n.
     """
     kept = sum(stays)
     targets = [row for row in range(kept) if not stays[row]]
@@ -138,7 +143,7 @@ class Draws:
     """Draws the tokens of a call's responses, and records the log-probs and entropies that `sampling` asks for.
 
     recorded: {name of a field of Rollout: (len(prompts), places) float32}; empty if `sampling` asks for no log-probs.
-    places: how many tokens may be drawn for a response, tokens after its end included.
+    places: the largest number of tokens drawn for a response, tokens after its end included.
     """
 
     def __init__(self, prompts: PromptBatch, sampling: SamplingConfig, places: int):
@@ -155,12 +160,12 @@ class Draws:
         self.recorded = {name: torch.zeros(len(prompts), places, device=device) for name in names}
 
     def draw(self, logits: Tensor, rows: Tensor, places: Tensor) -> Tensor:
-        """Draw one token for each of B responses, and record its log-prob; returns the tokens, (B, 1) int64.
+        """Draw one token for each of B responses, and record the tokens' log-probs; returns the tokens, (B, 1) int64.
 
         Args:
             logits: (B, V) in any float dtype.
             rows: (B,) int64, the responses' rows in the batch of prompts.
-            places: (B,) int64, the tokens' positions in the responses, from 0.
+            places: (B,) int64, the tokens' positions in the responses, counted from 0.
         """
         sampling = self.sampling
         choice = self._without_never_drawn(logits)[:, : sampling.vocabulary_size]
@@ -172,8 +177,8 @@ class Draws:
         return tokens.unsqueeze(1)
 
     def record(self, logits: Tensor, tokens: Tensor, rows: Tensor, places: Tensor) -> None:
-        """Record log-probs and entropies of tokens (B,) that any sampler drew from these logits. Other arguments: as in
-        `draw`."""
+        """Record the log-probs and entropies of tokens (B,), which this or another sampler drew from these logits.
+        Other arguments: as in `draw`."""
         sampling = self.sampling
         if sampling.logprob_temperature is not None:
             found = token_logprobs(logits, tokens, sampling.logprob_temperature, sampling.with_entropy)
@@ -181,7 +186,8 @@ class Draws:
                 column[rows, places] = values
 
     def possible(self, logits: Tensor) -> Tensor:
-        """The logits (B, V), with -inf for tokens that must not be drawn, in a new tensor; for another sampler."""
+        """A new tensor with the logits (B, V), set to -inf for tokens that must not be drawn. It is for another sampler
+        that draws the tokens itself."""
         unknown = torch.arange(logits.shape[1], device=logits.device) >= (self.sampling.vocabulary_size or torch.inf)
         return self._without_never_drawn(logits).masked_fill(unknown, -torch.inf)
 
@@ -192,7 +198,7 @@ class Draws:
 def rollout_of(
     prompts: PromptBatch, requests: Sequence[Request], pad_token_id: int, recorded: Mapping[str, Tensor] | None = None
 ) -> Rollout:
-    """The rollout of finished requests, one for each row of the prompts, in the same order.
+    """The rollout of finished requests. There is one request for each row of the prompts, in the prompts' order.
 
     recorded: {name of a field of Rollout: (B, T or more) float32}.
     """
@@ -212,8 +218,8 @@ def rollout_of(
 
 
 def prompts_of_group(prompts: PromptBatch, group: RankGroup) -> tuple[PromptBatch, slice]:
-    """The prompts of all ranks of the group, the same on each rank, and the slice of this rank's rows (all ranks of the
-    group call this)."""
+    """(the prompts of all ranks of the group, equal on each of these ranks; the slice of this rank's rows). All ranks
+    of the group call this together."""
     if group.size == 1:
         return prompts, slice(0, len(prompts))
     by_rank = group.all_objects(prompts.to("cpu"))
@@ -222,7 +228,8 @@ def prompts_of_group(prompts: PromptBatch, group: RankGroup) -> tuple[PromptBatc
 
 
 def _joined_prompts(batches: Sequence[PromptBatch]) -> PromptBatch:
-    """Batches one after the other, padded on the left to one width with masked tokens."""
+    """The rows of all batches, one batch after the other, padded on the left with masked tokens to the width of the
+    widest."""
     width = max(batch.input_ids.shape[1] for batch in batches)
 
     def columns(name: str) -> Tensor:
@@ -238,8 +245,8 @@ def _joined_prompts(batches: Sequence[PromptBatch]) -> PromptBatch:
 
 
 def copied(rollout: Rollout, device: torch.device | str) -> Rollout:
-    """The same rows on this device, in memory of their own. Sending a view to another process would send the whole base
-    tensor."""
+    """A copy of the rollout on this device, whose tensors have memory of their own. If a tensor were a view, sending it
+    to another process would send the whole base tensor."""
     columns = {column.name: getattr(rollout, column.name) for column in fields(rollout)}
     return replace(
         rollout, **{name: tensor.to(device, copy=True) for name, tensor in columns.items() if tensor is not None}
@@ -249,7 +256,7 @@ def copied(rollout: Rollout, device: torch.device | str) -> Rollout:
 def joined(rollouts: Sequence[Rollout], pad_token_id: int) -> Rollout:
     """The rows of all rollouts, one rollout after the other, as wide as the longest prompt and the longest response.
 
-    Either all rollouts have the sampler's log-probs and entropy, or none has.
+    Either all rollouts must have the sampler's log-probs and entropy, or none of them.
     """
     pieces = [rollout.select(slice(None)) for rollout in rollouts]
     prompt = max(piece.prompt_length for piece in pieces)

@@ -27,10 +27,10 @@ from engine.zero.accelerator import on_gpu
 from engine.zero.communication import SHARED_MEMORY, clear_dead_buffers
 from engine.zero.gathering import full_numel
 
-SAMPLERS = ("keyed", "own")  # what draws tokens: our random numbers, or vLLM's sampler
-VERSIONS = ("0.32.",)  # versions that were tried; others may have renamed internals that this file uses
-WORKSPACE = 2_000_000_000  # assumed bytes of vLLM's activations and CUDA graphs
-HEADS_ON_CPU = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # sizes of attention heads in vLLM's CPU kernels
+SAMPLERS = ("keyed", "own")  # how tokens are drawn: with this project's keyed random numbers, or by vLLM's own sampler
+VERSIONS = ("0.32.",)  # tested versions; others may have renamed internals that this file uses
+WORKSPACE = 2_000_000_000  # the number of bytes that vLLM's activations and CUDA graphs are assumed to take
+HEADS_ON_CPU = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # head sizes that vLLM's CPU kernels support
 
 _SETTINGS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # vLLM's engine runs in this process and reads its tensors
@@ -38,27 +38,29 @@ _SETTINGS = {
     "VLLM_LOGGING_LEVEL": "ERROR",
 }
 _SETTINGS_ON_CPU = {
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # otherwise vLLM binds this process's threads, also the trainer's, to cores
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # otherwise vLLM binds all threads of this process to cores
     "TORCH_COMPILE_DISABLE": "1",  # otherwise the first call takes minutes
 }
-# Names in shared memory of vLLM's groups on CPUs. vLLM never removes these, and the next run would use the same names.
+# The names in shared memory of the buffers of vLLM's groups on CPUs. vLLM never removes the buffers, and the next run
+# would use the same names.
 _BUFFERS = "*-tp:*-cpushm_*"
 
 
 class VLLMRollouts(RolloutBackend):
-    """Generates with vLLM (all ranks create this together). Each group of neighbouring ranks holds the actor once,
-    divided among its ranks by tensor parallelism.
+    """Generates with vLLM (all ranks create this object together). Each group of neighbouring ranks holds one actor,
+    divided among the ranks of the group by tensor parallelism.
 
-    vLLM gets weights at the first call after an update, bucket by bucket, with adapters merged in. It sleeps from
-    `release_memory` to the next call. The ranks of a group generate responses to all prompts of the group together;
-    each rank keeps the responses to its own prompts.
+    At the first call after an update vLLM gets the new weights, bucket by bucket, with adapters merged in. vLLM sleeps
+    from `release_memory` to the next call. The ranks of a group generate responses to all prompts of the group
+    together; each rank keeps the responses to its own prompts.
 
     Args:
-        rows_at_once: how many responses each rank's memory for keys and values is meant for.
-        row_length: most tokens of prompt and response together. cache_bytes: bytes of keys and values on each rank.
-        tensor_parallel: number of ranks in a group.
-        sampler: one of SAMPLERS; with either one `Draws` records the log-probs.
-        moments: bytes that the training engines allocate in their first step and keep.
+        rows_at_once: the number of responses per rank for which memory for keys and values is planned.
+        row_length: the largest number of tokens of a prompt and its response together. cache_bytes: the number of bytes
+            for keys and values on each rank.
+        tensor_parallel: the number of ranks in a group.
+        sampler: one of SAMPLERS; with both, `Draws` records the log-probs.
+        moments: the number of bytes that the training engines allocate in their first step and keep.
 
     Raises: UserError if vLLM is not installed, or a GPU has too little memory.
     """
@@ -88,7 +90,7 @@ class VLLMRollouts(RolloutBackend):
         model = actor.module.model
         config = type(model.config).from_dict(model.config.to_dict())
         if actor.module.adapters is not None and actor.module.adapters.tied_head is not None:
-            config.tie_word_embeddings = False  # after merging, an adapted head differs from the embedding
+            config.tie_word_embeddings = False  # once merged, an adapted head differs from the embedding
         share = {}
         if self.on_gpu:
             weights = sum(full_numel(p) * p.element_size() for p in model.parameters())
@@ -116,12 +118,12 @@ class VLLMRollouts(RolloutBackend):
                 logits_processors=[_sampling_class(self._draws, self._keyed)],
             )
         self._clear_buffers(own=True)
-        gc.unfreeze()  # vLLM hides all existing objects, also the trainer's, from the garbage collector
-        # At exit vLLM would close process groups, but the run has closed them all by then.
+        gc.unfreeze()  # vLLM has hidden all existing objects, the trainer's too, from the garbage collector
+        # At exit vLLM would close process groups that the run has closed before.
         self._llm.llm_engine.engine_core._finalizer.detach()
 
     def generate(self, prompts: PromptBatch, sampling: SamplingConfig) -> Rollout:
-        """One response for each row (all ranks of a group call this together)."""
+        """One response for each row of the prompts (all ranks of a group call this together)."""
         if self._loaded != self.actor.version:
             self._load()
         whole, own = prompts_of_group(prompts, self.group)
@@ -143,7 +145,7 @@ class VLLMRollouts(RolloutBackend):
 
     @traced("vLLM takes weights")
     def _load(self) -> None:
-        """Load the actor's current weights into vLLM, with Hugging Face's names and order."""
+        """Load the actor's current weights into vLLM, in the order and with the names that Hugging Face uses."""
         self._wake("weights")
         weights = _noted(merged_weights(self.actor.module))
         self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
@@ -162,11 +164,12 @@ class VLLMRollouts(RolloutBackend):
         unseen: list[list[int]] = [[] for _ in requests]
 
         def has_enough(row: int, drawn: list[int]) -> bool:
-            """Whether a request is finished, with the tokens drawn since the last call."""
+            """Whether the request of this row is finished. drawn: the tokens drawn since the last call."""
             request, new = requests[row], unseen[row]
             new += drawn
             request.drawn += len(drawn)
-            # vLLM sees end tokens itself. Stop strings are searched only every CHECK_EVERY tokens, as in our own loop.
+            # vLLM itself stops at end tokens. Stop strings are searched only every CHECK_EVERY tokens, as in this
+            # project's loop.
             if drawn and drawn[-1] not in ends.tokens and request.drawn < request.most and len(new) < CHECK_EVERY:
                 return False
             request.look(new, ends)
@@ -183,7 +186,7 @@ class VLLMRollouts(RolloutBackend):
                 seed=None if self._keyed else seed,
                 max_tokens=sampling.max_new_tokens,
                 stop_token_ids=list(sampling.stop_token_ids),
-                ignore_eos=True,  # `sampling` alone determines the tokens that end a response
+                ignore_eos=True,  # only the tokens in `sampling` end a response
                 detokenize=False,
                 output_kind=RequestOutputKind.DELTA,
                 extra_args={"place": place},
@@ -206,7 +209,7 @@ class VLLMRollouts(RolloutBackend):
 
     def _clear_buffers(self, own: bool = False) -> None:
         """Remove the buffers in shared memory that dead runs left. own: also remove the names of this run's buffers,
-        which all ranks have open by then (all ranks call this)."""
+        once all ranks have opened the buffers. All ranks call this together."""
         distributed.barrier()
         if own:
             _unlink_queue()
@@ -224,7 +227,8 @@ class VLLMRollouts(RolloutBackend):
 
 
 def vllm_version() -> str:
-    """The installed version of vLLM or its CPU build. Raises: UserError if there is none, or another than VERSIONS."""
+    """The version of the installed vLLM or of its CPU build. Raises: UserError if vLLM is not installed, or its version
+    is not among VERSIONS."""
     for package in ("vllm", "vllm-cpu"):
         try:
             version = metadata.version(package)
@@ -260,20 +264,21 @@ def check_heads(config: PretrainedConfig, name: str, tensor_parallel: int, on_cp
 
 
 def _share(weights: int, cache: int, moments: int) -> float:
-    """The share of a GPU's memory that vLLM asks for (`gpu_memory_utilization`).
+    """The fraction of a GPU's memory that vLLM is told to ask for (`gpu_memory_utilization`).
 
-    vLLM refuses to start if less is free, and by default asks for 0.92 (request_memory in vllm/v1/worker/utils.py). The
-    memory for keys and values does not follow from this share, but from cache_bytes.
+    vLLM refuses to start if less memory is free; its default fraction is 0.92 (request_memory in
+    vllm/v1/worker/utils.py). The size of the memory for keys and values is given by cache_bytes, not by this fraction.
 
     Args:
-        weights, cache: bytes on each rank. moments: as in VLLMRollouts.
+        weights, cache: the number of bytes of weights, and of keys and values, on each rank. moments: as in
+            VLLMRollouts.
 
-    Raises: UserError on all ranks if one has too little free memory.
+    Raises: UserError on all ranks if one rank has too little free memory.
     """
     free, total = _gpu_memory()
     free = -distributed.largest(-free)
     needed = weights + cache + WORKSPACE
-    nccl = NCCL if distributed.world_size() > 1 else 0  # of vLLM's groups, allocated before vLLM checks what is free
+    nccl = NCCL if distributed.world_size() > 1 else 0  # vLLM's groups allocate this before vLLM checks the free memory
     if needed + nccl + moments > free:
         raise UserError(
             f"--rollout_backend vllm: vLLM needs {(needed + nccl) / 1e9:.1f} GB of a GPU (weights {weights / 1e9:.1f}, "
@@ -286,14 +291,14 @@ def _share(weights: int, cache: int, moments: int) -> float:
 
 
 def _gpu_memory() -> tuple[int, int]:
-    """(free, total) bytes of this rank's GPU, after torch's allocator has returned its unused memory."""
+    """(free bytes, total bytes) of this rank's GPU memory, after torch's allocator has returned its unused memory."""
     torch.cuda.empty_cache()
     return torch.cuda.mem_get_info()
 
 
 def _unlink_queue() -> None:
-    """Remove the name of the shared memory that is the message queue of a group's ranks. All ranks have it open by now.
-    Python would report a leak if the name still existed at the end of the run."""
+    """Remove the name of the shared memory that serves as the message queue of a group's ranks. All ranks have opened
+    the queue by now. If the name still existed at the end of the run, Python would report a leak."""
     from vllm.distributed.parallel_state import get_tp_group
 
     queue = get_tp_group().mq_broadcaster
@@ -303,25 +308,27 @@ def _unlink_queue() -> None:
 
 
 def _noted(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """The weights, unchanged. When vLLM gets one, "vLLM takes weights" is recorded as what this rank is doing; while
-    weights are gathered, something else is."""
+    """The given weights, unchanged. Each time vLLM gets a weight, "vLLM takes weights" is recorded as this rank's
+    present activity, because gathering the weight has recorded another activity."""
     for name, weight in weights:
         moved("vLLM takes weights")
         yield name, weight
 
 
 class _Current:
-    """State that this file shares with the logits processor, which vLLM creates.
+    """State that this file shares with the logits processor; vLLM creates the processor.
 
-    now: the current call's `Draws`. seen: set in steps in which vLLM's own sampler draws: the logits (B, V), and a list
-    of (row of the logits, the prompt's row in the batch of prompts, number of tokens that the response had).
+    now: the `Draws` of the current call. seen: only set in steps in which vLLM's own sampler draws. It holds the logits
+    (B, V) and a list of (row of the logits, the prompt's row in the batch of prompts, number of tokens that the
+    response had).
     """
 
     now: Draws | None = None
     seen: tuple[Tensor, list[tuple[int, int, int]]] | None = None
 
     def record(self, drawn: Mapping[int, Sequence[int]]) -> None:
-        """Record the log-probs of a step's tokens. drawn: {the prompt's row: the token drawn for it, if any}."""
+        """Record the log-probs of the tokens of one decoding step. drawn: {the prompt's row: a sequence with the token
+        drawn for it, or an empty one}."""
         if self.now is None or self.seen is None:
             return
         logits, rows = self.seen
@@ -332,13 +339,14 @@ class _Current:
 
 
 def _sampling_class(current: _Current, keyed: bool) -> type:
-    """The class of the logits processor. keyed: it draws each token with our random numbers. Otherwise it only excludes
-    tokens that must not be drawn."""
+    """The class of the logits processor. keyed: whether the processor draws each token with keyed random numbers. If
+    not, it only excludes tokens that must not be drawn."""
     from vllm.v1.sample.logits_processor import LogitsProcessor
     from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
     class Sampling(LogitsProcessor):
-        """Knows for each row of vLLM's batch which prompt it answers, and the response's tokens."""
+        """A logits processor that knows, for each row of vLLM's batch, which prompt the row answers and which tokens
+        its response has."""
 
         def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool):
             self._rows: dict[int, tuple[int, list[int]]] = {}
@@ -354,7 +362,7 @@ def _sampling_class(current: _Current, keyed: bool) -> type:
                 return logits
             rows = [(row, place, len(drawn)) for row, (place, drawn) in self._rows.items()]
             if not keyed:
-                current.seen = logits, rows  # nothing changes these logits: vLLM gets a new tensor
+                current.seen = logits, rows  # vLLM gets a new tensor, so these logits stay as they are
                 return current.now.possible(logits)
             which, prompts, positions = torch.tensor(rows, device=logits.device).unbind(1)
             tokens = current.now.draw(logits[which], prompts, positions)
@@ -369,7 +377,7 @@ def _place(extra: dict[str, int] | None, drawn: list[int]) -> tuple[int, list[in
 
 
 def _pack_tied_head(model: Any) -> None:
-    """Update the output head of a model on CPUs whose head is also the embedding. Layers there keep a packed copy of
+    """Update the output head of a model on CPUs whose head is also its embedding. On CPUs layers keep a packed copy of
     their weights, and vLLM 0.32 packs the head only when it first loads the model."""
     if not model.config.tie_word_embeddings:
         return

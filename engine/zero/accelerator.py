@@ -1,4 +1,4 @@
-"""The device that this process computes on, its memory and its dtypes, as DeepSpeed's accelerator gives them."""
+"""The device that this process computes on, its memory and its dtypes, as reported by DeepSpeed's accelerator."""
 
 import os
 
@@ -26,13 +26,14 @@ def capability() -> tuple[int, int] | None:
 
 
 def ranks_of_this_machine() -> int:
-    """How many ranks are on this machine, by the variables of the launcher (deepspeed, torchrun); 1 without them."""
+    """The number of ranks on this machine, from the environment variables of the launcher (deepspeed, torchrun); 1
+    without a launcher."""
     names = ("LOCAL_SIZE", "LOCAL_WORLD_SIZE", "WORLD_SIZE")
     return next((int(os.environ[name]) for name in names if name in os.environ), 1)
 
 
 def free_memory() -> int:
-    """The free bytes of this rank's GPU; on CPUs, its share of the host's free bytes."""
+    """The number of free bytes of this rank's GPU; on CPUs, this rank's share of the host's free bytes."""
     if on_gpu():
         free, _ = torch.cuda.mem_get_info()
         return free + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
@@ -40,7 +41,7 @@ def free_memory() -> int:
 
 
 def natural_dtype() -> str:
-    """The default dtype on this machine: "bf16" on GPUs that have it, "fp16" on other GPUs, "fp32" on CPUs."""
+    """The default dtype on this machine: "bf16" on GPUs that support it, "fp16" on other GPUs, "fp32" on CPUs."""
     from deepspeed.accelerator import get_accelerator
 
     accelerator = get_accelerator()
@@ -52,7 +53,8 @@ def natural_dtype() -> str:
 
 
 def why_not(dtype: str) -> str | None:
-    """Why this machine cannot train in "fp16" or "bf16", and what to use instead; None if it can."""
+    """The reason why this machine cannot train in this dtype ("fp16" or "bf16"), and what to use instead; None if it
+    can."""
     from deepspeed.accelerator import get_accelerator
 
     accelerator = get_accelerator()

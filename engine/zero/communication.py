@@ -1,7 +1,9 @@
-"""Starts the process group through DeepSpeed, so that ZeRO and `engine.distributed` share it; reads hostfiles.
+"""Starts the process group through DeepSpeed, so that ZeRO and `engine.distributed` share one group. Also reads
+hostfiles.
 
-On CPUs DeepSpeed has each rank make a buffer file of 69 MB in /dev/shm for the sums of its tensor-parallel layers, and
-never removes it. This program has no such layers, so no buffers are made here, and those of dead processes are removed.
+On CPUs DeepSpeed has each rank create a buffer file of 69 MB in /dev/shm, for the sums of DeepSpeed's tensor-parallel
+layers, and never removes it. This program does not use those layers. It therefore creates no buffers, and removes the
+buffers of dead processes.
 """
 
 import contextlib
@@ -23,17 +25,18 @@ from engine.errors import UserError
 from engine.host_memory import keep_freed_memory
 from engine.zero.accelerator import ranks_of_this_machine
 
-_BACKEND = sys.modules[TorchBackend.__module__]  # `deepspeed.comm.torch`, as which that package shows torch itself
+_BACKEND = sys.modules[TorchBackend.__module__]  # the module deepspeed/comm/torch.py; the attribute is torch itself
 
 SHARED_MEMORY = Path("/dev/shm")
-BUFFERS = "deepspeed_allreduce_buffer"  # the start of the files' names; the user's number, address, port, rank follow
+BUFFERS = "deepspeed_allreduce_buffer"  # how the files' names start; user id, address, port and rank follow
 
 
 def init(timeout_minutes: float = 30.0) -> torch.device:
-    """Join the process group (NCCL on GPUs, gloo on CPUs), once, and return the device of this rank.
+    """Join the process group (NCCL on GPUs, gloo on CPUs), unless this process has joined it already, and return the
+    device of this rank.
 
-    timeout_minutes: how long a collective call may wait, in all process groups. Raises: UserError on a rank that does
-    not see its GPU.
+    timeout_minutes: the longest time that a collective call may wait, in all process groups. Raises: UserError on a
+    rank that does not see its GPU.
     """
     if not distributed.is_initialized():
         defaults = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
@@ -46,7 +49,8 @@ def init(timeout_minutes: float = 30.0) -> torch.device:
             accelerator.set_device(distributed.local_rank())
         else:
             if "OMP_NUM_THREADS" not in os.environ:
-                # Ranks of one node share its cores; each of them taking all makes everything many times slower.
+                # The ranks of a node share its cores. If each rank used all cores, everything would be many times
+                # slower.
                 torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks_of_this_machine()))
             keep_freed_memory()
         if distributed.local_rank() == 0:
@@ -61,7 +65,7 @@ def init(timeout_minutes: float = 30.0) -> torch.device:
                 timeout=longest,
             )
         if on_cpu:
-            backend = deepspeed.comm.comm.cdb  # what ZeRO gathers weights and sums gradients with
+            backend = deepspeed.comm.comm.cdb  # ZeRO gathers weights and sums gradients with it
             backend.all_gather_function = distributed.gather_by_broadcasts
             backend.reduce_scatter_function = distributed.scatter_by_all_reduce
     return distributed.device()
@@ -79,9 +83,9 @@ def _check_gpu(seen: int) -> None:
 
 
 def slots_by_host(path: str) -> dict[str, int]:
-    """The processes that the launcher starts on each host of a hostfile, in its order.
+    """{host: the number of processes that the launcher starts on it}, in the order of the hostfile.
 
-    Raises: OSError, ValueError for a file that the launcher would not read.
+    Raises: OSError or ValueError for a file that the launcher could not read.
     """
     from deepspeed.launcher.runner import fetch_hostfile
 
@@ -90,7 +94,7 @@ def slots_by_host(path: str) -> dict[str, int]:
 
 @contextlib.contextmanager
 def without_buffers() -> Iterator[None]:
-    """Within this context `deepspeed.init_distributed` makes no buffer files; it reduces through the process group."""
+    """Within this context `deepspeed.init_distributed` creates no buffer files; reductions use the process group."""
     build = _BACKEND.build_shm_op
     _BACKEND.build_shm_op = lambda: None  # type: ignore[attr-defined]
     try:
@@ -100,10 +104,11 @@ def without_buffers() -> Iterator[None]:
 
 
 def clear_dead_buffers(folder: Path = SHARED_MEMORY, pattern: str = f"{BUFFERS}_{os.getuid()}_*") -> list[str]:
-    """Remove this user's buffers of dead processes; returns their names. pattern: pattern of the files' names.
+    """Remove the buffers that dead processes of this user left; returns the names of the removed files. pattern: the
+    pattern of the files' names.
 
-    A process has its buffer open from its creation to the end of the process. So a buffer that no process has open is
-    that of a dead process.
+    A process keeps its buffer open from the creation of the buffer to the end of the process. A buffer that no process
+    has open was therefore left by a dead process.
     """
     removed = []
     for path in sorted(folder.glob(pattern)):
@@ -117,12 +122,13 @@ def clear_dead_buffers(folder: Path = SHARED_MEMORY, pattern: str = f"{BUFFERS}_
 def _in_use(path: Path) -> bool:
     """Whether any process has the file open or mapped; True if the system cannot tell.
 
-    The kernel gives a write lease only on a file that nobody else has open. /proc does not suffice: it does not show
-    processes of other containers that share this folder.
+    This is tested with a write lease, which the kernel gives only on a file that nobody else has open. /proc would not
+    suffice, because it does not show processes of other containers that share this folder.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
     try:
-        # Whoever opens the file meanwhile would have this process sent SIGIO, which ends it; SIGURG is ignored.
+        # If a process opens the file during the lease, the kernel sends a signal: SIGIO, which would end this process,
+        # unless another is set. SIGURG is ignored.
         fcntl.fcntl(descriptor, fcntl.F_SETSIG, signal.SIGURG)
         fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_WRLCK)
     except OSError:

@@ -1,9 +1,9 @@
-"""DeepSpeed configurations: a file of configs/ds/ or of the user is checked, and completed with the program's own
-settings.
+"""DeepSpeed configurations. A JSON file, from configs/ds/ or from the user, is checked and completed with the program's
+own settings.
 
-TAKEN and TAKEN_OF_ZERO list the settings that a file may have. Anything else is refused, with a reason if files from
-elsewhere often have it (REASONS). Settings that are off are removed without a refusal, since such files name many of
-them as off.
+TAKEN and TAKEN_OF_ZERO list the settings that a file may have. Any other setting is refused; for settings that occur
+often in other projects' files, REASONS has the reason. Settings that are switched off are removed instead of refused,
+since other projects' files list many settings as off.
 """
 
 import json
@@ -19,13 +19,15 @@ from engine import distributed
 from engine.errors import UserError, nearest
 from engine.files import read_text
 
-# A wheel has the folder configs/ds beside this file; a checkout has it at its top level.
+# In a wheel the files of configs/ds are in the folder `configs` beside this file; in a checkout they are at its top
+# level.
 _INSTALLED = Path(__file__).with_name("configs")
 CONFIG_DIR = _INSTALLED if _INSTALLED.is_dir() else Path(__file__).resolve().parents[2] / "configs" / "ds"
 
 
 OWNED = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
-"""What the program decides; a file may leave these out, say "auto", or say the same."""
+"""Settings that the program decides. A file may leave them out, set them to "auto", or set them to the program's
+value."""
 
 TAKEN = {
     *OWNED,
@@ -81,7 +83,7 @@ TAKEN_OF_ZERO = {
     *_AT_STAGE_3,
     *(f"stage3_{name}" for name in _AT_STAGE_3),
 }
-"""Settings of zero_optimization that a file may have, if DeepSpeed has them, too."""
+"""Settings of zero_optimization that a file may have, if the installed DeepSpeed has them too."""
 
 _ROWS = (
     "all ranks are given rows of their own here, and each computes all of a row. Divide the model by "
@@ -120,10 +122,11 @@ REASONS = {
     "zero_optimization.cpu_offload": 'it is an old name: write "offload_optimizer": {"device": "cpu"}',
     "zero_optimization.cpu_offload_param": 'it is an old name: write "offload_param": {"device": "cpu"}',
 }
-"""Why there is no such thing here, and what does its work."""
+"""{setting: why this program does not support it, and what to use instead}."""
 
 _OFF = {"zero_allow_untested_optimizer": True, "sequence_parallel_size": 1, "tensor_parallel": {"autotp_size": 1}}
-"""Values that change nothing, beside false, 0, null, and sections that are empty or not enabled."""
+"""{setting: the value with which it is off}. A setting is also off if it is false, 0, null, or a section that is empty
+or not enabled."""
 
 _OUT_OF_REACH: dict[str, Callable[[Any], bool]] = {
     "offload_optimizer.device": lambda device: device == "nvme",
@@ -132,18 +135,21 @@ _OUT_OF_REACH: dict[str, Callable[[Any], bool]] = {
     "offload_param.device": lambda device: device == "nvme",
     "zero_quantized_nontrainable_weights": bool,
 }
-"""Settings of ZeRO's under which numbers of the training state are on a disk, in another optimizer or another process,
-or not what is computed with."""
+"""{setting of ZeRO: a function that says for a value whether checkpoints cannot be written with it}. They cannot be if
+numbers of the training state are on a disk, in another optimizer or in another process, or differ from the numbers that
+the engine computes with."""
 
 _DTYPES = ("fp32", "fp16", "bf16")
 
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """The choice of an engine's DeepSpeed configuration.
+    """The user's choices for the DeepSpeed configuration of one engine.
 
-    role: "actor", "critic", "reference" or "reward", for messages; stage: 0 to 3; offload: optimizer state (and, at
-    stage 3, parameters) in host memory; path: a JSON file that replaces the shipped one.
+    role: "actor", "critic", "reference" or "reward", for messages.
+    stage: the ZeRO stage, 0 to 3.
+    offload: whether the optimizer state, and at stage 3 the parameters too, are in host memory.
+    path: a JSON file that replaces the file from configs/ds.
     """
 
     role: str
@@ -152,8 +158,8 @@ class EngineConfig:
     path: str | None = None
 
     def flag(self, name: str) -> str:
-        """The flag with this name for this engine. In steps 1 and 2, which train one "model", flags are not named after
-        a role."""
+        """The full name of this engine's flag, for example --actor_NAME. In steps 1 and 2, which train a single
+        "model", flags do not begin with a role."""
         return f"--{name}" if self.role == "model" else f"--{self.role}_{name}"
 
     def check_stage(self) -> None:
@@ -162,7 +168,8 @@ class EngineConfig:
             raise UserError(f"{self.flag('zero_stage')} {self.stage}: ZeRO has the stages 0, 1, 2 and 3.")
 
     def check_offload(self, flag: str = "--offload", trained: bool = True) -> None:
-        """Raise UserError if `flag` contradicts a file, or a trained engine has nothing that could be offloaded."""
+        """Raise UserError if `flag` contradicts the engine's file, or if the engine trains and has nothing that could
+        be offloaded."""
         if self.offload and self.path is not None:
             raise UserError(
                 f"{flag} and {self.flag('ds_config')} {self.path} contradict each other: say in the file what is "
@@ -182,11 +189,12 @@ def build_ds_config(
 
     Args:
         dtype: "fp32", "fp16" or "bf16".
-        micro_batch_size: sequences per rank and forward pass, for DeepSpeed's own bookkeeping.
-        gradient_clipping: the maximal gradient norm; 0 for none.
+        micro_batch_size: the number of sequences per rank in one forward pass, for DeepSpeed's own bookkeeping.
+        gradient_clipping: the maximal gradient norm; 0 for no clipping.
         trained: whether the engine has an optimizer.
 
-    Raises: UserError for a stage that does not exist, a missing or broken file, an unknown key, or a contradiction.
+    Raises: UserError for a stage that does not exist, a missing or broken file, an unknown key, or settings that
+        contradict each other or the flags.
     """
     choice.check_stage()
     if not trained and choice.stage in (1, 2):
@@ -244,7 +252,7 @@ def build_ds_config(
             "DeepSpeed's. Use stage 2, or leave it out."
         )
     config.pop("comment", None)
-    # The optimizer is ours, even if its state is offloaded; DeepSpeed's own output is off.
+    # The program creates the optimizer itself, even if the optimizer state is offloaded. DeepSpeed's own output is off.
     return {
         "steps_per_print": 10**9,
         "zero_force_ds_cpu_optimizer": False,
@@ -255,13 +263,14 @@ def build_ds_config(
 
 
 def zero_settings(config: dict) -> Any:
-    """The ZeRO section of a configuration from `build_ds_config`, completed with DeepSpeed's defaults, as an object
-    with the settings as attributes."""
+    """The ZeRO section of a configuration from `build_ds_config`, completed with DeepSpeed's defaults: an object that
+    has the settings as attributes."""
     return _sections()["zero_optimization"](**config["zero_optimization"])
 
 
 def read_ds_file(choice: EngineConfig) -> dict:
-    """The JSON of one engine with its stage, checked for unknown keys and against the engine's flags."""
+    """The content of an engine's JSON file, with the engine's stage. It is checked for unknown keys and against the
+    engine's flags."""
     path = (
         Path(choice.path)
         if choice.path
@@ -273,7 +282,7 @@ def read_ds_file(choice: EngineConfig) -> dict:
         raise UserError(
             f"DeepSpeed configuration of the {choice.role}: cannot read {path} ({error.strerror})."
         ) from None
-    except (ValueError, RecursionError) as error:  # ValueError: also a number of thousands of digits
+    except (ValueError, RecursionError) as error:  # a number with thousands of digits raises ValueError too
         raise UserError(f"DeepSpeed configuration of the {choice.role}: {path} is not valid JSON ({error}).") from None
     if not isinstance(config, dict):
         raise UserError(f"DeepSpeed configuration of the {choice.role}: {path} holds no JSON object.")
@@ -307,7 +316,7 @@ def read_ds_file(choice: EngineConfig) -> dict:
 
 
 def stage_of_file(path: str, role: str) -> int | None:
-    """The ZeRO stage in a user's file; None if it names none."""
+    """The ZeRO stage in a user's file; None if the file sets no stage."""
     try:
         stage = json.loads(read_text(path)).get("zero_optimization", {}).get("stage")
     except (OSError, ValueError, AttributeError, RecursionError):
@@ -330,9 +339,10 @@ def refuse_offload_of_roles(config: Mapping) -> None:
 def _keep_taken(
     section: dict, taken: Collection[str], path: Path, prefix: str = "", harmless: Collection[str] | None = None
 ) -> None:
-    """Remove settings of a section that are off and not in `taken`; raise UserError for other settings not in `taken`.
+    """Check the settings of a section that are not in `taken`: remove those that are off, and raise UserError for any
+    other.
 
-    harmless: names that are allowed if they are off, beside those with REASONS; None for any name.
+    harmless: the names that are removed if they are off, in addition to those in REASONS; None for any name.
     """
     for name in [name for name in section if name not in taken]:
         value, reason = section[name], REASONS.get(prefix + name)
@@ -348,7 +358,7 @@ def _keep_taken(
 
 
 def _is_off(value: Any, deep: bool) -> bool:
-    """Whether a setting is off. deep: a section is off too if all its settings are."""
+    """Whether a setting is off. deep: whether a section also counts as off if all its settings are off."""
     if isinstance(value, dict):
         empty = all(_is_off(own, deep) for own in value.values()) if deep else not value
         return empty or value.get("enabled") is False
@@ -386,7 +396,8 @@ def _refuse_dtypes(config: dict, path: Path) -> None:
 
 
 def _refuse_at_stage(zero: Mapping, path: Path) -> None:
-    """Raise UserError for settings that ZeRO has at stage 3 only, and would ignore at another stage."""
+    """Raise UserError, if the stage is not 3, for settings that ZeRO uses at stage 3 only and would ignore at another
+    stage."""
     stage, size = zero["stage"], int(zero.get("zero_hpz_partition_size", 1))
     asked = {
         "zero_hpz_partition_size": size if size > 1 else None,
@@ -414,7 +425,7 @@ def _refuse_at_stage(zero: Mapping, path: Path) -> None:
 
 def _refuse_out_of_reach(zero: Mapping, path: str | None) -> None:
     """Raise UserError for a file that keeps a part of the training state where checkpoints cannot read it, or that
-    offloads at stage 0, which cannot."""
+    offloads at stage 0, at which offloading is impossible."""
     if zero["stage"] == 0 and zero.get("offload_optimizer"):
         raise UserError(
             f"{path}: zero_optimization.offload_optimizer is {zero['offload_optimizer']!r}, but the stage is 0, which "
@@ -431,7 +442,8 @@ def _refuse_out_of_reach(zero: Mapping, path: str | None) -> None:
 
 
 def _refuse_low_precision(config: Mapping, dtype: str, path: str | None) -> None:
-    """Raise UserError for 16-bit master weights that DeepSpeed does not support, or that could not learn."""
+    """Raise UserError for 16-bit master weights if DeepSpeed does not support them, or if small updates would be
+    rounded to 0."""
     low, zero = config["bf16"], config["zero_optimization"]
     if config["fp16"].get("fp16_master_weights_and_grads"):
         raise UserError(
@@ -460,15 +472,15 @@ def _refuse_low_precision(config: Mapping, dtype: str, path: str | None) -> None
 
 
 def _use_own_swap_folder(zero: dict, role: str) -> None:
-    """Give an engine that swaps parameters to a disk its own subfolder of the given folder. When DeepSpeed starts it
-    empties the folder, and would remove another engine's parameters."""
+    """Give an engine that swaps parameters to a disk its own subfolder of the folder in the file. DeepSpeed empties the
+    swap folder when it creates an engine, and would remove the parameters of another engine there."""
     section = zero.get("offload_param") or {}
     if section.get("device") == "nvme" and section.get("nvme_path") is not None:
         zero["offload_param"] = {**section, "nvme_path": str(Path(section["nvme_path"]) / role)}
 
 
 def _sections() -> dict[str, type]:
-    """DeepSpeed's pydantic model of each section that has one."""
+    """{section: DeepSpeed's pydantic model of it}, for the sections that have such a model."""
     from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
@@ -476,23 +488,24 @@ def _sections() -> dict[str, type]:
 
 
 LIVE, AHEAD = 100_000_000, 30_000_000
-"""The least numbers that may be whole at once, and that are fetched ahead."""
+"""Lower bounds at stage 3, in numbers of parameters. LIVE: of how many are gathered at a time. AHEAD: of how many are
+fetched in advance."""
 
 
 def decoder_layers(module: nn.Module) -> list[nn.Module]:
-    """The decoder layers of a Policy or Scorer: the classes in transformers' `_no_split_modules`."""
+    """The decoder layers of a Policy or Scorer: the modules whose class is in transformers' `_no_split_modules`."""
     names = set(getattr(getattr(module, "model", None), "_no_split_modules", None) or [])
     return [part for part in module.modules() if type(part).__name__ in names]
 
 
 def with_fitting_sizes(module: nn.Module, ds_config: dict) -> dict:
-    """The configuration, with limits at stage 3 that leave room for three layers: the one that computes, the next one,
-    which is being fetched, and the one before.
+    """The configuration. At stage 3 its limits are set so that three layers can be gathered at a time: the layer that
+    computes, the next layer, which is being fetched, and the previous layer.
 
-    A layer of a 7B Llama has 2e8 parameters; with room for 1e8 no layer is fetched before its turn. Several small
-    layers are fetched at a time.
+    A layer of a 7B Llama has 2e8 parameters. With a limit of 1e8 parameters, no layer would be fetched before it has to
+    compute. Small layers are fetched several at a time.
     """
-    from engine.zero.gathering import full_numel  # imports DeepSpeed, too slow for reading flags
+    from engine.zero.gathering import full_numel  # imports DeepSpeed, which is too slow when flags are read
 
     zero = ds_config["zero_optimization"]
     if zero.get("stage") != 3:
@@ -509,10 +522,11 @@ def with_fitting_sizes(module: nn.Module, ds_config: dict) -> dict:
 
 
 def with_fitting_bucket(module: nn.Module, ds_config: dict) -> dict:
-    """The configuration, with gradient buckets no larger than all gradients together.
+    """The configuration, with the bucket size of gradients reduced to the size of all gradients together if it is
+    larger.
 
-    DeepSpeed always allocates a whole bucket (at stage 3 permanently), even for the few gradients of a small model or
-    of adapters. Gradients that fit into one bucket are still reduced in one.
+    DeepSpeed always allocates a whole bucket (at stage 3 permanently), even if the model is small or only adapters have
+    gradients. After the reduction, all gradients still fit into one bucket.
     """
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 

@@ -1,5 +1,5 @@
-"""Models in DeepSpeed engines: trained, frozen, or within another model's engine. No other file calls
-deepspeed.initialize."""
+"""Models in DeepSpeed engines: trained models, frozen models, and models that share another model's engine. No other
+file calls deepspeed.initialize."""
 
 import contextlib
 import math
@@ -22,24 +22,25 @@ from engine.zero.shards import Shard, ShardSource, TrainingState
 from engine.zero.stages import stage_of
 
 FLOOR_OVERFLOWS = 16
-"""The run ends after this many fp16 overflows in a row that do not lower the loss scale. A few may come from an odd
-batch, and DeepSpeed's hysteresis keeps the scale at the first ones; so many mean that the model does not fit fp16."""
+"""The run ends after this many fp16 overflows in a row that do not lower the loss scale. A few overflows may come from
+an unusual batch, and DeepSpeed's hysteresis does not lower the scale at the first ones. This many overflows mean that
+the model's numbers are too large for fp16."""
 
 
 class Copies(Protocol):
-    """The interface of `engine.copies.PlainCopies`: modules without ZeRO's hooks that compute in place of a
+    """The interface of `engine.copies.PlainCopies`: copies of modules, without ZeRO's hooks, that compute in place of a
     TrainedModel or FrozenModel."""
 
     def inferred(self, model: Any, *args, **kwargs) -> Any:
-        """The result of a forward pass without gradients or hooks; None if there is too little memory (all ranks call
-        this together)."""
+        """The result of a copy's forward pass without gradients; None if there is too little memory for a copy (all
+        ranks call this together)."""
 
     def holding(self, model: Any) -> nn.Module | None:
-        """The copy that holds the model's current weights, or None."""
+        """The copy that holds the model's current weights; None if no copy does."""
 
 
 class LearningModel:
-    """A model that learns, in its own engine or in one with other models.
+    """A model that learns, in an engine of its own or in an engine that it shares with other models.
 
     host: the engine. state: the model's weights, moments and counters by name.
     """
@@ -48,14 +49,15 @@ class LearningModel:
     state: TrainingState
 
     def master_shards(self) -> list[Tensor]:
-        """This rank's master weights, the tensors that the optimizer updates. Each number is on one rank (at stage 0 on
-        all). They are float32, or bfloat16 if the DeepSpeed file says so."""
+        """This rank's master weights, which are the tensors that the optimizer updates. Each number is on exactly one
+        rank; at stage 0 all numbers are on every rank. Master weights are float32, or bfloat16 if the DeepSpeed file
+        says so."""
         return [master.tensor.data for master in self.state.stage.masters()]
 
     def weights_finite(self) -> bool:
-        """Whether all weights are finite in the compute dtype, over all ranks (all ranks call this).
+        """Whether all weights on all ranks are finite in the compute dtype (all ranks call this together).
 
-        It reads each master weight once, a fraction of what an optimizer step reads.
+        Each master weight is read once, which is a fraction of what an optimizer step reads.
         """
         return self.host.are_finite(self.master_shards())
 
@@ -63,27 +65,32 @@ class LearningModel:
         """Within this context the model computes with the float32 weights `shards`, of the same shapes as
         `master_shards`.
 
-        Afterwards both sets of weights are as before, bit by bit. They are exchanged tensor by tensor, which takes the
-        memory of one further tensor. 16-bit master weights cannot hold float32 numbers, so the former are copied aside.
+        After the context both sets of weights are as before, bit by bit. The two sets are exchanged tensor by tensor,
+        which needs memory for one further tensor. 16-bit master weights cannot hold float32 numbers, so 16-bit master
+        weights are copied first and restored from the copy.
         """
         return self.host.exchanged(self.master_shards(), shards)
 
     def shards(self) -> list[Shard]:
-        """This rank's part of the training state, as views. Over all ranks each number occurs exactly once."""
+        """This rank's part of the training state, as views. Each number of the training state is in the part of exactly
+        one rank."""
         return self.state.shards()
 
     def scalars(self) -> dict:
-        """The rest of the training state, the same on all ranks: step counts and the loss scale, as JSON values."""
+        """The rest of the training state, which is equal on all ranks: step counts and the loss scale, as JSON
+        values."""
         return self.state.scalars()
 
     def forget_moments(self) -> None:
-        """Reset Adam to its state before the first step; weights and loss scale stay (all ranks call this)."""
+        """Reset Adam to its state before the first step. Weights and loss scale do not change (all ranks call this
+        together)."""
         self.state.set_steps(0)
 
     def load_shards(self, source: ShardSource, scalars: Mapping) -> None:
-        """Restore what `shards` and `scalars` returned, on any number of ranks and at any stage (all ranks call this).
+        """Restore the state that `shards` and `scalars` returned on any number of ranks and at any stage (all ranks
+        call this together).
 
-        Adam's settings stay those of this run. Raises: UserError if the state is another model's.
+        Adam's settings remain those of this run. Raises: UserError if the state belongs to another model.
         """
         self.state.load(source, scalars)
         self.host.version += 1
@@ -107,16 +114,16 @@ class TrainedModel(LearningModel):
         ds_config = with_fitting_bucket(module, with_fitting_sizes(module, ds_config))
         with nothing_compiled(), own_hpz_groups(ds_config):
             self.ds_engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=ds_config)
-        self.module: Any = self.ds_engine.module  # a Policy or a Scorer; this folder may not import their classes
+        self.module: Any = self.ds_engine.module  # a Policy or a Scorer; engine/zero may not import these classes
         self.role = role  # for messages and traces
-        self.copies: Copies | None = None  # if given, these compute passes without gradients
+        self.copies: Copies | None = None  # if set, copies compute passes without gradients
         self.stage = self.ds_engine.zero_optimization_stage()
         self.version = 0  # increases when the weights change, so that copies know whether they are up to date
         self.grad_norm = 0.0  # gradient norm of the latest step, before clipping
         self.scales_loss = self.ds_engine.fp16_enabled()
-        """Whether there is a loss scale (fp16). Overflows are then normal, and not a reason to stop."""
+        """Whether the loss is scaled (fp16). With a loss scale overflows are normal, and not a reason to stop."""
         self._by_stage = stage_of(self.ds_engine)
-        self._overflows_at_floor = 0  # overflows in a row, with the loss scale unchanged
+        self._overflows_at_floor = 0  # the number of overflows in a row that left the loss scale unchanged
         self.state = TrainingState(self.module, self._by_stage)
         _, sums = self.ds_engine.get_data_types()
         self.long_batch = LongBatch(self.module, role, self._by_stage.forget_gradients, sums)
@@ -125,27 +132,27 @@ class TrainedModel(LearningModel):
 
     @property
     def host(self) -> "TrainedModel":
-        """The engine that has this model: itself."""
+        """The engine in which this model computes: this object itself."""
         return self
 
     def __call__(self, *args, **kwargs):
-        """The module's forward pass. If gradients are off and there are `copies`, the copy computes it."""
+        """The module's forward pass. If gradients are off and `copies` is set, the copy computes it."""
         return self.ds_engine(*args, **kwargs) if torch.is_grad_enabled() else _inferred(self, *args, **kwargs)
 
     def on_device(self) -> contextlib.AbstractContextManager:
-        """Does nothing: a trained model always stands where it computes."""
+        """Does nothing: the weights of a trained model are always on the device."""
         return contextlib.nullcontext()
 
     def accumulating(self, passes: int) -> contextlib.AbstractContextManager:
-        """A context for this many forward and backward passes of the next step (all ranks call this). At stage 3, if
-        there is enough memory, weights are gathered once for all passes, and gradients are reduced in the last pass
-        (`LongBatch`)."""
+        """A context for this many forward and backward passes before the next optimizer step (all ranks enter it
+        together). At stage 3, if memory allows, weights are gathered once for all passes, and gradients are reduced in
+        the last pass only (`LongBatch`)."""
         copy = None if self.copies is None else self.copies.holding(self)
         return self.long_batch.of(passes, not self._passes, copy)
 
     @traced("{0.role} backward")
     def backward(self, loss: Tensor, last: bool) -> None:
-        """Add the gradient of `loss`, this rank's share of the global mean.
+        """Add the gradient of `loss`, which is this rank's share of the mean over all ranks.
 
         Args:
             loss: scalar tensor, this rank's loss sum divided by the count over *all* ranks and micro-batches. DeepSpeed
@@ -166,13 +173,13 @@ class TrainedModel(LearningModel):
 
     @traced("{0.role} optimizer step")
     def step(self, lr: float, overflow: bool = False, skip: bool = False) -> bool:
-        """Make one optimizer step at learning rate `lr`; returns whether the weights changed.
+        """Make one optimizer step with the learning rate `lr`; returns whether the weights changed.
 
-        The learning rate of a parameter group with an "lr_ratio" is multiplied by that.
+        If a parameter group has an "lr_ratio", its learning rate is `lr` times this ratio.
 
         Args:
             overflow: the result of `overflowed`. In fp16 an overflow lowers the loss scale and drops the gradients.
-            skip: drop the gradients in any case, because the other model overflowed or the losses are not wanted.
+            skip: drop the gradients in any case, because the other model overflowed or the mini-batch is left out.
 
         Raises: RunStopped after FLOOR_OVERFLOWS overflows in a row that did not lower the loss scale.
         """
@@ -181,11 +188,12 @@ class TrainedModel(LearningModel):
         return self._step(overflow, skip)
 
     def step_roles(self, lrs: Mapping[str, float], overflow: bool = False, skip: bool = False) -> bool:
-        """`step`, with the learning rate given as {role: rate}. Engines of several models take a rate for each."""
+        """As `step`, with the learning rate given as {role: rate}. An engine of several models takes a rate for each
+        model."""
         return self.step(lrs[self.role], overflow, skip)
 
     def _step(self, overflow: bool, skip: bool) -> bool:
-        """`step`, with the learning rates that are set in the optimizer's groups."""
+        """As `step`, with the learning rates that are already set in the optimizer's groups."""
         self._passes = 0
         if skip and not (overflow and self.scales_loss):
             self._by_stage.drop()
@@ -212,10 +220,10 @@ class TrainedModel(LearningModel):
         return float(self.ds_engine.optimizer.loss_scale) if self.scales_loss else 1.0
 
     def are_finite(self, shards: list[Tensor]) -> bool:
-        """Whether these tensors are finite in the compute dtype, over all ranks (all ranks call this)."""
+        """Whether these tensors are finite in the compute dtype on all ranks (all ranks call this together)."""
         limit = torch.finfo(torch.float16 if self.scales_loss else torch.float32).max
         ends = [torch.stack(torch.aminmax(shard)) for shard in shards if shard.numel()]
-        bad = ~(torch.stack(ends).abs() <= limit).all() if ends else False  # NaN compares false
+        bad = ~(torch.stack(ends).abs() <= limit).all() if ends else False  # a comparison with NaN is false
         return not distributed.any_rank(bad)
 
     @contextlib.contextmanager
@@ -243,15 +251,15 @@ class TrainedModel(LearningModel):
 
 
 class FrozenModel:
-    """A model that only computes, in its own engine. offload: whether its weights are in host memory outside of
-    `on_device`; only at stage 0."""
+    """A model that does not learn, in an engine of its own. offload: whether the model's weights are in host memory
+    outside of the context `on_device`; this works at stage 0 only."""
 
     def __init__(self, module: nn.Module, ds_config: dict, offload: bool = False, role: str = "model"):
         module.requires_grad_(False)
         _gather_by_layer(module, ds_config)
         with own_hpz_groups(ds_config):
             self.ds_engine, *_ = deepspeed.initialize(model=module, config=with_fitting_sizes(module, ds_config))
-        self.module: Any = self.ds_engine.module  # a Policy or a Scorer; this folder may not import their classes
+        self.module: Any = self.ds_engine.module  # a Policy or a Scorer; engine/zero may not import these classes
         self.role = role  # for messages and traces
         self.copies: Copies | None = None
         self.stage = self.ds_engine.zero_optimization_stage()
@@ -263,17 +271,17 @@ class FrozenModel:
 
     @property
     def host(self) -> "FrozenModel":
-        """The engine that has this model: itself."""
+        """The engine in which this model computes: this object itself."""
         return self
 
     @torch.no_grad()
     def __call__(self, *args, **kwargs):
-        """The module's forward pass. If there are `copies`, the copy computes it."""
+        """The module's forward pass. If `copies` is set, the copy computes it."""
         return _inferred(self, *args, **kwargs)
 
     def take(self, fetch: Callable[[str], Tensor]) -> None:
-        """Replace the weights (all ranks call this). fetch: name in `module.model` -> the weight, as in
-        `fill_parameters`."""
+        """Replace the weights (all ranks call this together). fetch: a function from a parameter's name in
+        `module.model` to its new weight, as in `fill_parameters`."""
         fill_parameters(self.module.model, fetch)
         self.version += 1
 
@@ -290,10 +298,10 @@ class FrozenModel:
 
 
 class HostedRole:
-    """A model within the engine of another one. It has the interface of a TrainedModel or FrozenModel.
+    """A model that computes in the engine of another model. It has the interface of a TrainedModel or FrozenModel.
 
     Args:
-        host: the engine. Its module can compute in this role (`Backbone.take_role`).
+        host: the other model's engine. Its module can compute in this model's role (`Backbone.take_role`).
     """
 
     def __init__(self, host: TrainedModel, role: str):
@@ -301,7 +309,7 @@ class HostedRole:
 
     @property
     def module(self) -> Any:
-        """The Policy or Scorer of this role, a view of the host's module."""
+        """The Policy or Scorer of this role, as a view of the host's module."""
         return self.host.module.as_role(self.role)
 
     @property
@@ -310,32 +318,33 @@ class HostedRole:
         return self.host.stage
 
     def __call__(self, *args, **kwargs):
-        """The host's forward pass in this role. If gradients are off and the host has `copies`, a copy computes it."""
+        """The forward pass of the host's module in this role. If gradients are off and the host has `copies`, a copy
+        computes it."""
         return self.host(*args, role=self.role, **kwargs)
 
     def on_device(self) -> contextlib.AbstractContextManager:
-        """Does nothing: a trained model always stands where it computes."""
+        """Does nothing: the weights of a trained model are always on the device."""
         return self.host.on_device()
 
 
 class FrozenRole(HostedRole):
-    """A frozen model within the engine of a trained one. It is the trained model without its adapters, or with frozen
-    copies of the layers that train.
+    """A frozen model in the engine of a trained model. It computes with the trained model's weights, but without the
+    adapters, or with frozen copies of the layers that train.
 
         reference = FrozenRole(actor, "reference")
         logprobs, _ = reference(sequences, attention_mask, position_ids, response_length=8)
 
-    It has the interface of a FrozenModel. role: "reference" or "reward".
+    A FrozenRole has the interface of a FrozenModel. role: "reference" or "reward".
     """
 
     @torch.no_grad()
     def __call__(self, *args, **kwargs):
-        """The host's forward pass in this role. If the host has `copies`, the copy computes it."""
+        """The forward pass of the host's module in this role. If the host has `copies`, the copy computes it."""
         return super().__call__(*args, **kwargs)
 
 
 def _inferred(model: TrainedModel | FrozenModel, *args, **kwargs):
-    """The forward pass without gradients: by the model's copy if there is one, else by its engine."""
+    """The result of a forward pass without gradients: of the model's copy if it has one, else of its engine."""
     if model.copies is not None:
         result = model.copies.inferred(model, *args, **kwargs)
         if result is not None:
@@ -345,8 +354,8 @@ def _inferred(model: TrainedModel | FrozenModel, *args, **kwargs):
 
 
 def _gather_by_layer(module: nn.Module, ds_config: dict) -> None:
-    """Have ZeRO-3 gather and free each decoder layer as a whole, with one hook instead of one for every matrix. If the
-    DeepSpeed file has a `leaf_module`, nothing is changed.
+    """Make ZeRO-3 gather and free each decoder layer as a whole, with one hook per layer instead of one hook per
+    matrix. If the DeepSpeed file has a `leaf_module`, nothing is changed.
     """
     zero = ds_config["zero_optimization"]
     layers = {type(layer) for layer in decoder_layers(module)}

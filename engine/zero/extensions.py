@@ -15,29 +15,29 @@ from engine.errors import UserError
 from engine.zero.accelerator import on_gpu
 
 LOCK = "four_engine_rlhf.lock"
-TELL_AFTER = 5.0  # seconds of waiting for another program's build before a message
-KILLED_AFTER = 1800.0  # a build in which no file has changed for so many seconds was killed
+TELL_AFTER = 5.0  # seconds of waiting for another program's build after which a message is printed
+KILLED_AFTER = 1800.0  # seconds without a change in any file after which a build counts as killed
 
 
 def own_folder() -> Path | None:
-    """The folder for the extensions of this virtual environment's DeepSpeed, unless TORCH_EXTENSIONS_DIR names another.
-    In a shared folder, the DeepSpeed of another environment would build them again. None outside of virtual
-    environments, where torch chooses the folder."""
+    """The folder for the extensions of this virtual environment's DeepSpeed, unless TORCH_EXTENSIONS_DIR names another
+    folder. If several environments shared a folder, each DeepSpeed would build the extensions again. Outside of virtual
+    environments the result is None, and torch chooses the folder."""
     return Path(sys.prefix) / "torch_extensions" if sys.prefix != sys.base_prefix else None
 
 
 def load_extension(builder: str) -> None:
-    """Load an extension of DeepSpeed, which is built if it has not been; one process at a time.
+    """Load an extension of DeepSpeed, and build it first if necessary. Only one process at a time does this.
 
-    During a build torch keeps a file named `lock` in the extension's folder, and other processes wait until it is
-    removed. If the process is killed, they wait forever. Here a build also holds the kernel's lock (flock) on the file
-    LOCK, which ends with the process, and writes the extension's name into this file. A process that gets the lock and
-    finds a name there knows that the build of this extension was killed, and removes torch's `lock` of it. The `lock`
-    files of other extensions are not touched.
+    During a build torch keeps a file named `lock` in the extension's folder, and other processes wait until this file
+    is removed. If the building process is killed, the others wait forever. To prevent this, a build here also holds a
+    kernel lock (flock) on the file LOCK, which is released when the process ends, and writes the extension's name into
+    LOCK. A process that gets the kernel lock and finds a name in LOCK knows that the build of the named extension was
+    killed, and removes torch's `lock` file of this extension. The `lock` files of other extensions are not touched.
 
-    builder: DeepSpeed's name of the extension's builder.
+    builder: the name of DeepSpeed's builder class for the extension.
 
-    Raises: UserError if ninja is missing, or if another program's `lock` is left from a killed build.
+    Raises: UserError if ninja is missing, or if a killed build of another program has left its `lock` file.
     """
     from deepspeed.accelerator import get_accelerator
     from torch.utils.cpp_extension import _get_build_directory, is_ninja_available
@@ -67,7 +67,7 @@ def load_extension(builder: str) -> None:
 
 
 def _load_installed(found: Any) -> None:
-    """Load an extension without ninja, which works only if it was installed with DeepSpeed. Raises: UserError."""
+    """Load an extension without ninja. Raises: UserError unless the extension was installed with DeepSpeed."""
     try:
         found.load()
     except RuntimeError:
@@ -78,7 +78,7 @@ def _load_installed(found: Any) -> None:
 
 
 def _wait_for_others(folder: Path) -> None:
-    """Wait until no other program builds in the folder."""
+    """Wait until no other program builds an extension in the folder."""
     mark, since, told = folder / "lock", time.monotonic(), False
     while mark.exists():
         if _unchanged_for(folder) > KILLED_AFTER:
@@ -107,20 +107,20 @@ def _unchanged_for(folder: Path) -> float:
 
 def _write(file: TextIO, text: str) -> None:
     file.truncate(0)
-    file.write(text)  # appended to the now empty file
+    file.write(text)  # the file is empty now, so append mode writes at its start
     file.flush()
 
 
 def load_for(ds_config: Mapping) -> None:
-    """Load the extensions that an engine with this configuration needs. DeepSpeed itself would build them in all ranks
-    at once."""
+    """Load the extensions that an engine with this configuration needs. If DeepSpeed loaded them itself, all ranks
+    would build them at the same time."""
     if _swaps(ds_config):
-        load_extension("PinMemoryBuilder")  # AsyncIOBuilder would build this one by itself
+        load_extension("PinMemoryBuilder")  # otherwise AsyncIOBuilder would build it on its own
         load_extension("AsyncIOBuilder")
 
 
 def can_swap() -> bool:
-    """Whether this machine has libaio, with which DeepSpeed reads and writes disks."""
+    """Whether this machine has libaio, which DeepSpeed uses to read and write disks."""
     from deepspeed.accelerator import get_accelerator
 
     builder = get_accelerator().create_op_builder("AsyncIOBuilder")
@@ -128,7 +128,7 @@ def can_swap() -> bool:
 
 
 def refuse_missing(ds_config: Mapping, path: str | None) -> None:
-    """Raise UserError if the DeepSpeed file at `path` needs an extension that this machine cannot have."""
+    """Raise UserError if the DeepSpeed file at `path` needs an extension that cannot be built on this machine."""
     if _swaps(ds_config) and not can_swap():
         raise UserError(
             f"{path}: zero_optimization.offload_param.device is 'nvme', but this machine has no libaio, with which "
@@ -147,7 +147,7 @@ def _swaps(ds_config: Mapping) -> bool:
 
 
 def offloaded_adamw(groups: list[dict], **settings) -> torch.optim.Optimizer:
-    """DeepSpeed's AdamW in C++, for optimizer states that are in host memory of a machine with GPUs."""
+    """DeepSpeed's AdamW in C++, for an optimizer state in host memory on a machine with GPUs."""
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
     load_extension("CPUAdamBuilder")
@@ -156,10 +156,10 @@ def offloaded_adamw(groups: list[dict], **settings) -> torch.optim.Optimizer:
 
 @contextlib.contextmanager
 def nothing_compiled() -> Iterator[None]:
-    """Within the block torch.compile compiles nothing.
+    """Within this context torch.compile compiles nothing.
 
-    DeepSpeed has it compile kernels of an optimizer that is not used here. For that torch imports its compiler, which
-    takes each rank more than a second.
+    DeepSpeed calls torch.compile for kernels of an optimizer that is not used here. Torch would then import its
+    compiler, which takes more than a second on each rank.
     """
     name, before = "TORCHDYNAMO_DISABLE", os.environ.get("TORCHDYNAMO_DISABLE")
     os.environ[name] = "1"

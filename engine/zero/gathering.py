@@ -1,4 +1,4 @@
-"""Gathers full weights from ZeRO-3's partitions, bucket by bucket. It works on unpartitioned modules too.
+"""Gathers full weights from ZeRO-3's partitions, bucket by bucket. The functions also accept unpartitioned modules.
 
 The file also has the groups of hpZ. With hpZ each group of neighbouring ranks, for example the ranks of a node, holds a
 second copy of an engine's weights. ZeRO-3 gathers weights over all ranks the first time after each optimizer step, and
@@ -29,8 +29,8 @@ GATHER_BUCKET = 1 << 26  # parameters gathered at a time: 256 MiB in float32
 def parameter_buckets(
     module: nn.Module, names: Collection[str] | None = None
 ) -> Iterator[list[tuple[str, nn.Parameter]]]:
-    """A module's (name, parameter) pairs in buckets of at most GATHER_BUCKET numbers. A larger parameter is a bucket of
-    its own. Tied parameters occur once. names: only these parameters; None for all."""
+    """A module's (name, parameter) pairs, in buckets of at most GATHER_BUCKET numbers. A parameter with more numbers is
+    a bucket of its own. Tied parameters occur once. names: the parameters to include; None for all."""
     bucket: list[tuple[str, nn.Parameter]] = []
     size = 0
     for name, parameter in module.named_parameters():
@@ -46,35 +46,37 @@ def parameter_buckets(
 
 
 def is_partitioned(parameter: Tensor) -> bool:
-    """Whether ZeRO-3 manages a parameter, which may be gathered at the moment."""
+    """Whether ZeRO-3 manages this parameter. It counts as partitioned even while it is gathered."""
     return hasattr(parameter, "ds_id")
 
 
 def is_available(parameter: Any) -> bool:
-    """Whether a parameter that ZeRO-3 manages is gathered at the moment."""
+    """Whether this parameter, which ZeRO-3 manages, is gathered at the moment."""
     return parameter.ds_status is ZeroParamStatus.AVAILABLE
 
 
 def stand_in(parameter: Any, whole: Tensor) -> None:
-    """Make `whole`, of the full shape and dtype, the data of a partitioned parameter until it is partitioned again."""
+    """Let a partitioned parameter use `whole` as its data until it is partitioned again. whole: a tensor of the
+    parameter's full shape and dtype."""
     parameter.data = whole.detach()
     parameter.ds_status = ZeroParamStatus.AVAILABLE
 
 
 def full_shape(parameter: Tensor) -> torch.Size:
-    """The shape of a parameter when it is gathered."""
+    """The shape that a parameter has when it is gathered."""
     return getattr(parameter, "ds_shape", parameter.shape)
 
 
 def full_numel(parameter: Tensor) -> int:
-    """How many numbers a parameter has when it is gathered."""
+    """The number of elements that a parameter has when it is gathered."""
     return getattr(parameter, "ds_numel", parameter.numel())
 
 
 def own_run(parameter: Any) -> tuple[int, int]:
     """(start, length) of this rank's partition in the flattened parameter.
 
-    Rank r holds the r-th partition. All have one size; the last ones may hold fewer numbers, or none, and padding.
+    Rank r holds the r-th partition. All partitions have the same size. The last ones may be filled up with padding:
+    they hold fewer numbers of the parameter, or none.
     """
     size, numbers = parameter.ds_tensor.ds_numel, parameter.ds_numel
     start = min(distributed.rank() * size, numbers)
@@ -82,13 +84,14 @@ def own_run(parameter: Any) -> tuple[int, int]:
 
 
 def own_part(parameter: Any) -> Tensor:
-    """This rank's numbers of a parameter: its partition, flat and without padding; or the whole parameter if it is not
-    partitioned."""
+    """The numbers of a parameter on this rank: the rank's partition, flat and without padding; or the whole parameter
+    if it is not partitioned."""
     return parameter.ds_tensor.view(-1)[: own_run(parameter)[1]] if is_partitioned(parameter) else parameter
 
 
 def set_parameter(parameter: nn.Parameter, value: Tensor) -> None:
-    """Overwrite a parameter, partitioned or not, on all ranks; `value` has its full shape."""
+    """Overwrite a parameter on all ranks, whether it is partitioned or not. value: the new weight in the parameter's
+    full shape."""
     partitioned = is_partitioned(parameter)
     with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0, enabled=partitioned), torch.no_grad():
         parameter.copy_(value)
@@ -96,9 +99,11 @@ def set_parameter(parameter: nn.Parameter, value: Tensor) -> None:
 
 @torch.no_grad()
 def fill_parameters(module: nn.Module, fetch: Callable[[str], Tensor]) -> None:
-    """Overwrite a module's parameters one after the other (all ranks call this). Tied parameters are written once.
+    """Overwrite a module's parameters one after the other (all ranks call this together). Tied parameters are written
+    once.
 
-    fetch: name of a parameter -> the weight in its full shape. For partitioned parameters only the main rank calls it.
+    fetch: a function from a parameter's name to the new weight in its full shape. For partitioned parameters only the
+    main rank calls it.
     """
     for name, parameter in module.named_parameters():
         partitioned = is_partitioned(parameter)
@@ -116,20 +121,20 @@ def gathered_params(parameters: list[nn.Parameter]) -> Iterator[None]:
 
 
 def whole_copy(module: nn.Module, *shared: object) -> nn.Module:
-    """An unpartitioned copy of a module (all ranks call this). The objects in `shared` are not copied: both modules
-    refer to them."""
+    """An unpartitioned copy of a module (all ranks call this together). The objects in `shared` are not copied: the
+    module and its copy both refer to them."""
     with gathered_params(list(module.parameters())):
         return copy.deepcopy(module, {id(one): one for one in shared})
 
 
 @contextlib.contextmanager
 def lent_state(module: nn.Module) -> Iterator[dict[str, Tensor]]:
-    """A context that gives the main rank the module's full weights by name, as `Lazy` tensors, which are gathered when
-    they are copied; other ranks get {} (all ranks call this).
+    """A context that gives the main rank the module's full weights, {name: `Lazy` tensor}; a weight is gathered when
+    its tensor is copied. Other ranks get {}. All ranks enter the context together.
 
-    Tied weights occur once, and only persistent buffers are included. While the main rank is in the block, the other
-    ranks wait before it and take part in each gather that the main rank starts. They enter the block when the main rank
-    has left it.
+    Tied weights occur once, and only persistent buffers are included. While the main rank runs the body of the `with`
+    statement, the other ranks wait before theirs and take part in each gather that the main rank starts. They run their
+    body after the main rank has left its own.
     """
     weights = list(module.named_parameters())
     serves = any(is_partitioned(weight) for _, weight in weights)
@@ -162,11 +167,11 @@ def lent_state(module: nn.Module) -> Iterator[dict[str, Tensor]]:
 @traced("gather of weights")
 @torch.no_grad()
 def copy_weights(source: nn.Module, target: nn.Module, names: Collection[str] | None = None) -> None:
-    """Copy the weights of `source` into `target`, an unpartitioned module of the same architecture (all ranks call
-    this).
+    """Copy the weights of `source` into `target`, an unpartitioned module of the same architecture (all ranks call this
+    together).
 
-    Each bucket takes one collective call, because a rank joins its partitions before it sends them.
-    GatheredParameters would first have all ranks agree on each parameter.
+    Each bucket needs one collective call, because a rank joins its partitions before it sends them. With DeepSpeed's
+    GatheredParameters, all ranks would first have to agree on each parameter.
 
     names: the parameters to copy; None for all.
     """
@@ -187,31 +192,33 @@ def copy_weights(source: nn.Module, target: nn.Module, names: Collection[str] | 
 
 @torch.no_grad()
 def whole_weights(source: nn.Module, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
-    """(name, full weight) of a module's parameters on every rank's device, gathered bucket by bucket. All ranks call
-    this and iterate to the end. Tied parameters occur once. An unpartitioned weight is not copied.
+    """An iterator over (name, full weight) of a module's parameters. Every rank gets the weights on its device,
+    gathered bucket by bucket. All ranks have to call this and iterate to the end. Tied parameters occur once. An
+    unpartitioned weight is not copied.
 
-    names: the wanted parameters; None for all.
+    names: the parameters to gather; None for all.
     """
     for bucket in parameter_buckets(source, names):
         runs = _gathered_runs([parameter for _, parameter in bucket if _has_shard(parameter)])
         for name, parameter in bucket:
-            if _has_shard(parameter):  # a view, where the bucket is of this one parameter
+            if _has_shard(parameter):  # a view of the gathered numbers if the bucket has only this parameter
                 yield name, next(runs).reshape(-1)[: full_numel(parameter)].view(full_shape(parameter))
                 continue
             with gathered_params([parameter]):
                 whole = parameter.to(distributed.device(), copy=is_partitioned(parameter))
             yield name, whole
             del whole
-        del runs  # before the next bucket is gathered
+        del runs  # frees the numbers before the next bucket is gathered
 
 
 def try_bucket(source: nn.Module, names: Collection[str] | None = None, whole: bool = False) -> None:
-    """Allocate the memory that the largest bucket's gather needs, and free it for torch's allocator. A rank with too
-    little memory then fails before ranks exchange anything.
+    """Allocate the memory that gathering the largest bucket needs, and give it back to torch's allocator. A rank with
+    too little memory thus fails here, before the ranks exchange anything.
 
     Args:
         names: the parameters to gather; None for all.
-        whole: whether `whole_weights` will gather, which allocates each weight; `copy_weights` fills existing ones.
+        whole: whether `whole_weights` will gather; it allocates each weight, while `copy_weights` fills existing
+            tensors.
 
     Raises: torch.OutOfMemoryError.
     """
@@ -224,16 +231,17 @@ def try_bucket(source: nn.Module, names: Collection[str] | None = None, whole: b
 
 
 def _bucket_needs(bucket: list[Any], whole: bool) -> tuple[int, int]:
-    """(how many numbers a rank receives, how many further numbers it allocates: those that it sends, or later the
-    largest weight). A bucket of one parameter needs no further weight: the received numbers are a view of it."""
+    """(the number of elements that a rank receives, the number of further elements that it allocates). The further
+    elements are those that the rank sends, and later those of the largest weight. A bucket of one parameter needs no
+    memory for a weight, because the weight is a view of the received elements."""
     sent = sum(parameter.ds_tensor.ds_numel for parameter in bucket)
     made = max(map(full_numel, bucket)) if whole and len(bucket) > 1 else 0
     return sent * distributed.world_size(), max(sent, made)
 
 
 def _has_shard(parameter: Any) -> bool:
-    """Whether this rank holds its partition of a parameter in plain form: in memory, not quantized, and one of as many
-    equal partitions as there are ranks."""
+    """Whether this rank holds its partition of a parameter in the usual form: in memory, not quantized, and one of
+    world_size equal partitions."""
     shard = getattr(parameter, "ds_tensor", None)
     return (
         shard is not None
@@ -247,7 +255,7 @@ def _copy_bucket(bucket: list[tuple[str, Any]], targets: Mapping[str, Tensor]) -
     runs = _gathered_runs([parameter for _, parameter in bucket])
     for (name, _), column in zip(bucket, runs):
         target, size = targets[name].view(-1), column.shape[1]
-        full = len(target) // size  # number of partitions without padding, which one strided copy writes
+        full = len(target) // size  # the partitions without padding; one strided copy writes them
         target[: full * size].view(full, size).copy_(column[:full])
         rest = target[full * size :]
         if len(rest):
@@ -255,8 +263,8 @@ def _copy_bucket(bucket: list[tuple[str, Any]], targets: Mapping[str, Tensor]) -
 
 
 def _gathered_runs(parameters: list[Any]) -> Iterator[Tensor]:
-    """For each parameter the partitions of all ranks, (ranks, numbers); row r is the r-th part of the flattened weight,
-    and the last rows may have padding. One collective call, made before this returns, gathers all parameters."""
+    """For each parameter the partitions of all ranks, (ranks, numbers). Row r is the r-th part of the flattened weight;
+    the last rows may have padding. One collective call gathers all parameters before this function returns."""
     if not parameters:
         return iter(())
     shards = [parameter.ds_tensor.data.flatten() for parameter in parameters]
@@ -265,16 +273,16 @@ def _gathered_runs(parameters: list[Any]) -> Iterator[Tensor]:
 
 
 _BY_SIZE: dict[int, Any] = {}
-"""{number of ranks: this rank's hpZ group}. A group is made once per process and serves all engines."""
+"""{number of ranks in a group: this rank's hpZ group}. A group is created once per process and serves all engines."""
 
 
 @contextlib.contextmanager
 def own_hpz_groups(ds_config: Mapping) -> Iterator[None]:
-    """Within this context weights are partitioned and engines are created with the hpZ groups of this configuration, or
-    without groups if it has none (all ranks enter it together).
+    """Within this context weights are partitioned, and engines are created, with the hpZ groups of this configuration,
+    or without hpZ groups if the configuration has none (all ranks enter the context together).
 
-    DeepSpeed itself has one group per process. A second engine with hpZ would fail in an assertion, and a later engine
-    without hpZ would use the first engine's group.
+    DeepSpeed itself supports one hpZ group per process. A second engine with hpZ would fail in an assertion, and a
+    later engine without hpZ would use the first engine's group.
     """
     zero = ds_config["zero_optimization"]
     size = zero.get("zero_hpz_partition_size", 1) if zero.get("stage") == 3 else 1
@@ -292,8 +300,8 @@ def _group(size: int) -> Any:
 
 @contextlib.contextmanager
 def _deepspeed_has(group: Any) -> Iterator[Callable[[int], None]]:
-    """Within this context DeepSpeed's hpZ group is `group`, and DeepSpeed makes no other. Yields DeepSpeed's function
-    that makes a group."""
+    """Within this context DeepSpeed's hpZ group is `group`, and DeepSpeed creates no other group. Yields DeepSpeed's
+    function that creates a group."""
     before, make = groups._ZERO_PARAM_INTRA_PARALLEL_GROUP, groups._create_zero_param_parallel_group
     groups._ZERO_PARAM_INTRA_PARALLEL_GROUP, groups._create_zero_param_parallel_group = group, lambda size: None
     try:
@@ -303,10 +311,10 @@ def _deepspeed_has(group: Any) -> Iterator[Callable[[int], None]]:
 
 
 def forget_second_copies(parameters: Iterable[Any]) -> None:
-    """Drop hpZ's second copies of weights, because this rank's partitions of them have changed. The next gather is then
-    over all ranks.
+    """Drop hpZ's second copies of these weights, because this rank's partitions of the weights have changed. The next
+    gather of each weight is then over all ranks.
 
-    DeepSpeed drops the copies of trained weights itself, and assumes that frozen weights never change.
+    DeepSpeed itself drops the second copies of trained weights only; it assumes that frozen weights never change.
     """
     for parameter in parameters:
         if is_partitioned(parameter):

@@ -1,4 +1,5 @@
-"""Whether torch can compute on this machine's GPUs: a build of it has machine code for some architectures only.
+"""Checks whether torch can compute on this machine's GPUs. A build of torch has machine code for some GPU architectures
+only.
 
 python -m engine.zero.gpu_support     prints how many GPUs torch can use; exit code 2 and a message where some are
                                       there that it cannot use
@@ -24,15 +25,16 @@ OLDER = (
 )
 NEWER = "Take a build of torch for a newer CUDA, or a newer torch (docs/gpus.md)."
 ON_CPU = "To compute on the CPU, and leave the GPUs alone: DS_ACCELERATOR=cpu."
-TURING = (7, 5)  # the oldest that CUDA 13 compiles for
+TURING = (7, 5)  # the oldest architecture that CUDA 13 compiles for
 
 
 def has_code(capability: tuple[int, int], architectures: Sequence[str]) -> bool:
     """Whether a build of torch runs on a GPU of this compute capability.
 
     Machine code (sm_80) runs on GPUs with the same major version and the same or a higher minor version. Machine code
-    for one kind of GPU (sm_90a) runs on that kind only. The driver compiles PTX (compute_90) for any GPU that is not
-    older. Source: CUDA C++ Programming Guide, "Binary Compatibility", "PTX Compatibility".
+    for one kind of GPU (sm_90a) runs on GPUs of that kind only. The driver compiles PTX (compute_90) for any GPU with
+    the same or a higher compute capability. Source: CUDA C++ Programming Guide, "Binary Compatibility", "PTX
+    Compatibility".
 
     architectures: the result of `torch.cuda.get_arch_list`.
     """
@@ -52,9 +54,9 @@ def _runs(capability: tuple[int, int], architecture: str) -> bool:
 
 
 def usable_gpus() -> int:
-    """How many GPUs torch sees and can use; 0 if there are none, or if DS_ACCELERATOR chooses CPUs.
+    """The number of GPUs that torch sees and can use; 0 if the machine has no GPU, or if DS_ACCELERATOR chooses CPUs.
 
-    The GPUs of this machine's ranks are checked; all GPUs if no launcher has started ranks.
+    The GPUs of this machine's ranks are checked. If no launcher has started ranks, all GPUs are checked.
     Raises: UserError for a GPU that torch cannot use.
     """
     if os.environ.get("DS_ACCELERATOR", "cuda") != "cuda":
@@ -62,7 +64,7 @@ def usable_gpus() -> int:
     seen = torch.cuda.device_count()
     if seen == 0:
         _refuse_unseen()
-    if torch.version.cuda is not None:  # of AMD's GPUs nothing is known here
+    if torch.version.cuda is not None:  # AMD's GPUs are not checked
         for device in range(min(seen, ranks_of_this_machine()) if "LOCAL_RANK" in os.environ else seen):
             _refuse_without_code(device)
     return seen
@@ -72,7 +74,7 @@ def _refuse_without_code(device: int) -> None:
     build = f"torch {torch.__version__} (CUDA {torch.version.cuda})"
     try:
         capability, name = torch.cuda.get_device_capability(device), torch.cuda.get_device_name(device)
-    except RuntimeError as error:  # of a driver that is older than CUDA, for one
+    except RuntimeError as error:  # for example if the driver is older than CUDA
         reason = str(error).splitlines()[0]
         raise UserError(f"GPU {device} is there, and {build} cannot use it: {reason} {OLDER} {ON_CPU}") from None
     architectures = torch.cuda.get_arch_list()
@@ -84,7 +86,8 @@ def _refuse_without_code(device: int) -> None:
 
 
 def _refuse_unseen() -> None:
-    """Called if torch sees no GPU. Raises: UserError if the driver knows GPUs that no environment variable hides."""
+    """To be called if torch sees no GPU. Raises: UserError if the driver lists GPUs that no environment variable
+    hides."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and visible.strip() in ("", "-1", "NoDevFiles"):
         return
@@ -102,11 +105,11 @@ def _refuse_unseen() -> None:
 
 
 def _listed_gpus() -> list[str]:
-    """The names of the GPUs that the driver knows, with their compute capabilities; none without a driver."""
+    """The names of the GPUs that the driver lists, with their compute capabilities; empty without a driver."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return []
-    for asked in ("name,compute_cap", "name"):  # drivers before 510 do not know capabilities, and end with code 2
+    for asked in ("name,compute_cap", "name"):  # drivers before 510 do not know compute capabilities: exit code 2
         words = [program, f"--query-gpu={asked}", "--format=csv,noheader"]
         try:
             answer = subprocess.run(words, capture_output=True, text=True, timeout=60)
@@ -119,8 +122,8 @@ def _listed_gpus() -> list[str]:
 
 
 def main() -> int:
-    """The command line; returns the exit code."""
-    warnings.simplefilter("ignore")  # torch says of such GPUs, at length, what the message says
+    """Run the command line; returns the exit code."""
+    warnings.simplefilter("ignore")  # torch warns about such GPUs at length; the message is enough
     try:
         print(usable_gpus())
     except UserError as error:

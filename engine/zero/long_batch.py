@@ -1,5 +1,5 @@
-"""Several passes of one optimizer step at stage 3. If there is enough memory, weights are gathered once for all passes,
-and gradients are reduced once."""
+"""Several forward and backward passes for one optimizer step at stage 3. If there is enough memory, weights are
+gathered once for all passes, and gradients are reduced once."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -14,16 +14,18 @@ from engine.zero import accelerator
 from engine.zero.gathering import is_available, is_partitioned, stand_in
 
 USED, KEPT = 0.8, 0.4
-"""Shares of the free memory. USED: for passes, kept weights and kept gradients together, if the memory of passes is
-known. KEPT: for kept weights and gradients, if it is not."""
+"""Fractions of the free memory. USED: the fraction for passes, kept weights and kept gradients together, if the memory
+that passes take is known. KEPT: the fraction for kept weights and gradients, if the memory that passes take is not
+known."""
 _LONG_BATCH = -1
-"""An id among those of the modules that use a parameter; DeepSpeed's own ids start at 0."""
+"""The id under which LongBatch is listed among the modules that use a parameter. DeepSpeed's ids of modules start at
+0."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """Whether each rank keeps whole weights, and whole gradients, over the passes of an optimizer step. Gradients are
-    kept only if weights are."""
+    """What each rank keeps in memory over the passes of an optimizer step: whole weights, whole gradients. Gradients
+    are kept only if weights are kept."""
 
     weights: bool = False
     gradients: bool = False
@@ -33,11 +35,13 @@ NOTHING_KEPT = Kept()
 
 
 def what_to_keep(weights: int, gradients: int, passes: int | None, free: int) -> Kept:
-    """What fits in memory. Weights come first, because a pass gathers them twice and reduces gradients once.
+    """What fits in memory. Weights have priority over gradients, because a pass gathers weights twice and reduces
+    gradients once.
 
     Args:
-        weights, gradients: their bytes. passes: bytes that a forward and backward pass takes; None if not known. free:
-            bytes free on each rank before the passes.
+        weights, gradients: the number of bytes of all weights and of all gradients. passes: the number of bytes that a
+            forward and backward pass takes; None if it is not known. free: the number of bytes that are free on each
+            rank before the passes.
     """
     room = KEPT * free if passes is None else USED * free - passes
     return Kept(weights <= room, weights + gradients <= room)
@@ -45,34 +49,35 @@ def what_to_keep(weights: int, gradients: int, passes: int | None, free: int) ->
 
 class LongBatch:
     """Keeps the weights of a module at stage 3 gathered from the first forward pass to the last backward pass, and adds
-    up gradients on each rank, to reduce them in the last pass.
+    up gradients on each rank, so that they are reduced in the last pass only.
 
-    If a whole copy holds the same weights, as after a rollout until the first optimizer step, the passes use the copy's
-    weights, even for a single pass. Then nothing is gathered, and no further memory is needed.
+    If a whole copy holds the same weights, as it does from a rollout to the first optimizer step, the passes use the
+    copy's weights, even if there is only one pass. In this case nothing is gathered, and no further memory is needed.
 
     How it works: DeepSpeed frees a parameter only when no module uses it, and does not reduce a gradient that is marked
     as not ready.
 
     Args:
-        empty_gradients: sets the partitions of gradients to 0; the last pass adds to them.
-        sums: the dtype in which gradients of several passes have to be added up. A rank can add them up only in the
-            weights' dtype. If `sums` is another dtype, gradients are reduced in each pass, and DeepSpeed adds them up.
+        empty_gradients: a function that sets the partitions of gradients to 0; the last pass adds to the partitions.
+        sums: the dtype in which the gradients of several passes have to be added up. A rank can add up gradients only
+            in the weights' dtype. If `sums` is another dtype, gradients are reduced in each pass, and DeepSpeed adds up
+            the reduced gradients.
     """
 
     def __init__(self, module: nn.Module, role: str, empty_gradients: Callable[[], None], sums: torch.dtype):
         self.role, self.empty_gradients, self.sums = role, empty_gradients, sums
-        self.kept: Kept | None = None  # None until it is decided
+        self.kept: Kept | None = None  # None until `_decided` is called
         self._named: dict[str, Any] = {name: one for name, one in module.named_parameters() if is_partitioned(one)}
         self._parameters = list(self._named.values())
-        self._left = 0  # backward passes left until gradients are reduced in the last one
-        self._passes: int | None = None  # measured bytes of a pass, if they were measured
+        self._left = 0  # the number of remaining backward passes; the last one reduces gradients
+        self._passes: int | None = None  # the measured number of bytes of a pass; None if not measured
 
     @contextlib.contextmanager
     def of(self, passes: int, first: bool, copy: nn.Module | None = None) -> Iterator[None]:
-        """A context for `passes` forward passes, each followed by its backward pass (all ranks call this).
+        """A context for `passes` forward passes, each followed by its backward pass (all ranks enter it together).
 
-        first: whether these are the first passes of an optimizer step. copy: a module with the same weights, whole,
-        which do not change within this context; or None.
+        first: whether these are the first passes of an optimizer step. copy: an unpartitioned module with the same
+        weights, which do not change within this context; or None.
         """
         if distributed.world_size() == 1 or not self._parameters:
             yield
@@ -91,7 +96,8 @@ class LongBatch:
             yield
 
     def before_backward(self) -> None:
-        """Called before each backward pass. Marks gradients as ready to be reduced in the last one."""
+        """To be called before each backward pass. Before the last backward pass, it marks gradients as ready to be
+        reduced."""
         if self._left:
             self._left -= 1
             self._say_ready(not self._left)
@@ -128,8 +134,8 @@ class LongBatch:
 
     @contextlib.contextmanager
     def _measured(self) -> Iterator[None]:
-        """Measure the bytes that passes take on a GPU. torch's peak may be from an earlier time; the result is then too
-        large, never too small."""
+        """Measure the number of bytes that passes take on a GPU. The measurement uses torch's memory peak. If an
+        earlier peak was higher, the result is too large; it is never too small."""
         before = torch.cuda.memory_allocated()
         yield
         self._passes = distributed.largest(torch.cuda.max_memory_allocated() - before)
@@ -150,7 +156,7 @@ class LongBatch:
 
 
 def _in_words(kept: Kept, weights: int, gradients: int, free: int) -> str:
-    """What is kept and why, as a text."""
+    """A text that says what is kept, and why."""
     if kept.gradients:
         what = "weights are gathered once and gradients are reduced once for all passes of an update"
     elif kept.weights:

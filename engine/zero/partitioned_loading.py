@@ -16,10 +16,11 @@ _TORCH_LINEAR = nn.functional.linear
 
 @contextlib.contextmanager
 def partitioned_loading(ds_config: dict | None) -> Iterator[None]:
-    """Within this context models load directly into ZeRO-3 partitions; for other stages it does nothing.
+    """Within this context models load directly into ZeRO-3 partitions. If the configuration is for another stage, the
+    context does nothing.
 
-    It uses a switch of transformers that is global to the process. If the switch stayed on, later models would be
-    partitioned too, such as a whole copy for rollouts.
+    The context sets a switch of transformers that is global to the process. If the switch stayed on, models created
+    later, such as a whole copy for rollouts, would be partitioned too.
     """
     if ds_config is None or ds_config.get("zero_optimization", {}).get("stage") != 3:
         yield
@@ -39,9 +40,9 @@ def partitioned_loading(ds_config: dict | None) -> Iterator[None]:
 def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """Replaces torch's linear function once a model has been partitioned.
 
-    DeepSpeed replaces it for the whole process by a function that always does what _PartitionedLinear does; with small
-    models this takes a third of the time of generation. Here only weights that will be gathered anew for the backward
-    pass are treated specially.
+    DeepSpeed replaces torch's linear function, for the whole process, by a function that always does what
+    _PartitionedLinear does. With small models that function takes a third of the time of generation. This function
+    treats only those weights specially that will be gathered again for the backward pass.
     """
     if torch.is_grad_enabled() and is_partitioned(weight):
         return _PartitionedLinear.apply(input, weight, bias)
@@ -49,8 +50,9 @@ def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 
 
 class _PartitionedLinear(torch.autograd.Function):
-    """A linear layer that holds its weight itself, and not a view of what is gathered now, until the backward pass: by
-    then ZeRO-3 has freed that and gathered it anew."""
+    """A linear layer that saves the weight parameter itself for the backward pass, and not a view of the memory that
+    holds the gathered weight. ZeRO-3 frees that memory after the forward pass, and gathers the weight again for the
+    backward pass."""
 
     @staticmethod
     def forward(ctx, inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

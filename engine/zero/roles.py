@@ -1,4 +1,5 @@
-"""Several models that learn in one engine. Each has its own parameters; they make their optimizer steps together."""
+"""Several models that learn in one engine. Each model has its own parameters; all of them make their optimizer steps
+together."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -21,13 +22,14 @@ class SharedModel(TrainedModel):
         actor.backward(policy_loss, last=True)
         shared.step_roles({"critic": 2e-5, "actor": 1e-5})
 
-    The gradients of each model are clipped by their own norm, as in an engine of its own; so `ds_config` must have no
-    clipping. If a step does not name a model, the model's weights and moments stay as they are, bit by bit.
+    The gradients of each model are clipped by the norm of this model's gradients, as in an engine of its own;
+    `ds_config` must therefore have no clipping. The weights and moments of a model that a step does not name stay as
+    they are, bit by bit.
 
     Args:
-        module: `module.as_role(role)` is the Policy or Scorer of a role.
-        optimizer: each of its parameter groups has a "role".
-        max_grad_norms: {role: the norm that gradients are clipped to}; 0 for no clipping.
+        module: a module for which `module.as_role(role)` is the Policy or Scorer of a role.
+        optimizer: an optimizer in which each parameter group has a "role".
+        max_grad_norms: {role: the norm to which the gradients are clipped}; 0 for no clipping.
     """
 
     def __init__(
@@ -41,18 +43,19 @@ class SharedModel(TrainedModel):
         owners = {parameter: group["role"] for group in optimizer.param_groups for parameter in group["params"]}
         super().__init__(module, ds_config, optimizer, "trunk")
         self.max_grad_norms = dict(max_grad_norms)
-        self._norms: dict[str, float] | None = None  # gradient norms; None until they are computed in a step
-        # All parameters of a group are of one role, so all parameters of a master are too.
+        self._norms: dict[str, float] | None = None  # gradient norms; None until this step has computed them
+        # All parameters of a group belong to one role, so all parameters of a master belong to one role too.
         self._owned = [owners[master.parameters[0]] for master in self._by_stage.masters()]
         self.roles = {role: TrainedRole(self, role) for role in max_grad_norms}
 
     def masters_of(self, role: str) -> list[Master]:
-        """This rank's masters of the parameters that the role trains."""
+        """The masters on this rank whose parameters the role trains."""
         return [master for master, owner in zip(self._by_stage.masters(), self._owned, strict=True) if owner == role]
 
     def gradient_norms(self) -> dict[str, float]:
-        """{role: norm of its gradient after the last backward pass, without the loss scale}; infinite or NaN if a
-        gradient is on any rank. All ranks call this together and get the same result."""
+        """{role: norm of the role's gradient after the last backward pass, without the loss scale}. The norm is
+        infinite or NaN if a gradient of the role is infinite or NaN on any rank. All ranks call this together and get
+        the same result."""
         if self._norms is None:
             squares = dict.fromkeys(self.roles, torch.zeros((), dtype=torch.float64, device=distributed.device()))
             for owner, gradients in zip(self._owned, self._by_stage.gradients(), strict=True):
@@ -69,7 +72,7 @@ class SharedModel(TrainedModel):
         return any(role.overflowed() for role in self.roles.values())
 
     def step_roles(self, lrs: Mapping[str, float], overflow: bool = False, skip: bool = False) -> bool:
-        """Make one optimizer step for the roles in `lrs`, {role: learning rate}; returns whether weights changed.
+        """Make one optimizer step for the roles in `lrs`; returns whether weights changed. lrs: {role: learning rate}.
 
         overflow, skip: as in `step`.
         """
@@ -99,7 +102,7 @@ class TrainedRole(HostedRole, LearningModel):
 
     def __init__(self, host: SharedModel, role: str):
         super().__init__(host, role)
-        self.grad_norm = 0.0  # of the latest step, before clipping
+        self.grad_norm = 0.0  # gradient norm of the latest step, before clipping
         self.state = _RoleState(self.module, _RoleMasters(host, role))
 
     @property
@@ -114,17 +117,18 @@ class TrainedRole(HostedRole, LearningModel):
 
     @property
     def scales_loss(self) -> bool:
-        """Whether there is a loss scale (fp16); overflows are then normal."""
+        """Whether the loss is scaled (fp16). With a loss scale overflows are normal."""
         return self.host.scales_loss
 
     @property
     def loss_scale(self) -> float:
-        """The fp16 loss scale, one for all roles; 1 in other dtypes."""
+        """The fp16 loss scale, which all roles share; 1 in other dtypes."""
         return self.host.loss_scale
 
     @traced("{0.role} backward")
     def backward(self, loss: Tensor, last: bool) -> None:
-        """As `TrainedModel.backward`. last: whether this is the last pass of all roles before the step."""
+        """As `TrainedModel.backward`. last: whether this is the last backward pass of any role before the optimizer
+        step."""
         self.host.backward(loss, last)
 
     def overflowed(self) -> bool:
@@ -157,8 +161,8 @@ class _RoleMasters:
 
 
 class _RoleState(TrainingState):
-    """The training state of one role. Weights that it does not train belong to another role, or are unchanged from
-    their files."""
+    """The training state of one role. Weights that this role does not train are not part of it: they belong to another
+    role, or are still as in their files."""
 
     def _frozen(self) -> tuple[list[Shard], list[Shard]]:
         return [], []

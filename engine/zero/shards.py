@@ -1,18 +1,19 @@
-"""The training state as parts of named tensors. A state from any number of ranks and any ZeRO stage can be read on any
-other number of ranks and at any other stage.
+"""The training state as parts of named tensors. A state that was written on any number of ranks and at any ZeRO stage
+can be read on any other number of ranks and at any other stage.
 
     shards, scalars = model.shards(), model.scalars()    # with the ranks and the stage of a run
     other.load_shards(source, scalars)                   # with others; all numbers are the same bit by bit
 
-Each rank writes the numbers that it holds, or its share if all ranks hold them, and reads the numbers that it holds. A
-tensor's name is "weights/", "exp_avg/" or "exp_avg_sq/" and the parameter's name in the module; "weights" are the
-float32 masters if there are any. Or it is "frozen/" and the name of a buffer, or of a parameter that does not train (in
-a module without adapters). Tied weights have one name, the first. Before the first step there are no moments, and the
-step count in the scalars is 0.
+Each rank writes the numbers that it holds; if all ranks hold the same numbers, each writes a share of them. Each rank
+reads the numbers that it holds. The name of a tensor is "weights/", "exp_avg/" or "exp_avg_sq/" followed by the
+parameter's name in the module; "weights" are the float32 masters if the engine has masters. For a buffer, or in a
+module without adapters for a parameter that does not train, the name is "frozen/" followed by the name of the buffer or
+parameter. Tied weights have one name, the first of their names. Before the first optimizer step the state has no
+moments, and the step count in the scalars is 0.
 
-The moments and the step count are Adam's `adam.state[tensor]`, which has the same keys in all three forms of Adam
-(PyTorch's AdamW, DeepSpeedCPUAdam, TensorFlowAdam). It is empty before the tensor's first step. The step count is a
-tensor, on the device or not, or an int.
+Moments and step count are stored in `adam.state[tensor]`, which has the same keys in all three forms of Adam (PyTorch's
+AdamW, DeepSpeedCPUAdam, TensorFlowAdam). `adam.state[tensor]` is empty before the first step with this tensor. The step
+count is a tensor, on the device or on the host, or an int.
 """
 
 import contextlib
@@ -29,7 +30,7 @@ from engine.zero.gathering import full_shape, is_partitioned, own_run
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 KINDS = ("weights", *MOMENTS, "frozen")
-# The fields of a loss scaler that change during a run; all others are settings.
+# The fields of a loss scaler that change during a run; all other fields are settings.
 SCALER_COUNTERS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
@@ -37,8 +38,10 @@ SCALER_COUNTERS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresi
 class Shard:
     """Consecutive numbers of a flattened tensor.
 
-    shape: shape of the full tensor. start: index of the first number in the flattened full tensor. values: (n,), a view
-    of the training state, on any device and in any dtype. It has to be copied before training goes on.
+    shape: the shape of the full tensor.
+    start: the index of the shard's first number in the flattened full tensor.
+    values: (n,), a view of the training state, on any device and in any dtype. A user of `values` has to copy them
+        before training goes on.
     """
 
     name: str
@@ -51,7 +54,7 @@ class ShardSource(Protocol):
     """A source that a training state is read from."""
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """The full shape of each tensor of the source, by name."""
+        """{name of a tensor of the source: its full shape}."""
         ...
 
     def read(self, name: str, start: int, out: Tensor) -> None:
@@ -61,8 +64,8 @@ class ShardSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """The place of a parameter's numbers on this rank. They are `length` numbers from index `start` of the flattened
-    full parameter, and from index `offset` of the flattened tensor that holds them."""
+    """Where the numbers of a parameter are on this rank. These are `length` numbers. The first of them has index
+    `start` in the flattened full parameter, and index `offset` in the flattened tensor that holds them."""
 
     parameter: Any
     start: int
@@ -74,7 +77,8 @@ class Span:
 class Master:
     """A tensor that the optimizer updates on this rank.
 
-    parameters: the parameters whose numbers this tensor holds on any rank. spans: the numbers that this rank holds.
+    parameters: the parameters of which this tensor holds numbers on this or another rank.
+    spans: where the numbers are that this rank holds.
     """
 
     tensor: Tensor
@@ -84,7 +88,7 @@ class Master:
 
 
 class Masters(Protocol):
-    """The part of a `Stage` that knows which rank holds which numbers."""
+    """The part of a `Stage` that says which numbers each rank holds."""
 
     @property
     def replicated(self) -> bool:
@@ -105,22 +109,23 @@ class Masters(Protocol):
 
 
 class TrainingState:
-    """The weights, moments and counters of an engine's module, by name."""
+    """The weights, moments and counters of an engine's module; each tensor has a name."""
 
     def __init__(self, module: nn.Module, stage: Masters):
         self.module, self.stage = module, stage
         self.names = {parameter: name for name, parameter in module.named_parameters()}
 
     def shards(self) -> list[Shard]:
-        """The shards that this rank writes. Over all ranks each number occurs exactly once."""
+        """The shards that this rank writes. Each number of the state is in a shard of exactly one rank."""
         partitioned, replicated = self._frozen()
         own = self.own(self.held("weights", self._tensors()) + self._moments()) + partitioned + _rank_share(replicated)
         return [shard for shard in own if len(shard.values)]
 
     def held(self, kind: str, tensors: Sequence[Tensor | None]) -> list[Shard]:
-        """The shards that this rank holds of tensors with the layout of the masters, named kind/PARAMETER.
+        """The shards that this rank holds of tensors that have the same layout as the masters. A shard's name is
+        kind/PARAMETER.
 
-        tensors: one for each master; None for a tensor that does not exist.
+        tensors: one tensor for each master; None if a master has no such tensor.
         """
         return [
             Shard(
@@ -135,11 +140,11 @@ class TrainingState:
         ]
 
     def own(self, held: list[Shard]) -> list[Shard]:
-        """The shards that this rank writes, of those that it holds: its share if all ranks hold all."""
+        """Those of the held shards that this rank writes. If all ranks hold all shards, they are this rank's share."""
         return _rank_share(held) if self.stage.replicated else held
 
     def scalars(self) -> dict:
-        """Adam's step count, and the loss scale with its counters if it changes, as JSON values."""
+        """Adam's step count as a JSON value. If the loss scale is dynamic, also the loss scale and its counters."""
         scaler, masters = self.stage.loss_scaler(), self.stage.masters()
         counts = {steps_of(master.adam, master.tensor) for master in masters}
         assert len(counts) == 1, f"weights that train were stepped {sorted(counts)} times; ZeRO steps all alike"
@@ -150,11 +155,11 @@ class TrainingState:
 
     @torch.no_grad()
     def load(self, source: ShardSource, scalars: Mapping) -> None:
-        """Restore a state that any number of ranks wrote at any stage (all ranks call this).
+        """Restore a state that any number of ranks wrote at any stage (all ranks call this together).
 
-        Frozen weights are read too: a resumed run may have been given another model to start from.
+        Frozen weights are read too, since a resumed run may have been started from another model.
 
-        Raises: UserError if the state is another model's; then nothing is changed.
+        Raises: UserError if the state belongs to another model; in this case nothing is changed.
         """
         self._check(source.shapes(), stepped=scalars["adam_steps"] > 0)
         self.set_steps(scalars["adam_steps"])
@@ -187,14 +192,14 @@ class TrainingState:
         ]
 
     def _frozen(self) -> tuple[list[Shard], list[Shard]]:
-        """The frozen tensors: (shards that only this rank holds, whole tensors that every rank holds).
+        """The frozen tensors: (the shards that only this rank holds, the whole tensors that every rank holds).
 
         Frozen weights of a module with adapters are not part of the state; they were loaded when the module was built.
         """
         given = getattr(self.module, "adapters", None) is not None
         trained = {parameter for master in self.stage.masters() for parameter in master.parameters}
         partitioned, replicated, persistent = [], [], self.module.state_dict().keys()
-        parameter: Any  # with what ZeRO-3 adds to one
+        parameter: Any  # has attributes that ZeRO-3 adds
         for parameter, name in self.names.items():
             if parameter in trained or given:
                 continue
@@ -209,7 +214,7 @@ class TrainingState:
         return partitioned, replicated
 
     def _check(self, there: Mapping[str, tuple[int, ...]], stepped: bool) -> None:
-        """Raise UserError, on all ranks, unless the state has exactly this model's tensors."""
+        """Raise UserError on all ranks, unless the state has exactly the tensors of this model."""
         there = {name: shape for name, shape in there.items() if name.partition("/")[0] in KINDS}
         partitioned, replicated = self._frozen()
         expected = {shard.name: shard.shape for shard in partitioned + replicated}
@@ -233,7 +238,7 @@ class TrainingState:
 
 
 def read(source: ShardSource, held: list[Shard]) -> None:
-    """Fill the shards that this rank holds from the source."""
+    """Fill the shards that this rank holds with numbers from the source."""
     for shard in held:
         if len(shard.values):
             source.read(shard.name, shard.start, shard.values)
@@ -248,7 +253,8 @@ def _flat(tensor: Tensor) -> Tensor:
 
 
 def _rank_share(held: list[Shard]) -> list[Shard]:
-    """This rank's share of shards that all ranks hold: about as many numbers for each rank; a shard may be cut."""
+    """This rank's share of shards that all ranks hold. The ranks get about equally many numbers; to this end a shard
+    may be cut."""
     process = distributed.rank(), distributed.world_size()
     share = distributed.rank_share(sum(len(shard.values) for shard in held), of=process)
     found, place = [], 0
@@ -261,17 +267,18 @@ def _rank_share(held: list[Shard]) -> list[Shard]:
 
 
 def steps_of(adam: torch.optim.Optimizer, tensor: Tensor) -> int:
-    """How many steps Adam has made with a tensor."""
+    """The number of steps that Adam has made with a tensor."""
     return int(adam.state[tensor].get("step", 0)) if tensor in adam.state else 0
 
 
 def moment_of(adam: torch.optim.Optimizer, tensor: Tensor, moment: str) -> Tensor | None:
-    """A tensor's moment, in the tensor's shape; None before its first step."""
+    """One of Adam's moments of a tensor, in the tensor's shape; None before the first step with the tensor."""
     return adam.state[tensor].get(moment) if tensor in adam.state else None
 
 
 def set_steps(adam: torch.optim.Optimizer, tensor: Tensor, steps: int) -> None:
-    """Set Adam's step count for a tensor; missing moments are set to 0. With 0 steps, Adam's state is removed."""
+    """Set Adam's step count for a tensor; missing moments are set to 0. If `steps` is 0, Adam's state of the tensor is
+    removed."""
     if not steps:
         adam.state.pop(tensor, None)
         return
@@ -289,8 +296,9 @@ def set_steps(adam: torch.optim.Optimizer, tensor: Tensor, steps: int) -> None:
 def settle(adam: Any, steps: int) -> None:
     """Set DeepSpeedCPUAdam's internal powers of beta to their values after `steps` steps.
 
-    Its C++ code updates beta^t from step to step in float32. If a step does not follow the one before, it computes the
-    power directly; a resumed run would then differ in the last bits. So the steps are repeated here on a single number.
+    Its C++ code updates beta^t from step to step in float32. If a step count does not follow the previous one, the code
+    computes the power directly, and a resumed run would differ in the last bits. To avoid this, this function repeats
+    the steps on a single number.
     """
     if not _is_cpp(adam):
         return
@@ -305,14 +313,15 @@ def _is_cpp(adam: torch.optim.Optimizer) -> bool:
 
 
 def without_gradients(adam: torch.optim.Optimizer, put_back: bool = False) -> contextlib.AbstractContextManager:
-    """Within this context the optimizer's steps find no gradients, so weights and moments stay the same bit by bit.
+    """Within this context the optimizer's steps find no gradients, so that weights and moments do not change by one
+    bit.
 
-    A hook before the optimizer's own step removes the gradients. At that point, at every stage, gradients are float32,
-    without the loss scale, and in flat shards if weights are partitioned. DeepSpeed still makes a whole step, and
-    updates its counters and buffers.
+    A hook that runs before the optimizer's own step removes the gradients. When the hook runs, gradients are float32
+    and without the loss scale at every stage, and are flat shards if weights are partitioned. DeepSpeed still makes a
+    whole step, and updates its counters and buffers.
 
-    put_back: whether the tensors of the gradients are restored at the end; an offloaded optimizer keeps them for all
-    steps.
+    put_back: whether the gradient tensors are restored at the end, as an offloaded optimizer needs, which uses the same
+    tensors in all steps.
     """
     return _changed(adam, lambda parameter: None, put_back)
 
@@ -321,7 +330,7 @@ def scaled_gradients(
     adam: torch.optim.Optimizer, factors: Mapping[int, float | None]
 ) -> contextlib.AbstractContextManager:
     """Within this context the gradients in the optimizer's steps are multiplied by factors. factors: {id of a tensor:
-    factor}; None for no gradient, so that weights and moments stay the same bit by bit."""
+    factor}. The factor None removes the gradient, so that weights and moments do not change by one bit."""
     return _changed(adam, lambda parameter: factors[id(parameter)])
 
 

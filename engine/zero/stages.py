@@ -1,4 +1,4 @@
-"""One interface for the ZeRO stages (`Stage`), with a class for each of DeepSpeed's optimizers. On each rank they hold:
+"""One interface for the ZeRO stages (`Stage`), with a class for each of DeepSpeed's optimizers. What each rank holds:
 
 stage 0, fp32           the given optimizer, and all gradients in `parameter.grad`
 stage 0, fp16 or bf16   also float32 master weights
@@ -21,17 +21,18 @@ from engine.zero.shards import Master, Masters, Span, without_gradients
 
 
 class Stage(Masters, Protocol):
-    """A DeepSpeed optimizer, from the last backward pass of an optimizer step to the new weights."""
+    """The interface of DeepSpeed's optimizers, from the last backward pass before an optimizer step to the new
+    weights."""
 
     @property
     def loss_factor(self) -> float:
-        """A factor for every loss, in addition to the loss scale that DeepSpeed applies."""
+        """The factor by which every loss has to be multiplied, in addition to the loss scale that DeepSpeed applies."""
 
     def overflowed(self) -> bool:
         """Whether a gradient is infinite or NaN on any rank. All ranks call this together."""
 
     def step(self, overflow: bool) -> float:
-        """Let DeepSpeed update the weights, or lower the loss scale if fp16 gradients have overflowed.
+        """Let DeepSpeed update the weights, or, if fp16 gradients have overflowed, lower the loss scale.
 
         Returns: the gradient norm before clipping; meaningless after an overflow.
         """
@@ -40,14 +41,16 @@ class Stage(Masters, Protocol):
         """Make a step that changes neither weights nor moments, and drops the gradients."""
 
     def gradients(self) -> list[list[Tensor]]:
-        """For each master, this rank's parts of its gradient after the last backward pass, times the loss scale."""
+        """For each master, this rank's parts of the gradient after the last backward pass, multiplied by the loss
+        scale."""
 
     def forget_gradients(self) -> None:
-        """Called after a step. Parameters without a gradient in the next first backward pass then begin at 0."""
+        """To be called after a step. The gradients of parameters that the next backward pass does not reach then begin
+        at 0."""
 
 
 def stage_of(ds_engine: DeepSpeedEngine) -> Stage:
-    """The adapter for a DeepSpeed engine that has an optimizer."""
+    """The Stage object for a DeepSpeed engine that has an optimizer."""
     number = ds_engine.zero_optimization_stage()
     if number == 3:
         return Stage3(ds_engine)
@@ -71,12 +74,12 @@ class Stage0:
         return 1.0
 
     def overflowed(self) -> bool:
-        largest = torch.nn.utils.get_total_norm(self._gradients(), math.inf)  # NaN where one is
+        largest = torch.nn.utils.get_total_norm(self._gradients(), math.inf)  # NaN if a gradient is NaN
         return distributed.any_rank(~largest.isfinite())
 
     def step(self, overflow: bool) -> float:
         squares = [gradient.double().pow(2).sum() for gradient in self._gradients()]
-        norm = torch.stack(squares).sum().sqrt().item()  # DeepSpeed gives none here
+        norm = torch.stack(squares).sum().sqrt().item()  # DeepSpeed computes no norm here
         self.ds_engine.step()
         return norm
 
@@ -92,7 +95,7 @@ class Stage0:
         return [[p.grad for p in master.parameters if p.grad is not None] for master in self.masters()]
 
     def forget_gradients(self) -> None:
-        """There are none after a step."""
+        """Does nothing: after a step there are no gradients."""
 
     def loss_scaler(self) -> Any:
         return None
@@ -107,14 +110,14 @@ class Stage0:
 class Stage0WithMasters(Stage0):
     """16-bit weights and gradients on each rank, and float32 master weights. Scales the loss in fp16.
 
-    DeepSpeed (0.19.8) divides gradients by the loss scale, but neither multiplies the loss by it nor takes it out of
-    the gradient norm: `loss_factor` does the one and `step` the other.
+    DeepSpeed (0.19.8) divides gradients by the loss scale, but it neither multiplies the loss by the loss scale nor
+    removes the loss scale from the gradient norm. Here `loss_factor` multiplies the loss, and `step` corrects the norm.
     """
 
     def __init__(self, ds_engine: DeepSpeedEngine):
         super().__init__(ds_engine)
-        # DeepSpeed allocates Adam's moments by a step on zero gradients. It counts as one, and decays the masters:
-        # undo both.
+        # DeepSpeed allocates Adam's moments by a step on zero gradients. This step is counted and decays the masters;
+        # both are undone here.
         self.optimizer.optimizer.state.clear()
         self.optimizer.refresh_fp32_params()
 
@@ -150,10 +153,10 @@ class Stage0WithMasters(Stage0):
 
     @contextlib.contextmanager
     def _loss_scale_kept(self, overflow: bool) -> Iterator[None]:
-        """Within this context a step does not change the loss scale; the change is made at the end.
+        """Within this context a step does not change the loss scale. The change is made at the end of the context.
 
-        DeepSpeed changes the scale before it divides the step's gradients by it. A scale that is not dynamic stays the
-        same, but the step is counted.
+        This is needed because DeepSpeed changes the scale before it divides the step's gradients by the scale. With a
+        scale that is not dynamic, DeepSpeed does not change the scale, but counts the step.
         """
         scale = self.optimizer.loss_scale_config
         dynamic, scale.dynamic_loss_scale = scale.dynamic_loss_scale, False
@@ -166,7 +169,7 @@ class Stage0WithMasters(Stage0):
 
 
 class Stage1And2:
-    """Shards of the float32 masters and of Adam's moments; at stage 2 of the gradients too."""
+    """Each rank has shards of the float32 masters and of Adam's moments, and at stage 2 of the gradients too."""
 
     loss_factor = 1.0
     replicated = False
@@ -174,8 +177,8 @@ class Stage1And2:
     def __init__(self, ds_engine: DeepSpeedEngine):
         self.ds_engine, self.optimizer = ds_engine, ds_engine.optimizer
         if ds_engine.fp16_enabled():
-            # DeepSpeed would raise at a single overflow at the smallest scale, but not at stage 0. This program decides
-            # when to stop.
+            # At the smallest scale DeepSpeed would raise an exception after a single overflow, except at stage 0. This
+            # program itself decides when to stop.
             self.optimizer.loss_scaler.raise_error_at_min_scale = False
 
     def overflowed(self) -> bool:
@@ -193,7 +196,7 @@ class Stage1And2:
             self.ds_engine.step()
 
     def masters(self) -> list[Master]:
-        """The parameters of a group are joined one after the other, and rank r holds the r-th part of the result."""
+        """The parameters of a group are concatenated, and rank r holds the r-th part of the result."""
         zero = self.optimizer
         return [
             Master(master, zero.optimizer, parameters, _spans_within(parameters, offsets, len(master)))
@@ -209,7 +212,7 @@ class Stage1And2:
         return [self.optimizer.averaged_gradients[index] for index in range(len(self.masters()))]
 
     def forget_gradients(self) -> None:
-        """There are none after a step."""
+        """Does nothing: after a step there are no gradients."""
 
     def loss_scaler(self) -> Any:
         return self.optimizer.loss_scaler if self.optimizer.dynamic_loss_scale else None
@@ -220,7 +223,7 @@ class Stage1And2:
     @contextlib.contextmanager
     def _loss_scale_kept(self) -> Iterator[None]:
         """Within this context a step divides its gradients by the loss scale that its loss was multiplied by, although
-        DeepSpeed changes the scale first. The change takes effect at the end."""
+        DeepSpeed changes the scale before it divides. The changed scale takes effect at the end of the context."""
         if not self.ds_engine.fp16_enabled():
             yield
             return
@@ -232,10 +235,11 @@ class Stage1And2:
 
 
 class Stage3(Stage1And2):
-    """Shards of the weights too. Weights are gathered layer by layer for forward and backward passes."""
+    """Each rank has shards of the weights too. Weights are gathered layer by layer for forward and backward passes."""
 
     def masters(self) -> list[Master]:
-        """Each rank has a part of each parameter; its parts are joined one after the other, with their padding."""
+        """Each rank has a part of each parameter. A master is the concatenation of this rank's parts, with their
+        padding."""
         zero = self.optimizer
         return [
             Master(master, zero.optimizer, parameters, _spans_of_runs(parameters))
@@ -243,15 +247,16 @@ class Stage3(Stage1And2):
         ]
 
     def forget_gradients(self) -> None:
-        # Only the first backward pass of a step overwrites what lies here, and only for parameters that it reaches.
+        # The first backward pass of a step overwrites the gradients in this buffer, but only for the parameters that it
+        # reaches.
         self.optimizer.grad_partitions_flat_buffer.zero_()
 
     def refresh_from_masters(self) -> None:
-        self.optimizer.checkpoint_event_prologue()  # some may still stand gathered, with what they held before
+        self.optimizer.checkpoint_event_prologue()  # some parameters may still be gathered, with their old values
         for index in range(len(self.optimizer.fp32_partitioned_groups_flat)):
             self.optimizer._reassign_or_swap_out_partitioned_parameters(index)
         forget_second_copies(self.ds_engine.module.parameters())
-        self.optimizer.checkpoint_event_epilogue()  # gathers what is never partitioned between uses
+        self.optimizer.checkpoint_event_epilogue()  # gathers the parameters that stay gathered between uses
 
 
 def _whole(parameter: Any, master: Tensor, adam: torch.optim.Optimizer) -> Master:
@@ -259,8 +264,8 @@ def _whole(parameter: Any, master: Tensor, adam: torch.optim.Optimizer) -> Maste
 
 
 def _spans_within(parameters: list[Any], offsets: list[int], size: int) -> list[Span]:
-    """The spans in this rank's run of `size` numbers. offsets: where each parameter begins in the joined runs of all
-    ranks."""
+    """The spans in this rank's run of `size` numbers. offsets: the index at which each parameter begins in the
+    concatenated runs of all ranks."""
     first, spans = distributed.rank() * size, []
     for parameter, offset in zip(parameters, offsets, strict=True):
         begin, end = max(offset, first), min(offset + parameter.numel(), first + size)
