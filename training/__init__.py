@@ -1,4 +1,4 @@
-"""The programs of training. Those in training/tools run without its name, too: `python -m training.compare`."""
+"""The training programs. A program in training/tools also runs under a shorter name: `python -m training.compare`."""
 
 from pathlib import Path
 

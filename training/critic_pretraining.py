@@ -5,14 +5,14 @@
         print(report.step, report.metrics["critic_pretrain/explained_variance"])
     for report in trainer.fit(other_feed): ...
 
-A critic that starts as a reward model was trained at the end of texts only, and one with a new head knows nothing. In
-both cases the first advantages are mostly the critic's error. Here the critic alone learns, from the outcome that
-followed each token (returns with lambda 1). Actor and reference are still the same model, so the KL is 0 and neither
-model is run for it. Afterwards the critic's Adam is reset to its initial state, so that a run that starts from the
-saved critic computes the same.
+A critic that starts as a reward model has been trained at the last token of texts only, and a critic with a new head
+has not been trained at all. In both cases the first advantages are mostly the critic's error. During the pretraining
+the critic alone learns, from the score that each response got (returns with lambda 1). Actor and reference are still
+the same model, so the KL is 0, and neither model's log-probs are computed. After the pretraining the critic's Adam is
+reset to its initial state. Therefore a run that starts from the saved critic computes the same as this run.
 
 Source: Yuan et al. 2025, "What's behind PPO's collapse in long-CoT? Value optimization holds the secret" (VC-PPO, arXiv
-2503.01491), value pretraining: responses of the fixed SFT policy, Monte-Carlo returns.
+2503.01491), "value pretraining": the critic learns the Monte-Carlo returns of responses of the fixed SFT policy.
 """
 
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ from training.reporting.guards import stop_unless_finite, stop_unless_weights_fi
 from training.reporting.metrics import Accumulator
 from training.reporting.step_metrics import add_advantages
 
-SEED = 0xC817C  # mixed into the run's seed, so that no random numbers are shared with the PPO steps
+SEED = 0xC817C  # XORed with the run's seed, so that the pretraining and the PPO steps share no random numbers
 OF_RESPONSES = ("scores", "response_length")
 OF_VALUES = ("loss", "mean", "explained_variance", "slope", "bias", "grad_norm", "lr", "skipped", "loss_scale")
 
@@ -36,8 +36,8 @@ OF_VALUES = ("loss", "mean", "explained_variance", "slope", "bias", "grad_norm",
 class CriticPretraining:
     """Trains the critic of a PPOTrainer before its first step.
 
-    lr: the critic's peak learning rate during pretraining, by default the dialect's. The schedule spans the
-    pretraining steps alone.
+    lr: the critic's peak learning rate during pretraining; by default the dialect's learning rate of the critic. The
+    learning rate's schedule spans the pretraining steps alone.
     """
 
     def __init__(self, trainer: PPOTrainer, lr: float | None = None):
@@ -65,7 +65,7 @@ class CriticPretraining:
             ranks=given.ranks,
             max_response_length=given.max_response_length,
         )
-        self.algorithm.score_scale = given.score_scale  # scores are scaled as they will be
+        self.algorithm.score_scale = given.score_scale  # the PPO steps will scale scores in the same way
         self.counters = Counters(own, config.seed ^ SEED, self.steps, first_step=-self.steps)
         self.learner = Learner(
             trainer.models, self.algorithm, self.counters, config.micro_batch_size, padded=config.padded
@@ -78,7 +78,8 @@ class CriticPretraining:
         return self.steps + self.trainer.steps_done
 
     def fit(self, feed: PromptFeed) -> Iterator[StepReport]:
-        """Train to the last pretraining step, with a report after each. The feed's batches are counted from 0."""
+        """Make all pretraining steps that are left; yields a report after each. feed: the first pretraining step uses
+        its batch number 0."""
         while self.trainer.steps_done < 0:
             yield self.step(feed.prompts(self.steps_done))
 
@@ -86,7 +87,7 @@ class CriticPretraining:
         """Draw responses to these prompts and train the critic on their returns (all ranks call this together, with
         equally many prompts each)."""
         trainer, counters, metrics = self.trainer, self.counters, Accumulator()
-        counters.steps_done = trainer.steps_done  # a resumed run may have changed it
+        counters.steps_done = trainer.steps_done  # a resumed run has restored trainer.steps_done only
         batch = self._batch(prompts.to(distributed.device()).repeat(self.algorithm.dialect.samples_per_prompt))
         trainer.counters.begin_updates()
         self._train(batch, metrics)
@@ -101,7 +102,7 @@ class CriticPretraining:
         return StepReport(counters.step, 0, found, batch)
 
     def _batch(self, prompts: PromptBatch) -> TrainingBatch:
-        """The responses with their scores, the critic's values, and the returns of each token."""
+        """Draw a response to each prompt; returns the responses with their scores, values and returns."""
         trainer, algorithm = self.trainer, self.algorithm
         rollout = trainer.rollouts.generate(prompts, self.sampling)
         experience = trainer.experience_maker.make_experience(rollout, policies=False)
@@ -116,7 +117,7 @@ class CriticPretraining:
         return algorithm.training_batch(experience, positions, scores, rewards, values, advantages, returns, 0.0)
 
     def _train(self, batch: TrainingBatch, metrics: Accumulator) -> None:
-        """The critic's optimizer steps, as many as after a rollout of PPO."""
+        """Make the critic's optimizer steps on this batch, as many as in a PPO step."""
         counters, dialect = self.counters, self.algorithm.dialect
         counters.optimizer_steps = self.steps_done * dialect.updates
         for epoch in range(dialect.ppo_epochs):

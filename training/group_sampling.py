@@ -4,17 +4,18 @@ differ.
     sampled = GroupSampler(experience_maker, dialect, sampling).sample(rollouts, prompts, log, feed, first=1)
     experience = experience_maker.make_experience(sampled.rollout, sampled.scores)
 
-A group is the set of responses to one prompt. Where the responses of a group are compared with each other, a group of
-equal scores teaches nothing. Dynamic sampling scores the drawn responses, keeps the groups with different scores, and
-draws for further prompts until such groups fill the step. The other models are run on these groups alone.
+A group is the set of responses to one prompt. In dialects whose advantages compare the responses of a group with each
+other, a group of equal scores has advantages of 0. Dynamic sampling scores the drawn responses, keeps the groups whose
+scores differ, and draws responses to further prompts until there are enough such groups for the step. Actor, critic and
+reference are run on the kept groups alone.
 
 Source: Yu et al. 2025, "DAPO: an open-source LLM reinforcement learning system at scale", section 3.2, and
 volcengine/verl 53971be5, recipe/dapo/dapo_ray_trainer.py, `fit` (`filter_groups` with the metric "seq_reward"): batches
-of prompts are drawn whole, groups are taken in the order of their prompts, and those that are too many are thrown away.
-It departs from verl where the batch is not full after `max_num_gen_batches`. There the run ends with an error; here the
-step takes as many groups without a difference as are missing, those that were drawn first, as every step does without
-dynamic sampling. (OpenRLHF draws one further prompt in place of each group that it leaves out, by their mean score, and
-ends the epoch where prompts run out: OpenRLHF/OpenRLHF db825a24, openrlhf/trainer/ppo_utils/samples_generator.py.)
+of prompts are drawn whole, groups are taken in the order of their prompts, and surplus groups are thrown away. This
+module differs from verl if there are too few groups after `max_num_gen_batches` batches: verl ends the run with an
+error; this module fills the step with groups of equal scores, those that were drawn first. (OpenRLHF leaves groups out
+by their mean score, draws one further prompt in place of each, and ends the epoch when prompts run out:
+OpenRLHF/OpenRLHF db825a24, openrlhf/trainer/ppo_utils/samples_generator.py.)
 """
 
 from collections.abc import Sequence
@@ -36,21 +37,21 @@ from training.reporting.step_metrics import StepLog
 
 
 class PromptFeed(Protocol):
-    """This rank's prompts."""
+    """Gives this rank's prompts."""
 
     def prompts(self, batch: int) -> PromptBatch:
-        """A batch of prompts, counted from 0; equally many on all ranks. A step takes one; with dynamic sampling it may
-        take more."""
+        """The batch of prompts with this number, counted from 0; equally many prompts on all ranks. A step takes one
+        batch; with dynamic sampling it may take several."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """The responses that a step learns from, and all that were drawn for it.
+    """The responses that a step learns from, and all responses that were drawn for the step.
 
-    rollout: this rank's responses, equally many on all ranks; the rows of a group are adjacent. scores: their scores;
-    None where they are not computed yet. drawn: this rank's rollouts, batch by batch. drawn_scores: the scores of all
-    drawn responses; None as for `scores`.
+    rollout: the responses that this rank learns from, equally many on all ranks; the rows of a group are adjacent.
+    scores: the scores of `rollout`; None if they are not computed yet. drawn: a rollout for each batch of prompts, with
+    all responses that this rank drew. drawn_scores: the scores of `drawn`; None if they are not computed yet.
     """
 
     rollout: Rollout
@@ -65,7 +66,7 @@ class Sampled:
 
     @property
     def tokens(self) -> Tensor:
-        """() int64, how many of responses this rank drew."""
+        """() int64, the number of response tokens that this rank drew."""
         return torch.stack([rollout.response_mask.sum() for rollout in self.drawn]).sum()
 
     def add_to(self, metrics: Accumulator, group_size: int) -> None:
@@ -74,7 +75,8 @@ class Sampled:
             return
         learned, drawn = self.scores.scores, self.drawn_scores.scores
         count = len(drawn) - len(learned)
-        # Drawn minus learned is right over all ranks together; on one rank it need not be, as groups are exchanged.
+        # These differences of sums are meaningful over all ranks only: ranks exchange groups, so a rank may learn from
+        # responses that it did not draw.
         metrics.add("objective/scores", drawn.sum() - learned.sum(), count)
         for name, part in self.drawn_scores.parts.items():
             metrics.add(f"objective/{name}", part.sum() - self.scores.parts[name].sum(), count)
@@ -88,25 +90,26 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True)
 class _Scored:
-    """Rows and their scores."""
+    """Responses and their scores."""
 
     rollout: Rollout
     scores: Scores
 
     def group(self, place: int, size: int) -> "_Scored":
-        """The rows of one group."""
+        """The responses of group number `place`. size: number of responses in a group."""
         rows = slice(place * size, (place + 1) * size)
         return _Scored(self.rollout.select(rows), self.scores.changed(lambda column: column[rows]))
 
     def copied(self, device: torch.device | str) -> "_Scored":
-        """The same rows on this device."""
+        """A copy of the responses and scores on this device."""
         scores = self.scores.changed(lambda column: column.to(device, copy=True))
         return _Scored(copied(self.rollout, device), scores)
 
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Where a group is: in which batch of the step, on which rank, at which place among its groups."""
+    """Where a group is. batch: number of the step's batch of prompts. rank: the rank that drew the group. place: number
+    of the group among those that this rank drew in this batch."""
 
     batch: int
     rank: int
@@ -123,13 +126,15 @@ class GroupSampler:
     def sample(
         self, rollouts: RolloutBackend, prompts: PromptBatch, log: StepLog, feed: PromptFeed | None, first: int
     ) -> Sampled:
-        """The responses to these prompts. With dynamic sampling some are replaced by responses to further prompts, and
-        their number stays (all ranks call this together, with equally many prompts each).
+        """Draw responses to these prompts. Dynamic sampling replaces some of the responses by responses to further
+        prompts; the number of responses stays the same (all ranks call this together, with equally many prompts each).
 
-        The chosen groups do not depend on the number of ranks: they are the first ones with different scores, in the
-        order of the batches and of each batch's prompts over all ranks. In this order they are divided among the ranks.
+        The chosen groups do not depend on the number of ranks. All groups are ordered by batch, and within a batch by
+        the order of its prompts over all ranks. The first groups in which scores differ are chosen, and are divided
+        among the ranks in this order.
 
-        feed: gives further prompts, from its batch number `first` on; needed for dynamic sampling only.
+        feed: gives further prompts; needed for dynamic sampling only. first: number of the feed's batch with which
+        these further prompts begin.
         """
         if self.most_batches == 1:
             rollout = self._responses(rollouts, prompts, log)
@@ -158,8 +163,8 @@ class GroupSampler:
             return _Scored(rollout, self.experience_maker.score(rollout))
 
     def _groups(self, batches: Sequence[_Scored]) -> tuple[list[_Group], list[_Group]]:
-        """The groups of the last batch, of all ranks, in the order of their prompts: those with a difference in their
-        scores, and those without."""
+        """(groups whose scores differ, groups of equal scores): the groups of all ranks in the last batch, in the order
+        of their prompts."""
         own = groups_alike(batches[-1].scores.scores, self.group_size).tolist()
         differing: list[_Group] = []
         alike: list[_Group] = []
@@ -169,7 +174,8 @@ class GroupSampler:
         return differing, alike
 
     def _exchanged(self, batches: Sequence[_Scored], chosen: Sequence[_Group]) -> _Scored:
-        """This rank's share of the chosen groups, some of which other ranks have drawn (all ranks call this)."""
+        """This rank's share of the chosen groups. Ranks send each other the groups that another rank drew (all ranks
+        call this)."""
         own = range(len(chosen))[distributed.rank_share(len(chosen))]
         groups = {
             number: batches[group.batch].group(group.place, self.group_size)

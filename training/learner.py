@@ -1,16 +1,16 @@
-"""One optimizer step of actor and critic (`Learner.update`), and the counters of a run (`Counters`).
+"""Makes the optimizer steps of actor and critic (`Learner.update`) and counts a run's progress (`Counters`).
 
     learner = Learner(models, algorithm, counters, micro_batch_size=8)
     for rows in mini_batch_rows(len(batch), mini_batches, counters.key(epoch)):
         learner.update(batch, rows, metrics, actor=True, critic=True)
 
-How a loss is normalised: the loss of a micro-batch is a sum over its tokens (or responses). It is multiplied by a
+How a loss is normalised: the loss of a micro-batch is a sum over its tokens (or responses). This sum is multiplied by a
 weight from `Losses.weights`. In most dialects the weight is 1 / N, where N is the number of tokens of the whole
-optimizer step over all ranks. N is reduced once, before the first backward pass. Gradients are summed over
-micro-batches and ranks, so they do not depend on how rows are divided: `TrainedModel.backward` undoes the mean that
-DeepSpeed takes over ranks.
+optimizer step over all ranks. One all-reduce before the first backward pass computes N. Gradients are summed over
+micro-batches and over ranks (`TrainedModel.backward` undoes the mean that DeepSpeed takes over ranks). Therefore the
+gradients do not depend on how the responses are divided into micro-batches and among ranks.
 
-Learning rates and the random keys of mini-batches follow from the counters.
+Learning rates and the random keys of mini-batches are computed from the counters.
 """
 
 import math
@@ -39,15 +39,16 @@ from training.reporting.metrics import Accumulator
 class Counters:
     """The counters of a run, which its checkpoints hold.
 
-    steps_done: PPO steps done; negative during the critic's pretraining, which ends at 0.
-    optimizer_steps: optimizer steps of the actor, and of a critic that is trained in the same optimizer steps.
-    critic_optimizer_steps: optimizer steps of a critic that is trained in separate passes.
-    samples: responses drawn, over all ranks. prompt_batches: batches of prompts taken from the feed.
-    weights_are_whole: whether weights and counters are those after `steps_done` steps; False while a step changes them.
+    steps_done: number of PPO steps done; negative during the critic's pretraining, at whose end it is 0.
+    optimizer_steps: number of optimizer steps of the actor, and of a critic that is trained along with the actor.
+    critic_optimizer_steps: number of optimizer steps of a critic that is trained in separate passes.
+    samples: number of responses drawn, over all ranks. prompt_batches: number of prompt batches taken from the feed.
+    weights_are_whole: False from a step's first optimizer step until the step has been counted. A checkpoint taken then
+        would hold weights that fit no value of `steps_done`.
 
     Args:
-        seed: seed of the mini-batches.
-        total_steps: length of the learning rates' schedule, in steps. first_step: the first value of steps_done.
+        seed: the seed from which mini-batches are drawn.
+        total_steps: length of the learning rates' schedule, in PPO steps. first_step: the first value of steps_done.
     """
 
     def __init__(self, dialect: Dialect, seed: int, total_steps: int, first_step: int = 0):
@@ -58,23 +59,23 @@ class Counters:
 
     @property
     def step(self) -> int:
-        """The number of the current step."""
+        """The number of the step that is being made: steps_done + 1."""
         return self.steps_done + 1
 
     def begin_updates(self) -> None:
-        """Called before a step's optimizer steps. Sets critic_optimizer_steps: a separately trained critic omits no
-        optimizer step, so their number follows from the number of steps."""
+        """Called before a step's optimizer steps. Computes critic_optimizer_steps from the number of steps: a critic
+        that is trained in separate passes makes equally many optimizer steps in each step."""
         self.weights_are_whole = False
         self.critic_optimizer_steps = (self.steps_done - self.first_step) * math.prod(self.dialect.critic_passes)
 
     def end_updates(self) -> None:
-        """Called after a step's optimizer steps. Optimizer steps that early stopping omitted are counted too, so that
-        learning rates keep to their schedule."""
+        """Called after a step's optimizer steps. Optimizer steps that early stopping omitted are counted too, because
+        the schedule of the learning rates is planned with them."""
         self.optimizer_steps = (self.step - self.first_step) * self.dialect.updates
 
     def end_step(self, samples: int, prompt_batches: int) -> None:
-        """Called after a step. samples: responses drawn in it, over all ranks. prompt_batches: batches of prompts that
-        it used."""
+        """Called after a step. samples: number of responses drawn in the step, over all ranks. prompt_batches: number
+        of prompt batches that the step used."""
         self.steps_done += 1
         self.samples += samples
         self.prompt_batches += prompt_batches
@@ -98,8 +99,8 @@ class Counters:
         return self.dialect.critic_lr * self._lr_factor(self.critic_optimizer_steps, updates)
 
     def _lr_factor(self, optimizer_steps: int, updates: int) -> float:
-        """The schedule's factor of the learning rate after `optimizer_steps` optimizer steps. updates: optimizer steps
-        per step."""
+        """The factor by which the schedule multiplies the peak learning rate after `optimizer_steps` optimizer steps.
+        updates: number of optimizer steps in a PPO step."""
         dialect, position = self.dialect, (self.steps_done - self.first_step, self.total_steps)
         if dialect.lr_per == "optimizer_step":
             position = optimizer_steps, self.total_steps * updates
@@ -125,11 +126,11 @@ Trained = TrainedModel | TrainedRole
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """A micro-batch that goes through a model. rows: the micro-batch. policy_weight, value_weight: factors of its
-    summed losses. metrics: the accumulator of its metrics.
+    """One forward and backward pass of a micro-batch. rows: the micro-batch. policy_weight, value_weight: the weights
+    of its summed policy loss and value loss. metrics: the accumulator to which the pass adds its metrics.
 
-    All ranks make equally many passes, because ZeRO-3 gathers weights in each of them. A rank with fewer micro-batches
-    makes dummy passes, with weight 0 and without metrics.
+    All ranks make equally many passes, because under ZeRO-3 all ranks gather the weights together in each pass. A rank
+    with fewer micro-batches than the others makes dummy passes, with weight 0 and without metrics.
     """
 
     rows: TrainingBatch
@@ -139,10 +140,11 @@ class Pass:
 
 
 class Learner:
-    """Trains the actor, and the critic if there is one, of an RLHFEngine, at the learning rates of `counters`.
+    """Trains the actor of an RLHFEngine, and its critic if there is one, at the learning rates of `counters`.
 
-    micro_batch_size: responses of full length in one pass. pretraining: the language-model loss that is added to the
-    actor's; None for none. padded: whether padding counts among a pass's tokens, because the models compute it too.
+    micro_batch_size: number of sequences of full length in one pass. pretraining: computes the language-model loss that
+    is added to the actor's loss; None to add no such loss. padded: whether padding counts among the tokens of a pass;
+    True if the models compute the padding too.
     """
 
     def __init__(
@@ -158,17 +160,20 @@ class Learner:
         self.micro_batch_size, self.pretraining, self.padded = micro_batch_size, pretraining, padded
 
     def update(self, batch: TrainingBatch, rows: Tensor, metrics: Accumulator, *, actor: bool, critic: bool) -> Tensor:
-        """One optimizer step of actor and critic from the same rows (all ranks call this).
+        """Make one optimizer step of actor and critic from the same rows of the batch (all ranks call this).
 
-        If either model overflows in fp16, or if the mean ratio is over the dialect's limit, both models skip the step.
-        Otherwise they would not have learned from the same data.
+        Both models skip the step if the gradients of either overflow in fp16, or if the mean ratio is over the
+        dialect's limit. If only one model skipped the step, the two would have learned from different data.
 
         Args:
-            rows: (N,) int64, rows of this rank's batch.
-            actor, critic: whether this model learns.
+            rows: (N,) int64, indices into this rank's batch.
+            actor: whether the actor learns.
+            critic: whether the critic learns.
 
-        Returns: (3,) float64, the sums of the policy's ratios and of approxkl over this rank's rows, and their count.
-        Raises: RunStopped on all ranks if a loss is not finite on one of them, or, outside fp16, a gradient.
+        Returns: (3,) float64: the sum of the policy's ratios and the sum of approxkl over the tokens of this rank's
+            rows, and the number of these tokens.
+        Raises: RunStopped on all ranks if a loss on any rank is not finite, or if a gradient is not finite outside of
+            fp16.
         """
         learning: dict[str, Trained] = {}
         if critic and self.models.critic is not None:
@@ -193,7 +198,7 @@ class Learner:
         return ratios
 
     def _passes(self, batch: TrainingBatch, rows: Tensor, metrics: Accumulator) -> list[Pass]:
-        """The micro-batches of these rows with their weights; equally many on all ranks."""
+        """The passes over these rows of the batch, with their loss weights; equally many on all ranks."""
         parts = self._micro_batches(batch, rows)
         policy_weights, value_weights = self._loss_weights(parts)
         dummies = distributed.largest(len(parts)) - len(parts)
@@ -201,10 +206,10 @@ class Learner:
         return passes + [Pass(parts[0] if parts else batch.select(slice(0, 1)))] * dummies
 
     def _micro_batches(self, batch: TrainingBatch, rows: Tensor) -> list[TrainingBatch]:
-        """The micro-batches of an update, each with at most as many tokens as `micro_batch_size` full rows.
+        """The micro-batches of an update, each with at most as many tokens as `micro_batch_size` rows of full length.
 
-        In dialects that average or whiten per micro-batch, the choice of its rows is part of the algorithm. There each
-        micro-batch has `micro_batch_size` rows, in the order of `rows`.
+        In dialects that average or whiten per micro-batch, the result depends on which rows share a micro-batch. In
+        these dialects each micro-batch has `micro_batch_size` rows, in the order of `rows`.
         """
         if not len(rows):
             return []
@@ -218,21 +223,23 @@ class Learner:
         return [algorithm.for_micro_batch(chosen.select(piece, kept)) for piece in pieces]
 
     def _loss_weights(self, parts: list[TrainingBatch]) -> list[list[float]]:
-        """[factors of each micro-batch's summed policy loss, factors of its value loss] (all ranks call this)."""
+        """[the weight of each micro-batch's policy loss, the weight of each micro-batch's value loss] (all ranks call
+        this)."""
         losses = self.algorithm.losses
-        # Columns: the policy's count, the critic's count, and 1, whose sum is the number of micro-batches.
+        # A row for each micro-batch: the policy loss's count, the value loss's count, and 1. The ones are summed to the
+        # number of micro-batches.
         counts = torch.ones(len(parts), 3, dtype=torch.float64, device=distributed.device())
         for row, part in zip(counts, parts):
             row[0], row[1] = losses.policy_count(part.policy_mask), part.value_mask.sum()
         totals = distributed.data_parallel_sum(counts.sum(0, keepdim=True))
-        *own, (*everywhere, all_parts) = torch.cat([counts, totals]).tolist()  # the host waits once
+        *own, (*everywhere, all_parts) = torch.cat([counts, totals]).tolist()  # one wait for the GPU
         return [
             losses.weights([row[column] for row in own], total, int(all_parts), distributed.data_parallel_size())
             for column, total in enumerate(everywhere)
         ]
 
     def _value_gradients(self, passes: list[Pass], last: bool) -> Tensor:
-        """The critic's forward and backward passes; returns the passes' losses, (N,). last: see
+        """Make the critic's forward and backward passes; returns the loss of each pass, (N,). last: see
         `accumulate_gradients`."""
         losses = (self._value_loss(one.rows, one.metrics) * one.value_weight for one in passes)
         return accumulate_gradients(self.models.critic, losses, len(passes), last)
@@ -249,9 +256,10 @@ class Learner:
         return sums.loss
 
     def _policy_gradients(self, passes: list[Pass], ratios: Tensor, metrics: Accumulator) -> Tensor:
-        """The actor's forward and backward passes; returns the passes' losses, (N,), those of texts last.
+        """Make the actor's forward and backward passes; returns the loss of each pass, (N,). The passes over plain
+        texts, if any, come last.
 
-        Adds the sums of ratios and of approxkl, and their count, to `ratios`.
+        Adds to `ratios`: the sum of the policy's ratios, the sum of approxkl, and the number of tokens.
         """
         losses = (self._policy_loss(one.rows, one.metrics, ratios) * one.policy_weight for one in passes)
         if self.pretraining is None:
@@ -288,7 +296,7 @@ class Learner:
         return sums.loss
 
     def _exploded(self, ratios: Tensor, metrics: Accumulator) -> bool:
-        """Whether the mean ratio over all ranks is over the dialect's limit; the same on all ranks."""
+        """Whether the policy's mean ratio over all ranks is over the dialect's limit. All ranks get the same answer."""
         limit = self.algorithm.dialect.ratio_limit
         if limit is None:
             return False
@@ -298,7 +306,8 @@ class Learner:
         return exploded
 
     def _overflowed(self, learning: dict[str, Trained], batch: TrainingBatch) -> dict[str, bool]:
-        """For each model, whether its gradients overflowed. Raises: RunStopped if one did outside of fp16."""
+        """For each model, whether its gradients overflowed. Raises: RunStopped if gradients overflowed outside of
+        fp16."""
         overflowed = {name: model.overflowed() for name, model in learning.items()}
         bad = [f"{name} gradient" for name, over in overflowed.items() if over]
         if bad and not self.models.actor.scales_loss:
@@ -331,10 +340,10 @@ class Learner:
 def mini_batch_rows(rows: int, mini_batches: int, key: tuple[int, ...]) -> list[Tensor]:
     """This rank's rows of each mini-batch: a list of (rows / mini_batches,) int64 on the rank's device.
 
-    Of each group of `mini_batches` neighbouring rows, each mini-batch gets one, drawn at random. The draw is over the
-    rows of all ranks and depends on `key` only. So each rank has equally many rows in each mini-batch, and mini-batches
-    do not depend on the number of ranks. Within a mini-batch a rank's rows are shuffled, for dialects in which the
-    choice of a micro-batch's rows matters.
+    The rows of all ranks are divided into groups of `mini_batches` neighbouring rows. Each mini-batch gets one row of
+    each group, drawn at random; the draw depends on `key` only. Therefore each rank has equally many rows in each
+    mini-batch, and the mini-batches do not depend on the number of ranks. Within a mini-batch a rank's rows are
+    shuffled, because in some dialects the result depends on which rows share a micro-batch.
 
     rows: the number of this rank's rows, the same on all ranks and a multiple of `mini_batches`.
     """
@@ -350,8 +359,9 @@ def mini_batch_rows(rows: int, mini_batches: int, key: tuple[int, ...]) -> list[
 def accumulate_gradients(model: Trained, losses: Iterable[Tensor], passes: int, last: bool = True) -> Tensor:
     """Make a backward pass for each weighted loss; returns this rank's losses, (passes,).
 
-    losses: `passes` scalar losses, the same number on all ranks; each is computed right before its backward pass.
-    last: whether the optimizer step follows, without passes of another model in the same engine before it.
+    losses: scalar losses; each is computed right before its backward pass. passes: number of losses, the same on all
+    ranks. last: whether the engine's optimizer step comes next. False if another model of the same engine makes its
+    passes first.
     """
     found = []
     with model.host.accumulating(passes):
@@ -362,23 +372,24 @@ def accumulate_gradients(model: Trained, losses: Iterable[Tensor], passes: int, 
 
 
 class TextFeed(Protocol):
-    """This rank's plain texts."""
+    """Gives this rank's plain texts."""
 
     def texts(self, optimizer_step: int) -> Tensor:
-        """(B, L) int64: blocks of L tokens without padding, for an optimizer step of the run, counted from 0.
+        """(B, L) int64: B blocks of L tokens without padding. B is at least 1 and may differ between ranks.
 
-        There is at least one block; the number of blocks may differ between ranks.
+        optimizer_step: number of the run's optimizer step for which the texts are, counted from 0.
         """
 
 
 class MixedPretraining:
-    """Mixed pretraining: in its optimizer steps the actor also learns from plain texts, so that it forgets less.
+    """Mixed pretraining: in each optimizer step the actor also learns from plain texts, to forget less of its
+    pretraining.
 
-        gradient of one optimizer step = (PPO's + coefficient * the language model's) / 2
+        gradient of one optimizer step = (PPO's gradient + coefficient * gradient of the language-model loss) / 2
 
     The language-model loss is the mean over all predicted tokens of the optimizer step, over all ranks. Source: Ouyang
-    et al. 2022 (InstructGPT), eq. 2; the half is DeepSpeed-Chat's (DeepSpeedExamples 83757d9c), which takes the mean
-    over the passes of both losses.
+    et al. 2022 (InstructGPT), eq. 2. The division by 2 is from DeepSpeed-Chat (DeepSpeedExamples 83757d9c), which takes
+    the mean over the passes of both losses.
     """
 
     def __init__(self, actor: Trained, feed: TextFeed, coefficient: float, micro_batch_size: int):
@@ -386,8 +397,8 @@ class MixedPretraining:
         self.coefficient, self.micro_batch_size = coefficient, micro_batch_size
 
     def losses(self, optimizer_step: int, metrics: Accumulator) -> tuple[Iterator[Tensor], int]:
-        """(an iterator of this rank's weighted losses, which are not halved; their number, the same on all ranks). All
-        ranks call this together."""
+        """(an iterator of this rank's weighted losses; their number, the same on all ranks). The caller divides the
+        losses by 2. All ranks call this together."""
         parts = self.feed.texts(optimizer_step).to(distributed.device()).split(self.micro_batch_size)
         own = torch.tensor(float(sum(map(_targets, parts))), device=distributed.device())
         weight = self.coefficient / distributed.data_parallel_sum(own).item()
@@ -407,5 +418,5 @@ class MixedPretraining:
 
 
 def _targets(blocks: Tensor) -> int:
-    """The number of tokens that are predicted."""
+    """The number of predicted tokens: all tokens but the first of each block."""
     return blocks.numel() - len(blocks)

@@ -1,10 +1,10 @@
-"""Plans the memory of step 3 on any machines, present or not, from the models' configurations alone.
+"""Estimates the memory that step 3 needs on given machines, from the models' configurations; needs no GPU itself.
 
     python training/memory_plan.py --gpu a100-40g --num_gpus 8 --actor_model_name_or_path sft \\
         --critic_model_name_or_path reward --actor_zero_stage 3 --critic_zero_stage 3
 
-Takes step 3's flags. Prints a table, whether the run fits, and if not, what would make it fit. Exit code 0 if it fits,
-1 where it does not, 2 for flags that cannot work.
+Takes step 3's flags. Prints a table, whether the run fits in memory, and if not, what would make it fit. The exit code
+is 0 if the run fits, 1 if it does not, and 2 for flags that cannot work.
 """
 
 import dataclasses
@@ -26,12 +26,12 @@ from training.config.step3 import MemoryFlags
 from training.runtime.memory_lines import change_lines, workload
 from training.runtime.models import adapted_roles, check_positions
 
-OLDER = ("v100", "t4")  # which compute in fp16
+OLDER = ("v100", "t4")  # GPUs without bf16, which compute in fp16
 BATCHES = ("per_device_generation_batch_size", "per_device_training_batch_size")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Plan what the command line describes; returns the exit code."""
+    """Plan the run that the command line describes; returns the exit code."""
     try:
         args = parse_flags(MemoryFlags, sys.argv[1:] if argv is None else argv, __doc__.splitlines()[0])
         args.dtype = args.dtype or ("fp16" if args.gpu.lower().startswith(OLDER) else "bf16")
@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def report(args: MemoryFlags) -> int:
-    """Print the plan, or what --search finds; returns 0 where it fits, else 1."""
+    """Print the plan, or the result of --search; returns 0 if the run fits in memory, else 1."""
     dialect = args.resolved.dialect
     _refuse_what_cannot_run(args, dialect)
     cluster = Cluster(gpus=args.num_gpus, nodes=args.num_nodes, gpu=gpu_bytes(args.gpu), host=args.host_bytes)
@@ -72,7 +72,7 @@ def report(args: MemoryFlags) -> int:
 
 
 def _refuse_what_cannot_run(args: MemoryFlags, dialect: Dialect) -> None:
-    """Raise UserError for flags that step 3 would refuse, whatever memory there is."""
+    """Raise UserError for flags that step 3 would refuse on a machine of any size."""
     _ = args.ds_configs  # raises for configurations that DeepSpeed does not support
     args.check_groups(GPUS_OF_A_NODE if args.search == "gpus" else args.num_gpus)
     if args.gpu.lower().startswith(OLDER) and args.dtype == "bf16":
@@ -91,9 +91,9 @@ def _machines(setting: Setting, args: MemoryFlags) -> str:
 
 
 def _largest_batch(args: MemoryFlags, dialect: Dialect, setting: Setting) -> tuple[Setting, int]:
-    """(the setting with the largest batches that fit, the number of their rows); generation and training have the same.
+    """(the setting with the largest batch size that fits, that batch size). Generation and training use the same size.
 
-    Where not even one row fits: (the setting with one row, 0).
+    If not even one row fits: (the setting with one row, 0).
     """
 
     def of_size(rows: int) -> Setting:

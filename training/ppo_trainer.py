@@ -1,12 +1,13 @@
-"""PPO. `PPOTrainer.step` has the steps of the algorithm in their order.
+"""PPO training. `PPOTrainer.step` is one PPO step, from the rollout to the optimizer steps.
 
     trainer = PPOTrainer(models=models, rollouts=rollouts, dialect=dialect, config=config, sampling=sampling)
     for report in trainer.fit(feed):
         print(report.step, report.metrics["objective/scores"])
 
 Shapes: B responses of this rank, T response positions; position t belongs to response token t. A dialect is the set of
-a run's algorithmic choices. It decides what each line of the step computes: see engine/algorithms/algorithm.py, and
-engine/algo/ for the formulas. An optimizer step is `Learner.update` in training/learner.py.
+a run's algorithmic choices. The dialect decides which formula each line of `PPOTrainer.step` uses: see
+engine/algorithms/algorithm.py, and engine/algo/ for the formulas. `Learner.update` in training/learner.py makes one
+optimizer step.
 """
 
 from collections.abc import Iterator, Sequence
@@ -35,18 +36,21 @@ CRITIC = 0xC817  # part of the keys of a critic's separate mini-batches, so that
 class PPOConfig:
     """The settings of a run that are not part of the dialect.
 
-    total_steps: number of PPO steps. Each is a rollout and ppo_epochs x mini_batches optimizer steps, and, if the
-        critic is trained in separate passes, its own optimizer steps.
+    total_steps: number of PPO steps. Each PPO step makes one rollout and then ppo_epochs x mini_batches optimizer
+        steps. A critic that is trained in separate passes makes optimizer steps of its own in addition.
     micro_batch_size: responses in one forward and backward pass of one rank.
-    critic_pretrain_steps: steps of `CriticPretraining` before the first step; steps_done counts them up to 0.
-    critic_warmup_steps: steps at the start in which only the critic is trained.
-    unsup_coef: coefficient of the language-model loss if there are texts; 27.8 is InstructGPT's.
-    max_kl: nats per response; a rollout with a larger KL to the current reference ends the run. None for no limit.
-    first_kl_bound: largest difference of the log-probs of actor and reference while they are the same model
-        (`rounding_bound`): before the first update, and after a refresh of the reference. None for no check.
-    exact_sampler: whether the rollouts' log-probs equal the actor's within rounding, as in fp32 with a backend that
-        `computes_as_actor`. `old_logprobs` "auto" then uses them.
-    padded: whether padding counts among a pass's tokens; False if all models pack rows (`RLHFEngine.packs`).
+    critic_pretrain_steps: number of `CriticPretraining` steps before the first PPO step. During them `steps_done` is
+        negative and rises to 0.
+    critic_warmup_steps: number of PPO steps at the start in which only the critic is trained.
+    unsup_coef: coefficient of the language-model loss, if texts are given; InstructGPT used 27.8.
+    max_kl: limit in nats per response. A rollout whose KL to the current reference is larger ends the run. None for no
+        limit.
+    first_kl_bound: largest allowed difference between the log-probs of actor and reference while both are the same
+        model (`rounding_bound`): before the first update, and after a refresh of the reference. None for no check.
+    exact_sampler: whether the log-probs that the sampler returns equal those of the actor's forward pass within
+        rounding, as in fp32 with a backend that `computes_as_actor`. If so, `old_logprobs` "auto" uses the sampler's.
+    padded: whether padding counts among the tokens of a forward pass; False if all models pack sequences
+        (`RLHFEngine.packs`).
     """
 
     total_steps: int
@@ -63,8 +67,8 @@ class PPOConfig:
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """A finished step. step: its number, from 1. samples: responses drawn so far, over all ranks. batch: the batch that
-    was learned from."""
+    """The report of a finished step. step: the step's number, from 1. samples: number of responses drawn in the run so
+    far, over all ranks. batch: this rank's batch, from which the models learned."""
 
     step: int
     samples: int
@@ -73,11 +77,11 @@ class StepReport:
 
 
 class PPOTrainer:
-    """Trains the actor, and the critic if there is one, of an RLHFEngine.
+    """Trains the actor of an RLHFEngine, and its critic if there is one.
 
     reward: the source of scores; by default the reward model.
-    unsupervised: texts whose language-model loss is added to the actor's; None for none.
-    metrics: functions (accumulator, batch, algorithm) that add metrics of each step.
+    unsupervised: texts whose language-model loss is added to the actor's loss; None to add no such loss.
+    metrics: functions (accumulator, batch, algorithm). Each is called in each step and adds metrics to the accumulator.
     """
 
     def __init__(
@@ -132,19 +136,19 @@ class PPOTrainer:
 
     @property
     def steps_done(self) -> int:
-        """How many PPO steps are done; below 0 until the critic's pretraining is done."""
+        """How many PPO steps are done; negative until the critic's pretraining is done."""
         return self.counters.steps_done
 
     def fit(self, feed: PromptFeed) -> Iterator[StepReport]:
-        """Train to the last step; yields a report after each step."""
+        """Train until `total_steps` PPO steps are done; yields a report after each step."""
         while self.steps_done < self.config.total_steps:
             yield self.step(feed.prompts(self.counters.prompt_batches), feed)
 
     def step(self, prompts: PromptBatch, feed: PromptFeed | None = None) -> StepReport:
-        """One PPO step on this rank's prompts (all ranks call this together, with equally many prompts each).
+        """Make one PPO step on this rank's prompts (all ranks call this together, with equally many prompts each).
 
-        feed: gives further prompts in dialects with dynamic sampling. `prompts` are batch number
-        `counters.prompt_batches` of it.
+        prompts: the feed's batch number `counters.prompt_batches`.
+        feed: gives further prompts to a dialect with dynamic sampling; other dialects do not need it.
         """
         assert self.steps_done >= 0, "the critic's pretraining comes first"
         algorithm, kl_coef, log, step = self.algorithm, self.kl_controller.value, StepLog(), self.counters.step
@@ -174,12 +178,13 @@ class PPOTrainer:
         return StepReport(step, self.counters.samples, self._metrics(log, sampled, experience, batch, epochs), batch)
 
     def train_actor_and_critic(self, batch: TrainingBatch, kl: float, metrics: Accumulator) -> tuple[int, int]:
-        """The optimizer steps of one rollout; returns (epochs of the actor, epochs of the critic).
+        """Make the optimizer steps that follow one rollout; returns (epochs of the actor, epochs of the critic).
 
-        There are ppo_epochs passes over the rollout, each in mini_batches parts. A critic with separate passes makes
-        all of these first. The actor does not learn in the first `critic_warmup_steps` steps.
+        An epoch is a pass over the rollout, divided into mini-batches. A critic that is trained in separate passes
+        makes all its epochs before the actor's first one. The actor does not learn in the first `critic_warmup_steps`
+        PPO steps.
 
-        kl: the rollout's mean KL over all ranks, for a coefficient that changes after each epoch.
+        kl: the rollout's mean KL over all ranks. A KL coefficient that changes after each epoch is updated with it.
         """
         dialect, counters, epochs = self.algorithm.dialect, self.counters, 0
         critic_epochs, critic_mini_batches = dialect.critic_passes
@@ -195,7 +200,8 @@ class PPOTrainer:
                 ratios += self.learner.update(batch, rows, metrics, actor=actor, critic=not apart)
                 counters.optimizer_steps += 1
             epochs = epoch + 1
-            # The count is that of one mini-batch of this rank, as in trlX; AdaptiveKL cites the source.
+            # The second argument is the number of this rank's responses in a mini-batch, as in trlX; AdaptiveKL cites
+            # the source.
             self.kl_controller.after_epoch(kl, len(batch) // dialect.mini_batches)
             if dialect.early_stop_kl is not None:
                 metrics.add_max("policy/epochs", epochs)
@@ -209,7 +215,7 @@ class PPOTrainer:
     def _metrics(
         self, log: StepLog, sampled: Sampled, experience: Experience, batch: TrainingBatch, epochs: tuple[int, int]
     ) -> dict[str, float]:
-        """The step's metrics over all ranks (all ranks call this). epochs: of actor and critic."""
+        """The step's metrics over all ranks (all ranks call this). epochs: (epochs of the actor, of the critic)."""
         metrics = log.metrics
         sampled.add_to(metrics, self.algorithm.dialect.samples_per_prompt)
         add_parts(metrics, experience)
@@ -217,7 +223,8 @@ class PPOTrainer:
             add_to(metrics, batch, self.algorithm)
         if self.rollouts.fallback is not None:
             metrics.add_max("speed/decoding_fallback", float(self.rollouts.fallback != ""))
-        moves = self.models.reference.moves(self.steps_done - 1)  # of the reference during make_experience
+        # How often the reference had moved when make_experience used it; steps_done counts this step already.
+        moves = self.models.reference.moves(self.steps_done - 1)
         if moves is not None:
             metrics.add_max("objective/reference_moves", moves)
         self.arithmetic.add_to(metrics, log.seconds, sampled.drawn, experience, *epochs)
@@ -238,8 +245,8 @@ class PPOTrainer:
 
 
 def mean_kls(batch: TrainingBatch) -> tuple[float, float]:
-    """(the KL that steers the coefficient, the KL that is reported): means over all ranks' responses, in nats (all
-    ranks call this)."""
+    """(the KL that adjusts the KL coefficient, the KL that is reported). Both are means over the responses of all
+    ranks, in nats (all ranks call this)."""
     sums = torch.stack([batch.measured_kl.double().sum(), batch.kl.double().sum()])
     steered, reported = (distributed.data_parallel_sum(sums) / (distributed.data_parallel_size() * len(batch))).tolist()
     return steered, reported

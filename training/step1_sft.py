@@ -2,11 +2,11 @@
 
     deepspeed --num_gpus 8 training/step1_sft.py --model_name_or_path base --data_path sft.jsonl --output_dir out/sft
 
-A record has `text`, or a prompt and a response (docs/data.md has all forms). With a prompt, the loss is over the
-response only, unless --loss_on all is given.
+A record has either the field `text`, or a prompt and a response (docs/data.md lists all forms). If it has a prompt, the
+loss is over the response only, unless --loss_on all is given.
 """
 
-import training.runtime.import_errors  # noqa: F401  first: reports imports that fail
+import training.runtime.import_errors  # noqa: F401  imported first, to explain imports that fail
 from engine import distributed
 from engine.algo.masked import masked_sum
 from engine.experience import position_ids
@@ -36,7 +36,7 @@ from training.supervised import SupervisedTrainer
 
 
 def main(args: SFTFlags) -> None:
-    """Check flags and data, load the model, train, save."""
+    """Check flags and data, load the model, train it, save it."""
     point = ResumePoint.find(args.resume, args.output_dir)
     checked(lambda: check(args, point))
     if args.dry_run:
@@ -107,9 +107,9 @@ def main(args: SFTFlags) -> None:
 
 
 def held_out_loss(units: Units, before: Units | None) -> dict[str, float]:
-    """The metrics of held-out texts: the loss per token, and its exponential, the perplexity.
+    """The metrics of held-out texts: the loss per token, and the perplexity, which is the exponential of this loss.
 
-    units: nats and tokens of each text. before: the same before training, or None.
+    units: the loss in nats and the number of tokens of each text. before: `units` as measured before training, or None.
     """
 
     def estimates(units: Units) -> dict[str, Estimate]:
@@ -136,7 +136,8 @@ def load_examples(args: SFTFlags) -> tuple:
 
 
 def first_lines(args: SFTFlags, tokenizer, examples: SFTExamples, held_out: SFTExamples, *_) -> list[str]:
-    """The lines about the data and the adapter that a run prints. Other arguments: from load_examples."""
+    """The lines that a run prints about the data and the adapter. The arguments after `args` are the results of
+    load_examples."""
     lines = supervised_lines(args, "texts", examples, held_out, tokenizer)
     return lines + adapted_lines(adapted_model(args, scorer=False))
 

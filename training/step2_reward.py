@@ -3,12 +3,13 @@
     deepspeed --num_gpus 8 training/step2_reward.py --model_name_or_path out/sft --data_path pairs.jsonl \\
         --output_dir out/reward
 
-A record has `prompt`, `chosen` and `rejected` (docs/data.md has all forms). After training, scores are normalised to
-mean 0 and variance 1 on responses that the SFT model samples. AutoModelForSequenceClassification opens the saved model.
-This project's score is that model's score plus `score_offset` in config.json.
+A record has the fields `prompt`, `chosen` and `rejected` (docs/data.md lists all forms). After training, the scores are
+normalised: on responses that the SFT model samples, they have mean 0 and variance 1. The saved model can be loaded with
+transformers' AutoModelForSequenceClassification. Its output there is the score without the offset: this project adds
+`score_offset` of config.json to it.
 """
 
-import training.runtime.import_errors  # noqa: F401  first: reports imports that fail
+import training.runtime.import_errors  # noqa: F401  imported first, to explain imports that fail
 
 # isort: split
 import numpy as np
@@ -53,7 +54,7 @@ from training.supervised import SupervisedTrainer
 
 
 def main(args: RewardFlags) -> None:
-    """Check flags and data, load the model, train, normalise, save."""
+    """Check flags and data, load the model, train it, normalise its scores, save it."""
     point = ResumePoint.find(args.resume, args.output_dir)
     checked(lambda: check(args, point))
     if args.dry_run:
@@ -85,7 +86,7 @@ def main(args: RewardFlags) -> None:
     if distributed.is_main():
         print(*first_lines(args, tokenizer, examples, held_out, prompts), sep="\n", flush=True)
     module.model.config.score_offset = 0.0
-    with saved_models_named(trainer.saved):  # the trained model stays saved if normalisation fails
+    with saved_models_named(trainer.saved):  # if normalisation fails, the message names the saved model
         found = trainer.fit()
         normalize(args, trainer, prompts)
         chance = chance_text(found, "eval/accuracy", 0.5)
@@ -99,7 +100,7 @@ def main(args: RewardFlags) -> None:
 
 
 class RewardTrainer(SupervisedTrainer):
-    """A SupervisedTrainer of pairs of responses."""
+    """Trains a reward model on pairs of responses."""
 
     def __init__(
         self,
@@ -129,7 +130,8 @@ class RewardTrainer(SupervisedTrainer):
         )
 
     def _scores(self, batch: PairBatch) -> tuple[Tensor, Tensor]:
-        """The scores of all tokens, (2B, S), and of the sequences, (2B,), of B pairs: chosen responses first."""
+        """(scores of all tokens, (2B, S); scores of the sequences, (2B,)). The B chosen responses come first, then the
+        B rejected ones."""
         token_scores = self.model(batch.sequences, batch.attention_mask, position_ids(batch.attention_mask))
         return token_scores, self.model.module.sequence_scores(token_scores, batch.sequences, batch.attention_mask)
 
@@ -151,14 +153,15 @@ class RewardTrainer(SupervisedTrainer):
         return total
 
     def _margins(self, scores: Tensor) -> Tensor:
-        """(B,), each pair's score of the chosen response minus that of the rejected one. scores: (2B,)."""
+        """(B,): for each pair, the score of the chosen response minus the score of the rejected one. scores: (2B,)."""
         return (scores[: len(scores) // 2] - scores[len(scores) // 2 :]).detach()
 
 
 def held_out_pairs(units: Units, before: Units | None) -> dict[str, float]:
-    """The metrics of held-out pairs: the share of margins above 0, the loss -log sigmoid(margin), and the margin.
+    """The metrics of held-out pairs: the share of margins above 0, the loss -log sigmoid(margin), and the margin. A
+    pair's margin is the score of the chosen response minus the score of the rejected one.
 
-    units: the margin of each pair. before: the same before training, or None.
+    units: the margin of each pair. before: the margins before training, or None.
     """
 
     def values(units: Units) -> dict[str, np.ndarray]:
@@ -179,8 +182,9 @@ def held_out_pairs(units: Units, before: Units | None) -> dict[str, float]:
 
 
 def normalize(args: RewardFlags, trainer: "RewardTrainer", prompts: Prompts | None) -> None:
-    """Save the model again, with a head and an offset that give the SFT model's responses scores of mean 0 and variance
-    1. prompts: those of the responses; None for no normalisation."""
+    """Normalise the scores and save the model again: its head is scaled and `score_offset` is set, so that the scores
+    of the SFT model's responses have mean 0 and variance 1. prompts: the prompts to which the SFT model samples these
+    responses; None for no normalisation."""
     model, tokenizer = trainer.model, trainer.tokenizer
     if prompts is None:
         return
@@ -197,9 +201,11 @@ def normalize(args: RewardFlags, trainer: "RewardTrainer", prompts: Prompts | No
 
 
 def starting_scale(args: RewardFlags, tokenizer, prompts: Prompts, pad_token_id: int | None) -> float:
-    """The factor for the new head with which its scores of the SFT model's responses have variance 1 before training.
+    """The factor for the weights of a new head: multiplied by it, the scores of the SFT model's responses have variance
+    1 before training.
 
-    The mean of the scores is left as it is: the loss compares pairs by differences, which an offset does not change.
+    The mean of the scores is left as it is: the loss uses only the difference of two scores, which an offset does not
+    change.
 
     Source: openai/lm-human-preferences cbfd210b, train_reward.py, `normalize_before`.
     """
@@ -232,10 +238,10 @@ def starting_scale(args: RewardFlags, tokenizer, prompts: Prompts, pad_token_id:
 def score_statistics(
     args: RewardFlags, model: TrainedModel | FrozenModel, tokenizer, prompts: Prompts
 ) -> tuple[float, float]:
-    """(mean, variance) of the model's scores of responses that the SFT model samples, over all ranks (all ranks call
+    """(mean, variance) of the scores that `model` gives to responses of the SFT model, over all ranks (all ranks call
     this).
 
-    Raises: RunStopped if all scores are the same, as no factor then makes their variance 1.
+    Raises: RunStopped if all scores are equal: no factor makes their variance 1.
     """
     if distributed.is_main():
         print(
@@ -270,14 +276,15 @@ def score_statistics(
         vocabulary_size=vocabulary_size(tokenizer),
     )
     parts, size = distributed.data_parallel_size(), args.per_device_eval_batch_size
-    # Of one data set the first prompts are taken; of several, which follow each other, a random choice.
+    # With one data set the first prompts are taken. Several data sets follow each other in `prompts`, so prompts are
+    # then chosen at random, in order not to take them from the first data set alone.
     several = len(args.normalization_data_path or args.data_path) > 1
     order = torch.from_numpy(epoch_permutation(len(prompts), args.seed, 0)) if several else torch.arange(len(prompts))
     totals = torch.zeros(3, dtype=torch.float64, device=distributed.device())
     starts = range(0, args.normalization_samples, size * parts)
     bar = ProgressBar(len(starts), shown={}, unit="batch") if distributed.is_main() else None
     for done, start in enumerate(starts, start=1):
-        by_turns = torch.arange(start, start + size * parts).view(size, parts).T.flatten()  # dealt out to the ranks
+        by_turns = torch.arange(start, start + size * parts).view(size, parts).T.flatten()  # in turn to the ranks
         numbers = by_turns[distributed.rank_share(size * parts)]
         indices, samples = order[numbers % len(prompts)], numbers // len(prompts)
         batch = collate_prompts([prompts[index] for index in indices.tolist()], indices, samples, sampling.pad_token_id)
@@ -300,7 +307,8 @@ def score_statistics(
 
 
 def normalization_prompts(args: RewardFlags, tokenizer) -> Prompts:
-    """The prompts of the responses on which scores are normalised. Raises: UserError, with file and line."""
+    """The prompts of the responses on which scores are normalised. Raises: UserError, with file and line of a record
+    that cannot be used."""
     rows, _ = load_rows(
         args.normalization_data_path or args.data_path,
         PROMPTS,
@@ -312,7 +320,7 @@ def normalization_prompts(args: RewardFlags, tokenizer) -> Prompts:
     return Prompts(rows, tokenizer, args.max_prompt_seq_len, args.overlong, args.cache)
 
 
-# Data, checks and printed lines before a model is loaded.
+# Before a model is loaded: reading data, checks, and the first printed lines.
 
 
 def load_examples(args: RewardFlags) -> tuple:
@@ -335,7 +343,8 @@ def load_examples(args: RewardFlags) -> tuple:
 def first_lines(
     args: RewardFlags, tokenizer, examples: PairExamples, held_out: PairExamples, prompts: Prompts | None, *_
 ) -> list[str]:
-    """The lines about the data and the adapter that a run prints. Other arguments: from load_examples."""
+    """The lines that a run prints about the data and the adapter. The arguments after `args` are the results of
+    load_examples."""
     lines = supervised_lines(args, "pairs", examples, held_out, tokenizer)
     if prompts is not None and (prompts.cut or prompts.dropped):
         lines.append(f"{prompts.told('prompts')} to normalise scores on")

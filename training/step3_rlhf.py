@@ -3,15 +3,15 @@
     deepspeed --num_gpus 8 training/step3_rlhf.py --actor_model_name_or_path sft --critic_model_name_or_path reward \\
         --data_path prompts.jsonl --output_dir out --actor_zero_stage 3 --critic_zero_stage 3 --dtype bf16
 
-It writes out/actor (and out/actor_ema, out/critic, out/critic_pretrained), metrics.jsonl, tensorboard/, samples/,
-curves.png, checkpoints/ and profile/.
+Step 3 writes into the output folder: actor/ (and, depending on the flags, actor_ema/, critic/, critic_pretrained/ and
+profile/), metrics.jsonl, tensorboard/, samples/, curves.png and checkpoints/.
 """
 
 import contextlib
 from pathlib import Path
 from typing import NoReturn
 
-import training.runtime.import_errors  # noqa: F401  first: reports imports that fail
+import training.runtime.import_errors  # noqa: F401  imported first, to explain imports that fail
 
 # isort: split
 from torch.utils.data import ConcatDataset
@@ -46,7 +46,7 @@ from training.runtime.stopping import saved_models_named
 
 
 def main(args: RLHFFlags) -> None:
-    """Check flags and data, build the models, train, report."""
+    """Check flags and data, build the models, train them, print the result."""
     dialect, changed = args.resolved.dialect, args.resolved.changed
     point = ResumePoint.find(args.resume, args.output_dir, with_ema=args.keeps_average)
     checked(lambda: check_files(args, dialect, point))
@@ -72,7 +72,7 @@ def main(args: RLHFFlags) -> None:
 
 
 def choose_rollouts(args: RLHFFlags, plan: Plan, models: RLHFEngine) -> RolloutBackend:
-    """The backend that draws responses from the actor. Prints the reason for the choice."""
+    """Choose the backend that draws responses from the actor. Prints which backend was chosen and why."""
     decides = args.rollout_backend == "auto" and distributed.is_main()
     training = distributed.broadcast_object(training_bytes(args, plan.dialect) if decides else "it is not asked for")
     rollouts = build_rollouts(
@@ -105,7 +105,7 @@ def exact_sampler(args: RLHFFlags, rollouts: RolloutBackend) -> bool:
 
 
 def build_trainer(args: RLHFFlags, plan: Plan, models: RLHFEngine, rollouts: RolloutBackend) -> PPOTrainer:
-    """The trainer at step 0."""
+    """Build a trainer that has made no step yet."""
     reward = build_reward(args, plan, models)
     if args.overlap_rewards:
         rollouts.finished = reward.begin
@@ -133,13 +133,13 @@ def build_trainer(args: RLHFFlags, plan: Plan, models: RLHFEngine, rollouts: Rol
 
 
 def build_reward(args: RLHFFlags, plan: Plan, models: RLHFEngine) -> RewardSource:
-    """The source of scores: the reward model, functions, reward servers, or their weighted sum with the length
-    penalty."""
+    """Build the source of scores: the reward model, reward functions or reward servers, or a weighted sum of several of
+    these and the length penalty."""
     parts = score_parts(args)
     sources: dict[str, RewardSource] = {}
     if models.reward is not None:
         sources[MODEL] = models.reward
-    # rows[index] is the data's row of the prompt with this index.
+    # rows[i] is the row of the data set from which the prompt with index i comes.
     rows = ConcatDataset([prompts.rows for prompts in (plan.prompts, plan.held_out) if prompts is not None])
     for part in parts:
         if part.given is not None:
@@ -155,10 +155,10 @@ def build_reward(args: RLHFFlags, plan: Plan, models: RLHFEngine) -> RewardSourc
 
 
 def resume_or_clear(args: RLHFFlags, plan: Plan, trainer: PPOTrainer) -> None:
-    """Restore the checkpoint that the run resumes from, if any. Unless the output folder is that of the resumed run,
-    remove an earlier run's files from it.
+    """Restore the checkpoint that the run resumes from, if any. Remove an earlier run's files from the output folder,
+    unless the earlier run is the one that is resumed.
 
-    Called after the models are loaded: before that, the new run may still fail, and would have removed the old one.
+    Called after the models are loaded: a run that fails before then leaves the earlier run's files in place.
     """
     if plan.resume:
         models = trainer.models
@@ -174,7 +174,7 @@ def resume_or_clear(args: RLHFFlags, plan: Plan, trainer: PPOTrainer) -> None:
 
 
 def build_evaluator(plan: Plan, trainer: PPOTrainer) -> Evaluator | None:
-    """The Evaluator of the held-out prompts; None if there are none."""
+    """Build the Evaluator of the held-out prompts; None if there are no held-out prompts."""
     if plan.held_out is None:
         return None
     state = plan.resume.state if plan.resume else {}
@@ -192,7 +192,7 @@ def build_evaluator(plan: Plan, trainer: PPOTrainer) -> Evaluator | None:
 
 
 def prompt_feed(args: RLHFFlags, plan: Plan, seed: int) -> ShuffledPrompts:
-    """The feed of this rank's prompts, in an order drawn from `seed`."""
+    """Build the feed that gives this rank's prompts, in a random order that depends on `seed`."""
     return ShuffledPrompts(
         plan.prompts,
         per_rank=args.per_device_generation_batch_size * args.generation_batches,
@@ -202,12 +202,12 @@ def prompt_feed(args: RLHFFlags, plan: Plan, seed: int) -> ShuffledPrompts:
 
 
 def train(args: RLHFFlags, plan: Plan, trainer: PPOTrainer, session: Session) -> None:
-    """Run the critic's pretraining, all steps, evaluations and saves."""
+    """Pretrain the critic if that is asked for, then make all PPO steps, with evaluations and saves."""
     counters = trainer.counters
     profiler = step_metrics.Profiler(args.profile_steps, Path(args.output_dir), say=session.writer.write)
     with (
         saved_models_named(session.saved),
-        contextlib.closing(session.writer),  # if the run stops, too: writes the last steps, ends the progress bar
+        contextlib.closing(session.writer),  # also if the run stops: write the last steps, end the progress bar
         last_good_named(session.checkpoints, lambda: counters.steps_done if counters.weights_are_whole else None),
     ):
         session.begin()

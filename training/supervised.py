@@ -1,4 +1,5 @@
-"""The loop of steps 1 and 2: epochs over examples, optimizer steps over micro-batches, held-out metrics each epoch."""
+"""The training loop of steps 1 and 2: epochs over the examples, optimizer steps, and evaluations on held-out
+examples."""
 
 import contextlib
 import time
@@ -41,13 +42,15 @@ class SupervisedTrainer:
 
     Args:
         collate: examples -> a batch with `.to(device)` and an `attention_mask`.
-        loss: (batch, metrics) -> the sum of the loss over the batch's targets, a scalar tensor. It also adds to the
-            metrics.
-        count: batch -> the number of these targets.
+        loss: (batch, metrics) -> the sum of the loss over the batch's targets, a scalar tensor. The function also adds
+            the batch's metrics to `metrics`.
+        count: batch -> the number of targets in the batch.
         evaluate: a held-out batch -> {name: (B,) tensor with a number for each example}.
-        summarize: (measurements of each held-out example, the same before training or None) -> metrics.
-        held_out_score: these metrics -> the score that --keep_best_checkpoint compares; larger is better.
-        view: the metrics that the charts show. conditions: what a resumed run must have in common with its checkpoint.
+        summarize: (what `evaluate` measured on each held-out example, what it measured before training or None) ->
+            held-out metrics.
+        held_out_score: held-out metrics -> the score that --keep_best_checkpoint compares; larger is better.
+        view: the metrics that the charts show.
+        conditions: the data and settings that a resumed run must have in common with its checkpoint.
         point: the checkpoint to resume from, or None.
     """
 
@@ -106,14 +109,15 @@ class SupervisedTrainer:
         return self.output_dir / METRICS_FILE
 
     def state_dict(self) -> dict:
-        """The state that a checkpoint holds beside the model. The rest follows from seed and number of steps."""
+        """The state that a checkpoint holds in addition to the model. The order of the examples and the random numbers
+        are not stored: they follow from the seed and the number of steps."""
         found = {"steps_done": self.steps_done, OWED: self.owed, BEFORE: self.before}
         return {name: value for name, value in found.items() if value is not None}
 
     def _resume_or_clear(self, conditions: Conditions) -> None:
-        """Restore the checkpoint that the run resumes from, if any. Unless the output folder is that of the resumed
-        run, remove an earlier run's files from it: the model is loaded by now, so the start will hardly fail any more.
-        """
+        """Restore the checkpoint that the run resumes from, if any. Remove an earlier run's files from the output
+        folder, unless the earlier run is the one that is resumed. They are removed as late as here, when the model is
+        loaded and the start of the run will hardly fail any more."""
         if self.point:
             restore(self.point, {"model": self.model})
             if distributed.is_main():
@@ -132,23 +136,24 @@ class SupervisedTrainer:
 
     @phase("training")
     def fit(self) -> dict[str, float]:
-        """Train all epochs; returns the last held-out metrics."""
+        """Train until the last epoch is done; returns the last held-out metrics."""
         with (
-            contextlib.closing(self.writer),  # if the run stops, too: writes the last steps, ends the progress bar
+            contextlib.closing(self.writer),  # also if the run stops: write the last steps, end the progress bar
             last_good_named(self.checkpoints, lambda: self.steps_done if self.weights_are_whole else None),
         ):
             return self._fit()
 
     @phase("saving models")
     def save(self, edit: Callable[[dict], None] | None = None) -> None:
-        """Write the model into the output folder. edit: called with {name: weight}, and may change the written
-        weights."""
+        """Write the model into the output folder. edit: called with {name: weight} before they are written; it may
+        change these weights."""
         merged = model_folders.merged_wanted(self.args.save_merged, [self.model], self.output_dir)
         self.saved |= model_folders.save_forms(self.model, self.tokenizer, self.output_dir, ".", merged, edit)
         model_folders.finish(self.output_dir, self.saved, self.total_steps)
 
     def end(self, line: str) -> None:
-        """Print the run's times, and `line` with its result. Raises: RunStopped if a file could not be written."""
+        """Print how long the run's phases took, then `line`, which states the run's result. Raises: RunStopped if a
+        file could not be written."""
         if distributed.is_main():
             with unwritten_noted("the time"):
                 seconds = seconds_by_part([*read_metrics(self.metrics_path), self.writer.take_time()])
@@ -174,7 +179,7 @@ class SupervisedTrainer:
             if self.steps_done == self.total_steps:
                 self.save()
             found = self.log_step()
-        phase_memory.begin()  # measure the peak memory of training steps, without that of loading and evaluation
+        phase_memory.begin()  # measure the peak memory of training steps alone, not of loading and evaluation
         with stopping.at_borders():
             while self.steps_done < self.total_steps:
                 place.step = self.steps_done + 1
@@ -188,8 +193,8 @@ class SupervisedTrainer:
         return found or self.held_out_metrics()  # a resumed run may have had no step left to train
 
     def after_step(self, metrics: dict[str, float]) -> dict[str, float] | None:
-        """Log the step; evaluate and save if they are due; end the run if a signal asked for it. Returns held-out
-        metrics if it evaluated."""
+        """Log the step, evaluate and save if they are due, and end the run if a signal asked for it. Returns the
+        held-out metrics if an evaluation was due, else None."""
         output_folder.check_held()
         self.owed = {**metrics, **self.checkpoints.take_metrics()}
         reason = stopping.agreed()
@@ -205,7 +210,8 @@ class SupervisedTrainer:
         return found
 
     def log_step(self) -> dict[str, float] | None:
-        """Evaluate if it is due, and write the step's metrics. Returns held-out metrics if it evaluated."""
+        """Evaluate if an evaluation is due, and write the step's metrics. Returns the held-out metrics if an evaluation
+        was due, else None."""
         found = self.held_out_metrics() if self.evaluates() else None
         if found:
             epoch = f"epoch {self.steps_done // self.steps_per_epoch}"
@@ -222,15 +228,15 @@ class SupervisedTrainer:
         return self.args.evaluates(self.steps_done, len(self.examples))
 
     def end_early(self, reason: stopping.Reason) -> NoReturn:
-        """Save a checkpoint and end the run. If an evaluation is due, the resumed run makes it and writes the step's
-        metrics."""
+        """Save a checkpoint and end the run. If an evaluation is due after this step, the resumed run makes the
+        evaluation and writes the step's metrics."""
         if not self.evaluates():
             self.log_step()
         point = self.checkpoints.save(self.steps_done, wait=True)
         stopping.end_early(reason, self.steps_done, self.total_steps, point)
 
     def batches(self, step: int) -> list:
-        """This rank's micro-batches of a step. step: counted from 0."""
+        """This rank's micro-batches of a step. step: the step's number, counted from 0."""
         epoch, number = divmod(step, self.steps_per_epoch)
         accumulation = self.args.gradient_accumulation_steps
         indices = self._epoch_batches(epoch)[number * accumulation : (number + 1) * accumulation]
@@ -245,8 +251,8 @@ class SupervisedTrainer:
         return self.collate([examples[index] for index in indices]).to(distributed.device())
 
     def optimizer_step(self, step: int, batches: list) -> dict[str, float]:
-        """Make one optimizer step; returns its metrics. batches: this rank's micro-batches. The loss is divided by the
-        number of targets of all ranks."""
+        """Make one optimizer step; returns its metrics. The loss is divided by the number of targets in the
+        micro-batches of all ranks. batches: this rank's micro-batches."""
         started, metrics = time.perf_counter(), Accumulator()
         self._seed_dropout(step)
         self.model.module.train()
@@ -287,14 +293,15 @@ class SupervisedTrainer:
         return metrics.reduce()
 
     def _seed_dropout(self, step: int) -> None:
-        """Make dropout depend on seed, step and rank only, so that a resumed run drops the same activations."""
+        """Seed the dropout masks from the run's seed, the step and the rank only, so that a resumed run draws the same
+        masks."""
         key = np.random.SeedSequence((self.args.seed, step, distributed.rank()))
         torch.manual_seed(int(key.generate_state(1, np.uint64)[0] >> 1))
 
     @phase("evaluating")
     @torch.no_grad()
     def held_out_metrics(self) -> dict[str, float]:
-        """The metrics of all held-out examples. Every rank runs equally many batches, some of them empty."""
+        """The metrics of all held-out examples. All ranks run equally many batches; some batches may be empty."""
         self.model.module.eval()
         size, batch_size = len(self.held_out), self.args.per_device_eval_batch_size
         ranks = distributed.data_parallel_rank(), distributed.data_parallel_size()

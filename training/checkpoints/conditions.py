@@ -1,15 +1,16 @@
 """The content of a checkpoint's trainer_state.json: the training state, the settings that must be the same in a resumed
 run, and the settings that may change.
 
-steps_done, optimizer_steps, samples, prompt_batches, kl, score_scale    the state: PPOTrainer.state_dict; steps_done
-                    below 0 while the critic is pretrained
-held_out_..., metrics_without_evaluation    the keys BEFORE, FIRST and OWED below; each only where it is needed
-models              step counts and loss scales of each model: TrainedModel.scalars
-ema                 whether there is a moving average
-identity            settings that must be equal: with other values the state would mean something else, or nothing
+steps_done, optimizer_steps, samples, prompt_batches, kl, score_scale    the training state (PPOTrainer.state_dict);
+                    steps_done is negative while the critic is pretrained
+held_out_..., metrics_without_evaluation    the keys BEFORE, FIRST and OWED below; each is present only if it is needed
+models              step counts and loss scales of each model (TrainedModel.scalars)
+ema                 whether the checkpoint has a moving average
+identity            settings that must be the same in the resumed run: with other values the state would be meaningless
 settings            settings that may change; every change that has an effect is printed
 
-Models and reward functions may move to other paths: fingerprints of their contents, among the settings, identify them.
+Models and reward functions may be moved to other paths. The settings also hold fingerprints of their contents, by which
+they are recognised.
 """
 
 import hashlib
@@ -36,12 +37,12 @@ from training.config.supervised import SupervisedFlags
 
 MODELS = ("actor_model_name_or_path", "critic_model_name_or_path", "reward_model_name_or_path")
 FUNCTION = "reward_function"
-BASE = "base of "  # before the flag: the weights that stay as they are beside LoRA's factors
+BASE = "base of "  # prefix of a flag's name: the model's frozen weights, to which LoRA factors are added
 
 
 def fingerprints(args: RLHFFlags) -> dict[str, str]:
-    """{flag: fingerprint} of the models and of the reward function's source, as far as they are on this machine. With
-    LoRA also the fingerprints of the models' bases: where a model is an adapter, its base is another model."""
+    """{flag: fingerprint} of the models and of the reward functions' sources, as far as they are on this machine. With
+    LoRA, also the fingerprints of the models' bases; if a model is an adapter, its base is another model."""
     found = {}
     for name in MODELS:
         path = getattr(args, name)
@@ -55,15 +56,15 @@ def fingerprints(args: RLHFFlags) -> dict[str, str]:
 
 
 def sources_fingerprint(names: Sequence[str]) -> str | None:
-    """A hash of the source files of all functions; for one function, its `source_fingerprint`. None if there are no
-    files."""
+    """A hash of the source files of all functions. For a single function, it is the function's `source_fingerprint`.
+    None if there are no files."""
     found = [each for name in names if name not in BUILT_IN if (each := source_fingerprint(name)) is not None]
     return found[0] if len(found) == 1 else hashlib.sha256(" ".join(found).encode()).hexdigest() if found else None
 
 
 def source_fingerprint(name: str) -> str | None:
-    """A hash of the file in the flag's value `name`, and of the file that defines the reward function or class. None if
-    there are no such files. Files that these import are not hashed."""
+    """A hash of the file that the value `name` of --reward_function gives, and of the file in which the function or
+    class is defined. None if there are no such files. Files that these files import are not hashed."""
     function, where = load_function(name), name.rpartition(":")[0]
     files = {where if names_file(where) else getattr(sys.modules[where], "__file__", None), _written_in(function)}
     texts = [Path(file).read_bytes() for file in sorted(filter(None, {_resolved(file) for file in files}))]
@@ -71,9 +72,9 @@ def source_fingerprint(name: str) -> str | None:
 
 
 def changed_models(now: Mapping[str, object], then: Mapping[str, object], contents: Callable[[str], str]) -> list[str]:
-    """The flags of models whose paths are the same in both settings, while their contents differ.
+    """The flags of models whose path is the same in both settings although their content differs.
 
-    contents: {flag: the key of the contents' fingerprint in the settings}.
+    contents: flag -> the key under which the settings have the fingerprint of the model's content.
     """
     return [
         flag
@@ -88,7 +89,7 @@ def _written_in(function: Callable) -> str | None:
     for candidate in (inspect.unwrap(function), type(function)):
         try:
             return inspect.getsourcefile(candidate)
-        except TypeError:  # an object that can be called, or one that is built in
+        except TypeError:  # a callable object, or a built-in function
             continue
     return None
 
@@ -98,23 +99,26 @@ def _resolved(file: str | None) -> str | None:
 
 
 OWED = "metrics_without_evaluation"
-"""Key of the state: the step's metrics, if the checkpoint was written before the evaluation that completes them."""
+"""Key of the state: the last step's metrics, if the checkpoint was written before the evaluation whose results belong
+to them."""
 BEFORE = "held_out_before_training"
-"""Key of the state: measurements of each held-out unit before the first step; later ones are compared with them."""
+"""Key of the state: what was measured on each held-out unit before the first step, for comparison with later
+measurements."""
 FIRST = "held_out_first_responses"
-"""Key of the state: responses to the held-out prompts before the first step; words not in them count as new later."""
+"""Key of the state: the responses to the held-out prompts before the first step. Later, words that do not occur in them
+count as new."""
 DATA = "the data"  # its value is a fingerprint, which messages do not show
 URL = "--reward_url"  # an address, which may change
 SERVED = "the reward server"
 TEMPLATE = "the chat template"  # a hash of it
 FROZEN = "frozen weights of the "
-CONTENTS = "contents of "  # before the flag: fingerprints, which messages do not show either
+CONTENTS = "contents of "  # prefix of a flag's name: a fingerprint, which messages do not show
 TOTAL_STEPS, MICRO_BATCH, RANKS = "total steps", "--per_device_training_batch_size", "ranks"
 
 
 def shared_identity(args: LoraFlags, data: list[str], tokenizer: PreTrainedTokenizerBase) -> dict[str, object]:
-    """The part of the identity that all three steps have: data, chat template, adapters, and the flags with
-    resume=SAME."""
+    """The part of the identity that all three training steps have: data, chat template, adapters, and the flags that
+    are defined with resume=SAME."""
     specs = {model: args.lora(model) for model in args.lora_models}
     return {
         DATA: data,
@@ -129,7 +133,7 @@ def shared_identity(args: LoraFlags, data: list[str], tokenizer: PreTrainedToken
 
 
 def shared_settings(args: LoraFlags, total_steps: int) -> dict[str, object]:
-    """The settings that may change in all three steps."""
+    """The settings that may change in a resumed run, for all three training steps."""
     specs = {model: args.lora(model) for model in args.lora_models}
     return {
         **{f"--{name}": value for name, value in with_resume(args, TOLD)},
@@ -145,11 +149,11 @@ def _as_json(*parts: Mapping) -> list[dict]:
 
 @dataclass(frozen=True, slots=True)
 class Conditions:
-    """The settings under which a run trains, by name: a resumed run must have the same `identity`; `settings` may
-    change.
+    """The settings under which a run trains. identity: {name: value} of the settings that a resumed run must have in
+    common with its checkpoint. settings: {name: value} of the settings that may change.
 
-    Values are JSON values, without tuples. idle: settings that change no number of this run, beyond rounding.
-    ranks_matter: whether another number of ranks changes numbers (`Dialect.ranks_matter`).
+    Values are JSON values, without tuples. idle: names of settings that change no result of this run, beyond rounding.
+    ranks_matter: whether another number of ranks changes the results (`Dialect.ranks_matter`).
     """
 
     identity: dict[str, object] = field(default_factory=dict)
@@ -168,10 +172,10 @@ class Conditions:
     ) -> "Conditions":
         """The conditions of this run of step 3.
 
-        data: fingerprints of the prompts and of the texts. total_steps: of the whole run; the learning rates' schedule
-            depends on them.
-        tokenizer: its chat template must stay the same. inputs: fingerprints of models and of the reward function, by
-            flag.
+        data: fingerprints of the prompts and of the texts. total_steps: number of steps of the whole run, on which the
+            learning rates' schedule depends.
+        tokenizer: the tokenizer, whose chat template must stay the same. inputs: {flag: fingerprint} of models and
+            reward functions.
         """
         dialect, weights, inputs = args.resolved.dialect, args.reward_weights, inputs or {}
         identity = {
@@ -198,7 +202,7 @@ class Conditions:
 
     @classmethod
     def read(cls, state: Mapping) -> "Conditions":
-        """The conditions that a state file holds."""
+        """The conditions that are stored in a checkpoint's state."""
         return cls(dict(state["identity"]), dict(state["settings"]))
 
     def check(self, written: "Conditions", folder: Path) -> None:
@@ -209,11 +213,12 @@ class Conditions:
                 f"--resume {folder}: it was written by another version of this program, or by another step of the "
                 f"three (only one of the two has {', '.join(sorted(others))}). Go on with that version, or begin anew."
             )
-        # The data is compared last: seed, lengths and --overlong also decide which rows are held out.
+        # The data are compared last: if a seed, a length or --overlong has changed, other rows are held out, and the
+        # message has to name this cause.
         for name, value in sorted(self.identity.items(), key=lambda item: item[0] == DATA):
             then = written.identity.get(name)
             if name.startswith(FROZEN) and None in (then, value):
-                continue  # the model was named on the Hub and not yet fetched
+                continue  # the model is a Hub name and was not downloaded yet
             if then != value and name.startswith(FROZEN):
                 raise UserError(
                     f"--resume {folder}: the {name} are others than when it was written, and the factors in it belong "
@@ -265,9 +270,10 @@ class Conditions:
         return lines
 
     def scores_changed_since(self, written: "Conditions") -> bool:
-        """Whether the reward function or the reward model is another one than when the checkpoint was written.
+        """Whether a reward function or the reward model has changed since the checkpoint was written.
 
-        One whose contents and path are both unknown counts as unchanged. So does a reward server, which may have moved.
+        A function or model whose contents and path are both unknown counts as unchanged. A reward server always counts
+        as unchanged, since its address may have changed.
         """
         function = _contents(f"--{FUNCTION}")
         functions = {conditions.settings.get(function) for conditions in (self, written)} - {None}
@@ -275,7 +281,8 @@ class Conditions:
         return len(functions) > 1 or (model != model_then if None not in (model, model_then) else path != path_then)
 
     def _reward_model(self) -> tuple[object, object]:
-        """The reward model's path and the fingerprint of its contents; None where there is none or it is unknown."""
+        """(the reward model's path, the fingerprint of its contents); None for each of them that is unknown, or if
+        there is no reward model."""
         flag = "--reward_model_name_or_path"
         others = (f"--{FUNCTION}", SERVED)
         if self.settings.get(flag) is None and all(self.identity.get(name) is None for name in others):
@@ -302,9 +309,10 @@ class Conditions:
 
 
 def frozen_identity(flags: Mapping[str, str], inputs: Mapping[str, str], args: LoraFlags) -> dict[str, object]:
-    """The fingerprints of the frozen weights beside LoRA's factors, by model; None without LoRA or where unknown.
+    """The fingerprint of each model's frozen weights, to which LoRA factors are added; None for a model without LoRA,
+    or if the fingerprint is not known.
 
-    flags: the flag of each model's path, by the prefix of the model's "lora_dim" flag. inputs: fingerprints, by flag.
+    flags: {prefix of the model's "lora_dim" flag: the flag of the model's path}. inputs: {flag: fingerprint}.
     """
     return {
         f"{FROZEN}{model.rstrip('_') or 'model'}": inputs.get(f"{BASE}{flag}") if args.lora(model) else None
@@ -313,7 +321,7 @@ def frozen_identity(flags: Mapping[str, str], inputs: Mapping[str, str], args: L
 
 
 def _start_flags(args: RLHFFlags, dialect: Dialect) -> dict[str, str]:
-    """The flags of the models that actor and critic start from, by the prefix of their "lora_dim" flags."""
+    """{prefix of the model's "lora_dim" flag: flag of the model from which it starts}, for actor and critic."""
     flags = {"actor_": "--actor_model_name_or_path"}
     if dialect.has_critic:
         own = dialect.critic_start == "reward_model" and args.critic_model_name_or_path is not None
@@ -330,15 +338,15 @@ def _said(value: object) -> str:
 
 
 def _contents(flag: str) -> str:
-    """The name, among the settings, of the fingerprint of the model or source that a flag names."""
+    """The key under which the settings have the fingerprint of the model or source that a flag names."""
     return CONTENTS + flag
 
 
 def state_file(trainer_state: Mapping, scalars: Mapping, conditions: Conditions, with_ema: bool) -> str:
     """The text of trainer_state.json.
 
-    trainer_state: PPOTrainer.state_dict(), or another training loop's; it has the key steps_done. scalars:
-    TrainedModel.scalars of each model, by name.
+    trainer_state: the state_dict() of the training loop, such as PPOTrainer; it has the key steps_done. scalars: {name
+    of the model: its TrainedModel.scalars}.
     """
     state = {
         **trainer_state,
@@ -356,9 +364,10 @@ MODEL = "--model_name_or_path"
 def supervised_conditions(
     args: SupervisedFlags, data: list[str], total_steps: int, tokenizer: PreTrainedTokenizerBase
 ) -> Conditions:
-    """The conditions of a run of step 1 or 2. data: fingerprints of the training rows and of the held-out ones.
+    """The conditions of a run of step 1 or 2. data: fingerprints of the training rows and of the held-out rows.
 
-    The examples of an optimizer step are drawn from the seed for all ranks together, so their number must stay.
+    The examples of an optimizer step are drawn for all ranks together. Therefore the number of examples in an optimizer
+    step, over all ranks, must stay the same.
     """
     examples = args.per_device_train_batch_size * args.gradient_accumulation_steps * distributed.data_parallel_size()
     identity = {
@@ -372,7 +381,8 @@ def supervised_conditions(
 
 
 def _bases(args: SupervisedFlags) -> dict[str, str]:
-    """{flag: fingerprint} of the frozen weights beside LoRA's factors, if there are such and it is known."""
+    """{flag: fingerprint} of the model's frozen weights, to which LoRA factors are added; {} without LoRA, or if the
+    fingerprint is not known."""
     path = args.model_name_or_path
     found = frozen_fingerprint(path, MODEL) if args.lora() is not None and args.looks_at(path) else None
     return {f"{BASE}{MODEL}": found} if found else {}

@@ -1,16 +1,16 @@
 """Writes a model of a checkpoint as a Hugging Face folder, one tensor at a time and without engines.
 
     python -m training.checkpoints.export out/checkpoints/step_000100 exported
-    python -m training.checkpoints.export out exported_ema --ema               # of the newest whole checkpoint of a run
+    python -m training.checkpoints.export out exported_ema --ema               # from the newest checkpoint of the run
 
-    python -m training.checkpoints.export out exported_adapter --adapter       # of a LoRA run, the adapter alone
+    python -m training.checkpoints.export out exported_adapter --adapter       # the adapter alone, from a LoRA run
 
-The folder opens with from_pretrained, and equals bit by bit what the run would have saved after that step. The export
-takes the memory of the largest tensor, and no GPU.
+The folder can be loaded with from_pretrained, and equals bit by bit what the run would have saved after the
+checkpoint's step. The export needs memory for the largest tensor only, and no GPU.
 
-The checkpoint of a LoRA run does not hold the model that the run began with. To export the merged model, this base
-has to stand where it stood, or where --base says. The base is loaded as a whole if its files use other names for the
-weights than the model does, as DeepSpeed-Chat's reward models do.
+The checkpoint of a LoRA run does not hold the base, the model with which the run began. To export the merged model, the
+base has to be where it was during the run, or where --base says. If the base's files use other names for the weights
+than the model does, as DeepSpeed-Chat's reward models do, the whole base is loaded into memory.
 """
 
 import argparse
@@ -39,16 +39,17 @@ from training.runtime.hub import add_card
 
 FLOATS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 INDEX = "model.safetensors.index.json"
-WITHIN = "model."  # the transformers model within a Policy or Scorer
-SHARD_SIZE = "50GB"  # as save_pretrained has it
+WITHIN = "model."  # prefix of the names of the transformers model's weights within a Policy or Scorer
+SHARD_SIZE = "50GB"  # the default of save_pretrained
 
 
 class PointTensors(Mapping):
-    """The weights of one model of a checkpoint as they are saved; each tensor is read when it is asked for.
+    """The weights of one model of a checkpoint, in the form in which a run saves them. Each tensor is read when it is
+    asked for.
 
-    files: the model's training state. averages: the moving average, to be taken instead of the weights. given: the
-    dtype of all floats. By default trained weights take the dtype that the run computed in, `computed`, and frozen
-    tensors keep theirs.
+    files: the model's training state. averages: the moving average, if it is to be taken instead of the weights.
+    computed: the dtype in which the run computed. given: the dtype that all floats get. If it is None, trained weights
+    get the dtype `computed`, and frozen tensors keep their dtype.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class PointTensors(Mapping):
             self._places[name.partition("/")[2].removeprefix(WITHIN)] = averages, name
 
     def shape_and_dtype(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
-        """Shape and dtype of a tensor, before it is read."""
+        """Shape and dtype of a tensor, without reading it."""
         files, place = self._places[name]
         dtype = files.dtype(place)
         if dtype.is_floating_point:
@@ -73,12 +74,12 @@ class PointTensors(Mapping):
         return files.shapes()[place], dtype
 
     def is_trained(self, name: str) -> bool:
-        """Whether training changes a tensor."""
+        """Whether the tensor `name` is trained."""
         return not self._places[name][1].startswith("frozen/")
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype that trained weights are saved in."""
+        """The dtype in which trained weights are saved."""
         return self._given or self._computed
 
     def __getitem__(self, name: str) -> Tensor:
@@ -114,18 +115,19 @@ def export(
     """Write a model of a checkpoint as a Hugging Face folder; returns the folder.
 
     Args:
-        point: a checkpoint's folder, or the output folder of a run: then its newest whole checkpoint is taken. If
-            several ranks run, all of them must call this. A ResumePoint is taken as it is; one process may then call
-            this alone.
-        output: a folder that is not there, or empty.
-        ema: the moving average instead of the weights.
-        dtype: "fp32", "fp16" or "bf16" instead of what the run computed in.
-        max_shard_size: files larger than this are split.
-        adapter: the adapter of a LoRA run alone, without its model.
-        base: the path of the model that a LoRA run began with; by default its path in that run.
+        point: a checkpoint's folder; or the output folder of a run, whose newest whole checkpoint is taken; or a
+            ResumePoint. If there are several ranks, all of them must call this function, unless `point` is a
+            ResumePoint: then one process may call it alone.
+        output: a folder that does not exist or is empty.
+        model: the model's name in the checkpoint.
+        ema: whether the moving average is written instead of the weights.
+        dtype: "fp32", "fp16" or "bf16"; by default the dtype in which the run computed.
+        max_shard_size: the largest size of a weight file; larger models are split into several files.
+        adapter: whether only the adapter of a LoRA run is written, without its model.
+        base: the path of the model with which a LoRA run began; by default its path during the run.
 
-    Raises: UserError where the checkpoint is damaged or has no such model, where `output` is not empty, or where
-    `output` lies in the checkpoint.
+    Raises: UserError if the checkpoint is damaged or does not have the model, if `output` is not empty, or if `output`
+    lies in the checkpoint.
     """
     folder = Path(output)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -158,11 +160,11 @@ def export(
 
 
 def _found(path: str, folder: Path) -> ResumePoint:
-    """The checkpoint that a path names; prints which one it is."""
+    """The checkpoint that a path names. Prints which checkpoint was chosen."""
     try:
         found = ResumePoint.find(path, str(folder), with_ema=True)
     except UserError as error:
-        raise UserError(str(error).removeprefix("--resume").lstrip(": ")) from None  # no flag of this program
+        raise UserError(str(error).removeprefix("--resume").lstrip(": ")) from None  # this program has no flag --resume
     assert found is not None, "a path was given"
     for line in found.passed_over:
         print(f"PASSED OVER: {line}", file=sys.stderr)
@@ -194,10 +196,10 @@ def _tensors(point: ResumePoint, model: str, ema: bool, dtype: str | None) -> Po
 
 
 def write_weights(tensors: Any, max_shard_size: str, folder: Path) -> None:
-    """Write a model's weight files, and their index where there are several, a tensor at a time.
+    """Write a model's weight files, one tensor at a time, and an index if there are several files.
 
-    tensors: a mapping in the order of a file, with `shape_and_dtype(name)` and `only(names)`. Raises: UserError for an
-    invalid `max_shard_size`.
+    tensors: a mapping with the methods `shape_and_dtype(name)` and `only(names)`, in the order in which the tensors are
+    written. Raises: UserError for an invalid `max_shard_size`.
     """
     described = {}
     for name in tensors:
@@ -224,7 +226,7 @@ def _write_config(source: Path, dtype: str | None, folder: Path, left_out: Seque
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Export as the command line says; returns the exit code."""
+    """Run the export that the command line describes; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("point", help="a checkpoint, or the output folder of a run")
     parser.add_argument("output", help="a folder that is not there, or empty")
@@ -235,7 +237,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--base", help="where the model stands that a LoRA run began with (where it stood)")
     parser.add_argument("--max_shard_size", default=SHARD_SIZE, help=f"larger files are split ({SHARD_SIZE})")
     given = vars(parser.parse_args(argv))
-    logging.set_verbosity_error()  # no warning of a base without a score head: the checkpoint holds the head
+    logging.set_verbosity_error()  # a base without a score head is no problem: the checkpoint has it
     logging.disable_progress_bar()
     try:
         print(f"written: {export(given.pop('point'), given.pop('output'), **given)}")

@@ -1,4 +1,4 @@
-"""The files of checkpoints: their places, how they are written and read, and checks that they are complete.
+"""The files of checkpoints: where they are, how they are written and read, and how their completeness is checked.
 
     OUTPUT_DIR/checkpoints/step_000100/     step_-00005: 5 steps of the critic's pretraining before the first step
         actor/rank_00000.safetensors ...    numbers of the actor's training state, a file for each rank that wrote
@@ -11,13 +11,13 @@
 A checkpoint is written as step_000100.partial and renamed when it is complete. It becomes step_000100.abandoned when
 the run is resumed from an older checkpoint.
 
-A file of numbers holds consecutive parts of flattened tensors. The key of a part is name@start, where start is the
-index of its first number in the flattened tensor. The files' metadata have the shapes of whole tensors. The safetensors
-library can read these files, but they are not written with it: the hash has to be computed from the numbers in memory,
-not from the file on the disk, and without a second copy.
+Each rank's file holds consecutive parts of flattened tensors. The key of a part is name@start, where start is the index
+of the part's first number in the flattened tensor. The files' metadata have the shapes of the whole tensors. The
+safetensors library can read these files, but does not write them: the hash has to be computed from the numbers in
+memory and not from the file on the disk, and without a second copy of the numbers.
 
 manifest.json: {"format": 1, "step": 100, "files": {"actor/rank_00000.safetensors": [size, blake2b], ...},
-                "digest": the hash of the rest}
+                "digest": hash of the other entries}
 """
 
 import hashlib
@@ -47,7 +47,7 @@ from engine.zero.shards import Shard
 from training.runtime.agreement import SharedError
 
 CHECKPOINTS = "checkpoints"
-AUTO = "auto"  # for --resume: the newest checkpoint in --output_dir, if there is one
+AUTO = "auto"  # value of --resume: resume from the newest checkpoint in --output_dir, if there is one
 STATE_FILE, MANIFEST = "trainer_state.json", "manifest.json"
 CONFIG, EMA, REFERENCE = "config", "ema", "reference"
 PARTIAL, PRUNED, ABANDONED = ".partial", ".pruned", ".abandoned"
@@ -70,7 +70,7 @@ def step_of(folder: Path) -> int | None:
 
 
 def holds_point(folder: Path) -> bool:
-    """Whether a folder with any name holds some of the files of a checkpoint."""
+    """Whether a folder, whatever its name, has some of the files of a checkpoint."""
     return any((folder / name).is_file() for name in (MANIFEST, STATE_FILE))
 
 
@@ -90,13 +90,13 @@ def unfinished_in(output_dir: Path) -> list[Path]:
 
 
 def set_aside(folder: Path) -> Path:
-    """Rename a checkpoint, so that --resume does not find it; returns its new name."""
+    """Rename a checkpoint so that --resume does not find it; returns its new path."""
     names = (folder.with_name(f"{folder.name}{ABANDONED}{number}") for number in ("", *range(2, 10_000)))
     aside = next(name for name in names if not os.path.lexists(name))
     return folder.rename(aside)
 
 
-CHUNK = 1 << 24  # bytes written at a time
+CHUNK = 1 << 24  # number of bytes that are written at a time
 
 
 class FileRecord(NamedTuple):
@@ -107,7 +107,7 @@ class FileRecord(NamedTuple):
 
 
 class _HashedFile:
-    """A new file that is hashed while it is written. After `finish` its content is on the disk."""
+    """A new file whose content is hashed while it is written. After `finish` the content is on the disk."""
 
     def __init__(self, path: Path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -141,14 +141,15 @@ def write_bytes(path: Path, data: bytes) -> FileRecord:
 
 
 def write_shards(path: Path, shards: Sequence[Shard]) -> FileRecord:
-    """Write these shards as a new safetensors file to the disk; shards on a device are fetched one after the other."""
+    """Write these shards to the disk as a new safetensors file. Shards on a GPU are copied to the host one by one."""
     runs = {f"{shard.name}@{shard.start}": shard.values for shard in shards if shard.values.numel()}
     shapes = {shard.name: shard.shape for shard in shards}
     return write_tensors(path, runs, {"shapes": json.dumps(shapes)})
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> FileRecord:
-    """Write a new safetensors file to the disk, one tensor at a time, so that `tensors` may load each one lazily."""
+    """Write a new safetensors file to the disk, one tensor at a time; `tensors` may load each tensor when it is asked
+    for."""
     with _HashedFile(path) as file:
         write_safetensors(file.write, tensors, metadata)
         return file.finish()
@@ -162,9 +163,9 @@ class _Run(NamedTuple):
 
 
 class ShardFiles:
-    """The numbers that the files in a folder hold together; a `ShardSource`.
+    """Reads the tensors whose parts are spread over the files of all ranks in a folder; a `ShardSource`.
 
-    Raises: UserError where there are no such files, or where `write_shards` did not write one of them.
+    Raises: UserError if there are no such files, or if one of them was not written by `write_shards`.
     """
 
     def __init__(self, folder: Path):
@@ -192,13 +193,14 @@ class ShardFiles:
             self._runs[name].append(_Run(int(start), int(start) + length, file, key))
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The full shape of each tensor, by its name."""
+        """{name: shape} of the whole tensors."""
         return self._shapes
 
     def read(self, name: str, start: int, out: Tensor) -> None:
-        """Fill `out` (n,), of any device, with the numbers start .. start+n of the named tensor.
+        """Fill `out` (n,), which may be on any device, with n numbers of the flattened tensor `name`, from index
+        `start` on.
 
-        Raises: UserError where the files do not hold all of them.
+        Raises: UserError if the files lack some of these numbers.
         """
         place, end = start, start + out.numel()
         for run in self._runs.get(name, ()):
@@ -215,7 +217,7 @@ class ShardFiles:
             )
 
     def whole(self, name: str) -> Tensor:
-        """The full tensor of this name, in host memory."""
+        """The whole tensor of this name, in host memory."""
         shape, runs = self._shapes[name], self._runs[name]
         tensor = torch.empty(shape, dtype=self.dtype(name))
         if runs:
@@ -230,37 +232,38 @@ class ShardFiles:
 
 
 FORMAT = 1
-READ_AT_ONCE = 1 << 24  # bytes
-LARGEST = 1 << 26  # bytes of a manifest: enough for hundreds of thousands of files
+READ_AT_ONCE = 1 << 24  # number of bytes that are read at a time
+LARGEST = 1 << 26  # largest size of a manifest in bytes: enough for hundreds of thousands of files
 
 
 class Damage(Exception):
-    """What is wrong with a checkpoint."""
+    """Raised for a damaged checkpoint. Its text describes the damage."""
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """The content of manifest.json. step: the step after which the checkpoint was written. files: the record of each
-    file, by its path within the checkpoint; without the manifest itself."""
+    """The content of manifest.json. step: the step after which the checkpoint was written. files: {path within the
+    checkpoint: record of the file}, without the manifest itself."""
 
     step: int
     files: Mapping[str, FileRecord]
 
     def text(self) -> str:
-        """What manifest.json holds."""
+        """The text of manifest.json."""
         content = {"format": FORMAT, "step": self.step, "files": {name: list(self.files[name]) for name in self.files}}
         return json.dumps({**content, "digest": _digest(content)}, indent=1) + "\n"
 
     @property
     def size(self) -> int:
-        """Bytes of all files together."""
+        """The size of all files together, in bytes."""
         return sum(record.size for record in self.files.values())
 
     @classmethod
     def read(cls, folder: Path) -> "Manifest":
         """The manifest of the checkpoint in `folder`.
 
-        Raises: Damage where it is missing or not as it was written. UserError where it has another format.
+        Raises: Damage if the manifest is missing, or differs from what was written. UserError if its format is another
+        one.
         """
         path = folder / MANIFEST
         if not path.is_file():
@@ -289,7 +292,7 @@ def _digest(content: dict) -> str:
 
 
 def files_in(folder: Path) -> set[str]:
-    """The paths, within a folder, of everything below it except folders."""
+    """The paths, relative to the folder, of everything below it except folders."""
     found = set()
     for parent, folders, names in os.walk(folder):
         inner = Path(parent)
@@ -299,11 +302,12 @@ def files_in(folder: Path) -> set[str]:
 
 
 def damages(folder: Path) -> list[str]:
-    """Descriptions of what is wrong with a checkpoint, one per file; [] if it is complete (all ranks call this).
+    """Check all files of a checkpoint. Returns a description of each damaged file; [] if the checkpoint is complete
+    (all ranks call this).
 
     Each rank hashes a part of the files; all ranks get the whole result.
 
-    Raises: UserError on all ranks if one does not see the folder, or if the checkpoint has another format.
+    Raises: UserError on all ranks if one of them does not see the folder, or if the checkpoint has another format.
     """
     old, found = None, []
     try:
@@ -359,14 +363,15 @@ def _problem(path: Path, record: FileRecord) -> str | None:
 
 
 def config_files(models: Mapping[str, TrainedModel], tokenizer: PreTrainedTokenizerBase) -> dict[str, bytes]:
-    """{"MODEL/FILE": content} of the files that a saved model or adapter has in addition to its weights."""
+    """{"MODEL/FILE": content} of the files that a saved model or adapter has in addition to its weights: its
+    configuration and the tokenizer."""
     found = {}
     for name, model in models.items():
         found |= {f"{name}/{file}": text.encode() for file, text in adapter_files(model.module).items()}
         with tempfile.TemporaryDirectory() as folder:
             save_model(model.module, {}, tokenizer, folder)
             for path in sorted(Path(folder).iterdir()):
-                if path.suffix != ".safetensors":  # a file without weights
+                if path.suffix != ".safetensors":  # all files but the weights
                     found[f"{name}/{path.name}"] = path.read_bytes()
     return found
 
@@ -375,9 +380,10 @@ def config_files(models: Mapping[str, TrainedModel], tokenizer: PreTrainedTokeni
 class Schedule:
     """When checkpoints are written, and which are kept.
 
-    steps, minutes: the interval between checkpoints; 0 for none by this unit. keep: how many of the newest are kept; 0
-    for all. keep_best: whether the one with the best held-out score is kept too. asynchronous: whether training goes on
-    while a checkpoint is written.
+    steps: number of steps between two checkpoints; 0 to write none by steps. minutes: number of minutes between two
+    checkpoints; 0 to write none by time. keep: how many of the newest checkpoints are kept; 0 to keep all. keep_best:
+    whether the checkpoint with the best held-out score is kept too. asynchronous: whether training goes on while a
+    checkpoint is written.
     """
 
     steps: int = 0

@@ -1,6 +1,6 @@
-"""Resuming: finds the checkpoint that a run goes on from, verifies that it is whole, and restores its models, on any
-number of ranks and at any ZeRO stage. For exports it also gives the adapter of a LoRA run's checkpoint, and the model
-with this adapter merged in.
+"""Resumes runs: finds the checkpoint from which a run goes on, verifies that it is whole, and restores its models, on
+any number of ranks and at any ZeRO stage. For exports it also provides the adapter in the checkpoint of a LoRA run, and
+the model with this adapter merged in.
 """
 
 import contextlib
@@ -50,16 +50,16 @@ from training.checkpoints.files import EMA as EMA_FOLDER
 from training.runtime.agreement import SharedError, checked
 
 STATE_FIELDS = {"steps_done": int, "models": dict, "ema": bool, "identity": dict, "settings": dict}
-SHOWN = 3  # damaged files that a message names
+SHOWN = 3  # number of damaged files that a message names
 
 
 @dataclass(frozen=True, slots=True)
 class ResumePoint:
-    """A checkpoint that was found and verified once at the start of a run.
+    """A checkpoint that was found, and verified, at the start of a run.
 
-    folder: .../checkpoints/step_N. state: the content of its state file (training/checkpoints/conditions.py).
-    in_output_dir: whether the checkpoint lies in this run's --output_dir, whose curves then continue. passed_over: a
-    line for each newer checkpoint that is damaged.
+    folder: .../checkpoints/step_N. state: the content of its trainer_state.json (training/checkpoints/conditions.py).
+    in_output_dir: whether the checkpoint lies in this run's --output_dir; if so, the metrics there are continued.
+    passed_over: a line for each newer checkpoint that was not taken because it is damaged.
     """
 
     folder: Path
@@ -69,19 +69,19 @@ class ResumePoint:
 
     @classmethod
     def find(cls, path: str | None, output_dir: str, with_ema: bool = False) -> "ResumePoint | None":
-        """The checkpoint that --resume names (all ranks call this); None where there is nothing to go on from.
+        """The checkpoint that --resume names; None if the run starts anew (all ranks call this).
 
-        Every file of a checkpoint is hashed before it is taken. In a run's output folder a damaged checkpoint is passed
-        over for the one before it.
+        All files of a checkpoint are hashed before it is taken. If `path` is a run's output folder and its newest
+        checkpoint is damaged, the checkpoint before it is tried.
 
         Args:
-            path: a checkpoint's folder, the output folder of a run, or "auto": the newest checkpoint in `output_dir`,
-                or None where there is none.
-            output_dir: the folder that the resumed run writes into.
+            path: the value of --resume: a checkpoint's folder; the output folder of a run; or "auto" for the newest
+                checkpoint in `output_dir`, if there is one. None if the flag is not given.
+            output_dir: the folder into which the resumed run writes.
             with_ema: whether the resumed run keeps a moving average.
 
-        Raises: UserError on all ranks if there is no checkpoint, if the named one or all of them are damaged, or if the
-            checkpoint has a moving average and the run keeps none.
+        Raises: UserError on all ranks if there is no checkpoint at `path`, if the named checkpoint or all checkpoints
+            of the run are damaged, or if the checkpoint has a moving average and the resumed run keeps none.
         """
         if path is None:
             return None
@@ -109,14 +109,15 @@ class ResumePoint:
         return self.state["steps_done"]
 
     def lines(self) -> list[str]:
-        """The lines that the run prints about the checkpoint that it goes on from."""
+        """The lines that the run prints about the checkpoint from which it resumes."""
         return [
             *(f"PASSED OVER: {line}" for line in self.passed_over),
             f"goes on from {self.folder}, after step {self.steps_done}",
         ]
 
     def check(self, conditions: Conditions, last_step: int) -> None:
-        """Raise UserError if a run under these conditions, up to this step, cannot go on from here."""
+        """Raise UserError if a run with these conditions, which ends at `last_step`, cannot resume from this
+        checkpoint."""
         conditions.check(Conditions.read(self.state), self.folder)
         if self.steps_done > last_step:
             raise UserError(
@@ -126,7 +127,7 @@ class ResumePoint:
 
 
 def _candidates(path: str, output_dir: str) -> tuple[bool, list[Path]]:
-    """(whether `path` names a checkpoint itself, the folders of checkpoints to be tried, the best first)."""
+    """(whether `path` is a checkpoint's folder; the folders of the checkpoints to try, in this order)."""
     if path == AUTO:
         return False, points_in(Path(output_dir))[::-1]
     folder = Path(path)
@@ -167,10 +168,10 @@ def _read(path: Path, with_ema: bool) -> dict:
 
 
 def set_aside_newer(output_dir: Path, step: int) -> None:
-    """Rename the checkpoints after `step` to step_N.abandoned (rank 0 does): a run that goes on from an older
-    checkpoint takes another course, and the next --resume must not find the course it left.
+    """Rename the checkpoints after `step` to step_N.abandoned (rank 0 does). A run that resumes from an older
+    checkpoint makes the later steps again; the next --resume must not find the old checkpoints of these steps.
 
-    Checkpoints that a kill has left half written or half deleted are removed.
+    Checkpoints that were half written or half deleted when the run was killed are removed.
     """
     if distributed.is_main():
         for folder in unfinished_in(output_dir):
@@ -187,8 +188,8 @@ def restore(
 ) -> list[str]:
     """Load a checkpoint into the models, the moving average and a reference that is refreshed (all ranks call this).
 
-    If the run keeps a moving average and the checkpoint has none, the average begins with the checkpoint's weights.
-    Returns the lines to be printed about this. Raises: UserError where the checkpoint is of other models.
+    If the run keeps a moving average and the checkpoint has none, the average begins with the checkpoint's weights, and
+    lines that say so are returned. Raises: UserError if the checkpoint holds other models.
     """
     for name, model in models.items():
         model.load_shards(ShardFiles(Path(point.folder) / name), point.state["models"].get(name, {}))
@@ -204,11 +205,11 @@ def restore(
     return ["changed since the checkpoint: --enable_ema; the average begins with the weights of the checkpoint"]
 
 
-OF_MODELS = ("config.json", "generation_config.json")  # files that a whole model has and an adapter has not
+OF_MODELS = ("config.json", "generation_config.json")  # files of a whole model that an adapter's folder lacks
 
 
 class Tensors(dict[str, Tensor]):
-    """Tensors by name, in the order in which a file holds them; some of them are `Lazy`."""
+    """Tensors by name, in the order in which they are written to a file. Some of them are `Lazy`."""
 
     def __init__(self, tensors: Mapping[str, Tensor]):
         order = sorted(tensors, key=lambda name: file_order(name, tensors[name].dtype))
@@ -224,14 +225,14 @@ class Tensors(dict[str, Tensor]):
 
 
 class AdapterPoint:
-    """A model of a checkpoint that was trained by LoRA.
+    """A model of a checkpoint that was trained with LoRA.
 
     Args:
         model: the model's name, which is also the name of its adapter.
         tensors: the model's tensors in the checkpoint, by their names in the adapted model.
         base: the folder of the frozen weights; None for the folder that the run used.
 
-    Raises: UserError where the model has no adapter.
+    Raises: UserError if the model has no adapter.
     """
 
     def __init__(self, point: ResumePoint, model: str, tensors, base: str | None = None):
@@ -242,7 +243,8 @@ class AdapterPoint:
         self.base, self.config = base, folder
 
     def adapter(self) -> Tensors:
-        """The adapter's weights by the names that peft gives them. Raises: UserError if other weights train too."""
+        """{name in peft: weight} of the adapter. Raises: UserError if other weights than the adapter's were trained
+        too."""
         found = {}
         for name in self.tensors:
             if is_factor(name):
@@ -259,7 +261,7 @@ class AdapterPoint:
     def merged(self) -> Tensors:
         """The weights of the model with its adapter merged in; each matrix is merged when it is asked for.
 
-        Raises: UserError if the model that the run began with is missing, or its weights have changed.
+        Raises: UserError if the base, with which the run began, is missing, or if its weights have changed since.
         """
         adapter = self._folder()
         model, base = self._base(adapter)
@@ -270,7 +272,7 @@ class AdapterPoint:
         places = {weight: name for name, weight in model.named_parameters()}
         for name in self.tensors:
             layer, is_a, _ = name.partition(".lora_A.")
-            if is_a:  # of a head that is the embedding too, whose matrix is not among the named ones, as well
+            if is_a:  # also for a head that shares the embedding's matrix, which has one name only
                 part = model.get_submodule(layer)
                 found[f"{layer}.weight"] = self._merged(adapter, layer, base[places[part.weight]], part)
         return Tensors(found)
@@ -300,10 +302,10 @@ class AdapterPoint:
         return found
 
     def _base(self, adapter: AdapterFolder) -> tuple[PreTrainedModel, dict[str, Tensor]]:
-        """The model that the run began with, and its weights by name.
+        """(the base, with which the run began; {name: weight} of its weights).
 
-        If the files use the model's own names, the model stays on the meta device and each weight is read when it is
-        asked for. Otherwise the whole model is loaded.
+        If the base's files use the model's own names, the model stays on the meta device, and each weight is read when
+        it is asked for. Otherwise the whole model is loaded.
         """
         dtype, what = self.tensors.dtype, str(self.point.folder)
         scores = adapter.config.task_type == CLASSIFIER
@@ -323,8 +325,8 @@ class AdapterPoint:
         return model, {name: tensor.detach() for name, tensor in _weights(model).items()}
 
     def _stored(self, model: PreTrainedModel, path: str) -> dict[str, Tensor] | None:
-        """The weights that the checkpoint lacks, from the files at `path`, by their names in the model; None where one
-        of them has another name in the files, or where the files are not on this machine."""
+        """{name in the model: weight} of the weights that the checkpoint lacks, from the files at `path`. None if one
+        of them has another name in the files, or if the files are not on this machine."""
         folder = weights_folder(path)
         if folder is None or model._keep_in_fp32_modules or model._keep_in_fp32_modules_strict:
             return None
@@ -343,7 +345,7 @@ class AdapterPoint:
 
 
 def _weights(model: PreTrainedModel) -> dict[str, Tensor]:
-    """The weights of a model that are saved; tied weights under one of their names."""
+    """{name: weight} of the weights of a model that are saved. A tied weight has only one of its names."""
     saved = model.state_dict().keys()
     named = [*model.named_parameters(), *model.named_buffers()]
     return {name: tensor for name, tensor in named if name in saved}

@@ -1,14 +1,14 @@
-"""Saving: writes checkpoints when they are due, while training goes on, and deletes older ones.
+"""Writes checkpoints when they are due, while training goes on, and deletes older checkpoints.
 
     checkpoints = Checkpoints(output_dir, Schedule(steps=100), models=models.trained, state=..., config_files=...)
     ...                                             # a step has been trained
-    checkpoints.save_if_due(step)                   # on all ranks, at each step's end
+    checkpoints.save_if_due(step)                   # on all ranks, at the end of each step
     ...
     checkpoints.wait()                              # at the end of the run
 
-All ranks call all methods together, between steps. The state is copied at once; a thread of each rank then writes the
-copy, and the thread of rank 0 completes the checkpoint. An older checkpoint is deleted once a newer one is whole. Files
-that the program did not write are never deleted.
+All ranks call all methods together, between steps. First each rank copies its part of the state. Then a thread of each
+rank writes the copy while training goes on, and the thread of rank 0 completes the checkpoint. An older checkpoint is
+deleted only when a newer one is whole. Files that the program did not write are never deleted.
 """
 
 import contextlib
@@ -55,26 +55,28 @@ from training.checkpoints.files import (
 from training.runtime.agreement import from_here
 from training.runtime.processes import phase
 
-LOOKING_FOR_RANKS = 0.05  # seconds after which rank 0 looks again for the other ranks' files
+LOOKING_FOR_RANKS = 0.05  # seconds between rank 0's looks for the other ranks' files
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The outcome of writing a checkpoint on a rank: why it failed, and (on rank 0) whether the checkpoint is whole."""
+    """The outcome of writing a checkpoint on one rank. problem: why writing failed; None if it did not. On rank 0 the
+    outcome also says whether the whole checkpoint is complete."""
 
     problem: str | None = None
     whole: bool = False
 
 
 class PendingPoint:
-    """Writes one checkpoint in a thread; `outcome` says how far it has come.
+    """Writes one checkpoint in a thread. `outcome` shows whether writing has succeeded or failed so far.
 
-    A rank that has written its files also writes a small file beside them, rank_N.json, with their sizes and hashes.
-    Rank 0 waits for the rank_N.json of all ranks, writes the manifest from them and renames the folder. So a checkpoint
-    is completed without a collective call, and training does not wait for it.
+    When a rank other than rank 0 has written its files, it writes a small file rank_N.json with their sizes and hashes.
+    Rank 0 waits for all these files, writes the manifest from them, and renames the folder. Thus a checkpoint is
+    completed without a collective call, and training does not wait for it.
 
-    final: the folder's name once it is whole. shards: this rank's shards, by the path of their file within the
-    checkpoint; they must not change until they are written. texts: small files that rank 0 writes, by their paths.
+    final: the path that the checkpoint's folder gets when it is whole. shards: {path of a file within the checkpoint:
+    this rank's shards in it}; they must not change until they are written. texts: {path: content} of the small files
+    that rank 0 writes.
     """
 
     def __init__(
@@ -98,8 +100,7 @@ class PendingPoint:
         self._thread.join()
 
     def give_up(self) -> None:
-        """Stop waiting for other ranks, and remove what was written (each rank has finished its part, or never
-        will)."""
+        """Stop waiting for other ranks, and remove what was written. Called when no rank is still writing."""
         self._given_up.set()
         self._thread.join()
         if self._rank == 0:
@@ -115,7 +116,7 @@ class PendingPoint:
                 self._complete(files)
             else:
                 self._announce(files)
-        except Exception as error:  # mostly an error of the disk; the run goes on after any error
+        except Exception as error:  # usually an error of the disk; the run goes on after any error
             self.outcome = Outcome(problem=from_here(f"rank {self._rank}: {error or type(error).__name__}"))
 
     def _announce(self, files: Mapping[str, FileRecord]) -> None:
@@ -151,7 +152,7 @@ class PendingPoint:
 
 
 def copied(shards: list[Shard]) -> list[Shard]:
-    """Copies of the shards in host memory, which do not change when training goes on."""
+    """Copies of the shards in host memory. They do not change when training goes on."""
     held = [replace(shard, values=_in_host_memory(shard.values)) for shard in shards]
     if any(shard.values.is_cuda for shard in shards):
         torch.cuda.synchronize()
@@ -166,10 +167,11 @@ def _in_host_memory(values: Tensor) -> Tensor:
 
 
 def prune(output_dir: Path, keep: int, best: int | None, say: Callable[[str], None]) -> None:
-    """Delete all checkpoints except the newest `keep` (0: delete none) and the one of step `best` (rank 0 does).
+    """Delete all checkpoints except the newest `keep` checkpoints and that of step `best` (rank 0 does). With keep = 0
+    nothing is deleted.
 
-    A folder that holds files which its manifest does not name is left alone. A checkpoint is renamed before it is
-    deleted, so that a kill in between leaves no incomplete checkpoint under its name.
+    A folder with files that its manifest does not name is not deleted. A checkpoint is renamed before it is deleted; if
+    the run is killed while deleting, no incomplete checkpoint has a valid name.
     """
     if not keep:
         return
@@ -192,22 +194,24 @@ def _is_ours(point: Path) -> bool:
         return False
 
 
-RETRY_AFTER = 60.0  # seconds after a failed write
-LOOKING = 0.02  # seconds between looks while the run waits for a checkpoint
+RETRY_AFTER = 60.0  # seconds from a failed write to the next try
+LOOKING = 0.02  # seconds between two looks while the run waits for a checkpoint to be complete
 
 
 class Checkpoints:
     """Writes a run's checkpoints.
 
     Args:
-        models: the trained models, by the names of their folders within a checkpoint.
-        state: () -> the current state of the training loop, without models and EMA, as JSON values.
+        schedule: when checkpoints are written, and which are kept.
+        models: {name of the model's folder within a checkpoint: trained model}.
+        state: function that returns the current state of the training loop as JSON values, without models and EMA.
         conditions: the settings under which the run trains.
-        reference: the weights of a reference that is refreshed (`MovingReference.kept`).
-        config_files: the files under config/, by path; see `training.checkpoints.files`.
-        resumed: the checkpoint that the run was resumed from, if any.
-        scores: held-out scores of existing checkpoints, by step; larger is better.
-        say: prints a line on the main rank.
+        config_files: {path: content} of the files under config/ (training/checkpoints/files.py).
+        ema: the moving average of the actor; None if the run keeps none.
+        reference: the weights of a reference that is refreshed (`MovingReference.kept`); None for other references.
+        resumed: the checkpoint from which the run was resumed, if any.
+        scores: {step: held-out score} of existing checkpoints; larger is better.
+        say: function that prints a line on the main rank.
     """
 
     def __init__(
@@ -241,7 +245,7 @@ class Checkpoints:
         self._pruning: threading.Thread | None = None
 
     def save_if_due(self, step: int, score: float | None = None) -> None:
-        """Write a checkpoint after this step if one is due; and check the outcome of the previous one.
+        """Check the outcome of the previous checkpoint, and write a checkpoint of this step if one is due.
 
         score: the held-out score after this step, if it was measured; larger is better.
         """
@@ -257,7 +261,7 @@ class Checkpoints:
             return True
         if not self.schedule.minutes and self._retry_at is None:
             return False
-        now = self._clock()  # rank 0's clock, for all ranks
+        now = self._clock()  # all ranks use rank 0's clock
         if self._retry_at is not None and now >= self._retry_at:
             return True
         return bool(self.schedule.minutes) and now - self._last_saved >= 60 * self.schedule.minutes
@@ -268,9 +272,10 @@ class Checkpoints:
 
     @phase("writing a checkpoint")
     def save(self, step: int, wait: bool = False) -> Path | None:
-        """Write the checkpoint of this step, unless it exists; returns its folder, or None where it cannot be written.
+        """Write the current weights and `state` as the checkpoint of this step, unless it exists already. Returns its
+        folder, or None if it cannot be written.
 
-        The current weights and `state` are written. wait: whether to return only once it is whole or has failed.
+        wait: whether to return only when the checkpoint is whole or has failed.
         """
         self.wait()
         final = point_folder(self.output_dir, step)
@@ -300,19 +305,20 @@ class Checkpoints:
         return found | {name: average.shards() for name, average in self.averages.items()}
 
     def _prepare(self, final: Path) -> str | None:
-        """Make the folder that a checkpoint is written into; returns the reason if that fails, else None."""
+        """Make the folder into which a checkpoint is written. Returns None, or, if this fails, the reason."""
         partial = final.with_name(final.name + PARTIAL)
         try:
             remove_folder(partial)
             partial.mkdir(parents=True)
-            if os.path.lexists(final):  # a checkpoint of an abandoned course of the run, or a damaged one
+            if os.path.lexists(final):  # an abandoned or damaged checkpoint
                 set_aside(final)
         except OSError as error:
             return f"rank 0: {error}"
         return None
 
     def _look(self, wait: bool = False) -> None:
-        """Check on all ranks whether the checkpoint under way is whole or has failed. wait: until it is either."""
+        """Check on all ranks whether the checkpoint that is being written is whole or has failed. wait: whether to wait
+        until one of the two is the case."""
         while self._pending is not None:
             outcomes = distributed.all_gather_objects(self._pending.outcome)
             problems = [outcome.problem for outcome in outcomes if outcome.problem is not None]
@@ -320,7 +326,7 @@ class Checkpoints:
                 pending, self._pending = self._pending, None
                 if not distributed.is_main():
                     pending.join()
-                distributed.barrier()  # nobody writes into the folder any more
+                distributed.barrier()  # after this, no rank writes into the folder any more
                 if distributed.is_main():
                     pending.give_up()
                 self._failed(pending.step, problems[0])
@@ -343,7 +349,7 @@ class Checkpoints:
         self._prune()
 
     def _prune(self) -> None:
-        """Delete older checkpoints beside training (rank 0 does)."""
+        """Delete older checkpoints in a thread, while training goes on (rank 0 does)."""
         if distributed.is_main() and self.schedule.keep:
             if self._pruning is not None:
                 self._pruning.join()
@@ -360,7 +366,7 @@ class Checkpoints:
     def _failed(self, step: int, problem: str) -> None:
         self._retry_at = self._clock() + RETRY_AFTER
         if distributed.is_main():
-            there = self.newest is not None and self.newest.is_dir()  # False where somebody has deleted it
+            there = self.newest is not None and self.newest.is_dir()  # False if somebody has deleted it
             older = f"{self.newest} is untouched" if there else "there is none before it"
             self.say(
                 f"CHECKPOINT NOT WRITTEN, of step {step}: {problem}. The run goes on, and tries again after a step "
@@ -369,29 +375,31 @@ class Checkpoints:
 
     @phase("writing a checkpoint")
     def wait(self) -> None:
-        """Wait until the checkpoint under way is whole, or has failed, and the older ones are pruned."""
+        """Wait until the checkpoint that is being written is whole or has failed, and older checkpoints are deleted."""
         self._look(wait=True)
-        self._prune()  # a held-out score may have come since
+        self._prune()  # a new held-out score may have changed which checkpoint is the best
         if self._pruning is not None:
             self._pruning.join()
 
     def take_metrics(self) -> dict[str, float]:
-        """What was measured since the last call: time/checkpoint, checkpoint/seconds, checkpoint/bytes."""
+        """The metrics of writing checkpoints since the last call: time/checkpoint, checkpoint/seconds,
+        checkpoint/bytes."""
         found, self._metrics = self._metrics, {}
         return found
 
 
 def _amount(size: int) -> str:
-    """Bytes as people read them."""
+    """A number of bytes as a text with a unit."""
     return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.2f} MB"
 
 
 @contextlib.contextmanager
 def last_good_named(checkpoints: Checkpoints, weights_of: Callable[[], int | None]) -> Iterator[None]:
-    """Within this context the message of a RunStopped, which all ranks raise together, is made to name a checkpoint.
+    """If a RunStopped is raised within this block, by all ranks together, add to its message from which checkpoint the
+    run can be resumed.
 
-    If the weights are sound and those of a finished step, their checkpoint is written, unless it exists. Otherwise the
-    message names the newest sound checkpoint, or says that there is none.
+    If the current weights are sound and belong to a finished step, their checkpoint is written first, unless it exists.
+    The message names the newest sound checkpoint, or says that there is none.
 
     weights_of: () -> the number of the step that made the current weights; None in the middle of an update.
     """
@@ -411,7 +419,7 @@ def last_good_named(checkpoints: Checkpoints, weights_of: Callable[[], int | Non
 
 
 def last_good(output_dir: Path, good_until: float) -> str:
-    """A sentence that names the newest checkpoint up to the step `good_until`, and the later ones."""
+    """A sentence that names the newest checkpoint up to the step `good_until`, and the checkpoints after this step."""
     steps = {step_of(point) or 0: point for point in points_in(output_dir) if (point / MANIFEST).is_file()}
     good = [step for step in steps if step <= good_until]
     spoilt = [steps[step].name for step in sorted(steps) if step > good_until]

@@ -1,8 +1,8 @@
-"""The flags of step 3's algorithm, and the dialect that they make: `AlgorithmFlags.resolved`.
+"""The flags of step 3's algorithm. `AlgorithmFlags.resolved` is the dialect that they make.
 
-A dialect is the set of all algorithm choices of a run, named after the system that it follows: --kl_coef 0.2 sets the
-field kl_coef of a Dialect (engine/algorithms/dialect.py). `ReferenceFlags` adds the flags of the actor's moving
-average, and of a reference that follows the actor.
+A dialect is the set of all algorithm choices of a run (engine/algorithms/dialect.py). Each dialect is named after the
+system that it follows. A flag sets a field of the dialect: --kl_coef 0.2 sets the field kl_coef. `ReferenceFlags` adds
+the flags of the actor's moving average, and of a reference that follows the actor.
 """
 
 from collections.abc import Mapping
@@ -18,8 +18,8 @@ from training.config.other_systems import flag_of_other_systems
 
 
 def dialect_flag(field: str, *, group: str = "", only_with: str | tuple[str, ...] = ()):
-    """A flag that sets a field of the dialect, and takes over the field's help and range; None keeps the dialect's
-    value."""
+    """A flag that sets a field of the dialect. Its help text and its range are those of the field. The flag's default
+    None keeps the dialect's value."""
     metadata = Dialect.__dataclass_fields__[field].metadata
     own = {"default": None, "group": group, "field": field, "only_with": only_with, "resume": FREE}
     return flag(**{**metadata, **own})
@@ -27,7 +27,8 @@ def dialect_flag(field: str, *, group: str = "", only_with: str | tuple[str, ...
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """The dialect that the flags make, and the fields they changed: {field: (the dialect's value, the given value)}."""
+    """The dialect that the flags make, and the fields that the flags changed: {field: (value of the named dialect,
+    value of the flag)}."""
 
     dialect: Dialect
     changed: dict[str, tuple]
@@ -35,7 +36,7 @@ class Resolved:
 
 @dataclass(kw_only=True)
 class AlgorithmFlags(DataFlags):
-    """The algorithm of step 3. Flags without a default of their own take the dialect's value."""
+    """The flags of step 3's algorithm. A flag that is not given takes the dialect's value."""
 
     dialect: str = flag("default", "system whose algorithmic choices are taken", choices=DIALECTS, group="algorithm")
     kl_coef: float | None = dialect_flag("kl_coef")
@@ -118,10 +119,10 @@ class AlgorithmFlags(DataFlags):
 
     @cached_property
     def resolved(self) -> Resolved:
-        """The dialect with the given flags applied; computed once, since flags do not change any more.
+        """The named dialect with the values of the flags that were given. It is computed once.
 
-        Raises: UserError, naming the flag, for a field that is given twice or belongs to another system, and for a
-        value that the dialect cannot have or that has no effect in it.
+        Raises: UserError, with the flag in its message, if a field is given twice or belongs to another system, or if a
+        value is not possible in the dialect or has no effect in it.
         """
         named, flags = get_dialect(self.dialect), self._fields_of_flags()
         given = self._set_fields()
@@ -144,12 +145,12 @@ class AlgorithmFlags(DataFlags):
         return Resolved(dialect, named.differences(dialect))
 
     def counted_padding(self) -> str | None:
-        """See RunFlags: some dialects make numbers of padding count."""
+        """See RunFlags: in some dialects the model's outputs at padding positions count."""
         counts = self.resolved.dialect.counts_padding
         return f"the dialect {self.dialect} counts numbers of padding" if counts else None
 
     def _set_fields(self) -> dict[str, object]:
-        """{field: value} as --set gives them."""
+        """{field: value} of the fields that --set gives."""
         for word in self.set:
             field = _field(word)
             instead = None if field in Dialect.__dataclass_fields__ else flag_of_other_systems(field, 3)
@@ -158,7 +159,7 @@ class AlgorithmFlags(DataFlags):
         return parse_settings(self.set)
 
     def _fields_of_flags(self) -> dict[str, str]:
-        """{field: flag} of the flags that give a field a value."""
+        """{field: flag} of the fields that are given a value by a flag."""
         return {
             field: name
             for name, given in FIELDS_OF_FLAGS.items()
@@ -172,17 +173,17 @@ class AlgorithmFlags(DataFlags):
 
     @property
     def samples_per_prompt(self) -> int:
-        """Responses drawn for each prompt."""
+        """The number of responses that are drawn for each prompt."""
         return self.resolved.dialect.samples_per_prompt
 
     @property
     def rows_per_rank(self) -> int:
-        """Responses that each rank makes in a step."""
+        """The number of responses that each rank draws in a step."""
         return self.per_device_generation_batch_size * self.generation_batches * self.samples_per_prompt
 
     @property
     def mini_batches(self) -> int:
-        """Optimizer steps in one PPO epoch."""
+        """The number of optimizer steps in one PPO epoch."""
         return self.resolved.dialect.mini_batches
 
     def _check_division(self) -> None:
@@ -211,7 +212,7 @@ class AlgorithmFlags(DataFlags):
 
     @classmethod
     def no_flag(cls, name: str, value: str) -> str | None:
-        """If `name` is a field of the dialect without a flag: how to set it."""
+        """If `name` is a field of the dialect that has no flag: a message on how to set it."""
         if name == "name" or name not in Dialect.__dataclass_fields__:
             return super().no_flag(name, value)
         own = [f"--{flag_} {value}, or " for flag_, field in DIALECT_FLAGS.items() if field == name]
@@ -219,7 +220,8 @@ class AlgorithmFlags(DataFlags):
 
     @classmethod
     def not_overridden(cls, file: Mapping[str, object], given: Mapping[str, object]) -> dict[str, object]:
-        """The YAML file's settings, without the fields of the dialect that any flag of the command line sets."""
+        """The settings of the YAML file, without those that set a field of the dialect that the command line sets
+        too."""
         taken = [_field(word) for word in given.get("set", [])]
         taken += [field for name, value in given.items() if value != 0 for field in FIELDS_OF_FLAGS.get(name, ())]
         kept = {
@@ -233,7 +235,7 @@ class AlgorithmFlags(DataFlags):
 
 
 def _field(word: object) -> str:
-    """The field name in a word FIELD=VALUE."""
+    """The name of the field in a text FIELD=VALUE."""
     return word.partition("=")[0] if isinstance(word, str) else ""
 
 
@@ -243,15 +245,15 @@ FIELDS_OF_FLAGS = {name: (field,) for name, field in DIALECT_FLAGS.items()} | {
     "gradient_accumulation_steps": ("mini_batches",),
     "missing_eos_penalty": ("missing_end", "missing_end_value"),
 }
-"""{flag: field}, with the two flags from which fields are computed, too."""
+"""{flag: fields that it sets}, including two flags from whose values fields are computed."""
 
 
-START, MOVING = "start", "ema"  # of --reference
+START, MOVING = "start", "ema"  # values of --reference
 
 
 @dataclass(kw_only=True)
 class ReferenceFlags(AlgorithmFlags):
-    """Step 3: the moving average of the actor, and the reference to which KL is measured."""
+    """Step 3's flags of the actor's moving average, and of the reference to which the KL is measured."""
 
     enable_ema: bool = flag(
         False,
@@ -299,11 +301,11 @@ class ReferenceFlags(AlgorithmFlags):
 
     @property
     def keeps_average(self) -> bool:
-        """Whether there is a moving average of the actor."""
+        """Whether the run keeps a moving average of the actor's weights."""
         return self.enable_ema or self.reference == MOVING
 
     def moving_reference(self) -> dict[str, object]:
-        """The flags of a reference that moves, by name; each None where the reference stays."""
+        """{name: value} of the flags of a reference that moves. All values are None if the reference does not move."""
         refreshed = self.reference_refresh_steps is not None
         return {
             "--reference": self.reference if self.reference != START else None,

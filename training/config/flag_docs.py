@@ -1,8 +1,9 @@
-"""Writes docs/flags.md from the dataclasses of the flags, and of the dialect:
+"""Writes docs/flags.md from the dataclasses of the flags and the dataclass of the dialect:
 
 python -m training.config.flag_docs > docs/flags.md
 
-A flag that several programs have with the same help text stands in the first section that covers all of them.
+If several programs have a flag with the same help text, the flag stands in the first section that covers all of these
+programs.
 """
 
 import dataclasses
@@ -64,8 +65,9 @@ def document() -> str:
 def section(title: str, programs: Sequence[type[ProgramFlags]], told: dict[str, list]) -> str:
     """A section of the page: the flags that all of these programs have with the same help text, a table for each group.
 
-    told: row -> the title and programs of the sections before that have it; this section is added. If a program has a
-    flag whose row stands in a section of other programs, one line here names the flag.
+    title: the section's heading. told: {table row: (title, programs) of each earlier section that has the row}; this
+    section is added to it. If one of the programs has a flag whose row stands in a section of other programs, a line in
+    this section names the flag.
     """
     shared = set.intersection(*({row for _, row in rows(program)} for program in programs))
     groups: dict[str, list[str]] = {}
@@ -89,7 +91,7 @@ def section(title: str, programs: Sequence[type[ProgramFlags]], told: dict[str, 
 
 
 def rows(program: type[ProgramFlags]) -> list[tuple[str, str]]:
-    """(group, table row) of each flag of a program; flags of DeepSpeed-Chat without effect come last."""
+    """(group, table row) for each flag of a program. The flags of DeepSpeed-Chat that have no effect come last."""
     hints = typing.get_type_hints(program)
     found = [
         (group, _row(f"`--{spec.name}`", _value(spec, hints[spec.name]), _default(spec), _help(spec)))
@@ -107,7 +109,7 @@ def dialect_tables() -> str:
     hints, lines = typing.get_type_hints(Dialect), []
     flags = {field: f"`--{name}`" for name, field in DIALECT_FLAGS.items()}
     for group, specs in by_group(Dialect).items():
-        if not group:  # the field of the dialect's name
+        if not group:  # the field with the dialect's name
             continue
         found = []
         for spec in specs:

@@ -1,11 +1,11 @@
-"""Flags are fields of dataclasses. This file defines such fields, and the flags that the three steps share: those of
-the run, the Hub, checkpoints and data.
+"""Defines `flag`, and the flags that all three steps share: those of the run, the Hub, checkpoints and data. The flags
+of a program are the fields of a dataclass:
 
     size: int = flag(16, "responses in one pass", least=1)
 
-`flag` gives a field its help text, its range, and whether a resumed run may change it (engine/options.py). A class
-checks its flags in `validate`, after the checks of its base classes. `make_paths_absolute` is called before a user's
-code, which could change the working directory, runs.
+The arguments of `flag` are the flag's default, its help text, its range, and whether a resumed run may change it
+(engine/options.py). A class checks its flags in `validate`, after the checks of its base classes. A user's code may
+change the working directory; therefore `make_paths_absolute` is called before such code runs.
 """
 
 import dataclasses
@@ -44,11 +44,11 @@ def flag(
     field: str | None = None,
     **more,
 ):
-    """A dataclass field that is a flag; with the default REQUIRED it must be given.
+    """A dataclass field that is a flag. A flag with the default REQUIRED must be given.
 
-    group: the heading of this flag and of the flags after it, until the next heading. adds_up: each use of the flag
-    appends to its list; otherwise the last use counts. was: its former name. old_values: former values, each with what
-    to use instead. field: the field of the dialect that the flag sets. more: see `option`.
+    group: the heading of this flag and of the flags after it, until a flag with another heading. adds_up: whether each
+    use of the flag appends to its list; if not, only the last use counts. was: the flag's former name. old_values:
+    {former value: what to use instead}. field: the field of the dialect that the flag sets. more: see `option`.
     """
     return option(
         default, help, group=group, adds_up=adds_up, was=was, old_values=old_values or {}, field=field, **more
@@ -56,7 +56,7 @@ def flag(
 
 
 def by_group(options: type) -> dict[str, list[dataclasses.Field]]:
-    """{heading: fields} of a class, headings in the order of their first field."""
+    """{heading: fields with this heading} of a class. The headings are in the order of their first fields."""
     groups: dict[str, list[dataclasses.Field]] = {}
     heading = ""
     for spec in dataclasses.fields(options):
@@ -69,8 +69,9 @@ def by_group(options: type) -> dict[str, list[dataclasses.Field]]:
 class OldFlag:
     """A flag of DeepSpeed-Chat that has no effect here.
 
-    kind: the type of its value; bool for a flag without one. instead: what does its work now. allowed: the accepted
-    values, where other values would ask for a missing feature; None accepts all.
+    kind: the type of the flag's value; bool for a flag without a value. instead: what to use here in place of the flag.
+    allowed: the values that are accepted; other values would ask for a feature that is missing here. None accepts all
+    values.
     """
 
     kind: type
@@ -80,7 +81,7 @@ class OldFlag:
 
 @dataclass(kw_only=True)
 class ProgramFlags:
-    """The base of every program's flags: they can stand in a YAML file, and are checked."""
+    """The base class of every program's flags, which can be given on the command line or in a YAML file."""
 
     old_flags: ClassVar[dict[str, OldFlag]] = {}
 
@@ -89,7 +90,7 @@ class ProgramFlags:
     )
 
     def validate(self) -> None:
-        """Raise UserError for values that cannot work, or have no effect; called after parsing."""
+        """Raise UserError for values that cannot work or have no effect. Called after parsing."""
         for spec in dataclasses.fields(self):
             if reason := fault(spec, getattr(self, spec.name)):
                 raise UserError(f"{self.word(spec.name)}: {reason}")
@@ -99,32 +100,35 @@ class ProgramFlags:
                 raise UserError(f"{self.word(spec.name)} needs {needed}. Give that, or leave it out.")
 
     def _needed(self, name: str, values: list[str]) -> str:
-        """A flag that another one needs, as a message names it: with the value that it should have, or was given."""
+        """The text with which a message names a flag that another flag needs: the flag with the value that it should
+        have, or with the value that it was given."""
         spec, value = type(self).__dataclass_fields__[name], getattr(self, name)
         given = f" (given: {value})" if value != default_of(spec) and not values else ""
         return f"--{name} {'|'.join(values)}".rstrip() + given
 
     def word(self, name: str) -> str:
-        """A flag with its value, as on a command line; URLs `without_query`."""
+        """A flag with its value, as on a command line. The query part of URLs is removed (`without_query`)."""
         value = getattr(self, name)
         values = [] if value is True else value if isinstance(value, list) else [value]
         return without_query(" ".join([f"--{name}", *map(str, values)]))
 
     @classmethod
     def no_flag(cls, name: str, value: str) -> str | None:
-        """The message about an unknown flag or key `name` with this value, if it is known and no misspelling."""
+        """A message about the unknown flag or key `name`, if it is known what the user means by it; None if it may be a
+        misspelling."""
         return None
 
     @classmethod
     def not_overridden(cls, file: Mapping[str, object], given: Mapping[str, object]) -> dict[str, object]:
-        """The settings of a YAML file that the command line leaves in force; both by flag.
+        """The settings of the YAML file that the command line does not make void. file, given: {flag: value} of the
+        file and of the command line.
 
-        Flags that stand in both need no care here: the command line's value replaces the file's later.
+        Flags that stand in both need not be removed: the command line's value replaces the file's value later.
         """
         return dict(file)
 
     def as_dict(self) -> dict:
-        """All flags by name, as files show them: URLs `without_query`."""
+        """{name: value} of all flags, as files show them: the query part of URLs is removed (`without_query`)."""
         return {name: _as_shown(value) for name, value in dataclasses.asdict(self).items()}
 
 
@@ -146,7 +150,7 @@ class TokenizerFlags(ProgramFlags):
             read_chat_template(self.chat_template)
 
     def read_tokenizer(self, path: str, what: str, pad_token: str = "tokenizer") -> PreTrainedTokenizerBase:
-        """The tokenizer of the model at `path`, as engine/models/reading.py reads it, by these flags."""
+        """Read the tokenizer of the model at `path` with these flags (engine/models/reading.py)."""
         return read_tokenizer(path, what, pad_token, self.trust_remote_code, self.chat_template)
 
 
@@ -228,24 +232,25 @@ class RunFlags(TokenizerFlags):
 
     @property
     def attention(self) -> Attention:
-        """Which code computes attention in all models, and whether rows are packed or padded; raises UserError where
-        packing is asked for and numbers of padding count."""
+        """Which code computes attention in all models, and whether sequences are packed or padded. Raises UserError if
+        packing is asked for although the model's outputs at padding positions count."""
         reason = self.counted_padding()
         if reason is not None and self.packing == "packed":
             raise UserError(f"--packing packed: {reason}, of which there are none then. Leave it out, or give padded.")
         return Attention(self.attn_implementation, self.packing if reason is None else "padded")
 
     def counted_padding(self) -> str | None:
-        """A sentence that names the setting which makes numbers of padding count; None where none does."""
+        """A sentence that names the setting with which the model's outputs at padding positions count; None if there is
+        no such setting."""
         return None
 
     def check_attention(self, path: str, kind: str, name: str) -> None:
-        """Raise UserError where this machine or the model at `path`, given by the flag `name`, lacks the chosen
-        attention code; kind: LANGUAGE_MODEL or CLASSIFIER."""
+        """Raise UserError if this machine or the model at `path` lacks the chosen attention code. name: the flag that
+        gives the path. kind: LANGUAGE_MODEL or CLASSIFIER."""
         self.attention.check(path, kind, str(self.dtype), name, self.trust_remote_code)
 
     def read_paths(self) -> dict[str, list[str]]:
-        """The models and data sets that the run reads, by flag."""
+        """{flag: the models or data sets that the run reads}."""
         endings = ("model_name_or_path", "data_path", "dataset_name")
         found = {name: value for name, value in self.as_dict().items() if name.endswith(endings)}
         return {
@@ -254,12 +259,12 @@ class RunFlags(TokenizerFlags):
         }
 
     def looks_at(self, path: str) -> bool:
-        """Whether the model at `path` is to be read. A dry run reads it only if it is on this machine, and so is the
-        base of an adapter."""
+        """Whether the model at `path` is to be read. A dry run reads it only if the model is on this machine; if it is
+        an adapter, its base model must be there too."""
         return not self.dry_run or (Path(path).exists() and Path(base_of(path, "model")).exists())
 
 
-LONGEST_PATH, LONGEST_PART = 4095, 255  # bytes of a path and of a name in it, by Linux
+LONGEST_PATH, LONGEST_PART = 4095, 255  # Linux's limits for a path, and for a name in it, in bytes
 
 
 def _texts(value) -> list[str]:
@@ -277,7 +282,9 @@ def check_name(name: str, value: str) -> None:
     if not value.strip():
         what = "no name of a file or folder" if name.endswith(("_dir", "_path", "config")) else "no name of anything"
         raise UserError(f"--{name} {value!r}: {what}. Leave the flag out, or give one.")
-    if re.search("[\0-\x1f\x7f\ud800-\udc7f\udd00-\udfff]", value):  # \udc80 to \udcff: bytes that are no UTF-8
+    if re.search(
+        "[\0-\x1f\x7f\ud800-\udc7f\udd00-\udfff]", value
+    ):  # \udc80 to \udcff stand for bytes that are no UTF-8
         raise UserError(f"--{name} {value!r}: a control character or half a character stands in it. Take it out.")
     encoded = os.fsencode(value)
     if len(encoded) > LONGEST_PATH or any(len(part) > LONGEST_PART for part in encoded.split(b"/")):
@@ -292,8 +299,8 @@ READ = ("_path", "_dataset_name", "config", "chat_template", "resume", "reward_f
 
 
 def make_paths_absolute(args: ProgramFlags) -> None:
-    """Replace each flag's relative path by the absolute one; links stay as they are. Raises: UserError for
-    another user's folder (~name) if there is none."""
+    """Replace the relative paths in all flags by absolute ones. Links are not resolved. Raises: UserError for a path
+    ~name if there is no user of this name."""
     for spec in dataclasses.fields(args):
         value = getattr(args, spec.name)
         if spec.name in WRITTEN and value is not None:
@@ -305,27 +312,28 @@ def make_paths_absolute(args: ProgramFlags) -> None:
 
 
 def _to_be_made(value: str, name: str) -> str:
-    """The absolute path, without `..`: behind a folder that does not exist yet, `..` may mean another place later."""
+    """The absolute path, without `..`: a `..` after a folder that does not exist yet may later lead elsewhere."""
     path = expanded(value, f"--{name}").absolute()
     return os.path.realpath(path) if ".." in path.parts else str(path)
 
 
 def _if_there(value: str, name: str) -> str:
-    """The absolute path of an existing file or folder, also of a function's file; otherwise `value` as it is."""
+    """The absolute path, if `value` names an existing file or folder, or a function in an existing file; otherwise
+    `value` as it is."""
     if name == "resume" and value == "auto":
         return value
     where, colon, function = value.rpartition(":") if name == "reward_function" else (value, "", "")
     path = expanded(where, f"--{name}")
     try:
         there = bool(where) and path.exists() and not (colon and path.is_dir())
-    except OSError:  # a name that is too long, a folder that may not be entered
+    except OSError:  # the name is too long, or a folder may not be entered
         there = False
     return f"{path.absolute()}{colon}{function}" if there else value
 
 
 @dataclass(kw_only=True)
 class HubFlags(RunFlags):
-    """Whether the trained model is uploaded, and to which repository."""
+    """The flags that say whether the trained model is uploaded to the Hub, and to which repository."""
 
     push_to_hub: bool = flag(
         False,
@@ -342,7 +350,7 @@ class HubFlags(RunFlags):
     )
 
     def validate(self) -> None:
-        """See ProgramFlags; also raises UserError for an invalid repository name."""
+        """See ProgramFlags. Also raises UserError for an invalid repository name."""
         super().validate()
         if self.hub_model_id is None:
             return
@@ -357,7 +365,7 @@ class HubFlags(RunFlags):
 
 @dataclass(kw_only=True)
 class RestartFlags(RunFlags):
-    """When checkpoints are written, which are kept, and what a run goes on from."""
+    """The flags that say when checkpoints are written, which are kept, and from which one a run resumes."""
 
     save_steps: int = flag(0, "steps between checkpoints; 0: none", least=0, group="checkpoints")
     save_minutes: float = flag(0.0, "minutes between checkpoints, also beside --save_steps; 0: none", least=0)
@@ -390,7 +398,8 @@ class RestartFlags(RunFlags):
 
 @dataclass(kw_only=True)
 class DataFlags(RunFlags):
-    """Which data sets are read, how often each is seen in a pass over the data, and which part this step reads."""
+    """The flags that say which data sets are read, how often each is seen in an epoch, and which part of them this step
+    reads."""
 
     phase: ClassVar[int]  # the step: 1, 2 or 3
 
@@ -437,13 +446,13 @@ class DataFlags(RunFlags):
 
     @property
     def cache(self) -> Path | None:
-        """Where tokenised data is kept; nowhere in a dry run."""
+        """The folder in which tokenised data is cached; None in a dry run."""
         return None if self.dry_run else cache_folder(self.data_output_path)
 
     def load_rows(self, form: Form, tokenizer, fit: Callable[[dict], Fit], **held_out) -> tuple[Rows, Rows]:
-        """(training rows, held-out rows) of this step; `held_out`: see load_rows of training/data/rows.py.
+        """(training rows, held-out rows) of this step. held_out: more arguments of load_rows (training/data/rows.py).
 
-        fit: the part of a row that the model is shown; rows that `fit` drops do not count as held-out rows.
+        fit: row -> the part that the model is shown. Rows that `fit` drops are not held out.
         Raises: UserError for a data set that is missing or cannot be read.
         """
         return load_rows(

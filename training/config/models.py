@@ -1,9 +1,9 @@
-"""The flags of models, rewards and engines: which adapters, reward functions, reward servers and models a run has.
+"""The flags of step 3's models, rewards and engines, and the LoRA flags of all steps.
 
 LoRA's flags have DeepSpeed-Chat's names and meanings (microsoft/DeepSpeedExamples 83757d9c,
-applications/DeepSpeed-Chat/training/step*/main.py); further ones are those that users of peft expect. The default of
-`--lora_module_name` is "decoder.layers." there, which suits OPT. Here the default adapts all linear layers but the
-head; for OPT these are the same layers.
+applications/DeepSpeed-Chat/training/step*/main.py). Further LoRA flags are named as in peft. In DeepSpeed-Chat the
+default of `--lora_module_name` is "decoder.layers.", which fits OPT only. Here the default adapts all linear layers but
+the head; in OPT these are the same layers.
 """
 
 import re
@@ -23,20 +23,20 @@ from engine.zero.config import EngineConfig, build_ds_config, refuse_offload_of_
 from training.config.algorithm import MOVING, AlgorithmFlags, ReferenceFlags
 from training.config.flags import REQUIRED, ProgramFlags, RunFlags, flag
 
-LEARNING_RATE = 5e-4  # DeepSpeed-Chat's, of actor and critic alike
+LEARNING_RATE = 5e-4  # DeepSpeed-Chat's LoRA learning rate, the same for actor and critic
 DROPOUT = (
     "PPO compares the probabilities that a response had when it was sampled with those that it has now, and dropout "
     "would change them by itself. Leave it out, or give 0."
 )
 RANKS = ("lora_dim", "actor_lora_dim", "critic_lora_dim")
-"""The flags that turn LoRA on; each step has some of them."""
+"""The flags that turn LoRA on. Each step has one or two of them."""
 
 
 @dataclass(kw_only=True)
 class LoraFlags(RunFlags):
-    """The flags that the adapters of a run share; flags of the single steps give the rank of each model's adapter.
+    """The flags that all adapters of a run share. Subclasses add the flags for the rank of each model's adapter.
 
-    lora_models: the prefix of `lora_dim` and similar flags, for each model that can have an adapter.
+    lora_models: for each model that can have an adapter, the prefix of its flags `lora_dim` and the like.
     """
 
     lora_models: ClassVar[tuple[str, ...]]
@@ -91,13 +91,13 @@ class LoraFlags(RunFlags):
             )
 
     def lora(self, model: str = "") -> LoraSpec | None:
-        """The adapter that the flags ask for, or None. model: one of `lora_models`."""
+        """The adapter that the flags ask for; None for no adapter. model: one of `lora_models`."""
         dim, rate = getattr(self, f"{model}lora_dim"), getattr(self, f"{model}lora_learning_rate")
         if not dim:
             return None
         targets = getattr(self, f"{model}lora_module_name") or tuple(self.lora_target_modules)
         if model == "critic_" and ALL_LINEAR in self.lora_target_modules:
-            targets = ()  # the other target is a language model's output head, which a scorer lacks
+            targets = ()  # the only other target is the output head, which a scorer lacks
         return LoraSpec(
             dim=dim,
             alpha=1.0 if self.lora_alpha is None else self.lora_alpha,
@@ -109,11 +109,11 @@ class LoraFlags(RunFlags):
         )
 
     def check_rate(self, model: str, rate: float, by: str | None = None) -> None:
-        """Raise UserError where LoRA factors are to learn while the rate of the model's weights is 0: the factors' rate
-        is held as a multiple of that rate.
+        """Raise UserError if LoRA factors are to be trained although the learning rate of the model's weights is 0. The
+        learning rate of the factors is stored as a multiple of the weights' learning rate, so it would be 0 too.
 
-        rate: the learning rate of the model's weights. model: one of `lora_models`. by: the flag that gives the model
-        its factors, if it is not the flag of their rank.
+        model: one of `lora_models`. rate: the learning rate of the model's weights. by: the flag with which the model
+        gets LoRA factors, if it is not the flag for their rank.
         """
         dim = getattr(self, f"{model}lora_dim")
         if (dim or by) and not rate:
@@ -126,7 +126,7 @@ class LoraFlags(RunFlags):
 
 @dataclass(kw_only=True)
 class ModelLoraFlags(LoraFlags):
-    """The adapter of steps 1 and 2."""
+    """The flags of the adapter in steps 1 and 2."""
 
     lora_models: ClassVar[tuple[str, ...]] = ("",)
 
@@ -145,7 +145,7 @@ class ModelLoraFlags(LoraFlags):
 
 @dataclass(kw_only=True)
 class RoleLoraFlags(LoraFlags):
-    """The adapters of step 3."""
+    """The flags of the adapters in step 3."""
 
     lora_models: ClassVar[tuple[str, ...]] = ("actor_", "critic_")
 
@@ -206,7 +206,7 @@ class RoleLoraFlags(LoraFlags):
 
 @dataclass(kw_only=True)
 class RewardFunctionFlags(AlgorithmFlags):
-    """The parts of step 3's score beside the reward model."""
+    """The flags of those parts of step 3's score that do not come from the reward model."""
 
     reward_function: list[str] = flag(
         [],
@@ -246,14 +246,14 @@ class RewardFunctionFlags(AlgorithmFlags):
     length_penalty: float = flag(0.0, "number subtracted from the score for each token of the response", resume=SAME)
 
     def validate(self) -> None:
-        """Raise UserError for a function that is given twice, and for an invalid form of responses."""
+        """Raise UserError if a function is given twice, or if --response_format is no regular expression."""
         super().validate()
         refuse_twice(self, "reward_function")
         check_format(self.response_format)
 
 
 def refuse_twice(args: ProgramFlags, name: str) -> None:
-    """Raise UserError where the list of a flag has the same item twice."""
+    """Raise UserError if the list of the flag `name` has the same item twice."""
     values = getattr(args, name)
     twice = next((value for place, value in enumerate(values) if value in values[:place]), None)
     if twice is not None:
@@ -261,7 +261,7 @@ def refuse_twice(args: ProgramFlags, name: str) -> None:
 
 
 def check_format(pattern: str | None) -> None:
-    """Raise UserError where --response_format is no regular expression."""
+    """Raise UserError if --response_format is no regular expression."""
     try:
         re.compile(pattern or "")
     except re.error as error:
@@ -270,7 +270,7 @@ def check_format(pattern: str | None) -> None:
 
 @dataclass(kw_only=True)
 class RewardServerFlags(RewardFunctionFlags):
-    """Scores from elsewhere, in the place of the reward model or beside it."""
+    """The flags of reward servers, which give scores instead of the reward model or in addition to it."""
 
     reward_url: list[str] = flag(
         [],
@@ -307,7 +307,7 @@ class RewardServerFlags(RewardFunctionFlags):
     )
 
     def validate(self) -> None:
-        """Raise UserError for invalid URLs, and for columns that a request has no place for."""
+        """Raise UserError for invalid URLs, and for columns that cannot be sent in a request."""
         super().validate()
         for url in self.reward_url:
             check_reward_url(url)
@@ -323,11 +323,12 @@ class RewardServerFlags(RewardFunctionFlags):
 
     @property
     def other_rewards(self) -> list[str]:
-        """The reward functions, then the reward server."""
+        """The values of --reward_function, then the first URL of --reward_url: one item for each part of the score
+        besides the reward model. All servers together are one part."""
         return [*self.reward_function, *self.reward_url[:1]]
 
     def reward_server(self) -> ServerSettings | None:
-        """The settings of the reward servers; None where there are none."""
+        """The settings of the reward servers; None if the run has no reward server."""
         if not self.reward_url:
             return None
         return ServerSettings(
@@ -341,7 +342,8 @@ class RewardServerFlags(RewardFunctionFlags):
 
 
 def check_reward_url(url: str) -> None:
-    """Raise UserError for an invalid server URL, or one with a user's name; passwords and keys in it are not shown."""
+    """Raise UserError if the URL is invalid or contains a user's name. The message shows no password or key of the
+    URL."""
     shown = re.sub("//.*@[^/]*", "//...", url).partition("?")[0]
     try:
         parts = urlsplit(url)
@@ -358,7 +360,7 @@ def check_reward_url(url: str) -> None:
 
 @dataclass(kw_only=True)
 class ModelFlags(RoleLoraFlags, ReferenceFlags, RewardServerFlags):
-    """The models of step 3, their adapters and their engines."""
+    """The flags of step 3's models, of their adapters and of their engines."""
 
     actor_model_name_or_path: str = flag(
         REQUIRED, "SFT model that the actor and the reference start from", group="models", resume=TOLD
@@ -444,7 +446,8 @@ class ModelFlags(RoleLoraFlags, ReferenceFlags, RewardServerFlags):
 
     @property
     def half_by_model(self) -> str:
-        """The flags with which the reward model makes up half of the score, and the other rewards the other half."""
+        """The flags with which the reward model has half of the weight in the score, and the other rewards the other
+        half."""
         model = self.reward_path or self.critic_model_name_or_path or "REWARD_MODEL"
         count = len(self.other_rewards)
         weights = " ".join([f"{0.5 / count:g}"] * count)
@@ -452,7 +455,7 @@ class ModelFlags(RoleLoraFlags, ReferenceFlags, RewardServerFlags):
 
     @property
     def reward_path(self) -> str | None:
-        """The reward model's path; None where functions or a server alone give the scores."""
+        """The reward model's path; None if the scores come from functions or a server alone."""
         if self.reward_model_name_or_path is not None or self.other_rewards:
             return self.reward_model_name_or_path
         return self.critic_model_name_or_path
@@ -469,8 +472,8 @@ class ModelFlags(RoleLoraFlags, ReferenceFlags, RewardServerFlags):
 
     @cached_property
     def spec(self) -> EngineSpec:
-        """The engines to build; computed once, after --dtype is settled. Raises UserError where flags contradict the
-        dialect or a DeepSpeed file."""
+        """The engines to build. It is computed once, after --dtype has its final value. Raises UserError if flags
+        contradict the dialect or a DeepSpeed file."""
         dialect = self.resolved.dialect
         self._check_engines(dialect)
 
@@ -529,7 +532,8 @@ class ModelFlags(RoleLoraFlags, ReferenceFlags, RewardServerFlags):
 
     @cached_property
     def ds_configs(self) -> dict[str, dict]:
-        """Each engine's whole DeepSpeed configuration; raises UserError for a contradiction."""
+        """{engine: its whole DeepSpeed configuration}. Raises UserError if flags and DeepSpeed files contradict each
+        other."""
         configs, clipping = {}, self.resolved.dialect.max_grad_norm
         for config in self.spec.engine_configs:
             trained = config.role in ("actor", "critic")
@@ -538,14 +542,14 @@ class ModelFlags(RoleLoraFlags, ReferenceFlags, RewardServerFlags):
                 dtype=self.dtype,
                 micro_batch_size=self.per_device_training_batch_size,
                 trained=trained,
-                gradient_clipping=clipping if trained and not self.share_trunk else 0.0,  # by role
+                gradient_clipping=clipping if trained and not self.share_trunk else 0.0,  # clipped per role
             )
         if self.share_trunk:
             refuse_offload_of_roles(configs["actor"])
         return configs
 
     def _check_engines(self, dialect: Dialect) -> None:
-        """Raise UserError for flags of models that this dialect does not have, and for useless offload."""
+        """Raise UserError for flags of models that this dialect does not have, and for offload flags without effect."""
         for name in (
             "critic_zero_stage",
             "critic_ds_config",
@@ -587,8 +591,8 @@ class ModelFlags(RoleLoraFlags, ReferenceFlags, RewardServerFlags):
             )
 
     def _critic_lora(self, dialect: Dialect) -> LoraSpec | None:
-        """The critic's adapter. With a shared trunk (actor and critic use one set of weights) the critic always has an
-        adapter: with the rank of the adapter it starts from, or the actor's rank."""
+        """The critic's adapter. If actor and critic share one set of weights (a shared trunk), the critic always has an
+        adapter. Its rank is that of the adapter from which the critic starts, or the rank of the actor's adapter."""
         given = self.lora("critic_")
         if given is not None or not self.share_trunk or not dialect.has_critic:
             return given
@@ -599,7 +603,8 @@ class ModelFlags(RoleLoraFlags, ReferenceFlags, RewardServerFlags):
         return replace(actor, lr=LEARNING_RATE, dim=start.config.r if start is not None and starts_so else actor.dim)
 
     def _check_shared(self, spec: EngineSpec, dialect: Dialect) -> None:
-        """Raise UserError for flags of an engine that does not exist because another engine computes its model."""
+        """Raise UserError for flags of an engine that the run does not have, because another engine computes the
+        model."""
         for role, what in spec.shared.items():
             for name in (f"{role}_ds_config", f"offload_{role}_model"):
                 if not getattr(self, name, None):

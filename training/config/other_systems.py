@@ -1,10 +1,10 @@
-"""Flags of other systems, and this program's answer to each.
+"""Flags of other systems, and what this project answers to each of them.
 
-Flags of DeepSpeed-Chat without effect here are accepted or refused, and the answer names a replacement. Their names and
-types come from DeepSpeedExamples 83757d9c, applications/DeepSpeed-Chat/training/step*/main.py, and from the scripts
-beside it.
+Some flags of DeepSpeed-Chat have no effect here. They are accepted or refused, and a message names what to use instead.
+Their names and types come from DeepSpeedExamples 83757d9c, applications/DeepSpeed-Chat/training/step*/main.py, and from
+the scripts in the same folders.
 
-The answer to a flag of another system is the flag's row on that system's page, docs/from_*.md.
+Flags of other systems are refused. The message quotes the flag's row on the system's page, docs/from_*.md.
 """
 
 import re
@@ -75,16 +75,16 @@ STEP3 = {
 }
 
 
-# In a wheel these pages lie beside this file; in a checkout they lie in docs/.
+# In a wheel the pages docs/from_*.md lie in this folder; in a checkout they lie in docs/.
 _INSTALLED = Path(__file__).with_name("pages")
 PAGES = _INSTALLED if _INSTALLED.is_dir() else Path(__file__).resolve().parents[2] / "docs"
 HEADINGS = {"in step 3": (3,), "in steps 1 and 2": (1, 2), "no counterpart; instead": (1, 2, 3)}
-"""{heading of the column with this project's counterpart: the steps that the table is about}."""
+"""{heading of the column with this project's counterparts: the training steps that the table covers}."""
 
 
 class Row(NamedTuple):
-    """A row of a table: the names in its first cell, the heading of the counterpart's column, the counterpart here, and
-    a remark."""
+    """A row of a table: the flags in its first cell, the heading of the column of counterparts, this project's
+    counterpart, and a remark."""
 
     system: str
     names: list[str]
@@ -94,8 +94,9 @@ class Row(NamedTuple):
 
 
 def flag_of_other_systems(name: str, step: int) -> str | None:
-    """The counterpart, in this step or else in other steps, of the flag `name` of any other system; None where no page
-    has it. The last part of a dotted name (`algo.kl.init_coef`) is found, too."""
+    """A text with this project's counterpart of the flag `name` of another system; None if no page has the flag. A
+    counterpart in training step `step` is preferred to one in other steps. A dotted name (`algo.kl.init_coef`) is also
+    found by its last part."""
     found = [(row, known) for row in rows() for known in row.names if name in (known, known.rpartition(".")[2])]
     found = [one for one in found if step in HEADINGS[one[0].heading]] or found
     sentences = [
@@ -106,7 +107,7 @@ def flag_of_other_systems(name: str, step: int) -> str | None:
 
 
 def rows() -> Iterator[Row]:
-    """The rows of the tables of all pages that have one of the headings."""
+    """The rows of all tables, on all pages, that have one of the HEADINGS."""
     for page in sorted(PAGES.glob("from_*.md")):
         text = re.sub(r"\[[^]]*\]\(([^)]*)\)", r"docs/\1", page.read_text(encoding="utf-8"))
         system, heading, column = text.partition("\n")[0].removeprefix("# From "), "", 0

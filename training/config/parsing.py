@@ -1,7 +1,7 @@
-"""Parses a command line, and the YAML file that it names, into a dataclass of flags: `parse_flags`.
+"""Parses a command line, and the YAML file that it names, into a dataclass of flags (`parse_flags`).
 
-The YAML file is one mapping, read safely, in which no key stands twice. The error about an unknown flag or key says
-what to use instead, if it is a flag of another step or of another system; otherwise it gives the nearest name.
+The YAML file is one mapping without repeated keys, and is read with the safe loader. If an unknown flag or key belongs
+to another step or another system, the error says what to use instead; otherwise it names the most similar flag.
 """
 
 import argparse
@@ -24,11 +24,11 @@ from training.reporting.sample_tables import visible
 
 
 def read_yaml(path: str) -> dict:
-    """The mapping in the file; raises UserError for a file that holds none."""
+    """The mapping in the file. Raises UserError if the file does not hold a mapping."""
     import yaml
 
     class UniqueKeys(yaml.SafeLoader):
-        """A YAML loader that raises where a key stands twice, instead of taking the later value."""
+        """A YAML loader that raises an error if a key occurs twice, instead of taking the later value."""
 
         def construct_mapping(self, node, deep=False):
             seen = set()
@@ -64,7 +64,7 @@ def _yaml_problem(error: Exception) -> str:
 
 STEPS = {SFTFlags: 1, RewardFlags: 2, RLHFFlags: 3}
 
-# What to use in place of a flag in the steps that do not have it.
+# {flag: what to use instead, in the steps that do not have the flag}.
 IN_STEP_3 = {
     "held_out": "here --num_eval_prompts says how many prompts are held out",
     "max_seq_len": "here --max_prompt_seq_len and --max_answer_seq_len say how long a prompt and its answer may be",
@@ -79,12 +79,13 @@ IN_STEPS_1_AND_2 = {
 
 
 def step_of(arguments_class: type[ProgramFlags]) -> int | None:
-    """The step whose flags these are; None for another program."""
+    """The number of the training step whose flags these are; None for the flags of another program."""
     return next((step for known, step in STEPS.items() if issubclass(arguments_class, known)), None)
 
 
 def flag_of_other_steps(arguments_class: type[ProgramFlags], name: str) -> str | None:
-    """The steps that have the flag `name`, and what to use here in its place; None where no other step has it."""
+    """A text with the steps that have the flag `name`, and what to use in its place in this step; None if no other step
+    has the flag."""
     steps = [str(step) for other, step in STEPS.items() if name in other.__dataclass_fields__]
     if not steps or name in arguments_class.__dataclass_fields__:
         return None
@@ -94,7 +95,7 @@ def flag_of_other_steps(arguments_class: type[ProgramFlags], name: str) -> str |
 
 
 UNTOLD = ("local_rank", "help")
-"""Flags that every program has; they are never suggested for a misspelt flag."""
+"""Flags that every program has. They are never suggested in place of a misspelt flag."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -108,10 +109,12 @@ def parse_flags(
     description: str,
     say: Callable[[str], None] = lambda line: None,
 ):
-    """The dataclass of flags, filled from a command line and the YAML file that it names, and validated.
+    """Fill a dataclass of flags from a command line and from the YAML file that the command line names, and validate
+    it.
 
-    say: called with one line for each flag without effect. Raises: UserError for an unknown flag or key (naming the
-    nearest known one), a missing one, a value of the wrong type, or one that asks for a missing feature.
+    say: function that is called with a line for each flag that has no effect. Raises: UserError for an unknown flag or
+    key (the message names the most similar flag), a required flag that is missing, a value of the wrong type, or a
+    value that asks for a feature that is missing here.
     """
     parser = _parser(arguments_class, description)
     known = [spec.name for spec in dataclasses.fields(arguments_class)] + list(arguments_class.old_flags)
@@ -132,9 +135,9 @@ def parse_flags(
 
 
 def _parser(arguments_class: type[ProgramFlags], description: str, defaults: bool = True) -> _Parser:
-    """The parser. defaults: whether it fills in defaults and demands required flags."""
+    """The parser of the flags. defaults: whether the parser fills in defaults and demands required flags."""
     parser = _Parser(description=description, allow_abbrev=False, argument_default=argparse.SUPPRESS, add_help=defaults)
-    parser.add_argument("--local_rank", type=int, default=-1, help=argparse.SUPPRESS)  # the launcher's
+    parser.add_argument("--local_rank", type=int, default=-1, help=argparse.SUPPRESS)  # given by the launcher
     hints = typing.get_type_hints(arguments_class)
     for heading, specs in by_group(arguments_class).items():
         group = parser.add_argument_group(heading)
@@ -165,7 +168,7 @@ def _tell_old(old: OldFlag, name: str, value, say: Callable[[str], None]) -> Non
 
 
 def _shortened(text: str) -> str:
-    """The text in one short line, with control characters of terminals escaped."""
+    """The text, shortened to one line, with terminal control characters escaped."""
     line = visible(without_query(text))
     return line if len(line) <= 400 else f"{line[:300]} ... {line[-97:]}"
 
@@ -178,14 +181,14 @@ def _refuse_unknown(arguments_class: type[ProgramFlags], argv: Sequence[str], kn
             following = argv[place + 1] if place + 1 < len(argv) else "--"
             value = value if sign else "VALUE" if following.startswith("--") else following
             unknown.append(f"unknown flag {_shortened(name)}.{_hint(arguments_class, name[2:], value, known, '--')}")
-        if name.startswith("--") and value == "--":  # argparse would make an empty list of it
+        if name.startswith("--") and value == "--":  # argparse would take it for an empty list
             raise UserError(f"{word}: -- is no value. --help lists the flags.")
     if unknown:
         raise UserError("\n".join(unknown))
 
 
 def _hint(arguments_class: type[ProgramFlags], name: str, value: str, names: Sequence[str], dashes: str) -> str:
-    """What the user should do about an unknown flag or key."""
+    """A text on what the user should do about the unknown flag or key `name`."""
     for spec in dataclasses.fields(arguments_class):
         if name and spec.metadata["was"] == name:
             old_value = spec.metadata["old_values"].get(value)
@@ -197,13 +200,14 @@ def _hint(arguments_class: type[ProgramFlags], name: str, value: str, names: Seq
     if sentence:
         return f" {sentence}"
     old = arguments_class.old_flags
-    current = [known for known in names if known not in old or old[known].allowed != ()]  # renamed ones are refused
+    current = [known for known in names if known not in old or old[known].allowed != ()]  # without renamed flags
     near = " or ".join(f"{dashes}{known}" for known in nearest_names(name, current))
     return f" Did you mean {near}?" if near else " --help lists the flags."
 
 
 def _file_words(arguments_class: type[ProgramFlags], argv: Sequence[str], known: Sequence[str]) -> list[str]:
-    """The YAML file's settings as words of a command line, each tried on its own so that a mistake names its key."""
+    """The settings of the YAML file as words of a command line. Each setting is parsed on its own first, so that an
+    error can name its key."""
     parser = _parser(arguments_class, "", defaults=False)
     given = vars(parser.parse_known_args(argv)[0])
     path = given.get("config")
@@ -245,7 +249,8 @@ def _words(path: str, key: str, value) -> list[str]:
 
 
 def _negative_numbers_joined(argv: Sequence[str]) -> list[str]:
-    """`--flag -1e-5` as `--flag=-1e-5`: argparse takes a negative number with an exponent for a flag of its own."""
+    """The words with `--flag -1e-5` joined to `--flag=-1e-5`: argparse takes a negative number with an exponent for a
+    flag."""
     words = []
     for word in argv:
         if words and words[-1].startswith("--") and "=" not in words[-1] and _is_negative_number(word):
@@ -277,7 +282,7 @@ def _argparse_options(spec: dataclasses.Field, hint, defaults: bool) -> dict:
     if isinstance(hint, types.UnionType):
         hint = next(kind for kind in typing.get_args(hint) if kind is not type(None))
     if hint is bool:
-        # Without a value it means true; a value can undo what a file or a script said before.
+        # Without a value the flag means true. With the value false it can undo what a file or a script has set.
         return options | {"type": _truth, "metavar": "true|false", "nargs": "?", "const": True}
     if typing.get_origin(hint) is list:
         return options | {

@@ -1,8 +1,8 @@
-"""Loads the rewards that a user names: module:function or path/to/file.py:function, where a function or a RewardSource
-class stands.
+"""Loads the rewards that a user names, in the form module:name or path/to/file.py:name. The name is that of a function
+or of a RewardSource class.
 
-`score_parts` lists the parts of a run's score: the reward model, the functions of --reward_function, and the reward
-servers, each with its weight and its name in metrics.
+`score_parts` lists the parts of a run's score (the reward model, the functions of --reward_function, the reward
+servers), each with its weight and its name in metrics.
 """
 
 import importlib.util
@@ -35,8 +35,8 @@ def load_function(name: str) -> Callable:
     Modules are also searched for in the current directory, after all other places. A file may import modules from its
     own folder.
 
-    Raises: UserError, naming the flag, for a module that is not found or whose import raises, and for a name that the
-    module lacks or that cannot be called this way.
+    Raises: UserError, with the flag in its message, if the module is not found, if its import raises an error, if the
+    module lacks the name, or if what it names cannot be called with the arguments of a reward function.
     """
     what = f"--reward_function {name}"
     where, _, attribute = name.rpartition(":")
@@ -57,20 +57,21 @@ def load_function(name: str) -> Callable:
 
 
 def names_file(where: str) -> bool:
-    """Whether `where`, the part before the function's name, is the path of a file with any ending, not a module
-    name."""
+    """Whether `where`, the part before the function's name, is the path of a file (with any ending) and not the name of
+    a module."""
     return where.endswith(".py") or "/" in where or _is_file(Path(where))
 
 
 def is_source(function: Callable) -> bool:
-    """Whether this is a RewardSource class, whose objects score rollouts."""
+    """Whether `function` is a RewardSource class, whose objects score rollouts."""
     return isinstance(function, type) and issubclass(function, RewardSource)
 
 
 def function_source(function: Callable, given: str, tokenizer, rows: Sequence[dict]) -> RewardSource:
-    """The RewardSource of a value of --reward_function: of a RewardSource class, or of a function of texts and rows.
+    """Make the RewardSource of a value of --reward_function.
 
-    given: the flag's value. rows: rows[index] is the data row of the prompt with this index.
+    function: what the value names, a RewardSource class or a function of texts and rows. given: the flag's value.
+    rows: rows[i] is the row of the data set from which the prompt with index i comes.
     """
     if is_source(function):
         return AgreedReward.made(function, tokenizer, f"the reward source {given}")
@@ -78,7 +79,8 @@ def function_source(function: Callable, given: str, tokenizer, rows: Sequence[di
 
 
 def _imported_file(path: Path, what: str) -> ModuleType:
-    """The module in a file. The file may have any name, also an installed module's, and may be a link."""
+    """Import the file as a module. The file may be a link and may have any name, even the name of an installed
+    module."""
     if not _is_file(path):
         raise UserError(f"{what}: there is no file {path} (relative paths start from {Path.cwd()}).")
     refuse_pointers([path], what)
@@ -86,8 +88,8 @@ def _imported_file(path: Path, what: str) -> ModuleType:
     for folder in (path.resolve().parent, path.parent):
         _add_to_path(folder)
     if path.suffix == ".py" and path.stem.isidentifier() and _by_name(path.stem) == path:
-        return _imported(path.stem, path.parent, what)  # so that processes which it starts can import it, too
-    name = f"reward_function {path}"  # a name that no import statement can mean
+        return _imported(path.stem, path.parent, what)  # processes that it starts can import it too
+    name = f"reward_function {path}"  # no import statement can have this name
     if name not in sys.modules:
         loader = SourceFileLoader(name, str(path))
         spec = importlib.util.spec_from_file_location(name, path, loader=loader)
@@ -96,7 +98,7 @@ def _imported_file(path: Path, what: str) -> ModuleType:
             loader.exec_module(module)
         except BaseException as error:
             del sys.modules[name]
-            if isinstance(error, (Exception, SystemExit)):  # whatever the user's code raises
+            if isinstance(error, (Exception, SystemExit)):  # the user's code may raise anything
                 raise UserError(_import_failed(error, path.name, what)) from None
             raise
     return sys.modules[name]
@@ -105,12 +107,12 @@ def _imported_file(path: Path, what: str) -> ModuleType:
 def _is_file(path: Path) -> bool:
     try:
         return path.is_file()
-    except OSError:  # a name too long, a folder that may not be entered
+    except OSError:  # the name is too long, or a folder may not be entered
         return False
 
 
 def _by_name(name: str) -> Path | None:
-    """The file that `import name` would take the module from, or has taken it from."""
+    """The file from which `import name` would load the module, or has loaded it."""
     if name in sys.modules:
         return Path(getattr(sys.modules[name], "__file__", None) or "/")
     try:
@@ -127,17 +129,18 @@ def _add_to_path(folder: Path) -> None:
 
 
 def _imported(module: str, folder: Path, what: str) -> ModuleType:
-    """The module, looked for in `folder` too; it stays on the path, for what the module imports later."""
+    """Import a module, which may be in `folder`. The folder stays in sys.path, because the module may import others
+    from it later."""
     _add_to_path(folder)
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
             raise UserError(_import_failed(error, module, what)) from None
-        file = f"{module}.py"  # a dot in a module's name stands for a folder, in a file's name for nothing
+        file = f"{module}.py"  # in a module's name a dot separates folders; the user may mean a file
         meant = f" For the file give {file}:{what.rpartition(':')[2]}." if _is_file(folder / file) else ""
         raise UserError(f"{what}: there is no module {module}, neither installed nor in {folder}.{meant}") from None
-    except (Exception, SystemExit) as error:  # whatever the user's code raises
+    except (Exception, SystemExit) as error:  # the user's code may raise anything
         raise UserError(_import_failed(error, module, what)) from None
 
 
@@ -174,17 +177,17 @@ def _origin(module: ModuleType) -> str:
     return getattr(module, "__file__", None) or module.__name__
 
 
-MODEL = "model"  # how metrics call the reward model
+MODEL = "model"  # the name of the reward model in metrics
 ALONE = "function"  # the name of a function or class that is the only part of the score
 SERVER = "server"  # the name of the servers of --reward_url
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One part of the score, which is the weighted sum of its parts.
+    """One part of the score. The score is the weighted sum of its parts.
 
-    name: its name in metrics, reward/NAME and objective/scores_NAME. what: its description for people. given: the
-    flag's value, for a function.
+    name: the part's name in the metrics reward/NAME and objective/scores_NAME. what: a description for messages. given:
+    for a function, the value of --reward_function.
     """
 
     name: str
@@ -194,7 +197,7 @@ class Part:
 
 
 def score_parts(args: ModelFlags) -> list[Part]:
-    """The parts of a run's score: the reward model, the functions in the order given, the reward servers."""
+    """The parts of a run's score, in this order: the reward model, the functions as given, the reward servers."""
     given, others = args.reward_function, args.other_rewards
     weights = args.reward_weights or [1.0] * len(others)
     alone = args.reward_path is None and others == given[:1]
@@ -208,13 +211,14 @@ def score_parts(args: ModelFlags) -> list[Part]:
 
 
 def _what(name: str, given: str) -> str:
-    """The function's name; with the flag's value, if metrics use another name."""
+    """The function's description: its name in metrics, and the flag's value if that differs from the name."""
     own = given.rpartition(":")[2]
     return own if name in (own, ALONE) else f"{name} ({given})"
 
 
 def load_functions(args: ModelFlags) -> dict[str, Callable]:
-    """{flag's value: function or class} of a run; raises UserError for one that cannot be loaded."""
+    """Load the functions of a run: {value of --reward_function: function or class}. Raises UserError if one cannot be
+    loaded."""
     functions = {name: load_given(name, args) for name in args.reward_function}
     for name, function in functions.items():
         if args.overlap_rewards and is_source(function):
@@ -226,14 +230,14 @@ def load_functions(args: ModelFlags) -> dict[str, Callable]:
 
 
 class BuiltInFlags(Protocol):
-    """The flags of built-in functions."""
+    """The flags that the built-in functions read."""
 
     answer_column: str | None
     response_format: str | None
 
 
 def load_given(name: str, args: BuiltInFlags) -> Callable:
-    """The built-in function of this name, or the user's; raises UserError where it cannot be had."""
+    """The built-in function of this name, or the user's function. Raises UserError if it cannot be loaded."""
     if name not in BUILT_IN:
         return load_function(name)
     given = {"answer_column": args.answer_column, "response_format": args.response_format}
@@ -241,8 +245,8 @@ def load_given(name: str, args: BuiltInFlags) -> Callable:
 
 
 def names(given: Sequence[str]) -> list[str]:
-    """The names in metrics of functions that are not the only part of the score: each function's name, with a number
-    where another function, the reward model or a server has this name."""
+    """The functions' names in metrics, if the score has several parts: each function's own name, with a number appended
+    if another function, the reward model or a server already has this name."""
     found: list[str] = []
     for each in given:
         name = re.sub(r"\W", "_", each.rpartition(":")[2])
@@ -258,14 +262,14 @@ def _numbered(name: str, taken: Collection[str]) -> str:
 
 
 def _free(name: str, taken: Collection[str]) -> bool:
-    """Whether the name is free: no metric with another meaning has it."""
+    """Whether no metric with another meaning has this name."""
     return name not in (*taken, MODEL, SERVER) and f"scores_{name}" not in OBJECTIVE and not name.endswith(ENDINGS)
 
 
 def check_columns(functions: Mapping[str, Callable], data: Mapping[str, Prompts]) -> None:
-    """Raise UserError where a function asks for a column that was not read or that the first row of the data lacks.
+    """Raise UserError if a function asks for a column that was not read, or that the first row of the data lacks.
 
-    functions: by the flag's value. data: by the name that messages use for it.
+    functions: {value of --reward_function: function}. data: {name of the data, for messages: its prompts}.
     """
     for given, function in functions.items():
         if is_source(function):
@@ -284,5 +288,6 @@ def check_columns(functions: Mapping[str, Callable], data: Mapping[str, Prompts]
 
 
 def short_names(given: Sequence[str]) -> str | None:
-    """The functions' names in checkpoints, without folders, since files may be moved; None where there are none."""
+    """The functions' names as checkpoints store them; None if there are no functions. Folders are left out, since files
+    may be moved."""
     return " ".join(Path(name).name for name in given) or None

@@ -1,5 +1,5 @@
-"""The flags of step 3: how responses are drawn, how long it trains, and what it evaluates. The memory planner's flags
-are step 3's flags and a description of the machines.
+"""The flags of step 3 (how responses are drawn, how long training lasts, what is evaluated) and of the memory planner.
+The memory planner has step 3's flags, and further flags that describe the machines.
 """
 
 import os
@@ -15,12 +15,12 @@ from training.config import other_systems
 from training.config.flags import HubFlags, OldFlag, RestartFlags, RunFlags, flag
 from training.config.models import ModelFlags
 
-COPIES = "rollout_backend=auto|replica|zero3"  # the backends that sample from the actor within these processes
+COPIES = "rollout_backend=auto|replica|zero3"  # the backends that sample from the actor in the training processes
 
 
 @dataclass(kw_only=True)
 class RolloutFlags(RunFlags):
-    """The backend that draws responses, and its settings."""
+    """The flags of the backend that draws responses."""
 
     rollout_backend: str = flag(
         "auto",
@@ -71,7 +71,7 @@ class RolloutFlags(RunFlags):
     def validate(self) -> None:
         """Raise UserError for values that cannot work, alone or together."""
         super().validate()
-        if "RANK" in os.environ:  # a program that plans for other machines has no RANK
+        if "RANK" in os.environ:  # set by the launcher; a program that plans for other machines has no RANK
             self.check_groups(ranks_of_this_machine())
         if self.decoding in ("recorded", "graphs") and self.replicas_between_steps != "keep":
             raise UserError(
@@ -85,7 +85,8 @@ class RolloutFlags(RunFlags):
             )
 
     def check_groups(self, ranks: int) -> None:
-        """Raise UserError where a node's ranks cannot be divided into the groups that were asked for."""
+        """Raise UserError if the ranks of a node cannot be divided into groups of the size that the flags ask for.
+        ranks: number of ranks of a node."""
         name = {"replica": "inference_tp_size", "vllm": "vllm_tensor_parallel_size"}.get(self.rollout_backend)
         parts = name and getattr(self, name)
         if parts and ranks % parts:
@@ -97,7 +98,7 @@ class RolloutFlags(RunFlags):
 
 @dataclass(kw_only=True)
 class RLHFFlags(HubFlags, RestartFlags, RolloutFlags, ModelFlags):
-    """Step 3: the algorithm's flags, the models', and those of prompts, lengths, rollouts and checkpoints."""
+    """All flags of step 3: those of the algorithm, the models, prompts, lengths, rollouts and checkpoints."""
 
     phase: ClassVar[int] = 3
     old_flags: ClassVar[dict[str, OldFlag]] = other_systems.STEP3
@@ -169,12 +170,13 @@ class RLHFFlags(HubFlags, RestartFlags, RolloutFlags, ModelFlags):
 
 
 SEARCHES = ("batch", "gpus")
-LEAST_HOST = 10**9  # bytes; a smaller number was given without its unit
+LEAST_HOST = 10**9  # bytes; if --host_memory is smaller, the unit was probably forgotten
 
 
 @dataclass(kw_only=True)
 class MemoryFlags(RLHFFlags):
-    """Step 3's flags, where those of data and output are optional, and the flags that describe the machines."""
+    """The flags of the memory planner: step 3's flags, of which data and output need not be given, and flags that
+    describe the machines."""
 
     output_dir: str = flag("memory_plan", "nothing is written")
     data_path: list[str] = flag([], "nothing is read")
@@ -208,5 +210,5 @@ class MemoryFlags(RLHFFlags):
 
     @property
     def host_bytes(self) -> int | None:
-        """The bytes of --host_memory."""
+        """The value of --host_memory in bytes."""
         return parsed_bytes(self.host_memory) if self.host_memory is not None else None

@@ -58,14 +58,15 @@ class SupervisedFlags(HubFlags, RestartFlags, ModelLoraFlags, DataFlags):
         self.engine_config().check_offload()
 
     def engine_config(self) -> EngineConfig:
-        """The settings of the engine that the flags ask for."""
+        """The engine's settings, from the flags."""
         stage = self.zero_stage
         if stage is None and self.ds_config is not None:
             stage = stage_of_file(self.ds_config, "model")
         return EngineConfig("model", stage or 0, self.offload, self.ds_config)
 
     def ds_settings(self) -> dict:
-        """The DeepSpeed configuration, filled in; raises UserError for a contradiction."""
+        """The complete DeepSpeed configuration. Raises UserError if flags and the DeepSpeed file contradict each
+        other."""
         return build_ds_config(
             self.engine_config(),
             dtype=self.dtype,
@@ -74,11 +75,12 @@ class SupervisedFlags(HubFlags, RestartFlags, ModelLoraFlags, DataFlags):
         )
 
     def optimizer(self) -> OptimizerSpec:
-        """AdamW's settings."""
+        """The settings of AdamW, from the flags."""
         return OptimizerSpec(lr=self.learning_rate, weight_decay=self.weight_decay, max_grad_norm=self.max_grad_norm)
 
     def steps_per_epoch(self, examples: int) -> int:
-        """Optimizer steps in one pass over so many examples; raises UserError if they are too few for one."""
+        """The number of optimizer steps in one epoch. examples: number of training examples. Raises UserError if they
+        are too few for one optimizer step."""
         ranks = distributed.data_parallel_size()
         steps = examples // (self.per_device_train_batch_size * ranks * self.gradient_accumulation_steps)
         if steps == 0:
@@ -91,12 +93,13 @@ class SupervisedFlags(HubFlags, RestartFlags, ModelLoraFlags, DataFlags):
         return steps
 
     def total_steps(self, examples: int) -> int:
-        """Optimizer steps of the whole run; raises UserError as steps_per_epoch does."""
+        """The number of optimizer steps of the whole run. Raises UserError as `steps_per_epoch` does."""
         an_epoch = self.steps_per_epoch(examples)
         return self.max_steps or an_epoch * self.num_train_epochs
 
     def evaluates(self, step: int, examples: int) -> bool:
-        """Whether the held-out examples are evaluated after this step of a run over so many examples."""
+        """Whether the held-out examples are evaluated after step number `step`. examples: number of training
+        examples."""
         if step % self.steps_per_epoch(examples) == 0 or step == self.total_steps(examples):
             return True
         return bool(self.eval_interval and step % self.eval_interval == 0)
@@ -104,7 +107,7 @@ class SupervisedFlags(HubFlags, RestartFlags, ModelLoraFlags, DataFlags):
 
 @dataclass(kw_only=True)
 class SFTFlags(SupervisedFlags):
-    """Step 1."""
+    """The flags of step 1."""
 
     phase: ClassVar[int] = 1
 
@@ -121,7 +124,7 @@ class SFTFlags(SupervisedFlags):
 
 @dataclass(kw_only=True)
 class RewardFlags(SupervisedFlags):
-    """Step 2."""
+    """The flags of step 2."""
 
     phase: ClassVar[int] = 2
 
@@ -156,7 +159,8 @@ class RewardFlags(SupervisedFlags):
     temperature: float = flag(Dialect().temperature, "sampling temperature in normalisation", above=0)
 
     def counted_padding(self) -> str | None:
-        """See RunFlags: the shorter response of a pair is compared up to the end of the longer one."""
+        """See RunFlags: with some losses the shorter response of a pair is compared up to the end of the longer one,
+        that is on padding."""
         return "from_difference counts numbers of padding" if self.pairwise_loss == "from_difference" else None
 
     @property

@@ -1,10 +1,10 @@
 """Turns messages into text with the tokenizer's chat template, a program that comes with the model.
 
-A template may be broken, leave texts out, never end, or take all memory, for some messages only. So it runs in a
+For some messages a template may fail, leave texts out, never end, or take all memory. Therefore the template runs in a
 separate, forked process, which renders one dialogue after the other. Each rendering has a time limit, and the process
-has a memory limit. An error ends only that process; the next rendering starts a new one.
+has a memory limit. If the template ends the process, this program goes on, and the next rendering starts a new process.
 
-`Turns` finds the positions in a dialogue, written as one text, where a user's turn begins.
+`Turns` finds the positions at which a user's turn begins, in a dialogue that is given as one text.
 """
 
 import contextlib
@@ -26,11 +26,11 @@ from jinja2 import TemplateError
 
 from engine.errors import UserError
 
-SECONDS = 10  # of processor time for one dialogue; a good template takes milliseconds
-WAIT = 120.0  # seconds for all renderings of one call, on however busy a machine
+SECONDS = 10  # limit of processor time for one dialogue; a good template takes milliseconds
+WAIT = 120.0  # limit in seconds of real time for all renderings of one call, also on a busy machine
 IDLE = 5.0  # seconds after which an idle process ends: it still holds memory that this process has freed since the fork
-MEMORY = 2**30  # bytes that the process may take beyond those of this process
-LONGEST = 2**26  # characters of a text
+MEMORY = 2**30  # bytes that the process may take in addition to those that it has at the fork
+LONGEST = 2**26  # limit in characters of a rendered text
 REMEDY = "Mend chat_template in its tokenizer_config.json (or chat_template.jinja), or give --chat_template FILE."
 TRIAL = "a question and its reply"
 # The dialogue with which a template is tried.
@@ -38,23 +38,22 @@ TURNS = ({"role": "user", "content": "the-question"}, {"role": "assistant", "con
 
 
 class Rendered(str):
-    """A text made by a chat template. The template decides whether the text begins with a BOS; none is added later."""
+    """A text made by a chat template. The template decides whether the text begins with a BOS; none is added to it."""
 
 
 def render(tokenizer, messages: list[dict], where: str = "", **options) -> Rendered:
-    """The text of the messages. options: arguments of apply_chat_template. Other arguments and errors: see
-    `renderings`."""
+    """Render the messages as one text. options: arguments of apply_chat_template. The other arguments and the errors
+    are those of `renderings`."""
     return renderings(tokenizer, [(messages, where, options)])[0]
 
 
 def renderings(tokenizer, asked: Sequence[tuple[list[dict], str, dict]]) -> list[Rendered]:
-    """The texts of requests (messages, where, options of apply_chat_template). One call for many requests is faster
-    than many calls.
+    """Render several dialogues; returns their texts. One call for many dialogues is faster than many calls.
 
-    where: the record and column of the messages, for error messages; empty for an example, in which the template may
-    leave texts out.
-    Raises: UserError if the template cannot render a question and its reply, or these messages, or takes too much time
-    or memory for them.
+    asked: (messages, where, options of apply_chat_template) for each dialogue. `where` names the record and column of
+    the messages, for error messages. It is empty for a made-up dialogue; from that the template may leave texts out.
+    Raises: UserError if the template cannot render a simple question with its reply, if it cannot render these
+    messages, or if it takes too much time or memory for them.
     """
     name = getattr(tokenizer, "name_or_path", None) or "the model"
     broken, lossy = _tried(tokenizer)
@@ -80,7 +79,7 @@ def template_key(tokenizer) -> str:
     return template if isinstance(template, str) else json.dumps(template, default=repr)
 
 
-_trials: dict[str, tuple[str | None, str | None]] = {}  # by the template's text
+_trials: dict[str, tuple[str | None, str | None]] = {}  # the results of `_tried`, by template_key
 
 
 def _tried(tokenizer) -> tuple[str | None, str | None]:
@@ -93,8 +92,8 @@ def _tried(tokenizer) -> tuple[str | None, str | None]:
 
 
 def _loss(tokenizer) -> str | None:
-    """A description of the texts that the template leaves out, or None. The dialogues of several kinds also show
-    whether the template ends."""
+    """A description of the texts that the template leaves out, or None. Dialogues of several kinds are rendered, which
+    also shows whether the template ends for each of them."""
 
     def text(turns: list[dict], **options) -> str:
         return tokenizer.apply_chat_template(turns, tokenize=False, **options)
@@ -110,7 +109,9 @@ def _loss(tokenizer) -> str | None:
         [question, reply] * 32,
         [{**question, "content": "the-question " * 1000}, reply],
     ):
-        with contextlib.suppress(TemplateError, TypeError, ValueError):  # it may refuse some, but it has to end
+        with contextlib.suppress(
+            TemplateError, TypeError, ValueError
+        ):  # the template may refuse a dialogue, but must end
             text(turns)
     return lossy
 
@@ -136,12 +137,12 @@ class _Process:
         self._pipe: Connection | None = None
 
     def asked(self, requests: list[Request], what: str) -> list[Answer]:
-        """The answer to each request; (None, None, what went wrong with `what`) where there is none."""
+        """The answer to each request; (None, None, what went wrong with `what`) for a request that got no answer."""
         with self._lock:
             answers, problem = self._told(requests, what)
         if problem is None:
             return answers
-        if len(requests) > 1:  # to find the request at which the process has ended
+        if len(requests) > 1:  # ask one by one, to find the request at which the process ended
             return [answer for request in requests for answer in self.asked([request], what)]
         return [(None, None, problem)]
 
@@ -162,7 +163,7 @@ class _Process:
             self._pipe, status = None, self._statuses.get()
             if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF:
                 return [], f"had not ended {what} after {SECONDS} seconds"
-            if not kept:  # others may have ended a kept process: then a new one is tried
+            if not kept:  # a process kept from an earlier call may have been ended by others: retry with a new one
                 return [], "takes Python down with it"
 
     def _begun(self) -> Connection:
@@ -182,13 +183,15 @@ def _answer_requests(tokenizer, pipe: Connection) -> None:
     """The main loop of the process; it ends with status 0 when no more requests come."""
     status = 1
     try:
-        gc.freeze()  # existing objects, such as GPU memory, must not be destroyed here
+        gc.freeze()  # existing objects, such as tensors on the GPU, must not be destroyed in this process
         signal.set_wakeup_fd(-1)
         for each, handler in (("PROF", signal.SIG_DFL), ("TERM", signal.SIG_DFL), ("INT", signal.SIG_IGN)):
             signal.signal(getattr(signal, f"SIG{each}"), handler)
-        os.closerange(3, pipe.fileno())  # locks, and others' connections, which end when all have closed them
+        os.closerange(
+            3, pipe.fileno()
+        )  # locks, and connections of the parent, which end only when all have closed them
         os.closerange(pipe.fileno() + 1, os.sysconf("SC_OPEN_MAX"))
-        with contextlib.suppress(OSError):  # of a system without /proc
+        with contextlib.suppress(OSError):  # raised on a system without /proc
             taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
             most, (_, hard) = taken + MEMORY, resource.getrlimit(resource.RLIMIT_AS)
             resource.setrlimit(resource.RLIMIT_AS, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
@@ -234,19 +237,20 @@ def _short(text: object) -> str:
     return line if len(line) <= 200 else line[:200] + "..."
 
 
-# The user's and the answerer's marks of dialogues that are written as one text: Anthropic/hh-rlhf and its like, and
-# sets whose lines were joined.
+# (mark before a user's turn, mark before an answer) in dialogues that are written as one text: in Anthropic/hh-rlhf and
+# similar data sets, and in data sets whose lines were joined.
 FORMS = (("\n\nHuman:", "\n\nAssistant:"), (" Human:", " Assistant:"))
 SYSTEM = "the-system-message"
 
 
 class Turns:
-    """Finds where users' turns begin in a text: at the mark that the tokenizer's chat template writes before them, or
-    at words such as "Human:" in plain texts.
+    """Finds where users' turns begin in a text: at the mark that the tokenizer's chat template writes before each of
+    them, or at words such as "Human:" in plain texts.
 
-    mark: the template's mark, if it has one. around_system: the texts that the template writes before and after a
-    system message within the first user's turn, as Llama-2's template does. None if the template writes the system
-    message elsewhere, or if this cannot be distinguished from the user's words.
+    mark: the template's mark, if it has one. around_system: the texts that the template writes before and after the
+    system message, if it writes the system message within the first user's turn, as Llama-2's template does. None if
+    the template writes the system message elsewhere, or if the system message cannot be told apart from the user's
+    words.
     """
 
     def __init__(self, tokenizer):
@@ -254,10 +258,10 @@ class Turns:
         self.around_system = _around_system(tokenizer, self.mark) if self.mark else None
 
     def borders(self, text: str) -> list[int]:
-        """The positions, in rising order, at which users' turns begin with their marks; empty if there are no turns.
+        """The positions at which users' turns (with their marks) begin, in rising order; empty if there are no turns.
 
-        Only marks of one form count, since others may be quotations: the form that the text begins with; if the text
-        begins with none, the form with the most turns.
+        Only marks of one form count, since marks of another form may be quotations. It is the form with whose mark the
+        text begins; if the text begins with no mark, it is the form with the most turns.
         """
         found = [
             (text.lstrip(" ").startswith(form[0]) or text.startswith(form[0]), _alternating(text, *form))
@@ -266,16 +270,17 @@ class Turns:
         begun = [borders for begins, borders in found if begins and borders]
         if begun:
             return begun[0]
-        # A template's marks are no words of a text, so the answerer's marks need not be looked for.
+        # A template's mark does not occur as a word of a text, so the marks before answers need not be looked for.
         if self.mark and (borders := _alternating(text, self.mark, "")):
             return borders
         return max((borders for _, borders in found), key=len)
 
     def head(self, text: str) -> tuple[str, list[int]]:
-        """(the head, which is the text before the first turn; the positions at which the kept rest may begin).
+        """(the head, which is the text before the first turn; the positions at which the rest of the text may begin
+        when the text is cut).
 
-        A system message within the first turn, and the mark before it, belong to the head. The rest then begins after
-        the mark of a later turn.
+        A system message within the first turn, and the mark before the system message, belong to the head. In this case
+        the rest may begin after the mark of a later turn.
         """
         borders = self.borders(text)
         if not borders:
@@ -291,9 +296,10 @@ class Turns:
 
 
 def _alternating(text: str, user: str, answerer: str) -> list[int]:
-    """The positions of the user's marks that begin a turn: the first mark, and the next one after each answerer's mark.
+    """The positions of the user's marks that begin a turn: the first user's mark, and the next one after each mark of
+    an answer.
 
-    Empty where no answerer's mark follows a user's mark: the mark is then an ordinary word of the text.
+    Empty if no mark of an answer follows a user's mark: the user's mark is then an ordinary word of the text.
     """
     found, answered = [], False
     place = 0 if text.lstrip(" ").startswith(user.lstrip()) else text.find(user)
@@ -306,20 +312,22 @@ def _alternating(text: str, user: str, answerer: str) -> list[int]:
 
 
 def _mark_of_template(tokenizer) -> str | None:
-    """What the chat template writes before a user's message; None without a template, or where it writes nothing."""
+    """The text that the chat template writes before a user's message; None without a template, or if the template
+    writes nothing there."""
     if not tokenizer.chat_template:
         return None
     question, reply = TURNS
     following = {**question, "content": "the-next-one"}
     try:
         text, ended = render(tokenizer, [question, reply, following]), render(tokenizer, [question, reply])
-    except UserError:  # the template admits no third message
+    except UserError:  # the template refuses a third message
         return None
     before, _, rest = text.partition(question["content"])
     between, found, _ = rest.partition(reply["content"])[2].partition(following["content"])
     if not found:
         return None
-    # Before the first question a system message may stand, and before the next one the reply's own end.
+    # What stands before the first question may include a system message; what stands before the next question includes
+    # the end of the reply. The mark is the part that both have in common.
     mark = os.path.commonprefix([before[::-1], between[::-1]])[::-1]
     end = ended.rpartition(reply["content"])[2]
     if between.startswith(end):
@@ -328,10 +336,11 @@ def _mark_of_template(tokenizer) -> str | None:
 
 
 def _around_system(tokenizer, mark: str) -> tuple[str, str] | None:
-    """What the template writes before and after a system message that stands behind the first user's mark."""
+    """(the text before, the text after) the system message, if the template writes the system message after the first
+    user's mark; else None."""
     try:
         text = render(tokenizer, [{"role": "system", "content": SYSTEM}, *TURNS])
-    except UserError:  # the template admits none
+    except UserError:  # the template refuses a system message
         return None
     before, found, behind = text.partition(SYSTEM)
     behind, asked, _ = behind.partition(TURNS[0]["content"])

@@ -1,13 +1,14 @@
-"""Examples: token ids of rows, and batches of them, for step 1, step 2, the prompts of step 3, and mixed pretraining.
+"""Turns rows into token ids and batches, for step 1, step 2, the prompts of step 3, and mixed pretraining.
 
     rows, held_out = load_rows("reviews/sft.jsonl", SFT, tokenizer, phase=1, seed=0, held_out=0.05)
     examples = SFTExamples(rows, tokenizer, max_length=512, cache=cache_folder(None))
     for indices in epoch_batches(len(examples), batch_size=8, epoch=0, seed=0, rank=0, world=1):
         batch = collate_sft([examples[index] for index in indices], pad_id)
 
-All rows are tokenised once, at the start. The order of the examples (training/data/order.py) needs only their numbers,
-and is the same for any number of ranks. Rows that are cut or left out are counted and reported. `rows` is a result of
-load_rows, or a list of such rows. `cache` is a folder in which later runs find the ids.
+All rows are tokenised once, at the start. The order in which examples are visited (training/data/order.py) depends on
+the number of examples, and is the same for any number of ranks. Rows that are cut or left out are counted and reported.
+In all classes, `rows` is a result of load_rows or a list of rows, and `cache` is the folder in which the token ids are
+kept for later runs.
 """
 
 import json
@@ -42,18 +43,20 @@ from training.data.tokens import (
     together,
 )
 
-NOTED = 3  # of each kind so many row numbers are kept, so that these rows can be shown
-ENOUGH = 0.95  # a run warns where a smaller share of the rows fits
+NOTED = 3  # how many row numbers are kept for each kind of row, so that these rows can be shown
+ENOUGH = 0.95  # a run warns if a smaller share of the rows fits
 
 
 class FittedRows(Sequence):
-    """An Arrow table of the kept rows, and counts of the others.
+    """An Arrow table of the rows that are kept, and counts of the rows that are cut or left out.
 
-    rows: the rows before fitting. fit: row -> the part that the model is shown. cut: how many rows were cut.
-    dropped: how many rows were left out because of their length; equal: because their answers are equal; empty: because
-    the tokenizer makes no tokens of them. needed: the length into which 95 % of the rows fit, without equal and empty
-    ones. noted: {kind: numbers of its first rows}. notes: {note (`Row.notes`): (number of the first row with it, number
-    of rows with it)}. unread: {name of a column that was not read: description of its content}.
+    rows: the rows before they are made to fit. fit: row -> the part that the model is shown.
+    cut: how many rows were cut. dropped: how many rows were left out because of their length.
+    equal: how many pairs were left out because their answers are equal.
+    empty: how many rows were left out because the tokenizer makes no tokens of them.
+    needed: the length into which 95 % of the rows fit; rows that count as `equal` or `empty` are not considered.
+    noted: {kind of row: numbers of its first rows}. notes: {note (`Row.notes`): (number of the first row with this
+    note, number of rows with it)}. unread: {name of a column that was not read: description of its content}.
     """
 
     def __init__(
@@ -66,9 +69,10 @@ class FittedRows(Sequence):
         cache: Path | None,
         **settings,
     ):
-        """columns: gives the table's values for a row that is kept. settings: everything that `fit` depends on.
+        """columns: (fitted part, row) -> the values of a kept row in the table. settings: everything that `fit` depends
+        on; part of the key of the cached table.
 
-        Raises UserError where the tokenizer makes no tokens of any row.
+        Raises UserError if the tokenizer makes no tokens of any row.
         """
 
         def examples(counts: Counter) -> Iterator[tuple]:
@@ -129,10 +133,10 @@ class FittedRows(Sequence):
     def warnings(
         self, flag: str, limit: int, overlong: str, most: Callable[[], int | None] = lambda: None
     ) -> list[str]:
-        """A warning, with what to do, if more than 5 % of the rows do not fit.
+        """A warning, with advice, if more than 5 % of the rows do not fit; else [].
 
-        limit: the value of `flag`. most: () -> the largest value of `flag` for which the models have positions; None
-        without such a limit.
+        limit: the value of `flag`. most: () -> the largest value of `flag` that the models' number of positions allows;
+        None if the models set no limit.
         """
         too_long = self.cut + self.dropped
         if self.needed <= limit or too_long <= (1 - ENOUGH) * len(self.source):
@@ -151,12 +155,13 @@ class FittedRows(Sequence):
 
 
 def place_of(rows: Sequence[dict], number: int) -> str:
-    """The file and line of a row, as a text."""
+    """The file and line of row `number`, as a text."""
     return rows.where(number) if hasattr(rows, "where") else f"row {number + 1}"
 
 
 def _enough(lengths: Mapping[int, int]) -> int:
-    """The length that a share ENOUGH of the rows do not exceed; 0 without rows. lengths: {length: number of rows}."""
+    """The smallest length into which a share ENOUGH of the rows fits; 0 without rows. lengths: {length: number of
+    rows}."""
     place, seen = math.ceil(ENOUGH * sum(lengths.values())), 0
     for length in sorted(lengths):
         seen += lengths[length]
@@ -188,7 +193,7 @@ class SFTExample(NamedTuple):
 def sft_fit(
     tokenizer, max_length: int, loss_on: str = "response", overlong: str = "cut_prompt", stops: Iterable[int] = ()
 ) -> RowFit:
-    """A function from a row to the part that step 1 learns. Arguments: as in SFTExamples."""
+    """A function from a row to the part of the row that step 1 learns. Arguments: as in SFTExamples."""
     if loss_on not in ("response", "all"):
         raise UserError(f"loss_on is {loss_on!r}; choose 'response' or 'all'.")
     lengths = Lengths(tokenizer, max_length, overlong, stops)
@@ -215,10 +220,11 @@ def sft_fit(
 class SFTExamples(FittedRows):
     """The examples of step 1: prompt + response + EOS, or text + EOS.
 
-    The loss covers the response with its EOS; with loss_on="all", and for a `text`, all tokens after the first.
+    The loss covers the response and its EOS. With loss_on="all", and for a `text`, it covers all tokens but the first.
     Examples longer than max_length are cut or left out, as `overlong` says (training/data/tokens.py). An example that
-    lost its end gets no EOS: a model that learned it would stop in the middle of sentences. stops: token ids at which
-    step 3 stops, in addition to EOS and the chat template's end of a turn; examples may end with one of these too.
+    lost its end gets no EOS, because the model would learn to stop in the middle of a sentence. stops: the token ids at
+    which step 3 stops, in addition to EOS and the token with which the chat template ends a turn. An example that ends
+    with one of these tokens gets no EOS in addition.
     """
 
     def __init__(
@@ -250,10 +256,10 @@ class SFTExamples(FittedRows):
 
 @dataclass(frozen=True, slots=True)
 class SFTBatch:
-    """Right-padded examples.
+    """A batch of right-padded examples.
 
-    sequences (B, S) int64; attention_mask (B, S) int64, 1 on tokens of the text, EOS included;
-    loss_mask (B, S - 1) bool: entry t says whether token t + 1, which is predicted from position t, is learned.
+    sequences: (B, S) int64. attention_mask: (B, S) int64, 1 for tokens of the text, EOS included; 0 for padding.
+    loss_mask: (B, S - 1) bool; entry t says whether token t + 1, which is predicted at position t, is learned.
     """
 
     sequences: Tensor
@@ -280,7 +286,7 @@ class Pair(NamedTuple):
 
 
 def pair_fit(tokenizer, max_length: int, overlong: str = "cut_prompt", stops: Iterable[int] = ()) -> RowFit:
-    """A function from a pair to the part that the reward model is shown. Arguments: as in PairExamples."""
+    """A function from a pair to the part of the pair that the reward model is shown. Arguments: as in PairExamples."""
     lengths = Lengths(tokenizer, max_length, overlong, stops)
 
     def fit(row: dict) -> Fit:
@@ -296,11 +302,12 @@ def pair_fit(tokenizer, max_length: int, overlong: str = "cut_prompt", stops: It
 
 
 class PairExamples(FittedRows):
-    """The examples of step 2, a `Pair` each, both sides with the same prompt.
+    """The examples of step 2. Each is a `Pair`, whose two answers have the same prompt.
 
     Pairs longer than max_length are cut or left out, as `overlong` says (training/data/tokens.py). An answer that lost
-    its end has no EOS, as in SFTExamples. Pairs of equal answers are left out, since nothing can be learned from them.
-    They count as `equal`, or as `dropped` if they are equal only after cutting. stops: as in SFTExamples.
+    its end has no EOS, as in SFTExamples. Pairs of equal answers are left out, since nothing can be learned from them;
+    they count as `equal`. Pairs whose answers become equal by cutting are left out too; they count as `dropped`.
+    stops: as in SFTExamples.
     """
 
     def __init__(
@@ -328,10 +335,10 @@ class PairExamples(FittedRows):
 
 @dataclass(frozen=True, slots=True)
 class PairBatch:
-    """Right-padded answers, the B chosen ones first, then their B rejected ones in the same order.
+    """A batch of B right-padded pairs: first the B chosen answers, then the B rejected answers in the same order.
 
-    sequences (2B, S) int64; attention_mask (2B, S) int64; first_difference (B,) int64, the first position at which a
-    pair's two sequences differ. Where the longer one begins with the shorter one, this is the shorter one's end.
+    sequences: (2B, S) int64. attention_mask: (2B, S) int64. first_difference: (B,) int64, the first position at which a
+    pair's two sequences differ; if the longer sequence begins with the shorter one, the length of the shorter one.
     """
 
     sequences: Tensor
@@ -343,7 +350,7 @@ class PairBatch:
 
 
 def collate_pairs(pairs: list[Pair], pad_id: int) -> PairBatch:
-    """The pairs as one batch, padded to the longest answer of either kind."""
+    """The pairs as one batch, padded to the longest sequence, be it chosen or rejected."""
     sequences, attention_mask = padded([pair.chosen for pair in pairs] + [pair.rejected for pair in pairs], pad_id)
     return PairBatch(sequences, attention_mask, torch.tensor([_first_difference(*pair) for pair in pairs]))
 
@@ -386,15 +393,15 @@ def prompt_fit(
 
 
 class Prompts(FittedRows):
-    """The prompts of step 3, each a list of token ids. rows: the rows of the kept prompts, with all columns that are
-    read.
+    """The prompts of step 3, each a list of token ids. The attribute `rows` holds the rows of the kept prompts, with
+    all columns that could be read.
 
-    overlong: what happens to prompts of more than max_prompt_length tokens (training/data/tokens.py). The index of a
-    prompt, which is part of the key of its samples' random numbers, counts only kept prompts.
+    overlong: what happens to prompts of more than max_prompt_length tokens (training/data/tokens.py). Only kept prompts
+    are numbered. A prompt's number is part of the key of the random numbers with which its responses are drawn.
 
-    query_start, query_end: if given, the prompt is a part of the text (`trim_query`). It begins after the first start
-    token, is cut to max_prompt_length tokens, and then ends with the last end token. Texts without these tokens are
-    dropped.
+    query_start, query_end: token ids. If given, only a part of the text is the prompt (`trim_query`): the part begins
+    after the first start token, is cut to max_prompt_length tokens, and then ends with its last end token. Texts
+    without these tokens are dropped.
     """
 
     def __init__(
@@ -432,7 +439,8 @@ class Prompts(FittedRows):
         return ids_at(self.table, "token_ids", index)
 
     def refuse_unread(self, columns: Iterable[str], asked: str) -> None:
-        """Raise UserError for a column that was not read; asked: the beginning of the message, which says who asks."""
+        """Raise UserError if one of the columns was not read. asked: the beginning of the message, which says who needs
+        the columns."""
         for name in columns:
             if name in self.unread:
                 raise UserError(
@@ -455,19 +463,19 @@ class _JsonColumn(Sequence):
 
 
 def collate_prompts(token_lists: list[list[int]], indices: Tensor, visits: Tensor, pad_id: int) -> PromptBatch:
-    """The prompts of one batch, left-padded to the longest.
+    """A batch of these prompts, left-padded to the longest.
 
-    indices, visits: (B,) int64, as PromptOrder gives them. The visits become `samples` of the batch: without them a
-    prompt would get the same responses in each epoch.
+    indices, visits: (B,) int64, from PromptOrder. The visits become `samples` of the batch, so that a prompt gets other
+    random numbers, and thus other responses, in each epoch.
     """
     input_ids, attention_mask = padded(token_lists, pad_id, left=True)
     return PromptBatch(input_ids=input_ids, attention_mask=attention_mask, indices=indices, samples=visits)
 
 
 def prompt_batch(texts: list[str], tokenizer, visit: int = 0) -> PromptBatch:
-    """A batch of prompts made of texts, with the indices 0, 1, ...; for use from Python, without a data set.
+    """A batch of prompts made from texts, with the indices 0, 1, ...; for use from Python, without a data set.
 
-    visit: how often these texts were answered before. The same policy gives the same responses for the same number.
+    visit: how often these texts were answered before. With the same `visit`, the same policy gives the same responses.
     Raises: UserError if the tokenizer makes no tokens of a text.
     """
     indices, encoder = torch.arange(len(texts)), TextEncoder(tokenizer)
@@ -479,7 +487,7 @@ def prompt_batch(texts: list[str], tokenizer, visit: int = 0) -> PromptBatch:
 
 
 class TextBlocks(Sequence):
-    """The token ids of the rows' `text`, one text after the other, in blocks of exactly block_length ids."""
+    """The texts of the rows as token ids, concatenated and divided into blocks of exactly block_length ids."""
 
     def __init__(self, rows: Sequence[dict], tokenizer, block_length: int, cache: Path | None = None):
         def blocks(counts):

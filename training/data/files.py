@@ -1,15 +1,16 @@
-"""Data files: the records of .jsonl, .json, .csv and .parquet, also as .gz or .zst, each with its place in the file.
+"""Reads the records of .jsonl, .json, .csv and .parquet files, also compressed ones (.gz, .zst).
 
     records = read_records("reviews/sft.jsonl")
     where, record = records[0]                               # "reviews/sft.jsonl, line 1", {"text": "..."}
 
-Files are read here and not by the loaders of the `datasets` library: these give no line numbers, guess types (a text
-that looks like a date becomes one), and keep copies by a file's time stamp. A record is parsed when it is asked for.
+Each record comes with its place in the file, for messages. The loaders of the `datasets` library are not used, because
+they give no line numbers, guess types (a text that looks like a date becomes a date), and keep cached copies that they
+recognise by the file's time stamp.
 
-A file is read when a record is asked for, and is not mapped into memory: reading beyond the end of a mapped file that
-was truncated meanwhile kills the process. Single records cannot be found in compressed files and in Parquet. These are
-written once into a temporary file in $TMPDIR. It has no name, so it vanishes with the process, however that ends. A
-file that changes while it is used is refused.
+A record is read and parsed when it is asked for. Files are not mapped into memory: if a mapped file is truncated, a
+read beyond its new end kills the process. In compressed files and in Parquet a single record cannot be found.
+Therefore their content is written once into a temporary file in $TMPDIR. The temporary file has no name, so it vanishes
+when the process ends for any reason. A data file that changes while it is used is refused.
 """
 
 import csv
@@ -38,19 +39,19 @@ from training.data.tables import mapped, no_room
 ENDINGS = (".jsonl", ".json", ".csv", ".parquet")
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}  # ending: Arrow's name
 BEGINNINGS = {".gz": rb"\x1f\x8b", ".zst": rb"\x28\xb5\x2f\xfd"}
-LARGEST_RATIO = 200  # size of real texts and tables over their compressed size; repeated bytes reach 1,000 and more
+LARGEST_RATIO = 200  # limit of content size / compressed size: real data stay below, repeated bytes reach over 1,000
 ALWAYS_ALLOWED = 2**28  # bytes of content that are allowed whatever the ratio
 CHUNK = 2**20  # bytes
-LONGEST_TEXT = 10_000_000  # characters; tokenizers take 20 seconds for as many, and minutes and all memory for more
+LONGEST_TEXT = 10_000_000  # characters; a tokenizer takes 20 seconds for them, and minutes and all memory for more
 LONGEST_CELL = 2**31 - 1  # characters of a cell of a CSV file; the csv module's default limit is 131,072
-NO_BLANK = re.compile(r"[^ \t\r\n]")  # the beginning of a JSON value
+NO_BLANK = re.compile(r"[^ \t\r\n]")  # finds the beginning of a JSON value
 WORKER = Path(__file__).with_name("table_worker.py")  # decodes Parquet
 
 
 class Records(Protocol):
-    """The records of one file or split, as (where, record): the place that messages name, and any JSON value.
+    """The records of one file or split. Each is (where, record): its place, for messages, and any JSON value.
 
-    fingerprint: a hash of the content, by which caches and checkpoints identify the data.
+    fingerprint: a hash of the content, with which caches and checkpoints identify the data.
     """
 
     fingerprint: str
@@ -61,26 +62,27 @@ class Records(Protocol):
 
 
 def data_ending(path: str | Path) -> str:
-    """The file's ending in small letters, without the ending of its compression: ".csv" for A.CSV.gz."""
+    """The file's ending in lower case, without the ending of its compression: ".csv" for A.CSV.gz."""
     path = Path(path)
     return (Path(path.stem) if compression(path) else path).suffix.lower()
 
 
 def compression(path: Path) -> str:
-    """The ending of its compression, a key of COMPRESSIONS; empty for one that is not compressed."""
+    """The ending that names the file's compression, a key of COMPRESSIONS; "" for a file that is not compressed."""
     ending = path.suffix.lower()
     return ending if ending in COMPRESSIONS else ""
 
 
 def largest_content(file: IO[bytes]) -> int:
-    """Bytes that this file's content may have when it is decompressed."""
+    """The limit, in bytes, for the decompressed content of this file."""
     return max(ALWAYS_ALLOWED, LARGEST_RATIO * os.fstat(file.fileno()).st_size)
 
 
 class DataFile:
-    """A file that stays open.
+    """A data file that stays open.
 
-    Raises: UserError for one that cannot be read, is a pipe, a device or a Git LFS pointer, or changes.
+    Raises: UserError if the file cannot be read, if it is a pipe, a device or a Git LFS pointer, or if it changes while
+    it is open.
     """
 
     def __init__(self, path: Path):
@@ -97,10 +99,11 @@ class DataFile:
         self.state = self._state()
 
     def decompress(self) -> None:
-        """Replace the file by its decompressed content; the compressed file may have several members.
+        """Continue with a temporary file that holds the decompressed content. The compressed file may have several
+        members.
 
-        Raises: UserError for a file that is damaged or truncated, or whose content is implausibly large, and where the
-        temporary file has no room.
+        Raises: UserError if the file is damaged or truncated, if its content is implausibly large, or if there is no
+        room for the temporary file.
         """
         limit, size = largest_content(self.file), 0
         stream = pyarrow.CompressedInputStream(self.file, COMPRESSIONS[compression(self.path)])
@@ -131,7 +134,7 @@ class DataFile:
             ) from None
 
     def lines(self) -> Iterator[bytes]:
-        """The lines, each with its end."""
+        """The file's lines, each with its newline."""
         self.file.seek(0)
         yield from self.file
         self.check()
@@ -186,7 +189,8 @@ class RecordList:
 
 
 class JsonLines:
-    """One JSON value a line; blank lines are passed over. A line ends at a newline only: strings may hold U+2028."""
+    """The records of a .jsonl file: one JSON value in each line; blank lines are skipped. Only a newline ends a line,
+    because a JSON string may contain U+2028."""
 
     def __init__(self, file: DataFile):
         self.path, self.file, self.fingerprint = file.path, file, file.hash()
@@ -208,7 +212,7 @@ class JsonLines:
         line = _decoded(self.path, self.file.read(start, end), number)
         try:
             return f"{self.path}, line {number}", json.loads(line)
-        except (ValueError, RecursionError) as error:  # ValueError: also a number of thousands of digits
+        except (ValueError, RecursionError) as error:  # also raised for a number with thousands of digits
             goes_on = isinstance(error, json.JSONDecodeError) and error.pos >= len(line.rstrip())
             spread = goes_on and data_ending(self.path) == ".jsonl"
             raise UserError(
@@ -227,21 +231,22 @@ class JsonLines:
 
 @dataclass(frozen=True, slots=True)
 class Unread:
-    """Stands for a value of a column that is not read. why: what the column holds, in the words of messages."""
+    """Stands for a value that was not read. why: what the column holds, as messages describe it."""
 
     why: str
 
 
 class ArrowRecords:
-    """The records of an Arrow table: of a Parquet file, or of a `datasets.Dataset`. `name`: its name in messages.
+    """The records of an Arrow table, which comes from a Parquet file or a `datasets.Dataset`. name: the name of the
+    file or data set, for messages.
 
-    Values are read as they are stored. Images and recordings are columns of bytes, which are not read. Maps become
-    dicts, and texts of Arrow's type json are parsed. A value that cannot be read is an `Unread`, which is an error only
-    where the value is asked for.
+    Values are read as they are stored. Columns of bytes (images, recordings) are not read. Maps become dicts, and texts
+    of Arrow's type json are parsed. A value that cannot be read becomes an `Unread`, which is an error only if a step
+    needs the value.
     """
 
     def __init__(self, table: pyarrow.Table, unread: dict[str, Unread], name: str, fingerprint: str):
-        """unread: `unread_columns` of the file or data set, also those that the table does not hold."""
+        """unread: the `unread_columns` of the file or data set, including columns that the table does not hold."""
         self.size, self.unread, self.name, self.fingerprint = len(table), unread, name, fingerprint
         self.types = {field.name: field.type for field in table.schema if field.name not in unread}
         self.json = {
@@ -267,12 +272,13 @@ class ArrowRecords:
             value = stored.as_py(maps_as_pydicts="strict")
             return _decoded_json(value, self.types[column]) if column in self.json else value
         except (ValueError, OverflowError, KeyError, pyarrow.ArrowException) as error:
-            # Invalid UTF-8 (a ValueError) or JSON, a time out of the range of Python's dates, a map with a key twice.
+            # Causes: invalid UTF-8 (a ValueError) or JSON, a time out of the range of Python's dates, a key that occurs
+            # twice in a map.
             return Unread(f"what cannot be read ({_reason(error)})")
 
 
 def unread_columns(schema: pyarrow.Schema) -> dict[str, Unread]:
-    """The columns of a table that are not read: columns of bytes, and of maps whose keys are not texts."""
+    """The columns of a table that are not read: columns of bytes, and columns of maps whose keys are not texts."""
     bytes_types = (types.is_binary, types.is_large_binary, types.is_binary_view, types.is_fixed_size_binary)
     text_types = (types.is_string, types.is_large_string, types.is_string_view)
     found = {}
@@ -286,7 +292,7 @@ def unread_columns(schema: pyarrow.Schema) -> dict[str, Unread]:
 
 
 def _within(kind: pyarrow.DataType) -> Iterator[pyarrow.DataType]:
-    """The type and all types that it is made of."""
+    """This type and all types that it contains."""
     yield kind
     parts = [kind.value_type] if types.is_dictionary(kind) else [kind.field(n).type for n in range(kind.num_fields)]
     for part in parts:
@@ -294,7 +300,7 @@ def _within(kind: pyarrow.DataType) -> Iterator[pyarrow.DataType]:
 
 
 def _decoded_json(value, kind: pyarrow.DataType):
-    """The value, with all parts of Arrow's type json parsed; kind: the value's type."""
+    """The value, in which all parts of Arrow's type json are parsed. kind: the value's Arrow type."""
     if value is None:
         return None
     if isinstance(kind, pyarrow.JsonType):
@@ -307,11 +313,12 @@ def _decoded_json(value, kind: pyarrow.DataType):
 
 
 def read_records(path: str | Path) -> Records:
-    """The records of a .jsonl, .json, .csv or .parquet file, possibly none; it may be compressed (.jsonl.gz, .csv.zst).
+    """The records of a .jsonl, .json, .csv or .parquet file. The file may be empty, and may be compressed (.jsonl.gz,
+    .csv.zst).
 
-    A .json file holds a list of objects, or one object after the other, one per line as in .jsonl or spread over
-    several lines. Raises UserError, with the file and the line, for what cannot be read. For a line of a .jsonl file it
-    is raised when the record is asked for.
+    A .json file holds a list of objects, or one object after the other. These may stand in one line each, as in .jsonl,
+    or be spread over several lines. Raises UserError, with file and line, if the file cannot be read. A bad line of a
+    .jsonl file raises it only when the record is asked for.
     """
     path = Path(path)
     if path.is_dir():
@@ -349,7 +356,8 @@ def read_records(path: str | Path) -> Records:
 
 
 def _decoded(path: Path, content: bytes, first_line: int = 1) -> str:
-    """The bytes as text, without a byte-order mark, which some editors write; first_line: the line they begin at."""
+    """The bytes as text, without the byte-order mark that some editors write. first_line: the number of the line at
+    which the bytes begin."""
     try:
         text = content.decode("utf-8-sig" if first_line == 1 else "utf-8")
     except UnicodeDecodeError as error:
@@ -368,7 +376,7 @@ def _decoded(path: Path, content: bytes, first_line: int = 1) -> str:
 
 
 def _json_list(path: Path, text: str) -> list[tuple[str, object]]:
-    """(where, record) of each element of the list; none in a file of blanks."""
+    """(where, record) of each element of the list; [] for a file that holds only blanks."""
     if not text.strip():
         return []
     try:
@@ -383,7 +391,7 @@ def _json_list(path: Path, text: str) -> list[tuple[str, object]]:
 
 
 def _json_objects(path: Path, text: str) -> list[tuple[str, object]]:
-    """(where, record) of objects that stand one after the other, each on one or several lines."""
+    """(where, record) of each object; the objects follow each other, each on one or several lines."""
     decoder, records, end = json.JSONDecoder(), [], 0
     try:
         while found := NO_BLANK.search(text, end):
@@ -403,7 +411,7 @@ def _no_json(path: Path, text: str, error: Exception) -> UserError:
 
 
 def _csv_list(path: Path, text: str) -> list[tuple[str, dict]]:
-    """(where, record) of each line under the header. An empty cell is None, since CSV cannot leave a value out."""
+    """(where, record) of each line below the header. An empty cell becomes None, since CSV cannot leave a value out."""
     csv.field_size_limit(LONGEST_CELL)
     reader = csv.reader(io.StringIO(text, newline=""), strict=True)
     records, header, start = [], None, 1
@@ -454,8 +462,8 @@ def _parquet(file: DataFile) -> ArrowRecords:
 def _decoded_table(file: DataFile, columns: list[str]) -> pyarrow.Table:
     """These columns of a Parquet file, decoded into a temporary file, since Parquet gives no access to single rows.
 
-    A process with a memory limit decodes them. Raises: UserError for an implausibly large content, and where there is
-    no room; pyarrow.ArrowException for a file that cannot be read.
+    A process with a memory limit decodes the columns. Raises: UserError if the content is implausibly large, or if
+    there is no room for the temporary file; pyarrow.ArrowException if the file cannot be read.
     """
     with tempfile.TemporaryFile(buffering=0) as copy:
         _decode_apart(file.path, file.file, copy.fileno(), columns)
@@ -463,14 +471,14 @@ def _decoded_table(file: DataFile, columns: list[str]) -> pyarrow.Table:
 
 
 def check_arrow(path: Path) -> None:
-    """Raise UserError for an Arrow stream whose content is implausibly large, as it may be compressed; raises OSError
-    for a pipe or device, pyarrow.ArrowException for a file that cannot be read."""
+    """Check an Arrow stream, which may be compressed. Raises: UserError if its content is implausibly large; OSError
+    for a pipe or device; pyarrow.ArrowException if the file cannot be read."""
     with open_file(path) as file:
         _decode_apart(path, file, None, [])
 
 
 def _decode_apart(path: Path, file: IO[bytes], copy: int | None, columns: list[str]) -> None:
-    """Have a process with a memory limit decode the file (table_worker.py); raises as `_decoded_table`."""
+    """Have a process with a memory limit decode the file (table_worker.py). Raises the errors of `_decoded_table`."""
     limit = largest_content(file)
     asked = json.dumps({"file": file.fileno(), "copy": copy, "columns": columns, "limit": limit}).encode()
     files = [file.fileno()] + ([] if copy is None else [copy])
@@ -490,7 +498,7 @@ def _decode_apart(path: Path, file: IO[bytes], copy: int | None, columns: list[s
 
 
 def check_text(where: str, column: str, value: object, may_be_blank: bool = False) -> None:
-    """Raise UserError, with the place and the column, unless the value is a text that a tokenizer takes."""
+    """Raise UserError, with the place and the column, unless the value is a text that a tokenizer can encode."""
     problem = None
     if not isinstance(value, str):
         problem = f"found {described(value)}; needed a string"
@@ -507,7 +515,7 @@ def check_text(where: str, column: str, value: object, may_be_blank: bool = Fals
 
 
 def described(value: object) -> str:
-    """The JSON kind of the value, and its beginning."""
+    """A text with the value's JSON type and the beginning of the value."""
     kinds = {
         dict: "an object",
         list: "a list",

@@ -1,11 +1,11 @@
-"""Forms: how a record is checked and becomes a row, the texts that a step reads.
+"""Checks records and turns them into rows. A `Form` says which columns of a record a step reads.
 
     SFT.row(where, {"prompt": "Hi", "chosen": " Hello."}, tokenizer)        # {"prompt": "Hi", "response": " Hello."}
 
-Messages become texts through the tokenizer's chat template. Whichever step reads a record, its prompt is the same text.
-A template may silently ignore roles, reasoning or tools. So each message's content is looked for in the rendered text.
-If a part of the context is missing, the row gets a note, and the run prints the share of rows that have it. If the
-missing part is the message to be answered, or the answer to be learned, the record is refused.
+The tokenizer's chat template turns messages into texts. All three steps make the same prompt text of a record. A
+template may silently ignore roles, reasoning or tools. Therefore each message's content is looked for in the rendered
+text. If a part of the context is missing there, the row gets a note, and the run prints which share of the rows has
+this note. If the message to be answered or the answer to be learned is missing, the record is refused.
 """
 
 import functools
@@ -23,7 +23,7 @@ from training.data.chat import render, renderings, template_key
 from training.data.files import check_text, described, quoted
 from training.data.tokens import end_of_turn, opening_tokens
 
-Columns = tuple[tuple[str, ...], ...]  # alternatives, each the columns that a record needs to have
+Columns = tuple[tuple[str, ...], ...]  # alternatives; a record needs all columns of one alternative
 ANSWERS = ("chosen", "rejected", "response", "completion")
 TURN = "\n\nAssistant:"  # the beginning of an answer in dialogues written as one text, such as Anthropic/hh-rlhf
 # {role in a data set, in small letters: the role's name in templates}; other roles are left as they are.
@@ -36,7 +36,7 @@ ROLES = {name: name for name in ("user", "assistant", "system", "developer", "to
 }
 REASONING = ("reasoning_content", "reasoning", "thinking")  # keys under which transformers looks for reasoning
 SAME = ("role", "content", "name", "tool_calls", "tool_call_id", *REASONING)  # keys by which messages are compared
-# Arguments of apply_chat_template itself, which are not passed to the template.
+# Arguments of the function apply_chat_template, which the template itself does not get.
 NOT_THE_TEMPLATES = frozenset(
     ("conversation", "messages", "tools", "chat_template", "add_generation_prompt", "continue_final_message")
     + ("tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict", "tokenizer_kwargs")
@@ -50,7 +50,7 @@ NO_BEGINNING = (
 
 
 class Row(dict):
-    """The checked texts of a record; `notes` name parts of its messages that the model is not shown."""
+    """The checked texts of a record. notes: names of the parts of its messages that the model is not shown."""
 
     def __init__(self, texts: dict, notes: tuple[str, ...] = ()):
         super().__init__(texts)
@@ -61,9 +61,9 @@ class Row(dict):
 class Form:
     """How one step reads records.
 
-    name: the form's name; part of the rows' fingerprint. columns: the first alternative that a record has is read.
-    shape: (record, the texts of these columns) -> the row. may_be_blank: whether texts may be blank.
-    answers: whether answers are read, and messages up to the assistant's last one; otherwise prompts alone are read.
+    name: the form's name; part of the rows' fingerprint. columns: alternatives; of these, the first whose columns the
+    record has is read. shape: (record, texts of these columns) -> the row. may_be_blank: whether texts may be blank.
+    answers: whether answers are read, and messages up to the assistant's last one. If False, prompts alone are read.
     """
 
     name: str
@@ -73,10 +73,11 @@ class Form:
     answers: bool = True
 
     def row(self, where: str, record: object, tokenizer) -> Row:
-        """The row of the record at the place `where`. Messages need a tokenizer with a chat template; texts do not.
+        """The row made from this record. where: the record's place, for messages. A record with messages needs a
+        tokenizer with a chat template; a record with texts does not.
 
-        Raises UserError, with the place and the column, for a record that has none of the alternatives, or whose texts
-        a tokenizer does not take.
+        Raises UserError, with the place and the column, if the record has the columns of no alternative, or if one of
+        its texts cannot be tokenised.
         """
         _check_depth(where, record)
         record = messages_on_both_sides(_from_share_gpt(record)) if isinstance(record, dict) else record
@@ -106,7 +107,8 @@ def _sft_row(record: dict, texts: dict[str, str]) -> dict:
     return {"prompt": texts["prompt"], "response": answer}
 
 
-# chosen comes before response: data sets like Dahoas/rm-static have both, and chosen is the better answer of the pair
+# `chosen` comes before `response`: data sets such as Dahoas/rm-static have both columns, and `chosen` is the better
+# answer of the pair.
 SFT = Form(
     "text",
     (
@@ -126,11 +128,12 @@ PROMPTS = Form(
     lambda record, texts: {**record, "prompt": texts["prompt"]},
     answers=False,
 )
-TEXTS = Form("pretraining text", (("text",),), lambda record, texts: texts, may_be_blank=True)  # sets have empty lines
+TEXTS = Form("pretraining text", (("text",),), lambda record, texts: texts, may_be_blank=True)  # some have empty lines
 
 
 def matching_columns(where: str, record: object, columns: Columns) -> tuple[str, ...]:
-    """The first alternative whose columns the record has (null counts as absent); raises UserError if it has none."""
+    """The first alternative of which the record has all columns (null counts as absent). Raises UserError if there is
+    no such alternative."""
     if not isinstance(record, dict):
         raise UserError(f"{where}: found {described(record)}; a record is an object with {alternatives(columns)}.")
     present = {name for name, value in record.items() if value is not None}
@@ -145,12 +148,12 @@ def matching_columns(where: str, record: object, columns: Columns) -> tuple[str,
 
 
 def alternatives(columns: Columns) -> str:
-    """The alternatives in words, for a message."""
+    """The alternatives as a text for a message."""
     return ", or ".join(" + ".join(names) for names in columns)
 
 
 def _remedy(record: dict, columns: Columns = (), otherwise: str = "Rename or add them.") -> str:
-    """The advice for a record whose columns have other names; two well-known forms get advice of their own."""
+    """The advice for a record without the needed columns; records of two well-known forms get advice of their own."""
     if record.get("instruction") is not None:
         if all("rejected" in names for names in columns) and record.get("rejected") is None:
             return "It has one answer and no worse one to compare it with. Step 1 can learn from such records."
@@ -168,11 +171,11 @@ def _remedy(record: dict, columns: Columns = (), otherwise: str = "Rename or add
     return otherwise
 
 
-DEEPEST = 100  # lists within lists of a record
+DEEPEST = 100  # limit of the nesting of lists and objects in a record
 
 
 def _check_depth(where: str, record: object) -> None:
-    """Raise UserError for JSON that is too deep to be written into a message or read from the cache later."""
+    """Raise UserError if the record's JSON is nested too deeply to be written into a message or read from the cache."""
     level = [record] if isinstance(record, (dict, list)) else []
     for _ in range(DEEPEST):
         values = [inner for outer in level for inner in (outer.values() if isinstance(outer, dict) else outer)]
@@ -183,10 +186,10 @@ def _check_depth(where: str, record: object) -> None:
 
 
 def _split_dialogues(where: str, record: dict) -> dict[str, str]:
-    """prompt, chosen and rejected of two dialogues written as texts.
+    """Split two dialogues that are written as texts into {"prompt", "chosen", "rejected"}.
 
-    The prompt is the common beginning of both, up to the last `TURN` in it. An answer may be empty, as in some data
-    sets.
+    The prompt is the part with which both dialogues begin, up to the last `TURN` in it. An answer may be empty, as in
+    some data sets.
     """
     for name in ("chosen", "rejected"):
         check_text(where, name, record[name])
@@ -202,7 +205,8 @@ def _split_dialogues(where: str, record: dict) -> dict[str, str]:
 
 
 def _from_share_gpt(record: dict) -> dict:
-    """The record with ShareGPT's turns, {"from", "value"}, as messages; its `system` text becomes the first one.
+    """The record with ShareGPT's turns, {"from", "value"}, turned into messages; its `system` text becomes the first
+    message.
 
     The column `conversations` becomes `messages`, or `prompt` if `chosen` and `rejected` have a single turn each. If
     the record has another column with the prompt, `conversations` stays as it is.
@@ -221,7 +225,7 @@ def _from_share_gpt(record: dict) -> dict:
 
 
 def _messages(value: Any) -> Any:
-    """A list of ShareGPT's turns, or a single turn, as messages; anything else as it is."""
+    """A list of ShareGPT's turns, or a single turn, turned into messages; any other value as it is."""
     turns = [value] if isinstance(value, dict) else value
     if not isinstance(turns, list) or not all(map(_is_turn, turns)):
         return value
@@ -233,10 +237,11 @@ def _is_turn(value: object) -> bool:
 
 
 def messages_on_both_sides(record: dict) -> dict:
-    """The record with messages for the prompt and for the answers, if one of the two has messages.
+    """The record with messages for both the prompt and the answers, if one of the two has messages.
 
-    A text beside messages becomes one message: a prompt becomes the user's, an answer the assistant's. If the answers
-    are whole dialogues, which hold the prompt, a prompt given as text is left out.
+    If the other one is a text, the text becomes one message: a prompt becomes a message of the user, an answer a
+    message of the assistant. If the answers are whole dialogues, which contain the prompt, a prompt that is given as
+    text is left out.
     """
     listed = [record[name] for name in ANSWERS if is_dialogue(record.get(name))]
     if listed and isinstance(record.get("prompt"), str):
@@ -254,21 +259,22 @@ def messages_on_both_sides(record: dict) -> dict:
 
 
 def is_dialogue(value: object) -> bool:
-    """Whether this is a list of objects, which may be messages."""
+    """Whether the value is a list of objects, which may be messages."""
     return isinstance(value, list) and bool(value) and all(isinstance(message, dict) for message in value)
 
 
 def messages_as_texts(
     where: str, record: dict, names: tuple[str, ...], tokenizer, answers: bool
 ) -> tuple[dict[str, str], tuple[str, ...]]:
-    """(the texts of the columns `names`, which hold messages; notes on parts that the model is not shown).
+    """Render the columns `names`, which hold messages, as texts. Returns (the texts; notes on the parts of messages
+    that the model is not shown).
 
-    answers: whether the answers are learned from; otherwise there is a prompt alone. The template is also given the
-    column `tools` and the content of `chat_template_kwargs`. If the last message of a column `prompt` is the
-    assistant's, the answer continues it.
+    answers: whether answers are learned from. If False, the prompt alone is rendered. The template also gets the column
+    `tools` and the content of `chat_template_kwargs`. If the last message of a column `prompt` is the assistant's, the
+    answer continues this message.
 
-    Raises: UserError, with place and column, for messages that the template refuses, and where the rendered text lacks
-    the message to be answered or a part of the answer to be learned.
+    Raises: UserError, with place and column, if the template refuses the messages, or if the rendered text lacks the
+    message to be answered or a part of the answer to be learned.
     """
     columns = {name: _checked(where, name, record[name]) for name in names}
     if not getattr(tokenizer, "chat_template", None):
@@ -317,7 +323,8 @@ def messages_as_texts(
 
 
 def _checked(where: str, column: str, messages: object) -> list[dict]:
-    """The messages, with their roles as templates call them, and without null values (a content may be null)."""
+    """The messages, checked. Their roles get the names that templates use. Null values are removed, except a null
+    content."""
     if not isinstance(messages, list) or not messages:
         raise UserError(
             f"{where}, column {column}: found {described(messages)}; needed a list of messages, each with "
@@ -340,15 +347,15 @@ def _checked(where: str, column: str, messages: object) -> list[dict]:
 
 
 def _role(message: dict) -> object:
-    """The message's role, as templates call it."""
+    """The message's role, by the name that templates use."""
     role = message.get("role")
     return ROLES.get(role.lower(), role) if isinstance(role, str) else role
 
 
 def _last_turn(where: str, messages: list[dict], answers: bool) -> tuple[list[dict], dict[str, list[dict]]]:
-    """(the messages before the assistant's last message, {"response": [this message]}).
+    """(the messages before the assistant's last message, {"response": [the assistant's last message]}).
 
-    (all messages, {}) if answers are not needed and the last message is not the assistant's: the prompt ends there.
+    If answers are not needed and the last message is not the assistant's, all messages are the prompt: (messages, {}).
     """
     turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
     if answers and not turns:
@@ -362,8 +369,8 @@ def _last_turn(where: str, messages: list[dict], answers: bool) -> tuple[list[di
 
 
 def _shared_turns(where: str, chosen: list[dict], rejected: list[dict]) -> tuple[list[dict], dict[str, list[dict]]]:
-    """(the common messages up to the assistant's message in which both differ, {column: the messages from there
-    on})."""
+    """(the messages that both dialogues begin with, {column: its messages from the assistant's message in which the two
+    dialogues differ})."""
 
     def same(one: dict, other: dict) -> bool:
         return all(one.get(key) == other.get(key) for key in SAME)
@@ -381,7 +388,8 @@ def _shared_turns(where: str, chosen: list[dict], rejected: list[dict]) -> tuple
 
 
 def _options(where: str, record: dict) -> dict:
-    """The record's further arguments for the chat template: `tools`, and the content of `chat_template_kwargs`."""
+    """The further arguments that the record has for the chat template: `tools`, and the content of
+    `chat_template_kwargs`."""
     tools, others = (_parsed(record.get(name)) for name in ("tools", "chat_template_kwargs"))
     options = {}
     if tools:
@@ -423,7 +431,7 @@ def _check_is_answer(place: str, answer: list[dict]) -> None:
 
 
 def _check_begins(place: str, dialogue: str, prompt: str, tokenizer) -> None:
-    """Raise UserError where the rendered dialogue does not begin with the prompt, as the template renders it."""
+    """Raise UserError unless the rendered dialogue begins with the rendered prompt."""
     if dialogue.startswith(prompt):
         return
     same = sum(1 for _ in takewhile(lambda two: two[0] == two[1], zip(prompt, dialogue)))
@@ -437,9 +445,9 @@ def _check_begins(place: str, dialogue: str, prompt: str, tokenizer) -> None:
 
 
 def _answer_text(place: str, dialogue: str, start: int, answer: list[dict], tokenizer) -> str:
-    """The rendered answer, up to and including the token at which step 3 stops.
+    """The text of the answer in a rendered dialogue, up to and including the token at which step 3 stops.
 
-    Raises: UserError where a part of the answer is not in it.
+    Raises: UserError if the text lacks a part of the answer.
     """
     lost, end = _left_out(dialogue, answer, start)
     if lost:
@@ -454,8 +462,8 @@ def _answer_text(place: str, dialogue: str, start: int, answer: list[dict], toke
 
 
 def _notes(place: str, prompt: str, context: list[dict], tools: list, tokenizer) -> tuple[str, ...]:
-    """Notes on the parts of a prompt that the template leaves out; raises UserError if it leaves out the message to be
-    answered."""
+    """Notes on the parts of a prompt that the template leaves out. Raises UserError if the template leaves out the
+    message to be answered."""
     lost, _ = _left_out(prompt, context)
     notes = []
     for message, what, piece in lost:
@@ -491,9 +499,10 @@ def _tool_names(tools: list[dict]) -> list[str]:
 
 
 def _left_out(text: str, messages: list[dict], start: int = 0) -> tuple[list[tuple[dict, str, str]], int]:
-    """([(message, name of its part, words)] of all parts that the text lacks, the position after the last part found).
+    """Look for the parts of the messages in a rendered text. Returns ([(message, name of the part, text of the part)]
+    for each part that the rendered text lacks; the position after the last part that was found).
 
-    The messages of users, assistants and tools are looked for in their order. Other messages may be moved: some
+    The messages of users, assistants and tools must occur in their order. Other messages may occur anywhere: some
     templates write the system message into the last question.
     """
     lost, end = [], start
@@ -509,7 +518,7 @@ def _left_out(text: str, messages: list[dict], start: int = 0) -> tuple[list[tup
 
 
 def _pieces(message: dict) -> Iterator[tuple[str, str]]:
-    """(name, text without surrounding blanks) of each part of a message that the template has to write."""
+    """(name, text without surrounding blanks) of each part of a message that the rendered text must contain."""
     content = message["content"] or ""
     for key in REASONING:
         if isinstance(message.get(key), str) and message[key].strip():
@@ -525,10 +534,11 @@ def _pieces(message: dict) -> Iterator[tuple[str, str]]:
 
 
 def _end_of(text: str, value: object, start: int) -> int:
-    """The end of the first occurrence of a value in the text from `start` on; -1 if it does not occur.
+    """The end of the first occurrence of a value in the text from `start` on; -1 if the value does not occur.
 
-    A text may stand there as it is, escaped as in JSON once or twice, or with other blanks between its words. Of an
-    object, and of a text that is JSON, each text within it must occur, in any order; its numbers do not count.
+    A value that is a text may occur as it is, escaped as in JSON once or twice, or with other blanks between its words.
+    If the value is an object, or a text that is JSON, each text within it must occur, in any order; the numbers within
+    it are not looked for.
     """
     if isinstance(value, str):
         forms = [value.strip()]
@@ -550,7 +560,7 @@ def _end_of(text: str, value: object, start: int) -> int:
 
 @functools.lru_cache(maxsize=8)
 def _closing(tokenizer, template: str) -> str:
-    """The text of the token with which the template ends a turn; "" if it has none."""
+    """The text of the token with which the template ends a turn; "" if there is no such token."""
     token = end_of_turn(tokenizer)
     return "" if token is None else tokenizer.convert_ids_to_tokens(token)
 

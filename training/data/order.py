@@ -1,10 +1,11 @@
-"""The order in which examples, prompts and blocks of text are visited. It depends on the seed only.
+"""The order in which examples, prompts and blocks of text are visited. The order depends on the seed only.
 
     order = PromptOrder(len(prompts), batch_size=64, seed=0)
     indices, visits = order.batch(step)
 
-An epoch's permutation is drawn from (seed, epoch). Nothing has to be saved: a run that is resumed at step n, on any
-number of ranks, takes batch n. The feeds give each rank its share of a step's prompts and blocks of text.
+The permutation of an epoch is drawn from (seed, epoch). Checkpoints need not store it: a run that is resumed at step n,
+on any number of ranks, goes on with batch n. The feeds (`ShuffledPrompts`, `ShuffledTexts`) give each rank its share of
+a step's prompts and blocks of text.
 """
 
 from collections.abc import Sequence
@@ -25,8 +26,8 @@ def epoch_permutation(size: int, seed: int, epoch: int) -> np.ndarray:
 
 
 class PromptOrder:
-    """The order of step 3: epoch after epoch without end. A batch may contain the end of one epoch and the beginning of
-    the next."""
+    """The order in which step 3 visits prompts: epoch after epoch without end. A batch may contain the end of one epoch
+    and the beginning of the next."""
 
     def __init__(self, size: int, batch_size: int, seed: int):
         if batch_size > size:
@@ -35,12 +36,13 @@ class PromptOrder:
                 "or add prompts."
             )
         self.size, self.batch_size, self.seed = size, batch_size, seed
-        self._orders: dict[int, np.ndarray] = {}  # of the last batch's epochs: to draw one takes time and memory
+        self._orders: dict[int, np.ndarray] = {}  # of the last batch's epochs, since drawing takes time
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
         """(indices, visits) of batch `step`, counted from 0, over all ranks; both (batch_size,) int64.
 
-        visits: how many times each prompt was visited before, which is the number of its epoch.
+        indices: the numbers of the batch's prompts. visits: how often each of these prompts was visited before, which
+        is the number of its epoch, counted from 0.
         """
         positions = np.arange(step * self.batch_size, (step + 1) * self.batch_size)
         visits, places = np.divmod(positions, self.size)
@@ -54,12 +56,12 @@ class PromptOrder:
 
 
 def _small(order: np.ndarray) -> np.ndarray:
-    """The same numbers in half as many bytes, because each rank holds one for each example."""
+    """The same numbers as int32 if they fit, to save memory: each rank holds a number for each example."""
     return order.astype(np.int32) if len(order) < 2**31 else order
 
 
 class EpochBatches(Sequence):
-    """This rank's batches of one epoch, as lists of indices, each made when it is used."""
+    """This rank's batches of one epoch. Each batch is a list of indices, which is made when it is asked for."""
 
     def __init__(self, order: np.ndarray, global_size: int, end: int, rank: int, world: int):
         self._order, self._size, self._rank = _small(order), global_size, (rank, world)
@@ -79,12 +81,14 @@ class EpochBatches(Sequence):
 def epoch_batches(
     size: int, batch_size: int, epoch: int, seed: int, rank: int, world: int, drop_last: bool = True
 ) -> EpochBatches:
-    """The indices of each of this rank's batches in one epoch of step 1 or 2.
+    """This rank's batches in one epoch of step 1 or 2, as lists of indices.
 
-    Global batch b is the b-th part, of batch_size * world indices, of the epoch's permutation. Each rank takes its
-    `rank_share` of it. So the examples of an optimizer step do not depend on the number of ranks, if batch_size * world
-    is the same. All ranks have the same number of batches. With drop_last=False the last ones may be short, and empty
-    on some ranks; the caller then uses a dummy with weight 0.
+    The epoch's permutation is divided into global batches of batch_size * world indices. Each rank takes its
+    `rank_share` of each global batch. Therefore the examples of an optimizer step do not depend on the number of ranks,
+    as long as batch_size * world is the same. All ranks have the same number of batches. With drop_last=False the last
+    batch may be short, and empty on some ranks; the caller then uses a dummy batch with weight 0.
+
+    size: number of examples. batch_size: number of examples in a batch of one rank. world: number of ranks.
     """
     global_size = batch_size * world
     if drop_last and size < global_size:
@@ -97,27 +101,27 @@ def epoch_batches(
 
 
 class ShuffledPrompts:
-    """This rank's prompts, in batches of per_rank."""
+    """Gives this rank's prompts in shuffled order, in batches of `per_rank` prompts."""
 
     def __init__(self, prompts: Prompts, *, per_rank: int, seed: int, pad_token_id: int):
         self.data, self.pad_token_id = prompts, pad_token_id
         self.order = PromptOrder(len(prompts), per_rank * distributed.data_parallel_size(), seed)
 
     def prompts(self, batch: int) -> PromptBatch:
-        """A batch of prompts, counted from 0."""
+        """The batch of prompts with this number, counted from 0."""
         own = distributed.rank_share(self.order.batch_size)
         indices, visits = (column[own] for column in self.order.batch(batch))
         return collate_prompts([self.data[index] for index in indices.tolist()], indices, visits, self.pad_token_id)
 
 
 class ShuffledTexts:
-    """This rank's blocks of text, per_rank of them in each optimizer step."""
+    """Gives this rank's blocks of text in shuffled order, `per_rank` blocks for each optimizer step."""
 
     def __init__(self, blocks: TextBlocks, *, per_rank: int, seed: int):
         self.blocks, self.order = blocks, PromptOrder(len(blocks), per_rank * distributed.data_parallel_size(), seed)
 
     def texts(self, optimizer_step: int) -> Tensor:
-        """(B, L) int64, for an optimizer step counted from 0."""
+        """(B, L) int64: this rank's blocks of text for an optimizer step, whose number is counted from 0."""
         indices, _ = self.order.batch(optimizer_step)
         own = distributed.rank_share(self.order.batch_size)
         return torch.tensor([self.blocks[index] for index in indices[own].tolist()])

@@ -1,12 +1,13 @@
-"""Rows: the records that a step trains on and those that are held out, as checked texts of one form.
+"""Chooses the rows that a step trains on and the rows that are held out. A row is a record's checked texts.
 
     rows, held_out = load_rows(["Dahoas/rm-static", "own.jsonl"], PAIRS, tokenizer, phase=2, seed=1234,
                                weights=[1, 0.5], split="2,4,4", held_out=0.05)
 
-Data sets are opened and divided among the steps. Then rows are held out, and the rest is weighted and concatenated.
-All choices are made on numbers of rows and depend only on the seed, so all ranks choose the same rows. A row is read
-and checked when it is used. Rows that are too long to be kept do not count as held-out rows: rows are tried in a random
-order until enough are held out, so that few rows are tokenised twice.
+Data sets are opened and divided among the steps. Then rows are held out, and the remaining rows are repeated by their
+weights and concatenated. Rows are chosen by their numbers, before they are read, and the choice depends only on the
+seed; therefore all ranks choose the same rows. A row is read and checked when it is used. Rows that will be dropped for
+their length cannot be held out: rows are tried in a random order until enough are held out, so that few rows are
+tokenised twice.
 """
 
 import hashlib
@@ -23,17 +24,18 @@ from training.data.forms import Form, alternatives
 from training.data.sources import Source, open_source
 from training.data.tables import Progress, handed_over
 
-PLACE = np.int32  # makes eight bytes a row: each rank holds the places of tens of millions of rows
+PLACE = np.int32  # a place takes eight bytes; each rank holds the places of all rows, maybe tens of millions
 EMPTY = np.empty((0, 2), PLACE)  # no places
-HASHED = 100_000  # rows that are hashed at once
-DIVIDE, DRAW, LIMIT = 1, 2, 3  # what the seed is used for, so that no two draws are the same
+HASHED = 100_000  # number of rows that are hashed at once
+DIVIDE, DRAW, LIMIT = 1, 2, 3  # purposes of a draw, parts of its seed: draws for different purposes are independent
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rows(Sequence):
     """Rows of one form, each a dict of texts.
 
-    places: (n, 2) int32, the record of each row: the index of its file or split in `records`, and its number there.
+    places: (n, 2) int32; for each row, where its record is: (index of the file or split in `records`, number of the
+    record in that file or split).
     """
 
     records: list[Records]
@@ -52,7 +54,7 @@ class Rows(Sequence):
         where, record = self.records[part][number]
         return self.form.row(where, record, self.tokenizer)
 
-    def __iter__(self):  # Sequence's own __iter__ would take an IndexError from within for the end
+    def __iter__(self):  # Sequence's own would take any IndexError for the end
         return (self[index] for index in range(len(self)))
 
     def where(self, index: int) -> str:
@@ -62,7 +64,7 @@ class Rows(Sequence):
 
     @property
     def fingerprint(self) -> str:
-        """A hash of the records, the form and the choice of rows; not of the tokenizer."""
+        """A hash of the records, the form and the choice of rows; the tokenizer is not part of the hash."""
         parts = [self.form.name, *(records.fingerprint for records in self.records)]
         total = hashlib.sha256("\n".join(parts).encode() + b"\n")
         for start in range(0, len(self.places), HASHED):
@@ -90,20 +92,23 @@ def load_rows(
 ) -> tuple[Rows, Rows]:
     """(training rows, held-out rows) of the data sets. The two have no row in common.
 
-    The held-out rows are those of eval_data_path. Without it they are the data sets' own held-out splits, and, from the
-    sets without such a split, `held_out` of their rows together.
+    The held-out rows are the rows of eval_data_path. Without eval_data_path, they are the held-out splits of the data
+    sets; from all data sets that have no such split, `held_out` of the rows are drawn.
 
     Args:
-        tokenizer: its chat template makes texts of messages.
-        phase: 1, 2 or 3, the step whose part of `split` ("2,4,4") is read; without `split` all rows are read.
-        weights: how often each data set is seen in one pass; a fraction is drawn with the seed.
+        tokenizer: the tokenizer whose chat template turns messages into texts.
+        phase: number of the training step (1, 2 or 3) that reads the rows.
+        split: shares of the three steps, such as "2,4,4"; only the rows of step `phase` are read. Without `split` all
+            rows are read.
+        weights: how often the rows of each data set are seen in one epoch. 1.5: once, and half of them, drawn with the
+            seed, twice.
         held_out: a fraction of the rows if below 1, otherwise a number of rows; 0 for none.
-        eval_limit: most held-out rows; they are drawn with the seed.
-        keeps: row -> whether the row will be kept, for example not be too long. Only kept rows are held out. It is not
-            called for training rows. By default all rows are kept.
+        eval_limit: the largest number of held-out rows; if there are more, as many are drawn with the seed.
+        keeps: held-out row -> whether it is kept; False for a row that is too long, for example. Rows that are not kept
+            are not held out. By default all rows are kept.
         held_out_flag: the name of `held_out` in messages.
         undivided: further data sets, which `split` does not divide.
-        config_name: the configuration of data_path's sets on the Hub.
+        config_name: the configuration that is read of the data sets of data_path on the Hub.
 
     Raises: UserError for data sets that cannot be read, and for flags that leave no rows.
     """
@@ -123,7 +128,7 @@ def load_rows(
     ]
     if keeps is not None:
         for part in parts:
-            mixture.rows([part[:1]])[0]  # an error in all records is then reported of the first, not of a drawn one
+            mixture.rows([part[:1]])[0]  # if all records are wrong, the message names the first one
     if eval_paths:
         eval_sources = [_opened(path, form) for path in eval_paths]
         _refuse_trained_on(sources, eval_sources)
@@ -163,7 +168,8 @@ class _Mixture:
         self.proportions, self.phase, self.records = proportions, phase, []
 
     def add(self, records: list[Records], name: str, divide: bool) -> np.ndarray:
-        """The places (n, 2), see `Rows.places`, of a data set's records, or of this step's part of them."""
+        """Add a data set; returns the places of its records (n, 2), as in `Rows.places`. divide: whether only this
+        step's part of the records is taken."""
         first = len(self.records)
         self.records.extend(records)
         numbered = enumerate(map(len, records), start=first)
@@ -185,7 +191,7 @@ class _Mixture:
 
 
 def _numbered(part: int, count: int) -> np.ndarray:
-    """The places of all records of one part."""
+    """The places of all `count` records of file or split number `part`."""
     places = np.empty((count, 2), PLACE)
     places[:, 0], places[:, 1] = part, np.arange(count, dtype=PLACE)
     return places
@@ -196,8 +202,8 @@ def _joined(parts: list[np.ndarray]) -> np.ndarray:
 
 
 def _refuse_twice(sources: list[Source]) -> None:
-    """Raise UserError for the same records given twice: rows held out from one copy would be trained on in the
-    other."""
+    """Raise UserError if two data sets have the same records: rows that are held out from one would be trained on in
+    the other."""
     seen: dict[str, tuple[Source, Records]] = {}
     for source in sources:
         for records in filter(len, source.training):
@@ -225,7 +231,7 @@ def _refuse_trained_on(sources: list[Source], eval_sources: list[Source]) -> Non
 
 
 def parse_split(split: str | None) -> list[float] | None:
-    """The shares of steps 1, 2 and 3 in "2,4,4"; None for None. Raises UserError for anything else."""
+    """Parse the shares of steps 1, 2 and 3, such as "2,4,4"; None for None. Raises UserError for any other text."""
     if split is None:
         return None
     try:
@@ -241,14 +247,15 @@ def parse_split(split: str | None) -> list[float] | None:
 
 
 def split_part(size: int, shares: list[float], phase: int, seed: int) -> np.ndarray:
-    """The row numbers, in rising order, of step `phase` (1, 2 or 3) if `size` rows are divided in these shares."""
+    """The numbers of the rows that training step `phase` (1, 2 or 3) gets, in rising order, if `size` rows are divided
+    among the steps in these shares."""
     borders = np.rint(np.cumsum([0.0, *shares]) / sum(shares) * size).astype(int)
     order = np.random.default_rng((seed, DIVIDE)).permutation(size)
     return np.sort(order[borders[phase - 1] : borders[phase]])
 
 
 def checked_weights(weights: Sequence[float] | None, paths: Sequence[str]) -> list[float]:
-    """The weights, by default 1 for each path; raises UserError unless there is a positive number for each."""
+    """The weights; by default 1 for each path. Raises UserError unless there is a positive weight for each path."""
     if not weights:
         return [1.0] * len(paths)
     given = " ".join(f"{weight:g}" for weight in weights)
@@ -266,7 +273,8 @@ def checked_weights(weights: Sequence[float] | None, paths: Sequence[str]) -> li
 
 
 def weighted(places: np.ndarray, weight: float, seed: int, name: str) -> np.ndarray:
-    """The places, repeated by the weight. With 1.5 each occurs once, and half of them, drawn with the seed, twice."""
+    """The places, repeated by the weight. With weight 1.5, half of the places, drawn with the seed, occur twice and the
+    others once. name: the name of the data set, for messages."""
     parts, drawn = [places] * int(weight), round(weight % 1 * len(places))
     if drawn:
         order = np.random.default_rng((seed, DRAW)).permutation(len(places))
@@ -289,9 +297,10 @@ def hold_out(
     what: str,
     advice: str,
 ) -> np.ndarray:
-    """The places to hold out from the parts numbered `own`; they are removed from these parts, in place.
+    """Choose the places to hold out from those parts whose numbers `own` lists, and remove them from these parts (the
+    list `parts` is changed). Returns the chosen places.
 
-    kept: place -> whether its row is kept, not dropped. The other arguments: see split_held_out.
+    kept: place -> whether the row at this place is kept; False if it is dropped. Other arguments: see split_held_out.
     """
     candidates = parts[own[0]] if len(own) == 1 else np.concatenate([parts[number] for number in own])
     stays = split_held_out(len(candidates), held_out, seed, what, advice, lambda number: kept(candidates[number]))
@@ -310,12 +319,14 @@ def split_held_out(
     advice: str = "Give a fraction between 0 and 1, or a whole number smaller than the number of rows.",
     kept: Callable[[int], bool] = lambda number: True,
 ) -> np.ndarray:
-    """(size,) bool: which rows are trained on; the others, drawn by `seed` alone, are held out.
+    """(size,) bool: True for the rows that are trained on. The others are held out; the draw depends on `seed` only.
 
-    held_out: a fraction of the rows when below 1, otherwise a number of rows. kept: number of a row -> whether it is
-    kept; dropped rows are never held out. A fraction is taken of the drawn order: its kept rows, at least one, are held
-    out, which is about the same fraction of all kept rows. what: the source of the number and of the rows, for the
-    message. advice: the message's remedy. Raises UserError if either part would have no row that is kept.
+    held_out: a fraction of the rows if below 1, otherwise a number of rows. With a fraction f, the first f * size rows
+    of a random order are considered. Those of them that are kept are held out, at least one; this is about the fraction
+    f of all kept rows.
+    kept: number of a row -> whether the row is kept. Rows that are not kept are never held out.
+    what: where `held_out` and the rows come from, for the message. advice: what the message advises.
+    Raises UserError if the training rows or the held-out rows would have no row that is kept.
     """
     count = round(held_out * size) if held_out < 1 else held_out
     if count != int(count) or not 0 < count < size:
@@ -328,7 +339,7 @@ def split_held_out(
         if not kept(number):
             continue
         if found == count or (held_out < 1 and found and place >= count):
-            break  # this one is left to train on
+            break  # at least this kept row is trained on
         stays[number] = False
         found += 1
     else:
@@ -341,7 +352,8 @@ def split_held_out(
 
 
 def limited(places: np.ndarray, limit: int | None, seed: int, kept: Callable[[np.ndarray], bool]) -> np.ndarray:
-    """At most `limit` of the places, drawn by the seed from those whose rows are `kept`, in their order."""
+    """At most `limit` of the places, in their given order. They are drawn with the seed from the places whose rows are
+    `kept`. None for no limit."""
     if limit is None:
         return places
     order = np.random.default_rng((seed, LIMIT)).permutation(len(places)) if len(places) > limit else range(len(places))

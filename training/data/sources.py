@@ -1,11 +1,11 @@
-"""Sources: the data sets that `--data_path` may name, each with its records for training and its held-out ones.
+"""Opens the data sets that `--data_path` names. A `Source` holds a data set's training records and held-out records.
 
     source = open_source("Dahoas/rm-static")        # or a file, or a folder
     source.training, source.held_out                # lists of Records
 
-A name is looked for on this machine first. What can only be a path is never asked for on the Hugging Face Hub. The
-records of some well-known data sets are changed as DeepSpeed-Chat changes them (`KNOWN_SETS`), so that its recipes
-train on the same texts.
+A name is looked for on this machine first. The Hugging Face Hub is never asked for a name that can only be a path. The
+records of some well-known data sets are changed as DeepSpeed-Chat changes them (`KNOWN_SETS`), so that DeepSpeed-Chat's
+recipes train on the same texts here.
 """
 
 import hashlib
@@ -29,14 +29,14 @@ from training.data.files import (
     unread_columns,
 )
 
-HELD_OUT_SPLITS = ("test", "validation", "eval")  # the first one that a data set has is held out
-DEEPSPEED_CHAT_FILES = "local/jsonfile"  # its name for data/train.json and data/eval.json
+HELD_OUT_SPLITS = ("test", "validation", "eval")  # the first of these splits that a data set has is held out
+DEEPSPEED_CHAT_FILES = "local/jsonfile"  # DeepSpeed-Chat's name for data/train.json and data/eval.json
 PROBE_SECONDS = 10
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One data set; `held_out` is its own held-out part, empty if it has none."""
+    """One data set. held_out: the held-out split that the data set comes with; empty if it has none."""
 
     name: str
     training: list[Records]
@@ -46,8 +46,8 @@ class Source:
 def open_source(name: str, config_name: str | None = None) -> Source:
     """The data set of this name: a file, a folder, or a name on the Hub.
 
-    config_name: one of several configurations of a data set on the Hub. Raises: UserError if there is no data set of
-    this name, or if it cannot be read or reached.
+    config_name: which configuration to read, for a data set that has several on the Hub. Raises: UserError if there is
+    no data set of this name, or if the data set cannot be read, or the Hub cannot be reached.
     """
     if not name:
         raise UserError("--data_path: found an empty name; give a file, a folder, or a data set on the Hub.")
@@ -77,7 +77,7 @@ def is_path(name: str) -> bool:
 
 
 def _chosen_splits(name: str, splits: dict[str, list[Records]]) -> tuple[list[Records], list[Records]]:
-    """(training records, held-out records or none) of a data set's splits."""
+    """(training records, held-out records) of a data set's splits. The held-out records may be []."""
     others = [split for split in splits if split not in HELD_OUT_SPLITS]
     if "train" not in splits and len(others or splits) > 1:
         raise UserError(
@@ -90,8 +90,9 @@ def _chosen_splits(name: str, splits: dict[str, list[Records]]) -> tuple[list[Re
 
 
 def _folder_splits(path: Path, config_name: str | None = None) -> dict[str, list[Records]]:
-    """The splits of a folder: one written by `save_to_disk`, or one of data files, named and sorted by the rules of
-    data-set repositories (train.json and test.json, train/ and test/, or a README.md that says which are which)."""
+    """The splits of a folder. The folder was written by `save_to_disk`, or it holds data files. Data files are assigned
+    to splits by the rules for data-set repositories: names such as train.json and test.json, folders such as train/ and
+    test/, or a README.md that lists the files of each split."""
     import datasets
 
     if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
@@ -104,15 +105,15 @@ def _folder_splits(path: Path, config_name: str | None = None) -> dict[str, list
             saved = datasets.load_from_disk(str(path))
         except UserError:
             raise
-        except Exception as error:  # the library may raise anything for bad files
+        except Exception as error:  # bad files can make the library raise any kind of error
             raise UserError(
                 f"{path}: found a data set of save_to_disk that is broken ({_first_line(error)}). Save it again."
             ) from None
         return _dataset_splits(saved, str(path), content)
     try:
-        with tempfile.TemporaryDirectory() as unused:  # the builder needs a folder for copies, and makes none
+        with tempfile.TemporaryDirectory() as unused:  # the builder asks for a cache folder, and writes nothing
             found = datasets.load_dataset_builder(str(path.absolute()), config_name, cache_dir=unused).config.data_files
-    except Exception as error:  # whatever the files lead the library's code to; a loading script is not run
+    except Exception as error:  # any kind of error of the library; a loading script is not run
         raise UserError(
             f"{path}: found no data set in this folder ({_first_line(error)}). Give a folder of .jsonl, "
             ".json, .csv or .parquet files, one of save_to_disk, or a file."
@@ -127,7 +128,8 @@ def _folder_splits(path: Path, config_name: str | None = None) -> dict[str, list
 
 
 def _refuse_mixture(path: Path, used: set[str]) -> None:
-    """Raise UserError for files that the rules for folders would pass over, because most have another ending."""
+    """Raise UserError if the folder has data files that would be ignored, because most files have another ending. used:
+    the files that would be read."""
     stray = next(
         (
             file
@@ -149,7 +151,7 @@ def _hub_splits(name: str, config_name: str | None) -> dict[str, list[Records]]:
     if not constants.HF_HUB_OFFLINE:
         try:  # one request first: without a network the loader would retry for half a minute
             HfApi().dataset_info(name, timeout=PROBE_SECONDS)
-        except Exception as error:  # of the HTTP library's own kinds too, whichever that is
+        except Exception as error:  # also errors of the HTTP library, which may be one of several
             raise UserError(
                 f"{name}: found no such file or folder in {Path.cwd()}, and no data set of "
                 f"that name on the Hugging Face Hub can be reached ({_first_line(error)}). Check the name; "
@@ -164,7 +166,7 @@ def _loaded(name: str, config_name: str | None = None):
 
     try:
         return datasets.load_dataset(name, config_name)
-    except Exception as error:  # whatever the files lead the library's code to
+    except Exception as error:  # any kind of error of the library
         raise UserError(
             f"{name}: the data set cannot be loaded ({_first_line(error)}). Check the name, or "
             "save it as .jsonl or .parquet files and give those."
@@ -172,7 +174,8 @@ def _loaded(name: str, config_name: str | None = None):
 
 
 def _dataset_splits(loaded, name: str, content: str | None) -> dict[str, list[Records]]:
-    """The splits of a `Dataset` or `DatasetDict`; content: a hash of its files, or None for the library's own."""
+    """The splits of a `Dataset` or `DatasetDict`. content: a hash of its files; None to use the library's
+    fingerprint."""
     parts = loaded if isinstance(loaded, dict) else {"train": loaded}
     splits = {}
     for split, part in parts.items():
@@ -194,7 +197,8 @@ def _first_line(error: Exception) -> str:
 
 
 class ChangedRecords:
-    """The records of a known data set, changed when they are asked for; the fingerprint names the change by `name`."""
+    """The records of a known data set. Each is changed when it is asked for. name: the name of the change, which is
+    part of the fingerprint."""
 
     def __init__(self, records: Records, change: Callable[[dict], dict], name: str):
         self.records, self.change, self.fingerprint = records, change, f"{records.fingerprint} {name}"
@@ -214,13 +218,14 @@ class ChangedRecords:
 
 
 def known_change(name: str) -> Callable[[dict], dict] | None:
-    """The function that changes each record of the data set of this name, or of a local copy whose path ends with the
-    name; None for other data sets."""
+    """The function that changes each record of the data set `name`, or of a local copy whose path ends with the name of
+    a known data set; None for other data sets."""
     return next((change for known, change in KNOWN_SETS.items() if f"/{name.rstrip('/')}".endswith(f"/{known}")), None)
 
 
 def _dialogue(record: dict, prompt: str, **answers: str) -> dict:
-    """The record with a question and its answers, given by their columns' names, as the texts of a dialogue."""
+    """The record with its question and answers as the texts of a dialogue. prompt: the question. answers: {name of the
+    column: answer}."""
     texts = {name: _between(" ", record[column]) for name, column in answers.items()}
     return {**record, "prompt": _between(" Human: ", record[prompt], " Assistant:"), **texts}
 

@@ -1,12 +1,14 @@
-"""The process that decodes tables from unknown sources; `training.data.files` starts it with the files open.
+"""The program of a process that decodes tables from unknown sources. `training.data.files` opens the files and starts
+the process.
 
-It reads JSON: {"file": descriptor of the file, "copy": descriptor to write to or null, "columns": names, "limit":
-bytes}. It writes the columns of a Parquet file to the copy as an Arrow stream. Without a copy the file is an Arrow
-stream, and only its size when decoded is looked at. It answers {}, or the error: {"too_large": true},
-{"unreadable": text}, or {"no_room": text}.
+The program reads JSON from its standard input: {"file": descriptor of the file, "copy": descriptor to write to or null,
+"columns": names, "limit": bytes}. With a copy, the file is a Parquet file, whose columns are written to the copy as an
+Arrow stream. Without a copy, the file is an Arrow stream, and the program only checks how large it is when decoded. The
+program prints {} or an error: {"too_large": true}, {"unreadable": text}, or {"no_room": text}.
 
-A kilobyte of Parquet may decode to gigabytes, and neither its footer nor its pages tell the size beforehand. Only a
-process can be given a memory limit, so this one decodes. It imports nothing of this project.
+A kilobyte of Parquet may decode to gigabytes, and neither the file's footer nor its pages tell the decoded size
+beforehand. A memory limit can be set for a process only; therefore a separate process decodes. The program imports
+nothing of this project.
 """
 
 import errno
@@ -20,13 +22,13 @@ from typing import IO
 import pyarrow
 from pyarrow import ipc, parquet
 
-MEMORY = 2 * 2**30  # bytes that this process may take, plus TIMES the size of the file: its pages may be large
+MEMORY = 2 * 2**30  # the process may take MEMORY + TIMES * size of the file, in bytes: a file's pages may be large
 TIMES = 8
-ROWS = (10_000, 100, 1)  # rows decoded at once; the next smaller number where memory does not suffice
+ROWS = (10_000, 100, 1)  # numbers of rows that are decoded at once; if memory does not suffice, the next one is tried
 
 
 def copied(source: parquet.ParquetFile, copy: IO[bytes], columns: list[str], limit: int, rows: int) -> dict:
-    """Write the columns, `rows` rows at once; returns the answer."""
+    """Write these columns to `copy`, `rows` rows at a time; returns what the program prints."""
     schema = pyarrow.schema([source.schema_arrow.field(name) for name in columns])
     copy.seek(0)
     copy.truncate()
@@ -39,7 +41,8 @@ def copied(source: parquet.ParquetFile, copy: IO[bytes], columns: list[str], lim
 
 
 def measured(file: int, limit: int) -> dict:
-    """See how large an Arrow stream becomes; returns the answer. Parts that are not compressed are not even read."""
+    """Check how large an Arrow stream is when decoded; returns what the program prints. Parts of the stream that are
+    not compressed are not even read."""
     with pyarrow.memory_map(f"/proc/self/fd/{file}") as content:
         for batch in ipc.open_stream(content, options=ipc.IpcReadOptions(use_threads=False)):
             limit -= batch.nbytes
@@ -49,7 +52,7 @@ def measured(file: int, limit: int) -> dict:
 
 
 def main(file: int, copy: int | None, columns: list[str], limit: int) -> dict:
-    """Write the columns with ever fewer rows at once until memory suffices; returns the answer."""
+    """Decode the file, with ever fewer rows at a time until memory suffices; returns what the program prints."""
     pyarrow.set_memory_pool(pyarrow.system_memory_pool())  # other pools reserve address space that they do not use
     taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     most, (_, hard) = taken + MEMORY + TIMES * os.fstat(file).st_size, resource.getrlimit(resource.RLIMIT_AS)

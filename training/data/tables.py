@@ -1,20 +1,21 @@
-"""Tokenised examples as Arrow tables, kept in a folder from one run to the next.
+"""Caches tokenised examples as Arrow tables in a folder, for later runs.
 
     table = cached_table(MadeTable(schema, examples), cache_folder(None), rows, tokenizer, kind="sft", max_length=512)
 
-A file's name is a hash of everything that it was made from, and the file begins with a hash of its content. It is
-written under another name and then renamed, so that nobody sees an incomplete file. Tables are written a batch at a
-time and mapped into memory: no process holds a table's rows, and the ranks of a machine share one copy. The folder may
-be deleted at any time.
+The name of a table's file is a hash of everything that the table was made from, and the file begins with a hash of its
+content. A file is written under another name and then renamed, so that no process sees an incomplete file. Tables are
+written in batches of rows and mapped into memory: no process holds a whole table, and the ranks of a machine share one
+copy. The folder may be deleted at any time.
 
-The first rank of a node reads the data; the others take its tables from the cache (`recorded`, `repeated`):
+The first rank of a node reads the data; the other ranks take the first rank's tables from the cache (`recorded`,
+`repeated`):
 
     with recorded() as found:                            # on the first rank
         examples = load()
-    examples = repeated(load, found)                     # on another one: reads no data set
+    examples = repeated(load, found)                     # on the other ranks: reads no data set
 
-The other ranks do not need the rows themselves: the number of rows and their fingerprint suffice to find the table.
-Where no cache can be written, each rank reads for itself.
+The other ranks do not need the rows themselves: the number of rows and their fingerprint suffice to find the table. If
+the cache cannot be written, each rank reads the data itself.
 """
 
 import contextlib
@@ -43,20 +44,21 @@ from engine.files import os_errors
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-FIRST, LAST = 15.0, 300.0  # seconds between progress lines, at the beginning and at most
-LINES = 50  # between the two, the next line comes after 1 / LINES of the time that has passed
-EACH = 1000  # items between looks at the clock
+FIRST, LAST = 15.0, 300.0  # smallest and largest number of seconds between progress lines
+LINES = 50  # within these limits, the time between two lines is 1 / LINES of the time that has passed since the start
+EACH = 1000  # the clock is read once in EACH items
 DIGEST = 64  # bytes of the hash at the beginning of a file; a multiple of 8 keeps Arrow's columns aligned
-BATCH = 10_000  # examples that are put into Arrow's format at once
+BATCH = 10_000  # number of examples that are converted to Arrow's format at once
 IDS = pyarrow.large_list(pyarrow.int32())  # a column of token ids
-FORMAT = 5  # to be raised when the same rows become other tables, or the same tables other files
+FORMAT = 5  # version of tables and files; raise it when the code makes other tables of the same rows, or other files
 DAY = 86_400  # seconds
 
 
 class MadeTable:
-    """A table that is made while it is written, from the tuples that `examples(counts)` yields: one value per column.
+    """A table whose rows are made while it is written. `examples(counts)` yields the rows, as tuples with a value for
+    each column.
 
-    counts: filled by `examples`; becomes the table's metadata once the whole table is made.
+    counts: `examples` fills this Counter; when the whole table is made, it becomes the table's metadata.
     """
 
     def __init__(self, schema: pyarrow.Schema, examples: Callable[[Counter], Iterable[tuple]]):
@@ -64,7 +66,7 @@ class MadeTable:
         self.counts: Counter = Counter()
 
     def batches(self) -> Iterator[pyarrow.RecordBatch]:
-        """The table's rows, made anew each time."""
+        """The table's rows in batches. Each call makes the rows anew."""
         self.counts = Counter()
         remaining = iter(self.examples(self.counts))
         while some := list(islice(remaining, BATCH)):
@@ -78,17 +80,18 @@ class MadeTable:
 
 
 def cache_folder(given: str | None) -> Path:
-    """The folder given, or else the user's own: four-engine-rlhf in $XDG_CACHE_HOME or ~/.cache."""
+    """The folder `given`; by default the user's cache folder: four-engine-rlhf in $XDG_CACHE_HOME or ~/.cache."""
     if given is not None:
         return Path(given).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "four-engine-rlhf"
 
 
 def cached_table(made: MadeTable, folder: Path | None, rows, tokenizer, **settings) -> pyarrow.Table:
-    """The cached table of the same rows, tokenizer and settings; if there is none, a new one, which is cached.
+    """The table for these rows, tokenizer and settings. It is read from the cache; if it is not there, it is made from
+    `made` and written to the cache.
 
-    Without a folder, or where it cannot be written (one line says so), the table is in a temporary file of this process
-    alone. Raises: UserError where the temporary file has no room.
+    Without a folder, or if the folder cannot be written (a printed line says so), the table is kept in a temporary file
+    that only this process sees. Raises: UserError if there is no room for the temporary file.
     """
     path = folder / f"{cache_key(rows, tokenizer, **settings)}.arrow" if folder else None
     table = read_table(path) if path else None
@@ -118,15 +121,17 @@ def cached_table(made: MadeTable, folder: Path | None, rows, tokenizer, **settin
 
 
 def _remove_unfinished(folder: Path) -> None:
-    """Remove incomplete files that are older than a day: killed runs left them. Younger ones may still be written."""
+    """Remove incomplete files that are older than a day, which killed runs have left. A running process may still be
+    writing a younger one."""
     for file in folder.glob("*.tmp"):
-        with contextlib.suppress(OSError):  # another process was quicker
+        with contextlib.suppress(OSError):  # another process has removed the file
             if file.stat().st_mtime < time.time() - DAY:
                 file.unlink()
 
 
 def cache_key(rows, tokenizer, **settings) -> str:
-    """A hash over the rows (their `fingerprint`, or themselves if they are a list), the tokenizer and the settings."""
+    """A hash of the rows, the tokenizer and the settings. The rows enter by their `fingerprint`; if they are a list,
+    by their content."""
     content = getattr(rows, "fingerprint", None) or json.dumps(list(rows), default=str)
     versions = {"format": FORMAT, **{name: version(name) for name in ("transformers", "tokenizers")}}
     parts = [content, tokenizer_hash(tokenizer), json.dumps({**versions, **settings}, sort_keys=True)]
@@ -135,9 +140,9 @@ def cache_key(rows, tokenizer, **settings) -> str:
 
 @functools.lru_cache(maxsize=4)
 def tokenizer_hash(tokenizer) -> str:
-    """A hash of everything that the tokenizer would save, with its chat template but without its last padding and
-    truncation settings. It is computed once, since a tokenizer does not change after it was read.
-    """
+    """A hash of everything that the tokenizer would save, its chat template included. The padding and truncation
+    settings of its last call do not count. The hash is computed once for each tokenizer, since a tokenizer does not
+    change after it is loaded."""
     try:
         folder = tempfile.TemporaryDirectory()
         with os_errors():
@@ -158,18 +163,18 @@ def tokenizer_hash(tokenizer) -> str:
 
 
 def ids_at(table: pyarrow.Table, column: str, index: int) -> list[int]:
-    """The token ids of one example."""
+    """The token ids of the example at `index`, from this column of the table."""
     return table[column][index].values.to_numpy().tolist()
 
 
 def count_of(table: pyarrow.Table, name: str) -> int:
-    """The count of this name from the table's metadata; 0 if it is not there."""
+    """The count `name` from the table's metadata; 0 if the metadata do not have it."""
     return int(table.schema.metadata.get(name.encode(), 0))
 
 
 def write_table(made: MadeTable, path: Path) -> None:
-    """Write the table at the path, unless another process has just done it; raises OSError."""
-    temporary = path.with_name(f"{path.stem}.{uuid.uuid4().hex}.tmp")  # not tempfile's, which are one user's alone
+    """Write the table to `path`, unless another process has just written it. Raises: OSError."""
+    temporary = path.with_name(f"{path.stem}.{uuid.uuid4().hex}.tmp")  # tempfile's are readable by one user only
     try:
         with temporary.open("x+b") as file:
             _write(made, file)
@@ -182,7 +187,7 @@ def write_table(made: MadeTable, path: Path) -> None:
 
 
 def _write(made: MadeTable, file: IO[bytes]) -> None:
-    """Write the table and a last, empty batch with its counts; at the file's beginning, the hash of all of this."""
+    """Write the hash of the content, then the content: the table's batches, and a last, empty batch with the counts."""
     file.write(bytes(DIGEST))
     with pyarrow.ipc.new_file(pyarrow.PythonFile(file, "w"), made.schema) as writer:
         for batch in made.batches():
@@ -201,12 +206,12 @@ def read_table(path: Path) -> pyarrow.Table | None:
     try:
         with path.open("rb") as file:
             digest = file.read(DIGEST)
-            found = hashlib.file_digest(file, "sha256")  # read, not mapped: mapped pages count as our memory
+            found = hashlib.file_digest(file, "sha256")  # read, not mapped: mapped pages count as this process's
             if found.hexdigest().encode() != digest:
                 return None
         with pyarrow.memory_map(str(path)) as content:
             return _table(content.read_buffer())
-    except (OSError, pyarrow.ArrowInvalid):  # ArrowInvalid: the file is shorter than it was a moment ago
+    except (OSError, pyarrow.ArrowInvalid):  # ArrowInvalid: the file has just been truncated
         return None
 
 
@@ -217,12 +222,12 @@ def _table(content: pyarrow.Buffer) -> pyarrow.Table:
 
 
 def mapped(file: IO[bytes]) -> pyarrow.Buffer:
-    """The content of a file that nobody else writes to, mapped into memory."""
+    """The content of the file, mapped into memory. No other process may write to the file."""
     return pyarrow.py_buffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
 
 
 def no_room(reason: str) -> UserError:
-    """The error that a temporary file could not be written."""
+    """The UserError for a temporary file that could not be written. reason: the system's words."""
     return UserError(
         f"{tempfile.gettempdir()}: a temporary file of data cannot be written ({reason}). Set TMPDIR to a folder where "
         "there is room."
@@ -230,12 +235,12 @@ def no_room(reason: str) -> UserError:
 
 
 class NotHandedOver(Exception):
-    """Raised where a row, or a table that is not cached, is asked for while only the rows' fingerprint is known."""
+    """Raised if a row is asked for, or a table that is not in the cache, while only the rows' fingerprint is known."""
 
 
 @dataclass(frozen=True, slots=True)
 class KnownRows(Sequence):
-    """The number and the fingerprint of rows that another rank has read; see `Rows` of rows.py."""
+    """Stands for `Rows` (rows.py) that another rank has read: their number and their fingerprint."""
 
     size: int
     fingerprint: str
@@ -249,7 +254,8 @@ class KnownRows(Sequence):
 
 @dataclass
 class Found:
-    """The rows that were read, in the order in which they were asked for. kept: whether all tables are in the cache."""
+    """What the first rank has read. rows: stand-ins for its results of `load_rows`, in the order of the calls. kept:
+    whether all its tables are in the cache."""
 
     rows: list[tuple[KnownRows, ...]] = field(default_factory=list)
     kept: bool = True
@@ -261,7 +267,7 @@ _remaining: list[tuple[KnownRows, ...]] | None = None
 
 @contextlib.contextmanager
 def recorded() -> Iterator[Found]:
-    """Record the rows that are read while the block runs."""
+    """Record which rows are read while the block runs; yields the record."""
     global _recording
     _recording = found = Found()
     try:
@@ -271,8 +277,8 @@ def recorded() -> Iterator[Found]:
 
 
 def repeated(load: Callable[[], Result], found: Found | None) -> Result:
-    """`load()` with the rows and tables that were `found`, if they are in the cache; otherwise everything is read
-    again."""
+    """Call `load()`, which gets the rows that another rank has `found` and reads their tables from the cache. If a
+    table is not in the cache, `load()` is called again and reads the data itself."""
     global _remaining
     if found is None or not found.kept:
         return load()
@@ -287,7 +293,8 @@ def repeated(load: Callable[[], Result], found: Found | None) -> Result:
 
 
 def handed_over(read: Callable[..., tuple[Sequence, ...]]) -> Callable[..., tuple[Sequence, ...]]:
-    """Wraps `read`: within `repeated` it returns the rows handed over, and within `recorded` it records its result."""
+    """Wrap a function that reads rows. Within `repeated`, the wrapped function returns the rows that another rank has
+    read; within `recorded`, it records its result."""
 
     @functools.wraps(read)
     def rows(*args, **options):
@@ -322,7 +329,7 @@ class Progress:
         self._due = self._started + FIRST
 
     def over(self, items: Iterable[Item]) -> Iterator[Item]:
-        """The items, counted as they are asked for."""
+        """Yield the items, and count each when it is asked for."""
         for item in items:
             yield item
             self.done += 1

@@ -1,19 +1,19 @@
 """Turns texts into token ids, finds the ids that end a response, and cuts rows that are too long.
 
-A prompt has the same ids in steps 1, 2 and 3, with any text after it. A response is tokenised as the continuation of
-its prompt, so that SFT and the reward model learn from ids that the actor can sample. `tokenizer` is a Hugging Face
-tokenizer in all functions.
+A prompt has the same ids in steps 1, 2 and 3, whatever text follows it. A response is tokenised as the continuation of
+its prompt, so that SFT and the reward model learn from ids that the actor can sample. In all functions, `tokenizer` is
+a Hugging Face tokenizer.
 
     lengths = Lengths(tokenizer, limit=256, overlong="cut_prompt")
     fit = lengths.answered(prompt, [chosen, rejected])
     fit.prompt, fit.answers        # their ids; fit.lost and fit.ends_lost: how many ids were cut
 
-Three ways (`OVERLONG`):
+There are three ways to handle a row that is too long (`OVERLONG`):
 
 cut_prompt    The prompt loses its beginning; the answer and its EOS stay. In a dialogue the rest of the prompt begins
               with a user's turn. The tokens that open a sequence stay, and so does the text before the first turn, such
-              as a system message. If the answer would leave no token for the prompt, the answer loses its end instead,
-              so that the prompt's end gets a quarter of the limit.
+              as a system message. If the answer would leave no token for the prompt, the answer loses its end too, and
+              the end of the prompt gets a quarter of the limit.
 cut_answer    The end of prompt + answer is cut. A prompt of step 3, which has no answer yet, is left out.
 drop          The row is left out.
 
@@ -32,14 +32,16 @@ from torch import Tensor
 from engine.errors import UserError
 from training.data.chat import TURNS, Rendered, Turns, render
 
-PARALLEL = "TOKENIZERS_PARALLELISM"  # the library reads this variable in each call
+PARALLEL = "TOKENIZERS_PARALLELISM"  # the tokenizers library reads this environment variable in each call
 
 
 class TextEncoder:
-    """Encodes texts with one tokenizer. Properties of the tokenizer that need a trial are found once.
+    """Encodes texts with one tokenizer. Properties of the tokenizer that can only be found by encoding or rendering a
+    text are found once, at the start.
 
-    opening: the ids that a sequence begins with (`opening_tokens`). stops: the ids at which step 3 stops: EOS, the id
-    with which the chat template ends an answer, and the given ids, such as those of the generation config.
+    opening: the ids that a sequence begins with (`opening_tokens`). stops: the ids at which step 3 stops a response:
+    EOS, the id with which the chat template ends an answer, and the `stops` given, such as those of the generation
+    config.
     """
 
     def __init__(self, tokenizer, stops: Iterable[int] = ()):
@@ -50,16 +52,17 @@ class TextEncoder:
         self._ahead: dict[str, list[int]] = {}
 
     def ahead(self, texts: Iterable[str]) -> None:
-        """Encode at once all texts that will be asked for one by one: a tokenizer is faster with many texts."""
+        """Encode all texts that will be asked for one by one later: a tokenizer is faster if it gets many texts at
+        once."""
         many = list(dict.fromkeys(texts))
         with _all_cores():
             self._ahead = dict(zip(many, _encode(self.tokenizer, many))) if many else {}
 
     def prompt(self, text: str) -> list[int]:
-        """The ids of a text that begins a sequence: the opening tokens, once, and the text.
+        """The ids of a text that begins a sequence: the opening tokens and the text.
 
-        A text that spells its BOS out gets no second BOS. A text made by a chat template (`Rendered`) gets a BOS only
-        if the template wrote one, as with apply_chat_template.
+        A text that already contains its BOS as text gets no second BOS. A text made by a chat template (`Rendered`)
+        gets a BOS only if the template wrote one, as with apply_chat_template.
         """
         ids = self._bare(text)
         return ids if isinstance(text, Rendered) or self.opened(ids) else self.opening + ids
@@ -69,17 +72,17 @@ class TextEncoder:
         return self.opening if ids[: len(self.opening)] == self.opening else []
 
     def spelt_bos(self, text: str) -> str:
-        """The BOS if the text begins with it, as texts of a chat template may; else ""."""
+        """The BOS if the text begins with the BOS as text, as texts of a chat template may; else ""."""
         bos = self.tokenizer.bos_token
         return bos if bos and text.startswith(bos) else ""
 
     def continuation(self, prompt: str, text: str) -> list[int]:
         """The ids of `text` after `prompt`, so that the ids of both decode to prompt + text.
 
-        A SentencePiece tokenizer puts a space before any text. So `text` is encoded together with the prompt, and the
-        prompt's ids are cut off. If a token would span the border (" the" in "Review : " + "the"), the prompt keeps its
-        own ids, because step 3 generates after them: `text` is then encoded after a newline instead of the prompt, and
-        if that merges too, alone.
+        A SentencePiece tokenizer puts a space before any text that it encodes. Therefore prompt and `text` are encoded
+        together, and the prompt's ids are cut off. A token may span the border of the two (" the" in "Review : " +
+        "the"). The prompt keeps its own ids in this case too, because step 3 generates after them: `text` is encoded
+        after a newline in place of the prompt; if a token spans this border too, `text` is encoded alone.
         """
         for before in (prompt, "\n", ""):
             head, both = self._bare(before), self._encoded(before + text)
@@ -88,15 +91,16 @@ class TextEncoder:
         return both[len(head) :]
 
     def answered(self, prompt: str, answer: str) -> tuple[list[int], int]:
-        """(the ids of prompt + answer + EOS, how many of them are those of the prompt)."""
+        """(the ids of prompt + answer + EOS, the number of the prompt's ids)."""
         prompt_ids = self.prompt(prompt)
         return prompt_ids + self.ended(self.continuation(prompt, answer)), len(prompt_ids)
 
     def ended(self, ids: list[int]) -> list[int]:
-        """`ids` up to and including the stop token at their end; if they do not end with a stop token, `ids` and EOS.
+        """The ids of an answer, with exactly one stop token at the end. If the ids end with stop tokens and blanks
+        ("<|im_end|>", a newline, EOS), everything after the first of these stop tokens is cut off. Otherwise EOS is
+        appended.
 
-        Only blanks and other stop tokens may follow this stop token ("<|im_end|>", a newline, EOS). A stop token that
-        other tokens follow is a part of the text.
+        A stop token that is followed by other tokens is a part of the text.
         """
         end = last = len(ids)
         while last and (ids[last - 1] in self.stops or not self.tokenizer.decode([ids[last - 1]]).strip()):
@@ -112,7 +116,8 @@ class TextEncoder:
         return [*ids, eos]
 
     def _bare(self, text: str) -> list[int]:
-        """The ids of the text alone. The last text's ids are cached, since each answer to a prompt asks for them."""
+        """The ids of the text alone. The ids of the last text are cached, because they are needed again for each answer
+        to the same prompt."""
         if text != self._last[0]:
             self._last = text, self._encoded(text)
         return self._last[1]
@@ -123,10 +128,10 @@ class TextEncoder:
 
 
 def opening_tokens(tokenizer) -> list[int]:
-    """The special tokens that the tokenizer itself puts before a text, such as BOS; often none.
+    """The ids of the special tokens that the tokenizer itself puts before a text, such as BOS; often none.
 
-    A trial finds them, because each family of tokenizers has different settings. Tokens after a text (EOS, SEP) are not
-    included: the examples decide where a text ends.
+    They are found by encoding a text, because each family of tokenizers has other settings. Tokens that the tokenizer
+    puts after a text (EOS, SEP) are not included: this project adds the end of a text itself.
     """
     added, bare = tokenizer("x")["input_ids"], _encode(tokenizer, "x")
     start = next(start for start in range(len(added) + 1) if added[start : start + len(bare)] == bare)
@@ -134,11 +139,12 @@ def opening_tokens(tokenizer) -> list[int]:
 
 
 def stop_token_ids(tokenizer, generation_config, model_config) -> list[int]:
-    """The ids that end a response, ascending.
+    """The ids that end a response, in rising order.
 
-    Those of the generation config (an int or a list), or else of the model's config; the tokenizer's EOS, with which
-    steps 1 and 2 end their texts; and the token with which the tokenizer's chat template ends an assistant's turn,
-    which chat models use and their configs often leave out. Either config may be None.
+    These are the EOS ids of the generation config (an int or a list), or, if it has none, those of the model's config;
+    the tokenizer's EOS, with which steps 1 and 2 end their texts; and the token with which the tokenizer's chat
+    template ends an assistant's turn. Chat models end their turns with this last token, but their configs often do not
+    list it. Either config may be None.
     """
     stops = set()
     for config in (generation_config, model_config):
@@ -157,8 +163,8 @@ def stop_token_ids(tokenizer, generation_config, model_config) -> list[int]:
 
 
 def end_of_turn(tokenizer) -> int | None:
-    """The token with which the chat template ends an answer: the first special or added token after an assistant's
-    text. None without a template or such a token."""
+    """The id of the token with which the chat template ends an answer: the first special or added token after an
+    assistant's text. None if there is no template or no such token."""
     if not tokenizer.chat_template:
         return None
     _, found, tail = render(tokenizer, list(TURNS)).rpartition(TURNS[-1]["content"])
@@ -178,7 +184,7 @@ def _all_cores() -> Iterator[None]:
     try:
         yield
     finally:
-        # Named, or the library warns of each process that is forked from now on.
+        # The variable stays set: otherwise the library warns of each process that is forked from now on.
         os.environ[PARALLEL] = before or "false"
 
 
@@ -189,9 +195,11 @@ def _encode(tokenizer, text):
 
 
 def padded(token_lists: list[list[int]], pad_id: int, left: bool = False) -> tuple[Tensor, Tensor]:
-    """(ids, attention mask) of lists of token ids, both (B, longest) int64; padded on the right, or on the left.
+    """(ids, attention mask) of lists of token ids, both (B, length of the longest list) int64. left: whether the
+    padding is on the left instead of the right.
 
-    The mask is made from the lengths, not from the ids, because the pad token may also be a real token.
+    The mask is made from the lengths of the lists, not from the ids, because the pad token may also occur as a real
+    token.
     """
     width = max(map(len, token_lists))
     ids = torch.full((len(token_lists), width), pad_id)
@@ -205,20 +213,20 @@ def padded(token_lists: list[list[int]], pad_id: int, left: bool = False) -> tup
 
 OVERLONG = ("cut_prompt", "cut_answer", "drop")
 WHOLE, CUT, DROPPED, EQUAL, EMPTY = "whole", "cut", "dropped", "equal", "empty"  # kinds of rows
-ROWS, CHARACTERS = 1000, 2**20  # which a tokenizer is given at once, at most
+ROWS, CHARACTERS = 1000, 2**20  # the largest number of rows, and of characters, that a tokenizer is given at once
 
 
 @dataclass(frozen=True, slots=True)
 class Fit:
     """The part of a row that a model is shown.
 
-    prompt: its ids with the opening tokens; none for a text. answers: the ids of each answer, or of the text, with EOS
-        unless the end was cut. needed: number of ids of prompt + longest answer before cutting. lost: how many ids were
-        cut from the prompt, at position `gap` of the remaining ids; ends_lost: how many from the end of each answer.
-        learned: the first position of prompt + answer that is learned, in step 1. reason: why the row is left out;
-        empty if it is kept.
-    left_out: the kind of a row that is left out: DROPPED for its length, EQUAL where its answers are the same, EMPTY
-        where the tokenizer makes no tokens of it.
+    prompt: the ids of the prompt with the opening tokens; [] for a text. answers: the ids of each answer, or of the
+        text, with EOS unless the end was cut. needed: number of ids of prompt + longest answer before cutting.
+    lost: number of ids that were cut from the prompt. gap: position in the remaining ids at which they were cut.
+    ends_lost: for each answer, the number of ids that were cut from its end. learned: in step 1, the first position of
+        prompt + answer that is learned. reason: why the row is left out; "" if it is kept.
+    left_out: the kind of a row that is left out: DROPPED for its length, EQUAL if its answers are equal, EMPTY if the
+        tokenizer makes no tokens of it.
     """
 
     prompt: list[int]
@@ -233,7 +241,7 @@ class Fit:
 
     @property
     def kind(self) -> str:
-        """WHOLE, CUT, or what `left_out` says."""
+        """WHOLE, CUT, or, for a row that is left out, `left_out`."""
         if self.reason:
             return self.left_out
         return CUT if self.lost or any(self.ends_lost) else WHOLE
@@ -246,9 +254,9 @@ class Fit:
 
 @dataclass(frozen=True, slots=True)
 class RowFit:
-    """`fit(row)` is the part of a row that the model is shown.
+    """A function from a row to the part of the row that the model is shown, a `Fit`.
 
-    texts: row -> the texts that `of` encodes, so that the encoder can be given the texts of many rows at once.
+    texts: row -> the texts that the function encodes. It lets the encoder encode the texts of many rows at once.
     """
 
     encoder: TextEncoder
@@ -267,7 +275,8 @@ class RowFit:
 
 
 def together(rows: Iterable[dict], texts: Callable[[dict], list[str]]) -> Iterator[tuple[list[dict], list[str]]]:
-    """(rows, their texts) in groups of the size that a tokenizer is given at once."""
+    """Divide the rows into groups that are small enough for a tokenizer to encode at once; yields (rows of the group,
+    their texts)."""
     some: list[dict] = []
     many: list[str] = []
     size = 0
@@ -288,9 +297,10 @@ def answered_texts(prompt: str, *answers: str) -> list[str]:
 
 
 class Lengths:
-    """Makes rows fit into `limit` tokens with one tokenizer; `overlong` is one of OVERLONG.
+    """Makes rows fit into `limit` tokens with one tokenizer.
 
-    stops: see TextEncoder. Raises UserError for another `overlong`.
+    overlong: what happens to a row that is too long, one of OVERLONG; UserError for any other value. stops: see
+    TextEncoder.
     """
 
     def __init__(self, tokenizer, limit: int, overlong: str = "cut_prompt", stops: Iterable[int] = ()):
@@ -300,7 +310,7 @@ class Lengths:
         self.limit, self.overlong = limit, overlong
 
     def answered(self, prompt: str, answers: Sequence[str]) -> Fit:
-        """A prompt with one or more answers to it, each in a sequence of its own."""
+        """Fit a prompt with one or more answers. Each answer makes a sequence of its own with the prompt."""
         whole = self._whole(prompt, answers)
         if whole.needed <= self.limit:
             return whole
@@ -320,7 +330,7 @@ class Lengths:
         )
 
     def text(self, text: str) -> Fit:
-        """A text without a prompt."""
+        """Fit a text without a prompt."""
         ids = self.encoder.ended(self.encoder.prompt(text))
         whole = Fit([], [ids], len(ids))
         if len(ids) <= self.limit:
@@ -330,7 +340,7 @@ class Lengths:
         return replace(whole, answers=[ids[: self.limit]], ends_lost=[len(ids) - self.limit])
 
     def prompt(self, text: str) -> Fit:
-        """A prompt that is to be answered."""
+        """Fit a prompt that has no answer yet."""
         ids = self.encoder.prompt(text)
         if not ids:
             return Fit([], [], 0, reason="the tokenizer makes no tokens of it", left_out=EMPTY)
@@ -351,7 +361,8 @@ class Lengths:
         return replace(whole, reason=f"{whole.needed:,} tokens, more than {self.limit:,}")
 
     def _room(self, whole: Fit) -> int:
-        """How many tokens the prompt may have if its longest answer, which may be cut too, has to fit after it."""
+        """The largest number of tokens of the prompt such that its longest answer, which may be cut too, fits after
+        it."""
         least = min(len(whole.prompt), len(self.encoder.opened(whole.prompt)) + 1)
         beside = self.limit - max(map(len, whole.answers))
         return beside if beside >= least else max(self.limit // 4, least)
@@ -359,8 +370,8 @@ class Lengths:
     def _shorter(self, text: str, ids: list[int], room: int) -> tuple[list[int], int]:
         """(the ids of the prompt, cut to `room` tokens; the position of the cut).
 
-        The beginning is cut, after the head. If the rest begins at a turn, it is tokenised again, so that its ids are
-        those of a prompt that begins there.
+        The head, such as a system message, stays; the text after the head loses its beginning. If the rest begins with
+        a user's turn, it is tokenised again, so that it has the ids of a prompt that begins with this turn.
         """
         if len(ids) <= room:
             return ids, 0
@@ -374,11 +385,12 @@ class Lengths:
         if not head:
             head = bos
         for smaller in (bos, ""):
-            if len(encode(head)) - len(opening) > (room - len(opening)) // 2:  # it would leave too little to the turns
+            if len(encode(head)) - len(opening) > (room - len(opening)) // 2:  # too little room for turns
                 head, starts = smaller, self.turns.borders(text)
 
         def begun(start: int) -> list[int]:
-            """The head and what begins at `start`, with which a template may write the BOS anew."""
+            """The ids of the head and of the text from `start` on. If the head is a BOS alone and the text from `start`
+            on begins with another one, the BOS is not repeated."""
             rest = text[start:]
             return encode(rest if head == bos and rest.startswith(bos) else head + rest)
 

@@ -1,4 +1,4 @@
-"""`python -m training.program.dry_run` goes on working; the program is training/runtime/dry_run.py."""
+"""Keeps `python -m training.program.dry_run` working, the former name of training/runtime/dry_run.py."""
 
 import runpy
 

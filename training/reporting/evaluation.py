@@ -1,8 +1,8 @@
-"""Evaluation on held-out prompts: the actor's responses, their scores, their KL to the reference, and their variety.
+"""Evaluates a policy on held-out prompts: the scores of its responses, their KL to the reference, and their variety.
 
-Variety is measured by distinct words and by the compressed size of texts, without a word list. Each number is compared
-with an earlier one on the same prompts. Words are separated by spaces; in a language without spaces a response is one
-word.
+Variety is measured by distinct words and by the compressed size of the responses, without a word list. Each number is
+compared with an earlier one on the same prompts. Words are separated by spaces; in a language without spaces a whole
+response counts as one word.
 """
 
 import dataclasses
@@ -26,17 +26,18 @@ from training.data.examples import Prompts, collate_prompts
 from training.reporting.standard_errors import Estimate, Units, paired, with_errors
 from training.reporting.variety import compressed_bytes, distinct_bigrams, new_words
 
-EVAL_SEED = 0x5EED  # mixed into the run's seed: held-out samples share no random numbers with training
+EVAL_SEED = 0x5EED  # changes the run's seed, so that evaluation and training share no random numbers
 
 
 @dataclass(frozen=True, slots=True)
 class Answers:
     """A policy's responses to the held-out prompts.
 
-    rows: one per response, by prompt and then by sample: prompt, response, score, kl, tokens, and the parts of the
-        score.
-    ended: whether each response ended by itself. score_parts: the columns that add up to the score, if there are
-        several. rewards: the columns with the scores of several sources, before their weights.
+    rows: a dict for each response, with prompt, response, score, kl, tokens, and the parts of the score. They are
+        sorted by prompt, and within a prompt by sample.
+    ended: for each response, whether it ended by itself. score_parts: names of the columns of `rows` whose sum is the
+        score, if the score has several parts. rewards: names of the columns with the unweighted scores of each source,
+        if there are several sources.
     """
 
     rows: list[dict]
@@ -49,13 +50,13 @@ class Evaluator:
     """Evaluates a policy on the same prompts with the same random numbers each time, so that differences between scores
     come from the policy only.
 
-    first_index: number of training rows. In a reward function's `rows`, the row of held-out prompt i is at
-        first_index + i.
-    before: measurements of each prompt's response before the first step, from which changes are computed. If it has no
-        scores, or scores of other parts than now, another reward made them, and no change of the score is reported.
-    first: the responses before the first step; words that do not occur in them count as new. `run(0)` sets `before` and
-        `first`.
-    samples: responses to each prompt; `run` needs 1.
+    first_index: number of training rows. In a reward function's `rows`, the row of held-out prompt i is
+        rows[first_index + i].
+    before: what was measured on each response before the first step; changes are computed against it. `run(0)` sets it.
+        If it has no scores, or scores with other parts than now, the scores came from another reward, and no change of
+        the score is reported.
+    first: the responses before the first step, with which words that are new are counted. `run(0)` sets it.
+    samples: number of responses to each prompt; `run` needs 1.
     """
 
     def __init__(
@@ -77,8 +78,8 @@ class Evaluator:
         self.samples = samples
 
     def run(self, step: int) -> tuple[dict[str, float], list[dict]]:
-        """(metrics, one row per prompt with prompt, response, score, its parts, kl and tokens); the same on all ranks
-        (all ranks call this).
+        """Evaluate the policy; returns (metrics, a row for each prompt). A row has the keys of `Answers.rows`. The
+        result is the same on all ranks (all ranks call this).
 
         step: the number of the step that made the current weights.
         Raises: RunStopped on all ranks for a score or KL that is NaN or infinite.
@@ -103,12 +104,12 @@ class Evaluator:
         return metrics, rows
 
     def answers(self, step: int) -> Answers:
-        """All responses, the same on all ranks (all ranks call this).
+        """Draw and score the responses of all ranks; the result is the same on all ranks (all ranks call this).
 
         step: the number of the step that made the current weights, for messages.
         Raises: RunStopped on all ranks for a score or KL that is NaN or infinite.
         """
-        # All ranks need equally many prompts, so the first ones are repeated.
+        # All ranks need equally many prompts; if the prompts do not divide evenly, the first ones are used twice.
         ranks = distributed.data_parallel_size()
         filled = -(-len(self.prompts) // ranks) * ranks
         indices = [number % len(self.prompts) for number in range(filled)[distributed.rank_share(filled)]]
@@ -116,7 +117,7 @@ class Evaluator:
         own_prompts = [self.prompts[index] for index in indices]
         batch = collate_prompts(own_prompts, keys, torch.zeros_like(keys), self.sampling.pad_token_id)
         finished = self.rollouts.finished
-        if finished is not None:  # it gets the same indices as the reward source later
+        if finished is not None:  # the callback gets the same prompt indices as the reward source gets later
             self.rollouts.finished = lambda rollout: finished(self._shifted(rollout))
         try:
             answered = self.rollouts.generate(batch.repeat(self.samples).to(distributed.device()), self.sampling)
@@ -124,7 +125,7 @@ class Evaluator:
             self.rollouts.finished = finished
         experience = self.experience_maker.make_experience(self._shifted(answered))
         self.rollouts.release_memory()
-        rollout = experience.rollout  # responses end at the dialect's end, at which the sampler may not have stopped
+        rollout = experience.rollout  # here responses end where the dialect ends them; the sampler may have gone on
         rewards = {f"reward_{name}": reward for name, reward in experience.rewards.items()}
         parts = {name: part.tolist() for name, part in (experience.score_parts | rewards).items()}
         own = {}
@@ -138,8 +139,8 @@ class Evaluator:
         return Answers(rows, ended, list(experience.score_parts), list(rewards))
 
     def _shifted(self, rollout: Rollout) -> Rollout:
-        """The rollout with the indices of its prompts in a reward function's `rows`. They are set after drawing,
-        because random numbers are keyed by the index among the held-out prompts."""
+        """The rollout with prompt indices that count in a reward function's `rows`. The indices are changed only after
+        the responses are drawn, because the index among the held-out prompts is part of the random key of a draw."""
         return dataclasses.replace(rollout, indices=rollout.indices + self.first_index)
 
 
@@ -164,15 +165,15 @@ def _stop_if_not_finite(rows: list[dict], step: int) -> None:
 
 
 def sample_rows(rollout: Rollout, scores: torch.Tensor, kl: torch.Tensor, tokenizer) -> list[dict]:
-    """A row of texts and numbers for each of B responses, for tables and files. scores, kl: (B,); kl in nats per
-    response."""
+    """A row for each of B responses, for tables and files: prompt, response, score, kl, tokens. scores: (B,). kl: (B,),
+    in nats per response."""
     prompts, responses = decoded(rollout, tokenizer)
     columns = zip(prompts, responses, scores.tolist(), kl.tolist(), rollout.response_mask.sum(-1).tolist())
     return [dict(zip(("prompt", "response", "score", "kl", "tokens"), row)) for row in columns]
 
 
 def write_rows(path: Path, rows: list[dict]) -> None:
-    """Save evaluated samples as JSON lines (rank 0 writes)."""
+    """Write the rows to a file, one JSON object per line (rank 0 writes; the other ranks do nothing)."""
     if distributed.is_main():
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))

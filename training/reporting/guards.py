@@ -1,37 +1,44 @@
 """The checks that stop a run before its end, and the verdict on a run that has reached its end.
 
-    stops on                                    looked at                            weights sound until step
-    a score or reference log-prob not finite    before the step's first update       the one before this
-    a log-prob or value not finite              before the step's first update       two before this: the last update
-    a KL where actor and reference are one      before the step's first update       -
-    a loss not finite                           before its update                    the one before this
-    a gradient not finite (outside fp16)        before its update                    the one before this
-    a gradient's norm not finite                after its update                     the one before this
-    a weight not finite, or over fp16's range   after the step's last update         the one before this
-    objective/kl over --max_kl                  before the step's first update       two before this: the last update
-    fp16: 16 overflows in a row, the loss       at the 16th                          any: nothing was changed
-    scale at its floor or fixed
+    step N stops the run on                     checked                         last step with sound weights
+    a score or reference log-prob not finite    before the first update of N    N - 1
+    a log-prob or value not finite              before the first update of N    N - 2: the updates of N - 1 may be bad
+    log-probs of actor and reference that       before the first update of N    -
+    differ while both are the same model
+    a loss not finite                           before its update               N - 1
+    a gradient not finite (outside fp16)        before its update               N - 1
+    a gradient's norm not finite                after the last update of N      N - 1
+    a weight not finite, or over fp16's range   after the last update of N      N - 1
+    objective/kl over --max_kl                  before the first update of N    N - 2: the updates of N - 1 may be bad
+    fp16: 16 overflows in a row, while the      at the 16th overflow            N: the updates were skipped
+    loss scale is fixed or at its minimum
 
-Each check covers all ranks, and all of them stop with exit code 1; rank 0 prints the reason. Nothing computed from such
-a number reaches a checkpoint or a saved model. In fp16 a single overflow of a gradient is no reason to stop: the update
-is skipped and the loss scale lowered, and policy/skipped, value/skipped and train/skipped count it.
+Each check covers all ranks. If it fails on one rank, all ranks stop with exit code 1, and rank 0 prints the reason.
+Nothing computed from a number that is not finite reaches a checkpoint or a saved model. In fp16 a single overflow of a
+gradient does not stop the run: the update is skipped, the loss scale is lowered, and the metrics policy/skipped,
+value/skipped and train/skipped count the overflow.
 
-    step   held out, after the last step against before the first                             verdict
-    1      loss not finite; or worse than before and over that of a uniform guess, ln V       BROKEN
-    1      loss worse beyond noise, and by more than 0.02 nats a token                        WORSE
-    2      loss not finite; or worse than before and than a coin's, ln 2, both beyond noise,
-           and accuracy no better than before                                                 BROKEN
-    2      loss worse beyond noise; or accuracy no better and loss not lower beyond noise     WORSE
-    3      responses empty; or all the same, and the score lower beyond noise                 BROKEN
-    3      score lower beyond noise; responses all the same; KL over 30 nats a response and
-           2 nats a token                                                                     WORSE
+The verdict compares held-out metrics after the last step with those before the first step:
+
+    step   held-out metrics after the last step                                               verdict
+    1      loss not finite; or higher than before, and above ln V, the loss of a uniform
+           guess among the V tokens of the vocabulary                                         BROKEN
+    1      loss higher by more than noise, and by more than 0.02 nats per token               WORSE
+    2      loss not finite; or accuracy not higher, and loss higher than before and than
+           ln 2, the loss of a coin toss, each time by more than noise                        BROKEN
+    2      loss higher by more than noise; or accuracy not higher, and loss not lower by
+           more than noise                                                                    WORSE
+    3      responses are empty; or are all the same, and score lower by more than noise       BROKEN
+    3      score lower by more than noise; or responses all the same; or KL over 30 nats
+           per response and 2 nats per token                                                  WORSE
     all    none of these                                                                      FINE
 
-Noise is two standard errors of the change, paired example by example (metrics named _change_se; standard_errors.py).
-The models are saved whatever the verdict. FINE ends with the word "done" and exit code 0. WORSE is a judgement that the
-run's owner may not share: exit code 0, and a loud warning in place of "done". A BROKEN model is of no use: exit code 1
-keeps a script from training on with it. Without held-out prompts step 3 is judged by its training curves, and never as
-BROKEN. The score is not judged if the reward has changed since before the first step.
+Noise is two standard errors of the change, computed from the differences on the same examples (metrics whose names end
+with _change_se; standard_errors.py). The models are saved whatever the verdict is. A FINE run ends with the word "done"
+and exit code 0. A WORSE run ends with a warning in place of "done", and exit code 0 too, because its owner may judge
+otherwise. A BROKEN model is of no use: exit code 1 keeps a script from going on with it. Without held-out prompts,
+step 3 is judged by its training curves, and the verdict is never BROKEN. The score is not judged if the reward was
+changed during the run.
 """
 
 import math
@@ -51,9 +58,9 @@ from engine.zero.engines import TrainedModel
 from training.reporting.health import ALARM, KL_FAR, at_end, column, score_unmoved
 from training.reporting.standard_errors import NOISE, of_one_reward, scored_otherwise
 
-SHOWN = 2  # samples of each rank
+SHOWN = 2  # number of samples that a message shows of each rank
 
-_MANTISSA = {"bf16": 2.0**-7, "fp16": 2.0**-10, "fp32": 2.0**-23}  # the step between a number and the next, of 1
+_MANTISSA = {"bf16": 2.0**-7, "fp16": 2.0**-10, "fp32": 2.0**-23}  # distance between 1 and the next larger number
 SPREAD = 32.0
 EXACT = 1e-3
 
@@ -72,9 +79,10 @@ _OF_SAMPLER = (
 class Guards:
     """The checks of each PPO step. All ranks call a check together, and stop together.
 
-    max_kl: nats a response; a rollout with a larger KL to the current reference ends the run. None for no limit.
-    first_kl_bound: the largest difference allowed between actor and reference while they are the same model
-        (`rounding_bound`); None for no check.
+    max_kl: limit in nats per response. A rollout whose KL to the current reference is larger ends the run. None for no
+        limit.
+    first_kl_bound: the largest difference allowed between the log-probs of actor and reference while they are the same
+        model (`rounding_bound`); None for no check.
     """
 
     models: RLHFEngine
@@ -82,16 +90,16 @@ class Guards:
     first_kl_bound: float | None
 
     def check_experience(self, step: int, experience: Experience) -> None:
-        """Called before the experience is used. Raises: RunStopped where a number is not finite, or where actor and
-        reference disagree although they are the same model."""
+        """Called before the experience is used. Raises: RunStopped if a number in it is not finite, or if the log-probs
+        of actor and reference differ although they are the same model."""
         stop_unless_finite(step, experience, self.models.tokenizer)
         if self.models.reference.is_actor(step - 1):
             stop_unless_at_reference(step, experience, self.first_kl_bound)
 
     def check_kl(self, step: int, kl: float) -> None:
-        """Called before the first update. kl: objective/kl, of the policy after `step` - 1 steps.
+        """Called before the step's first update. kl: objective/kl, the KL of the policy after `step` - 1 steps.
 
-        Raises: RunStopped where the KL is over max_kl.
+        Raises: RunStopped if the KL is larger than max_kl.
         """
         if self.max_kl is None or not kl > self.max_kl:
             return
@@ -105,14 +113,15 @@ class Guards:
         )
 
     def check_weights(self, step: int) -> None:
-        """Called after the last update. Raises: RunStopped where a weight is not finite."""
+        """Called after the step's last update. Raises: RunStopped if a weight or a gradient's norm is not finite."""
         stop_unless_weights_finite(step, self.models.trained)
 
 
 def stop_unless_finite(step: int, experience: Experience, tokenizer) -> None:
-    """Stop on all ranks when a score, log-prob or value is not finite on any (all ranks call this).
+    """Stop all ranks if a score, log-prob or value is not finite on any rank (all ranks call this).
 
-    Raises: RunStopped, naming the step, what was not finite, and the first such samples of each rank.
+    Raises: RunStopped. Its message names the step and what was not finite, and shows each rank's first samples with
+    such numbers.
     """
     mask = experience.rollout.response_mask
     by_row = {"score": ~experience.scores.isfinite()}
@@ -128,10 +137,11 @@ def stop_unless_finite(step: int, experience: Experience, tokenizer) -> None:
 
 
 def stop_unless_at_reference(step: int, experience: Experience, bound: float | None) -> None:
-    """Stop on all ranks where the log-probs of actor and reference differ although they are the same model: in step 1,
+    """Stop all ranks if the log-probs of actor and reference differ although they are the same model. Called in step 1,
     and in a step after a refresh of the reference (all ranks call this).
 
-    bound: the largest mean absolute difference of their log-probs, per token; None for no check. Raises: RunStopped.
+    bound: the largest allowed mean absolute difference of their log-probs, per token; None for no check. Raises:
+    RunStopped.
     """
     if bound is None:
         return
@@ -150,14 +160,16 @@ def stop_unless_at_reference(step: int, experience: Experience, bound: float | N
 
 
 def rounding_bound(dtype: str, temperature: float = 1.0) -> float:
-    """How far apart two computations of a token's log-prob by one model may be on average, in nats, by rounding alone.
+    """The bound for the mean difference, in nats, between two computations of a token's log-prob by the same model. A
+    larger difference is not explained by rounding.
 
-    A log-prob is the difference of two numbers as large as logits become, about SPREAD, and each is off by about one
-    step of the dtype there: SPREAD * 2**-7 = 0.25 in bf16, and an eighth of that in fp16. Means measured
-    with small models are a sixtieth of that between a sampler's log-probs and a forward pass's, and 0 between forward
-    passes; single tokens reach half of it. In fp32 it is EXACT, a thousand times what was measured, as sums are longer
-    in large models; or fp16's bound, where torch was told to multiply matrices with TF32, whose mantissa is as long.
-    Weights that are random are nats away. Dividing logits by a temperature under 1 enlarges all of it.
+    A log-prob is the difference of two numbers that may be as large as logits become, about SPREAD. Rounding changes
+    each of them by about one step of the dtype at this size: SPREAD * 2**-7 = 0.25 in bf16, and an eighth of this in
+    fp16. This step is the bound. Measured with small models, the mean difference between a sampler and a forward pass
+    is a sixtieth of the bound, and between two forward passes 0; single tokens reach half of the bound. In fp32 the
+    bound is EXACT, a thousand times what was measured, because the sums of large models are longer. If torch multiplies
+    fp32 matrices with TF32, the bound is that of fp16, because TF32's mantissa is as long. A model with random weights
+    is whole nats away. A temperature below 1, by which logits are divided, enlarges the differences and the bound.
     """
     step = _MANTISSA[dtype]
     if dtype == "fp32" and torch.get_float32_matmul_precision() != "highest":
@@ -168,11 +180,11 @@ def rounding_bound(dtype: str, temperature: float = 1.0) -> float:
 def stop_unless_losses_finite(
     step: int, losses: Mapping[str, Tensor], passes: Sequence[TrainingBatch], tokenizer
 ) -> None:
-    """Stop on all ranks when a loss is not finite on any (all ranks call this).
+    """Stop all ranks if a loss is not finite on any rank (all ranks call this).
 
-    losses: by name ("policy", "value"), the losses of this rank's passes, (N,). passes: the rows of each pass; further
-        losses are of texts.
-    Raises: RunStopped with samples of the first pass whose loss went bad.
+    losses: {"policy" or "value": the loss of each of this rank's passes, (N,)}. passes: the rows of each pass. If there
+        are more losses than passes, the remaining losses are those of plain texts.
+    Raises: RunStopped. Its message shows samples of the first pass whose loss is not finite.
     """
     if not distributed.any_rank(~torch.cat(list(losses.values())).isfinite().all()):
         return
@@ -183,15 +195,16 @@ def stop_unless_losses_finite(
 
 
 def stop_for_gradients(step: int, what: list[str], batch: TrainingBatch, tokenizer) -> NoReturn:
-    """Stop because the gradients that `what` names are not finite. All ranks know this, and all call this function."""
+    """Stop the run because the gradients that `what` names are not finite. All ranks call this, each with the same
+    `what`."""
     _stop(step, what, batch, torch.arange(len(batch)), tokenizer, step - 1)
 
 
 def stop_unless_weights_finite(step: int, models: Mapping[str, TrainedModel]) -> None:
-    """Stop on all ranks when a weight is not finite after the updates of `step`, or a gradient's norm was not.
+    """Stop all ranks if a weight is not finite after the updates of `step`, or if the norm of a gradient was not.
 
-    All ranks call this. models: by role.
-    Raises: RunStopped, naming the models.
+    All ranks call this. models: {role: model}.
+    Raises: RunStopped. Its message names the models.
     """
     bad = [f"weights of the {role}" for role, model in models.items() if not model.weights_finite()]
     bad += [f"norm of the {role}'s gradient" for role, model in models.items() if not math.isfinite(model.grad_norm)]
@@ -229,14 +242,14 @@ def _described(batch: Experience | TrainingBatch, tokenizer, row: int) -> str:
     return f"  score {batch.scores[row].item():.4g}, prompt {prompt[-200:]!r}, response {response[:300]!r}"
 
 
-# How a run that reached its end is judged.
+# The verdict on a run that has reached its end.
 
 LOSS_TOLERANCE = 0.02
-"""Nats a token: 2 % of perplexity, less than fine-tuning on other texts costs."""
+"""Nats per token. A rise by 0.02 is 2 % of perplexity; a model that is fine-tuned on other texts loses more."""
 ALIKE = 0.01
-"""Distinct responses, as a share of the held-out prompts, up to which they count as all the same."""
+"""Limit of distinct responses / held-out prompts: up to this share, the responses count as all the same."""
 KL_A_TOKEN = 2.0
-"""Nats: at every token the policy is on average 7 times surer than the reference was."""
+"""Nats per token. At 2 nats, a sampled token is on average e^2 = 7 times likelier than under the reference."""
 
 
 class Kind(StrEnum):
@@ -249,7 +262,7 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """A verdict and its reason. seen: the findings in numbers, and what to try; empty where the run is FINE."""
+    """A verdict and its reasons. seen: sentences with the numbers found and with advice; empty if the run is FINE."""
 
     kind: Kind = Kind.FINE
     seen: tuple[str, ...] = ()
@@ -257,8 +270,8 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A held-out metric before the first step and at its last measurement; NaN where it was not finite. noise: the size
-    up to which a change counts as chance."""
+    """The change of a held-out metric. before, after: its values before the first step and at the last evaluation; NaN
+    for a value that was not finite. noise: a change up to this size counts as chance."""
 
     before: float
     after: float
@@ -266,7 +279,7 @@ class Change:
 
     @classmethod
     def of(cls, rows: Sequence[Mapping], name: str) -> "Change | None":
-        """The change of eval/`name`; None where it was not measured both before and after."""
+        """The change of the metric eval/`name`; None unless it was measured both before the first step and later."""
         measured = [row for row in rows if f"eval/{name}" in row]
         first = [row for row in measured if row["step"] == 0]
         last = [row for row in measured if row["step"] > 0]
@@ -277,12 +290,12 @@ class Change:
 
 
 def of_sft(rows: Sequence[Mapping], vocabulary: int) -> Verdict:
-    """The verdict on step 1's metrics (`read_metrics`). vocabulary: how many tokens a uniform guess chooses from."""
+    """The verdict on step 1's metrics (`read_metrics`). vocabulary: number of tokens in the vocabulary."""
     loss, guess = Change.of(rows, "loss"), math.log(vocabulary)
     if loss is None or loss.after <= loss.before + max(LOSS_TOLERANCE, loss.noise):
         return Verdict()
     seen = f"held-out loss was {loss.before:.4g} nats a token before the first step and is {loss.after:.4g} now"
-    broken = not loss.after <= guess  # NaN is, too
+    broken = not loss.after <= guess  # True for NaN, too
     if loss.after > guess:
         seen += f"; a uniform guess over the vocabulary has {guess:.4g}"
     tried = "Try a tenth of --learning_rate, more --num_warmup_steps, or fewer --num_train_epochs."
@@ -315,7 +328,7 @@ def of_reward(rows: Sequence[Mapping]) -> Verdict:
 
 
 def of_ppo(rows: Sequence[Mapping], prompts: int) -> Verdict:
-    """The verdict on step 3's metrics. prompts: how many are held out; 0 where none are."""
+    """The verdict on step 3's metrics. prompts: number of held-out prompts; may be 0."""
     score = Change.of(rows, "score")
     if not prompts or score is None:
         return _of_curves(rows)
@@ -367,9 +380,10 @@ def _last(rows: Sequence[Mapping], name: str) -> float | None:
 
 
 def conclude(judge: Callable[[], Verdict], saved: str) -> None:
-    """Print the verdict of rank 0's `judge()` as a run's last words (all ranks call this, after saving the models).
+    """Print the verdict at the end of a run. Rank 0 calls `judge()` for it (all ranks call this, after saving the
+    models).
 
-    saved: where the models are. Raises: RunStopped on all ranks if the verdict is BROKEN.
+    saved: the place of the models, for the message. Raises: RunStopped on all ranks if the verdict is BROKEN.
     """
     verdict = distributed.broadcast_object(judge() if distributed.is_main() else None)
     lines = "\n".join(f"  {text}" for text in verdict.seen)

@@ -1,12 +1,12 @@
-"""Findings about a PPO run: what its metrics show, with numbers, and what to try.
+"""Finds signs of problems in a PPO run's metrics. A `Finding` says what the metrics show, and what to try.
 
     for finding in health(read_metrics(output_dir / "metrics.jsonl")):  # of training.reporting.records
         print(finding.severity, finding.text)
 
-Each rule takes a run's records and gives a Finding, or None if it finds nothing or the run lacks its metrics. Simple
-rules compare the start of one metric with its end (`by_ends`), or its highest mean over a part of the run with a
-threshold (`by_stretch`). Thresholds are rules of thumb, each with its reason: a finding is a reason to look at the run,
-not a verdict.
+A rule takes a run's records and returns a Finding, or None if it finds nothing or the run lacks the metrics that it
+reads. `by_ends` makes a rule that compares the start of a metric with its end. `by_stretch` makes a rule that compares
+the highest mean of a metric over a tenth of the run with a threshold. Thresholds are rules of thumb; the reason stands
+with each of them. A finding is a reason to look at the run, not a verdict.
 """
 
 import itertools
@@ -18,9 +18,10 @@ from statistics import fmean, median
 from training.reporting.standard_errors import NOISE, of_one_reward
 
 ALARM, LOOK, FINE = "alarm", "look", "fine"
-"""ALARM: the run is probably spoilt. LOOK: it may be well, but look at it. FINE: nothing stood out."""
+"""ALARM: the run is probably spoilt. LOOK: the run may be healthy, but look at it. FINE: nothing stood out."""
 FEWEST_STEPS, SHARE = 8, 0.1
-"""Runs with fewer steps are too short for a trend. The start and the end of a run are its first and last tenth."""
+"""FEWEST_STEPS: a run with fewer steps is too short to show a trend. SHARE: the start and the end of a run are its
+first and its last tenth."""
 
 
 @dataclass(frozen=True)
@@ -33,11 +34,11 @@ class Finding:
 
     @property
     def text(self) -> str:
-        """What was seen and the advice, as sentences."""
+        """A text with what the metrics show, and the advice."""
         return f"{self.seen}. {self.advice}" if self.advice else self.seen
 
     def with_signs(self, signs: "Sequence[Finding]") -> "Finding":
-        """This finding with further signs of the same problem; its severity is that of the worst of them."""
+        """This finding together with further findings of the same problem; its severity becomes the highest of all."""
         if not signs:
             return self
         severity = ALARM if ALARM in (self.severity, *(sign.severity for sign in signs)) else self.severity
@@ -47,7 +48,7 @@ class Finding:
 Rule = Callable[[Sequence[Mapping]], Finding | None]
 
 
-# A metric's curve.
+# Means, noise and trends of a metric over a run.
 
 
 def having(rows: Sequence[Mapping], name: str) -> list[Mapping]:
@@ -56,12 +57,13 @@ def having(rows: Sequence[Mapping], name: str) -> list[Mapping]:
 
 
 def column(rows: Sequence[Mapping], name: str) -> list[float]:
-    """The finite values of a metric, in order."""
+    """The finite values of a metric, in the order of the rows."""
     return [row[name] for row in having(rows, name)]
 
 
 def mean(rows: Sequence[Mapping], name: str, begin: float, end: float) -> float | None:
-    """The mean of a metric's values between two shares of the run (0 to 1), of at least one value."""
+    """The mean of a metric over a part of the run, over at least one value. begin, end: where the part begins and ends,
+    as shares of the run (0 to 1)."""
     values = column(rows, name)
     first = min(int(begin * len(values)), len(values) - 1)
     return fmean(values[first : max(int(end * len(values)), first + 1)]) if values else None
@@ -78,22 +80,22 @@ def at_end(rows: Sequence[Mapping], name: str) -> float | None:
 
 
 def noise(values: Sequence[float]) -> float:
-    """The standard deviation of a curve around its trend, computed from differences of neighbouring values (at least 2
-    values)."""
+    """The standard deviation of a curve around its trend, estimated from the differences of neighbouring values.
+    values: at least 2 values."""
     return (fmean((b - a) ** 2 for a, b in itertools.pairwise(values)) / 2) ** 0.5
 
 
 STEADY = 0.05
-"""A twentieth up or down is steady, however little noise there is."""
+"""A metric that changed by no more than a twentieth is steady, however small its noise is."""
 SETTLED_FROM, LAST_PART = 1 / 3, 2 / 3
-"""A curve counts as settled if it is flat over two thirds of the run: over the last third alone the learning rate,
-which falls to 0, makes any curve flat. A run is still on its way if the curve moved over its last third."""
+"""A curve counts as settled if it is flat over the last two thirds of the run. The last third alone would not show it:
+the learning rate falls to 0 there, which flattens any curve. A curve that moved over the last third is still moving."""
 
 
 @dataclass(frozen=True)
 class Trend:
-    """The trend of a metric over the last part of a run: the means of the part's two halves, and the noise of their
-    difference (NOISE standard errors)."""
+    """The trend of a metric over the last part of a run. before, after: the metric's means over the first and the
+    second half of this part. error: the noise of their difference (NOISE standard errors)."""
 
     before: float
     after: float
@@ -101,7 +103,8 @@ class Trend:
 
     @classmethod
     def of(cls, rows: Sequence[Mapping], name: str, begin: float) -> "Trend | None":
-        """The trend from the share `begin` of the run on; None where this part has fewer than 4 values."""
+        """The trend over the part of the run that begins at the share `begin` (0 to 1); None if the part has fewer than
+        4 values."""
         values = column(rows, name)
         values = values[int(begin * len(values)) :]
         half = len(values) // 2
@@ -121,12 +124,12 @@ class Trend:
 
     @property
     def steady(self) -> bool:
-        """Whether the metric changed by little more than noise."""
+        """Whether the metric changed by no more than its noise, or by no more than STEADY of its value."""
         return abs(self.after - self.before) <= max(self.error, STEADY * abs(self.after))
 
 
 def at_steps(steps: Sequence[int]) -> str:
-    """A text with the numbers of the first few steps at which something was seen."""
+    """A text with the numbers of these steps: the first three, and how many more there are."""
     shown = ", ".join(map(str, steps[:3]))
     return f"at step{'s' if len(steps) > 1 else ''} {shown}" + (f" and {len(steps) - 3} more" if len(steps) > 3 else "")
 
@@ -138,11 +141,12 @@ def by_ends(
     advice: str,
     alarm: Callable[[float], bool] = lambda last: False,
 ) -> Rule:
-    """A rule on a metric's means over the first and the last tenth of a run.
+    """Make a rule that compares a metric's mean over the first tenth of a run (`first`) with its mean over the last
+    tenth (`last`).
 
-    metrics: the first one with several values is used, else the last one. ill: (first, last) -> whether there is a
-    finding. alarm: last -> whether it is an ALARM. seen: the text, with {first}, {last} and {times}, which is last /
-    first.
+    metrics: names of metrics. The rule reads the first one that has several values; if there is none, the last one.
+    ill: (first, last) -> whether there is a finding. alarm: last -> whether the finding is an ALARM. seen: what the
+    finding says, with the fields {first}, {last} and {times}, which is last / first.
     """
 
     def rule(rows: Sequence[Mapping]) -> Finding | None:
@@ -157,7 +161,8 @@ def by_ends(
 
 
 def by_stretch(metric: str, threshold: float, *, seen: str, advice: str) -> Rule:
-    """A rule on a metric's highest mean over a tenth of the run (3 steps at least). seen: with {value} and {steps}."""
+    """Make a rule that compares a metric's highest mean over any tenth of the run (at least 3 steps) with a threshold.
+    seen: what the finding says, with the fields {value} and {steps}."""
 
     def rule(rows: Sequence[Mapping]) -> Finding | None:
         present = having(rows, metric)
@@ -175,32 +180,36 @@ def by_stretch(metric: str, threshold: float, *, seen: str, advice: str) -> Rule
     return rule
 
 
-# How far the policy has gone from the reference, and how sure it has become.
+# The distance of the policy from the reference, and its entropy.
 
 KL_FAR = 30.0
-"""Nats a response: what the policy answers is e^30 = 10^13 times likelier than the reference made it."""
+"""Nats per response. At 30 nats, a response of the policy is e^30 = 10^13 times likelier than under the reference."""
 KL_FAR_A_TOKEN = 0.5
-"""Nats a token: at every token the policy is, on average, 1.6 times surer of its choice than the reference was."""
+"""Nats per token. At 0.5 nats, a token that the policy chooses is on average 1.6 times likelier than under the
+reference."""
 KL_GROWTH, KL_SMALL = 1.5, 5.0
-"""Growth over the last quarter, where the KL should settle; below so many nats it is the learning itself."""
+"""KL_GROWTH: factor by which the KL may grow over the last quarter of the run, in which it should settle. KL_SMALL: a
+KL below so many nats may still grow, because a policy that learns moves away from the reference."""
 KL_MOVED = 0.5
-"""Nats a response, below which the policy is hardly another: a response is 1.6 times likelier than it was."""
+"""Nats per response. Below it the policy has hardly changed: a response is at most 1.6 times likelier than before."""
 KL_NEGATIVE = -0.5
-"""The estimate's mean is a KL, which is not negative; rounding and noise leave a little, not half a nat."""
+"""Nats per response. A KL is not negative. Rounding and noise can make its estimate slightly negative, but not by half
+a nat."""
 ENTROPY_KEPT = 0.4
-"""Share of the entropy at the start. Sharpening to half is ordinary, and to a third leaves little to explore."""
+"""Entropy at the end / entropy at the start. A fall to half is usual; after a fall to a third little is explored."""
 ENTROPY_GREW = 1.5
-"""A policy that gets so much less sure is losing the language rather than exploring."""
+"""Entropy at the end / entropy at the start. A policy whose entropy grows by more is losing its language rather than
+exploring."""
 
 
 def reference_moved(rows: Sequence[Mapping]) -> bool:
-    """Whether the reference changed during the run. A refresh lowers the KL, which is then not the KL to the model that
-    training started from."""
+    """Whether the reference changed during the run. If so, the KL to the reference is not the KL to the model from
+    which training started: each refresh of the reference lowers it."""
     return (at_end(rows, "objective/reference_moves") or 0.0) > 0.0
 
 
 def kl_far(rows: Sequence[Mapping]) -> Finding | None:
-    """The KL is so large that the reward model was not trained on such responses."""
+    """The KL is so large that the responses are unlike those on which the reward model was trained."""
     kl, a_token = at_end(rows, "objective/kl"), at_end(rows, "objective/kl_per_token")
     if kl is None or (kl <= KL_FAR and (a_token is None or a_token <= KL_FAR_A_TOKEN)):
         return None
@@ -226,8 +235,8 @@ kl_negative = by_ends(
 
 
 def kl_growing(rows: Sequence[Mapping]) -> Finding | None:
-    """The KL still grows at the end: score and KL penalty are not in balance. Not for a moving reference, with which
-    there is no balance."""
+    """The KL still grows at the end, so score and KL penalty are not in balance. If the reference moves, there is no
+    balance to reach, and nothing is found."""
     if reference_moved(rows):
         return None
     before, after = mean(rows, "objective/kl", 0.7, 0.8), at_end(rows, "objective/kl")
@@ -258,22 +267,25 @@ entropy_rose = by_ends(
 )
 
 
-# Whether the optimizer steps do their work: finite numbers, moderate updates, a score that rises.
+# The optimizer steps: whether numbers are finite, updates are moderate, and the score rises.
 
 CLIPPED = 0.3
-"""Share of tokens. The clip is for outliers, not for a third of all tokens."""
+"""Share of tokens whose policy loss is clipped. Clipping is meant for outliers, not for a third of all tokens."""
 APPROXKL_HIGH = 0.05
-"""(log ratio)^2 / 2 of 0.05 is a typical ratio of exp(0.32) = 1.37, well past the usual clip range of 0.2."""
+"""Limit of approxkl, the mean of (log ratio)^2 / 2. A value of 0.05 means a typical ratio of exp(0.32) = 1.37, well
+beyond the usual clip range of 0.2."""
 SPIKE, NEIGHBOURS = 10.0, 5
-"""Times the median gradient norm of so many steps before and after. Clipping bounds such a step, but its direction is
-that of few samples. The whole run's median will not do: a critic's norm falls to a tenth while it learns."""
+"""A gradient norm is a spike if it is more than SPIKE times the median over the NEIGHBOURS steps before and after it.
+Gradient clipping bounds the size of such a step, but a few samples determine its direction. The median of the whole run
+cannot be used: a critic's norm falls to a tenth while it learns."""
 SKIPPED = 0.05
-"""Share of steps without an update. fp16's loss scale is searched by overflowing: some at the start, few after."""
+"""Share of steps without an update. In fp16 overflows at the start are usual, since they lower the loss scale to a
+fitting size; later they are rare."""
 SLOPE = 3.0
-"""The factor, up or down, by which differences of values may be off; beyond it advantages are mostly the critic's
-error."""
+"""The factor by which differences between values may be too large or too small. If they are off by more, advantages are
+mostly the critic's error."""
 FELL_BACK = 0.5
-"""Share of the highest rise in score that is lost again by the end."""
+"""Limit of the share of the score's highest rise that is lost again by the end of the run."""
 _SMALLER_UPDATES = (
     "Lower --actor_learning_rate or --ppo_epochs, or have passes left out once a step has gone far enough "
     "(--set early_stop_kl=0.02)."
@@ -281,7 +293,7 @@ _SMALLER_UPDATES = (
 
 
 def not_finite(rows: Sequence[Mapping]) -> Finding | None:
-    """A metric is NaN, which stands for all numbers that were not finite."""
+    """A metric is NaN. metrics.jsonl stores all numbers that are not finite as null, which is read as NaN."""
     steps = [row["step"] for row in rows if not all(map(math.isfinite, row.values()))]
     names = sorted({name for row in rows for name, value in row.items() if not math.isfinite(value)})
     if not names:
@@ -291,7 +303,7 @@ def not_finite(rows: Sequence[Mapping]) -> Finding | None:
 
 
 def score_unmoved(rows: Sequence[Mapping]) -> Finding | None:
-    """The score has not changed from start to end, compared with its noise from step to step."""
+    """The score fell, fell back after a rise, or did not rise by more than its noise from step to step."""
     present = having(rows, "objective/scores")
     scores = column(present, "objective/scores")
     if len(scores) < FEWEST_STEPS:
@@ -338,8 +350,8 @@ def score_unmoved(rows: Sequence[Mapping]) -> Finding | None:
 
 
 def value_unexplained(rows: Sequence[Mapping]) -> Finding | None:
-    """The critic explains little of the returns. Returns with a lambda below 1 contain the critic's own values, so the
-    outcomes are used if a run has them."""
+    """The critic predicts the returns no better than a constant. With a lambda below 1, returns contain the critic's
+    own values; therefore the outcomes (returns with lambda 1) are used if the run has their metric."""
     outcome, late = (mean(rows, f"value/explained_{of}", 0.75, 1.0) for of in ("outcome", "variance"))
     what = "explained variance of the value"
     if outcome is not None:
@@ -355,12 +367,12 @@ def value_unexplained(rows: Sequence[Mapping]) -> Finding | None:
 
 
 def value_miscalibrated(rows: Sequence[Mapping]) -> Finding | None:
-    """The critic's values have the right order but the wrong scale, or are off by a constant."""
+    """The critic explains outcomes, but its values have the wrong scale or are off by a constant."""
     explained, slope, bias, variance = (
         mean(rows, name, 0.75, 1.0) for name in ("value/explained_outcome", "value/slope", "value/bias", "returns/var")
     )
     if explained is None or explained <= 0 or slope is None or bias is None or variance is None:
-        return None  # one that explains nothing has a finding of its own
+        return None  # `value_unexplained` reports a critic that explains nothing
     seen = []
     if not 1 / SLOPE <= slope <= SLOPE:
         how = "too far apart" if slope < 1 else "too near to each other"
@@ -394,7 +406,7 @@ updates_too_far = by_stretch(
 
 
 def gradient_spikes(rows: Sequence[Mapping]) -> Finding | None:
-    """Single steps have a much larger gradient norm than their neighbours. A norm that rises slowly is no spike."""
+    """Single steps have a much larger gradient norm than their neighbours. A norm that rises slowly does not count."""
     found = []
     for name in ("policy/grad_norm", "value/grad_norm"):
         present = having(rows, name)
@@ -419,7 +431,8 @@ def gradient_spikes(rows: Sequence[Mapping]) -> Finding | None:
 
 
 def updates_skipped(rows: Sequence[Mapping]) -> Finding | None:
-    """Steps had no update: they have a loss but no gradient norm. Steps that `ratio_limit` left out do not count."""
+    """Steps made no update: their records have a loss but no gradient norm. Steps whose updates were left out because
+    of `ratio_limit` do not count."""
     trained = [row for row in rows if "policy/loss" in row or "value/loss" in row]
     steps = [
         row["step"]
@@ -437,7 +450,7 @@ def updates_skipped(rows: Sequence[Mapping]) -> Finding | None:
 
 
 def updates_left_out(rows: Sequence[Mapping]) -> Finding | None:
-    """`ratio_limit` left out optimizer steps of the policy."""
+    """Optimizer steps of the policy were left out because of `ratio_limit`."""
     present = having(rows, "policy/left_out")
     shares = column(present, "policy/left_out")
     if not present or fmean(shares) <= SKIPPED:
@@ -450,17 +463,20 @@ def updates_left_out(rows: Sequence[Mapping]) -> Finding | None:
     )
 
 
-# How far the sampler, whose responses are learned from, is from the policy that learns.
+# The difference between the sampler, which draws the responses, and the actor, which learns from them.
 
 GAP = 0.05
-"""Nats a token, in the mean: bf16 stays under a hundredth with models of a few layers, and far under this with many."""
+"""Mean difference of log-probs, in nats per token. In bf16, models of a few layers stay below 0.01, and models of many
+layers far below 0.05."""
 FAR = 0.01
-"""Share of tokens whose ratio is outside of a half to two: one of 100 tokens would be clipped before anything is
-learned."""
+"""Share of tokens whose ratio actor / sampler is outside of 0.5 to 2. At 0.01, the loss of one token in 100 would be
+clipped before anything is learned."""
 ANOTHER = 0.1
-"""Share of such tokens from which on the sampler is another policy, rather than the same one with rounding."""
+"""Share of tokens whose ratio is outside of 0.5 to 2. Above it, rounding cannot be the cause: the sampler computes
+another policy than the actor."""
 CUT = 0.1
-"""Share of tokens whose ratio a correction cuts: a bound is for outliers, and cutting many is a bias of its own."""
+"""Share of tokens whose ratio the correction cuts. The correction's bound is meant for outliers; if it cuts the ratios
+of many tokens, it biases the gradient."""
 
 
 def sampler_apart(rows: Sequence[Mapping]) -> Finding | None:
@@ -490,32 +506,38 @@ much_cut = by_ends(
 )
 
 
-# What the responses have become: their length, their end, their variety, their scores.
+# The responses: their length, whether they end, their variety, their scores.
 
 LONGER, SHORTER = 1.5, 0.67
-"""Response length, end over start. Reward models like length (or its absence) for its own sake."""
+"""Response length at the end / at the start of the run. A reward model may prefer long (or short) responses as such."""
 FEW_ENDED = 0.1
-"""Share of responses that end by themselves; below it nearly all are cut off at the limit, and scored unfinished."""
+"""Share of responses that end by themselves. Below it, nearly all responses are cut off at the length limit, and are
+scored unfinished."""
 ENDED_KEPT = 0.6
-"""Share of that at the start. Half as many is a change of habit; a little above half, so that 0.40 to 0.20 is found
-whichever way its noise falls."""
+"""(Share of responses that end by themselves) at the end / at the start. Half as many is a change of habit. The limit
+is a little above half, so that a fall from 0.40 to 0.20 is found in spite of noise."""
 MANY_CLIPPED, ALL_CLIPPED = 0.1, 0.9
-"""Share of scores beyond the clip, at the end. A clip is for outliers; where all are beyond it, all count alike."""
+"""Share of scores that are clipped at the end of the run. Clipping is meant for outliers; if nearly all scores are
+clipped, they hardly differ any more."""
 DEGENERATE = 0.01
-"""Share of responses masked out for being too short: a few are accidents, one in a hundred is a habit."""
+"""Share of responses that are masked out because they are too short. A few are accidents; one in a hundred is a
+habit."""
 NO_DIFFERENCE = 0.5
-"""Share of groups whose responses all score the same, at the end: with more, most of what was drawn teaches nothing."""
+"""Share of groups of equal scores at the end of the run. Above it, most of the drawn responses teach nothing."""
 ALIKE = 0.5
-"""Distinct bigrams and compressed bytes, a token of the held-out responses, end over start: below it in both, they have
-become one response. Policies that learn honestly keep 0.8 of the bytes, and collapsed ones 0.1 to 0.25."""
+"""Distinct bigrams per token, and compressed bytes per token, of the held-out responses: last value / first value. If
+both are below the limit, the responses have become alike. The bytes of a healthy policy stay at 0.8 of their first
+value; those of a collapsed policy fall to 0.1 to 0.25."""
 TOO_SHORT = 0.33
-"""Length, end over start, below which responses have no room to differ: it is their length that is ill."""
+"""Response length at the end / at the start. Below it, responses are too short to differ: the length is the problem."""
 INVENTED = 0.05
-"""Rise in the share of new words. A small model with 20 % non-words had 34 % new ones; trained well it had 27 % (16 %
-non-words), trained to invent 46 %, then 57 % (31 %, 40 %): new words count non-words about one for one. Learning to say
-other things cost 1 in a hundred at most."""
+"""Limit of the rise in the share of new words. Measured with a small model: before training 34 % of the words were new
+and 20 % were non-words; after good training 27 % and 16 %; after training that rewards invented words 46 % and 31 %,
+later 57 % and 40 %. The share of new words thus rises about as much as the share of non-words. In a policy that only
+learned to say other things, the share of new words rose by at most 1 %."""
 _LENGTH = "eval/response_length", "rollout/response_length"
-"""Held-out prompts are the same each time, and are answered before any training: where there are some, they count."""
+"""The length is measured on held-out prompts if there are any: these are the same each time, and are answered before
+any training."""
 
 length_grew = by_ends(
     *_LENGTH,
@@ -531,7 +553,7 @@ length_shrank = by_ends(
     advice="See in samples/ whether the reward model pays for brevity alone. If so, balance lengths among its training "
     "pairs, or raise --kl_coef.",
 )
-few_ever_ended = by_ends(  # no trend, one step shows it
+few_ever_ended = by_ends(  # needs no trend: one step is enough to see it
     "rollout/eos_rate",
     ill=lambda first, last: max(first, last) < FEW_ENDED,
     seen="{last:.0%} of responses ended by themselves at the end, the others hit the limit",
@@ -540,8 +562,8 @@ few_ever_ended = by_ends(  # no trend, one step shows it
 
 
 def few_ended(rows: Sequence[Mapping]) -> Finding | None:
-    """The length limit cuts off many more responses than at the start: nearly all, or, by more than noise, half of
-    those that had ended by themselves."""
+    """The length limit cuts off many more responses than at the start: either nearly all responses are cut off, or
+    about half as many as at the start end by themselves, and the difference is more than noise."""
     first, last = at_start(rows, "rollout/eos_rate"), at_end(rows, "rollout/eos_rate")
     if first is None or last is None or first < FEW_ENDED:
         return None
@@ -597,7 +619,8 @@ def answers_alike(rows: Sequence[Mapping]) -> Finding | None:
     bigrams = last["eval/distinct_bigrams"] / max(first["eval/distinct_bigrams"], 1.0) / length
     before, after = (row.get("eval/compressed_bytes", 0.0) for row in (first, last))
     compressed = after / before if before > 0.0 else 0.0
-    # Longer texts hold fewer new pairs for their length, and plainer words compress better: what is alike does both.
+    # Neither sign suffices alone: longer texts have fewer new pairs of words for their length, and plainer words
+    # compress better. Responses that became alike show both signs.
     if max(bigrams, compressed) >= ALIKE or length < TOO_SHORT:
         return None
     return Finding(
@@ -610,7 +633,7 @@ def answers_alike(rows: Sequence[Mapping]) -> Finding | None:
 
 
 def words_invented(rows: Sequence[Mapping]) -> Finding | None:
-    """Responses have many words that the policy did not use before training."""
+    """Held-out responses have many more words than before that occurred in no response before training."""
     evaluations = having(rows, "eval/new_words")
     if len(evaluations) < 2:
         return None
@@ -627,7 +650,7 @@ def words_invented(rows: Sequence[Mapping]) -> Finding | None:
     )
 
 
-scores_clipped = by_ends(  # on a scale that the clip is not made for
+scores_clipped = by_ends(  # the scores' scale does not fit the clip
     "objective/clipped",
     ill=lambda first, last: last > MANY_CLIPPED,
     alarm=lambda last: last > ALL_CLIPPED,
@@ -656,12 +679,13 @@ EXPLAINS = {
     length_grew: (few_ended, kl_far, kl_growing),
     kl_far: (kl_growing,),
 }
-"""{problem: its signs}. Where the problem is found, its signs are reported with it and not as findings of their own; a
-sign belongs to the first of its problems that is found."""
+"""{rule of a problem: rules that find signs of this problem}. If the problem is found, its signs are reported together
+with it, and not as findings of their own. A sign of several problems is reported with the first that is found."""
 
 
 def health(records: Sequence[Mapping]) -> list[Finding]:
-    """The findings about a run's metrics (`read_metrics`), alarms first; a single FINE one if there are no others."""
+    """Apply all rules to a run's metrics (`read_metrics`). Returns the findings, alarms first; a single finding FINE if
+    the rules find nothing."""
     records = of_one_reward(records)
     steps = len(having(records, "objective/kl"))
     if steps == 0:
@@ -678,16 +702,19 @@ def health(records: Sequence[Mapping]) -> list[Finding]:
     return [Finding(FINE, f"nothing stood out in {steps} steps", outlook(records) or "")]
 
 
-# Where a healthy run stands at its end: still on its way, or settled between score and KL penalty.
+# The outlook of a run without findings: whether it still improves at its end, or has settled.
 
 GAIN = 0.05
-"""Share of the whole rise in score, between the halves of the last third: with less, a longer run brings little."""
+"""(Rise of the score between the two halves of the last third) / (rise over the whole run). Below it, a longer run
+brings little."""
 LITTLE = 0.1
-"""The same, between the middle and the last third: with less, the score has settled."""
+"""(Change of the score between the middle third and the last third) / (rise over the whole run). Up to it, the score
+has settled."""
 
 
 def outlook(rows: Sequence[Mapping]) -> str | None:
-    """For a run without findings: the likely effect of a longer run or another coefficient, if the metrics show it."""
+    """A text on what a longer run, or another KL coefficient, would likely bring. Made for a run without findings; None
+    if the metrics do not show it."""
     first, last = at_start(rows, "objective/scores"), at_end(rows, "objective/scores")
     score, kl = (Trend.of(rows, f"objective/{name}", LAST_PART) for name in ("scores", "kl"))
     if score is not None and kl is not None and score.rose and score.after - score.before >= GAIN * (last - first):
@@ -713,7 +740,7 @@ def outlook(rows: Sequence[Mapping]) -> str | None:
         return None
     if abs(score.after - score.before) > max(score.error, LITTLE * (last - first)):
         return None
-    if at_end(rows, "objective/kl_coef") == 0.0:  # no penalty holds it
+    if at_end(rows, "objective/kl_coef") == 0.0:  # without a penalty, a steady KL is no balance
         return None
     if not kl.steady:
         return (

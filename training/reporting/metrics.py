@@ -1,4 +1,4 @@
-"""What a step measured: sums and counts gathered on each rank, reduced once over all ranks.
+"""Computes a step's metrics: each rank adds up sums and counts, which are reduced once over all ranks.
 
     metrics = Accumulator()                                      # one for each step of training
     metrics.add("policy/loss", loss_sum, tokens)                 # any number of times: once a micro-batch
@@ -6,8 +6,9 @@
     metrics.add_moments(advantages, mask, mean="advantages/mean", std="advantages/std")
     writer.log(step, samples, metrics.reduce())                  # on every rank: reduce() is a collective call
 
-A metric is kept as the numbers that may be summed over micro-batches and ranks, and becomes a mean, a variance or a
-ratio only after the sums are complete. A mean of means would weigh a rank with 3 tokens like one with 3000.
+Until `reduce`, a metric is kept as numbers that can be summed over micro-batches and ranks, such as a sum and a count.
+Means, variances and ratios are computed only from the complete sums. A mean of the ranks' means would give a rank with
+3 tokens the same weight as a rank with 3000.
 """
 
 import math
@@ -20,20 +21,22 @@ from engine.algo.masked import moments
 Number = float | torch.Tensor
 
 EXTREMES = {"max": 1.0, "min": -1.0}
-"""The kinds that keep a largest value, and the sign with which they keep it."""
+"""{kind of metric: the sign with which its values are kept}. Both kinds keep the largest signed value."""
 ROUNDING = 1e-12
-"""A variance below this share of the mean square is what float64 leaves of equal values: it counts as 0."""
+"""A variance below this share of the mean square counts as 0: it is the rounding error of float64 for equal values."""
 
 
 class Accumulator:
-    """The metrics of one step on this rank. Adding never waits for the device: tensors stay tensors until `reduce`."""
+    """Collects the metrics of one step on this rank. Adding a number never waits for the GPU: tensors stay tensors
+    until `reduce`."""
 
     def __init__(self):
         self._kinds: dict[str, str] = {}
         self._parts: dict[str, list[Number]] = {}
 
     def add(self, name: str, total: Number, count: Number) -> None:
-        """Add `count` items (tokens, samples) that sum to `total`; reduces to the mean of all items."""
+        """Add to a metric that reduces to the mean of all items (tokens, samples). total: the sum of the items added
+        now. count: their number."""
         self._add(name, "mean", [total, count])
 
     def add_sum(self, name: str, total: Number) -> None:
@@ -57,9 +60,10 @@ class Accumulator:
         std: str | None = None,
         variance: str | None = None,
     ) -> None:
-        """Add `values` where `mask` holds (same shape) to the moments that are given a name.
+        """Add those `values` where `mask` is true (same shape). mean, std, variance: the names of the metrics that
+        reduce to their mean, standard deviation and variance; None for no such metric.
 
-        Variance and standard deviation are those of the population: the squares are divided by the count.
+        Variance and standard deviation are those of the population: the sum of squares is divided by the count.
         """
         total, squares, count = _moments(values, mask)
         if mean is not None:
@@ -72,19 +76,22 @@ class Accumulator:
     def add_explained_variance(
         self, name: str, values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor
     ) -> None:
-        """Add to 1 - Var(returns - values) / Var(returns), over the places where `mask` holds.
+        """Add to a metric that reduces to 1 - Var(returns - values) / Var(returns), over the positions where `mask` is
+        true.
 
-        1 is a perfect critic, 0 one no better than a constant, below 0 a worse one. No entry where returns do not vary.
+        1 means a perfect critic; 0 means a critic no better than a constant; below 0 it is worse than a constant. If
+        the returns do not vary, `reduce` gives no entry.
         """
         error_total, error_squares, count = _moments(returns - values, mask)
         total, squares, _ = _moments(returns, mask)
         self._add(name, "explained_variance", [error_total, error_squares, total, squares, count])
 
     def add_slope(self, name: str, values: torch.Tensor, outcomes: torch.Tensor, mask: torch.Tensor) -> None:
-        """Add to the slope of the line through the points (value, outcome), by least squares, where `mask` holds.
+        """Add to a metric that reduces to the slope of the line fitted to the points (value, outcome) by least squares,
+        over the positions where `mask` is true.
 
-        1 where a value is off by no more than a constant; below 1 high values are too high and low ones too low, above
-        1 they are too near to each other. No entry where values do not vary.
+        1: the values are right, or off by a constant. Below 1: high values are too high and low values too low. Above
+        1: the values are too near to each other. If the values do not vary, `reduce` gives no entry.
         """
         total, squares, count = _moments(values, mask)
         other, _, _ = _moments(outcomes, mask)
@@ -92,12 +99,13 @@ class Accumulator:
         self._add(name, "slope", [total, squares, other, both, count])
 
     def reduce(self) -> dict[str, float]:
-        """Every metric over all ranks, by name, the same on each; a metric without items gives no entry.
+        """{name: value} of all metrics over all ranks, the same on all ranks. A metric without items gives no entry.
 
-        A collective call: every rank makes it, also one that added nothing. What was added stays; use a new
-        Accumulator for the next step. Ranks may hold different names (one had no valid sample, say): the union of
-        names is gathered first, because stopping a long run over a metric would be worse than one small message a step.
-        Then one all-reduce takes all sums and counts, and one all extremes.
+        This is a collective call: every rank makes it, also a rank that added nothing. The sums are not reset; use a
+        new Accumulator for the next step. Ranks may have different metrics, for example if a rank had no valid sample.
+        Therefore the ranks first gather the names of all metrics: a small message in each step is better than a long
+        run that stops because of a metric. Then one all-reduce sums all sums and counts, and another one takes the
+        maximum of all extremes.
         """
         layout = _union(
             distributed.all_gather_objects(
@@ -118,7 +126,7 @@ class Accumulator:
         return {name: reduced[name] for name in sorted(reduced) if reduced[name] is not None}
 
     def _add_extreme(self, name: str, kind: str, value: torch.Tensor) -> None:
-        """Keep the largest `value`, a minimum's with its sign turned."""
+        """Keep the largest `value`. For a minimum, the caller negates the value."""
         value = torch.where(value.isnan(), math.inf, value)
         self._declare(name, kind)
         self._parts[name] = [torch.maximum(self._parts[name][0], value) if name in self._parts else value]
@@ -133,14 +141,15 @@ class Accumulator:
         assert known == kind, f"metric {name} was added as {known} and now as {kind}"
 
     def _flat(self, names: list[str], layout: dict[str, tuple[str, int]], missing: float) -> torch.Tensor:
-        """This rank's parts of `names` in one float64 tensor, `missing` where this rank added nothing."""
+        """This rank's numbers of the metrics `names` in one float64 tensor. missing: stands for the numbers of a metric
+        to which this rank added nothing."""
         device = distributed.device()
         parts = [part for name in names for part in self._parts.get(name, [missing] * layout[name][1])]
         return torch.stack([torch.as_tensor(part, dtype=torch.float64, device=device) for part in parts])
 
 
 def _scalar(value: Number) -> Number:
-    """`value` as a float or as a 0-d float64 tensor without a graph: float32 sums of a whole step would lose digits."""
+    """`value` as a float or as a detached 0-d float64 tensor. In float32 the sums of a whole step would lose digits."""
     if not isinstance(value, torch.Tensor):
         return float(value)
     assert value.dim() == 0, f"a metric takes single numbers, not a tensor of shape {tuple(value.shape)}"
@@ -148,14 +157,14 @@ def _scalar(value: Number) -> Number:
 
 
 def _moments(values: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Sum, sum of squares and count where `mask` holds; what stands elsewhere, NaN included, has no influence."""
+    """(sum, sum of squares, count) of the values where `mask` is true. Other values have no influence, not even NaN."""
     assert values.shape == mask.shape, f"values {tuple(values.shape)} and mask {tuple(mask.shape)} differ in shape"
     count, total, squares = moments(values.detach(), mask.bool())
     return total, squares, count
 
 
 def _union(layouts: list[dict[str, tuple[str, int]]]) -> dict[str, tuple[str, int]]:
-    """The names of all ranks with their kind and number of parts."""
+    """{name: (kind, how many numbers are kept)} of all metrics that any rank has."""
     union: dict[str, tuple[str, int]] = {}
     for rank, layout in enumerate(layouts):
         for name, entry in layout.items():
@@ -201,4 +210,4 @@ FINISH = {
     "explained_variance": _explained_variance,
     "slope": _slope,
 }
-"""How the reduced parts of each kind become the metric's value; None where there is nothing to report."""
+"""{kind of metric: function from its reduced numbers to its value, which is None if there is nothing to report}."""

@@ -4,10 +4,10 @@
                      ds_configs={"actor": {...}, "critic": {...}}, resumed=False)
     rows = read_metrics(output_dir / METRICS_FILE)
 
-run.json holds what is needed to repeat the run, and the machine it ran on: {"starts": [...]}, with one entry for each
-time the run was started. A resumed run appends an entry. Flags and dialect are recorded as resolved, the DeepSpeed
-configurations as the engines get them. metrics.jsonl has one JSON object in each line: `step`, `samples` and the
-metrics of a step. `JsonlSink` (sinks.py) writes it.
+run.json describes everything that is needed to repeat the run, and the machine on which it ran: {"starts": [...]}, with
+an entry for each time the run was started. A resumed run appends an entry. Flags and dialect are recorded with all
+defaults filled in, the DeepSpeed configurations as the engines get them. metrics.jsonl has a JSON object in each line:
+`step`, `samples` and the metrics of the step. `JsonlSink` (sinks.py) writes metrics.jsonl.
 """
 
 import importlib.metadata
@@ -32,9 +32,9 @@ from engine.zero.accelerator import on_gpu
 from training.runtime.environment import is_slurm_task
 
 RUN_FILE = "run.json"
-_starts: dict[Path, list[dict]] = {}  # as this process has written them: the folder may be moved meanwhile
+_starts: dict[Path, list[dict]] = {}  # what this process has written: the folder may be moved during the run
 FIELDS = {"command": str, "flags": dict, "dialect": dict, "git": dict, "versions": dict, "machine": dict}
-"""What kind a start's fields are of that are read again, where they are there."""
+"""{field of an entry that is read again: its type}. An entry may lack any of these fields."""
 PACKAGES = ("torch", "deepspeed", "transformers", "datasets", "four-engine-rlhf")
 
 
@@ -46,13 +46,13 @@ def write_run_record(
     ds_configs: Mapping[str, Mapping],
     resumed: bool = False,
 ) -> None:
-    """Write run.json (the main rank does; the others return at once).
+    """Write run.json (the main rank writes; the other ranks return at once).
 
     Values that JSON cannot hold are written as text. The file is written under another name and then renamed: if the
-    process is killed, the old or the new file is there, whole. resumed: whether the run in `output_dir` goes on;
-    otherwise an earlier record there belongs to another run, and is replaced.
+    process is killed, either the whole old file or the whole new file is there. resumed: whether this start continues
+    the run in `output_dir`. If not, an earlier record there belongs to another run, and is replaced.
 
-    Raises: UserError if an earlier record that should be kept cannot be read.
+    Raises: UserError if an earlier record of the same run cannot be read.
     """
     if not distributed.is_main():
         return
@@ -76,9 +76,11 @@ def write_run_record(
 
 
 def record_models(output_dir: str | Path, saved: Mapping[str, Path], step: int) -> None:
-    """Say in run.json's last start which models it has saved, and after which step (one process calls this).
+    """Record in the last entry of run.json which models this start has saved, and after which step (one process calls
+    this).
 
-    Until then models that stand in the folder are an earlier run's. Raises: OSError, or UserError as reading does.
+    As long as the entry names no models, models in the folder are an earlier run's. Raises: OSError; UserError as
+    `read_run_record` does.
     """
     path = Path(output_dir) / RUN_FILE
     starts = _starts.get(path) or read_run_record(path)
@@ -93,7 +95,8 @@ def _write(path: Path, starts: list[dict]) -> None:
 
 
 def read_run_record(path: str | Path) -> list[dict]:
-    """The entries of a run's starts, oldest first; raises UserError if the file is no run record."""
+    """The entries of run.json, one for each start of the run, oldest first. Raises: UserError if the file is no run
+    record."""
     try:
         starts = parsed_json(Path(path).read_text(encoding="utf-8"))["starts"]
         if not isinstance(starts, list) or not all(isinstance(start, dict) for start in starts):
@@ -108,9 +111,10 @@ def read_run_record(path: str | Path) -> list[dict]:
 
 
 def command_line(argv: list[str], environment: Mapping[str, str]) -> str:
-    """The command that started the program, with the launcher and its numbers of nodes and ranks; URLs without query.
+    """The command that started the program, with the launcher and its numbers of nodes and ranks. The query part of
+    URLs is removed.
 
-    The launcher's other options (a hostfile, a port) are not passed to the program, and so are missing.
+    The launcher does not pass its other options (a hostfile, a port) to the program, so they are missing in the text.
     """
     words = [word for word in argv if not word.startswith("--local_rank=")]
     world = int(environment.get("WORLD_SIZE", 1))
@@ -142,10 +146,11 @@ def versions() -> dict[str, str | None]:
 
 
 def git_state(folder: Path) -> dict | None:
-    """{"commit", "dirty"} of the git checkout that the code lies in; None without git or outside a checkout.
+    """{"commit": hash, "dirty": bool} of the git checkout in which the code lies; None without git or outside a
+    checkout.
 
     dirty: whether a file that git tracks has changed since the commit. A checkout that tracks none of the code's files
-    does not count, for example another project whose virtual environment contains the code.
+    does not count: the code may be installed in a virtual environment within another project's checkout.
     """
 
     def git(*arguments: str) -> str:
@@ -162,7 +167,7 @@ def git_state(folder: Path) -> dict | None:
 
 
 def machine() -> dict[str, str | int]:
-    """The main rank's host, the number of ranks, and the accelerator that they compute on."""
+    """The main rank's host name, the number of ranks, and the accelerator on which the ranks compute."""
     accelerator = torch.cuda.get_device_name() if on_gpu() else distributed.device().type
     return {"host": socket.gethostname(), "world_size": distributed.world_size(), "accelerator": accelerator}
 
@@ -173,10 +178,10 @@ METRICS_FILE = "metrics.jsonl"
 def read_lines(path: str | Path) -> list[tuple[str, dict]]:
     """The lines of a metrics file, each with its parsed object.
 
-    A last line without a newline is left out: the run was killed while writing it, or is writing it now.
+    A last line without a newline is left out: the run was killed while writing the line, or is writing it now.
 
     Raises:
-        UserError: a line is no JSON object with a step, or holds something else than numbers.
+        UserError: a line is no JSON object with a step, or has a value that is no number.
     """
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines(keepends=True)
@@ -200,10 +205,11 @@ def read_lines(path: str | Path) -> list[tuple[str, dict]]:
 
 
 def read_metrics(path: str | Path) -> list[dict]:
-    """The records of a metrics.jsonl in the order written; null, which stands for a non-finite number, as NaN.
+    """The records of a metrics.jsonl in the order in which they were written. null, which stands for a number that is
+    not finite, becomes NaN.
 
     Raises:
-        UserError: no such file, or a line of it is no record of metrics.
+        UserError: the file does not exist, or one of its lines is no record of metrics.
     """
     if not Path(path).is_file():
         raise UserError(f"{path}: no such file; give the metrics.jsonl of a run")

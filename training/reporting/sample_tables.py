@@ -1,11 +1,11 @@
-"""Sampled responses as tables that people read: plain text for a terminal, Markdown for TensorBoard.
+"""Formats sampled responses as tables: plain text for a terminal, Markdown for TensorBoard.
 
     rows = [{"prompt": "The film was", "response": " good.\n", "score": 1.25, "kl": 0.5}]
     print(samples_table(rows, width=100))
     tensorboard.text(step, "samples", samples_markdown(rows))
 
-A model may write anything, also escape sequences and HTML. They are escaped, so that the terminal and the browser show
-them as text. A missing score or KL (None, or no such key) leaves its cell empty.
+A response may contain anything, also terminal escape sequences and HTML. They are escaped, so that the terminal and the
+browser show them as text. If a row has no score or KL (None, or no such key), its cell is empty.
 """
 
 import itertools
@@ -13,7 +13,7 @@ import unicodedata
 from collections.abc import Mapping, Sequence
 
 MAX_LINES = 4
-"""Lines of text in a row of the terminal's table; what is longer is cut."""
+"""The largest number of text lines in a row of the terminal's table; longer texts are cut."""
 GAP = "  "
 NUMBER_WIDTH = 9
 MIN_WIDTH = 48
@@ -22,8 +22,8 @@ MARKDOWN_MEANING = "&<>|`*_[]\\~"
 
 
 def samples_table(rows: Sequence[Mapping], width: int) -> str:
-    """A table at most `width` columns wide. Long prompts lose their beginning, which is farthest from the response;
-    long responses their end."""
+    """A plain-text table that is at most `width` columns wide. Long prompts lose their beginning, which is farthest
+    from the response; long responses lose their end."""
     assert width >= MIN_WIDTH, f"a table of samples needs {MIN_WIDTH} columns, not {width}"
     text_width = width - 2 * (len(GAP) + NUMBER_WIDTH) - len(GAP)
     prompt_width = text_width * 2 // 5
@@ -39,9 +39,9 @@ def samples_table(rows: Sequence[Mapping], width: int) -> str:
 
 
 def samples_markdown(rows: Sequence[Mapping]) -> str:
-    """A Markdown table of the whole texts; a newline shows as \\n and breaks the line, inside its cell.
+    """A Markdown table with the whole texts. A newline is shown as \\n and also breaks the line within the cell.
 
-    TensorBoard gives long texts all the width and breaks words anywhere, numbers too: only <pre> keeps them whole.
+    TensorBoard gives long texts all the width, and breaks words and numbers at any place; only <pre> prevents this.
     """
     lines = [f"| {_unbroken('score')} | {_unbroken('kl')} | prompt | response |", "| --: | --: | :-- | :-- |"]
     for row in rows:
@@ -60,7 +60,7 @@ def _unbroken(text: str) -> str:
 
 
 def visible(text: str) -> str:
-    """`text` in one line: newlines, tabs and everything unprintable as escapes, \\n, \\t, \\x1b."""
+    """`text` in one line. Newlines, tabs and unprintable characters are shown as escapes: \\n, \\t, \\x1b."""
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
@@ -77,20 +77,20 @@ def _number(value: float | None) -> str:
 
 
 def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
-    """One line of the table: the two texts to the left of their columns, the two numbers to the right."""
+    """One line of the table. The two texts are aligned to the left of their columns, the two numbers to the right."""
     texts = [cell + " " * (width - _columns(cell)) for cell, width in zip(cells, widths)]
     return GAP.join(texts + [cell.rjust(NUMBER_WIDTH) for cell in cells[2:]]).rstrip()
 
 
 def _columns(text: str) -> int:
-    """The columns that `text` takes in a terminal: 2 for wide characters, 0 for combining marks."""
+    """The number of columns that `text` takes in a terminal: 2 for a wide character, 0 for a combining mark."""
     return sum(0 if unicodedata.combining(c) else 2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in text)
 
 
 def _wrap(text: str, width: int) -> list[str]:
-    """`text` in lines of at most `width` columns, broken after a space where the line has one.
+    """`text` in lines of at most `width` columns. A line is broken after a space if it has one.
 
-    No character is dropped at a break: spaces are part of what the model wrote.
+    The spaces at the breaks stay, since they are part of what the model wrote.
     """
     lines, line = [], ""
     for char in text:
@@ -103,7 +103,8 @@ def _wrap(text: str, width: int) -> list[str]:
 
 
 def _cut(lines: list[str], width: int, start: bool) -> list[str]:
-    """At most MAX_LINES of the lines: the last ones if `start` is cut, else the first; "..." marks the cut."""
+    """At most MAX_LINES of the lines; "..." marks where lines were cut. start: whether the first lines are cut; if not,
+    the last ones are."""
     if len(lines) <= MAX_LINES:
         return lines
     kept = lines[-MAX_LINES:] if start else lines[:MAX_LINES]

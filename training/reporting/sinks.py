@@ -1,4 +1,4 @@
-"""Writes a run's metrics to a file of JSON lines, the terminal and TensorBoard, and from there to Weights & Biases.
+"""Writes a run's metrics to metrics.jsonl, the terminal and TensorBoard. Weights & Biases gets TensorBoard's data.
 
     check_wandb(project)                                         # before any work
     writer = MetricWriter(output_dir, total_steps=200, view=PPO_VIEW)
@@ -7,13 +7,13 @@
     writer.samples(step, rows)                                   # see sample_tables.py
     writer.close()
 
-Every rank may have a MetricWriter; it does nothing except on the main rank. `resume_step` is the step of the checkpoint
-that a run goes on from: an earlier process's lines of later steps are dropped, so that no step counts twice.
+Every rank may have a MetricWriter; it writes on the main rank only. `resume_step` is the step of the checkpoint that a
+run resumes from. The lines that an earlier process wrote about later steps are removed, so that no step counts twice.
 
-A View lists the metrics that a program shows, in their order. docs/metrics.md explains their names. If a run lacks some
-metrics of a chart (those of the critic, for example), the chart shows the others. One TensorBoard may show the runs of
-all three steps: sections of the same title are merged, and so are equal charts. A metric is drawn for every run that
-has it.
+A View lists the metrics that a program shows, in their order. docs/metrics.md explains the names of metrics. If a run
+lacks some metrics of a chart (those of the critic, for example), the chart shows the others. One TensorBoard may show
+runs of steps 1, 2 and 3 together: sections of the same title are merged, and so are equal charts. A metric is drawn for
+every run that has it.
 """
 
 import dataclasses
@@ -49,10 +49,11 @@ from training.runtime.stopping import note_unwritten, note_written
 class View:
     """The metrics shown in the progress bar, in TensorBoard's HPARAMS table, and in its Custom Scalars tab.
 
-    bar: label -> metric. tuned: the settings that the table shows at first; columns of others can be ticked.
-    compared: the metrics by which the table compares runs. charts: section -> chart -> its metrics; three charts make a
-        row.
-    held_out: section -> chart -> its metric, drawn unsmoothed with its margin of error.
+    bar: {label in the progress bar: metric}. tuned: the settings that the HPARAMS table shows at first; a user can tick
+        other columns.
+    compared: the metrics by which the HPARAMS table compares runs. charts: {section: {chart: its metrics}}; a row of
+        the tab has three charts.
+    held_out: {section: {chart: its metric}}; such a chart is drawn unsmoothed, with the metric's margin of error.
     """
 
     bar: Mapping[str, str]
@@ -136,7 +137,7 @@ PPO_VIEW = View(
 
 
 def averaged_view(view: View) -> View:
-    """The view with further held-out charts: those of the averaged weights."""
+    """The view, with held-out charts of the averaged weights in addition."""
     sections = {
         f"{section}, EMA": {f"{title}, EMA": name.replace("eval/", "eval/ema_") for title, name in charts.items()}
         for section, charts in view.held_out.items()
@@ -191,10 +192,10 @@ REWARD_VIEW = View(
 
 
 class MetricWriter:
-    """All sinks of a run on the main rank, none on the others.
+    """Writes to all sinks of a run on the main rank; does nothing on the other ranks.
 
-    output_dir: where metrics.jsonl goes, and tensorboard/ unless `tensorboard_dir` names another folder.
-    wandb_project: the W&B project that gets TensorBoard's curves too (call check_wandb before).
+    output_dir: the folder of metrics.jsonl, and of tensorboard/ unless `tensorboard_dir` names another folder.
+    wandb_project: the W&B project that gets a copy of TensorBoard's curves (call check_wandb first).
     """
 
     def __init__(
@@ -219,7 +220,8 @@ class MetricWriter:
         if wandb_project is not None:
             import wandb
 
-            # Before the SummaryWriter is made, which W&B then listens to; its own files go to the output folder.
+            # Called before the SummaryWriter is made, because W&B copies only writers that are made later. `dir` is the
+            # folder of W&B's own files.
             self._wandb = wandb.init(project=wandb_project, name=name, dir=str(output_dir), sync_tensorboard=True)
         self._tensorboard_dir = Path(tensorboard_dir or output_dir / "tensorboard")
         if tensorboard:
@@ -232,9 +234,10 @@ class MetricWriter:
         self.count(total_steps, shown=view.bar, first_step=max(0, resume_step or 0))
 
     def log(self, step: int, samples: int, metrics: Mapping[str, float]) -> None:
-        """Write the metrics of `step`, and the time since the previous line (called once a step).
+        """Write the metrics of `step`, and the time since the previous line (called once per step).
 
-        samples: responses (or examples) seen up to the end of the step. metrics: reduced over the ranks."""
+        samples: number of responses (in steps 1 and 2, of examples) seen up to the end of this step. metrics: already
+        reduced over the ranks."""
         metrics = {**metrics, **self.take_time()}
         if self._file and self._bar:
             self._file.log(step, samples, metrics)
@@ -242,7 +245,7 @@ class MetricWriter:
         self._to_tensorboard(lambda sink: sink.log(step, samples, metrics))
 
     def count(self, total_steps: int, *, shown: Mapping[str, str], **how) -> None:
-        """Begin a new progress bar of `total_steps` steps; arguments: see `ProgressBar`."""
+        """Begin a new progress bar of `total_steps` steps. The other arguments are those of `ProgressBar`."""
         if self._file is None:
             return
         if self._bar is not None:
@@ -250,7 +253,8 @@ class MetricWriter:
         self._bar = ProgressBar(total_steps, shown=shown, **how)
 
     def take_time(self) -> dict[str, float]:
-        """The time since the last line, as metrics; the next line does not count it again. {} on other ranks."""
+        """The time since the last line, as metrics; the next line does not count this time again. {} on other ranks
+        than the main rank."""
         return self._clock.take() if self._clock else {}
 
     def samples(self, step: int, rows: Sequence[Mapping]) -> None:
@@ -261,12 +265,12 @@ class MetricWriter:
         self._to_tensorboard(lambda sink: sink.text(step, "samples", samples_markdown(rows)))
 
     def histogram(self, step: int, tag: str, values: torch.Tensor) -> None:
-        """Write the distribution of `values` to TensorBoard. Only the main rank's values are written, so gather them
-        first if all ranks' values count."""
+        """Write the distribution of `values` to TensorBoard. Only the main rank's `values` are written; gather the
+        values of all ranks before, if they count too."""
         self._to_tensorboard(lambda sink: sink.histogram(step, tag, values))
 
     def hparams(self, settings: Mapping) -> None:
-        """Write the run's settings to TensorBoard and W&B; nested ones are named outer/inner."""
+        """Write the run's settings to TensorBoard and W&B. A nested setting gets the name outer/inner."""
         if self._wandb:
             self._wandb.config.update(dict(settings), allow_val_change=True)
         self._to_tensorboard(lambda sink: sink.hparams(settings))
@@ -277,7 +281,7 @@ class MetricWriter:
             self._bar.write(text)
 
     def close(self) -> None:
-        """Write out what is buffered, end the bar and the W&B run."""
+        """Flush buffered data, and end the progress bar and the W&B run."""
         if self._file and self._bar:
             self._file.close()
             self._bar.close()
@@ -286,30 +290,31 @@ class MetricWriter:
             self._wandb.finish()
 
     def _to_tensorboard(self, write: Callable[["TensorBoardSink"], None]) -> None:
-        """Write to TensorBoard. An error is noted, and from then on nothing is written: missing curves do not end a
-        run."""
+        """Write to TensorBoard. After an error nothing more is written to TensorBoard; the run goes on, because missing
+        curves are no reason to end it."""
         if self._tensorboard is not None:
             try:
                 write(self._tensorboard)
-            except Exception as error:  # of the library's thread, too, whichever kind that raises
+            except Exception as error:  # also any error of the library's thread
                 self._tensorboard = None
                 note_unwritten(self._tensorboard_dir, error)
 
 
 def run_name(output_dir: Path) -> str:
-    """The run's name in comparisons: the names of its folder and of the folder above."""
+    """The run's name in comparisons: the name of the folder above its output folder, and of the output folder."""
     folder = output_dir.resolve()
     return f"{folder.name} ({folder.parent.name})"
 
 
 def check_wandb(project: str | None, *, tensorboard: bool = True) -> None:
-    """Raise UserError where a project is given and W&B cannot be used: not installed, or TensorBoard switched off."""
+    """Raise UserError if a project is given but W&B cannot be used, because it is not installed or TensorBoard is
+    switched off."""
     if project is None:
         return
     if not project.strip():
         raise UserError(f"--wandb_project {project!r}: give the project a name.")
     spec = importlib.util.find_spec("wandb")
-    if spec is None or spec.origin is None:  # without an origin it is no package, but the folder that W&B writes into
+    if spec is None or spec.origin is None:  # no origin: found W&B's folder wandb/, no package
         raise UserError(
             f"--wandb_project {project}: the package wandb is not installed. pip install wandb, or leave the flag out."
         )
@@ -324,12 +329,12 @@ def check_wandb(project: str | None, *, tensorboard: bool = True) -> None:
 
 
 class JsonlSink:
-    """One JSON object in each line: `step`, `samples`, then the metrics. Each line is written at once, so that a killed
-    run keeps its curves.
+    """Writes metrics.jsonl: a JSON object in each line, with `step`, `samples` and the metrics. Each line is written
+    immediately, so that a killed run keeps its curves.
 
-    NaN and infinities are written as null: JSON has no word for them, and most programs refuse Python's words. A line
-    that cannot be written (the disk is full) is kept, and written with the next line. If the folder is moved or deleted
-    during the run, the file is made again under its path, with all its lines.
+    NaN and infinities are written as null: JSON cannot express them, and most programs refuse the words that Python
+    writes for them. If a line cannot be written (the disk is full), it is kept in memory and written with the next
+    line. If the folder is moved or deleted during the run, the file is made again at its path, with all its lines.
     """
 
     def __init__(self, path: str | Path, *, resume_step: int | None = None):
@@ -363,7 +368,7 @@ class JsonlSink:
                 written = file.seek(0, os.SEEK_END) - before
                 file.seek(before)
                 self._unwritten = file.read(written) + self._unwritten
-                file.truncate(before)  # no half a line may stand there
+                file.truncate(before)  # remove the half-written line
                 raise
         except OSError as error:
             note_unwritten(self._path, error)
@@ -371,7 +376,7 @@ class JsonlSink:
             note_written(self._path)
 
     def _at_its_place(self) -> FileIO:
-        """The open file. If its path no longer leads to it, a new file is made at the path."""
+        """The open file. If the file at the path is no longer this file, a new file is made at the path."""
         before = self._file
         if before is not None:
             if self._path.exists() and self._path.stat().st_ino == os.fstat(before.fileno()).st_ino:
@@ -391,9 +396,9 @@ class JsonlSink:
 
 
 def truncate_after(path: str | Path, step: int) -> None:
-    """Remove the lines of a metrics file whose step is greater than `step`, if the file exists.
+    """Remove the lines whose step is greater than `step` from a metrics file, if the file exists.
 
-    If the process is killed meanwhile, the old or the new file is there, whole.
+    If the process is killed meanwhile, either the whole old file or the whole new file is there.
     """
     path = Path(path)
     if path.exists():
@@ -404,15 +409,15 @@ def truncate_after(path: str | Path, step: int) -> None:
 
 
 class TensorBoardSink:
-    """One run's folder of events: scalars, texts, histograms, settings and the grouping of curves.
+    """Writes one run's folder of TensorBoard events: scalars, texts, histograms, settings and the grouping of curves.
 
-    Written events cannot be removed. A new file tells TensorBoard to hide the events after `resume_step`, or all
-    earlier events if the run starts anew. name: the run's name in the HPARAMS table, where runs of the same name share
-    one row.
+    Events cannot be removed from a file. Therefore a new file tells TensorBoard to hide the events after `resume_step`;
+    if the run starts anew, to hide all earlier events. name: the run's name in the HPARAMS table; runs of the same name
+    share a row of this table.
     """
 
     def __init__(self, log_dir: str | Path, *, name: str, view: View, resume_step: int | None = None):
-        from torch.utils.tensorboard import SummaryWriter  # takes seconds: only where it is used, on the main rank
+        from torch.utils.tensorboard import SummaryWriter  # takes seconds, so only the main rank imports it
 
         threading.excepthook = _print_unless_tensorboards
         _wait_for_a_later_name(Path(log_dir))
@@ -422,8 +427,8 @@ class TensorBoardSink:
         self._writer.add_custom_scalars(_layout(view))
 
     def log(self, step: int, samples: int, metrics: Mapping[str, float]) -> None:
-        """Write the metrics of a step, and the bounds that held-out charts draw; the file is flushed at least every two
-        minutes."""
+        """Write the metrics of a step, and the lower and upper bounds that the held-out charts draw. The file is
+        flushed at least every two minutes."""
         for name, value in {"samples": samples, **metrics}.items():
             self._writer.add_scalar(name, value, step)
             if name in self._with_bounds:
@@ -432,29 +437,31 @@ class TensorBoardSink:
                     self._writer.add_scalar(bound, end, step)
 
     def text(self, step: int, tag: str, markdown: str) -> None:
-        """Write a text, which the TEXT tab shows above those of earlier steps."""
+        """Write a text. TensorBoard's TEXT tab shows it above the texts of earlier steps."""
         self._writer.add_text(tag, markdown, step)
 
     def histogram(self, step: int, tag: str, values: torch.Tensor) -> None:
-        """Write the distribution of the finite values; nothing if there are none."""
+        """Write the distribution of the finite values; write nothing if no value is finite."""
         values = values.detach().float().flatten()
         values = values[values.isfinite()]
         if values.numel():
             self._writer.add_histogram(tag, values, step)
 
     def hparams(self, settings: Mapping) -> None:
-        """Write the settings twice: as a row of the HPARAMS table, with the metrics that compare runs, and as a text.
+        """Write the settings twice: as a row of the HPARAMS table, together with the metrics that compare runs, and as
+        a text.
 
-        `SummaryWriter.add_hparams` would write the row into another folder, and so split the run in two.
+        `SummaryWriter.add_hparams` is not used: it writes the row into another folder, so that TensorBoard shows two
+        runs.
         """
         from tensorboard.compat.proto.summary_pb2 import Summary
-        from tensorboard.plugins.hparams import metadata, summary_v2  # by hparams.api it needs TensorFlow
+        from tensorboard.plugins.hparams import metadata, summary_v2  # hparams.api needs TensorFlow
         from tensorboard.plugins.hparams.api_pb2 import Experiment, HParamInfo, MetricInfo, MetricName
         from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
         row = flattened(settings)
         table = Experiment(
-            # `differs` only makes columns visible from the start; hparams_config_pb has no word for it.
+            # `differs` only decides which columns are visible at first; hparams_config_pb has no argument for it.
             hparam_infos=[HParamInfo(name=name, differs=name in self._view.tuned) for name in row],
             metric_infos=[MetricInfo(name=MetricName(tag=name)) for name in self._view.compared],
         )
@@ -466,19 +473,19 @@ class TensorBoardSink:
         self._writer.add_text("settings", "\n".join("    " + line for line in text.splitlines()), 0)
 
     def close(self) -> None:
-        """Write out what is buffered."""
+        """Flush buffered events."""
         self._writer.close()
 
 
 MOST_BEHIND = 10.0
-"""Seconds that are waited for, at most, where another machine's clock was ahead of this one's."""
+"""The longest wait in seconds. The newest file may come from another machine whose clock is far ahead."""
 
 
 def _wait_for_a_later_name(log_dir: Path) -> None:
-    """Wait until the second in which the folder's newest file was begun is over.
+    """Wait until the next file of events gets a later second in its name than the newest file in the folder.
 
     TensorBoard reads a folder's files in the order of their names, `events.out.tfevents.SECOND.HOST.PROCESS.NUMBER`.
-    If two files begin in the same second, the later one may be read first, because "10" is before "9".
+    If two files have the same second in their names, the later file may be read first, because "10" sorts before "9".
     """
     seconds = [re.match(r"events\.out\.tfevents\.(\d+)", path.name) for path in log_dir.glob("events.out.tfevents.*")]
     behind = max((int(found[1]) + 1 - time.time() for found in seconds if found), default=0.0)
@@ -492,11 +499,11 @@ def _bounds(name: str) -> tuple[str, str]:
 
 
 def _layout(view: View) -> dict:
-    """The Custom Scalars tab, for SummaryWriter.add_custom_scalars.
+    """The layout of the Custom Scalars tab, for SummaryWriter.add_custom_scalars.
 
-    Held-out metrics have only a few points, so their charts have margins: the tab does not smooth such charts. With
-    smoothing (0.6 by default) the line would be far from three points. TensorBoard shows charts with margins in reverse
-    order. In the other charts a name is a regular expression that matches the beginnings of names.
+    Held-out metrics have only a few points. Smoothing (0.6 by default) would draw a line far from the points, so their
+    charts are drawn with margins: TensorBoard does not smooth charts with margins. It shows them in reverse order. In
+    the charts without margins, each name is a regular expression that matches the beginnings of metrics' names.
     """
     held_out = {
         section: {title: ["Margin", [name, *_bounds(name)]] for title, name in reversed(charts.items())}
@@ -510,15 +517,15 @@ def _layout(view: View) -> dict:
 
 
 def _print_unless_tensorboards(failure: threading.ExceptHookArgs) -> None:
-    """Print the stack trace of a thread that failed. TensorBoard's thread is left out: its error is raised by the next
-    call."""
+    """Print the stack trace of a thread that failed. For TensorBoard's thread nothing is printed: the next call of the
+    library raises the thread's error."""
     if type(failure.thread).__module__ != "tensorboard.summary.writer.event_file_writer":
         threading.__excepthook__(failure)
 
 
 def flattened(settings: Mapping, prefix: str = "") -> dict[str, bool | int | float | str]:
-    """Settings as one row of a table: nested settings are named outer/inner, lists become texts, and None is left
-    out."""
+    """Settings as one flat dict: a nested setting gets the name outer/inner, lists become texts, and settings that are
+    None are left out."""
     flat = {}
     for name, value in settings.items():
         if isinstance(value, Mapping):
@@ -539,9 +546,11 @@ PHASES = {
 
 
 class WallClock:
-    """Seconds of this process by phase. The time before this object was made counts as start-up.
+    """Measures how this process spends its time, in seconds by phase. The time before this object was made counts as
+    start-up.
 
-    redone: seconds that earlier processes spent on steps that are now trained again; their lines were dropped.
+    redone: seconds that earlier processes spent on steps that this process makes again; the lines of these steps were
+    removed from metrics.jsonl.
     """
 
     def __init__(self, redone: float = 0.0):
@@ -550,7 +559,7 @@ class WallClock:
             self._first["time/redone"] = redone
 
     def take(self) -> dict[str, float]:
-        """The seconds since the last call, as metrics: time/wall in all, and the seconds of phases."""
+        """The time since the last call, as metrics: time/wall is the whole time, and each phase has its seconds."""
         phases, first = place.take_seconds(), self._first
         self._first = {}
         metrics = {"time/wall": sum(phases.values()) + sum(first.values()), **first}
@@ -558,22 +567,24 @@ class WallClock:
 
 
 def seconds_after(path: Path, step: int | None) -> float:
-    """The seconds that a metrics file gives for the steps after this one; 0 without a file or a step."""
+    """The seconds that a metrics file records for the steps after `step`; 0 if there is no file or `step` is None."""
     rows = read_metrics(path) if step is not None and path.is_file() else []
     return sum(row.get("time/wall", 0.0) for row in rows if row["step"] > step)
 
 
 FIRST_INTERVAL, LAST_INTERVAL = 15.0, 600.0
-"""Seconds between lines in a log file, at a run's start and at most."""
+"""The smallest and the largest number of seconds between progress lines in a log file."""
 LINES_A_RUN = 100
-"""Between the two, the next line comes after this share of the time passed: some hundred lines a day."""
+"""Within these limits, the next line comes after 1 / LINES_A_RUN of the time that has passed: some hundred lines a
+day."""
 
 
 class ProgressBar:
-    """The run's progress on stderr: a bar in a terminal; elsewhere (a log file) plain lines at growing intervals.
+    """Shows the run's progress on stderr: as a bar in a terminal, or as plain lines at growing intervals in a log file.
 
-    Both show the rate and the time left, computed from this process's steps only. shown: label -> metric. unit: what is
-    counted. below: added to each step's number, because the critic's pretraining counts up to 0.
+    The bar and the lines show the speed and the time left, computed from this process's steps only. shown: {label:
+    metric}. unit: what is counted. below: a number that is added to each step's number before it is shown: the steps of
+    the critic's pretraining are numbered from a negative number up to 0.
     """
 
     def __init__(
@@ -603,7 +614,7 @@ class ProgressBar:
             self._log_line(step, shown)
             return
         if shown:
-            # As one text: given numbers in texts, tqdm would write them anew in its own way.
+            # Given as one text, because tqdm would format the numbers in its own way.
             self._bar.set_postfix_str(", ".join(f"{label} {value}" for label, value in shown.items()), refresh=False)
         self._bar.update(step - self._bar.n)
         self._bar.refresh()
@@ -629,7 +640,7 @@ class ProgressBar:
             self._bar.write(text, file=self._stream)
 
     def close(self) -> None:
-        """Leave the bar as it stands."""
+        """End the progress bar; its last state stays on the screen."""
         if self._bar is not None:
             self._bar.close()
 

@@ -1,17 +1,19 @@
-"""The measurements of a step: seconds by phase, memory, metrics, speed and the share of the GPU's peak, and traces.
+"""Measures a step: seconds by phase, memory, metrics, speed, the share of the GPU's peak FLOPs, and traces.
 
 To add a metric, write a function and append it: STEP_METRICS.append(function).
 
-`PhaseMemory` measures the peak of the GPU memory that tensors take on this rank in each phase of a run; it is printed
-beside the planned memory. It counts torch's allocated memory, without reserved memory. On CPUs nothing is counted.
+`PhaseMemory` measures the peak of the GPU memory that tensors take on this rank in each phase of a run. The peak is
+printed beside the planned memory. It is torch's allocated memory; memory that torch only reserves does not count. On
+CPUs nothing is measured.
 
-Model FLOPs utilisation (MFU) is the number of floating-point operations that a phase's tokens need, divided by what the
-GPUs could have done in its time (Chowdhery et al. 2022, PaLM, appendix B). Padding, masked attention, recomputation
-under gradient checkpointing, and adapters' factors do not count as needed. docs/performance.md has the formulas.
+Model FLOPs utilisation (MFU) is the number of floating-point operations that the tokens of a phase need, divided by the
+number that the GPUs could have done in the phase's time (Chowdhery et al. 2022, PaLM, appendix B). Operations on
+padding and masked attention, recomputation under gradient checkpointing, and operations of adapters' factors do not
+count as needed. docs/performance.md has the formulas.
 
-`Profiler` writes traces of single steps by torch.profiler: a file for each rank and step, which ui.perfetto.dev opens.
-The phases of `StepLog` are ranges in the trace, and the passes of each model are ranges within them
-(`engine.trace.traced`). Shapes, memory and Python's stacks are left out, as they make a file many times larger.
+`Profiler` writes traces of single steps with torch.profiler: a file for each rank and step, which ui.perfetto.dev can
+open. The phases of `StepLog` are ranges in the trace; the passes of each model are ranges within the phases
+(`engine.trace.traced`). Shapes, memory and Python's stacks are not recorded: they make the file many times larger.
 """
 
 import contextlib
@@ -44,9 +46,10 @@ from training.runtime.stopping import unwritten_noted
 
 
 class PhaseMemory:
-    """The peak memory of each phase while `counting`. If a phase occurs again, the new peak replaces the earlier one.
+    """The peak memory of each phase, measured while `counting` is true. If a phase occurs again, the new peak replaces
+    the earlier one.
 
-    Each phase resets the allocator's peak; `most` is the peak over all phases.
+    Each phase resets the allocator's peak. `most` is the peak over all phases.
     """
 
     def __init__(self):
@@ -56,7 +59,7 @@ class PhaseMemory:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Measure the peak of this block."""
+        """Measure the peak memory of this block, as that of phase `name`."""
         if not self.counting:
             yield
             return
@@ -65,35 +68,35 @@ class PhaseMemory:
         self.bytes[name] = self.end()
 
     def begin(self) -> None:
-        """Begin to measure; does nothing on CPUs."""
+        """Begin to measure. Does nothing on CPUs."""
         if on_gpu():
             self.end()
             torch.cuda.reset_peak_memory_stats()
 
     def end(self) -> int:
-        """The peak since `begin`."""
+        """End the measurement; returns the peak memory since `begin`, in bytes."""
         torch.cuda.synchronize()
         peak = torch.cuda.max_memory_allocated()
         self._most = max(self._most, peak)
         return peak
 
     def most(self) -> int:
-        """The most bytes that tensors have taken in this process."""
+        """The largest number of bytes that tensors have taken in this process."""
         return max(self._most, torch.cuda.max_memory_allocated())
 
 
 phase_memory = PhaseMemory()
-"""This process's."""
+"""The PhaseMemory of this process."""
 
 
-USUAL_RATIOS = (0.5, 2.0)  # range of the actor's probability over the sampler's; tokens outside are counted
+USUAL_RATIOS = (0.5, 2.0)  # range of (actor's probability / sampler's probability); tokens outside of it are counted
 
-# Adds sums and counts of this rank's batch, under one or more names; all ranks call it, and reduce afterwards.
+# A function that adds sums and counts of this rank's batch to one or more metrics. All ranks call it.
 StepMetric = Callable[[Accumulator, TrainingBatch, Algorithm], None]
 
 
 class StepLog:
-    """The measurements of one training step: wall-clock seconds by phase, and sums that become metrics.
+    """Collects the measurements of one training step: wall-clock seconds by phase, and metrics.
 
     log = StepLog()
     with log.phase("train"):
@@ -107,9 +110,10 @@ class StepLog:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Time this context as a phase; the device is synchronised at both ends.
+        """Time this block as the phase `name`. The device is synchronised at the beginning and at the end.
 
-        Phases are ranges in traces, `phase_memory` measures their peaks, and messages of the watch thread name them.
+        The phase is a range in traces, `phase_memory` measures its peak memory, and messages of the watch thread name
+        it.
         """
         with phase_memory.phase(name), record_function(name), processes.phase(name):
             started = _now()
@@ -117,9 +121,9 @@ class StepLog:
             self.seconds[name] = self.seconds.get(name, 0.0) + _now() - started
 
     def end(self, tokens: Tensor) -> dict[str, float]:
-        """All metrics, reduced over all ranks (all ranks call this). Times are those of the slowest rank.
+        """All metrics, reduced over all ranks (all ranks call this). The time of a phase is that of the slowest rank.
 
-        tokens: () int64, number of tokens that this rank generated.
+        tokens: () int64, the number of tokens that this rank has generated.
         """
         for name, seconds in self.seconds.items():
             self.metrics.add_max(f"time/{name}", seconds)
@@ -144,7 +148,7 @@ def peak_memory_gb() -> float:
 
 
 def add_objective(metrics: Accumulator, batch: TrainingBatch, algorithm: Algorithm) -> None:
-    """The metrics of objective and rollout; sums over responses or over their tokens."""
+    """Add the metrics objective/... and rollout/..., which are means or sums over responses or over their tokens."""
     dialect, rollout, count = algorithm.dialect, batch.rollout, len(batch)
     mask, tokens = rollout.response_mask, rollout.response_mask.sum()
     total_rewards = batch.rewards.sum()
@@ -172,12 +176,13 @@ def add_objective(metrics: Accumulator, batch: TrainingBatch, algorithm: Algorit
 
 
 def add_advantages(metrics: Accumulator, batch: TrainingBatch, algorithm: Algorithm) -> None:
-    """Add mean and deviation of advantages and returns, over tokens; over responses if a response has one value."""
+    """Add mean and standard deviation of advantages and returns: over tokens, or, if all tokens of a response have the
+    same advantage, over responses."""
     advantages, returns, mask = batch.advantages, batch.returns, batch.policy_mask
-    if algorithm.estimator.per_response:  # the same in all positions of a row
+    if algorithm.estimator.per_response:  # all positions of a row have the same numbers
         advantages, returns, mask = advantages[:, 0], returns[:, 0], algorithm.valid_responses(mask)
     elif algorithm.estimator.needs_critic:
-        # Before whitening, after which they would always be 0 and 1.
+        # Advantages before whitening: after whitening, mean and deviation are always 0 and 1.
         advantages = returns - batch.values
         if algorithm.dialect.decouples_lambdas:
             advantages, _ = algorithm.estimates(batch.rewards, batch.values, batch.masks)
@@ -188,7 +193,7 @@ def add_advantages(metrics: Accumulator, batch: TrainingBatch, algorithm: Algori
 
 
 def add_calibration(metrics: Accumulator, batch: TrainingBatch, algorithm: Algorithm) -> None:
-    """Add metrics of how well the critic's values predict the outcomes, which are returns with lambda 1."""
+    """Add metrics of how well the critic's values predict the outcomes. An outcome is a return with lambda 1."""
     values, mask = batch.values, batch.value_mask
     outcomes = algorithm.outcomes(batch.rewards, batch.masks)
     metrics.add_explained_variance("value/explained_outcome", values, outcomes, mask)
@@ -197,7 +202,7 @@ def add_calibration(metrics: Accumulator, batch: TrainingBatch, algorithm: Algor
 
 
 def add_correction(metrics: Accumulator, batch: TrainingBatch, algorithm: Algorithm) -> None:
-    """Add metrics of the importance weights of the policy's loss, over the positions of that loss."""
+    """Add metrics of the importance weights with which the policy's loss is corrected, over the tokens of this loss."""
     if batch.correction is None or batch.cut is None:
         return
     mask = batch.policy_mask
@@ -209,8 +214,8 @@ STEP_METRICS: list[StepMetric] = [add_objective, add_advantages, add_correction]
 
 
 def add_parts(metrics: Accumulator, experience: Experience) -> None:
-    """Add metrics that only some runs have: the parts of the score, with and without their weights, and the distance
-    between sampler and actor."""
+    """Add metrics that only some runs have: the parts of the score, weighted and unweighted, and the difference between
+    the probabilities of sampler and actor."""
     for name, part in experience.score_parts.items():
         metrics.add(f"objective/{name}", part.sum(), len(part))
     for name, reward in experience.rewards.items():
@@ -221,8 +226,8 @@ def add_parts(metrics: Accumulator, experience: Experience) -> None:
 
 def add_sampler_distance(metrics: Accumulator, log_ratios: Tensor) -> None:
     """Add metrics of the difference between the sampler's and the actor's probabilities: the mean difference of
-    log-probs, KL(sampler || actor) by two estimators, and the extremes of the ratio actor / sampler, which are close to
-    1 if both compute alike.
+    log-probs, KL(sampler || actor) by two estimators, and the smallest and largest ratio actor / sampler. If sampler
+    and actor compute alike, both ratios are close to 1.
 
     log_ratios: (N,) float32, as in Experience.
     """
@@ -239,7 +244,8 @@ def add_sampler_distance(metrics: Accumulator, log_ratios: Tensor) -> None:
 
 
 def distributions(batch: TrainingBatch) -> dict[str, Tensor]:
-    """All ranks' scores and response lengths, for histograms: tag -> (N,) float32 on the CPU (all ranks call this)."""
+    """The scores and response lengths of all ranks, for histograms: {tag: (N,) float32 on the CPU} (all ranks call
+    this)."""
     own = {
         "objective/scores_histogram": batch.scores.float().cpu(),
         "rollout/length_histogram": batch.rollout.response_mask.sum(-1).float().cpu(),
@@ -250,16 +256,16 @@ def distributions(batch: TrainingBatch) -> dict[str, Tensor]:
 
 # Speed, and the share of the GPU's arithmetic.
 
-MIXTURES = ("num_experts", "num_local_experts", "n_routed_experts")  # settings of mixture-of-experts models
+MIXTURES = ("num_experts", "num_local_experts", "n_routed_experts")  # config entries of mixture-of-experts models
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
     """The sizes that determine the FLOPs of a model's passes.
 
-    matrices: weights in the matrices of its layers; trained: those of them that train; passed: those through which
-    gradients flow to earlier layers. attention: layers x heads x size of a head. head: weights of a language model's
-    output layer, 0 for a scorer; head_trained: those of them that train.
+    matrices: number of weights in the matrices of the layers. trained: how many of these are trained. passed: how many
+    of these gradients flow through, to earlier layers. attention: layers x heads x size of a head. head: number of
+    weights in a language model's output layer; 0 for a scorer. head_trained: how many of these are trained.
     """
 
     matrices: int
@@ -271,7 +277,8 @@ class Cost:
 
     @classmethod
     def of(cls, module: Backbone) -> "Cost | None":
-        """The cost of a model; None for mixtures of experts, where the router chooses a part for each token."""
+        """The cost of a model; None for a mixture of experts, in which each token passes through a part of the weights
+        only."""
         trunk, config = module.model.base_model, module.model.config.get_text_config()
         embeddings = {id(part.weight) for part in trunk.modules() if isinstance(part, nn.Embedding)}
         found = {
@@ -298,28 +305,28 @@ class Cost:
         )
 
     def forward(self, lengths: Tensor, predicted: Tensor) -> Tensor:
-        """FLOPs of a forward pass. lengths: (B,) tokens of each row; predicted: how many log-probs are taken, (B,)
-        or of all rows together."""
+        """FLOPs of a forward pass. lengths: (B,), number of tokens of each row. predicted: number of log-probs that are
+        computed, for each row, (B,), or for all rows together."""
         tokens, pairs, labels = _sums(lengths, predicted)
         return 2 * self.matrices * tokens + 4 * self.attention * pairs + 2 * self.head * labels
 
     def training(self, lengths: Tensor, predicted: Tensor) -> Tensor:
-        """FLOPs of a forward and backward pass."""
+        """FLOPs of a forward and backward pass. Arguments: see `forward`."""
         tokens, pairs, labels = _sums(lengths, predicted)
         backward = 2 * (self.trained + self.passed) * tokens + 2 * (self.head + self.head_trained) * labels
-        share = self.passed / max(self.matrices, 1)  # of layers, as they are alike
+        share = self.passed / max(self.matrices, 1)  # share of the layers, which are all alike
         backward = backward + 8 * self.attention * share * pairs
         return self.forward(lengths, predicted) + backward
 
 
 def _sums(lengths: Tensor, predicted: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The numbers of tokens, of (token, attended token) pairs, and of log-probs; over all rows, float64."""
+    """(number of tokens, number of (token, attended token) pairs, number of log-probs) over all rows, float64."""
     exact = lengths.double()
     return exact.sum(), (exact * (exact + 1) / 2).sum(), predicted.double().sum()
 
 
 class Arithmetic:
-    """The FLOPs that the phases of a PPO step need on this rank's GPU."""
+    """Computes the FLOPs that the phases of a PPO step need on this rank's GPU."""
 
     def __init__(self, models: RLHFEngine):
         self.models = models
@@ -340,10 +347,11 @@ class Arithmetic:
     def of_step(
         self, drawn: Sequence[Rollout], experience: Experience, epochs: int, critic_epochs: int
     ) -> dict[str, Tensor]:
-        """FLOPs by phase, where they are known; without the scoring of responses that dynamic sampling left out.
+        """{phase: FLOPs}, for the phases whose FLOPs are known. The scoring of responses that dynamic sampling left out
+        does not count.
 
-        drawn: the rollouts as they were generated. epochs, critic_epochs: how often actor and critic learned from the
-            responses.
+        drawn: the rollouts as they were generated. epochs, critic_epochs: number of epochs in which the actor and the
+            critic learned from the responses.
         """
         actor, critic, reward = self.costs
         if actor is None or critic is None or reward is None:
@@ -352,7 +360,7 @@ class Arithmetic:
         responses = torch.cat([rollout.response_mask.sum(-1) for rollout in drawn])
         learned = experience.rollout
         lengths, labels = learned.attention_mask.sum(-1), learned.response_mask.sum(-1)
-        policies = 1 if experience.logprobs is learned.logprobs else 2  # the sampler's are not computed again
+        policies = 1 if experience.logprobs is learned.logprobs else 2  # the sampler's log-probs are taken as they are
         training = critic_epochs * critic.training(lengths, labels) + epochs * actor.training(lengths, labels)
         scoring = critic.forward(lengths, labels) + reward.forward(lengths, labels)
         return {
@@ -370,7 +378,7 @@ class Arithmetic:
         epochs: int,
         critic_epochs: int,
     ) -> None:
-        """Put the speed of each phase into the metrics; arguments as for `of_step`, seconds by phase."""
+        """Add the speed of each phase to the metrics. seconds: {phase: its seconds}. Other arguments: see `of_step`."""
         tokens = experience.rollout.attention_mask.sum()
         for phase, times in (("make_experience", 1), ("train", epochs or critic_epochs)):
             metrics.add(f"speed/{phase}", distributed.data_parallel_size() * times * tokens, seconds[phase])
@@ -381,7 +389,7 @@ class Arithmetic:
 
 
 class TrainingArithmetic:
-    """The FLOPs that an optimizer step of training steps 1 and 2 needs on this rank's GPU."""
+    """Computes the FLOPs that an optimizer step of training step 1 or 2 needs on this rank's GPU."""
 
     def __init__(self, model: TrainedModel):
         self.model = model
@@ -397,9 +405,10 @@ class TrainingArithmetic:
         return peak_flops(self.model)
 
     def add_to(self, metrics: Accumulator, seconds: float, masks: Sequence[Tensor], predicted: Tensor) -> None:
-        """Put the speed of an optimizer step, as that of the phase `train`, into the metrics.
+        """Add the speed of an optimizer step to the metrics, as the speed of the phase `train`.
 
-        masks: (B, S) int64 each, attention masks of its micro-batches. predicted: (), how many log-probs are taken.
+        masks: the attention masks of the step's micro-batches, each (B, S) int64. predicted: (), number of log-probs
+        that are computed.
         """
         lengths = torch.cat([mask.sum(-1) for mask in masks])
         metrics.add("speed/train", distributed.data_parallel_size() * lengths.sum(), seconds)
@@ -408,7 +417,8 @@ class TrainingArithmetic:
 
 
 def peak_flops(model: TrainedModel) -> float | None:
-    """The peak FLOPs per second of this rank's GPU; None in float32, on GPUs that are not listed, and on CPUs."""
+    """The peak FLOPs per second of this rank's GPU; None if the model computes in float32, if the GPU is not in the
+    table of peaks, and on CPUs."""
     if not on_gpu() or next(model.module.parameters()).dtype == torch.float32:
         return None
     sheet = data_sheet(torch.cuda.get_device_name())
@@ -420,13 +430,13 @@ _NOTHING = Cost(matrices=0, trained=0, passed=0, attention=0, head=0, head_train
 
 # Traces.
 
-PROFILE = "profile"  # the folder in the output folder
+PROFILE = "profile"  # name of the folder of traces in the output folder
 
 
 class Profiler:
-    """Records some steps of a run.
+    """Writes traces of some steps of a run.
 
-    steps: numbers of the steps, from 1. say: called on each rank with a line about the written files.
+    steps: numbers of these steps, from 1. say: function that is called on each rank with a line about the written file.
     """
 
     def __init__(self, steps: Sequence[int], output_dir: Path, say: Callable[[str], None]):
@@ -434,7 +444,8 @@ class Profiler:
 
     @contextlib.contextmanager
     def record(self, step: int) -> Iterator[None]:
-        """Record what happens in this context if `step` is one of those asked for; a step that raises leaves none."""
+        """Write a trace of this block if `step` is one of the steps to record. A step that raises an error leaves no
+        trace."""
         if step not in self.steps:
             yield
             return
@@ -444,7 +455,7 @@ class Profiler:
         with unwritten_noted(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
             path = self.folder / f"step_{step:06d}_rank{distributed.rank()}.json.gz"
-            path.unlink(missing_ok=True)  # a link would be written through
+            path.unlink(missing_ok=True)  # a link would be followed
             profile.export_chrome_trace(str(path))
         self.say(
             f"step {step} recorded: {self.folder}/step_{step:06d}_rank*.json.gz, one file a rank. Open one in "
@@ -453,8 +464,8 @@ class Profiler:
 
 
 def set_aside_newer_traces(output_dir: Path, step: int) -> None:
-    """Rename this rank's traces of steps after `step` to *.abandoned, like checkpoints. The resumed run makes these
-    steps again, and may write traces with the same names."""
+    """Rename this rank's traces of steps after `step` to *.abandoned, as is done with checkpoints. The resumed run
+    makes these steps again, and may write traces of the same names."""
     for file in (output_dir / PROFILE).glob(f"step_*_rank{distributed.rank()}.json.gz"):
         if int(file.name.split("_")[1]) > step:
             file.replace(file.with_name(file.name + ".abandoned"))

@@ -1,11 +1,11 @@
-"""The summary at the end of a run: scores before and after, KL, time by part, health; and a picture of its curves.
+"""Makes the summary at the end of a run (scores, KL, time by part, health) and a picture of the run's curves.
 
     rows = read_metrics(output_dir / "metrics.jsonl")
     plot_curves(output_dir / "metrics.jsonl", output_dir / "curves.png")
     print(summary_text(RunSummary.from_metrics(rows, saved={"actor": actor_dir}, curves=output_dir / "curves.png")))
 
-Everything is read from metrics.jsonl alone, so it also works for a run that was resumed, killed or is still running.
-The table PANELS defines the panels of the picture; metrics that a run did not log are left out.
+Everything is read from metrics.jsonl alone. Therefore both can also be made of a run that was resumed or killed, or is
+still running. The table PANELS defines the panels of the picture; metrics that a run did not log are left out.
 """
 
 import math
@@ -27,10 +27,12 @@ from training.reporting.standard_errors import ENDINGS, NOISE, scored_otherwise,
 
 @dataclass(frozen=True, kw_only=True)
 class RunSummary:
-    """The content of the summary. `before` and `after` hold metrics named eval/..., on the held-out prompts.
+    """The content of the summary. before, after: the metrics eval/... on the held-out prompts, before the first step
+    and at the last evaluation.
 
-    responses: how many the run learned from. phase_seconds: seconds of each part, from `seconds_by_part`. other_reward:
-    whether the scores before and after come from different rewards; the score before is then left out.
+    responses: number of responses that the run learned from. phase_seconds: {part of the run: its seconds}, from
+    `seconds_by_part`. other_reward: whether the scores before and after come from different rewards; if so, the score
+    before is left out.
     """
 
     before: Mapping[str, float]
@@ -52,10 +54,10 @@ class RunSummary:
         saved: Mapping[str, str | Path] | None = None,
         curves: str | Path | None = None,
     ) -> "RunSummary":
-        """The summary of the records of a run: the evaluation of step 0 and the last one, responses and steps, the time
-        of each part, and health.
+        """The summary of a run. rows: the records of its metrics.jsonl.
 
-        since: the time since the last record, from `WallClock.take`.
+        since: the time that has passed since the last record, from `WallClock.take`. saved: {name of a saved model: its
+        folder}. curves: path of the picture.
         """
         evaluations = [row for row in rows if "eval/score" in row]
         first = [row for row in evaluations if row["step"] == 0]
@@ -75,7 +77,7 @@ class RunSummary:
 
 
 def _evaluation(rows: Sequence[Mapping], without: tuple[str, ...] = ()) -> dict[str, float]:
-    """The metrics of the evaluation, except those whose names begin with one of `without`."""
+    """The metrics of an evaluation, without those whose names begin with one of `without`."""
     found = {name: value for row in rows for name, value in row.items() if name.startswith("eval/")}
     return {name: value for name, value in found.items() if not name.startswith(without)}
 
@@ -87,15 +89,17 @@ EVALUATED = (
     ("distinct bigrams", "distinct_bigrams"),
     ("new words, share", "new_words"),
 )
-"""The lines of the summary's first table: label, and metric behind eval/ (and behind eval/ema_ for the EMA)."""
+"""(label, metric) for each line of the summary's first table. The metric's full name is eval/METRIC for the actor and
+eval/ema_METRIC for the EMA."""
 PART = "eval/reward_"
-"""The prefix of metrics of a score's parts, before their weights. Each has a line below the score."""
+"""The prefix of the metrics of a score's unweighted parts. Each part has a line below the score."""
 
 COLUMNS = 100
 
 
 def summary_text(summary: RunSummary) -> str:
-    """The summary as plain text of at most COLUMNS, save where a path is longer: a path is never cut or broken."""
+    """The summary as plain text, in lines of at most COLUMNS characters. A line with a path may be longer, because a
+    path is never cut or broken."""
     blocks = [
         _evaluation_lines(summary),
         _health_lines(summary),
@@ -143,8 +147,8 @@ def _number(metrics: Mapping[str, float], name: str) -> str:
 
 
 def _change(summary: RunSummary, name: str) -> str:
-    """The change of a metric since before the first step. If the run went on in another folder, it is read from the
-    metrics: the first evaluation is then in the other folder."""
+    """A text with the change of a metric since before the first step. If the run was resumed in another folder, the
+    first evaluation is not in this folder's metrics, and the change is read from the metric NAME_change."""
     if f"{name}_change" in summary.after:
         return with_error(summary.after[f"{name}_change"], summary.after.get(f"{name}_change_se"), sign="+")
     if name in summary.before and name in summary.after:
@@ -179,7 +183,7 @@ def _short(path: str | Path) -> str:
 
 # The time of each part.
 
-# Parts of a run that lie outside of its steps, by the names of their metrics, and how they are called in words.
+# {last part of the name of a metric time/...: text for the reader}, for the parts of a run outside of its steps.
 BEFORE = {"redone": "steps done again", "start": "start-up", "critic_pretrain": "critic's pretraining"}
 BETWEEN = {
     "evaluate": "evaluations",
@@ -190,10 +194,10 @@ BETWEEN = {
 
 
 def seconds_by_part(rows: Sequence[Mapping]) -> dict[str, float]:
-    """{part of a run: its seconds}, in the order to be shown; they add up to the whole time.
+    """{part of a run: its seconds}, in the order in which they are shown. The seconds add up to the whole time.
 
-    The time of each phase is that of its slowest rank. If the phases add up to more than the steps took, they are
-    scaled down to it. Time in no part is "other"."""
+    The time of a phase is that of its slowest rank. Therefore the phases may add up to more than the time of the steps;
+    they are then scaled down to it. Time that belongs to no part is called "other"."""
     totals = Counter()
     for row in rows:
         totals.update({name.removeprefix("time/"): row[name] for name in row if name.startswith("time/")})
@@ -203,13 +207,13 @@ def seconds_by_part(rows: Sequence[Mapping]) -> dict[str, float]:
     scale = min(1.0, steps / sum(inside.values())) if steps else 1.0
     parts = before | {name: seconds * scale for name, seconds in inside.items()} | between
     other = whole - sum(parts.values())
-    if round(other, 1) > 0:  # less is what rounding leaves, and would be shown as 0.0 s
+    if round(other, 1) > 0:  # less is a rounding error, shown as 0.0 s
         parts["other"] = other
     return parts
 
 
 def time_lines(what: str, parts: Mapping[str, float]) -> list[str]:
-    """A line with what was done and how long it took, and a line for each part with its share."""
+    """A line with `what` and how long it took in all, and a line for each part with its seconds and its share."""
     total = sum(parts.values())
     lines = [f"{what}, {timedelta(seconds=round(total))}"]
     for name, seconds in parts.items():
@@ -221,15 +225,17 @@ def time_lines(what: str, parts: Mapping[str, float]) -> list[str]:
 # The curves.
 
 SMOOTH_FROM = 24
-"""Curves with at least this many points are drawn faintly, with a running mean over them; shorter ones with dots."""
+"""Curves with at least this many points are drawn faintly, with a moving average over them; shorter curves are drawn
+with dots."""
 FLAT = 0.01
-"""Values that differ by less than this share of the largest are drawn on an axis from 0: as a flat line, not as their
-last digits."""
+"""If values differ by less than this share of the largest value, they are drawn on an axis that begins at 0, so that
+they look flat."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Curve:
-    """One metric of a panel. `dots`: measured now and then, never smoothed; `right`: on the right-hand axis."""
+    """One metric of a panel. dots: whether it is drawn as dots and not smoothed, because it is measured only now and
+    then. right: whether it belongs to the right-hand axis."""
 
     metric: str
     label: str
@@ -287,16 +293,17 @@ HELD_OUT_SCATTER = (
     ("eval/ema_kl", "eval/ema_score", "held out, EMA", GREEN),
 )
 SCATTER_PLACE = 2
-"""The place of the score-against-KL panel in the grid, after score and KL."""
+"""The place in the grid of the panel that draws the score over the KL: after the panels of score and KL."""
 
 
 def plot_curves(metrics_path: str | Path, png_path: str | Path) -> None:
-    """Draw the curves of a run, over the responses it had seen, into a PNG.
+    """Draw the curves of a run into a PNG. The horizontal axis is the number of responses that the run had seen.
 
     Raises:
-        UserError: the file is missing, or holds none of the metrics that are drawn.
+        UserError: the file of metrics is missing, or has none of the metrics that are drawn.
     """
-    # Without pyplot, so no window and no global state; imported here to spare every rank a second at its start.
+    # pyplot is not used, because it has global state and may open windows. The import takes a second, so it is done
+    # here and not at the start of every rank.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -330,20 +337,21 @@ def _has(rows: Sequence[Mapping], *metrics: str) -> bool:
 
 
 def _series(rows: Sequence[Mapping], *metrics: str) -> list[np.ndarray]:
-    """The columns of `metrics` for the rows where all of them are finite."""
+    """An array for each of `metrics`, with its values in the rows in which all of them are finite."""
     table = [[row.get(metric, math.nan) for metric in metrics] for row in rows]
     table = np.array([line for line in table if all(map(math.isfinite, line))], dtype=float)
     return list(table.T)
 
 
 def _bars(rows: Sequence[Mapping], metric: str, *others: str) -> np.ndarray:
-    """Half an error bar's length for each row where `metric` and `others` are finite; NaN where it was not measured."""
+    """Half the length of the error bar of `metric`, for each row in which `metric` and `others` are finite; NaN if no
+    error was measured."""
     rows = [row for row in rows if _has([row], metric, *others)]
     return NOISE * np.array([row.get(f"{metric}_se", math.nan) for row in rows], dtype=float)
 
 
 def _ends(rows: Sequence[Mapping], metric: str) -> np.ndarray:
-    """The values of `metric` and the ends of their bars."""
+    """The values of `metric` and the ends of their error bars."""
     (values,) = _series(rows, metric)
     bars = np.nan_to_num(_bars(rows, metric))
     return np.concatenate([values - bars, values + bars])
@@ -384,7 +392,7 @@ def _draw_curve(axes, rows: Sequence[Mapping], curve: Curve):
 
 
 def _keep_flat(set_limits, *values: np.ndarray) -> None:
-    """Give an axis whose values hardly differ (FLAT) limits from 0 to a little beyond them."""
+    """If the values of an axis hardly differ (FLAT), set its limits to 0 and a little beyond the values."""
     together = np.concatenate(values)
     low, high = together.min(), together.max()
     size = max(abs(low), abs(high))
@@ -394,7 +402,7 @@ def _keep_flat(set_limits, *values: np.ndarray) -> None:
 
 
 def _legend(axes, handles: Sequence) -> None:
-    """Name what a panel shows, in the line under its title."""
+    """Draw a panel's legend, in the line under its title."""
     axes.legend(
         handles=handles,
         fontsize=8.5,
@@ -409,15 +417,15 @@ def _legend(axes, handles: Sequence) -> None:
 
 
 def _label_axis(axes, curves: Sequence[Curve]) -> None:
-    """Name what an axis measures, in the curve's colour where it is only one."""
+    """Label an axis. If it has a single curve, the label has the curve's colour."""
     axes.set_ylabel(
         ", ".join(curve.label for curve in curves), fontsize=9, color=curves[0].color if len(curves) == 1 else "black"
     )
 
 
 def _draw_scatter(axes, rows: Sequence[Mapping], metrics: tuple[str, str]) -> None:
-    """Draw the score over the KL to the reference: a dot for each step, coloured by the step, and a line for held-out
-    prompts."""
+    """Draw the score over the KL to the reference: for training, a dot for each step, whose colour shows the step; for
+    the held-out prompts, a line."""
     from matplotlib.ticker import MaxNLocator
 
     step, kl, score = _series(rows, "step", *metrics)
@@ -443,6 +451,6 @@ def _draw_scatter(axes, rows: Sequence[Mapping], metrics: tuple[str, str]) -> No
 
 
 def smooth(values: np.ndarray) -> np.ndarray:
-    """The centred running mean over a window of a tenth of the values; at the ends the window is shorter."""
+    """The centred moving average over a window of a tenth of the values. At both ends the window is shorter."""
     half = len(values) // 20
     return np.array([values[max(0, i - half) : i + half + 1].mean() for i in range(len(values))])

@@ -1,7 +1,7 @@
-"""How varied texts are, by their words and by how far they compress. It needs no list of words, and no library.
+"""Measures how varied texts are, by their words and by their compressed size. It needs no word list and no library.
 
-Compare each number with an earlier one over the same prompts: alone it says little. Words are separated by spaces; in
-a language without spaces a whole response is one word.
+A single number says little: compare it with an earlier number on the same prompts. Words are separated by spaces; in a
+language without spaces a whole response is one word.
 """
 
 import zlib
@@ -11,40 +11,42 @@ from itertools import pairwise
 
 
 def distinct_bigrams(texts: Iterable[str]) -> int:
-    """How many different pairs of neighbouring words the texts hold, pairs within one text only.
+    """The number of different pairs of neighbouring words in the texts. Both words of a pair are in the same text.
 
-    It falls when responses become alike, and grows with their number: compare equal numbers.
+    The number falls when responses become alike. It grows with the number of texts: compare equally many texts.
     """
     return len({pair for text in texts for pair in pairwise(text.split())})
 
 
 def words_of(texts: Iterable[str]) -> set[str]:
-    """All words that the texts hold."""
+    """All different words of the texts."""
     return {word for text in texts for word in text.split()}
 
 
 def known_share(texts: Iterable[str], known: Collection[str]) -> float:
-    """The share of the texts' words that are known; 1 where they have none.
+    """The share of the texts' words that are in `known`; 1 if the texts have no words.
 
-    Invented words raise every count of distinct words or pairs; this share tells them from real variety.
+    Invented words raise every count of distinct words or pairs. This share shows whether a rise comes from invented
+    words or from real variety.
     """
     words = [word for text in texts for word in text.split()]
     return sum(word in known for word in words) / len(words) if words else 1.0
 
 
 def compressed_bytes(texts: Iterable[str]) -> int:
-    """How many bytes the texts take when zlib compresses them together: passages that texts share count once."""
+    """The number of bytes that the texts take when zlib compresses them together. A passage that several texts share
+    counts about once."""
     return len(zlib.compress("\n".join(texts).encode("utf-8", "surrogatepass"), 9))
 
 
 def new_words(texts: Sequence[str], first: Sequence[str], prompts: Sequence[str]) -> list[float]:
-    """For each text the share of its words that occur in no prompt and in no `first` text but the one at the same
-    place; 0 where it has no words.
+    """For each text the share of its new words; 0 if the text has no words. A word is new if it occurs in no prompt and
+    in no `first` text of another prompt.
 
-    texts, first, prompts: one per prompt, in the same order; `first` are the responses before training. The response
-    to the same prompt is left out so that the first texts are judged by the same rule as later ones: their share says
-    how often an unchanged policy uses a word that all other texts lack. A policy that invents words has a higher share;
-    one that learns to say other things in its language hardly has.
+    prompts: the prompts. texts: a response to each prompt. first: the response to each prompt before training. The
+    `first` response to the same prompt is not considered, so that the same rule can be applied to the first responses
+    themselves: their share shows how often an unchanged policy uses a word that no other text has. A policy that
+    invents words has a higher share; a policy that only learns to say other things in its language hardly has.
     """
     texts_with = Counter(word for text in first for word in set(text.split()))
     known = {word for prompt in prompts for word in prompt.split()}

@@ -1,4 +1,4 @@
-"""`python -m training.restarts.export` goes on working; the program is training/checkpoints/export.py."""
+"""Keeps `python -m training.restarts.export` working, the former name of training/checkpoints/export.py."""
 
 import runpy
 

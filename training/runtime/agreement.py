@@ -1,8 +1,9 @@
-"""Messages between ranks so that all of them end in the same way, before the process group exists and after.
+"""Lets all ranks end with the same error and exit code, also before the process group exists.
 
-Ranks meet at a key-value store at MASTER_ADDR:MASTER_PORT, which rank 0 or torchrun serves. A rank that cannot join
-writes its reason there. The watch threads of the others look for such reasons every few seconds, and rank 0 prints
-them. Once the process group exists, an error that one rank finds is raised by all of them (`checked`, `agreed`).
+Ranks meet at a key-value store at MASTER_ADDR:MASTER_PORT, which rank 0 or torchrun serves. A rank that cannot join the
+process group writes the reason into the store. The watch threads of the other ranks look for such reasons every few
+seconds, and rank 0 prints them. Once the process group exists, all ranks raise an error that one of them finds
+(`checked`, `agreed`).
 """
 
 import contextlib
@@ -17,20 +18,20 @@ from engine import distributed
 from engine.errors import SharedError, UserError
 from training.runtime.environment import AGENTS_STORE, on_several_hosts
 
-LOOK_EVERY = 5.0  # seconds; each look opens a new connection, so that rank 0 need not hold one for every rank
-PATIENCE = 30.0  # seconds; the imports of others may take longer than this rank's
+LOOK_EVERY = 5.0  # seconds between looks; each opens a new connection, so that rank 0 need not hold one for each rank
+PATIENCE = 30.0  # longest wait for rank 0 in seconds; rank 0's imports may take longer than this rank's
 BETWEEN, LINGER = 0.2, 1.0  # seconds between looks while waiting, and seconds for which rank 0 then goes on serving
 USER_ERROR = 2  # the exit code of a user's mistake
 
 
 def from_here(message: str) -> str:
-    """The message, with this host's name before it if there are several hosts: "on gpu07: there is no folder X"."""
+    """The message, preceded by this host's name if there are several hosts: "on gpu07: there is no folder X"."""
     return f"on {socket.gethostname()}: {message}" if on_several_hosts() else message
 
 
 def first_of(messages: Sequence[str | None], hosts: Sequence[str]) -> str | None:
-    """The first message that is not None, with the names of the hosts that have it unless all hosts have it; None if
-    there is no message.
+    """The first message that is not None; None if there is no message. Unless all hosts have this message, the names of
+    those that have it are added.
 
     messages, hosts: one for each rank.
     """
@@ -47,10 +48,10 @@ def start_key(name: str, environment: Mapping[str, str]) -> str:
 
 
 def open_store(environment: Mapping[str, str], serve: bool = False, seconds: float = 5.0):
-    """torch's store where the ranks meet. serve: whether this is rank 0, which serves it unless torchrun does. seconds:
-    the timeout of its answers.
+    """Open torch's store at which the ranks meet. serve: True for rank 0, which serves the store unless torchrun does.
+    seconds: the timeout for answers of the store.
 
-    Raises: OSError or RuntimeError where nobody serves it; RuntimeError where this process cannot.
+    Raises: OSError or RuntimeError if nobody serves the store; RuntimeError if this process cannot serve it.
     """
     host, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
     serve = serve and environment.get(AGENTS_STORE) != "True"
@@ -62,7 +63,8 @@ def open_store(environment: Mapping[str, str], serve: bool = False, seconds: flo
 class MeetingPoint:
     """This rank's access to the store where the ranks meet.
 
-    environment: with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. A single process neither writes nor reads there.
+    environment: variables with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. If WORLD_SIZE is 1, the store is not
+    used.
     """
 
     def __init__(self, environment: Mapping[str, str] = os.environ):
@@ -74,7 +76,7 @@ class MeetingPoint:
         self._next_look = time.monotonic() + LOOK_EVERY
 
     def failure(self) -> tuple[str, int] | None:
-        """(message, exit code) of a rank that cannot join; None if none is known.
+        """(message, exit code) of a rank that cannot join; None if no such rank is known.
 
         Rank 0 prints the message, and then calls `let_others_hear`.
         """
@@ -87,13 +89,13 @@ class MeetingPoint:
                 return None
             message, code = json.loads(store.get(self._failed))
             store.add(self._heard, 1)
-        except (OSError, RuntimeError, ValueError, TypeError):  # nobody serves it now, or no rank has written that
+        except (OSError, RuntimeError, ValueError, TypeError):  # nobody serves the store, or no rank wrote the value
             return None
         return str(message), code if code in (1, USER_ERROR) else 1
 
     def let_others_hear(self) -> None:
-        """Called by rank 0, which may serve the store. Notes in the store that the failure was printed, and waits until
-        all ranks have read this, at most a few seconds."""
+        """Called by rank 0, which may serve the store. Notes in the store that the failure was printed, and waits, at
+        most a few seconds, until all ranks have read this."""
         deadline = time.monotonic() + 2 * LOOK_EVERY
         with contextlib.suppress(OSError, RuntimeError):
             store = open_store(self._environment)
@@ -106,8 +108,8 @@ class MeetingPoint:
         """Write into the store why this rank cannot join. Returns whether rank 0 has printed a failure; if not, this
         rank has to print its own.
 
-        Waits at most PATIENCE for rank 0 to print a failure. Rank 0, which has printed its own, waits until the others
-        have read it. The first failure in the store stays.
+        Waits at most PATIENCE for rank 0 to print a failure. If this is rank 0, it has printed its own failure, and
+        waits until the other ranks have read it. A failure that is already in the store is not replaced.
         """
         store, said, deadline = None, False, time.monotonic() + PATIENCE
         while self._world > 1 and time.monotonic() < deadline:
@@ -137,8 +139,8 @@ Result = TypeVar("Result")
 def checked(check: Callable[[], Result]) -> Result:
     """The result of rank 0's `check()`, on all ranks (all ranks call this). If it raises UserError, all ranks raise it.
 
-    For checks that read files: one process reads them, and the others wait for its result. With several hosts the
-    message names the host.
+    Used for checks that read files: one process reads them, and the others wait for its result. If there are several
+    hosts, the message names the host.
     """
     result = message = None
     if distributed.is_main():
@@ -156,11 +158,14 @@ def agreed(load: Callable[[], Result]) -> Result:
     """The result of this rank's own `load()` (all ranks call this). If it raises UserError on any rank, all ranks raise
     the first one.
 
-    For data that every rank reads: if one node lacks a file, all ranks end with the message and the node's name. One
-    rank of each node loads first. The others then use the rows that it found and the tables that it put into the cache.
-    They wait without a time limit; if a rank dies meanwhile, the run ends (heartbeats.py).
+    Used for data that every rank reads: if one node lacks a file, all ranks end with the message and the node's name.
+    One rank of each node loads first. The node's other ranks wait for it without a time limit, and then use the rows
+    that it found and the tables that it put into the cache. If a rank dies meanwhile, the run ends (heartbeats.py).
     """
-    from training.data.tables import recorded, repeated  # imported late: a host that lacks packages has to report it
+    from training.data.tables import (
+        recorded,
+        repeated,
+    )  # imported late: a host that lacks packages must be able to say so
 
     host, result = socket.gethostname(), None
     found: dict = {}

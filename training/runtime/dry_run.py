@@ -1,10 +1,10 @@
-"""Shows what a command would do, without GPUs and downloads: put this before the command.
+"""Shows what a command would do, without GPUs and downloads. Usage: put `python -m training.runtime.dry_run` before it.
 
     python -m training.runtime.dry_run deepspeed --hostfile hosts --num_gpus 8 training/step3_rlhf.py --data_path ...
 
-The flag --dry_run of a program does the same, and counts the processes that the program was started with. After all
-checks that are possible, a dry run prints the command, some rows as the model sees them, and each engine's DeepSpeed
-configuration.
+A program's flag --dry_run does the same. With the flag, the number of ranks is that of the processes that were started;
+with this module, it is read from the command. A dry run makes all checks that are possible. Then it prints the command,
+some rows as the model sees them, and each engine's DeepSpeed configuration.
 """
 
 import dataclasses
@@ -40,8 +40,8 @@ def report(
 ) -> None:
     """Print what was found.
 
-    checked: lines about what was checked. unseen: models and data that are not on this machine. engines: the DeepSpeed
-    configuration of each engine. memory: lines about the memory that the run takes.
+    checked: lines about what was checked. unseen: models and data that were not checked, because they are not on this
+    machine. engines: {engine: its DeepSpeed configuration}. memory: lines about the memory that the run takes.
     """
     print("command\n  " + _command())
     for line in checked:
@@ -56,7 +56,8 @@ def report(
 
 
 def report_supervised(args, first_lines: Callable[[], list[str]]) -> None:
-    """The report of steps 1 and 2; `first_lines()` reads the data, and returns the lines that a run would print."""
+    """Print the report of step 1 or 2. first_lines: function that reads the data, and returns the lines that a run
+    would print first."""
     models, data = (
         [
             path
@@ -74,9 +75,10 @@ def report_supervised(args, first_lines: Callable[[], list[str]]) -> None:
 
 
 def report_rlhf(args: RLHFFlags, dialect: Dialect, changed: dict, point: ResumePoint | None) -> None:
-    """The report of step 3.
+    """Print the report of step 3.
 
-    changed: the fields of the dialect that flags changed. point: the checkpoint that the run goes on from, if any.
+    changed: {field of the dialect that a flag changed: (the dialect's value, the flag's value)}. point: the checkpoint
+    from which the run resumes, or None.
     """
     unseen = unseen_models(
         args, args.actor_model_name_or_path, args.critic_model_name_or_path, args.reward_model_name_or_path
@@ -99,18 +101,19 @@ def _listed(value: str | list[str] | None) -> list[str]:
 
 
 def opened(data: Sequence[str], unseen: Sequence[str]) -> list[str]:
-    """A line for each data set that is here; raises UserError for one that is not what it should be."""
+    """Open each data set that is on this machine; returns a line for each. unseen: the data sets that are not. Raises
+    UserError if a data set cannot be used."""
     sources = [open_source(path) for path in dict.fromkeys(data) if path not in unseen]
     return [f"data {source.name}: {sum(map(len, source.training))} records" for source in sources]
 
 
 def unseen_models(args, *paths: str | None) -> list[str]:
-    """Those of the models that are not on this machine, each once."""
+    """The paths of those models that are not on this machine, without repetition."""
     return [path for path in dict.fromkeys(paths) if path is not None and not args.looks_at(path)]
 
 
 def unseen_data(paths: Sequence[str]) -> list[str]:
-    """Those of the data sets that can only be names on the Hub."""
+    """Those data sets that are not on this machine, so that they can only be names on the Hub."""
     return [
         path
         for path in dict.fromkeys(paths)
@@ -126,7 +129,7 @@ def _command() -> str:
 
 
 def _processes(launcher: Sequence[str]) -> tuple[int, int]:
-    """How many processes `deepspeed` with these words would start: (in all, on the node that has most)."""
+    """(number of processes that `deepspeed` with these words would start, number on the node with the most of them)."""
     if any(
         word.split("=")[0] in ("--include", "--exclude", "-i", "-e") or Path(word).name in ("torchrun", "accelerate")
         for word in launcher
@@ -145,13 +148,14 @@ def _processes(launcher: Sequence[str]) -> tuple[int, int]:
 
 
 def _options(launcher: Sequence[str]) -> dict[str, str]:
-    """{word: the next word}, which has the flags' values."""
+    """{word: the next word} of all words; for a flag, the next word is its value."""
     words = [part for word in launcher for part in (word.split("=", 1) if word.startswith("--") else [word])]
     return dict(itertools.pairwise("--hostfile" if word == "-H" else word for word in words))
 
 
 def _missing(launcher: Sequence[str], several: bool) -> str:
-    """What deepspeed would lack, empty if nothing; several: whether there are several nodes."""
+    """A text with what `deepspeed` would need and does not find; "" if nothing is missing. several: whether the run has
+    several nodes."""
     options = _options(launcher)
     if "--hostfile" not in options:
         return "several nodes need a --hostfile with lines like `node1 slots=8`" if several else ""
@@ -170,13 +174,14 @@ def _count(name: str, value: str | None) -> int | None:
 
 
 def _slots(hostfile: str) -> list[int]:
-    """The slots of each node; raises UserError for a file that is not there or cannot be read."""
+    """The number of slots of each node in the hostfile. Raises UserError if the file does not exist or cannot be
+    read."""
     if not Path(hostfile).is_file():
         raise UserError(
             f"--hostfile {hostfile}: there is no such file, and deepspeed would start on this machine "
             "alone. Check the path."
         )
-    logging.disable()  # it says the same in words of its own
+    logging.disable()  # DeepSpeed logs the same error in its own words
     try:
         return list(slots_by_host(hostfile).values())
     except (OSError, ValueError) as error:
@@ -186,13 +191,14 @@ def _slots(hostfile: str) -> list[int]:
 
 
 def _program(word: str) -> str:
-    """ "step3_rlhf" for training/step3_rlhf.py, and for training.step3_rlhf, which `deepspeed --module` starts."""
+    """The program that a word names: "step3_rlhf" for training/step3_rlhf.py, and for training.step3_rlhf, the form
+    that `deepspeed --module` takes."""
     path = Path(word)
     return path.stem if path.suffix == ".py" else word.removeprefix("training.")
 
 
 def main(words: Sequence[str]) -> int:
-    """Try the command; returns the exit code that the program ends with."""
+    """Make a dry run of the command; returns the exit code of its program."""
     place = next((place for place, word in enumerate(words) if _program(word) in PROGRAMS), None)
     if place is None:
         print(

@@ -1,13 +1,14 @@
-"""The environment of a process: the variables that its launcher or a script has set, and the streams it prints to.
+"""The environment of a process: the variables that a launcher or a script has set, and the streams for its output.
 
     srun --nodes 4 --ntasks-per-node 8 python training/step3_rlhf.py ...
 
-srun is a launcher, too, with one task per rank: SLURM's variables of a task are translated to those that torch's
-launchers set. Variables that are already set stay, whether a launcher within the task or the user has set them. The
-user may so choose another MASTER_ADDR and MASTER_PORT than the first node and the default port.
+srun can launch the ranks too, one task for each rank. SLURM's variables of a task are then translated to the variables
+that torch's launchers set. A variable that is already set is not changed, whether the user has set it or a launcher
+within the task. Thus a user can choose other values of MASTER_ADDR and MASTER_PORT than the first node and the default
+port.
 
-Printing must not end a run: the pipe behind standard output may be closed, or the disk of a log may be full. What
-cannot be printed is lost.
+A failure to print must not end a run: the reader of standard output may be gone, or the disk of a log may be full. Text
+that cannot be printed is lost.
 """
 
 import contextlib
@@ -24,23 +25,23 @@ from pathlib import Path
 
 from engine.errors import SharedError, UserError
 
-AGENTS_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # "True" where torchrun serves the store
-FIRST_PORT, PORTS = 20000, 12000  # ports for srun: below those of Linux's outgoing connections (32768 to 60999)
+AGENTS_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # "True" if torchrun serves the store
+FIRST_PORT, PORTS = 20000, 12000  # range of ports for srun, below Linux's ports of outgoing connections (from 32768)
 NODE_LISTS = ("SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NODELIST")
 
 
 def on_several_hosts(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether a launcher (deepspeed, torchrun, srun) has started ranks on other hosts, too; False in a dry run."""
+    """Whether a launcher (deepspeed, torchrun, srun) has started ranks on other hosts too. False in a dry run."""
     here = environment.get("LOCAL_SIZE") or environment.get("LOCAL_WORLD_SIZE")
     return "RANK" in environment and here is not None and here != environment.get("WORLD_SIZE", here)
 
 
 def own_programs_first() -> None:
-    """Put the folder of this Python's programs at the beginning of PATH: ninja, which builds extensions, is one of
-    them.
+    """Put the folder of this Python's programs at the beginning of PATH. One of these programs is ninja, which builds
+    extensions.
 
-    A process that was started through ssh, or by the full path of an environment's Python, has another PATH than the
-    shell in which the environment was activated.
+    If a process is started through ssh, or with the full path of an environment's Python, the environment is not
+    activated, and PATH lacks this folder.
     """
     own, path = sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath)
     if path.split(os.pathsep)[0] != own:
@@ -48,7 +49,7 @@ def own_programs_first() -> None:
 
 
 def check_launch() -> None:
-    """Raise UserError where the launcher's variables of this process are no numbers, or RANK is not below
+    """Raise UserError if the launcher's variables of this process are no numbers, or if RANK is not below
     WORLD_SIZE."""
     numbers = {
         name: os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT") if name in os.environ
@@ -64,7 +65,8 @@ def check_launch() -> None:
 
 
 def check_meeting_point() -> None:
-    """Raise UserError where several processes are to meet and no address is given: they would wait for ever."""
+    """Raise UserError if there are several processes but MASTER_ADDR or MASTER_PORT is not set: they would wait for
+    each other for ever."""
     world = os.environ.get("WORLD_SIZE", "1")
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if os.environ.get(name, "0") in ("", "0")]
     if int(world) > 1 and missing:
@@ -76,18 +78,22 @@ def check_meeting_point() -> None:
 
 
 def check_port() -> None:
-    """Raise UserError on rank 0 where another process, mostly a second run, uses the port at which it is to serve.
+    """Raise UserError on rank 0 if another process, usually another run, already uses the port MASTER_PORT, at which
+    rank 0 has to serve the store.
 
-    This is checked before the imports, which take seconds: the other ranks would join the other run, and end both.
+    This is checked before the imports, which take seconds. Otherwise this run's other ranks would join the other run
+    meanwhile, and both runs would end.
     """
     port = int(os.environ.get("MASTER_PORT") or 0)
     served_by_torchrun = os.environ.get(AGENTS_STORE) == "True"
-    group = sys.modules.get("torch.distributed")  # a process group of a program that calls ours already has the port
+    group = sys.modules.get("torch.distributed")  # if the calling program has a process group, it uses the port
     stands = group is not None and group.is_available() and group.is_initialized()
     if os.environ.get("RANK", "0") != "0" or served_by_torchrun or stands or port == 0:
         return
     with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as torch does: one that was left just now is free
+        probe.setsockopt(
+            socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
+        )  # as torch does: a port that was just closed is free
         try:
             probe.bind(("", port))
         except OSError as error:
@@ -99,8 +105,8 @@ def check_port() -> None:
 
 
 def check_gpus() -> None:
-    """Raise UserError where this host has GPUs that torch cannot use; only the host's first rank reports it."""
-    from engine.zero.gpu_support import usable_gpus  # imports torch, which flags are not to wait for
+    """Raise UserError if this host has GPUs that torch cannot use. Only the host's first rank raises it."""
+    from engine.zero.gpu_support import usable_gpus  # imports torch, which takes seconds; flags are checked first
 
     try:
         usable_gpus()
@@ -114,15 +120,17 @@ def check_gpus() -> None:
 
 
 def is_slurm_task(environment: Mapping[str, str]) -> bool:
-    """Whether srun has started this process, or a launcher that did; a batch script itself is no task."""
+    """Whether srun has started this process, or the launcher of this process. False in a batch script, which is no
+    task."""
     return "SLURM_STEP_ID" in environment and "SLURM_PROCID" in environment
 
 
 def of_srun(environment: Mapping[str, str]) -> dict[str, str]:
-    """Those of RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_SIZE, MASTER_ADDR and MASTER_PORT that are not set yet, for a task
-    of srun; none where srun did not start this process, the task is alone, or another launcher has given it its rank.
+    """{name: value} of those variables RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_SIZE, MASTER_ADDR and MASTER_PORT that are
+    not set yet, computed from SLURM's variables. {} if srun did not start this process, if the step has a single task,
+    or if another launcher has set the rank.
 
-    Raises: UserError where SLURM's variables are invalid.
+    Raises: UserError if SLURM's variables are invalid.
     """
     if not is_slurm_task(environment) or "RANK" in environment or "WORLD_SIZE" in environment:
         return {}
@@ -144,14 +152,14 @@ def of_srun(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def first_host(nodes: str) -> str:
-    """The first of a list of nodes as SLURM writes it: "gpu07" of "gpu[07-09,12],login1"."""
+    """The first node of a list in SLURM's notation: "gpu07" for "gpu[07-09,12],login1"."""
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
     return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first.group() if first else "")
 
 
 def slurm_hosts(environment: Mapping[str, str]) -> dict[int, str]:
-    """The node of each task of the step, by its number, where srun fills one node after the other (block, its default);
-    none where srun did not start this process, or says too little."""
+    """{number of a task: its node} for all tasks of the SLURM step, if srun fills one node after the other (its default
+    distribution, block). {} if srun did not start this process, or if SLURM's variables do not tell the nodes."""
     names = next((environment[name] for name in NODE_LISTS if environment.get(name)), "")
     if not is_slurm_task(environment) or not names or "cyclic" in environment.get("SLURM_DISTRIBUTION", ""):
         return {}
@@ -160,7 +168,7 @@ def slurm_hosts(environment: Mapping[str, str]) -> dict[int, str]:
     except UserError:
         return {}
     hosts = []
-    for part in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", names):  # as SLURM writes them: "gpu[07-09,12],login1"
+    for part in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", names):  # SLURM's notation: "gpu[07-09,12],login1"
         start, numbers, end = re.fullmatch(r"([^\[]*)(?:\[([^\]]*)\])?(.*)", part).groups()
         for run in numbers.split(",") if numbers else ():
             first, _, last = run.partition("-")
@@ -170,7 +178,7 @@ def slurm_hosts(environment: Mapping[str, str]) -> dict[int, str]:
 
 
 def _tasks_by_node(environment: Mapping[str, str]) -> list[int]:
-    """How many tasks of the step run on each node, from SLURM's form "8(x3),4"."""
+    """The number of tasks of the SLURM step on each node. SLURM writes [8, 8, 8, 4] as "8(x3),4"."""
     text = _given(environment, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
     counts: list[int] = []
     for part in text.split(","):
@@ -189,7 +197,7 @@ def _number(environment: Mapping[str, str], *names: str) -> int:
 
 
 def _given(environment: Mapping[str, str], *names: str) -> str:
-    """The value of the first of these variables that is set; raises UserError where none is."""
+    """The value of the first of these variables that is set. Raises UserError if none is set."""
     value = next((environment[name] for name in names if environment.get(name)), None)
     if value is None:
         raise UserError(
@@ -199,27 +207,27 @@ def _given(environment: Mapping[str, str], *names: str) -> str:
     return value
 
 
-# Where it prints.
+# Output.
 
-ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # in torchrun's environment of ranks
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # torchrun sets this variable for its ranks
 
 
 class Unfailing:
-    """A stream whose write and flush never raise; what cannot be written is lost."""
+    """A stream whose `write` and `flush` never raise an error. Text that cannot be written is lost."""
 
     def __init__(self, stream):
         self.stream, self.lost = stream, False
 
     def write(self, text: str) -> int:
-        """Write the text if that can be done."""
+        """Write the text if this is possible."""
         try:
             return self.stream.write(text)
-        except (OSError, ValueError):  # ValueError: it was closed
+        except (OSError, ValueError):  # ValueError: the stream was closed
             self.lost = True
             return len(text)
 
     def flush(self) -> None:
-        """Flush if that can be done."""
+        """Flush the stream if this is possible."""
         try:
             self.stream.flush()
         except (OSError, ValueError):
@@ -230,16 +238,18 @@ class Unfailing:
 
 
 def keep_printing() -> None:
-    """From here on nothing that is printed raises."""
+    """Replace standard output and standard error, so that printing never raises an error from now on."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
-        if stream is not None and not isinstance(stream, Unfailing):  # None: it was closed when the process began
+        if stream is not None and not isinstance(
+            stream, Unfailing
+        ):  # None: the stream was closed when the process began
             setattr(sys, name, Unfailing(stream))
 
 
 def flush_all(code: int) -> None:
-    """Flush the output. If some of it was lost, end the process with the code at once, since Python's own exit would
-    try again and fail."""
+    """Flush the output. If some output was lost, end the process immediately with this exit code: Python's normal exit
+    would try to write again, and fail."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError, AttributeError):
             stream.flush()
@@ -253,14 +263,15 @@ def harmless(text: str) -> str:
 
 
 def print_line(message: str) -> None:
-    """Print on standard error, `harmless`, if somebody is there to read it."""
+    """Print the message on standard error with control characters escaped (`harmless`), if standard error can be
+    written."""
     with contextlib.suppress(OSError):
         print(harmless(message), file=sys.stderr, flush=True)
 
 
 def write_error_file(message: str) -> None:
-    """Have torchrun's report of a failure end with this message, in place of a link to its manual; without torchrun,
-    nothing."""
+    """Have torchrun's report of a failure end with this message instead of a link to torchrun's manual. Does nothing
+    without torchrun."""
     path = os.environ.get(ERROR_FILE)
     if path:
         extra = {"py_callstack": message, "timestamp": str(int(time.time()))}

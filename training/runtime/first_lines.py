@@ -1,8 +1,8 @@
 """The first lines that a run prints: its dialect, score, data, steps and engines, and changes since a checkpoint.
 
-The lines about steps give their number, the number of epochs, and when the run evaluates and writes checkpoints. The
-lines about data say how many rows are kept, cut and dropped and what to do about it, and show rows as the model sees
-them:
+The lines about steps say how many steps and epochs there are, and when the run evaluates and writes checkpoints. The
+lines about data say how many rows are kept, cut and dropped, give advice if many rows do not fit, and show rows as the
+model sees them:
 
     cut, hh.jsonl, line 7: 256 of 412 tokens
       [156 tokens cut] '\\n\\nHuman: Can you help me?\\n\\nAssistant:' -> ' Of course.</s>'
@@ -32,11 +32,11 @@ NO_POINTS = "no checkpoints: a run that dies begins anew (--save_steps, --save_m
 
 @dataclass(frozen=True, slots=True)
 class RunSchedule:
-    """The steps of a run, counted from 1; computed without a model.
+    """What a run does in which of its steps, which are counted from 1. It is known before a model is loaded.
 
     steps: number of steps. epochs: number of passes over the rows in these steps. schedule: when checkpoints are
-    written. evaluates: step -> whether held-out rows are evaluated after it; None if there are none. They are always
-    evaluated before step 1 too.
+    written. evaluates: step -> whether held-out rows are evaluated after this step; None if there are no held-out rows.
+    They are always evaluated before step 1 too.
     """
 
     steps: int
@@ -51,7 +51,8 @@ class RunSchedule:
 
     @property
     def points(self) -> int:
-        """The number of checkpoints by --save_steps before the last step, from which a run that dies can be resumed."""
+        """The number of checkpoints that --save_steps causes before the last step. If the run dies, it can be resumed
+        from them."""
         return (self.steps - 1) // self.schedule.steps if self.schedule.steps else 0
 
     def lines(self) -> list[str]:
@@ -89,8 +90,9 @@ ARROW = {"texts": "what is learned begins", "pairs": "an answer begins", "prompt
 def counted(rows: FittedRows, noun: str, held_out: FittedRows | None, asked: int = 0) -> str:
     """A text with the numbers of rows: "1,834 texts (226 cut: 12.3 %, 8 dropped: 0.4 %), 96 held out".
 
-    asked: the number of held-out rows that a flag asks for from any source; 0 without such a flag. (--held_out of steps
-    1 and 2 is no such flag: it counts rows of --data_path only, and a run with too few of them ends.)
+    asked: the number of held-out rows that a flag asks for, from whatever data set they come; 0 without such a flag.
+    (The flag --held_out of steps 1 and 2 does not count: it concerns rows of --data_path only, and a run with too few
+    of them ends.)
     """
     if held_out is None:
         return f"{rows.told(noun)}, 0 held out"
@@ -114,8 +116,8 @@ def too_long(
     A dry run shows three rows of each kind. Other runs show one row that is cut, one that is dropped, and one of which
     the tokenizer makes no tokens, if there are such rows.
 
-    flag: the flag that limits the rows' length. models: paths of the models that read the rows. beside: how many
-    further positions the models need.
+    flag: the flag that limits the rows' length. models: paths of the models that read the rows. beside: number of
+    positions that the models need in addition to those of the row.
     """
     whole = args.dry_run
     examples = shown_rows(rows, tokenizer, NOTED) if whole else shown_rows(rows, tokenizer, 1, (CUT, DROPPED, EMPTY))
@@ -128,7 +130,7 @@ def too_long(
 
 
 def warnings(rows: FittedRows, flag: str, args: DataFlags, models: Sequence[str | None], beside: int = 0) -> list[str]:
-    """A warning if many rows are too long. Arguments: as in too_long."""
+    """A warning if many rows are too long; [] otherwise. Arguments: as in `too_long`."""
     limit = getattr(args, flag.removeprefix("--"))
     return rows.warnings(flag, limit, args.overlong, lambda: most_tokens(args, models, beside))
 
@@ -136,7 +138,7 @@ def warnings(rows: FittedRows, flag: str, args: DataFlags, models: Sequence[str 
 def supervised_lines(
     args: SupervisedFlags, noun: str, examples: FittedRows, held_out: FittedRows, tokenizer
 ) -> list[str]:
-    """The first lines of steps 1 and 2. noun: the examples' name in them. A dry run shows more examples."""
+    """The first lines of step 1 or 2. noun: what the lines call the examples. A dry run shows more examples."""
     return [
         f"{counted(examples, noun, held_out)}; {args.total_steps(len(examples))} steps on "
         f"{distributed.ranks_in_words()}",
@@ -147,7 +149,7 @@ def supervised_lines(
 
 
 def supervised_schedule(args: SupervisedFlags, examples: int) -> RunSchedule:
-    """The steps of the whole run over this many examples, also if the run is resumed."""
+    """The schedule of the whole run, also if the run is resumed. examples: number of training examples."""
     total, an_epoch = args.total_steps(examples), args.steps_per_epoch(examples)
     return RunSchedule(total, total / an_epoch, args.schedule(), lambda step: args.evaluates(step, examples))
 
@@ -170,8 +172,8 @@ def dialect_lines(dialect: Dialect, changed: dict) -> str:
 
 
 def score_lines(args: RLHFFlags, dialect: Dialect) -> list[str]:
-    """Lines with the parts of the score and the changes before it enters the rewards, and a warning if the critic
-    starts from a reward model that the score does not use."""
+    """Lines with the parts of the score and with the changes that are made to the score before it becomes a reward; and
+    a warning if the critic starts from a reward model that the score does not use."""
     terms = [(part.what, part.weight) for part in score_parts(args)]
     changes = _score_changes(dialect, args.max_answer_seq_len)
     lines = [f"score = {', '.join([sum_in_words(terms, args.length_penalty), *changes])}"]
@@ -185,8 +187,8 @@ def score_lines(args: RLHFFlags, dialect: Dialect) -> list[str]:
 
 
 def _score_changes(dialect: Dialect, longest: int) -> list[str]:
-    """Descriptions of the changes that `Algorithm.process_scores` makes to a score, in their order. longest: most
-    tokens of a response."""
+    """Descriptions of the changes that `Algorithm.process_scores` makes to a score, in the order in which they are
+    made. longest: largest number of tokens of a response."""
     scaled = {
         "none": "",
         "running": "divided by the standard deviation of all scores so far",
@@ -206,7 +208,7 @@ def _score_changes(dialect: Dialect, longest: int) -> list[str]:
 
 
 def plan_lines(args: RLHFFlags, plan: Plan) -> list[str]:
-    """Lines about data, steps and engines, with prompts that are too long; a dry run shows more examples."""
+    """Lines about data, steps and engines, and examples of prompts that are too long. A dry run shows more examples."""
     stages = ", ".join(f"{config.role} {config.stage}" for config in plan.spec.engine_configs)
     blocks = f"; {len(plan.texts)} blocks of text for mixed pretraining" if plan.texts else ""
     scorer = ""
@@ -233,7 +235,8 @@ def plan_lines(args: RLHFFlags, plan: Plan) -> list[str]:
 
 
 def dynamic_sampling_line(dialect: Dialect) -> list[str]:
-    """A line about the further prompts that a step may draw; none in a dialect without dynamic sampling."""
+    """A line about the further prompts to which a step may draw responses; [] for a dialect without dynamic
+    sampling."""
     most = dialect.dynamic_sampling
     if most == 1:
         return []
@@ -244,7 +247,7 @@ def dynamic_sampling_line(dialect: Dialect) -> list[str]:
 
 
 def pretraining_lines(args: RLHFFlags) -> list[str]:
-    """A line about the critic's pretraining, if there is one."""
+    """A line about the critic's pretraining; [] if the run has none."""
     steps, responses = args.critic_pretrain_steps, args.rows_per_rank * distributed.data_parallel_size()
     if not steps:
         return []
@@ -252,7 +255,7 @@ def pretraining_lines(args: RLHFFlags) -> list[str]:
 
 
 def run_schedule(args: RLHFFlags, plan: Plan) -> RunSchedule:
-    """The steps of the whole run of step 3, also if the run is resumed."""
+    """The schedule of the whole run of step 3, also if the run is resumed."""
 
     def evaluates(step: int) -> bool:
         return step == plan.last_step or bool(args.eval_steps and step % args.eval_steps == 0)
@@ -271,7 +274,7 @@ def changes_since(plan: Plan) -> list[str]:
 
 # Rows as the model is shown them.
 
-LONGEST = 160  # characters of one text; what is longer loses its middle
+LONGEST = 160  # characters that are shown of one text; a longer text loses its middle
 SIDES = ("chosen", "rejected")
 
 
@@ -314,7 +317,9 @@ def _marked(ids: list[int], marks: list[tuple[int, str]], tokenizer, start: int 
     """The text of the ids from position `start` on, with the texts of `marks` inserted at their positions."""
     words, told = [], 0
     for position in sorted({start, *(position for position, _ in marks), len(ids)}):
-        text = tokenizer.decode(ids[:position], clean_up_tokenization_spaces=False)  # not alone: spaces would be lost
+        text = tokenizer.decode(
+            ids[:position], clean_up_tokenization_spaces=False
+        )  # all ids together: in parts, spaces would be lost
         words += [_shortened(text[told:])] * (position > start and len(text) > told)
         words += [word for place, word in marks if place == position]
         told = len(text)

@@ -2,12 +2,13 @@
 what has happened to it.
 
 Watch threads send heartbeats over separate sockets, independent of the collective calls of main threads. A rank
-    died        its connection ended without notice
-    is cut off  its machine has not answered for CUT_OFF seconds, as TCP's keepalive found
-    is silent   its machine answers but the rank does not: its process is stopped, or is in a call that lets no other
-                thread run. Other ranks on the same machine report which of the two it is.
-torch does not distinguish these: gloo names an address or nothing, NCCL's watchdog names the call. Silence is counted
-in rounds, not seconds, so that time in which rank 0 itself did not run does not count against other ranks.
+    died        if its connection ended without notice
+    is cut off  if its machine has not answered for CUT_OFF seconds, as TCP's keepalive found
+    is silent   if its machine answers but the rank does not: its process is stopped, or is in a call that lets no other
+                thread run. Other ranks on the same machine report which of the two is the case.
+torch does not distinguish these cases: gloo names an address or nothing, NCCL's watchdog names the collective call.
+Silence is counted in rounds and not in seconds, so that time in which rank 0 itself did not run does not count as
+silence of other ranks.
 
 Other programs are kept out: each message has to prove that its sender has the run's key, which ranks get through the
 process group. Once all ranks have connected, no further connection is accepted.
@@ -30,16 +31,16 @@ from training.runtime.agreement import USER_ERROR, first_of
 from training.runtime.environment import print_line, write_error_file
 from training.runtime.processes import ALONE, place, state_of, this_machine
 
-ROUND = 1.0  # seconds
+ROUND = 1.0  # seconds between two heartbeats
 SETTLE = 2  # rounds from the first sign of a failure to the verdict: the cause may be reported after its effects
-LINE, SILENT = 60, 75  # rounds of silence before a line says so, and before the run is ended
+LINE, SILENT = 60, 75  # rounds of silence after which a line about it is printed, and after which the run is ended
 OTHERS_END = 10  # rounds that the other ranks have to end by themselves when one has ended with a message
-STOPPED = {"T": "is stopped (a signal stopped its process)", "t": "is stopped (by a debugger)"}  # of /proc/PID/stat
-CUT_OFF = 40  # seconds without an answer of the other machine
+STOPPED = {"T": "is stopped (a signal stopped its process)", "t": "is stopped (by a debugger)"}  # by /proc/PID/stat
+CUT_OFF = 40  # seconds without an answer of the other machine, after which it counts as cut off
 EVERYWHERE = "0.0.0.0"
-STRANGERS, PROVE = 64, 10  # connections at once that have not proven to be a rank's, and seconds that they have for it
-HELD_BACK = 1 << 20  # bytes that wait for a receiver who does not read; further messages are dropped
-LONGEST = 1 << 20  # bytes of a line
+STRANGERS, PROVE = 64, 10  # limits for connections not yet proven to be a rank's: their number, and their seconds
+HELD_BACK = 1 << 20  # limit of bytes that wait for a receiver who does not read; further messages are dropped
+LONGEST = 1 << 20  # limit of a line, in bytes
 
 
 class Connection:
@@ -54,7 +55,7 @@ class Connection:
         self.socket = connection
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        # Have the system report that the other end is cut off, whether something is on the way or not.
+        # Have the system report if the other end is cut off, whether unacknowledged data are on the way or not.
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in (("KEEPIDLE", 10), ("KEEPINTVL", 10), ("KEEPCNT", 3), ("USER_TIMEOUT", CUT_OFF * 1000)):
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, f"TCP_{option}"), value)
@@ -78,8 +79,8 @@ class Connection:
 
         If the connection has ended, messages that arrived before its end are returned first.
 
-        Raises: ConnectionResetError if the other end closed the connection, another OSError if it was lost; ValueError
-        for a line without proof, or a line that is too long.
+        Raises: ConnectionResetError if the other end closed the connection; another OSError if the connection was lost;
+        ValueError for a line without a valid proof, or a line that is too long.
         """
         while len(self._unread) <= LONGEST:
             try:
@@ -110,16 +111,16 @@ class Connection:
 
 
 def lost_by(error: OSError | ValueError) -> str:
-    """What has happened to a rank whose connection ended with this error, as a text."""
+    """A text on what has happened to a rank whose connection ended with this error."""
     died = isinstance(error, (ConnectionResetError, BrokenPipeError, ValueError))
     return "has died" if died else f"is cut off ({getattr(error, 'strerror', None) or error})"
 
 
 @dataclass
 class Rank:
-    """What rank 0 knows about a rank. beat: its last heartbeat. quiet: rounds since then. left: its exit code, after it
-    has reported that it ends. lost: how its connection ended. trouble: the error that it reported. state: the kernel's
-    state of its process. announced: whether a line about its silence was printed."""
+    """What rank 0 knows about a rank. beat: the rank's last heartbeat. quiet: number of rounds since this heartbeat.
+    left: the rank's exit code, if it has reported that it ends. lost: how its connection ended. trouble: the error that
+    it reported. state: the kernel's state of its process. announced: whether a line about its silence was printed."""
 
     number: int
     beat: dict = field(default_factory=dict)
@@ -135,7 +136,7 @@ class Rank:
 
     @property
     def where(self) -> str:
-        """The rank's phase and step, their start time, and what the rank began last, as a text."""
+        """A text with the rank's phase and step, their start time, and what the rank began last."""
         if not self.beat:
             return "before it could say where"
         step = f" of step {self.beat['step']}" if self.beat["step"] else ""
@@ -144,7 +145,7 @@ class Rank:
 
     @property
     def silence(self) -> str:
-        """In what way the rank is silent, in which phase, and for how long, as a text."""
+        """A text on how the rank is silent, in which phase, and for how long."""
         how = STOPPED.get(self.state or "", "says nothing, though its process lives" if self.state else "is silent")
         return f"{self} {how} {self.where} for {self.quiet} s"
 
@@ -161,7 +162,8 @@ class Rank:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Why all ranks end. stacks: the ranks that print their stack traces. stuck: (machine, id) of processes to kill."""
+    """The decision that all ranks end. message: the reason. stacks: the ranks that print their stack traces. stuck:
+    (machine, process id) of the processes to kill."""
 
     message: str
     code: int = 1
@@ -170,7 +172,8 @@ class Verdict:
 
 
 class Monitor(threading.Thread):
-    """Rank 0's side. host: the address at which it listens; EVERYWHERE if ranks know this host by several addresses."""
+    """Rank 0's side of the heartbeats: receives them and decides when the run ends. host: the address at which it
+    listens; EVERYWHERE if the ranks reach this host by different addresses."""
 
     def __init__(self, world: int, timeout_minutes: float, host: str = "127.0.0.1"):
         super().__init__(name="heartbeats", daemon=True)
@@ -181,7 +184,7 @@ class Monitor(threading.Thread):
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._known: dict[Connection, Rank] = {}
-        self._strangers: dict[Connection, float] = {}  # {connection that is not known to be a rank's: since when}
+        self._strangers: dict[Connection, float] = {}  # {connection not yet proven to be a rank's: its start time}
         self._still = self._failing = 0  # rounds without a move of any rank; rounds since the first sign of a failure
         self._moves: list[tuple] = []
         self._over = threading.Event()
@@ -224,13 +227,13 @@ class Monitor(threading.Thread):
             rank.quiet = 0 if rank.number in heard else rank.quiet + 1
 
     def _accept(self) -> None:
-        """Accept a connection, which still has to prove that it is a rank's. If there are too many of these, the oldest
-        is closed."""
+        """Accept a connection, which then has to prove that it is a rank's. If there are too many unproven connections,
+        the oldest of them is closed."""
         if len(self._strangers) >= STRANGERS:
             self._drop(next(iter(self._strangers)))
         try:
             connection = Connection(self._listener.accept()[0], self.key, listens=True)
-        except OSError:  # closed again by the other end, or too many open files
+        except OSError:  # the other end has closed it again, or too many files are open
             time.sleep(0.01)
             return
         self._strangers[connection] = time.monotonic()
@@ -257,7 +260,8 @@ class Monitor(threading.Thread):
                 self.ranks[int(number)].state = state
 
     def _know(self, connection: Connection, rank: Rank) -> None:
-        """Note that a connection is this rank's. After the last rank, stop listening and close other connections."""
+        """Note that this connection is the rank's. When all ranks are connected, stop listening, and close all other
+        connections."""
         del self._strangers[connection]
         self._known[connection] = rank
         if len(self._known) == len(self.ranks):
@@ -303,8 +307,8 @@ class Monitor(threading.Thread):
         return Verdict(self._quoted(troubled[0]), code=troubled[0].beat.get("code", 1))
 
     def _quoted(self, rank: Rank) -> str:
-        """The error that a rank reported, with its host unless all ranks reported an error. A user's mistake is quoted
-        without the rank's number, since all ranks report the same text."""
+        """A text with the error that a rank reported, and with the rank's host unless all ranks reported an error. For
+        a user's mistake the rank's number is left out, since all ranks report the same text."""
         hosts = [other.beat.get("host", "") for other in self.ranks]
         if rank.beat.get("code") == USER_ERROR:
             return f"error: {first_of([other.trouble for other in self.ranks], hosts)}"
@@ -313,8 +317,8 @@ class Monitor(threading.Thread):
         return (f"rank {rank.number}: " if rank.number else "") + (rank.trouble or "")
 
     def _silent(self) -> Verdict | None:
-        """The verdict if ranks are silent although their machines answer. Announces ranks that have been silent for
-        LINE rounds."""
+        """The verdict if ranks are silent although their machines answer; else None. Prints a line about each rank that
+        has been silent for LINE rounds."""
         for rank in self.ranks:
             if rank.quiet >= LINE and rank.left is None and not rank.announced:
                 rank.announced = True
@@ -326,7 +330,8 @@ class Monitor(threading.Thread):
         return Verdict(message, stuck=tuple(rank.process for rank in missing if rank.beat))
 
     def _stuck(self) -> Verdict | None:
-        """The verdict if no rank has moved for the time limit: no pass through a model, no new phase."""
+        """The verdict if no rank has moved for as long as the time limit allows; else None. A rank moves if it passes
+        through a model or enters a phase."""
         moves = [(rank.beat.get("moves"), rank.beat.get("phase"), rank.beat.get("step")) for rank in self.ranks]
         alone = any(phase in ALONE for _, phase, _ in moves)
         self._still = 0 if moves != self._moves or alone else self._still + 1
@@ -346,8 +351,8 @@ class Monitor(threading.Thread):
         )
 
     def _behind(self) -> list[Rank]:
-        """The ranks in the phase with the fewest ranks (of two such phases, in the older one); [] if all ranks are in
-        the same phase."""
+        """The ranks that are probably behind: those in the phase with the fewest ranks, and among several such phases
+        in the oldest one. [] if all ranks are in the same phase."""
         groups: dict[tuple, list[Rank]] = {}
         for rank in self.ranks:
             groups.setdefault((rank.beat.get("step"), rank.beat.get("phase")), []).append(rank)
@@ -357,9 +362,10 @@ class Monitor(threading.Thread):
 
 
 class Reporter:
-    """A rank's side: sends heartbeats, and reads rank 0's messages.
+    """Each rank's side of the heartbeats: sends them to rank 0, and reads rank 0's messages.
 
-    verdict: why all ranks end; None while they do not. others_left: whether another rank has ended or is lost.
+    verdict: the decision that all ranks end; None until there is one. others_left: whether another rank has ended or is
+    lost.
     """
 
     def __init__(self, rank: int, address: tuple[str, int], key: bytes):
@@ -380,7 +386,7 @@ class Reporter:
         self.say()
 
     def say(self, **words) -> dict:
-        """Send a heartbeat to rank 0. words: fields that this and all further heartbeats get. Returns the heartbeat."""
+        """Send a heartbeat to rank 0; returns it. words: fields that this heartbeat and all later ones get."""
         self._words |= words
         beat = {
             "rank": self.rank,
@@ -425,7 +431,7 @@ class Reporter:
                 print_line(first.silence)
 
     def hear(self) -> None:
-        """Read rank 0's messages. Messages that arrived before the connection ended are read too."""
+        """Read rank 0's messages, also those that arrived before the connection ended."""
         try:
             heard = self._connection.receive()
         except (OSError, ValueError) as error:
@@ -469,7 +475,7 @@ def meeting_address() -> str:
 
 
 def _listener(host: str, backlog: int) -> socket.socket:
-    with contextlib.suppress(OSError):  # the address may lead here without being one of this machine's own
+    with contextlib.suppress(OSError):  # the address may be forwarded to this machine without being its own
         return socket.create_server(
             (host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=backlog
         )

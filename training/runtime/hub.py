@@ -1,16 +1,16 @@
-"""The trained model on the Hugging Face Hub: its model card, and the upload after the end of a run.
+"""Writes model cards, and uploads the trained model to the Hugging Face Hub at the end of a run.
 
     add_card(folder, output_dir, "actor")                # when the model is saved
     renew_cards(output_dir, {"actor": folder})           # at the run's end, with its last evaluation
     push(args, {"actor": folder})
 
-A card is the README.md of a saved model, made from the run's record and its metrics. It may be published: it names
-models and data of the Hub, and says of those on the user's disk only that they are local. Paths, file names, commands,
-host names and names of the user's functions stay in run.json. A card ends with the hash of the text above it. A card
-whose hash does not match was edited by the user, and is kept.
+A model card is the README.md of a saved model. It is made from run.json and metrics.jsonl. Since it may be published,
+it names only those models and data that are on the Hub, and calls others local. It has no paths, file names, commands,
+host names or names of the user's functions; these are in run.json only. A card ends with the hash of the text above it.
+If the hash does not match, the user has edited the card, and it is kept.
 
-A failed upload costs nothing: the model is already saved. The run's exit code stays 0, since code 1 would make
-schedulers run the whole command again. The warning contains the command that repeats the upload.
+If the upload fails, the model is still saved on the disk. The run's exit code stays 0 then, since code 1 would make
+schedulers run the whole command again. A warning contains the command that repeats the upload.
 """
 
 import contextlib
@@ -132,7 +132,7 @@ ROLES = {
     ),
 }
 
-# How a saved model is loaded: Python that runs as it stands in the model's folder.
+# Examples of how a saved model is loaded. The Python code runs in the model's folder as it is.
 GENERATE = """from transformers import AutoModelForCausalLM, AutoTokenizer
 
 tokenizer = AutoTokenizer.from_pretrained(FOLDER)
@@ -187,7 +187,7 @@ SHOWN_FLAGS = (
     *("actor_lora_dim", "critic_lora_dim", "only_optimize_lora", "critic_pretrain_steps", "pairwise_loss"),
     *("normalization_samples", "dtype", "seed"),
 )
-"""A run's flags that its card lists, where they are given and not 0."""
+"""The flags that a card lists, if they were given and are not 0."""
 HELD_OUT = {
     "sft": (("loss, nats a token", "loss"), ("perplexity", "perplexity")),
     "reward": (("accuracy on pairs", "accuracy"), ("loss, nats a pair", "pair_loss"), ("margin", "margin")),
@@ -199,9 +199,9 @@ HELD_OUT = {
 class RunFacts:
     """The facts from which a card is made.
 
-    start: the last entry of run.json. rows: those of metrics.jsonl. steps: the number of steps that the model was
-        trained for.
-    known: {path: Hub name} of models on disk whose cards give the name.
+    start: the last entry of run.json. rows: the rows of metrics.jsonl. steps: number of steps for which the model was
+        trained.
+    known: {path: Hub name} of models on the disk whose cards tell their names on the Hub.
     """
 
     start: Mapping
@@ -211,9 +211,10 @@ class RunFacts:
 
     @classmethod
     def read(cls, output_dir: Path, steps: int | None = None) -> "RunFacts | None":
-        """The facts of the run in a folder, up to `steps` steps; None without a run.json.
+        """The facts about the run in this folder; None if it has no run.json. steps: the step up to which the run is
+        considered; None for the whole run.
 
-        Raises: OSError, and UserError where run.json is no record.
+        Raises: OSError; UserError if run.json is no record of a run.
         """
         if not (output_dir / RUN_FILE).is_file():
             return None
@@ -232,7 +233,7 @@ class RunFacts:
 
 
 def model_card(run: RunFacts, name: str) -> str:
-    """The card of the model that the run saved as the folder `name` ("." for the output folder itself)."""
+    """The text of the card of the model that the run saves in the folder `name` ("." for the output folder itself)."""
     role, adapter = name.removesuffix("_adapter") if run.kind == "ppo" else run.kind, name.endswith("adapter")
     flags = run.start["flags"]
     data = hub_names(path for flag in DATA_FLAGS for path in _listed(flags.get(flag)))
@@ -257,7 +258,8 @@ def merge_card(
 ) -> str:
     """The card of a merged model.
 
-    source: the note (`training.merge`'s merged_from.json). versions, git: as run.json has them. known: as of RunFacts.
+    source: the content of merged_from.json, which training.merge writes. versions, git: as in run.json. known: as in
+    RunFacts.
     """
     sft, trained, measured = source["sft"], source["trained"], source.get("measured")
     held_out = "Not measured."
@@ -333,14 +335,14 @@ def _how(run: RunFacts) -> Iterator[str]:
 
 
 def _departures(resolved: Mapping) -> str:
-    """The fields in which a run's dialect departs from the dialect of its name."""
+    """A text with the fields in which the run's dialect differs from the dialect of the same name."""
     try:
         named = get_dialect(resolved["name"])
     except UserError:
         return ", one of the run's own"
 
     def plain(value: object) -> object:
-        return list(value) if isinstance(value, tuple) else value  # as JSON has it
+        return list(value) if isinstance(value, tuple) else value  # the form that JSON gives it
 
     changed = [
         f"`{name}={value}` ({getattr(named, name)})"
@@ -351,7 +353,8 @@ def _departures(resolved: Mapping) -> str:
 
 
 def _held_out(run: RunFacts, averaged: bool) -> Iterator[str]:
-    """The table of the evaluations before the first step and after the last. averaged: of the averaged weights."""
+    """The lines of a table of held-out metrics before the first step and after the last one. averaged: whether they are
+    those of the averaged weights."""
     measured = [row for row in run.rows if any(n.startswith("eval/") and not n.endswith(ENDINGS) for n in row)]
     first = next((row for row in measured if row["step"] == 0), {})
     last = next((row for row in reversed(measured) if row["step"] > 0), {})
@@ -377,7 +380,7 @@ def _held_out(run: RunFacts, averaged: bool) -> Iterator[str]:
 
 
 def loading(task: str | None, adapter: bool) -> str:
-    """How a model for this task is loaded, whole or an adapter alone, as Markdown."""
+    """Markdown that shows how a model for this task is loaded. adapter: whether the folder holds an adapter alone."""
     if task is None:
         return CRITIC
     scores = task == "text-classification"
@@ -412,25 +415,26 @@ def _listed(value: str | Sequence[str] | None) -> list[str]:
     return [value] if isinstance(value, str) else list(value or [])
 
 
-# Names on the Hub. A run's flags have absolute paths for all that stands on the disk
-# (training/config/flags.py), so that what could be a name on the Hub is one.
+# Names on the Hub. In a run's flags the path of anything that is on the disk is absolute (training/config/flags.py).
+# Therefore a value that could be a name on the Hub is one.
 _NAME = re.compile(r"\w[\w.-]{0,95}(/\w[\w.-]{0,95})?")
 
 
 def is_hub_name(given: str) -> bool:
-    """Whether a model's or data set's value of a run's flags is a name on the Hub."""
+    """Whether the value of a flag for a model or data set, as run.json has it, is a name on the Hub."""
     found = _NAME.fullmatch(given) is not None and given != DEEPSPEED_CHAT_FILES
     return found and not given.removesuffix(".gz").removesuffix(".zst").endswith(DATA_ENDINGS)
 
 
 def hub_names(given: Iterable[str], known: Mapping[str, str] | None = None) -> list[str]:
-    """The names on the Hub among the given values, each once; a folder in `known` counts by its Hub name."""
+    """The names on the Hub among the given values, without repetition. A folder that is a key of `known` is replaced by
+    its name on the Hub."""
     names = [(known or {}).get(path, path) for path in given]
     return list(dict.fromkeys(name for name in names if is_hub_name(name)))
 
 
 def publicly(given: str, what: str, known: Mapping[str, str] | None = None) -> str:
-    """What may be published about a model or (`what` "data") a data set, in Markdown."""
+    """Markdown with what may be published about a model or a data set. what: "data" for a data set."""
     if is_hub_name(given):
         return f"[{given}](https://huggingface.co/{'datasets/' if what == 'data' else ''}{given})"
     if known and given in known:
@@ -440,7 +444,8 @@ def publicly(given: str, what: str, known: Mapping[str, str] | None = None) -> s
 
 
 def known_names(paths: Iterable[str | None]) -> dict[str, str]:
-    """{path: Hub name of the model that it was trained from}, as far as a card written by this program says it."""
+    """{path: Hub name of the model from which the model at this path was trained}, for the paths whose cards were
+    written by this program and tell the name."""
     found = {}
     for path in paths:
         if path is None or is_hub_name(path):
@@ -459,12 +464,13 @@ _SIGNED = re.compile(r"<!-- card of four-engine-rlhf ([0-9a-f]{64}): .* -->\n\Z"
 
 
 def signed(text: str) -> str:
-    """A card's text with the line that marks it as written by the program."""
+    """The card's text, followed by the line that marks the text as written by this program."""
     return f"{text}\n<!-- card of four-engine-rlhf {_digest(text)}: a later save replaces it, if nobody edits it -->\n"
 
 
 def is_edited(path: Path) -> bool:
-    """Whether there is a README.md that this program did not write, or that was edited since. Raises: OSError."""
+    """Whether the README.md at this path exists and was not written by this program, or was edited later. Raises:
+    OSError."""
     if not path.is_file():
         return False
     text = path.read_bytes().decode(errors="replace")
@@ -477,10 +483,10 @@ def _digest(text: str) -> str:
 
 
 def add_card(folder: Path, output_dir: Path, name: str, steps: int | None = None) -> None:
-    """Write the card of the model that the run in `output_dir` saves as `name` into `folder`.
+    """Write a card into `folder`, which holds the model that the run in `output_dir` saves as `name`.
 
-    steps: for a model exported from a checkpoint, the checkpoint's step. Without a run.json (the checkpoint was moved,
-    say) no card is written, and a line says so.
+    steps: for a model that is exported from a checkpoint, the checkpoint's step. If there is no run.json, for example
+    because the checkpoint was moved, no card is written, and a line says so.
     """
     with _failures_noted(folder if steps is not None else output_dir / name):
         if (run := RunFacts.read(output_dir, steps)) is not None:
@@ -490,7 +496,7 @@ def add_card(folder: Path, output_dir: Path, name: str, steps: int | None = None
 
 
 def add_merge_card(folder: Path, source: Mapping) -> None:
-    """The same for a merged model; source: what its note says of where it comes from."""
+    """Write a card into `folder`, which holds a merged model. source: the content of its merged_from.json."""
     with _failures_noted(folder):
         known = known_names([source["sft"], *source["trained"]])
         text = merge_card(source, versions(), git_state(Path(__file__).parent), known)
@@ -498,7 +504,8 @@ def add_merge_card(folder: Path, source: Mapping) -> None:
 
 
 def renew_cards(output_dir: Path, saved: Mapping[str, Path]) -> None:
-    """Write the cards of saved models again, with later measurements; edited cards stay (one process calls this)."""
+    """Write the cards of saved models again, because there are later measurements. Edited cards are kept (one process
+    calls this)."""
     for name, folder in saved.items():
         with _failures_noted(folder):
             if (folder / CARD).is_file() and not is_edited(folder / CARD):
@@ -507,29 +514,30 @@ def renew_cards(output_dir: Path, saved: Mapping[str, Path]) -> None:
 
 @contextlib.contextmanager
 def _failures_noted(model: Path) -> Iterator[None]:
-    """Note a card that cannot be made, and go on: a page of text is not worth hours of training."""
+    """If a card cannot be made within this block, note this and go on: a missing card must not end a run."""
     try:
         yield
-    except Exception as error:  # of what a file holds, too
+    except Exception as error:  # also an error in the content of a file
         note_unwritten(f"the model card {model / CARD}", error)
 
 
 # The upload.
 
 UPLOADED = ("actor", "actor_adapter", ".", "adapter")
-"""The folder that is uploaded: the first of these that was saved, the whole model before the adapter."""
-LONGEST = timedelta(days=7)  # that an upload may take while the other ranks wait
-REFUSED = (401, 403)  # statuses for a token that is invalid or lacks rights; others mean trouble at the Hub
+"""Names of saved models. The first of them that was saved is uploaded: a whole model rather than an adapter."""
+LONGEST = timedelta(days=7)  # longest time of an upload, during which the other ranks wait
+REFUSED = (401, 403)  # HTTP statuses for a token that is invalid or lacks rights; other errors are the Hub's
 LOG_IN = "Log in with `hf auth login` or set HF_TOKEN, or leave --push_to_hub out."
 
 
 class NotUploaded(Exception):
-    """Why a model was not uploaded, where the Hub has not been asked."""
+    """Raised if a model is not uploaded for a reason that was found before the Hub was asked."""
 
 
 def check_hub(args: HubFlags) -> None:
-    """Check before the run, in one process, what an upload needs: a token that the Hub knows, and that the repository
-    is not public where a private one is meant. Without a network only the presence of a token is checked.
+    """Check, before the run and in one process, whether an upload will be possible: the Hub must know the token, and
+    the repository must not be public if --hub_private is true. Without a network, only the presence of a token is
+    checked.
 
     Raises: UserError.
     """
@@ -548,7 +556,7 @@ def check_hub(args: HubFlags) -> None:
                 raise UserError(f"{given}: {_public_refusal(args)}")
     except UserError:
         raise
-    except Exception as error:  # the HTTP library's own kinds too, whichever that is
+    except Exception as error:  # also errors of the HTTP library, which may be one of several
         if isinstance(error, HfHubHTTPError) and error.response.status_code in REFUSED:
             raise UserError(f"{given}: the Hub does not take the token ({one_line(error)}). {LOG_IN}") from None
         _say(f"{given}: the Hub cannot be asked now ({one_line(error)}); it is tried when the run has ended")
@@ -557,10 +565,11 @@ def check_hub(args: HubFlags) -> None:
 
 
 def push(args: HubFlags, saved: Mapping[str, Path]) -> None:
-    """Upload the trained model if that was asked for, and say where it is, or why it is not (all ranks call this).
+    """Upload the trained model if --push_to_hub is given. Prints its address, or why it was not uploaded (all ranks
+    call this).
 
-    saved: the folders of the run's models by name. Only files that are the model's are uploaded: other files in the
-    folder, such as run.json beside an SFT model, hold paths and names of the machine.
+    saved: {name: folder} of the run's models. Only the model's own files are uploaded: other files in the folder, such
+    as run.json beside an SFT model, contain paths and names of the machine.
     """
     if not args.push_to_hub:
         return
@@ -580,7 +589,7 @@ def push(args: HubFlags, saved: Mapping[str, Path]) -> None:
 
 
 def upload(args: HubFlags, folder: Path, files: list[str]) -> str:
-    """Upload these files of the folder; returns the address. Raises whatever goes wrong."""
+    """Upload these files of the folder; returns the model's address. Errors of any kind are raised."""
     if is_adapter(folder):
         base = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))["base_model_name_or_path"]
         if not is_hub_name(base):
@@ -610,7 +619,7 @@ def _public_refusal(args: HubFlags) -> str:
 
 
 def upload_command(args: HubFlags, folder: Path, files: list[str]) -> str:
-    """The command of the Hub's own program that makes the same upload."""
+    """The command that makes the same upload with the Hub's own program, `hf`."""
     words = ["hf", "upload", str(args.hub_model_id), str(folder), "."]
     words += ["--private" if args.hub_private else "--no-private"]
     return shlex.join(words + [word for file in files for word in ("--include", file)])

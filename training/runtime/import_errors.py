@@ -1,9 +1,8 @@
-"""Errors before a run begins: a failed import on this host, which the waiting ranks of other hosts are told; or a
-Ctrl-C.
+"""Handles errors before a run begins: an import that fails on this host, or a Ctrl-C.
 
-Importing this module installs an exception hook: an unhandled error then also ends the other ranks, with one message
-that names the host. `training.runtime.startup.run` handles later errors. The hook needs only torch and numpy, without
-which the launchers themselves fail.
+Importing this module installs an exception hook. An unhandled error then also ends the other ranks, which wait for this
+one, with one message that names the host. `training.runtime.startup.run` handles later errors. The hook needs only
+torch and numpy, without which the launchers themselves fail.
 """
 
 import contextlib
@@ -18,10 +17,8 @@ from training.runtime.environment import of_srun, on_several_hosts, print_line, 
 
 
 def tell_all_hosts(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """End this process with code 2 and tell the ranks that wait for it; on a single host, act as the default hook does.
-    A Ctrl-C ends it with 75.
-
-    For sys.excepthook.
+    """The exception hook (sys.excepthook). Ends this process with exit code 2, or 75 for a Ctrl-C, and tells the ranks
+    that wait for this one. On a single host it does what Python's default hook does.
     """
     try:
         environment = {**os.environ, **of_srun(os.environ)}
@@ -45,9 +42,9 @@ def tell_all_hosts(kind: type[BaseException], error: BaseException, trace: Trace
     if printed:
         print_line(message)
     with contextlib.suppress(ImportError):
-        from training.runtime.agreement import MeetingPoint  # which needs torch
+        from training.runtime.agreement import MeetingPoint  # needs torch
 
-        printed = MeetingPoint(environment).announce(message, 2) or printed  # by rank 0, where it is reached
+        printed = MeetingPoint(environment).announce(message, 2) or printed  # rank 0 prints it, if reached
     if not printed:
         print_line(message)
     sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""The memory that a run will take (workload of its flags, this machine, table), and the measured memory."""
+"""Prints the memory that a run will take on this machine, and compares the plan with the measured memory."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +24,7 @@ from training.reporting.step_metrics import phase_memory
 
 
 def workload(args: RLHFFlags, dialect: Dialect) -> Workload:
-    """The workload (lengths, batches, rollouts) of step 3's flags."""
+    """The workload (lengths, batches, rollouts) that step 3's flags describe."""
     return Workload(
         prompt=args.max_prompt_seq_len,
         response=args.max_answer_seq_len,
@@ -44,7 +44,8 @@ def workload(args: RLHFFlags, dialect: Dialect) -> Workload:
 
 
 def this_cluster() -> Cluster:
-    """The run's machines, if all are like this one. A GPU's memory is known only if this machine has one."""
+    """The run's machines, under the assumption that all are like this one. The memory of a GPU is known only if this
+    machine has GPUs."""
     gpus = ranks_of_this_machine()
     gpu = torch.cuda.mem_get_info()[1] if on_gpu() else None
     nodes = -(-distributed.world_size() // gpus)
@@ -52,29 +53,29 @@ def this_cluster() -> Cluster:
 
 
 def setting_here(args: RLHFFlags, dialect: Dialect) -> Setting:
-    """The setting of step 3 on machines like this one."""
+    """The planner's setting for step 3 on machines like this one."""
     return Setting(args.spec, workload(args, dialect), this_cluster())
 
 
 def training_bytes(args: RLHFFlags, dialect: Dialect) -> int | str:
-    """The bytes that training takes on a rank beyond the loaded engines, for `build_rollouts`; or a text that says why
-    they are not known. On CPUs a run plans nothing. Errors in the planning do not end the run."""
+    """The number of bytes that training takes on a rank in addition to the loaded engines, for `build_rollouts`; or a
+    text that says why it is not known. On CPUs no memory is planned. An error in the planning does not end the run."""
     if not on_gpu():
         return UNPLANNED
     try:
-        with torch.random.fork_rng(devices=[]):  # the run draws as it would without
+        with torch.random.fork_rng(devices=[]):  # the planning must not change the run's random numbers
             return setting_here(args, dialect).planned().training
-    except Exception as error:  # whatever it is, the run can do without
+    except Exception as error:  # any error: the run does not need the plan
         return f"what training takes is not known ({' '.join(str(error).split()) or type(error).__name__})"
 
 
 @contextlib.contextmanager
 def memory_compared(args: RLHFFlags, dialect: Dialect, resumed: bool, say: Callable[[str], None]) -> Iterator[None]:
-    """Measure the peak of each phase of the step within this context on the main rank's GPU, and print a line of
-    planned and measured bytes.
+    """Measure the peak memory of each phase of the step that is made within this block, on the main rank's GPU, and
+    print a line with planned and measured memory.
 
-    resumed: whether Adam has its moments before the step. Errors in the planning do not end the run. On CPUs, which
-    have no peak counters, nothing is measured or planned.
+    resumed: whether the run was resumed, so that Adam has its moments before the step. An error in the planning does
+    not end the run. On CPUs, which have no peak counters, nothing is measured or planned.
     """
     if not distributed.is_main() or not on_gpu():
         yield
@@ -88,20 +89,21 @@ def memory_compared(args: RLHFFlags, dialect: Dialect, resumed: bool, say: Calla
 
 
 def comparison(args: RLHFFlags, measured: dict[str, int], make: Callable[[], MemoryPlan], resumed: bool) -> str:
-    """A line with planned and measured GB of a GPU at each phase's peak. measured: {phase of the step: bytes}."""
-    names = {"generate": "generate", "make_experience": "experience", "train": "train"}  # of phases, and the plan's
+    """A line with the planned and the measured GB of a GPU, at the peak of each phase. measured: {phase of the step:
+    bytes}."""
+    names = {"generate": "generate", "make_experience": "experience", "train": "train"}  # {phase: its name in the plan}
     counted = {names[phase]: size for phase, size in measured.items() if phase in names}
     try:
         if ROLLOUT_BACKENDS[args.rollout_backend] is not None:
             raise UserError(f"--rollout_backend {args.rollout_backend} is your own")
-        with torch.random.fork_rng(devices=[]):  # the run draws as it would without
+        with torch.random.fork_rng(devices=[]):  # the planning must not change the run's random numbers
             plan = make()
-    except Exception as error:  # whatever it is, the run has what it needs
+    except Exception as error:  # any error: the run does not need the plan
         why = " ".join(str(error).split()) or type(error).__name__
         figures = ", ".join(f"{phase} {gb(size)}" for phase, size in counted.items())
         return f"memory, measured GB of rank 0 at each phase's peak: {figures}; not planned: {why}"
     planned = {phase: plan.peak_of(phase).device.total for phase in counted}
-    if not resumed:  # Adam has no moments before the first step trains
+    if not resumed:  # Adam has no moments until the first optimizer step
         planned |= {phase: size - plan.adam for phase, size in planned.items() if phase != "train"}
     figures = ", ".join(f"{phase} {gb(planned[phase])} / {gb(size)}" for phase, size in counted.items())
     beyond = "; --reward_function's own is in what is measured alone" if args.reward_function else ""
@@ -109,8 +111,8 @@ def comparison(args: RLHFFlags, measured: dict[str, int], make: Callable[[], Mem
 
 
 def memory_lines(args: RLHFFlags, dialect: Dialect) -> list[str]:
-    """The memory table of step 3 on machines like this one, with changes that would make it fit; or a line that says
-    why there is none."""
+    """The memory table of step 3 on machines like this one, and changes that would make the run fit; or a line that
+    says why there is no table."""
     models = (args.actor_model_name_or_path, args.critic_model_name_or_path, args.reward_model_name_or_path)
     setting = setting_here(args, dialect)
     planned = _planned(args, models, setting.planned)
@@ -122,18 +124,18 @@ def memory_lines(args: RLHFFlags, dialect: Dialect) -> list[str]:
 
 
 def memory_of_one_model(args: SupervisedFlags) -> list[str]:
-    """The memory table of step 1 or 2, or a line that says why there is none."""
+    """The memory table of step 1 or 2, or a line that says why there is no table."""
     planned = _planned(args, (args.model_name_or_path,), lambda: planned_model(args))
     return [planned if isinstance(planned, str) else table(planned, f"{distributed.ranks_in_words()}, {args.dtype}")]
 
 
 def planned_model(args: SupervisedFlags) -> MemoryPlan:
-    """The plan of step 1 or 2 on machines like this one; raises UserError as `plan_one_model` does."""
+    """The memory plan of step 1 or 2 on machines like this one. Raises UserError as `plan_one_model` does."""
     return plan_one_model(one_model(args), this_cluster())
 
 
 def one_model(args: SupervisedFlags) -> OneModel:
-    """The model of step 1 or 2, and how it trains, of these flags."""
+    """The planner's description of the model of step 1 or 2 and of its training, from the flags."""
     scorer = isinstance(args, RewardFlags)
     return OneModel(
         path=args.model_name_or_path,
@@ -141,7 +143,7 @@ def one_model(args: SupervisedFlags) -> OneModel:
         engine=args.engine_config(),
         optimizer=args.optimizer(),
         dtype=str(args.dtype),
-        rows=args.per_device_train_batch_size * (2 if scorer else 1),  # of a pair both
+        rows=args.per_device_train_batch_size * (2 if scorer else 1),  # both responses of a pair
         length=args.max_seq_len,
         passes=args.gradient_accumulation_steps,
         checkpointing=args.gradient_checkpointing,
@@ -152,7 +154,7 @@ def one_model(args: SupervisedFlags) -> OneModel:
 
 
 def _planned(args: RunFlags, models: Sequence[str | None], make: Callable[[], MemoryPlan]) -> MemoryPlan | str:
-    """The plan, or a line that says why there is none."""
+    """The memory plan, or a line that says why there is no plan."""
     missing = [path for path in dict.fromkeys(models) if path is not None and not args.looks_at(path)]
     if missing:
         return f"memory plan: none, as the config.json of {' and '.join(missing)} is not on this machine"
@@ -163,7 +165,7 @@ def _planned(args: RunFlags, models: Sequence[str | None], make: Callable[[], Me
 
 
 def change_lines(setting: Setting) -> list[str]:
-    """Changes that make a setting fit, the one that costs the least speed first."""
+    """Lines with changes that make a setting fit, those that cost the least speed first."""
     found = what_fits(setting)
     if found is None:
         others = ["more GPUs would (--search gpus)", *_fewer_weights(setting.spec)]
@@ -177,7 +179,7 @@ def change_lines(setting: Setting) -> list[str]:
 
 
 def _fewer_weights(spec: EngineSpec) -> list[str]:
-    """A text with changes that need fewer weights and optimizer states; none if LoRA is fully used."""
+    """Texts with changes that reduce the memory of weights and optimizer states; [] if LoRA is already used in full."""
     lora = spec.actor_lora
     if lora is None:
         flags = "--actor_lora_dim 16 --critic_lora_dim 16 --only_optimize_lora"

@@ -1,9 +1,11 @@
-"""Saves trained models as Hugging Face folders that are whole at every instant: old ones go once new ones are whole.
+"""Saves trained models as Hugging Face folders. At every moment a whole model is on the disk: an old model is removed
+only when the new one is whole.
 
-A model is written beside its place (actor.partial), flushed to the disk, and exchanged with the folder there. Steps 1
-and 2 save into the output folder itself, which cannot be exchanged: their model is written to model.partial, renamed to
-model.complete, and linked from there file by file. A kill in between leaves either the earlier model or model.complete
-whole, and the output folder without a config.json, so that no mixture can be loaded.
+A model is written to a new folder beside its place (actor.partial), flushed to the disk, and exchanged with the folder
+at its place. Steps 1 and 2 save into the output folder itself, which cannot be exchanged: their model is written to
+model.partial, the folder is renamed to model.complete, and its files are linked into the output folder one by one. If
+the process is killed in between, either the earlier model or model.complete is whole; while files are being linked, the
+output folder has no config.json, so that a mixture of two models cannot be loaded.
 """
 
 import errno
@@ -30,8 +32,8 @@ from training.runtime import output_folder
 from training.runtime.hub import CARD, add_card, is_edited
 from training.runtime.stopping import note_unwritten, reason_of, unwritten_noted
 
-ROOM = 1.1  # merged models are written unasked where the free space is at least this multiple of their size
-PATIENCE, INTERVAL = 600.0, 10.0  # seconds that a save waits for space, and between two tries
+ROOM = 1.1  # with "auto", merged models are written if the free space is at least this multiple of their size
+PATIENCE, INTERVAL = 600.0, 10.0  # seconds for which a save waits for free space, and seconds between two tries
 
 
 def save_forms(
@@ -44,10 +46,11 @@ def save_forms(
 ) -> dict[str, Path]:
     """Write a trained model in all wanted forms; returns their folders by name (all ranks call this).
 
-    Of a model with adapters the adapter is written to the folder `adapter_name(name)`, and the merged model too if it
-    is wanted. If weights were trained that an adapter's folder has no place for, only the merged model is written.
+    If the model has an adapter, the adapter is written to the folder `adapter_name(name)`; if `merged` is true, the
+    model with the adapter merged in is written to `name`. If weights were trained that an adapter's folder cannot hold,
+    only the merged model is written.
 
-    merged: whether a merged model is wanted. The other arguments: see `save`.
+    merged: whether a merged model is wanted. Other arguments: see `save`.
     """
     found, adapted = {}, model.module.adapters is not None
     alone = adapted and adapter_holds_all(model.module)
@@ -59,15 +62,15 @@ def save_forms(
 
 
 def adapter_name(name: str) -> str:
-    """The folder of the adapter of a model that is saved as `name`."""
+    """The name of the folder for the adapter of a model that is saved as `name`."""
     return "adapter" if name == "." else f"{name}_adapter"
 
 
 def merged_wanted(choice: str, models: Iterable[TrainedModel], output_dir: Path) -> bool:
-    """Whether models with adapters are saved merged too (all ranks call this).
+    """Whether models with adapters are also saved with the adapter merged in (all ranks call this).
 
-    choice: "true", "false", or "auto": if the disk has room for all of them. models: each once for each time it is
-    saved."""
+    choice: "true", "false", or "auto": true if the disk has room for all merged models. models: the models to save; a
+    model that is saved twice is listed twice."""
     if choice != "auto":
         return choice == "true"
     size = sum(
@@ -97,13 +100,12 @@ def save(
 ) -> Path:
     """Write a trained model to the folder `name` in the output folder, "." for the output folder (all ranks call this).
 
-    Of a model with adapters either its adapter alone is written (adapter), or the model with the adapter merged in.
+    Weights are gathered and written one after the other. If the disk is full, the model is written to another place: a
+    temporary folder, the home directory or the working directory. If none of these has enough space, saving is retried
+    for ten minutes.
 
-    Weights are gathered and written one after the other. If the disk is full, the model goes to another place: a
-    temporary folder, the home or the working directory. If none of them has the space, saving is retried for ten
-    minutes.
-
-    edit: is called with {name: weight} before the weights are written, and may change them.
+    adapter: for a model with an adapter, whether the adapter alone is written; if not, the model with the adapter
+    merged in. edit: function that is called with {name: weight} before the weights are written; it may change them.
 
     Returns the folder. Raises: RunStopped on all ranks if no place could be written.
     """
@@ -131,8 +133,8 @@ def save(
 
 
 def _save_somewhere(write: Callable[[Path], None], output_dir: Path, name: str, size: int) -> Path:
-    """Write a model of `size` bytes to its place or to another one; returns the place. Raises: OSError after ten
-    minutes."""
+    """Write a model of `size` bytes to its place, or to another place if the disk is full; returns the folder. Raises:
+    OSError if no place could be written within ten minutes."""
     deadline = time.monotonic() + PATIENCE
     while True:
         try:
@@ -157,25 +159,25 @@ def _save_somewhere(write: Callable[[Path], None], output_dir: Path, name: str, 
 
 
 def _written(write: Callable[[Path], None], folder: Path) -> None:
-    """Write a model into a folder and put it on the disk; raises OSError."""
+    """Write a model into a folder and flush it to the disk. Raises: OSError."""
     try:
         write(folder)
-    except SafetensorError as error:  # safetensors raises this where the disk is full
+    except SafetensorError as error:  # safetensors raises this if the disk is full
         raise OSError(errno.EIO, str(error)) from None
     sync_tree(folder)
 
 
 def _replace(write: Callable[[Path], None], output_dir: Path, name: str) -> None:
-    """Write a model and put it to its place; raises OSError, and the earlier model then stays."""
+    """Write a model to a new folder and move it to its place. Raises: OSError; the earlier model then stays."""
     partial = output_dir / ("model" if name == "." else name)
     partial = partial.with_name(partial.name + PARTIAL)
-    remove_folder(partial)  # wholly: what is left there would be written through
+    remove_folder(partial)  # a link that is left in it would be followed
     try:
         output_dir.mkdir(parents=True, exist_ok=True)
         _written(write, partial)
         files = [path.name for path in partial.iterdir()]
         before = output_folder.list_model(output_dir, name, files)
-        if is_edited(output_dir / name / CARD):  # it is the user's by now
+        if is_edited(output_dir / name / CARD):  # the user has edited the card, so it is kept
             before = [file for file in before if file != CARD]
     except OSError:
         shutil.rmtree(partial, ignore_errors=True)
@@ -194,7 +196,8 @@ def _replace(write: Callable[[Path], None], output_dir: Path, name: str) -> None
 
 
 def _keep_others(old: Path, place: Path, ours: list[str]) -> None:
-    """Remove the folder that a new one has replaced; files in it that no run wrote go into the new one."""
+    """Remove a model's old folder, which a new one has replaced. Files in it that no run wrote are moved to the new
+    folder."""
     for path in list(old.iterdir()):
         if path.name not in ours:
             target = place / path.name
@@ -203,12 +206,12 @@ def _keep_others(old: Path, place: Path, ours: list[str]) -> None:
 
 
 def finish(output_dir: Path, saved: dict[str, Path], step: int, kept: Iterable[str] = ()) -> None:
-    """Called after all models of a run are saved: removes those of an earlier run, and lists the saved ones in run.json
-    (rank 0 does).
+    """Called after all models of a run are saved. Removes the models of an earlier run, and lists the saved models in
+    run.json (rank 0 does).
 
-    kept: names of models that the run saved before its end.
+    saved: {name: folder} of the saved models. kept: names of models that this run saved earlier, which are not removed.
 
-    Nothing is removed if a model of this run had to go to another place.
+    Nothing is removed if a model of this run was written to another place because the disk was full.
     """
     if not distributed.is_main():
         return

@@ -1,5 +1,5 @@
-"""Facts that a run reads from its models' folders before anything is loaded: how many positions they have, which tokens
-end a response, and which of their layers get LoRA factors.
+"""What a run reads from its models' folders before a model is loaded: how many positions the models have, which tokens
+end a response, and which layers get LoRA factors.
 """
 
 from collections.abc import Iterable, Mapping
@@ -21,14 +21,15 @@ from training.data.tokens import stop_token_ids
 
 
 def generation_stops(path: str, tokenizer, trust_remote_code: bool = False) -> tuple[int, ...]:
-    """The tokens that end a response of the model at `path`: the one thing taken from its generation_config.
+    """The tokens that end a response of the model at `path`. They are read from its generation_config; nothing else in
+    this file is used.
 
-    Raises: UserError where that is broken.
+    Raises: UserError if the generation_config is broken.
     """
     path = base_of(path, "model")
     try:
         generation = GenerationConfig.from_pretrained(path)
-    except Exception as error:  # whatever wrong values lead transformers to
+    except Exception as error:  # wrong values make transformers raise errors of many kinds
         if isinstance(error, OSError) and not (Path(path) / "generation_config.json").is_file():
             generation = None
         else:
@@ -40,9 +41,9 @@ def generation_stops(path: str, tokenizer, trust_remote_code: bool = False) -> t
 
 
 def check_positions(config, model: str, **lengths: int) -> None:
-    """Raise UserError where sequences of these flags' lengths, added up, have more tokens than a model has positions.
+    """Raise UserError if the sum of `lengths` is larger than the number of positions that a model has.
 
-    model: how the message names it.
+    config: the model's configuration. model: the model's name in the message. lengths: {flag: number of tokens}.
     """
     longest, total = _positions(config), sum(lengths.values())
     if longest is not None and total > longest:
@@ -54,9 +55,10 @@ def check_positions(config, model: str, **lengths: int) -> None:
 
 
 def most_tokens(args: RunFlags, models: Iterable[str | None], beside: int = 0) -> int | None:
-    """The most tokens for which all models on this machine have positions, beside `beside` further tokens.
+    """The largest number of tokens for which all models on this machine have positions, if each sequence has `beside`
+    tokens in addition.
 
-    None where there is no model, or none limits its positions. Raises UserError for an invalid model.
+    None if there is no model, or if no model limits its positions. Raises UserError for an invalid model.
     """
     here = [path for path in models if path is not None and args.looks_at(path)]
     counts = [_positions(read_config(path, "model", args.trust_remote_code)) for path in here]
@@ -69,8 +71,8 @@ def _positions(config) -> int | None:
 
 
 def model_notes(args: RunFlags, *flags: str) -> list[str]:
-    """A line for each setting in a config.json that changes training or scores in other programs: what this run does
-    with it, and which of these flags give models with it."""
+    """A line for each setting in a model's config.json that changes training or scores in other programs. The line says
+    what this run does with the setting, and which of these flags name models that have it."""
     notes: dict[str, list[str]] = {}
     for flag in flags:
         path = getattr(args, flag)
@@ -89,24 +91,26 @@ def model_notes(args: RunFlags, *flags: str) -> list[str]:
 
 
 PRETRAINING_RECORD = "critic_pretraining.json"
-"""File in a pretrained critic's folder that records the pretraining, and tells the folder from a reward model's."""
+"""A file in the folder of a pretrained critic, which records the pretraining. A reward model's folder does not have
+it."""
 
 
 def is_pretrained_critic(path: str) -> bool:
-    """Whether a critic stands at `path` that a run has pretrained and saved."""
+    """Whether `path` is the folder of a critic that a run has pretrained and saved."""
     return (Path(path) / PRETRAINING_RECORD).is_file()
 
 
 def adapted_lines(found: dict[str, AdaptedModel]) -> list[str]:
-    """A line for each of them; found: by the models' names in the line."""
+    """A line for each model with an adapter. found: {name of the model in the line: its adapter's facts}."""
     return [f"LoRA of the {name}: {model.summary()}" for name, model in found.items()]
 
 
 def adapted_model(args: SupervisedFlags, scorer: bool) -> dict[str, AdaptedModel]:
-    """The model of step 1 or (scorer) 2, if it has an adapter and is on this machine.
+    """The model of step 1 or 2, if it has an adapter and is on this machine; {} otherwise. scorer: whether it is step
+    2's.
 
-    Raises: UserError where the flags match no layer, or where a flag has no effect on an adapter that training goes on
-    with.
+    Raises: UserError if the flags match no layer, or if a flag has no effect because training continues an adapter that
+    exists already.
     """
     found = _adapted(args, args.lora(), "", "model_name_or_path", args.model_name_or_path, scorer)
     if found:
@@ -117,8 +121,8 @@ def adapted_model(args: SupervisedFlags, scorer: bool) -> dict[str, AdaptedModel
 def adapted_roles(args: RLHFFlags, dialect: Dialect) -> dict[str, AdaptedModel]:
     """The models of step 3 that have an adapter and are on this machine.
 
-    Raises: UserError where the flags match no layer, or where a flag has no effect on adapters that training goes on
-    with.
+    Raises: UserError if the flags match no layer, or if a flag has no effect because training continues adapters that
+    exist already.
     """
     flags, spec = {"actor": "actor_model_name_or_path"}, args.spec
     specs = {"actor": spec.actor_lora, "critic": spec.critic_lora}
@@ -129,8 +133,8 @@ def adapted_roles(args: RLHFFlags, dialect: Dialect) -> dict[str, AdaptedModel]:
     starts: dict[str, AdapterFolder | None] = {}
     for role, flag in flags.items():
         scorer, path = role == "critic", getattr(args, flag)
-        # On a shared trunk (one set of weights for both) a critic without a reward model to start from has an adapter
-        # beside the actor's.
+        # With a shared trunk (actor and critic use one set of weights), a critic that starts from no reward model gets
+        # a new adapter in addition to the actor's.
         goes_on = not (args.share_trunk and scorer and flag == flags["actor"])
         found[role] = _adapted(args, specs[role], f"{role}_", flag, path, scorer, goes_on)
         if specs[role] is not None:
@@ -140,10 +144,10 @@ def adapted_roles(args: RLHFFlags, dialect: Dialect) -> dict[str, AdaptedModel]:
 
 
 def _refuse_idle(args: LoraFlags, starts: Mapping[str, AdapterFolder | None]) -> None:
-    """Raise UserError for flags that describe a new adapter where no adapter is new.
+    """Raise UserError for flags that describe a new adapter although no adapter is new.
 
-    starts: {prefix of the model's "lora_dim": the adapter that training goes on with}; None where the adapter is new,
-    or its model is not on this machine. A flag of several models is refused if it has no effect on any of them."""
+    starts: {prefix of the model's "lora_dim" flag: the adapter that training continues}; None for a new adapter, or if
+    the model is not on this machine. A flag for several models is refused if it has an effect on none of them."""
     end = "Leave the flag out; for an adapter of another form, merge this one into its model and start from that."
     for model, start in starts.items():
         name = f"{model}lora_module_name"
@@ -165,7 +169,7 @@ def _gone_on(start: AdapterFolder) -> str:
 
 
 def _layers(start: AdapterFolder) -> str:
-    """An adapter's own layers, by the last parts of their names."""
+    """A text with the layers that an adapter adapts, by the last parts of their names."""
     names = [name.removesuffix(".lora_A.weight") for name in start.headers if name.endswith(".lora_A.weight")]
     return f"factors in {', '.join(sorted({name.rpartition('.')[2] for name in names}))}"
 

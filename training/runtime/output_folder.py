@@ -1,21 +1,24 @@
-"""The output folder of a run: its lock, the list of files that this program wrote there, and what is removed from it.
+"""The output folder of a run: its lock, the list of files that this program wrote there, and the removal of these
+files.
 
-Only one run at a time writes into an output folder: rank 0 holds OUTPUT_DIR/run.lock before anything is written. The
-file names the process and the host that hold it. A lock whose process has ended is stale, and the next run takes it
-over. A process on another host (or in another container) cannot be checked: its lock is stale if the file has not been
-refreshed for five minutes, by the clock of the file system. The lock needs no locking calls, which network file systems
-may lack; it only needs that two processes cannot create the same file. All ranks have to see what rank 0 writes.
+Only one run at a time writes into an output folder: rank 0 takes the lock OUTPUT_DIR/run.lock before anything is
+written. The lock file names the process and the host that hold it. A lock whose process has ended is stale, and the
+next run takes it over. A process on another host (or in another container) cannot be checked: its lock is stale if the
+lock file has not been refreshed for five minutes, by the clock of the file system. The lock needs no locking calls,
+which network file systems may lack; it only needs that two processes cannot create the same file. All ranks have to see
+the files that rank 0 writes.
 
-OUTPUT_DIR/written.json names each file before it is made, so that a kill in between leaves nothing that is not listed:
+OUTPUT_DIR/written.json lists each file before the file is made. Therefore all files are listed, even if the process is
+killed:
 
     files       names relative to the folder, with * and ? as in a shell; "samples/after.jsonl"
-    models      a model's folder ("." for the output folder itself) and the files that are the model in it
+    models      {folder of a model ("." for the output folder itself): the model's files in it}
 
 --overwrite_output_dir removes the listed files and nothing else. Only rank 0 keeps the list. Files that are not listed
-belong to somebody else and stay, also in folders that the program made.
+belong to somebody else and are never removed, not even in folders that the program made.
 
-The folder and its list may come from somebody who is not trusted. So no path is made from a name in the list: files to
-remove are searched in the folder, without following links, and then looked up in the list.
+The folder and its list may come from somebody who is not trusted. Therefore no path is made from a name in the list:
+files to remove are searched in the folder, without following links, and are removed if the list has them.
 """
 
 import contextlib
@@ -51,15 +54,15 @@ from training.runtime.processes import start_of, this_machine
 from training.runtime.stopping import reason_of
 
 LOCK_FILE = "run.lock"
-REFRESHED, STALE = 15.0, 300.0  # seconds
-SHOWN_COMMAND = 100  # characters of the holder's command in a message
+REFRESHED, STALE = 15.0, 300.0  # seconds between refreshes of the lock file, and seconds after which it is stale
+SHOWN_COMMAND = 100  # characters of the holder's command that a message shows
 
 _held: "OutputLock | None" = None
-_passing: list[Path] = []  # folders that go with it
+_passing: list[Path] = []  # temporary folders, which are removed together with the lock
 
 
 def take_lock(folder: Path) -> None:
-    """Have this process hold the folder's lock until `release`; makes the folder.
+    """Take the folder's lock, which this process then holds until `release_lock`. Makes the folder if necessary.
 
     Raises: UserError, which names the holder, if another run writes there, or if nothing can be written there.
     """
@@ -70,7 +73,7 @@ def take_lock(folder: Path) -> None:
 
 
 def release_lock() -> None:
-    """Give back the lock that this process holds, if it does, and folders that were made for it and stayed empty."""
+    """Release the lock if this process holds one. Removes folders that were made for it and are still empty."""
     global _held
     if _held is not None:
         while _passing and _held.taken_by is None:
@@ -80,18 +83,20 @@ def release_lock() -> None:
 
 
 def remove_with(folder: Path) -> None:
-    """Have a folder removed with the lock, however this process ends by its own doing (a Ctrl-C, say)."""
+    """Have this folder removed when the lock is released. The lock is also released if the run stops early, for example
+    by a Ctrl-C."""
     _passing.append(folder)
 
 
 def lock_token() -> str:
-    """The "token" in the lock file of this process, which identifies this holder."""
+    """The token in this process's lock file, by which the holder of the lock is recognised."""
     assert _held is not None, "no lock is held"
     return _held.record["token"]
 
 
 def check_held() -> None:
-    """Raise RunStopped where another run has taken over the folder because this one stood still for too long."""
+    """Raise RunStopped if another run has taken over the folder, because this run did not refresh the lock for too
+    long."""
     if _held is not None and _held.taken_by is not None:
         raise RunStopped(
             f"{_held.folder}: {described_lock(_held.taken_by)} has taken this folder over, since this run gave no sign "
@@ -100,7 +105,7 @@ def check_held() -> None:
 
 
 class OutputLock:
-    """The lock of one folder, held by this process from its making on; raises UserError as `take` does."""
+    """The lock of one folder. It is taken when the object is made. Raises UserError as `take_lock` does."""
 
     def __init__(self, folder: Path):
         self.folder, self.path = folder, folder / LOCK_FILE
@@ -120,11 +125,11 @@ class OutputLock:
             ) from None
 
     def start(self) -> None:
-        """Begin to refresh the file."""
+        """Start the thread that refreshes the lock file."""
         self._thread.start()
 
     def release(self) -> None:
-        """Remove the file, unless it is another run's by now."""
+        """Remove the lock file, unless another run has taken over the lock."""
         self._ended.set()
         if self._thread.is_alive():
             self._thread.join()
@@ -158,11 +163,11 @@ class OutputLock:
         aside = self.path.with_name(f"{LOCK_FILE}.{uuid.uuid4().hex}")
         try:
             self.path.rename(aside)
-        except FileNotFoundError:  # released, or removed by another run, which may hold the lock now
+        except FileNotFoundError:  # the lock was released, or another run removed it
             return
         if read_lock(aside) == found:
             aside.unlink()
-        else:  # another run was faster, and this is its own
+        else:  # another run was faster, and the file is its lock
             aside.rename(self.path)
 
     def _refresh(self) -> None:
@@ -171,7 +176,7 @@ class OutputLock:
                 self._refresh_once()
 
     def _refresh_once(self) -> None:
-        """Touch the lock file. If it was deleted, create it again; if it is another run's by now, note this."""
+        """Touch the lock file. If it was deleted, create it again. If another run has taken over the lock, note it."""
         found = read_lock(self.path)
         if found.get("token") == self.record["token"]:
             os.utime(self.path)
@@ -189,7 +194,7 @@ class OutputLock:
 
 
 def this_process() -> dict:
-    """The facts that identify this process, and a description of it for people."""
+    """The content of a lock file of this process: what identifies the process, and a description for messages."""
     return {
         "pid": os.getpid(),
         "host": socket.gethostname(),
@@ -201,7 +206,7 @@ def this_process() -> dict:
 
 
 def read_lock(path: Path) -> dict:
-    """What a lock file says; {} where there is none, or none that can be read."""
+    """The content of a lock file; {} if it does not exist or cannot be read."""
     try:
         found = parsed_json(read_text(path))
     except (OSError, ValueError):
@@ -210,7 +215,8 @@ def read_lock(path: Path) -> dict:
 
 
 def _read_soon(path: Path) -> dict:
-    """As `read`, but a file that was only just made is given a second to be written."""
+    """The content of a lock file, as from `read_lock`. If the file is empty because it was only just made, wait up to a
+    second for its content."""
     for _ in range(20):
         if (found := read_lock(path)) or not path.exists():
             return found
@@ -219,16 +225,17 @@ def _read_soon(path: Path) -> dict:
 
 
 def is_stale(record: dict, path: Path) -> bool:
-    """Whether the holder is gone. An unreadable file counts as being written, until it is too old for that."""
+    """Whether the lock's holder is gone. A lock file that cannot be read counts as one that is being written, until it
+    is too old for that."""
     if record.get("machine") == this_machine() and isinstance(record.get("pid"), int):
-        if record["pid"] == os.getpid():  # an earlier run of this very process, which did not end in order
+        if record["pid"] == os.getpid():  # an earlier run in this process, which left its lock
             return _held is None or _held.record["token"] != record.get("token")
         return start_of(record["pid"]) != record.get("process_started")
     return _age(path) > STALE
 
 
 def described_lock(record: dict) -> str:
-    """The holder in words."""
+    """A text that describes the holder of a lock."""
     if not record:
         return "which one its run.lock does not say"
     where = "on this machine" if record.get("machine") == this_machine() else f"on {record.get('host')}"
@@ -237,7 +244,7 @@ def described_lock(record: dict) -> str:
 
 
 def _age(path: Path) -> float:
-    """Seconds since the file was refreshed, by the clock that stamps files where it lies."""
+    """Seconds since the file was refreshed, by the clock of the file system on which it lies."""
     probe = path.with_name(f"{LOCK_FILE}.{uuid.uuid4().hex}")
     try:
         probe.touch()
@@ -248,17 +255,19 @@ def _age(path: Path) -> float:
         probe.unlink(missing_ok=True)
 
 
-PATIENCE = 35.0  # seconds; NFS believes for 30 (acdirmin) what it last saw of a folder
+PATIENCE = 35.0  # seconds for which a rank looks; NFS may cache a folder's content for 30 seconds (acdirmin)
 INTERVAL = 0.1  # seconds between two looks
-SHOWN_HOSTS = 4  # hosts that a message names
+SHOWN_HOSTS = 4  # number of hosts that a message names
 
 
 def check_shared(output_dir: str) -> None:
-    """Raise UserError on all ranks where one does not see rank 0's run.lock, or cannot write beside it (all call this).
+    """Raise UserError on all ranks if one of them does not see rank 0's run.lock, or cannot write into its folder (all
+    ranks call this).
 
-    Each rank looks in the folder into which it would write its part of a checkpoint. It looks for the lock, which rank
-    0 has just written and whose content no other run shares. Folders that ranks need not share are not checked: rank 0
-    alone writes models, metrics and TensorBoard's files, each node may have its own cache, and NVMe folders are local.
+    All ranks write their parts of a checkpoint into the output folder, so they must share it. Each rank looks there for
+    the lock file, which rank 0 has just written and whose content no other run has. Other folders are not checked: rank
+    0 alone writes models, metrics and TensorBoard's files, each node may have its own cache, and NVMe folders are local
+    to a node.
     """
     if distributed.world_size() == 1:
         return
@@ -284,7 +293,8 @@ def check_shared(output_dir: str) -> None:
 
 
 def _problem(folder: Path, token: str) -> str:
-    """What keeps this rank from sharing rank 0's folder; empty if nothing does."""
+    """A text that says why this rank cannot share rank 0's folder; "" if it can. token: the token in rank 0's lock
+    file."""
     deadline = time.monotonic() + PATIENCE
     while read_lock(folder / LOCK_FILE).get("token") != token:
         if time.monotonic() > deadline:
@@ -299,10 +309,11 @@ def _problem(folder: Path, token: str) -> str:
 
 WRITTEN_FILE = "written.json"
 POINTS = "checkpoints/step_*"
-"""Checkpoints are recognised by their content, since they may have been renamed to be set aside."""
+"""The name that stands for all checkpoints in the list. A folder of this name is only taken for a checkpoint if it has
+a checkpoint's content (`is_point`); its name may have an ending, as in step_000100.abandoned."""
 OWN_FILES = (WRITTEN_FILE, LOCK_FILE)
-COMPLETE = "model.complete"  # a whole model on its way to the output folder itself; see model_folders.py
-KEPT = ".kept"  # the ending that a user's file gets which has a name that the run writes
+COMPLETE = "model.complete"  # a whole model that is being moved into the output folder itself; see model_folders.py
+KEPT = ".kept"  # the ending that is added to the name of a user's file if the run needs the name
 PRETRAINED = ("critic_pretrained", "critic_pretrained_adapter")
 MODEL_FOLDERS = (
     *("actor", "critic", "actor_ema", "actor_adapter", "critic_adapter", "actor_ema_adapter"),
@@ -312,12 +323,14 @@ MODEL_FOLDERS = (
 _ABOUT = "what this program wrote here: --overwrite_output_dir removes this, and nothing else"
 _lock = threading.Lock()
 _announced: dict[Path, list[str]] = {}
-"""This process's names by folder: where the folder is moved or deleted meanwhile, they are listed in the new one."""
+"""{folder: names that this process has added to the folder's list}. If the folder is moved or deleted during the run,
+the names are added to the list of the new folder."""
 
 
 def check_output_dirs(args: RunFlags, resumed: bool = False) -> None:
-    """Check that this run may use the output folder and TensorBoard's: they are new, empty, resumed, or their owner
-    gave them up. Except in a dry run it also takes the lock, so that no other run writes there until `release_lock`.
+    """Check that this run may use the output folder and TensorBoard's folder: each is new or empty, or belongs to the
+    run that is resumed, or may be overwritten (--overwrite_output_dir). Except in a dry run, the lock is taken, so that
+    no other run writes there until `release_lock`.
 
     resumed: whether the folder holds the run that is resumed. Raises: UserError if the folder holds another run or
     anything else, or if nothing can be written there.
@@ -344,7 +357,7 @@ def _check_writable(name: str, folder: Path) -> None:
         kind = "a link that leads nowhere" if nearest.is_symlink() and not nearest.is_file() else "a file"
         raise UserError(f"{name} {folder}: {nearest} is {kind}. Give a folder.")
     try:
-        tempfile.TemporaryDirectory(dir=nearest).cleanup()  # permissions do not tell of quotas or of network folders
+        tempfile.TemporaryDirectory(dir=nearest).cleanup()  # a real test: permissions say nothing about quotas
     except OSError as error:
         raise UserError(
             f"{name} {folder}: nothing can be written into {nearest} ({error.strerror}). Give another folder."
@@ -352,8 +365,9 @@ def _check_writable(name: str, folder: Path) -> None:
 
 
 def _check_names(output_dir: Path) -> None:
-    """Raise UserError for what stands where the run writes and is of another kind: a folder in a file's place or the
-    reverse, a pipe; or a link, which may lead to another run's files, or two of them to one folder."""
+    """Raise UserError if a path to which the run writes is of the wrong kind: a folder where the run writes a file, a
+    file where it makes a folder, a pipe, or a link. A link may lead to another run's files, and two links may lead to
+    the same folder."""
     folders = (*MODEL_FOLDERS[:-1], "samples", CHECKPOINTS, PROFILE, "tensorboard", "wandb")
     for name in (*folders, METRICS_FILE, RUN_FILE, "curves.png", "frontier.png"):
         path = output_dir / name
@@ -370,7 +384,7 @@ def _check_names(output_dir: Path) -> None:
 
 
 def _check_apart(args: RunFlags, output_dir: Path) -> None:
-    """Raise UserError where the output folder is, contains or lies in a model or data set that the run reads."""
+    """Raise UserError if the output folder is a model or data set that the run reads, contains one, or lies in one."""
     own = without_links(output_dir)
     for name, paths in args.read_paths().items():
         bases = [base_of(path, f"--{name}") for path in paths if is_adapter(path)]
@@ -397,10 +411,8 @@ def _check_own(name: str, folder: Path, may_hold_files: bool, overwrites: bool) 
 
 
 def tensorboard_dir(args: RunFlags) -> Path:
-    """This run's TensorBoard folder.
-
-    OUTPUT_DIR/tensorboard, or in --tensorboard_path one with the output folder's name.
-    """
+    """This run's TensorBoard folder: OUTPUT_DIR/tensorboard, or the folder in --tensorboard_path that has the output
+    folder's name."""
     output_dir, own = Path(args.output_dir), without_links(args.output_dir)
     if args.tensorboard_path is None or without_links(args.tensorboard_path) == own:
         return output_dir / "tensorboard"
@@ -409,10 +421,10 @@ def tensorboard_dir(args: RunFlags) -> Path:
 
 
 def begin_output_dir(args: RunFlags, resumed: bool = False) -> None:
-    """Prepare the folder for this run (rank 0 does): saves that a kill interrupted are finished or removed, the files
-    that the run will write are listed, and, unless the run is resumed, the files of an earlier run are removed.
+    """Prepare the folder for this run (rank 0 does). Saves that were interrupted by a kill are finished or removed, the
+    files that the run will write are listed, and, unless the run is resumed, the files of an earlier run are removed.
 
-    Models of an earlier run stay until this run's are whole. Raises: UserError on all ranks if this fails.
+    The models of an earlier run stay until this run's models are whole. Raises: UserError on all ranks if this fails.
     """
     distributed.barrier()  # no rank may still be reading there
     checked(lambda: _begin(args, resumed))
@@ -446,7 +458,7 @@ def _begin(args: RunFlags, resumed: bool) -> None:
 
 
 def finish_interrupted(output_dir: Path) -> None:
-    """Finish saves that a kill interrupted: a whole model is moved to its place, incomplete ones are removed.
+    """Finish saves that were interrupted by a kill: a whole model is moved to its place, incomplete models are removed.
 
     Raises: OSError.
     """
@@ -465,9 +477,9 @@ def finish_interrupted(output_dir: Path) -> None:
 
 
 def link_complete(output_dir: Path) -> None:
-    """Make the files of model.complete the model of the output folder itself, and remove it."""
+    """Move the model in model.complete into the output folder itself, and remove model.complete."""
     complete = output_dir / COMPLETE
-    (output_dir / "config.json").unlink(missing_ok=True)  # from here to the end nothing there can be loaded
+    (output_dir / "config.json").unlink(missing_ok=True)  # from here on, no mixture of two models can be loaded
     files = [path for path in complete.iterdir() if path.is_file() and not path.is_symlink()]
     others = Written.read(output_dir).model_files(["."]) - {Path(path.name) for path in files}
     remove_files(output_dir, others)
@@ -481,14 +493,14 @@ def link_complete(output_dir: Path) -> None:
             sync(link)
         link.replace(output_dir / file.name)
     sync(output_dir)
-    rest = output_dir / f"model{PARTIAL}"  # at once: a folder that is removed is not whole any more
+    rest = output_dir / f"model{PARTIAL}"  # renamed first: it is not whole while it is removed
     remove_folder(rest)
     complete.replace(rest)
     shutil.rmtree(rest)
 
 
 def open_writer(args: RunFlags, *, total_steps: int, view: View, resume_step: int | None = None) -> MetricWriter:
-    """Where the run's metrics go; on the main rank its folders are made by this."""
+    """The run's MetricWriter. On the main rank it makes the folders into which it writes."""
     return MetricWriter(
         args.output_dir,
         total_steps=total_steps,
@@ -510,7 +522,7 @@ class Written:
 
     @classmethod
     def read(cls, folder: Path) -> "Written":
-        """The folder's list; an empty one if there is none, or it is damaged."""
+        """The list in this folder; an empty list if there is none or it is damaged."""
         try:
             found = parsed_json(read_text(folder / WRITTEN_FILE))
             models = {name: [str(file) for file in files] for name, files in found["models"].items()}
@@ -525,7 +537,7 @@ class Written:
         write_whole(self.folder / WRITTEN_FILE, text + "\n")
 
     def has(self, name: str) -> bool:
-        """Whether the list has this file. The patterns * and ? in it do not match a /."""
+        """Whether the list has this file. The wildcards * and ? in the list do not match a /."""
         patterns = (one for one in self.files if one != POINTS and one.count("/") == name.count("/"))
         return name in self.files or any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
@@ -549,7 +561,7 @@ def is_point(path: Path) -> bool:
 
 
 def kept_place(path: Path) -> Path:
-    """The new path of a user's file whose name the run needs: NAME.kept, or, if that exists, NAME.kept.kept and so
+    """The new path for a user's file if the run needs the file's name: NAME.kept; if this exists, NAME.kept.kept and so
     on."""
     while os.path.lexists(path := path.with_name(path.name + KEPT)):
         pass
@@ -557,8 +569,8 @@ def kept_place(path: Path) -> Path:
 
 
 def announce(folder: Path, *names: str) -> None:
-    """Add names of files to the list, before they are made. An existing file of this name that is not listed belongs to
-    the user, and is renamed.
+    """Add names of files to the folder's list, before the files are made. An existing file of such a name that is not
+    listed belongs to the user, and is renamed.
 
     Raises: OSError.
     """
@@ -577,8 +589,8 @@ def announce(folder: Path, *names: str) -> None:
 
 
 def list_model(folder: Path, name: str, files: Iterable[str], only: bool = False) -> list[str]:
-    """Add files of the model `name` to the list; returns the model's files that were listed before. only: whether the
-    new files replace these.
+    """Add files of the model `name` to the folder's list. Returns the model's files that were listed before. only:
+    whether those earlier files are taken off the list.
 
     Raises: OSError.
     """
@@ -651,7 +663,7 @@ def remove_files(folder: Path, names: Iterable[str | Path]) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Remove a file or a checkpoint. Of a checkpoint the files in its manifest are removed; all if it has none."""
+    """Remove a file or a checkpoint. If a checkpoint has a manifest, only the files in the manifest are removed."""
     if path.is_symlink() or not path.is_dir():
         path.unlink(missing_ok=True)
         return

@@ -1,5 +1,5 @@
-"""The plan of a run of step 3, made before a model is loaded, and its checks: files, models, machine, dialect, and
-whether reward servers answer with scores.
+"""Plans a run of step 3 before a model is loaded, and checks its files, models, machine, dialect, and whether its
+reward servers answer with scores.
 """
 
 from collections.abc import Callable, Mapping
@@ -33,11 +33,11 @@ from training.runtime.startup import check_run
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """Everything that is decided before a model is loaded.
+    """Everything about a run that is decided before a model is loaded.
 
-    texts: blocks of texts for mixed pretraining, or None. total_steps: number of steps of the whole run, which is the
-    length of the learning rates' schedule. last_step: the step at which this start of the run ends. resume: the
-    checkpoint to resume from, or None. pad_token: the line about the pad token that the run prints.
+    texts: blocks of text for mixed pretraining, or None. total_steps: number of steps of the whole run; the learning
+    rates' schedule has this length. last_step: the step after which this start of the run ends. resume: the checkpoint
+    from which the run resumes, or None. pad_token: the line about the pad token that the run prints.
     """
 
     dialect: Dialect
@@ -56,14 +56,14 @@ class Plan:
 
     @property
     def scores_changed(self) -> bool:
-        """Whether the resumed run has another reward than before."""
+        """Whether the run was resumed with another reward than before."""
         return self.resume is not None and self.conditions.scores_changed_since(Conditions.read(self.resume.state))
 
 
 def make_plan(
     args: RLHFFlags, dialect: Dialect, point: ResumePoint | None, inputs: Mapping[str, str] | None = None
 ) -> Plan:
-    """The plan. This rank reads the data itself. Raises: UserError; no model is loaded yet.
+    """Make the plan of a run. Each rank that calls this reads the data. Raises: UserError; no model is loaded yet.
 
     inputs: the result of `training.checkpoints.conditions.fingerprints` on rank 0.
     """
@@ -77,7 +77,7 @@ def make_plan(
     conditions = Conditions.of(args, fingerprints + texts_fingerprints, total_steps, tokenizer, inputs)
     if point:
         point.check(conditions, last_step)
-    # A command that goes on by itself may name steps that an earlier start has recorded.
+    # With --resume auto the same command is started again, so --profile_steps may name steps that are already recorded.
     first = point.steps_done + 1 if point and args.resume != AUTO else 1
     check_profile_steps(args.profile_steps, first, last_step)
     return Plan(
@@ -98,7 +98,7 @@ def make_plan(
 
 
 def read_prompts(args: RLHFFlags, dialect: Dialect, tokenizer) -> tuple[Prompts, Prompts | None, list[str]]:
-    """The prompts, the held-out ones if there are any, and the fingerprints of both."""
+    """(prompts; held-out prompts, or None; fingerprints of both)."""
     query = tuple(token_id(tokenizer, dialect, field) for field in ("query_start", "query_end"))
     parts = args.load_rows(
         PROMPTS,
@@ -116,7 +116,7 @@ def read_prompts(args: RLHFFlags, dialect: Dialect, tokenizer) -> tuple[Prompts,
 
 
 def by_part(prompts: Prompts, held_out: Prompts | None) -> dict[str, Prompts]:
-    """{name in messages: prompts} of the prompts and, if there are any, the held-out prompts."""
+    """{name for messages: prompts} of the training prompts and, if there are any, the held-out prompts."""
     parts = {"the prompts": prompts, "the held-out prompts": held_out}
     return {name: part for name, part in parts.items() if part is not None}
 
@@ -135,7 +135,7 @@ def count_steps(args: RLHFFlags, prompts: int) -> int:
 
 
 def sampling_config(args: RLHFFlags, dialect: Dialect, tokenizer) -> SamplingConfig:
-    """How responses are drawn. Raises: UserError if the dialect's end token is not a token of the tokenizer."""
+    """The settings for drawing responses. Raises: UserError if the tokenizer lacks the dialect's end token."""
     end_token_id(tokenizer, dialect)
     return SamplingConfig.of(
         dialect,
@@ -150,7 +150,8 @@ def sampling_config(args: RLHFFlags, dialect: Dialect, tokenizer) -> SamplingCon
 
 
 def check_profile_steps(steps: list[int], first: int, last: int) -> None:
-    """Raise UserError for --profile_steps that the run does not train."""
+    """Raise UserError if --profile_steps names a step that the run does not make. first, last: the first and the last
+    step of the run."""
     outside = [str(step) for step in steps if not first <= step <= last]
     if outside:
         these = (
@@ -162,8 +163,8 @@ def check_profile_steps(steps: list[int], first: int, last: int) -> None:
 
 
 def read_texts(args: RLHFFlags, tokenizer) -> tuple[TextBlocks | None, list[str]]:
-    """(the texts of mixed pretraining, in blocks as long as prompt and response; their fingerprint); None for both
-    without mixed pretraining."""
+    """(the texts of mixed pretraining, in blocks as long as prompt + response; a list with their fingerprint). Without
+    mixed pretraining: (None, an empty list)."""
     if args.unsupervised_dataset_name is None:
         return None, []
     rows, _ = load_rows(
@@ -185,7 +186,8 @@ def read_texts(args: RLHFFlags, tokenizer) -> tuple[TextBlocks | None, list[str]
 
 
 def check_server(args: RLHFFlags, plan: Plan) -> dict[str, float]:
-    """{URL: the server's score of one text}. Each node asks, because its ranks will ask later.
+    """Ask each reward server for the score of one text: {URL: score}. Each node asks, because each node's ranks will
+    ask later.
 
     Raises: UserError if the data lack a column that is to be sent, or if a server cannot be reached or gives no score.
     """
@@ -207,7 +209,7 @@ def check_server(args: RLHFFlags, plan: Plan) -> dict[str, float]:
 
 
 def server_lines(args: RLHFFlags) -> list[str]:
-    """Lines about the reward servers for the start of a run; none without a server."""
+    """The lines about reward servers that are printed at the start of a run; [] without a server."""
     if not args.reward_url:
         return []
     columns = f", with {', '.join(args.reward_url_columns)}" if args.reward_url_columns else ""
@@ -215,8 +217,8 @@ def server_lines(args: RLHFFlags) -> list[str]:
 
 
 def check_files(args: RLHFFlags, dialect: Dialect, point: ResumePoint | None) -> None:
-    """Check files, models and machine; called by one process. point: the checkpoint to resume from, or None. Raises:
-    UserError."""
+    """Check files, models and machine; called by one process. point: the checkpoint from which the run resumes, or
+    None. Raises: UserError."""
     check_run(args, resumed=point is not None and point.in_output_dir)
     check_hub(args)
     check_engines(args)
@@ -229,10 +231,10 @@ def check_files(args: RLHFFlags, dialect: Dialect, point: ResumePoint | None) ->
 
 
 def check_engines(args: RLHFFlags) -> None:
-    """Check that DeepSpeed can make engines of these configurations, in one process and on this machine. Raises:
+    """Check, in one process, that DeepSpeed can make the engines of these configurations on this machine. Raises:
     UserError."""
     configs = args.ds_configs
-    for choice in args.spec.engine_configs if not args.dry_run else ():  # which may be for other ones
+    for choice in args.spec.engine_configs if not args.dry_run else ():  # a dry run may be for other machines
         refuse_missing(configs[choice.role], choice.path)
 
 
@@ -256,7 +258,7 @@ def check_trunk_shared(args: RLHFFlags) -> None:
 
 
 def check_dialect(args: RLHFFlags, dialect: Dialect) -> None:
-    """Check that the dialect fits the run's sizes and the actor. Raises: UserError."""
+    """Check that the dialect fits the run's batch sizes and lengths, and the actor. Raises: UserError."""
     layers, path = None, args.actor_model_name_or_path
     if args.looks_at(path):
         config = read_config(path, "--actor_model_name_or_path", args.trust_remote_code)

@@ -1,8 +1,8 @@
-"""Facts about processes: the phase and step of this process, and the kernel's facts about it and other processes.
+"""Facts about processes: the phase and the step of this process, and what the kernel knows about processes.
 
-`place` has the phase, its start, the step, and the seconds of all phases, for messages about this process. The kernel
-knows which processes share process ids, the state of a process and its start time, and whether the launchers of this
-process still exist.
+`place` has the phase of this process, the phase's start, the step, and the seconds spent in all phases, for messages.
+The kernel tells which processes have a common space of process ids, the state and the start time of a process, and
+whether the launchers of this process still exist.
 """
 
 import contextlib
@@ -16,8 +16,8 @@ from pathlib import Path
 import psutil
 
 OUTSIDE = "outside of training"
-# Phases in which one rank may be busy without a time limit while the others wait for it.
-# In "normalising" each rank samples responses on its own.
+# Phases in which one rank may be busy without a time limit while the others wait for it. In the phase "normalising"
+# each rank samples responses on its own.
 ALONE = (
     OUTSIDE,
     "reading data",
@@ -31,8 +31,9 @@ ALONE = (
 
 @dataclass
 class Place:
-    """phase: the present phase. step: the step that is trained, from 1; 0 before. since: time.time() at the phase's
-    beginning. changed: called at the beginning of each phase."""
+    """What this process is doing. phase: the present phase. step: the number of the step that is being made, from 1; 0
+    before the first step. since: time.time() at the beginning of the phase. changed: function that is called at the
+    beginning of each phase."""
 
     phase: str = OUTSIDE
     step: int = 0
@@ -42,15 +43,16 @@ class Place:
     _counted: float = field(default_factory=time.monotonic)
 
     def enter(self, phase: str) -> None:
-        """Begin a phase."""
+        """Begin the phase with this name."""
         self._count()
         self.phase, self.since = phase, time.time()
         self.changed()
 
     def take_seconds(self) -> dict[str, float]:
-        """{phase: seconds} since the last call, or since the process began; they add up to the time that has passed.
+        """{phase: seconds} since the last call, or since the process began. The seconds add up to the time that has
+        passed.
 
-        Time in a phase within another phase counts for the inner one.
+        If a phase is within another phase, its time counts for the inner phase only.
         """
         self._count()
         taken, self._seconds = self._seconds, {}
@@ -63,17 +65,17 @@ class Place:
 
 
 def _began() -> float:
-    """When this process began, by time.monotonic(): its imports are part of the run."""
+    """The time at which this process began, by time.monotonic(). Thus the time of its imports is counted too."""
     return time.monotonic() - max(0.0, time.time() - psutil.Process().create_time())
 
 
 place = Place(_counted=_began())
-"""This process's."""
+"""The Place of this process."""
 
 
 @contextlib.contextmanager
 def phase(name: str) -> Iterator[None]:
-    """Within this block this process is in the named phase; afterwards in the earlier one."""
+    """Within this block this process is in the phase `name`; after the block it is in the earlier phase again."""
     before = place.phase
     place.enter(name)
     try:
@@ -91,12 +93,12 @@ LAUNCHERS = (
     *("accelerate", "accelerate.commands.launch"),
     *("mpirun", "mpiexec"),
 )
-SET_BY_LAUNCHERS = ("CROSS_RANK", "TORCHELASTIC_RUN_ID")  # in the environment of ranks: DeepSpeed's and torch's
+SET_BY_LAUNCHERS = ("CROSS_RANK", "TORCHELASTIC_RUN_ID")  # variables that DeepSpeed's and torch's launchers set
 
 
 def this_machine() -> str | None:
-    """A text that is equal for processes that can see each other: ids of the machine's boot and of the container's
-    process namespace. None if the kernel does not give them."""
+    """A text that is the same for all processes that can see each other: the id of the machine's boot and the id of the
+    container's process namespace. None if the kernel does not provide them."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
@@ -117,7 +119,8 @@ def start_of(pid: int) -> str | None:
 
 
 def _fields(pid: int) -> list[str]:
-    """The fields of /proc/PID/stat after the process's name, from the state on (proc(5)); [] if there is no process."""
+    """The fields of /proc/PID/stat from the state on, which follow the process's name (proc(5)); [] if there is no such
+    process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -125,7 +128,8 @@ def _fields(pid: int) -> list[str]:
 
 
 def is_another_rank(pid: int) -> bool:
-    """Whether this is another process of this user with the same command line; ranks differ in --local_rank only."""
+    """Whether the process `pid` is another rank: a process of the same user whose command line is equal to that of this
+    process, except for --local_rank."""
 
     def words(pid: int) -> list[bytes]:
         words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
@@ -141,10 +145,10 @@ def is_another_rank(pid: int) -> bool:
 class Launchers:
     """The launchers of this rank that existed when this object was made.
 
-    A launcher is recognised by its command line. A shell, `nohup` or a job's script is no launcher, and its end ends no
-    run. The parents of a rank are the node's launcher and, if it was started on this machine, the launcher that the
-    user called. DeepSpeed's runner starts the launchers of several nodes by ssh. It is found, on the machine where it
-    runs, by the ranks' flags on its command line.
+    A launcher is recognised by its command line. A shell, `nohup` or a job's script is no launcher; if it ends, the run
+    goes on. Among the parent processes of a rank are the node's launcher and, if the user called it on this machine,
+    the launcher that the user called. With several nodes, DeepSpeed's runner starts the nodes' launchers by ssh. On its
+    own machine, the runner is recognised by the ranks' flags on its command line.
     """
 
     def __init__(self) -> None:
@@ -152,7 +156,7 @@ class Launchers:
         self._found = [process for process in psutil.Process().parents() if program_of(_words(process)) in LAUNCHERS]
         programs = [program_of(_words(process)) for process in self._found]
         if not programs and any(name in os.environ for name in SET_BY_LAUNCHERS):
-            self._gone = "the launcher"  # while this process was importing
+            self._gone = "the launcher"  # it ended while this process was importing
         elif PER_NODE in programs and not set(RUNNERS) & set(programs):
             if any(word.startswith("--node_rank") for word in _words(self._found[programs.index(PER_NODE)])):
                 flags = [word for word in sys.argv[1:] if not word.startswith("--local_rank")]

@@ -1,5 +1,5 @@
-"""Everything around the training loop of step 3: evaluation, metrics, tables, checkpoints, saved models, the summary;
-and the loop of the critic's pretraining.
+"""Everything around the steps of step 3's training: evaluation, metrics, sample tables, checkpoints, saved models, the
+summary; and the loop of the critic's pretraining.
 """
 
 import dataclasses
@@ -38,12 +38,13 @@ SCORE = "eval/score"
 
 
 class Session:
-    """Called around a run's steps: `begin`, `before_first_step`, then `after_step` with each report, then `end`."""
+    """What a run does before, between and after its steps. The methods are called in this order: `begin`,
+    `before_first_step`, `after_step` with the report of each step, `end`, `judge`."""
 
     def __init__(self, args: RLHFFlags, plan: Plan, trainer: PPOTrainer, evaluator: Evaluator | None):
         self.args, self.plan, self.trainer, self.evaluator = args, plan, trainer, evaluator
         self.output_dir, self.models = Path(args.output_dir), trainer.models
-        # With the tokenizer's own pad token, whatever the run pads with: the models' configurations name this one.
+        # This tokenizer has its own pad token, even if the run pads with another one: models' configurations name it.
         self.own_tokenizer = args.read_tokenizer(args.actor_model_name_or_path, "--actor_model_name_or_path")
         self.owed: dict | None = plan.resume.state.get(OWED) if plan.resume else None
         logged = trainer.steps_done - (self.owed is not None)
@@ -68,18 +69,20 @@ class Session:
             scores=held_out_scores(self.output_dir) if goes_on and not plan.scores_changed else {},
             say=self.writer.write,
         )
-        self._first = {"objective/reward_changed": 1.0} if plan.scores_changed else {}  # of the next step's line
-        self.saved: dict[str, Path] = {}  # the trained models' folders, from the last step on
+        self._first = (
+            {"objective/reward_changed": 1.0} if plan.scores_changed else {}
+        )  # added to the next step's metrics
+        self.saved: dict[str, Path] = {}  # {name: folder} of the saved models; filled after the last step
 
     def state_dict(self) -> dict:
-        """The state that a checkpoint needs beside the models."""
+        """The state that a checkpoint holds in addition to the models."""
         owed = {OWED: self.owed} if self.owed is not None else {}
         before = {BEFORE: self.evaluator.before} if self.evaluator and self.evaluator.before else {}
         first = {FIRST: self.evaluator.first} if self.evaluator and self.evaluator.first else {}
         return self.trainer.state_dict() | owed | before | first
 
     def begin(self) -> None:
-        """Settings into run.json and TensorBoard."""
+        """Write the run's settings into run.json and TensorBoard."""
         flags, dialect = self.args.as_dict(), dataclasses.asdict(self.plan.dialect)
         with unwritten_noted(self.output_dir / RUN_FILE):
             write_run_record(
@@ -92,7 +95,8 @@ class Session:
         self.writer.hparams({**flags, "resolved_dialect": dialect})
 
     def before_first_step(self) -> None:
-        """Held-out scores before the first step, if they are not there yet; or those still owed."""
+        """Evaluate before the first step, unless this was done before the run was resumed. Also make the evaluation
+        that an earlier start, which ended early, has left to the resumed run."""
         pretrained = self.trainer.steps_done == 0 and self.args.critic_pretrain_steps > 0
         if self.evaluator and self.trainer.steps_done == 0 and not (pretrained and self.evaluator.before):
             with phase("evaluating"):
@@ -108,9 +112,9 @@ class Session:
             self.checkpoints.save_if_due(0)
 
     def after_step(self, report: StepReport) -> None:
-        """Log the step; evaluate, show samples and save where it is time to; end where the run was asked to.
+        """Log the step; evaluate, show samples and save if they are due; end the run if a signal asked for it.
 
-        After the last step the models are saved first: nothing that fails behind that can cost them.
+        After the last step the models are saved before anything else is done, so that no later error can lose them.
         """
         output_folder.check_held()
         args, step, last = self.args, report.step, report.step == self.plan.last_step
@@ -129,33 +133,36 @@ class Session:
         give_back_at(step)
 
     def log_step(self, step: int, samples: int) -> float | None:
-        """Evaluate where it is time to, and write the step's line; returns the held-out score, if there is one."""
+        """Evaluate if an evaluation is due, and write the step's metrics. Returns the held-out score if an evaluation
+        was due, else None."""
         metrics = dict(self.owed or {})
         try:
             if self.evaluates_after(step):
                 metrics |= self.evaluate("after" if step == self.plan.last_step else f"step_{step:06d}")
-        finally:  # the step was trained, whatever comes of its evaluation
+        finally:  # the step's metrics are written even if its evaluation fails
             self.writer.log(step, samples, metrics)
         self.owed = None
         return metrics.get(SCORE)
 
     def end_early(self, reason: stopping.Reason, report: StepReport) -> NoReturn:
-        """Save a checkpoint and end; an evaluation that is due, and the step's line, are left to the resumed run."""
+        """Save a checkpoint and end the run. If an evaluation is due after this step, the resumed run makes the
+        evaluation and writes the step's metrics."""
         if not self.evaluates_after(report.step):
             self.log_step(report.step, report.samples)
         point = self.checkpoints.save(report.step, wait=True)
         stopping.end_early(reason, report.step, self.plan.last_step, point)
 
     def evaluates_after(self, step: int) -> bool:
-        """Whether the held-out prompts are answered after this step."""
+        """Whether an evaluation is due after this step."""
         asked = step in (0, self.plan.last_step) or (step > 0 and _is_due(step, self.args.eval_steps))
         return self.evaluator is not None and asked
 
     @phase("evaluating")
     def evaluate(self, name: str) -> dict[str, float]:
-        """Answer the held-out prompts, with the averaged weights too if there are any; samples go to a file.
+        """Evaluate on the held-out prompts, also with the averaged weights if there are any. The samples are written to
+        a file. Returns the metrics.
 
-        name: the file's, without its ending.
+        name: name of the file of samples, without its ending.
         """
         metrics, rows = self.evaluator.run(self.trainer.steps_done)
         self.write_samples(name, rows)
@@ -167,7 +174,7 @@ class Session:
         return metrics
 
     def write_samples(self, name: str, rows: list[dict]) -> None:
-        """Write held-out samples into a file of this name; a run goes on where that cannot be done."""
+        """Write held-out samples into a file of this name. If the file cannot be written, the run goes on."""
         path = f"samples/{name}.jsonl"
         with unwritten_noted(self.output_dir / path):
             if distributed.is_main():
@@ -175,7 +182,8 @@ class Session:
                 write_rows(self.output_dir / path, rows)
 
     def show_samples(self, report: StepReport, count: int = 4) -> None:
-        """A few of this step's responses as a table, and the distributions of scores and lengths."""
+        """Show some of this step's responses as a table, and write the distributions of scores and lengths. count:
+        number of responses."""
         few = report.batch.select(slice(0, count))
         self.writer.samples(report.step, sample_rows(few.rollout, few.scores, few.kl.sum(-1), self.models.tokenizer))
         for tag, values in distributions(report.batch).items():
@@ -183,8 +191,8 @@ class Session:
 
     @phase("saving models")
     def save_models(self) -> dict[str, Path]:
-        """Write the trained models, and the actor with averaged weights if there are any, as Hugging Face folders; then
-        remove those of an earlier run that this one does not have."""
+        """Write the trained models, and the actor with averaged weights if there are any, as Hugging Face folders. Then
+        remove those models of an earlier run that this run does not have."""
         models, averaged = self.models, self.models.ema
         all_models = [*models.trained.values(), *([models.actor] if averaged is not None else [])]
         merged = model_folders.merged_wanted(self.args.save_merged, all_models, self.output_dir)
@@ -203,11 +211,11 @@ class Session:
         return saved
 
     def end(self) -> None:
-        """Save the models if no step has done so, draw the curves, print the summary.
+        """Save the models if `after_step` has not saved them, draw the curves, print the summary.
 
         Raises: RunStopped if something could not be written.
         """
-        if not self.saved:  # a checkpoint of the last step leaves no step to train
+        if not self.saved:  # a run that resumes from the checkpoint of its last step makes no step
             self.saved |= self.save_models()
         if distributed.is_main():
             metrics, curves = self.output_dir / METRICS_FILE, self.output_dir / "curves.png"
@@ -226,15 +234,15 @@ class Session:
         check_all_written()
 
     def judge(self) -> None:
-        """Print the verdict on the run, and upload the actor if this was asked for. Raises: RunStopped if the verdict
-        is BROKEN."""
+        """Print the verdict on the run, and upload the actor if --push_to_hub is given. Raises: RunStopped if the
+        verdict is BROKEN."""
         prompts = len(self.evaluator.prompts) if self.evaluator else 0
         conclude(lambda: of_ppo(read_metrics(self.output_dir / METRICS_FILE), prompts), self.args.output_dir)
         push(self.args, self.saved)
 
 
 def held_out_scores(output_dir: Path) -> dict[int, float]:
-    """{step: held-out score} of a run so far, for the scores that can be compared with the latest one."""
+    """{step: held-out score} of a run so far, for those scores that come from the same reward as the latest score."""
     path = output_dir / METRICS_FILE
     rows = read_metrics(path) if path.is_file() else []
     return {row["step"]: row[SCORE] for row in comparable_scores(rows)}
@@ -250,8 +258,8 @@ FOLDER = output_folder.PRETRAINED[0]
 def pretrain(session: Session, pretraining: CriticPretraining, feed: PromptFeed) -> None:
     """Run the remaining steps of the critic's pretraining, and save the critic.
 
-    Steps are numbered up to 0. The held-out scores before the first PPO step have the number 0 too, so the metrics of
-    the last pretraining step wait for them (`Session.before_first_step`).
+    The last pretraining step has the number 0, and so has the evaluation before the first PPO step. Therefore the
+    metrics of both are written together, by `Session.before_first_step`.
     """
     trainer, writer = pretraining.trainer, session.writer
     shown = {"loss": "critic_pretrain/loss", "explained variance": "critic_pretrain/explained_variance"}
@@ -283,8 +291,7 @@ def _after_step(session: Session, pretraining: CriticPretraining, report: StepRe
 
 @phase("saving models")
 def _save(session: Session, pretraining: CriticPretraining, metrics: dict[str, float]) -> None:
-    """Write the critic in the same way as at the end of a run, with a record of its pretraining (all ranks call
-    this)."""
+    """Save the critic as at the end of a run, with a record of its pretraining (all ranks call this)."""
     critic, output_dir = session.models.critic, session.output_dir
     merged = model_folders.merged_wanted(session.args.save_merged, [critic], output_dir)
     saved = model_folders.save_forms(critic, session.own_tokenizer, output_dir, FOLDER, merged)

@@ -1,12 +1,12 @@
-"""How the three programs start and end: they parse flags, report a mistake once, and exit with these codes:
+"""Starts and ends the programs: parses their flags, reports a user's mistake once, and exits with one of these codes:
 
     0     done: everything is saved
     1     stopped: something went wrong in the middle of the run (a NaN, a reward function that raises, a dead rank)
-    2     a user's mistake, found before anything was written: the same command would fail in the same way again
+    2     a user's mistake, found before anything was written: the same command would fail again in the same way
     75    ended early on request (TERM, USR1, Ctrl-C, the end of the launcher); the run can be resumed
 
-torchrun exits with 1 for each code but 0, and so does DeepSpeed's launcher if it was itself asked to end. srun passes
-the codes on.
+torchrun exits with code 1 if a rank's code is not 0. DeepSpeed's launcher does this too if a signal asked the launcher
+itself to end. srun passes the ranks' codes on.
 """
 
 import atexit
@@ -33,14 +33,14 @@ from training.runtime.output_folder import check_output_dirs
 from training.runtime.processes import phase
 from training.runtime.watch import ENDED_EARLY, JOINING, STOPPED, Watch, watching
 
-COLLECTIVES = 7 * 24 * 60.0  # timeout of a collective call in minutes: the watch thread ends calls that hang
+COLLECTIVES = 7 * 24 * 60.0  # timeout of a collective call in minutes; the watch thread ends calls that hang earlier
 
 
 def run(main: Callable, arguments_class: type, description: str, argv: Sequence[str] | None = None) -> int:
     """Parse the flags, join the process group and call `main(args)`; returns the exit code.
 
-    With --dry_run no process group is joined, and only rank 0 goes on. A UserError is printed once, without a stack
-    trace: by rank 0, or by the only rank that raised it.
+    With --dry_run no process group is joined, and only rank 0 calls `main`. A UserError is printed once, without a
+    stack trace, by rank 0 or by the only rank that raised it.
     """
     try:
         stopping.forget_unwritten()
@@ -60,7 +60,7 @@ def run(main: Callable, arguments_class: type, description: str, argv: Sequence[
     try:
         if not args.dry_run:
             environment.check_port()
-        from engine.zero.accelerator import natural_dtype  # seconds of imports: a mistyped flag is reported before
+        from engine.zero.accelerator import natural_dtype  # imports take seconds; mistyped flags are reported first
 
         _quiet_transformers()
         args.dtype = args.dtype or natural_dtype()
@@ -84,7 +84,7 @@ def run(main: Callable, arguments_class: type, description: str, argv: Sequence[
 
 
 def _in_group(main: Callable, args: RunFlags, watch: Watch) -> int:
-    """Join the process group and call `main(args)`; only an end of the run by itself counts as success."""
+    """Join the process group and call `main(args)`; returns the exit code."""
     from engine.zero.communication import init
 
     exchange = None
@@ -96,7 +96,7 @@ def _in_group(main: Callable, args: RunFlags, watch: Watch) -> int:
                 exchange = preflight.agree(args)
             init(COLLECTIVES)
             watch.join()
-            del exchange  # which served the others until all have joined
+            del exchange  # it serves the store until all ranks have joined
         main(args)
         return _left_together(0, watch)
     except EndedEarly as end:
@@ -104,7 +104,7 @@ def _in_group(main: Callable, args: RunFlags, watch: Watch) -> int:
             print_line(str(end))
         return _left_together(ENDED_EARLY, watch)
     except SharedError as error:
-        stopping.let_through()  # a launcher that ends the ranks behind the first to go does not change why they end
+        stopping.let_through()  # when one rank ends, a launcher asks the others to; ignore it
         watch.leave(USER_ERROR)
         return _print_error(error)
     except UserError as error:
@@ -124,8 +124,8 @@ def _in_group(main: Callable, args: RunFlags, watch: Watch) -> int:
 
 
 def _left_together(code: int, watch: Watch) -> int:
-    """Leave the process group together with the other ranks: a launcher could take the first rank that ends for a
-    failure."""
+    """Leave the process group together with the other ranks; returns the exit code. If a rank ended before the others,
+    a launcher could take this for a failure."""
     stopping.let_through()
     distributed.barrier()
     watch.leave(code)
@@ -134,7 +134,7 @@ def _left_together(code: int, watch: Watch) -> int:
 
 
 def _leave_stdin() -> None:
-    """From now on standard input is empty, so that a library that asks a question there gets the end of the file."""
+    """Make standard input empty, so that a library that asks the user a question does not wait for an answer."""
     with Path(os.devnull).open("rb") as nothing:
         os.dup2(nothing.fileno(), 0)
 
@@ -158,13 +158,13 @@ def _print_error(error: UserError) -> int:
         print(message, file=sys.stderr, flush=True)
         write_error_file(message)
     else:
-        time.sleep(5)  # the launcher kills all ranks once one has gone: let the main one print first
+        time.sleep(5)  # the launcher kills all ranks when one ends: let the main rank print first
     return USER_ERROR
 
 
 def _print_error_on_all_hosts(error: UserError) -> int:
-    """Print a mistake in flags; returns the exit code. With several hosts, other ranks may not have the mistake, for
-    example because a file exists on their host; they learn of it through the store where the ranks meet."""
+    """Print a mistake in flags; returns the exit code. With several hosts, a mistake may exist on some hosts only, for
+    example if a file is missing there. The other ranks learn of it through the store at which the ranks meet."""
     if not environment.on_several_hosts() or not os.environ.get("MASTER_ADDR") or not os.environ.get("MASTER_PORT"):
         return _print_error(error)
     text = visible(str(error))
@@ -179,9 +179,9 @@ def _print_error_on_all_hosts(error: UserError) -> int:
 def leave(code: int) -> NoReturn:
     """End this process with the exit code of `run`.
 
-    Destructors of libraries do not run: gloo's threads have aborted in them after a finished run, which changes the
-    exit code, and NCCL may wait for ranks that have ended. After a finished run Python's exit functions are called, so
-    that libraries close their files.
+    The process ends without running the destructors of libraries: after finished runs gloo's threads have aborted in
+    them, which changes the exit code, and NCCL may wait in them for ranks that have ended. After a finished run the
+    exit functions registered in Python are called, so that libraries close their files.
     """
     if not code:
         atexit._run_exitfuncs()
@@ -190,13 +190,13 @@ def leave(code: int) -> NoReturn:
 
 
 def quiet_libraries() -> None:
-    """Have libraries print only warnings and errors, without progress bars."""
+    """Have libraries print only warnings and errors, and no progress bars."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("DEEPSPEED_LOG_LEVEL", "error")
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # each start and stop of torch.profiler is level 5, errors are below
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # torch.profiler logs its starts and stops at level 5
     warnings.filterwarnings("ignore", category=FutureWarning)
     warnings.filterwarnings("ignore", category=UserWarning, module="torch|deepspeed|transformers")
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
@@ -204,9 +204,9 @@ def quiet_libraries() -> None:
 
 
 def _not_a_missing_gpu(record: logging.LogRecord) -> bool:
-    """False for torch's warning that a CUDA toolkit is installed but no GPU is there, since extensions are then built
-    for the CPU. Other warnings, such as those about compilers, pass.
-    """
+    """A filter of log records: False for torch's warning that a CUDA toolkit is installed but the machine has no GPU.
+    Extensions are built for the CPU then, so the warning is useless. Other warnings, such as those about compilers, are
+    printed."""
     return not str(record.msg).startswith(("No CUDA runtime is found", "No ROCm runtime is found"))
 
 
@@ -220,7 +220,7 @@ def _quiet_transformers() -> None:
 
 
 def check_run(args: RunFlags, resumed: bool = False) -> None:
-    """The first checks of every step: the machine, the folders that are written to, and Weights & Biases.
+    """The first checks of all three training steps: the machine, the output folders, and Weights & Biases.
 
     resumed: whether the output folder holds the run that is resumed. Raises: UserError.
     """

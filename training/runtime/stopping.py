@@ -1,16 +1,17 @@
-"""How a run ends: requests to end early, and files that could not be written.
+"""Handles requests to end a run early, and files that could not be written.
 
-TERM, HUP, one INT (Ctrl-C) and the end of the launcher ask the run to finish its step, save and end within
---grace_seconds. USR1 asks the same without a time limit. A second INT ends the process at once. The ranks agree on a
-request between two steps, so that all save the same step, no matter which rank was asked.
+The signals TERM, HUP and INT (Ctrl-C), and the end of the launcher, ask the run to finish its step, save a checkpoint
+and end, within --grace_seconds. The signal USR1 asks for the same without a time limit. A second INT ends the process
+immediately. The ranks agree on a request between two steps, so that all ranks save the same step, whichever rank was
+asked.
 
-A request is followed
+When a request is followed depends on what the run does:
     at once         before the first step, when there is nothing to save: the process ends
-    at a border     while training: `agreed()` is true on all ranks after the current step
+    at a border     while training: after the current step, `agreed()` returns the reason on all ranks
     not any more    while the finished models are saved: saving goes on
 
-If a run cannot write a file, it prints this and goes on. At its end it prints this again, and does not end with exit
-code 0. A run that fails after its models were saved prints where they are.
+If a run cannot write a file, it prints a warning and goes on. At its end it prints the warning again, and its exit code
+is not 0. A run that fails after its models were saved prints where they are.
 """
 
 import contextlib
@@ -30,8 +31,8 @@ from engine.errors import EndedEarly, RunStopped, UserError
 
 
 class Reason(IntEnum):
-    """The reason of a request to end. Of several reasons the largest counts, since it may have caused the others: at a
-    Ctrl-C a launcher sends TERM and exits."""
+    """The reason of a request to end. If there are several reasons, the largest counts, since it may have caused the
+    others: after a Ctrl-C a launcher sends TERM and exits."""
 
     SIGUSR1 = 1
     LAUNCHER = 2
@@ -59,7 +60,7 @@ class Followed(StrEnum):
 
     @property
     def text(self) -> str:
-        """What a run does after a request to end, as a sentence."""
+        """A sentence about what the run does after a request to end."""
         back = "a launcher may give the prompt back before"
         return {
             Followed.AT_ONCE: "the run ends.",
@@ -69,15 +70,16 @@ class Followed(StrEnum):
 
 
 SIGNALS = {signal.Signals[reason.name]: reason for reason in Reason if reason != Reason.LAUNCHER}
-SAME_KEY = 1.0  # seconds: Ctrl-C reaches the ranks from the terminal, and again from a launcher that passes it on
+SAME_KEY = 1.0  # seconds within which two INTs are one Ctrl-C: the terminal sends one, a launcher may pass on another
 
 
 @dataclass
 class StopRequest:
-    """Whether this process was asked to end, and how the run follows the request.
+    """Whether this process was asked to end, and when the run follows the request.
 
-    grace: seconds until the deadline. deadline: time.monotonic() by which a request in haste has to be followed. saved:
-    the newest checkpoint, for the message of a run that missed its deadline.
+    grace: seconds from a request in haste to its deadline. deadline: the time, by time.monotonic(), at which the
+    process ends even if it has not finished. saved: the newest checkpoint, for the message of a run that misses its
+    deadline.
     """
 
     grace: float = 25.0
@@ -88,7 +90,7 @@ class StopRequest:
     _interrupts: list[float] = field(default_factory=list)
 
     def ask(self, reason: Reason) -> None:
-        """Note a request."""
+        """Note that this process is asked to end."""
         if reason.in_haste and self.deadline is None:
             self.deadline = time.monotonic() + self.grace
         if self.reason is None or reason > self.reason:
@@ -96,7 +98,7 @@ class StopRequest:
 
     @property
     def left(self) -> str:
-        """A sentence about what remains of a run that ends without saving."""
+        """A sentence about what is on the disk when a run ends without saving."""
         where = f"go on with --resume {self.saved.parent.parent}" if self.saved else "no checkpoint is there"
         return f"what was trained since the last checkpoint is lost; {where}."
 
@@ -107,15 +109,16 @@ class StopRequest:
 
 
 request = StopRequest()
-"""This process's: signals are the process's, too."""
+"""The StopRequest of this process. Signals concern the whole process, so there is only one."""
 
 
 @contextlib.contextmanager
 def listening(grace: float) -> Iterator[StopRequest]:
-    """Within this block the signals that ask a run to end are handled. Signals that are ignored (nohup, a shell's &)
-    stay ignored.
+    """Handle the signals that ask a run to end, within this block. A signal that the process ignores (because of nohup
+    or a shell's &) stays ignored.
 
-    While the main thread waits for other ranks, Python runs no handlers; so a watch thread has to check for signals.
+    While the main thread waits for other ranks, Python runs no signal handlers. Therefore a watch thread has to check
+    for signals.
     """
     global request
     request = StopRequest(grace)
@@ -133,8 +136,8 @@ def listening(grace: float) -> Iterator[StopRequest]:
 
 
 def agreed() -> Reason | None:
-    """The reason why any rank was asked to end, the same on all ranks; None if none was asked (all ranks call this
-    between two steps)."""
+    """The reason why a rank was asked to end; None if no rank was asked. All ranks get the same answer (all ranks call
+    this between two steps)."""
     value = distributed.largest(int(request.reason or 0))
     return Reason(value) if value else None
 
@@ -142,7 +145,7 @@ def agreed() -> Reason | None:
 @contextlib.contextmanager
 def at_borders() -> Iterator[None]:
     """Within this block requests to end are followed between steps, by `agreed`."""
-    distributed.barrier()  # no rank may still be where a request ends it at once
+    distributed.barrier()  # until here, a request may end a rank immediately
     request.followed = Followed.AT_BORDER
     try:
         yield
@@ -169,10 +172,11 @@ def end_early(reason: Reason, step: int, last_step: int, point: Path | None) -> 
 
 @contextlib.contextmanager
 def saved_models_named(saved: Mapping[str, Path]) -> Iterator[None]:
-    """Errors in this block get a text with the places of the trained models, if `saved` holds any by then.
+    """If an error is raised within this block after models were saved, add to it where the models are. saved: {name:
+    folder} of the models saved so far.
 
-    Raises: RunStopped for a RunStopped, an error of the system (a full disk) and an exit; any other exception is raised
-    again, with a note.
+    Raises: RunStopped in place of a RunStopped, an OSError (a full disk) or a SystemExit. Any other exception is raised
+    again with a note.
     """
     try:
         yield
@@ -191,19 +195,19 @@ def _where(saved: Mapping[str, Path]) -> str:
     return "Training was done by then, and its models are saved: " + ", ".join(map(str, saved.values())) + "."
 
 
-# What could not be written.
+# Files that could not be written.
 
 _noted: dict[str, str] = {}
 
 
 def reason_of(error: BaseException) -> str:
-    """A text that says why a file could not be written; for a full disk with the free space."""
+    """A text that says why a file could not be written. If the disk is full, the text gives the free space."""
     words = getattr(error, "strerror", None) or str(error) or type(error).__name__
     return f"{words}: free some space" if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) else words
 
 
 def note_unwritten(what: str | Path, error: BaseException) -> None:
-    """Print, once for each `what`, that this cannot be written and that the run goes on."""
+    """Print that `what` cannot be written and that the run goes on. This is printed once for each `what`."""
     if str(what) not in _noted:
         _noted[str(what)] = reason_of(error)
         print(f"WARNING: {what} cannot be written ({reason_of(error)}). The run goes on.", file=sys.stderr, flush=True)
@@ -211,7 +215,7 @@ def note_unwritten(what: str | Path, error: BaseException) -> None:
 
 @contextlib.contextmanager
 def unwritten_noted(what: str | Path) -> Iterator[None]:
-    """If this block fails to write or read back a file, note this, and go on after the block."""
+    """If the block cannot write a file, or cannot read it back, note this and go on after the block."""
     try:
         yield
     except (OSError, UserError) as error:
@@ -219,7 +223,7 @@ def unwritten_noted(what: str | Path) -> Iterator[None]:
 
 
 def note_written(what: str | Path) -> None:
-    """Remove a note: the file has been written by now."""
+    """Remove the note about `what`, because it has been written since."""
     if _noted.pop(str(what), None) is not None:
         print(f"{what} could be written again; nothing of it is missing.", file=sys.stderr, flush=True)
 
@@ -230,7 +234,8 @@ def forget_unwritten() -> None:
 
 
 def check_all_written() -> None:
-    """Raise RunStopped on all ranks, with a list, if rank 0 could not write something (all ranks call this)."""
+    """Raise RunStopped on all ranks if rank 0 could not write a file; the message lists these files (all ranks call
+    this)."""
     missing = distributed.broadcast_object("; ".join(f"{what} ({reason})" for what, reason in _noted.items()))
     if missing:
         raise RunStopped(f"the run came to its end, but not all of it is on the disk: {missing}.")

@@ -1,8 +1,8 @@
-"""The watch: a thread of each rank that monitors the process while the main thread computes or waits for other ranks.
+"""The watch thread of each rank, which monitors the process while the main thread computes or waits for other ranks.
 
-Once a second it checks whether the launcher is still there, whether a request to end has passed its deadline, and
-whether the heartbeats miss a rank; signals wake it. It ends a process whose main thread waits in a collective call that
-never returns.
+Once a second the thread checks whether the launcher still exists, whether a request to end has passed its deadline, and
+whether the heartbeats show that a rank is missing; a signal wakes it at once. It can end a process whose main thread
+waits in a collective call that never returns.
 """
 
 import contextlib
@@ -23,16 +23,16 @@ from training.runtime.heartbeats import EVERYWHERE, Monitor, Reporter, Verdict, 
 from training.runtime.processes import Launchers, is_another_rank, place
 from training.runtime.stopping import SIGNALS, Followed, Reason, StopRequest, listening
 
-SECONDS = 1.0  # between looks
-LAST_LOOK = 3.0  # seconds that a request waits before the first step: another rank's end may be what brought it
-REPORT_WITHIN = 15.0  # seconds in which rank 0 tells of an error; then this rank does
+SECONDS = 1.0  # seconds between checks
+LAST_LOOK = 3.0  # seconds that a request waits before the first step: the end of another rank may have caused it
+REPORT_WITHIN = 15.0  # seconds in which rank 0 prints an error that this rank reported; then this rank prints it
 JOINING = "joining the process group"
 ENDED_EARLY, STOPPED = 75, 1  # exit codes; 75 is EX_TEMPFAIL of sysexits.h: try again
 
 
 @contextlib.contextmanager
 def watching(grace: float, timeout_minutes: float) -> Iterator["Watch"]:
-    """A `Watch` of this process, until the block is left."""
+    """Run a `Watch` of this process within this block. grace: see StopRequest. timeout_minutes: see Watch."""
     with listening(grace) as request:
         watch = Watch(request, timeout_minutes)
         watch.start()
@@ -43,7 +43,7 @@ def watching(grace: float, timeout_minutes: float) -> Iterator["Watch"]:
 
 
 class Watch:
-    """The watch thread. timeout_minutes: how long no rank may move."""
+    """The watch thread. timeout_minutes: the run ends if no rank has moved for so many minutes."""
 
     def __init__(self, request: StopRequest, timeout_minutes: float):
         self.request, self.timeout_minutes, self.launchers = request, timeout_minutes, Launchers()
@@ -63,7 +63,7 @@ class Watch:
         """Start the thread. From now on SIGUSR2 prints the stacks of all threads."""
         if threading.current_thread() is threading.main_thread():
             self._wakeup_before = signal.set_wakeup_fd(self._wake.fileno(), warn_on_full_buffer=False)
-            with contextlib.suppress(OSError, ValueError, AttributeError):  # of a standard error that is no file
+            with contextlib.suppress(OSError, ValueError, AttributeError):  # raised if standard error is no file
                 faulthandler.register(signal.SIGUSR2, file=sys.__stderr__, all_threads=True)
         self._thread.start()
 
@@ -98,9 +98,9 @@ class Watch:
             self.reporter.say(left=code)
 
     def tell(self, trouble: str, code: int = STOPPED) -> None:
-        """Have one rank print this rank's error, and all ranks end with the code, also ranks that wait for this one to
-        join. If no rank prints the error, this rank does. Later requests to end do not change the code: launchers send
-        them to the other ranks when one rank has ended."""
+        """Report this rank's error. One rank prints it, and all ranks end with this exit code, also ranks that wait
+        for this one to join. If no other rank prints the error, this rank does. Later requests to end do not change the
+        code, because launchers send them to the other ranks when one rank has ended."""
         self.request.followed = Followed.NOT_ANY_MORE
         message = ("error: " if code == USER_ERROR else "") + from_here(trouble)
         write_error_file(message)
@@ -183,7 +183,7 @@ class Watch:
     def _follow(self) -> None:
         """End the process if a request to end cannot wait for the main thread."""
         request, now = self.request, time.monotonic()
-        interrupted = request.reason == Reason.SIGINT  # from the terminal: by a person, before the launcher goes
+        interrupted = request.reason == Reason.SIGINT  # a person's Ctrl-C, which comes before the launcher ends
         if interrupted and not self._interrupt_reported and request.followed != Followed.AT_ONCE:
             self._interrupt_reported = True
             say(f"{request.reason.text}: {request.followed.text}")
@@ -196,7 +196,7 @@ class Watch:
                     return
                 if self.reporter.others_left:
                     if now > self._asked_at + 2 * LAST_LOOK:
-                        leave_now(STOPPED)  # one of them has told why
+                        leave_now(STOPPED)  # another rank has printed the reason
                     return
             end(
                 ENDED_EARLY,
@@ -214,12 +214,12 @@ def conclude(verdict: Verdict, reporter: Reporter) -> None:
     """End this process with rank 0's verdict. Rank 0 prints the message; the ranks named in it print their stacks."""
     if verdict.message:
         say(verdict.message)
-        write_error_file(verdict.message)  # in the place of what the other rank's end has brought about here
+        write_error_file(verdict.message)  # instead of the error that the other rank's end caused here
     if reporter.rank in verdict.stacks:
         faulthandler.dump_traceback(sys.__stderr__, all_threads=True)
     for machine, pid in verdict.stuck:
         if machine == reporter.machine and is_another_rank(pid):
-            for number in (signal.SIGUSR2, signal.SIGCONT):  # its stacks come as it goes on
+            for number in (signal.SIGUSR2, signal.SIGCONT):  # a stopped process prints its stacks when it goes on
                 with contextlib.suppress(OSError):
                     os.kill(pid, number)
             time.sleep(1)

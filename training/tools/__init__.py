@@ -1,1 +1,1 @@
-"""Further programs. The three steps do not import them, except for --preflight."""
+"""Further programs beside the three training steps. The steps import only tools/preflight."""

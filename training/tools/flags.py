@@ -1,4 +1,5 @@
-"""The flags of programs that have finished models answer held-out prompts: merging and comparing."""
+"""The flags that the merge program and the comparison program share. Both have finished models answer held-out
+prompts."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -13,12 +14,12 @@ from training.config.flags import DataFlags, flag
 
 @dataclass(kw_only=True)
 class MeasuringFlags(DataFlags, ABC):
-    """Which prompts are answered, and how responses are drawn."""
+    """The flags that say which prompts are answered, and how responses are drawn."""
 
     phase: ClassVar[int] = 3
     overwrites: ClassVar[bool] = False
     program: ClassVar[str]
-    """How messages call the program."""
+    """The program's name in messages."""
 
     num_eval_prompts: int = flag(128, "held-out prompts that each model answers", least=1, group="measuring")
     max_prompt_seq_len: int = flag(256, "longest prompt, in tokens", least=1)
@@ -41,7 +42,7 @@ class MeasuringFlags(DataFlags, ABC):
 
     @property
     def lengths(self) -> dict[str, int]:
-        """Of prompts and responses, by the flags' names."""
+        """{flag: largest number of tokens} of prompts and responses."""
         return {"max_prompt_seq_len": self.max_prompt_seq_len, "max_answer_seq_len": self.max_answer_seq_len}
 
     @property
@@ -50,8 +51,8 @@ class MeasuringFlags(DataFlags, ABC):
         """The paths of the reward models."""
 
     def spec_of(self, path: str) -> EngineSpec:
-        """What the engines are to be that measure the policy at `path`: frozen ones of policy, reference, and reward
-        models, of which the spec names the first."""
+        """The specification of the engines that measure the policy at `path`: frozen engines of the policy, the
+        reference and the reward model. If there are several reward models, the specification names the first."""
         return EngineSpec(
             actor_path=path,
             critic_path=None,

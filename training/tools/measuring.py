@@ -1,5 +1,5 @@
-"""Measures finished models: they answer held-out prompts, and the responses are scored. The programs that merge and
-compare models use this file.
+"""Measures finished models: they answer held-out prompts, and the responses are scored. The merge program and the
+comparison program use this file.
 
 measuring = Measuring(args, args.spec_of("out/sft"), read_held_out(args, tokenizer))
 policy = measuring.loaded("out/actor", "actor")
@@ -38,15 +38,15 @@ from training.runtime.models import check_positions, generation_stops
 from training.tools.flags import MeasuringFlags
 
 DIALECT = Dialect(name="measured", critic_start="none", critic_lr=0.0, advantage_estimator="rloo", samples_per_prompt=2)
-"""Responses end with EOS, and log-probs are at the sampling temperature. Nothing is learned, so the estimator is not
-used."""
+"""With this dialect, responses end with EOS, and log-probs are computed at the sampling temperature. Nothing is
+learned, so the advantage estimator is not used."""
 REWARD_MODEL = "--reward_model_name_or_path"
 
 
 @dataclass(frozen=True, slots=True)
 class HeldOut:
-    """Held-out prompts. rows: the data's rows for reward functions: first the training rows, then, from first_index on,
-    those of the held-out prompts. known: the words that count as known."""
+    """Held-out prompts. rows: the rows that reward functions get: first the training rows, then, from index first_index
+    on, the rows of the held-out prompts. known: the words that count as known."""
 
     prompts: Prompts
     tokenizer: object
@@ -56,7 +56,8 @@ class HeldOut:
 
 
 def check_answering(args: MeasuringFlags, path: str, what: str) -> None:
-    """Raise UserError, naming `what` (a flag), if the model at `path` cannot answer prompts of these lengths here."""
+    """Raise UserError if the model at `path` cannot answer prompts of these lengths on this machine. what: the flag
+    that gives the path, for the message."""
     trusted = args.trust_remote_code
     config = check_policy(path, what, trusted)
     check_embedding(args.read_tokenizer(path, what), config, path, what)
@@ -76,10 +77,10 @@ def check_scoring(args: MeasuringFlags, tokenizer) -> None:
 
 
 def read_held_out(args: MeasuringFlags, tokenizer, known_texts: Sequence[str] = ()) -> HeldOut:
-    """The held-out prompts that step 3 has with the same flags of data, and the known words.
+    """Read the held-out prompts, which are those that step 3 would have with the same data flags, and the known words.
 
-    known_texts: data sets, read as by step 1, whose words are known in addition to those of the prompts.
-    Raises: UserError if data do not exist, cannot be read or are too few.
+    known_texts: data sets in step 1's format. Their words count as known in addition to the words of the prompts.
+    Raises: UserError if data do not exist or cannot be read, or if there are too few prompts.
     """
     fit = prompt_fit(tokenizer, args.max_prompt_seq_len, args.overlong)
     parts = args.load_rows(
@@ -104,9 +105,10 @@ def read_held_out(args: MeasuringFlags, tokenizer, known_texts: Sequence[str] = 
 
 
 class Measuring:
-    """The engines for measuring finished models.
+    """Holds the engines for measuring finished models.
 
-    reference: the model at `spec.actor_path`, to which KL is measured. scorers: the reward models, in the flags' order.
+    reference: the model at `spec.actor_path`, to which the KL is measured. scorers: the reward models, in the order in
+    which the flag gives them.
     """
 
     def __init__(self, args: MeasuringFlags, spec: EngineSpec, held_out: HeldOut):
@@ -116,7 +118,7 @@ class Measuring:
         self.scorers = [self.loaded(path, "reward", load_scorer) for path in args.reward_models]
 
     def loaded(self, path: str, role: str, load: Callable = load_policy) -> FrozenModel:
-        """An engine with the model at `path`, in the spec's configuration of this role."""
+        """Load the model at `path` into an engine, with the configuration that the specification has for this role."""
         return frozen_model(load, path, getattr(self.spec, role), self.spec)
 
     def rollouts_of(self, policy: FrozenModel, decoding: str = "plain") -> RolloutBackend:
@@ -143,13 +145,15 @@ class Measuring:
         greedy: bool = False,
         samples: int = 1,
     ) -> Evaluator:
-        """The Evaluator for which a policy answers the held-out prompts.
+        """Make the Evaluator that has this policy answer the held-out prompts.
 
         Args:
             path: the policy's folder, whose generation_config names the tokens that end a response.
-            forward_passes: whether log-probs come from a forward pass even if the sampler's equal them within rounding.
-            greedy: whether the most likely token is taken instead of a drawn one; log-probs are at temperature 1.
-            samples: responses to each prompt.
+            reward: the source of scores. rollouts: the backend that draws responses from the policy.
+            forward_passes: whether log-probs always come from a forward pass. If not, the sampler's log-probs are taken
+                when they are equal to those of a forward pass within rounding.
+            greedy: whether the most likely token is taken instead of drawing one; log-probs are then at temperature 1.
+            samples: number of responses to each prompt.
         """
         tokenizer, dialect = self.held_out.tokenizer, dataclasses.replace(DIALECT, temperature=self.args.temperature)
         algorithm = Algorithm(
@@ -187,9 +191,9 @@ class Measuring:
 
 
 def check_same_tokens(one: tuple[str, str], other: tuple[str, str], why: str, trust_remote_code: bool = False) -> None:
-    """Raise UserError if the vocabularies of the models `one` and `other` differ; each is (flag, path).
+    """Raise UserError if the vocabularies of two models differ. one, other: (flag, path) of each model.
 
-    why: the message's last sentence, which says what to do.
+    why: the last sentence of the message, which says what to do.
     """
     (own_flag, own_path), (flag, path) = one, other
     own, found = (
@@ -204,12 +208,12 @@ def check_same_tokens(one: tuple[str, str], other: tuple[str, str], why: str, tr
 
 
 def policy_measures(metrics: Mapping[str, float], rows: Sequence[dict], known: Collection[str]) -> dict[str, float]:
-    """The results of an evaluation that are kept.
+    """Select the results of an evaluation that the programs report.
 
-    metrics, rows: from the Evaluator. known: the known words.
-    Returns: score and KL (nats per response) with standard errors; tokens: mean tokens of a response; distinct_bigrams:
-    number of distinct pairs of neighbouring words, divided by all tokens drawn; known_words: share of words that are
-    known.
+    metrics, rows: the results of `Evaluator.run`. known: the known words.
+    Returns: score and KL (nats per response) with their standard errors; tokens: mean number of tokens of a response;
+    distinct_bigrams: number of distinct pairs of neighbouring words, divided by the number of all response tokens;
+    known_words: share of the responses' words that are known.
     """
     responses = [row["response"] for row in rows]
     tokens = sum(row["tokens"] for row in rows)

@@ -1,4 +1,5 @@
-"""Finds the models that tools are given: saved folders, adapters, output folders of runs, checkpoints, or Hub names.
+"""Finds the models that a tool's flags name: folders of models or adapters, output folders of runs, checkpoints, or
+names on the Hub.
 
 model = located("ppo", named(["ppo=out/ppo"])["ppo"])       # out/ppo/actor, or the run's newest checkpoint
 model = exported(model, Path("somewhere"))                  # from_pretrained opens model.path
@@ -19,16 +20,17 @@ from training.checkpoints.resuming import ResumePoint
 from training.runtime.agreement import checked
 
 OF_RUNS = ("actor", "actor_adapter", "adapter")
-"""Folders in a run's output folder that may hold its trained policy. On a small disk only the adapter is saved."""
+"""Names of folders in a run's output folder that may hold its trained policy. If the disk is small, a run saves the
+adapter only."""
 POLICIES, SCORERS = ("actor", "model"), ("model",)
-"""Names of policies in checkpoints (of steps 3 and 1), and of reward models (of step 2)."""
+"""Names of models in checkpoints: of the policy in step 3 and in step 1, and of the reward model in step 2."""
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A model that a tool was given. what: the flag and name in messages. given: the path in the flag. path: the folder
-    that it is loaded from; for a checkpoint that is not exported yet, the checkpoint. parts: the model's possible names
-    in checkpoints."""
+    """A model that a tool's flag names. what: the flag and the model's name, for messages. given: the path in the flag.
+    path: the folder from which the model is loaded; the checkpoint's folder if the model is in a checkpoint and is not
+    exported yet. parts: the names that the model may have in a checkpoint."""
 
     name: str
     what: str
@@ -39,8 +41,8 @@ class Model:
 
 
 def named(given: Sequence[str]) -> dict[str, str]:
-    """{name: path} of entries NAME=PATH or PATH; the name of a path alone is its folder's. Existing paths become
-    absolute.
+    """{name: path} of the models in entries of the form NAME=PATH or PATH. If no name is given, it is the name of the
+    folder. Existing paths become absolute.
 
     Raises: UserError for an empty name or path, and if two models have the same name.
     """
@@ -64,8 +66,8 @@ def named(given: Sequence[str]) -> dict[str, str]:
 
 
 def located(name: str, given: str) -> Model:
-    """The policy at a path of --models: a model's folder, the trained policy in a run's output folder, or a checkpoint.
-    Any other path is kept, and checked when it is read."""
+    """Find the policy that an entry of --models names: a model's folder, the trained policy in a run's output folder,
+    or a checkpoint. Any other path is kept as it is, and is checked when it is read."""
     folder, what = Path(given), f"--models {name}"
     if not folder.is_dir() or _is_model(folder):
         return Model(name, what, given, given)
@@ -82,7 +84,8 @@ def _is_model(folder: Path) -> bool:
 
 
 def config_of(model: Model) -> str:
-    """The folder with a model's configuration and tokenizer. Raises: UserError for a checkpoint without a policy."""
+    """The folder with the model's configuration and tokenizer. Raises: UserError if the model is in a checkpoint that
+    has no policy."""
     if not model.is_checkpoint:
         return model.path
     checkpoints = [Path(model.path), *reversed(points_in(Path(model.path)))]

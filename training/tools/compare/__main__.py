@@ -5,7 +5,7 @@
 
     deepspeed --num_gpus 8 --module training.compare ...                            # on several ranks, the same flags
 
-Writes OUTPUT_DIR/comparison.json and comparison.html, a page that needs nothing beside it.
+Writes OUTPUT_DIR/comparison.json, and comparison.html, a page that needs no other file.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from typing import NoReturn
 
 import torch
 
-import training.runtime.import_errors  # noqa: F401  first: reports imports that fail
+import training.runtime.import_errors  # noqa: F401  imported first, to explain imports that fail
 from engine import distributed
 from engine.models.reading import read_config
 from engine.reward.base import CombinedReward, RewardModel, RewardSource
@@ -51,7 +51,7 @@ EXPORTED = "exported"
 
 
 def main(args: CompareFlags) -> None:
-    """Check everything, have each model answer, compare, write."""
+    """Check flags, models and data, have each model answer the prompts, compare the models, and write the results."""
     models = checked(lambda: check(args))
     if args.dry_run:
         print(f"{len(models)} models with one tokenizer; a dry run compares and writes nothing")
@@ -79,7 +79,8 @@ def check(args: CompareFlags) -> list[Model]:
 
 
 def check_models(args: CompareFlags, models: Sequence[Model]) -> None:
-    """Raise UserError where a model cannot answer; a checkpoint is checked as far as possible before its export."""
+    """Raise UserError if a model cannot answer the prompts. A checkpoint is checked as far as this is possible before
+    it is exported."""
     for model in models:
         if model.is_checkpoint:
             config = read_config(config_of(model), model.what, args.trust_remote_code)
@@ -90,8 +91,8 @@ def check_models(args: CompareFlags, models: Sequence[Model]) -> None:
 
 @contextlib.contextmanager
 def folders_of(models: Sequence[Model], output_dir: str) -> Iterator[list[Model]]:
-    """Within this context every model can be loaded: those of checkpoints stand as folders below `output_dir`, which
-    all ranks see, and are gone afterwards (all ranks enter it)."""
+    """Yield the models in a form that can be loaded within this block. Models in checkpoints are exported to folders
+    below `output_dir`, which all ranks see; after the block these folders are removed (all ranks enter it)."""
     folder = Path(output_dir) / EXPORTED
     if distributed.is_main() and any(model.is_checkpoint for model in models):
         output_folder.remove_with(folder)  # an interrupt ends the process from another thread, without `finally`
@@ -105,7 +106,8 @@ def folders_of(models: Sequence[Model], output_dir: str) -> Iterator[list[Model]
 
 
 def measure(args: CompareFlags, models: Sequence[Model]) -> Comparison:
-    """Every model's responses and measurements; prints a line for each model when it is done (all ranks call this)."""
+    """Have every model answer the prompts, and measure the responses. Prints a line when a model is done (all ranks
+    call this)."""
     first = models[0]
     with phase("reading data"):
         tokenizer = args.read_tokenizer(first.path, first.what)
@@ -123,11 +125,12 @@ def measure(args: CompareFlags, models: Sequence[Model]) -> Comparison:
 
 
 class Answering(Measuring):
-    """Every model's responses to the held-out prompts, scored, with their KL to the first model.
+    """Draws every model's responses to the held-out prompts, and computes their scores and their KL to the first model.
 
-    The first model stays loaded, since it is asked for log-probs of all others' responses. The others take turns.
+    The first model stays in memory, since its log-probs of all other models' responses are needed. The other models are
+    loaded one after the other.
 
-    rewards: names, in the order of the flags.
+    rewards: names of the rewards, in the order of the flags.
     """
 
     args: CompareFlags
@@ -140,13 +143,14 @@ class Answering(Measuring):
             *(RewardModel(scorer) for scorer in self.scorers),
             *(function_source(function, given, tokenizer, rows) for given, function in functions_of(args).items()),
         ]
-        # The score is the first one's; the others are measured beside it.
+        # The first reward is the score. The others have weight 0, so they are measured without changing the score.
         self.reward = CombinedReward({str(place): (one, float(place == 0)) for place, one in enumerate(sources)})
 
     def samples(self, model: Model) -> tuple[list[str], list[Sample]]:
-        """The prompts, and a model's samples by prompt and then by number, the same on all ranks (all call this).
+        """(the prompts; the model's samples, ordered by prompt and then by number). The result is the same on all ranks
+        (all ranks call this).
 
-        Raises: RunStopped for scores or KL that are not finite.
+        Raises: RunStopped if scores or KL are not finite.
         """
         policy = self._policy(model)
         evaluator = self.evaluator_of(
@@ -172,9 +176,9 @@ class Answering(Measuring):
         return [row["prompt"] for row in answers.rows[:: evaluator.samples]], samples
 
     def _policy(self, model: Model) -> FrozenModel:
-        """An engine with this model's weights, in the memory of the last model's engine."""
+        """An engine with this model's weights. The engine of the model before it is freed first."""
         for one in (self.reference, *self.scorers):
-            one.copies = None  # which may hold the weights of the last one's engine
+            one.copies = None  # they may refer to the weights of the engine that is freed
         gc.collect()
         if on_gpu():
             torch.cuda.empty_cache()
@@ -182,7 +186,8 @@ class Answering(Measuring):
 
 
 def reward_names(args: CompareFlags) -> list[str]:
-    """How each reward is called: by its model's folder, or its function; with a number where another has the name."""
+    """The name of each reward: that of its model's folder, or that of its function. If two rewards would have the same
+    name, a number is added."""
     found: list[str] = []
     functions = [re.sub(r"\W", "_", given.rpartition(":")[2]) for given in args.reward_function]
     for name in [*(Path(path).name for path in args.reward_models), *functions]:
@@ -192,12 +197,12 @@ def reward_names(args: CompareFlags) -> list[str]:
 
 
 def functions_of(args: CompareFlags) -> dict[str, Callable]:
-    """The reward functions, as they are given. Raises: UserError for one that cannot be loaded."""
+    """{value of the flag: reward function}. Raises: UserError if a function cannot be loaded."""
     return {given: load_given(given, args) for given in args.reward_function}
 
 
 def report(args: CompareFlags, comparison: Comparison) -> None:
-    """Print the table and write the files."""
+    """Print the table of results, and write comparison.json and comparison.html."""
     folder = Path(args.output_dir)
     write_whole(folder / DATA, json.dumps(content(comparison), indent=1, ensure_ascii=False) + "\n")
     write_whole(folder / PAGE, page(comparison))
@@ -205,7 +210,7 @@ def report(args: CompareFlags, comparison: Comparison) -> None:
 
 
 def program() -> NoReturn:
-    """Compare by this process's command line, and end the process."""
+    """Run the comparison with the flags of this process's command line, and end the process."""
     leave(run(main, CompareFlags, __doc__.splitlines()[0]))
 
 

@@ -13,7 +13,7 @@ from training.tools.models import named
 
 @dataclass(kw_only=True)
 class CompareFlags(MeasuringFlags):
-    """Which models are compared, on which prompts, and by which rewards."""
+    """The flags that say which models are compared, on which prompts, and by which rewards."""
 
     program: ClassVar[str] = "comparison"
 
@@ -75,9 +75,9 @@ class CompareFlags(MeasuringFlags):
 
     @property
     def reward_models(self) -> Sequence[str]:
-        """Their paths."""
+        """The paths of the reward models."""
         return self.reward_model_name_or_path
 
     def read_paths(self) -> dict[str, list[str]]:
-        """The compared models, too."""
+        """{flag: the models or data sets that the program reads}, including the compared models."""
         return {"models": list(named(self.models).values()), **super().read_paths()}

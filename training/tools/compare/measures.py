@@ -1,8 +1,9 @@
-"""Measurements of one model's responses and of two models' responses to the same prompts, with their uncertainty.
+"""Measures one model's responses, and compares two models' responses to the same prompts, with standard errors and
+confidence intervals.
 
-Samples are ordered by prompt and then by number: those of prompt i are samples[i * k : (i + 1) * k]. The prompt is the
-unit of standard errors and of the bootstrap: several samples of one prompt are not independent, and enter as their
-mean.
+With k samples of each prompt, the samples of prompt i are samples[i * k : (i + 1) * k]. Several samples of one prompt
+are not independent of each other. Therefore the unit of standard errors and of the bootstrap is the prompt, with the
+mean of its samples.
 """
 
 import math
@@ -15,17 +16,17 @@ import numpy as np
 from training.reporting.standard_errors import Estimate
 from training.reporting.variety import distinct_bigrams
 
-N = 3  # words of an n-gram whose repetition is counted
+N = 3  # number of words in the n-grams whose repetition is counted
 RESAMPLES = 10_000
 LEVEL = 0.95
-AT_ONCE = 1 << 20  # numbers drawn at a time
-EXACT = 12  # up to so many differing prompts all patterns of signs, 4,096, are counted
+AT_ONCE = 1 << 20  # how many random numbers are drawn at a time
+EXACT = 12  # with up to so many differences that are not 0, all patterns of signs (up to 4,096) are counted
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A response and its measurements. scores: by the name of the reward. kl: log-prob by the model that drew it minus
-    log-prob by the first model, nats. ended: whether it ended by itself."""
+    """A response and its measurements. scores: {name of the reward: score}. kl: log-prob under the model that drew the
+    response minus log-prob under the first model, in nats. ended: whether the response ended by itself."""
 
     response: str
     scores: dict[str, float]
@@ -36,20 +37,21 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """A mean and its standard error; None where that is not known."""
+    """A mean and its standard error. The error is None if it is not known."""
 
     value: float
     error: float | None
 
     @classmethod
     def of(cls, estimate: Estimate) -> "Value":
-        """From an estimate over prompts."""
+        """The value and standard error of an estimate over prompts."""
         return cls(estimate.value, estimate.error)
 
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """A mean with its 95 % interval. p: the probability that chance alone moves it at least so far from `null`."""
+    """A mean with its 95 % confidence interval. null: the mean that is expected if there is no difference. p: the
+    probability that chance alone moves the mean at least as far from `null`."""
 
     value: float
     low: float
@@ -59,17 +61,17 @@ class Interval:
 
     @property
     def differs(self) -> bool:
-        """Whether the interval leaves out `null`: the difference is significant at 5 %."""
+        """Whether the interval does not contain `null`: the difference is significant at the 5 % level."""
         return not self.low <= self.null <= self.high
 
 
 @dataclass(frozen=True, slots=True)
 class ModelMeasures:
-    """A model's responses in numbers.
+    """The measurements of a model's responses.
 
-    scores: mean score by reward. kl: nats a response, to the first model; kl_per_token: nats a token. tokens: of a
-    response. ended: share of the responses. repetition: share of repeated n-grams. bigrams: distinct pairs of
-    neighbouring words, a token.
+    scores: {reward: mean score}. kl: KL to the first model in nats per response. kl_per_token: the same in nats per
+    token. tokens: mean number of tokens of a response. ended: share of responses that ended by themselves. repetition:
+    share of repeated n-grams. bigrams: number of distinct pairs of neighbouring words, divided by the number of tokens.
     """
 
     scores: dict[str, Value]
@@ -85,8 +87,8 @@ class ModelMeasures:
 class PairMeasures:
     """A model compared with the first model, by one reward.
 
-    wins, ties, losses: numbers of samples. win_rate: the share of wins, where a tie counts half. difference: the
-    model's mean score minus the first model's.
+    wins, ties, losses: numbers of samples. win_rate: the share of wins; a tie counts as half a win. difference: the
+    model's mean score minus the first model's mean score.
     """
 
     wins: int
@@ -97,7 +99,7 @@ class PairMeasures:
 
 
 def of_model(samples: Sequence[Sample], each: int) -> ModelMeasures:
-    """The measurements of a model. each: samples of a prompt. Standard errors are over prompts."""
+    """The measurements of a model. each: number of samples of each prompt. Standard errors are taken over prompts."""
     tokens = by_prompt([sample.tokens for sample in samples], each)
     kl = by_prompt([sample.kl for sample in samples], each)
     responses = [sample.response for sample in samples]
@@ -117,7 +119,8 @@ def of_model(samples: Sequence[Sample], each: int) -> ModelMeasures:
 
 
 def of_pair(samples: Sequence[Sample], first: Sequence[Sample], reward: str, each: int, seed: int) -> PairMeasures:
-    """A model compared with the first one: each sample with the first model's sample of the same prompt and number."""
+    """Compare a model with the first model: each of its samples with the first model's sample of the same prompt and
+    number. each: number of samples of each prompt."""
     changes = np.array([change(one, other, reward) for one, other in zip(samples, first, strict=True)])
     signs = np.sign(changes)
     return PairMeasures(
@@ -130,10 +133,10 @@ def of_pair(samples: Sequence[Sample], first: Sequence[Sample], reward: str, eac
 
 
 def change(sample: Sample, first: Sample, reward: str) -> float:
-    """A sample's score minus that of the first model's sample of the same prompt and number.
+    """A sample's score minus the score of the first model's sample of the same prompt and number.
 
-    0 where both are the same response: the scores of one text may differ a little between batches, which is no
-    difference of the models.
+    If both are the same response, the result is 0: the scores of the same text may differ a little between batches, but
+    this is no difference between the models.
     """
     if (sample.response, sample.tokens, sample.ended) == (first.response, first.tokens, first.ended):
         return 0.0
@@ -146,9 +149,10 @@ def by_prompt(values: Sequence[float] | np.ndarray, each: int) -> np.ndarray:
 
 
 def repetition(texts: Sequence[str], n: int = N) -> float:
-    """1 - distinct / all n-grams of words, both counted within each text and summed over the texts; 0 without any.
+    """1 - (number of distinct n-grams) / (number of n-grams) of words; 0 if there are no n-grams. Both numbers are
+    counted within each text and summed over the texts.
 
-    What a text says twice counts, what two texts both say does not.
+    An n-gram that one text repeats counts; an n-gram that occurs in two texts does not.
     """
     every = distinct = 0
     for text in texts:
@@ -159,27 +163,28 @@ def repetition(texts: Sequence[str], n: int = N) -> float:
 
 
 def histogram(columns: Sequence[Sequence[float]], bins: int = 24) -> tuple[list[float], list[list[int]]]:
-    """Edges of equally wide bins over all columns together, and how many numbers of each column are in each."""
+    """(edges of equally wide bins over the numbers of all columns; for each column, how many of its numbers are in each
+    bin)."""
     every = np.concatenate([np.asarray(column, dtype=np.float64) for column in columns])
     edges = np.histogram_bin_edges(every, bins)
     return edges.tolist(), [np.histogram(column, edges)[0].tolist() for column in columns]
 
 
 def interval(values: np.ndarray, null: float, seed: int) -> Interval:
-    """The mean of the values (n,), one a prompt, n >= 2, with a paired bootstrap interval of LEVEL.
+    """The mean of the values (n,), one value for each prompt, n >= 2, with a bootstrap confidence interval at LEVEL.
 
-    The interval is the expanded percentile one: of RESAMPLES means of n values drawn with replacement it has the
-    quantiles a and 1 - a, where
+    RESAMPLES times, n values are drawn with replacement, and their mean is computed. The bounds of the interval are the
+    quantiles a and 1 - a of these means (the expanded percentile interval):
 
         a = Phi(-sqrt(n / (n - 1)) * t_(n - 1)),    t_(n - 1) Student's quantile at 0.975
 
-    instead of 0.025, since plain percentiles of few values are too narrow. (T. Hesterberg 2015, What Teachers Should
-    Know About the Bootstrap, section 5.2.)
+    With a = 0.025, the interval of few values would be too narrow. (T. Hesterberg 2015, What Teachers Should Know About
+    the Bootstrap, section 5.2.)
 
-    Where nearly all values are `null` (ties), or all are equal, the resamples hardly differ, and the interval is too
-    narrow whatever the quantile. So `p` is used too, which is exact for any number of ties: if the interval excludes
-    `null` although p is above 5 %, it is widened to reach `null`. Values that are all `null` have a p of 1 and no
-    width.
+    If nearly all values are `null` (ties), or all values are equal, the resampled means hardly differ, and the interval
+    is too narrow with any quantile. Therefore `p` is used too, which is exact for any number of ties: if the interval
+    excludes `null` although p is above 5 %, the interval is widened up to `null`. If all values are `null`, p is 1 and
+    the interval has no width.
     """
     n = len(values)
     assert n >= 2, "one prompt does not tell how sure a mean is"
@@ -197,15 +202,17 @@ def interval(values: np.ndarray, null: float, seed: int) -> Interval:
 
 
 def sign_flip_p(differences: np.ndarray, rng: np.random.Generator) -> float:
-    """The two-sided p of a mean difference: how often one is at least as large if each sign is a coin's.
+    """The two-sided p of a mean difference by a sign-flip test: how often the mean is at least as far from 0 if the
+    sign of each difference is chosen at random.
 
-    If both models had the same distribution, each prompt's difference would be as likely with the other sign, whatever
-    its size (R. A. Fisher 1935, The Design of Experiments, section 21). Differences of 0, ties, change nothing. Up to
-    EXACT others all patterns are counted; of more, RESAMPLES random ones, and the one that was found.
+    If both models had the same distribution, each prompt's difference would be equally likely with the opposite sign,
+    whatever its size (R. A. Fisher 1935, The Design of Experiments, section 21). Differences of 0 (ties) have no
+    effect. With up to EXACT other differences, all patterns of signs are counted; with more, RESAMPLES random patterns
+    and the pattern that was observed.
     """
     decided = differences[differences != 0.0]
     n, found = len(decided), abs(decided.sum())
-    least = found - 1e-9 * np.abs(decided).sum()  # sums in another order are not the same to the last bit
+    least = found - 1e-9 * np.abs(decided).sum()  # sums in another order differ in their last bits
     if n <= EXACT:
         patterns = (np.arange(1 << n)[:, None] >> np.arange(n)) & 1
         return float((np.abs((2 * patterns - 1) @ decided) >= least).mean())
@@ -217,10 +224,10 @@ def sign_flip_p(differences: np.ndarray, rng: np.random.Generator) -> float:
 
 
 def student_quantile(degrees: int) -> float:
-    """The quantile at 0.975 of Student's t with so many degrees of freedom.
+    """The quantile at 0.975 of Student's t distribution with `degrees` degrees of freedom.
 
-    t = sqrt(degrees) tan(theta) turns its density into one of theta that is proportional to cos(theta)^(degrees - 1)
-    between 0 and pi/2, which is summed here.
+    With t = sqrt(degrees) tan(theta), the density of theta between 0 and pi/2 is proportional to
+    cos(theta)^(degrees - 1). This density is integrated numerically.
     """
     theta = np.linspace(0.0, math.pi / 2, 200_001)
     density = np.cos(theta) ** (degrees - 1)

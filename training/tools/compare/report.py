@@ -1,4 +1,4 @@
-"""The results of a comparison: a table for the terminal, JSON, and a page with all samples to look through."""
+"""Presents the results of a comparison: as a table for the terminal, as JSON, and as a page that shows all samples."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -28,10 +28,10 @@ from training.tools.pages.page import table as page_table
 
 @dataclass(slots=True)
 class Comparison:
-    """The models, best first by the first reward; the measurements of each, and of each compared with the first given.
+    """The results of a comparison. The first model is the one that was given first; the others are compared with it.
 
-    prompts: in their order. samples: by model, equally many for each prompt. measures: by model. pairs: by (model,
-    reward), without the first model.
+    prompts: the prompts, in order. samples: {model: its samples}, equally many of each prompt. measures: {model: its
+    measurements}. pairs: {(model, reward): comparison with the first model}, for all models but the first.
     """
 
     args: CompareFlags
@@ -54,12 +54,12 @@ class Comparison:
 
     @property
     def first(self) -> str:
-        """The name of the model that the others are compared with."""
+        """The name of the first model, with which the others are compared."""
         return self.models[0].name
 
     @property
     def names(self) -> list[str]:
-        """The models' names, the best first."""
+        """The models' names, sorted by the first reward, the best model first."""
         return sorted(self.samples, key=lambda name: -self.measures[name].scores[self.rewards[0]].value)
 
     def change(self, name: str, reward: str, place: int) -> float:
@@ -68,7 +68,7 @@ class Comparison:
 
 
 def verdict(comparison: Comparison, name: str, reward: str) -> str:
-    """A sentence that says whether a model is better than the first one, by a reward."""
+    """A sentence that says whether the model `name` is better than the first model, by this reward."""
     pair, first = comparison.pairs[name, reward], comparison.first
     wins, scores = pair.win_rate, pair.difference
     if not wins.differs and not scores.differs:
@@ -87,7 +87,8 @@ def verdict(comparison: Comparison, name: str, reward: str) -> str:
 
 
 def table(comparison: Comparison) -> str:
-    """A table for each reward, and one of the other measurements. All models, also the first, are sorted by score."""
+    """The text tables: one for each reward, and one with the other measurements. In each of them, all models, also the
+    first, are sorted by score."""
     n, each = len(comparison.prompts), comparison.args.num_samples_per_prompt
     samples = f", {each} samples each" if each > 1 else ""
     lines = [f"{n:,} held-out prompts{samples}; ± is one standard error, ranges are 95 % intervals"]
@@ -109,7 +110,7 @@ def _scores(comparison: Comparison, name: str, reward: str, star: str, none: str
     """The cells of a model's row: its mean score; then, compared with the first model, the win rate with its interval,
     wins / ties / losses, and the difference of scores with its interval.
 
-    star: put behind an interval that shows a significant difference. none: put behind any other interval."""
+    star: text after an interval that shows a significant difference. none: text after any other interval."""
     score = _told(comparison.measures[name].scores[reward])
     if name == comparison.first:
         return score, "", "", "", "", ""
@@ -153,7 +154,7 @@ def _percent(share: float) -> str:
 
 
 def _kl_told(args: CompareFlags) -> str:
-    """The estimator of the KL, in words."""
+    """A text that says how the KL is estimated."""
     if args.greedy:
         return "log-probs of each greedy response by its model minus those by the first, no estimate of a KL"
     return "the mean of log p(response) - log p_first(response) over the model's own samples (k1)"

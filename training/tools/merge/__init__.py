@@ -1,7 +1,7 @@
-"""Merges an SFT model with models trained from it, at any scale of the change; measures and saves the results.
+"""Merges an SFT model with models that were trained from it: adds their change of the weights, times a scale.
 
 __main__.py  the program
-flags.py     its flags
-weights.py   reads, checks, computes and saves SFT + scale * change, one tensor at a time
-frontier.py  score, KL and variety at each scale, on held-out prompts; the table and the picture
+flags.py     the program's flags
+weights.py   reads and checks weights, computes SFT + scale * change one tensor at a time, and saves the result
+frontier.py  measures score, KL and variety at each scale on held-out prompts; makes the table and the picture
 """

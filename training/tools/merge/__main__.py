@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-import training.runtime.import_errors  # noqa: F401  first: reports imports that fail
+import training.runtime.import_errors  # noqa: F401  imported first, to explain imports that fail
 from engine import distributed
 from engine.errors import RunStopped
 from engine.models.checking import check_policy
@@ -43,7 +43,7 @@ from training.tools.merge.weights import (
 
 
 def main(args: MergeFlags) -> None:
-    """Check everything, measure the scales, choose one, save it."""
+    """Check flags, models and data, measure the scales, choose a scale, and save the merged model."""
     checked(lambda: check(args))
     sft, trained = agreed(lambda: read_weights(args))
     if args.dry_run:
@@ -73,7 +73,7 @@ def check(args: MergeFlags) -> None:
 
 
 def read_weights(args: MergeFlags) -> tuple[dict, list[dict]]:
-    """The weights of the SFT model and of each trained model, by name. Their numbers are read later.
+    """({name: weight} of the SFT model, [{name: weight} of each trained model]). The numbers are read later.
 
     Raises: UserError if the models cannot be merged.
     """
@@ -87,7 +87,7 @@ def read_weights(args: MergeFlags) -> tuple[dict, list[dict]]:
 
 
 def measure(args: MergeFlags, sft: dict, trained: Sequence[dict]) -> list[Point]:
-    """Measure each scale; print and write the points (all ranks call this)."""
+    """Measure the merged model at each scale; prints and writes the measurements (all ranks call this)."""
     with phase("reading data"):
         tokenizer = args.read_tokenizer(args.sft_model_name_or_path, SFT)
         held_out = agreed(lambda: read_held_out(args, tokenizer, args.known_texts_path))
@@ -109,7 +109,7 @@ def measure(args: MergeFlags, sft: dict, trained: Sequence[dict]) -> list[Point]
 
 
 def source(args: MergeFlags) -> dict[str, object]:
-    """The flags that say what was merged and measured, for the files of results."""
+    """{flag: value} of the flags that say what was merged and measured, for the files of results."""
     return {
         "sft": args.sft_model_name_or_path,
         "trained": args.trained_model_name_or_path,
@@ -122,7 +122,7 @@ def source(args: MergeFlags) -> dict[str, object]:
 
 
 def choose_and_save(args: MergeFlags, sft: dict, trained: Sequence[dict], points: Sequence[Point]) -> None:
-    """Print the table, and save the model at the chosen scale (rank 0 does; all ranks call this).
+    """Choose a scale, print the table, and save the model merged at this scale (all ranks call this; rank 0 writes).
 
     Raises: RunStopped if no scale is within --max_kl.
     """
@@ -161,7 +161,7 @@ def choose_and_save(args: MergeFlags, sft: dict, trained: Sequence[dict], points
 
 
 def program() -> NoReturn:
-    """Merge, with the flags of this process's command line, and end the process."""
+    """Run the merge program with the flags of this process's command line, and end the process."""
     leave(run(main, MergeFlags, __doc__.splitlines()[0]))
 
 

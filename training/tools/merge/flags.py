@@ -15,7 +15,8 @@ FRONTIER = [0.0, 0.25, 0.5, 0.75, 1.0, 1.25, 1.5]
 
 @dataclass(kw_only=True)
 class MergeFlags(MeasuringFlags):
-    """Which models are merged, at which scales they are measured and on what, and which one is saved."""
+    """The flags that say which models are merged, at which scales and on which prompts the merged model is measured,
+    and at which scale it is saved."""
 
     program: ClassVar[str] = "merge"
 
@@ -68,7 +69,7 @@ class MergeFlags(MeasuringFlags):
         bad = [scale for scale in self.scales if not abs(scale) < 1e6]
         if bad:
             raise UserError(f"--scales {bad[0]}: give finite numbers.")
-        shown = [f"{scale:g}" for scale in self.scales]  # as in names of files
+        shown = [f"{scale:g}" for scale in self.scales]  # the form in file names
         if len(set(shown)) < len(shown):
             raise UserError(f"--scales {' '.join(shown)}: a scale is given twice, in six digits.")
         if self.scale is not None and self.scale not in self.scales and f"{self.scale:g}" in shown:
@@ -92,7 +93,7 @@ class MergeFlags(MeasuringFlags):
 
     @property
     def measured_scales(self) -> list[float]:
-        """The scales to measure in rising order, with 0 (the SFT model) and --scale; none without prompts."""
+        """The scales to measure, in rising order, including 0 (the SFT model) and --scale; [] without prompts."""
         chosen = [] if self.scale is None else [self.scale]
         return sorted({0.0, *self.scales, *chosen}) if self.data_path else []
 

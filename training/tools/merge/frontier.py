@@ -1,5 +1,5 @@
-"""Measures a policy at each scale on held-out prompts: score, KL to the SFT model, variety. Makes a table and a
-picture."""
+"""Measures the merged policy at each scale on held-out prompts (score, KL to the SFT model, variety), and presents the
+results as a table and a picture."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -18,10 +18,10 @@ from training.tools.merge.weights import MergedWeights
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """Measurements at one scale: means over the held-out responses, and standard errors of score and KL.
+    """The measurements at one scale: means over the held-out responses, and standard errors of score and KL.
 
-    kl: KL to the SFT model in nats per response. bigrams: distinct pairs of words per token. known: share of words that
-    occur in the prompts or the known texts.
+    kl: KL to the SFT model, in nats per response. bigrams: number of distinct pairs of neighbouring words, divided by
+    the number of tokens. known: share of words that occur in the prompts or in the known texts.
     """
 
     scale: float
@@ -35,7 +35,8 @@ class Point:
 
 
 class Frontier(Measuring):
-    """The engines for measuring: a policy that takes the weights of each scale, the SFT model, and the reward."""
+    """Holds the engines for measuring: a policy, into which the weights of each scale are loaded; the SFT model; and
+    the reward model if there is one."""
 
     def __init__(self, args: MergeFlags, held_out: HeldOut):
         super().__init__(args, args.engine_spec(), held_out)
@@ -90,7 +91,7 @@ def table(points: Sequence[Point], chosen: float | None = None) -> str:
             f"{point.scale:g}",
             f"{point.score:.3f}",
             f"± {NOISE * point.score_se:.3f}",
-            f"{point.kl:.2f}".replace("-0.00", "0.00"),  # KL of the SFT model to itself, within rounding
+            f"{point.kl:.2f}".replace("-0.00", "0.00"),  # the SFT model's KL to itself is 0 up to rounding
             f"± {NOISE * point.kl_se:.2f}",
             f"{point.tokens:.1f}",
             f"{point.bigrams:.3f}",
@@ -110,7 +111,8 @@ def table(points: Sequence[Point], chosen: float | None = None) -> str:
 
 def draw(points: Sequence[Point], path: Path) -> None:
     """Write a PNG with two plots over KL: the score, and the variety; each has a point for each scale."""
-    # pyplot would have windows and global state. Imported here because it takes a second, and only one rank draws.
+    # pyplot is not used, because it has global state and may open windows. The import takes a second, and only one rank
+    # needs it, so it is done here.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -1,4 +1,4 @@
-"""Merged weights: read from models' folders, checked to match each other, computed tensor by tensor, and saved.
+"""Reads the weights of several models, checks that they match, merges them tensor by tensor, and saves the result.
 
     merged = MergedWeights(stored_weights("sft", "--sft"), [stored_weights("run1/actor", "--trained")], scale=1.3)
     merged["model.embed_tokens.weight"]
@@ -34,7 +34,7 @@ from training.runtime.hub import add_merge_card
 
 SFT, TRAINED = "--sft_model_name_or_path", "--trained_model_name_or_path"
 TIED_HEADS = ("lm_head.weight", "embed_out.weight")
-"""Names of output heads that some files hold in addition to the embedding that they are tied to."""
+"""Names of output heads that some files hold although the head is tied to the embedding, which the files hold too."""
 MODEL, NOTE = "model", "merged_from.json"
 BESIDE = ("config.json", "generation_config.json", "*.py")
 """Files of the SFT model that a merged model's folder needs in addition to weights and tokenizer."""
@@ -43,10 +43,11 @@ BESIDE = ("config.json", "generation_config.json", "*.py")
 class MergedWeights(Mapping[str, Tensor]):
     """W_sft + scale * change(W_1 - W_sft, ..., W_n - W_sft), computed in float32 and returned in the SFT model's dtype.
 
-    Tensors of integers are the SFT model's. With one trained model, scales from 0 to 1 interpolate between the models
-    (WARP's LITI), scale 1 is the trained model, and larger scales extrapolate.
+    Integer tensors are taken from the SFT model. With one trained model, scales from 0 to 1 interpolate between the
+    models (WARP's LITI), scale 1 is the trained model, and larger scales extrapolate.
 
-    trained: weights with the same names and shapes as sft. method: how several changes become one, a key of METHODS.
+    sft: weights of the SFT model. trained: weights of each trained model, with the same names and shapes. method: how
+    the changes of several models are combined into one, a key of METHODS.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class MergedWeights(Mapping[str, Tensor]):
         self.change = METHODS[method]
 
     def shape_and_dtype(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
-        """The shape and dtype of a tensor; nothing is computed."""
+        """The shape and dtype of a merged tensor, without computing it."""
         return tuple(self.sft[name].shape), self.sft[name].dtype
 
     @torch.no_grad()
@@ -77,7 +78,7 @@ class MergedWeights(Mapping[str, Tensor]):
         return found
 
     def __iter__(self) -> Iterator[str]:
-        """The names in the order of the safetensors library."""
+        """The names, in the order in which the safetensors library writes them."""
         return iter(sorted(self.sft, key=lambda name: file_order(name, self.sft[name].dtype)))
 
     def __len__(self) -> int:
@@ -91,10 +92,11 @@ class MergedWeights(Mapping[str, Tensor]):
 
 
 def stored_weights(path: str, what: str, trust_remote_code: bool = False) -> dict[str, Tensor]:
-    """The tensors of a model's files by name, read when they are used. For an adapter: those of its base, with the
-    adapter merged in.
+    """{name: tensor} of the tensors in a model's files; each is read when it is used. If the model is an adapter: the
+    tensors of its base with the adapter merged in.
 
-    Raises: UserError, naming `what` (a flag), if the weights are not on this machine, or a file is broken.
+    what: the flag that gives the path, for messages. Raises: UserError if the weights are not on this machine, or if a
+    file is broken.
     """
     base = base_of(path, what)
     folder = weights_folder(base)
@@ -157,9 +159,11 @@ def check_weights(
     trained: Sequence[tuple[str, dict[str, Tensor]]],
     trust_remote_code: bool = False,
 ) -> None:
-    """Raise UserError unless the weights of all models have the same names and shapes; each model is (path, weights).
+    """Raise UserError unless the weights of all models have the same names and shapes. sft, trained: (path, {name:
+    weight}) of each model.
 
-    If the configuration ties the output head to the embedding, copies of it in files are removed from the weights.
+    If the configuration ties the output head to the embedding, and the files have a copy of the head, the copy is
+    removed from the weights.
     """
     path, own = sft
     if getattr(read_config(path, SFT, trust_remote_code), "tie_word_embeddings", False):
@@ -184,7 +188,8 @@ def check_weights(
 
 
 def check_change(sft: Mapping[str, Tensor], trained: Sequence[tuple[str, Mapping[str, Tensor]]]) -> None:
-    """Raise UserError if a trained model has the same weights as the SFT model. Reads up to the first difference."""
+    """Raise UserError if a trained model has the same weights as the SFT model. Weights are read up to the first
+    difference."""
     for path, weights in trained:
         if all((weights[name] == own).all() for name, own in sft.items()):
             raise UserError(f"{TRAINED} {path}: all its weights are those of the SFT model. Give a trained model.")
@@ -209,10 +214,11 @@ def save_merged(
     max_shard_size: str,
     trust_remote_code: bool = False,
 ) -> Path:
-    """Write the model to `folder`, which must not exist. It appears completely or not at all. Returns the folder.
+    """Write the merged model to `folder`, which must not exist; returns the folder. The folder is written completely or
+    not at all.
 
-    sft: path of the SFT model, whose configuration is copied. tokenizer: the SFT model's. source: content of the file
-    NOTE. Raises: UserError if the folder exists or cannot be written.
+    sft: path of the SFT model, whose configuration is copied. tokenizer: the SFT model's tokenizer. source: content of
+    the file NOTE. Raises: UserError if the folder exists or cannot be written.
     """
     if folder.exists():
         raise UserError(f"{folder} exists already. Move it away, or give another --output_dir.")
@@ -227,7 +233,8 @@ def save_merged(
                 shutil.copyfile(file, partial / file.name)
         if not getattr(read_config(sft, SFT, trust_remote_code), "tie_word_embeddings", False):
             config = json.loads((partial / "config.json").read_text(encoding="utf-8"))
-            if config.get("tie_word_embeddings", True):  # the copied file may tie them, but the weights have a head
+            # The copied file may tie head and embedding, but the saved weights have a head of their own.
+            if config.get("tie_word_embeddings", True):
                 text = json.dumps(config | {"tie_word_embeddings": False}, indent=2) + "\n"
                 (partial / "config.json").write_text(text, encoding="utf-8")
         save_tokenizer(tokenizer, partial)

@@ -1,4 +1,5 @@
-"""How ranks send their facts to rank 0 before the process group exists, through the key-value store where they meet.
+"""Lets ranks send their facts to rank 0 before the process group exists, through the key-value store at which they
+meet.
 
     rank 0                                          another rank
     exchange = Exchange.served("preflight")         exchange = Exchange.reached("preflight", seconds)
@@ -6,10 +7,10 @@
     exchange.facts(own, world, seconds)  <--------  exchange.post({...})
     exchange.publish("verdict", {...})              exchange.published("verdict")
 
-The exchange uses no collective call and no library but torch, so a rank with another version of a library can still
-report that. Anybody who reaches the port of torch's store can write to the store, and the ranks have no shared key yet
-(docs/security.md). So the store's content is not trusted: it is parsed and never executed, and wrong content can only
-end the run with a message and exit code 2.
+The exchange uses no collective call and no library but torch. Therefore a rank that has another version of a library
+can still report this version. Anybody who reaches the port of torch's store can write to the store, and the ranks have
+no shared key yet (docs/security.md). Therefore the store's content is not trusted: it is parsed and never executed, and
+wrong content can only end the run with a message and exit code 2.
 """
 
 import base64
@@ -34,17 +35,17 @@ from training.runtime.environment import slurm_hosts
 from training.tools.preflight.facts import Fact, facts_of_node, own_gpu
 from training.tools.preflight.table import Node
 
-BETWEEN = 0.1  # seconds between looks, of each rank
-ANSWER = 45.0  # seconds in which the store answers each of many ranks that ask at once
-LINGER = 5.0  # seconds that rank 0 goes on serving the store for others to read its verdict
+BETWEEN = 0.1  # seconds between two looks of a rank into the store
+ANSWER = 45.0  # longest wait in seconds for an answer of the store, which many ranks may ask at the same time
+LINGER = 5.0  # seconds for which rank 0 goes on serving the store, so that others can read its verdict
 WORLD_INFO = "--world_info="  # a flag of DeepSpeed's launcher on each node
 
 
 class Exchange:
     """One rank's side of the exchange: ranks post facts, and rank 0 publishes objects that all ranks read.
 
-    store: torch's key-value store. name: the name of this exchange, part of its keys. Each start of the ranks has keys
-    of its own, because torchrun keeps the store when it restarts the ranks.
+    store: torch's key-value store. name: the name of this exchange, which is part of its keys in the store. Each start
+    of the ranks uses other keys, because torchrun keeps the store when it restarts the ranks.
     """
 
     def __init__(self, store, name: str, environment: Mapping[str, str]):
@@ -52,7 +53,7 @@ class Exchange:
 
     @classmethod
     def served(cls, name: str, environment: Mapping[str, str] = os.environ) -> "Exchange":
-        """Rank 0's side; raises UserError where another process listens at MASTER_PORT."""
+        """Rank 0's side, which serves the store. Raises UserError if another process listens at MASTER_PORT."""
         try:
             return cls(open_store(environment, serve=True, seconds=ANSWER), name, environment)
         except (RuntimeError, OSError) as error:
@@ -63,7 +64,8 @@ class Exchange:
 
     @classmethod
     def reached(cls, name: str, seconds: float, environment: Mapping[str, str] = os.environ) -> "Exchange":
-        """Another rank's side; raises UserError where rank 0 does not serve it within so many seconds."""
+        """The side of any other rank, which connects to the store. Raises UserError if rank 0 does not serve the store
+        within so many seconds."""
         deadline, reason = time.monotonic() + seconds, "nobody listens there"
         while time.monotonic() < deadline:
             try:
@@ -74,13 +76,14 @@ class Exchange:
         raise UserError(f"no answer from rank 0 at {_place(environment)} within {seconds:.0f} s ({reason})")
 
     def post(self, own: dict) -> None:
-        """Send the facts of this rank to rank 0; raises UserError if rank 0 has ended or cannot be reached."""
+        """Send the facts of this rank to rank 0. Raises UserError if rank 0 has ended or cannot be reached."""
         self._ask(self._store.set, f"{self._name}/{self._environment['RANK']}", json.dumps(own))
         self._ask(self._store.add, f"{self._name}/posted", 1)
 
     def facts(self, own: dict, world: int, seconds: float, over: Callable[[], bool] = lambda: False) -> dict[int, dict]:
-        """{rank: facts} of all ranks, rank 0 included (rank 0 calls this). If no further rank posts within `seconds`,
-        or `over` returns True, ranks that have not posted are missing."""
+        """Wait for the facts of all ranks; returns {rank: facts}, with rank 0's `own` facts (rank 0 calls this). If no
+        further rank posts its facts within `seconds`, or if `over` returns True, the wait ends, and the result lacks
+        the ranks that have not posted."""
         found, deadline, counted = {0: own}, time.monotonic() + seconds, 0
         while len(found) < world and time.monotonic() < deadline and not over():
             posted = self._ask(self._store.add, f"{self._name}/posted", 0)
@@ -105,14 +108,14 @@ class Exchange:
         return words
 
     def linger(self, what: str, ranks: int) -> None:
-        """Serve the store until so many ranks have read the object, at most LINGER seconds (rank 0 calls this before it
-        ends)."""
+        """Go on serving the store until `ranks` ranks have read the object `what`, but at most LINGER seconds (rank 0
+        calls this before it ends)."""
         deadline = time.monotonic() + LINGER
         while self._store.add(f"{self._name}/heard {what}", 0) < ranks and time.monotonic() < deadline:
             time.sleep(BETWEEN)
 
     def _read(self, what: str) -> dict | None:
-        """The object at a key; None if the key has no value, or a value that is no JSON object."""
+        """The object that is stored under a key; None if the key has no value, or if its value is no JSON object."""
         key = f"{self._name}/{what}"
         if not self._ask(self._store.check, [key]):
             return None
@@ -123,8 +126,8 @@ class Exchange:
         return found if isinstance(found, dict) else None
 
     def _ask(self, call: Callable, *words):
-        """The store's answer to a call. If the host is cut off, torch waits for ever. So another thread makes the call,
-        and this thread raises UserError after ANSWER seconds."""
+        """Make a call to the store; returns its answer. If rank 0's host is cut off, torch waits for ever. Therefore
+        another thread makes the call, and this thread raises UserError after ANSWER seconds."""
         answers: queue.SimpleQueue = queue.SimpleQueue()
 
         def ask() -> None:
@@ -149,7 +152,8 @@ def _place(environment: Mapping[str, str]) -> str:
 
 
 def facts_of_rank(args: RunFlags, thorough: bool = True) -> dict:
-    """What this rank posts: its host; its GPU if `thorough`; and, on a host's first rank, the facts of the node."""
+    """The facts that this rank posts: its host; if `thorough`, its GPU; and, on a host's first rank, the facts about
+    the node."""
     own: dict = {"host": socket.gethostname()}
     if thorough and on_gpu():
         own["gpu"] = asdict(own_gpu(distributed.local_rank()))
@@ -159,15 +163,15 @@ def facts_of_rank(args: RunFlags, thorough: bool = True) -> dict:
 
 
 def nodes_of(posted: Mapping[int, dict]) -> list[Node]:
-    """The nodes whose facts were posted, in the order of their ranks. posted: facts by rank.
+    """The nodes whose facts were posted, in the order of their ranks. posted: {rank: facts}.
 
-    Several nodes may have the same host name, for example containers. Their ranks are told apart by their order: the
-    first rank of a node is followed by the node's other ranks.
+    Several nodes may have the same host name, for example containers. The ranks of such nodes are told apart by their
+    order: the first rank of a node is followed by the node's other ranks.
 
     Raises: UserError for facts of another form, for example from another version of this program.
     """
-    ranks: dict[int, list[int]] = {}  # of each node, by its first
-    latest: dict[str, int] = {}  # first rank of a name
+    ranks: dict[int, list[int]] = {}  # {first rank of a node: all ranks of the node}
+    latest: dict[str, int] = {}  # {host name: first rank of the latest node of this name}
     try:
         for rank in sorted(posted):
             host = posted[rank]["host"]
@@ -178,7 +182,7 @@ def nodes_of(posted: Mapping[int, dict]) -> list[Node]:
         nodes = []
         for first, own in ranks.items():
             facts = {row: Fact(**fact) for row, fact in posted[first]["facts"].items()}
-            if found := [Fact(**posted[rank]["gpu"]) for rank in own if "gpu" in posted[rank]]:  # the worst is shown
+            if found := [Fact(**posted[rank]["gpu"]) for rank in own if "gpu" in posted[rank]]:  # show the worst GPU
                 facts["GPU memory"] = min(found, key=lambda gpu: (not gpu.problem, gpu.warning, gpu.amount or 0))
             nodes.append(Node(str(posted[first]["host"]), tuple(own), facts))
         return nodes
@@ -190,9 +194,10 @@ def nodes_of(posted: Mapping[int, dict]) -> list[Node]:
 
 
 def hosts_by_rank(world: int, lines: Iterable[list[str]] | None = None) -> dict[int, str]:
-    """The host of each rank according to the launcher, to name the hosts of ranks that post nothing; "" if not known.
+    """{rank: host} according to the launcher, to name the hosts of ranks that post nothing. The host is "" if it is not
+    known. world: number of ranks.
 
-    lines: the command lines of the processes above this one; None to look them up.
+    lines: the command lines of the parent processes of this process; None to look them up.
     """
     found = dict.fromkeys(range(world), "")
     for words in _command_lines_above() if lines is None else lines:
@@ -204,7 +209,7 @@ def hosts_by_rank(world: int, lines: Iterable[list[str]] | None = None) -> dict[
                 except (ValueError, AttributeError, TypeError):
                     return found
     tasks = slurm_hosts(os.environ)
-    return found | tasks if len(tasks) == world else found  # of another launcher, which srun has started
+    return found | tasks if len(tasks) == world else found  # else srun has started another launcher
 
 
 def _command_lines_above() -> list[list[str]]:

@@ -1,4 +1,4 @@
-"""Collects the facts about a node, on one of its ranks. Each fact is a row of preflight's table, with its problem."""
+"""Collects the facts about a node, on one of its ranks. Each fact becomes a cell of preflight's table."""
 
 import hashlib
 import os
@@ -33,16 +33,16 @@ from training.reporting.records import versions
 from training.runtime.memory_lines import planned_model, setting_here
 from training.runtime.stopping import reason_of
 
-MEMORY = "host memory"  # a row that nodes are compared in by its amount
-LEAST_SHARED = 1e9  # bytes of /dev/shm, by which ranks of a node with GPUs exchange what does not go over NVLink
-LEAST_FREE = 1e9  # bytes for what is built or cached
-FREE = 0.9  # of a GPU's memory: where less is free, another process has some
-PROBE = 1 << 20  # bytes that are written to see whether a disk takes them
-FILES_READ = 256  # of a folder with more files, names and sizes of the others count alone
-CONNECT_SECONDS = 5.0  # to a reward server
+MEMORY = "host memory"  # the row of host memory, in which nodes are compared by the amount
+LEAST_SHARED = 1e9  # least size in bytes of /dev/shm, through which a node's GPU ranks exchange data without NVLink
+LEAST_FREE = 1e9  # least number of free bytes on disks for files that are built or cached
+FREE = 0.9  # least free share of a GPU's memory: if less is free, another process uses the GPU
+PROBE = 1 << 20  # number of bytes that are written to test whether a disk can be written
+FILES_READ = 256  # how many files of a folder are read; of the other files only names and sizes count
+CONNECT_SECONDS = 5.0  # longest wait for the connection to a reward server
 READ_BY_LIBRARIES = re.compile(r"(NCCL|TORCH_NCCL|GLOO|HF)_\w+|DS_ACCELERATOR|OMP_NUM_THREADS|CUDA_HOME")
 SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSWORD")
-OWN = ("HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS")  # which this program sets
+OWN = ("HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS")  # variables that this program sets
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,8 +50,9 @@ class Fact:
     """A fact about a node: a cell of the table.
 
     shown: the text of the cell. same: a value that must be equal on all nodes; None if nodes may differ. problem: what
-    is wrong on this node, whatever the other nodes have. remedy: what to do if nodes differ. warning: whether a run can
-    go on in spite of the problem. amount: a number; a column for several nodes shows the smallest.
+    is wrong on this node, regardless of other nodes. remedy: what to do if nodes differ. warning: whether a run can go
+    on in spite of the problem. amount: the fact as a number; if several nodes share a column of the table, the column
+    shows the smallest number.
     """
 
     shown: str
@@ -68,7 +69,7 @@ class Fact:
             raise TypeError(f"{self} is no fact")
 
 
-Facts = dict[str, Fact]  # by row
+Facts = dict[str, Fact]  # {row of the table: fact}
 
 
 def facts_of_node(args: RunFlags, thorough: bool = True) -> Facts:
@@ -84,8 +85,8 @@ def facts_of_node(args: RunFlags, thorough: bool = True) -> Facts:
 
 
 def all_versions() -> Facts:
-    """The versions that must be the same on all nodes. Of Python's version only the first two numbers count. Different
-    drivers are only a warning."""
+    """The versions that must be the same on all nodes. Only the first two numbers of Python's version have to be equal.
+    Different drivers are only a warning."""
     found = {name: versions().get(name) or "none" for name in ("python", "torch", "deepspeed", "transformers")}
     found["CUDA"] = torch.version.cuda or "none"
     found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version())) if torch.version.cuda else "none"
@@ -104,7 +105,8 @@ def all_versions() -> Facts:
 
 
 def gpus(ranks: int) -> Facts:
-    """The device that this host's ranks compute on, and the GPUs that torch can use: their number and kind."""
+    """The device on which this host's ranks compute, and the number and kind of the GPUs that torch can use. ranks:
+    number of ranks on this host."""
     device = "cuda" if on_gpu() else "cpu"
     rows = {"device": Fact(shown=device, same=device)}
     if not on_gpu():
@@ -126,7 +128,7 @@ def gpus(ranks: int) -> Facts:
 
 
 def own_gpu(index: int) -> Fact:
-    """How much memory of a rank's own GPU is free, if torch can compute there.
+    """How much memory of a rank's own GPU is free, if torch can compute on it.
 
     Each rank asks only about its own GPU. CUDA takes some hundred megabytes of each GPU that a process asks about, and
     a GPU in exclusive mode would then be closed to its own rank.
@@ -148,8 +150,8 @@ def own_gpu(index: int) -> Fact:
 
 
 def variables(environment: Mapping[str, str]) -> Facts:
-    """The environment variables that libraries read. They should be equal on all nodes, except names of network
-    interfaces. The values of secrets are not shown, only that they are set."""
+    """The environment variables that libraries read. They should be equal on all nodes, except for names of network
+    interfaces. For a secret, the fact shows only that the variable is set."""
     rows = {}
     for name, value in sorted(environment.items()):
         if READ_BY_LIBRARIES.fullmatch(name) and name not in OWN:
@@ -161,8 +163,8 @@ def variables(environment: Mapping[str, str]) -> Facts:
 
 
 def tools(args: RunFlags) -> Facts:
-    """The programs that build and load DeepSpeed's extensions: ninja and a C++ compiler. Ranks on CPUs, and offload,
-    need ninja even to load an extension that is already built."""
+    """The programs that build and load DeepSpeed's extensions: ninja and a C++ compiler. With ranks on CPUs or with
+    offload, ninja is needed even to load an extension that is already built."""
     offloads = any(value is True for name, value in args.as_dict().items() if name.startswith("offload"))
     ninja, compiler = version_of("ninja"), version_of(os.environ.get("CXX", "c++"))
     return {
@@ -225,7 +227,7 @@ def network_cards(classes: Path) -> str:
 
 
 def disks(args: RunFlags) -> Facts:
-    """The disks that a run writes to. A run can go on without one of them: that of models from the Hub."""
+    """The disks to which a run writes. A run can do without only one of them, the disk for models from the Hub."""
     room = room_of(args)
     found = {
         "output": disk(
@@ -252,8 +254,8 @@ def extensions_folder() -> Path:
 
 
 def room_of(args: RunFlags) -> int:
-    """Bytes of the saved models and of one checkpoint, which holds float32 weights and Adam's two moments; 0 if a
-    model's configuration cannot be read, which another row reports."""
+    """The size in bytes of the saved models and of one checkpoint, which holds float32 weights and Adam's two moments.
+    0 if a model's configuration cannot be read; another row reports this."""
     try:
         rlhf = isinstance(args, RLHFFlags)
         plan = setting_here(args, args.resolved.dialect).planned() if rlhf else planned_model(args)
@@ -276,10 +278,11 @@ def disk(
     optional: bool = False,
     short_is_fault: bool = False,
 ) -> Fact:
-    """The free bytes of the disk of a folder, which need not exist yet. A test file is written to the disk and removed.
+    """The free bytes on the disk of a folder, which need not exist yet. A test file is written to the disk and removed.
 
-    what: what the folder is for. remark: added to the problem that fewer than `least` bytes are free. optional: whether
-    a run can go on if nothing can be written. short_is_fault: whether too few free bytes stop a run.
+    what: the purpose of the folder. least: fewer free bytes are a problem. remark: text that is added to this problem.
+    optional: whether a run can go on if the disk cannot be written. short_is_fault: whether fewer than `least` free
+    bytes stop a run; if not, they are a warning.
     """
     place = nearest(folder)
     try:
@@ -297,7 +300,7 @@ def disk(
 
 
 def bytes_in_short(size: float) -> str:
-    """Bytes in words, with two digits that matter: "512 GB", "1.5 MB"."""
+    """A number of bytes as a short text: "512 GB", "1.5 MB"."""
     for unit, name in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
         if size >= unit:
             return f"{size / unit:.0f} {name}" if size >= 10 * unit else f"{size / unit:.1f} {name}"
@@ -320,12 +323,12 @@ def _named(args: RunFlags) -> Iterator[tuple[str, str]]:
 
 
 def looked_at(name: str, value: str) -> Fact:
-    """What is found at the value of a flag of this name, on this machine or on the Hub."""
+    """The fact about the file, folder or Hub name that is the value of the flag `name`."""
     try:
         if name.endswith("model_name_or_path"):
             require_model(value, f"--{name}")
             base_of(value, f"--{name}")
-            found = fingerprint(value, f"--{name}") or ""  # of a name on the Hub that is yet to be fetched
+            found = fingerprint(value, f"--{name}") or ""  # "" for a name on the Hub that is not downloaded yet
         elif name.endswith(("data_path", "dataset_name")):
             found = _data(value)
         elif name == "reward_function":
@@ -351,13 +354,13 @@ def _data(value: str) -> str:
         return ""
     try:
         return f"commit {huggingface_hub.HfApi().dataset_info(value, timeout=10).sha}"
-    except Exception as error:  # of the HTTP library's own kinds too, whichever that is
+    except Exception as error:  # also errors of the HTTP library, which may be one of several
         reason = one_line(error)
         raise UserError(f"no such file, and no data set of that name on the Hub can be reached ({reason})") from None
 
 
 def _connect(url: str) -> None:
-    """Connect to a reward server, or to the proxy before it; raises OSError."""
+    """Connect to a reward server, or to the proxy in front of it. Raises OSError if this fails."""
     parts = urlsplit(url)
     if not is_this_machine(url) and not proxy_bypass(str(parts.hostname)):
         parts = urlsplit(getproxies().get(parts.scheme, url))
@@ -366,10 +369,10 @@ def _connect(url: str) -> None:
 
 
 def content(path: Path) -> str:
-    """A hash of a file, or of all files of a folder: their names, sizes and, of the first FILES_READ, blocks at even
-    distances, as a model's fingerprint has them.
+    """A hash of a file, or of the files in a folder. It covers the names and sizes of all files. Of the first
+    FILES_READ files it also covers blocks of the content at even distances, as a model's fingerprint does.
 
-    Raises: UserError where there is nothing, OSError where it cannot be read.
+    Raises: UserError if there is nothing at the path, OSError if it cannot be read.
     """
     if not path.exists():
         raise UserError(f"there is no {path}")

@@ -1,11 +1,12 @@
-"""Checks that nodes are fit for a run: in full by --preflight, and in short at the start of each run on several hosts.
+"""Checks that nodes are fit for a run: thoroughly with --preflight, and quickly at the start of each run on several
+hosts.
 
-    run(args)      each rank tells rank 0 its facts, rank 0 compares and prints a table, and healthy nodes join and time
-                   an all-reduce; nothing is loaded
+    run(args)      each rank sends its facts to rank 0, and rank 0 compares them and prints a table; if all nodes are
+                   healthy, the ranks join and time an all-reduce; no model is loaded
     agree(args)    facts that need no measuring are compared, and a run whose nodes differ is refused
 
-Both come before the process group: a node with another version of a library, or one that NCCL does not reach, can still
-report its facts.
+Facts are collected before the process group exists. Therefore a node can report its facts even if it has another
+version of a library or cannot be reached by NCCL.
 """
 
 import contextlib
@@ -42,13 +43,13 @@ from training.tools.preflight.table import (
 )
 
 REPORTS = 45.0  # seconds without a further report, after which the remaining ranks count as missing
-OTHERS = 15.0  # seconds to wait for other ranks when one cannot begin
+OTHERS = 15.0  # seconds for which rank 0 waits for other ranks' facts if one rank's program cannot begin
 LOOKS = 3.0  # seconds for which a node looks for the file that rank 0 has written
-STUCK = 3.0  # minutes in which no rank moves while bandwidth is measured
-SIZES_GPU = (1 << 10, 1 << 20, 1 << 25, 1 << 28)  # bytes of an all-reduce
-SIZES_CPU = (1 << 10, 1 << 16, 1 << 20, 1 << 23)
-A_SIZE, MOST = 0.4, 20  # seconds for one size, and calls
-ENOUGH = 2.0  # seconds of one call, after which no larger size is tried
+STUCK = 3.0  # minutes: the measurement of bandwidth ends if no rank has moved for so long
+SIZES_GPU = (1 << 10, 1 << 20, 1 << 25, 1 << 28)  # sizes of the timed all-reduces in bytes, on GPUs
+SIZES_CPU = (1 << 10, 1 << 16, 1 << 20, 1 << 23)  # the same on CPUs
+A_SIZE, MOST = 0.4, 20  # limits for one size: seconds of all calls together, and number of calls
+ENOUGH = 2.0  # seconds; if one call takes longer, no larger size is timed
 
 
 def run(args: RunFlags) -> int:
@@ -64,8 +65,8 @@ def agree(args: RunFlags) -> Exchange | None:
     """Compare the facts that need no measuring, at the start of a run on several hosts, and print differences (all
     ranks call this, before the process group exists).
 
-    Returns: an object that must be kept until the process group exists; None on a single host. There is no time limit
-    here, because the watch thread notices ranks that do not come.
+    Returns: an object that must be kept until the process group exists; None on a single host. This function has no
+    time limit of its own, because the watch thread notices ranks that do not arrive.
     Raises: SharedError on all ranks if the nodes cannot work together.
     """
     if not on_several_hosts():
@@ -140,7 +141,8 @@ def _follow(args: RunFlags) -> int:
 
 
 class _CannotBegin:
-    """The message of a rank whose program cannot begin (`MeetingPoint`), and whether to wait for other ranks."""
+    """Looks for the message of a rank whose program cannot begin (`MeetingPoint`), and decides how long rank 0 then
+    still waits for other ranks' facts."""
 
     def __init__(self) -> None:
         self.findings: list[Finding] = []
@@ -160,8 +162,8 @@ class _CannotBegin:
 
 @contextlib.contextmanager
 def _file_beside(output_dir: Path) -> Iterator[str]:
-    """A new file in or above the output folder, for the other nodes to look for; "" if nothing can be written there,
-    which the table reports."""
+    """Write a new file in or above the output folder, for which the other nodes look; yields its path. The path is ""
+    if nothing can be written there; the table reports this."""
     with contextlib.ExitStack() as stack:
         try:
             place = nearest(output_dir.absolute())
@@ -187,7 +189,7 @@ def _print(*lines: str) -> None:
         print(harmless("\n".join(lines)), flush=True)
 
 
-# Bandwidth, where nothing is at fault
+# Bandwidth, measured if all nodes are healthy
 
 
 def _measure(args: RunFlags, nodes: int) -> None:
@@ -220,8 +222,9 @@ class Timed:
 
     @property
     def bandwidth(self) -> float:
-        """Bytes a second through each rank's link with the largest tensor: in a ring 2 (n - 1) / n of its bytes pass it
-        (NVIDIA/nccl-tests, doc/PERFORMANCE.md, 03a204a1f38aaea17f1a777885bb2d9600ba7eff)."""
+        """Bytes per second through each rank's link, measured with the largest tensor. In a ring of n ranks,
+        2 (n - 1) / n of the tensor's bytes pass each link (NVIDIA/nccl-tests, doc/PERFORMANCE.md,
+        03a204a1f38aaea17f1a777885bb2d9600ba7eff)."""
         size = max(self.seconds)
         return 2 * (self.ranks - 1) / self.ranks * size / self.seconds[size]
 
@@ -232,12 +235,12 @@ class Timed:
 
 
 def timed() -> Timed:
-    """The times of an all-reduce on the slowest rank (all ranks call this)."""
+    """Time an all-reduce of several sizes. The times are those of the slowest rank (all ranks call this)."""
     group = RankGroup(distributed.world_size())
 
     def slowest(tensor: torch.Tensor, times: int) -> float:
         finish()
-        group.all_objects(None)  # all are here
+        group.all_objects(None)  # wait until all ranks are here
         began = time.perf_counter()
         for _ in range(times):
             group.sum_(tensor)
@@ -251,7 +254,7 @@ def timed() -> Timed:
     seconds: dict[int, float] = {}
     for size in SIZES_GPU if on_gpu() else SIZES_CPU:
         tensor = torch.zeros(size // 4, device=distributed.device())
-        for _ in range(2):  # the first call makes connections
+        for _ in range(2):  # the first call also makes the connections
             once = slowest(tensor, 1)
         seconds[size] = slowest(tensor, max(1, min(MOST, int(A_SIZE / once))))
         if once > ENOUGH:

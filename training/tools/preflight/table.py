@@ -8,15 +8,15 @@ from dataclasses import dataclass
 
 from training.tools.preflight.facts import MEMORY, Fact, Facts, bytes_in_short
 
-EACH_ITS_OWN = 4  # up to so many nodes have a column each; with more, nodes that are alike share one
-COLUMNS = 6  # that are shown; findings name the nodes of the others
-WIDEST = 44  # characters of a cell
-NONE = Fact(shown="none", same="none")  # for a node that lacks a fact of others
+EACH_ITS_OWN = 4  # up to so many nodes have a column each; if there are more, nodes with equal facts share a column
+COLUMNS = 6  # largest number of columns; findings also name the nodes of columns that are not shown
+WIDEST = 44  # largest number of characters in a cell
+NONE = Fact(shown="none", same="none")  # stands for a fact that only other nodes have
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One host of the run, its ranks and its facts by row."""
+    """One host of the run. ranks: its ranks. facts: {row of the table: fact}."""
 
     host: str
     ranks: tuple[int, ...]
@@ -40,7 +40,7 @@ class Finding:
 
 def findings(nodes: Sequence[Node]) -> list[Finding]:
     """All findings about the nodes, faults before warnings."""
-    found: dict[tuple[str, str, bool], list[str]] = {}  # hosts, by row, text and whether it is a warning
+    found: dict[tuple[str, str, bool], list[str]] = {}  # {(row, text, whether it is a warning): hosts}
     for row in rows_of(nodes):
         facts = [node.fact(row) for node in nodes]
         usual = _usual([fact for fact in facts if not fact.problem])
@@ -68,8 +68,8 @@ def _usual(facts: Sequence[Fact]) -> Fact | None:
 
 
 def absent(expected: Mapping[int, str], heard: Iterable[int], seconds: float) -> list[Finding]:
-    """The findings about ranks that have posted nothing within so many seconds. expected: each rank's host, "" if the
-    launcher does not give it. heard: the ranks that have posted."""
+    """The findings about ranks that have posted nothing within `seconds`. expected: {rank: its host, or "" if the
+    launcher does not tell it}. heard: the ranks that have posted."""
     missing: dict[str, list[int]] = {}
     for rank in sorted(set(expected) - set(heard)):
         missing.setdefault(expected[rank], []).append(rank)
@@ -124,8 +124,8 @@ def rows_of(nodes: Sequence[Node]) -> list[str]:
 
 
 def _columns(nodes: Sequence[Node], rows: Sequence[str], found: Sequence[Finding]) -> list[list[Node]]:
-    """The nodes of each column: one node if there are at most EACH_ITS_OWN nodes, otherwise all nodes with equal
-    texts and findings. With shared columns, those without findings come last."""
+    """The nodes of each column of the table. With at most EACH_ITS_OWN nodes, each column has one node. With more,
+    nodes whose cells and findings are equal share a column, and columns without findings come last."""
     if len(nodes) <= EACH_ITS_OWN:
         return [[node] for node in nodes]
     groups: dict[tuple, list[Node]] = {}
@@ -173,7 +173,7 @@ def hosts_in_short(hosts: Sequence[str]) -> str:
     """Host names in a short text: "gpu[01-03,07] (4 nodes)", "node-a, node-b"."""
     if len(hosts) <= 2:
         return ", ".join(hosts)
-    alike: dict[tuple[str, str, int], list[str]] = {}  # numbers, by what stands before and behind and their width
+    alike: dict[tuple[str, str, int], list[str]] = {}  # {(text before, text after, number of digits): numbers}
     for host in hosts:
         start, number, end = re.fullmatch(r"(.*?)(\d*)(\D*)", host, re.DOTALL).groups()  # type: ignore[union-attr]
         alike.setdefault((start, end, len(number)), []).append(number)

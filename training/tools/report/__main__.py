@@ -19,7 +19,7 @@ PAGE = "report.html"
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command line; returns the exit code."""
+    """Write the report that the command line asks for; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m training.report", description=__doc__.splitlines()[0])
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="output folders of step 1, 2 or 3")
     parser.add_argument("--output", type=Path, help=f"file to write; by default {PAGE} in the folder of a single run")

@@ -1,4 +1,4 @@
-"""The report of one or several runs as an HTML page: held-out metrics, health, curves, samples, configuration.
+"""Makes the report of one or several runs: an HTML page with held-out metrics, health, curves, samples and settings.
 
     page(read_runs([Path("out/ppo")]))
 
@@ -26,15 +26,15 @@ NUMBER = int | float
 SHOWN = {"prompt": str, "response": str, "score": NUMBER, "kl": NUMBER, "tokens": NUMBER}  # fields of a sample
 BEFORE, AFTER = "before", "after"
 VIEWS = {"step 1": SFT_VIEW, "step 2": REWARD_VIEW, "step 3": averaged_view(PPO_VIEW)}
-POINTS = 1500  # most points of a curve; few screens are wider in pixels
+POINTS = 1500  # largest number of points of a curve; few screens have more pixels in a row
 SEVERITIES = {"alarm": "worse", "look": "even", "fine": "better"}
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A run. kind: the training step that it is a run of, a key of VIEWS. rows: the rows of metrics.jsonl. starts: the
-    starts in run.json, the latest last. samples: {file name without its ending: rows}, in the order of steps. missing:
-    descriptions of files that the folder lacks."""
+    """A run. kind: which training step's run it is, a key of VIEWS. rows: the rows of metrics.jsonl. starts: the
+    entries of run.json, one for each start, the latest last. samples: {name of a file of samples, without its ending:
+    its rows}, in the order of steps. missing: descriptions of files that the folder lacks."""
 
     name: str
     folder: Path
@@ -56,7 +56,7 @@ class Run:
 
     @property
     def view(self) -> View:
-        """Describes the metrics that the run's charts show."""
+        """The View that lists the metrics of the run's charts."""
         return VIEWS[self.kind]
 
     @property
@@ -66,9 +66,11 @@ class Run:
 
 
 def read_runs(folders: Sequence[Path]) -> list[Run]:
-    """The run in each folder. Its name is the folder's, with as many parent folders as make the names differ.
+    """Read the run in each folder. A run's name is the last part of the folder's path, or so many last parts that all
+    names differ.
 
-    Raises: UserError for a folder without a run, for a folder given twice, and for runs of different training steps.
+    Raises: UserError if a folder has no run, if a folder is given twice, or if the runs are of different training
+    steps.
     """
     resolved = [without_links(folder) for folder in folders]
     if len(set(resolved)) < len(resolved):
@@ -90,7 +92,7 @@ def kind_of(rows: Sequence[Mapping]) -> str:
 
 
 def _told_apart(paths: Sequence[Path]) -> list[str]:
-    """The last n parts of each path, with the smallest n for which they all differ."""
+    """The last n parts of each path, where n is the smallest number for which all these names differ."""
     count = 1
     while len({path.parts[-count:] for path in paths}) < len(paths):
         count += 1
@@ -128,7 +130,7 @@ def read_samples(folder: Path) -> dict[str, list[dict]]:
 
 
 def _sample_rows(path: Path) -> list[dict]:
-    """The fields SHOWN of each line. A last line without a newline is left out, as it is still being written."""
+    """The fields SHOWN of each line. A last line without a newline is left out, since it is still being written."""
     rows = []
     for number, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
         if not line.endswith(b"\n"):
@@ -144,12 +146,12 @@ def _sample_rows(path: Path) -> list[dict]:
 
 
 def named(name: str) -> str:
-    """The name of a file of samples on the page."""
+    """The text with which the page names a file of samples."""
     return f"step {int(name.removeprefix('step_')):,}" if name.startswith("step_") else name
 
 
 def scored_as_first(run: Run, name: str) -> bool:
-    """Whether the samples of a file were scored by the same reward as the run's first samples."""
+    """Whether the samples in the file `name` were scored by the same reward as the run's first samples."""
     step = int(name.removeprefix("step_")) if name.startswith("step_") else 0 if name == BEFORE else run.steps
     rows = [row for row in run.rows if "eval/score" in row and row["step"] <= step]
     return not (rows and scored_otherwise(rows[-1]))
@@ -180,8 +182,8 @@ def _missing(runs: Sequence[Run]) -> str:
 
 
 def evaluations(run: Run) -> tuple[Mapping, Mapping]:
-    """(the metrics of the evaluation before the first step, those of the latest evaluation after it); {} for one that
-    does not exist."""
+    """(metrics of the evaluation before the first step, metrics of the latest evaluation after it). {} for an
+    evaluation that does not exist."""
     metrics = [metric for _, metric in _measured(run)]
     found = [row for row in run.rows if any(metric in row for metric in metrics)]
     first = next((row for row in found if row["step"] == 0), {})
@@ -190,7 +192,7 @@ def evaluations(run: Run) -> tuple[Mapping, Mapping]:
 
 
 def _measured(run: Run) -> list[tuple[str, str]]:
-    """(title, metric) of everything that is measured on held-out examples."""
+    """(title, metric) for each metric that is measured on held-out examples."""
     return [(title, metric) for charts in run.view.held_out.values() for title, metric in charts.items()]
 
 
@@ -204,7 +206,7 @@ def _held_out(runs: Sequence[Run]) -> str:
             first, last = evaluations(run)
             if metric not in last and metric not in first:
                 continue
-            if metric == "eval/score" and scored_otherwise(last):  # the rewards differ: scores cannot be compared
+            if metric == "eval/score" and scored_otherwise(last):  # scored by different rewards, so not comparable
                 first = {}
             cells = [_told(first, metric), _told(last, metric), _change(first, last, metric)]
             name = [dot(run.name, place + 1)] if len(runs) > 1 else []
@@ -247,7 +249,7 @@ def _health(runs: Sequence[Run]) -> str:
 
 
 def _charts(runs: Sequence[Run]) -> Iterator[dict]:
-    """Section, title and data of each chart for which a run has values."""
+    """The section, title and data of each chart for which one of the runs has values."""
     view = runs[0].view
     held_out = {section: {t: (metric,) for t, metric in charts.items()} for section, charts in view.held_out.items()}
     for section, charts in {**held_out, **view.charts}.items():
@@ -258,8 +260,8 @@ def _charts(runs: Sequence[Run]) -> Iterator[dict]:
 
 
 def _lines(runs: Sequence[Run], metrics: Sequence[str]) -> Iterator[dict]:
-    """The lines of a chart. With several runs the colour shows the run and the dashes the metric; with one run the
-    colour shows the metric."""
+    """The lines of a chart. With several runs, a line's colour shows the run and its dashes show the metric; with one
+    run, the colour shows the metric."""
     for place, run in enumerate(runs):
         for number, metric in enumerate(metrics):
             points = [
@@ -275,7 +277,7 @@ def _lines(runs: Sequence[Run], metrics: Sequence[str]) -> Iterator[dict]:
 
 
 def thinned(points: Sequence[tuple]) -> list[tuple]:
-    """About POINTS of the points at most, evenly spaced, with the last one."""
+    """At most about POINTS of the points, evenly spaced; the last point is always among them."""
     every = -(-len(points) // POINTS)
     kept = list(points[::every])
     return kept if kept[-1] == points[-1] else [*kept, points[-1]]
@@ -299,12 +301,13 @@ zoom, and 0 shows all. Bars are two standard errors to either side. metrics.json
 
 
 Answers = Mapping[tuple[str, int], Mapping]
-"""Samples as `_by_prompt` returns them."""
+"""Samples in the form that `_by_prompt` returns."""
 
 
 def _samples(runs: Sequence[Run]) -> Samples | None:
-    """Responses to the held-out prompts side by side. Each has the change of its score from its run's first response,
-    unless another reward scored that one. None if there are fewer than two files of samples with common prompts."""
+    """The responses to the held-out prompts, side by side. Each response has the change of its score since its run's
+    first response to the same prompt, unless another reward scored that first response. None if there are no two files
+    of samples with common prompts."""
     columns = list(_one_runs_columns(runs[0]) if len(runs) == 1 else _last_columns(runs))
     shared = [key for key in next(iter(columns), ("", {}, None))[1] if all(key in rows for _, rows, _ in columns)]
     if len(columns) < 2 or not shared:
@@ -321,15 +324,16 @@ def _samples(runs: Sequence[Run]) -> Samples | None:
 
 
 def _one_runs_columns(run: Run) -> Iterator[tuple[str, Answers, Answers | None]]:
-    """For each file of a run's samples: its name, the answers, and the answers with which scores are compared."""
+    """For each file of a run's samples: its name, the responses in it, and the responses with whose scores theirs are
+    compared."""
     first = _by_prompt(next(iter(run.samples.values()), []))
     for name, rows in run.samples.items():
         yield named(name), _by_prompt(rows), first if scored_as_first(run, name) else None
 
 
 def _last_columns(runs: Sequence[Run]) -> Iterator[tuple[str, Answers, Answers | None]]:
-    """The samples before training of the first run that has them, then the latest samples of each run; as
-    `_one_runs_columns`."""
+    """The columns for several runs: the samples before training of the first run that has them, then the latest samples
+    of each run. They have the form of `_one_runs_columns`."""
     start = next((_by_prompt(run.samples[BEFORE]) for run in runs if BEFORE in run.samples), None)
     if start is not None:
         yield (BEFORE if BEFORE not in {run.name for run in runs} else f"{BEFORE} training"), start, start
@@ -351,7 +355,8 @@ def _by_prompt(rows: Sequence[Mapping]) -> dict[tuple[str, int], Mapping]:
 
 
 def departures(resolved: Mapping) -> list[tuple[str, object, object]]:
-    """(field, the named dialect's value, the run's value) of each field in which the run differs from its dialect."""
+    """(field, the named dialect's value, the run's value) for each field in which the run differs from the dialect that
+    it names."""
     try:
         usual = get_dialect(str(resolved.get("name")))
     except UserError:  # a dialect that the run's own script defined
@@ -362,7 +367,8 @@ def departures(resolved: Mapping) -> list[tuple[str, object, object]]:
 
 
 def _choices(runs: Sequence[Run]) -> str:
-    """The fields that differ from the dialect, the differences between several runs, and all flags, folded."""
+    """The section of settings: the fields in which a run differs from its dialect, the differences between several
+    runs, and, folded, all flags."""
     made = []
     for place, run in enumerate(runs):
         dialect = run.start.get("dialect")
@@ -400,7 +406,7 @@ def _value(value: object) -> str:
 
 
 def _origin(runs: Sequence[Run]) -> str:
-    """The command, commit, versions and machine of each start."""
+    """The section with the command, commit, versions and machine of each start."""
     made = []
     for run in runs:
         for number, start in enumerate(run.starts, 1):

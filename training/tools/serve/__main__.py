@@ -22,7 +22,7 @@ NEEDED = ("fastapi", "uvicorn")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serve, with the flags of a command line, until the service is ended; returns the exit code."""
+    """Run the service with the flags of the command line until it is ended; returns the exit code."""
     try:
         args = parse_flags(ServeFlags, sys.argv[1:] if argv is None else argv, __doc__.splitlines()[0])
         check_installed()
@@ -43,7 +43,7 @@ def check_installed() -> None:
 
 
 def run(args: ServeFlags) -> int:
-    """Load the models and answer; returns the exit code."""
+    """Load the models and answer requests until the service is ended; returns the exit code."""
     quiet_libraries()
     from transformers.utils import logging
 

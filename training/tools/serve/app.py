@@ -1,8 +1,8 @@
-"""The routes of the service, the forms of requests, and the answers to mistakes.
+"""The routes of the service, the forms of requests, and the answers to wrong requests.
 
-PUT /               each model's response to a prompt or a chat, with its score; in one piece or streamed
-GET /               the page that sends PUT /
-POST /v1/scores     scores in this project's form
+PUT /               each model's response to a prompt or a chat, with its score; complete or streamed
+GET /               the web page, which sends PUT /
+POST /v1/scores     scores in this project's own form
 POST /get_reward    scores in the form of OpenRLHF's reward server
 GET /health         the state and load of the service
 """
@@ -29,15 +29,15 @@ from training.tools.serve.service import RequestError, Responses, Service, error
 
 PAGE = Path(__file__).with_name("page.html")
 STOPS, STOP_LENGTH = 16, 200
-MOST = 10_000  # items of a list
-NESTED = 100_000  # most lists and objects in a body: each takes about thirty times the memory of its two characters
+MOST = 10_000  # largest number of items in a list
+NESTED = 100_000  # largest number of lists and objects in a body; each takes 30 times the memory of its two brackets
 STRINGS = re.compile(rb'"(?:[^"\\]++|\\.?)*+"?', re.DOTALL)  # the strings of a JSON text; the last may lack its end
 NO_OBJECT = "the body is no JSON object. Send one, with Content-Type: application/json"
 SHORT = Field(max_length=MOST, fail_fast=True)  # reading ends at the first wrong item, or after MOST items
 
 
 class Message(BaseModel):
-    """A message of a chat. Further fields are passed to the chat template."""
+    """A message of a chat. Fields beside role and content are passed to the chat template."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -46,10 +46,10 @@ class Message(BaseModel):
 
 
 class CompareRequest(BaseModel):
-    """PUT /: a prompt or a chat, and how responses are drawn.
+    """The body of PUT /: a prompt or a chat, and how responses are drawn.
 
-    prompt: a text that models continue. messages: a chat, in place of a prompt; each model gets it through its own chat
-    template. models: names of the models that answer; by default all.
+    prompt: a text that the models continue. messages: a chat, in place of a prompt; each model's own chat template
+    renders it. models: names of the models that answer; by default all models.
     """
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, strict=True)
@@ -71,10 +71,11 @@ class CompareRequest(BaseModel):
         return self
 
     def settings(self, seed: int, prompt_length: int, context: int, most: int) -> Settings:
-        """How a response to a prompt of `prompt_length` tokens is drawn.
+        """The settings for drawing a response. prompt_length: number of tokens of the prompt.
 
-        seed: used if the request has none. context: most tokens of prompt and response together. most: most tokens of a
-        response. Raises: RequestError if the prompt, max_tokens or a stop string is too long.
+        seed: the seed to use if the request has none. context: largest number of tokens of prompt and response
+        together. most: largest number of tokens of a response. Raises: RequestError if the prompt, max_tokens or a stop
+        string is too long.
         """
         left = context - prompt_length
         if left < 1:
@@ -111,7 +112,7 @@ class Item(BaseModel):
 
 
 class ScoresRequest(BaseModel):
-    """POST /v1/scores."""
+    """The body of POST /v1/scores."""
 
     model_config = ConfigDict(strict=True)
 
@@ -119,7 +120,7 @@ class ScoresRequest(BaseModel):
 
 
 class OpenRLHFRequest(BaseModel):
-    """POST /get_reward, as OpenRLHF's trainer sends it. Its prompts and labels are ignored."""
+    """The body of POST /get_reward, as OpenRLHF's trainer sends it. The fields `prompts` and `labels` are ignored."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
 
@@ -130,10 +131,10 @@ Form = TypeVar("Form", bound=BaseModel)
 
 
 def read(form: type[Form], body: bytes) -> Form:
-    """A JSON body as an object of the class `form`. Raises: RequestError, which names the first mistake.
+    """Parse a JSON body into an object of the class `form`. Raises: RequestError, which names the first mistake.
 
-    A body that would take far more memory than it has bytes is refused before it is parsed, because other requests wait
-    while it is.
+    A body that would take far more memory than it has bytes is refused before it is parsed, because other requests have
+    to wait while a body is parsed.
     """
 
     def nested(text: bytes) -> int:
@@ -149,7 +150,7 @@ def read(form: type[Form], body: bytes) -> Form:
 
 def _refusal(error: ValidationError) -> RequestError:
     found = error.errors(include_url=False, include_input=False)
-    # An error "too_long" comes first: the others are about alternative types of the value.
+    # An error "too_long" is reported rather than others, which are about alternative types of the same value.
     first = next((each for each in found if each["type"] == "too_long"), found[0])
     if first["type"] == "json_invalid":
         return RequestError(400, f"the body is no JSON: {first['ctx']['error']}")
@@ -169,7 +170,7 @@ def _refusal(error: ValidationError) -> RequestError:
 
 
 def make_app(service: Service) -> FastAPI:
-    """The web app of a service. The service starts and stops with the app."""
+    """Make the web app of a service. The service starts and stops together with the app."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -184,7 +185,7 @@ def make_app(service: Service) -> FastAPI:
     _add_scores(app, service)
 
     @app.get("/health")
-    @app.get("/v1/health")  # beside /v1/scores, where a run with --reward_url looks for it
+    @app.get("/v1/health")  # a run with --reward_url looks for it beside /v1/scores
     async def health() -> dict:
         return service.state()
 
@@ -192,7 +193,7 @@ def make_app(service: Service) -> FastAPI:
 
 
 def _add_errors(app: FastAPI) -> None:
-    """Have every error answered by an `error_body`, with one line in the log."""
+    """Have every error answered with an `error_body`, and logged in one line."""
 
     def answer(request: Request, error: RequestError) -> Response:
         log_error(f"{request.method} {request.url.path}", error.status, error.message)
@@ -209,7 +210,7 @@ def _add_errors(app: FastAPI) -> None:
         message = told.get(error.status_code, str(error.detail))
         return answer(request, RequestError(error.status_code, message, headers=error.headers))
 
-    @app.exception_handler(Exception)  # a bug in the service; uvicorn logs its trace
+    @app.exception_handler(Exception)  # a bug in the service; uvicorn logs its stack trace
     async def failed(request: Request, error: Exception) -> Response:
         return JSONResponse(error_body("the service failed; its own log says where"), 500)
 
@@ -263,7 +264,7 @@ def _is_json(request: Request) -> bool:
 
 
 def _comparison(body: bytes, is_json: bool) -> CompareRequest:
-    """The request in a body: a JSON object, or a JSON string or plain text that is the prompt."""
+    """Parse the body of PUT /: a JSON object; or a JSON string or plain text, which is then the prompt."""
     try:
         if not is_json:
             body = json.dumps({"prompt": body.decode("utf-8")}).encode()
@@ -277,7 +278,8 @@ def _comparison(body: bytes, is_json: bool) -> CompareRequest:
 
 
 async def _prompts(service: Service, models: Sequence[ServedModel], body: CompareRequest) -> list[list[int]]:
-    """The token ids of the prompt for each model; of a chat, by the model's own chat template. Raises: RequestError."""
+    """The token ids of the prompt for each model. A chat is rendered by each model's own chat template. Raises:
+    RequestError."""
     if body.messages is None:
         return await service.encoded(lambda: [_prompt_ids(model, str(body.prompt), "prompt") for model in models])
     for model in models:
@@ -306,8 +308,8 @@ def _prompt_ids(model: ServedModel, text: str, field: str) -> list[int]:
 
 
 def _check_characters(count: int, context: int, longest_token: int, what: str) -> None:
-    """Raise RequestError if a text has more characters than `context` tokens can have: tokenizers take seconds for
-    megabytes of text."""
+    """Raise RequestError if a text has more characters than `context` tokens can have. Such a text is not tokenised,
+    because tokenizers take seconds for megabytes of text. count: number of characters of the text."""
     most = context * (longest_token + 1)  # + 1, as some tokenizers drop spaces between words
     if count > most:
         told = f"{what}: it has {count} characters; {context} tokens have at most {most}"
@@ -315,7 +317,7 @@ def _check_characters(count: int, context: int, longest_token: int, what: str) -
 
 
 async def _compared(service: Service, responses: Responses, is_chat: bool) -> dict[str, dict]:
-    """{the model's name: its part of the answer}, after all responses have ended."""
+    """Wait until all responses have ended; returns {name of a model: its part of the answer}."""
     async for _ in responses.updates():
         pass
     generations = responses.generations
@@ -329,7 +331,8 @@ async def _compared(service: Service, responses: Responses, is_chat: bool) -> di
 
 
 def _ending(model: ServedModel, response: Generation, score: float | None, is_chat: bool) -> dict:
-    """The fields of the answer beside a response's text. is_chat: whether the request had messages."""
+    """The fields of a model's part of the answer, without the text of the response. is_chat: whether the request had
+    messages."""
     told = {"score": score, "tokens": len(response.tokens), "finish_reason": response.reason}
     if model.has_template:
         told["chat_template"] = "applied" if is_chat else "not applied"
@@ -337,21 +340,21 @@ def _ending(model: ServedModel, response: Generation, score: float | None, is_ch
 
 
 class EventStream(StreamingResponse):
-    """A stream of server-sent events. held: contexts that are left when the stream ends or the client disconnects."""
+    """A stream of server-sent events. held: contexts that are exited when the stream ends or the client disconnects."""
 
     def __init__(self, events: AsyncIterator[str], held: ExitStack):
         super().__init__(events, media_type="text/event-stream", headers={"cache-control": "no-store"})
         self.held = held
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """As ASGI has it."""
+        """Send the stream (called by ASGI)."""
         with self.held:
             await super().__call__(scope, receive, send)
 
 
 async def _events(service: Service, responses: Responses, seed: int, is_chat: bool) -> AsyncIterator[str]:
-    """Events: pieces of the models' texts; the fields of `_ending` when a response ends; at last [DONE]. If there is an
-    error, the last event is the error, without [DONE]."""
+    """Yields the events of a streamed answer: pieces of the models' texts; when a response ends, the fields of
+    `_ending`; at the end [DONE]. If there is an error, the last event is the error, without [DONE]."""
 
     def event(data: dict) -> str:
         return f"data: {json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n"
@@ -375,8 +378,8 @@ async def _events(service: Service, responses: Responses, seed: int, is_chat: bo
 
 def _add_scores(app: FastAPI, service: Service) -> None:
     async def scored(field: str, lengths: list[int], encode: Callable[[TextEncoder, int], list[int]]) -> list[float]:
-        """The score of each text of a request. field: the request's field of texts. lengths: each text's characters.
-        encode: (encoder, number of the text) -> its token ids. Raises: RequestError."""
+        """The score of each text of a request. field: name of the field that has the texts. lengths: number of
+        characters of each text. encode: (encoder, number of a text) -> its token ids. Raises: RequestError."""
         scorer = service.scorer
         if scorer is None:
             raise RequestError(404, "this service has no reward model; start it with --reward_model_name_or_path")
@@ -395,7 +398,8 @@ def _add_scores(app: FastAPI, service: Service) -> None:
             return await service.scores(sequences)
 
     async def body_of(form: type[Form], request: Request) -> Form:
-        """The body of a request. It must have a JSON content type: pages of any origin may send bodies of others."""
+        """Read the body of a request. Its content type must be JSON: a browser lets web pages of any origin send bodies
+        of some other types."""
         if not _is_json(request):
             raise RequestError(400, NO_OBJECT)
         return read(form, await request.body())
@@ -422,11 +426,12 @@ def _add_scores(app: FastAPI, service: Service) -> None:
 
 
 def query_ids(encoder: TextEncoder, text: str) -> list[int]:
-    """The token ids of a query in OpenRLHF's form: a prompt and its response as one text with special tokens spelt out.
-    The ids end with one EOS, as on OpenRLHF's own server.
+    """The token ids of a query in OpenRLHF's form: a prompt and its response as one text, in which special tokens are
+    spelt out. The ids end with one EOS, as on OpenRLHF's own server.
 
-    When SentencePiece tokenizers decode, they write a space between BOS and the text; when they encode, this space is a
-    further token. If the ids without this token decode to the same text, they are the original ones and are returned.
+    A SentencePiece tokenizer writes a space between BOS and the text when it decodes. When the text is encoded again,
+    this space becomes an additional token. If the ids without this token decode to the same text, they are the original
+    ids, and are returned.
     """
     tokenizer, bos = encoder.tokenizer, encoder.spelt_bos(text)
     ids = encoder.prompt(text)

@@ -1,11 +1,12 @@
-"""Decodes one model's responses in a batch, which responses join and leave at any time.
+"""Decodes one model's responses in a batch, which responses can join and leave at any time.
 
     decoder.join([Generation(prompt_ids, Settings(max_tokens=20, seed=0), ends, tokenizer), ...])
     while decoder.living:
         decoder.step()
 
-The cache and the forward passes are those of rollouts. The loop of rollouts (engine/rollout/decode.py) is another one:
-it knows all prompts from the start, has one temperature for all, and looks at drawn tokens only every few tokens.
+The cache and the forward passes are the same as in rollouts. The decoding loop of rollouts (engine/rollout/decode.py)
+is not used: it needs all prompts at the start, has one temperature for all responses, and checks for end tokens only
+once in several steps.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,18 +22,19 @@ from engine.rollout.passes import passes_of, takes_slot_masks
 from engine.rollout.request import rows_to_move
 from training.data.tokens import padded
 
-GREEDY_BELOW = 1e-5  # lower temperatures take the most probable token: divided logits would grow without bound
-BEFORE = 8  # tokens of the prompt that are decoded with a response: many tokenizers drop the first space of a text
+GREEDY_BELOW = 1e-5  # below this temperature the most probable token is taken: divided logits would overflow
+BEFORE = 8  # prompt tokens that are decoded together with a response: many tokenizers drop a text's first space
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # a tokenizer's text for the bytes of an incomplete character
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """How one response is drawn.
+    """The settings for drawing one response.
 
-    max_tokens: most tokens of the response. temperature: 0 for the most probable token each time. top_p: probability of
-    the nucleus that tokens are drawn from. seed: key of the random numbers; a prompt with the same seed gets the same
-    response. stop: strings that end the response and are not part of its text.
+    max_tokens: largest number of tokens of the response. temperature: sampling temperature; 0 to take the most probable
+    token each time. top_p: probability of the nucleus from which tokens are drawn. seed: key of the random numbers; the
+    same prompt with the same seed gets the same response. stop: strings that end the response and are not part of its
+    text.
     """
 
     max_tokens: int
@@ -43,13 +45,13 @@ class Settings:
 
 
 class Generation:
-    """A response while it is drawn. Only the drawing thread changes it; other threads may read it.
+    """A response that is being drawn. Only the drawing thread changes it; other threads may read it.
 
-    prompt_ids: token ids of the prompt. ends: the tokens that end a response; the end token is part of `tokens`.
-    changed: called in the drawing thread when `pieces`, `reason` or `error` has changed.
-    tokens: drawn so far. pieces: pieces of the text that will not change any more. reason: None until the text is
-    complete; then "stop" (an end token or stop string) or "length". error: a message if drawing failed. cancelled:
-    whether the response is not needed any more.
+    prompt_ids: token ids of the prompt. ends: the tokens that end a response; the end token becomes part of `tokens`.
+    changed: function that is called in the drawing thread when `pieces`, `reason` or `error` has changed.
+    tokens: the tokens drawn so far. pieces: the pieces of the text that will not change any more. reason: None until
+    the text is complete; then "stop" (ended by an end token or stop string) or "length". error: a message if drawing
+    failed. cancelled: whether the response is not needed any more.
     """
 
     def __init__(
@@ -77,7 +79,7 @@ class Generation:
 
     @property
     def read(self) -> int:
-        """How many tokens of prompt and response the model has read: all but the last drawn one."""
+        """The number of tokens of prompt and response that the model has read: all but the last drawn token."""
         return len(self.prompt_ids) + len(self.tokens) - 1
 
     def take(self, token: int) -> None:
@@ -105,17 +107,19 @@ class Generation:
 
 
 class Decoder:
-    """Decodes the responses of one model, one token of each per step. All calls come from one thread.
+    """Decodes the responses of one model. Each step draws one token of each response. All methods have to be called by
+    the same thread.
 
-    living: the responses that are being drawn; response i is in row i of the batch. drawn: number of tokens drawn so
+    living: the responses that are being drawn; living[i] is in row i of the batch. drawn: number of tokens drawn so
     far, over all responses.
 
     Args:
         model: a causal language model in eval mode.
-        vocabulary_size: larger token ids and this one are never drawn.
-        rows: how many responses are decoded at the same time.
-        context: most tokens of a prompt and its response together.
-        decoding: how single tokens go through the model, one of engine.rollout.passes.DECODING.
+        pad_id: id of the pad token.
+        vocabulary_size: token ids of this size or larger are never drawn.
+        rows: largest number of responses that are decoded at the same time.
+        context: largest number of tokens of a prompt and its response together.
+        decoding: how the forward passes of single tokens are made, one of engine.rollout.passes.DECODING.
     """
 
     def __init__(
@@ -134,12 +138,13 @@ class Decoder:
 
     @property
     def room(self) -> int:
-        """How many further responses can join now."""
+        """The number of responses that can join now."""
         return self.rows - len(self.living)
 
     @torch.inference_mode()
     def join(self, generations: Sequence[Generation]) -> None:
-        """Read the prompts of new responses, at most `room`, and draw their first tokens."""
+        """Add new responses to the batch: read their prompts and draw their first tokens. generations: at most `room`
+        responses."""
         ids, mask = (
             tensor.to(self.device)
             for tensor in padded([generation.prompt_ids for generation in generations], self.pad_id, left=True)
@@ -155,7 +160,7 @@ class Decoder:
         living, batch = self.living, self.batch
         if not living:
             return
-        batch.make_room(1, self.context)  # so that a prompt of any length fits before the slot
+        batch.make_room(1, self.context)  # a prompt of any length must fit before the slot
         batch.mask[:, batch.slot] = True
         positions = torch.tensor([[generation.read] for generation in living], device=self.device)
         start = batch.slot - max(generation.read for generation in living)  # no living row has a token before it
@@ -176,7 +181,8 @@ class Decoder:
             self.batch = Batch(self.cache, self.rows, self.slots, self.context, self.device)
 
     def _drawn(self, generations: Sequence[Generation], logits: Tensor) -> Tensor:
-        """Draw a token for each of B generations from logits (B, V), and append it; returns them, (B, 1) int64."""
+        """Draw a token for each of B generations from logits (B, V), and append it to the generation. Returns the
+        tokens, (B, 1) int64."""
         logits = logits[:, : self.vocabulary_size]
         settings = [generation.settings for generation in generations]
         uniforms = [generation.uniforms[len(generation.tokens)] for generation in generations]
@@ -208,13 +214,13 @@ class Decoder:
 
 
 def draw(logits: Tensor, uniforms: Tensor, temperatures: Tensor, top_ps: Tensor) -> Tensor:
-    """One token for each row, drawn with the row's own uniform number, so that it depends on no other row.
+    """Draw a token for each row. Each row has its own random number, so the token does not depend on other rows.
 
     Args:
         logits: (B, V) in any float dtype.
         uniforms: (B,) float64 in [0, 1), from keyed_uniforms.
-        temperatures: (B,) float32; 0 for the most probable token.
-        top_ps: (B,) float32 in (0, 1], the smallest probability of the nucleus (`nucleus`).
+        temperatures: (B,) float32; 0 to take the most probable token.
+        top_ps: (B,) float32 in (0, 1], the least probability of the nucleus from which the token is drawn (`nucleus`).
 
     Returns: (B,) int64.
     """
@@ -228,19 +234,20 @@ def draw(logits: Tensor, uniforms: Tensor, temperatures: Tensor, top_ps: Tensor)
 
 
 def nucleus(logits: Tensor, top_ps: Tensor) -> Tensor:
-    """The logits (B, V), with -inf outside the smallest set of most probable tokens that has at least this probability.
+    """The logits (B, V), with -inf for all tokens outside of the nucleus. The nucleus of a row is its smallest set of
+    most probable tokens whose probabilities add up to at least top_p.
 
     top_ps: (B,) in (0, 1]. Source: Holtzman et al. 2020, "The curious case of neural text degeneration", section 3.1.
     """
     probabilities, order = torch.softmax(logits.float(), -1).sort(dim=-1, descending=True, stable=True)
     before = probabilities.cumsum(-1, dtype=torch.float64) - probabilities
     left_out = (before >= top_ps.unsqueeze(1)) & (top_ps.unsqueeze(1) < 1.0)
-    left_out[:, 0] = False  # also if a tiny top_p became 0 in float32
+    left_out[:, 0] = False  # needed if a tiny top_p became 0 in float32
     return logits.masked_fill(torch.zeros_like(left_out).scatter(1, order, left_out), -torch.inf)
 
 
 class ResponseText:
-    """The text of a response whose tokens come one by one.
+    """Makes the text of a response whose tokens arrive one by one.
 
     Special tokens are left out. Text that may be the beginning of a stop string is held back until the next tokens
     decide. The text ends before the first complete stop string.
@@ -251,18 +258,19 @@ class ResponseText:
     def __init__(self, tokenizer, prompt_ids: Sequence[int], stops: Sequence[str] = ()):
         self.tokenizer, self.stops, self.stopped = tokenizer, tuple(stops), False
         self._ids = list(prompt_ids[-BEFORE:])
-        # Tokens from `_start` on are decoded together; the text of those before `_said` has been returned.
+        # Tokens from index `_start` on are decoded together. The text of the tokens before index `_said` has already
+        # been returned.
         self._start, self._said = 0, len(self._ids)
         self._held = ""
 
     def add(self, token: int) -> str:
-        """Append the next token; returns the further text that is certain now."""
+        """Append the next token. Returns the additional text that can no longer change."""
         self._ids.append(token)
         text = self._decoded()
         return "" if text.endswith(UNFINISHED) else self._past_stops(self._new(text))
 
     def finish(self) -> str:
-        """The rest of the text, when no further token follows."""
+        """The rest of the text. Called when no further token follows."""
         text = self._past_stops(self._new(self._decoded()))
         held, self._held = self._held, ""
         return text if self.stopped else text + held
@@ -271,10 +279,10 @@ class ResponseText:
         return self.tokenizer.decode(self._ids[self._start :], skip_special_tokens=True)
 
     def _new(self, text: str) -> str:
-        """The part of `text`, decoded from `_start` on, that has not been returned before."""
+        """The part of `text` that has not been returned before. text: the decoded tokens from `_start` on."""
         known = self.tokenizer.decode(self._ids[self._start : self._said], skip_special_tokens=True)
         new = text[len(known) :] if text.startswith(known) else ""
-        if new:  # for a special token nothing is new: later tokens are still decoded after the last text, for a space
+        if new:  # not for a special token: later tokens are still decoded together with text, to keep their first space
             self._start = self._said
         self._said = len(self._ids)
         return new
@@ -291,6 +299,6 @@ class ResponseText:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """How many characters at the end of the text are the beginning of the stop string."""
+    """The number of characters at the end of the text with which the stop string begins."""
     longest = min(len(text), len(stop) - 1)
     return next((size for size in range(longest, 0, -1) if text.endswith(stop[:size])), 0)

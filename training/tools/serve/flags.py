@@ -8,12 +8,12 @@ from engine.errors import UserError
 from engine.rollout import DECODING
 from training.config.flags import TokenizerFlags, flag
 
-TAKEN = ("prompt", "messages", "seed")  # what stands beside the models in the answer of PUT /
+TAKEN = ("prompt", "messages", "seed")  # other fields in the answer of PUT /, which no model may have as its name
 
 
 @dataclass(kw_only=True)
 class ServeFlags(TokenizerFlags):
-    """Which models are served, where, and how much may be asked of them."""
+    """The flags that say which models are served, at which address, and how much may be requested."""
 
     models: list[str] = flag(
         [],
@@ -88,7 +88,7 @@ class ServeFlags(TokenizerFlags):
             raise UserError(f"--device {self.device}: give cpu, cuda, or cuda:N for a GPU by its number.")
 
     def paths_by_name(self) -> dict[str, str]:
-        """The paths of --models by their names, in their order. Raises: UserError for what is not NAME=PATH."""
+        """{name: path} of --models, in the given order. Raises: UserError for an entry that is not NAME=PATH."""
         found: dict[str, str] = {}
         for word in self.models:
             name, sign, path = word.partition("=")

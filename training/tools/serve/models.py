@@ -1,4 +1,4 @@
-"""Checks and loads the models of the service. All are checked before one is loaded."""
+"""Checks and loads the models of the service. All models are checked before the first one is loaded."""
 
 import tempfile
 from dataclasses import dataclass
@@ -27,8 +27,8 @@ REWARD = "--reward_model_name_or_path"
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """A model that answers. ends: ids of the tokens that end its responses. longest_token: characters of the
-    tokenizer's longest token."""
+    """A model that answers prompts. ends: ids of the tokens that end its responses. longest_token: number of characters
+    of the tokenizer's longest token."""
 
     name: str
     tokenizer: PreTrainedTokenizerBase
@@ -39,13 +39,14 @@ class ServedModel:
 
     @property
     def has_template(self) -> bool:
-        """Whether its tokenizer has a chat template."""
+        """Whether the model's tokenizer has a chat template."""
         return bool(self.tokenizer.chat_template)
 
 
 @dataclass(frozen=True, slots=True)
 class ServedScorer:
-    """The reward model, with the encoder of its texts. longest_token: characters of the tokenizer's longest token."""
+    """The reward model, and the encoder that tokenises texts for it. longest_token: number of characters of the
+    tokenizer's longest token."""
 
     scorer: Scorer
     encoder: TextEncoder
@@ -55,8 +56,8 @@ class ServedScorer:
 
 @dataclass(frozen=True, slots=True)
 class ServedModels:
-    """All models of the service. context: most tokens of prompt and response together; all models have so many
-    positions."""
+    """All models of the service. context: largest number of tokens of prompt and response together; all models have at
+    least so many positions."""
 
     by_name: dict[str, ServedModel]
     scorer: ServedScorer | None
@@ -67,7 +68,7 @@ def load_models(args: ServeFlags) -> ServedModels:
     """Check all models, then load them. Raises: UserError."""
     device = _device(args)
     dtype = DTYPES[args.dtype or ("fp32" if device.type == "cpu" else accelerator.natural_dtype())]
-    with tempfile.TemporaryDirectory() as folder:  # models of checkpoints are exported into it to be loaded
+    with tempfile.TemporaryDirectory() as folder:  # models in checkpoints are exported into it before they are loaded
 
         def path_of(model: Model) -> str:
             return exported(model, Path(folder) / model.name).path
@@ -93,7 +94,8 @@ def _device(args: ServeFlags) -> torch.device:
 
 
 def _check(args: ServeFlags, paths: dict[str, str], reward: str | None) -> int:
-    """Check configurations, tokenizers and headers of weight files; returns the context. Raises: UserError."""
+    """Check configurations, tokenizers and headers of weight files. Returns the context length of the service. Raises:
+    UserError."""
     trusted, positions = args.trust_remote_code, [args.max_seq_len]
     for name, path in paths.items():
         what = f"--models {name}"
@@ -126,14 +128,15 @@ def _model(
             f"{what} {path}: there is too little memory. Serve fewer models, or lower --rows_at_once."
         ) from None
     ends = frozenset(generation_stops(path, tokenizer, args.trust_remote_code))
-    tokenizer.name_or_path = name  # messages about mistakes contain it; clients should see no paths
+    tokenizer.name_or_path = name  # error messages contain it, and clients should see no paths
     return ServedModel(name, tokenizer, TextEncoder(tokenizer), ends, decoder, max(map(len, tokenizer.get_vocab())))
 
 
 def _scorer(
     args: ServeFlags, path: str, dtype: torch.dtype, device: torch.device, policys: PreTrainedTokenizerBase | None
 ) -> ServedScorer:
-    """The reward model. policys: the tokenizer of a model that answers, used if the reward model has none."""
+    """Load the reward model. policys: the tokenizer of a model that answers, which is used if the reward model has no
+    tokenizer."""
     scorer = load_scorer(path, dtype, what=REWARD, trust_remote_code=args.trust_remote_code)
     brings_none = not any(has_tokenizer(folder) for folder in (path, base_of(path, REWARD)) if Path(folder).is_dir())
     if policys is not None and Path(path).is_dir() and brings_none:

@@ -1,7 +1,7 @@
-"""The server: its socket, its connections, and its end.
+"""The HTTP server: its socket, its connections, and its end.
 
-A request passes a connection with time limits (`Connection`), and a gate that checks its host, size and time (`Gate`),
-before it reaches the app.
+Before a request reaches the app, it passes a connection with time limits (`Connection`), and a gate that checks the
+request's host, size and time (`Gate`).
 """
 
 import asyncio
@@ -30,15 +30,16 @@ from training.tools.serve.service import Service, error_body, log_error
 GONE = 499  # status in the log for an answer that its client did not read
 NOT_FINISHED = 1  # exit code if accepted requests took longer than --drain_seconds
 HELD = 8  # how many bodies of the largest size may be in memory at once
-# The rest of a body that is too large is read and thrown away after the answer, for so many seconds and bytes. A client
-# that sends all before it reads would lose the answer if the connection were closed at once.
+# After the answer to a body that is too large, the rest of the body is read and thrown away, up to so many seconds and
+# bytes. If the connection were closed immediately, a client that sends the whole body before it reads would not get the
+# answer.
 LINGERING = 5.0
 LINGERING_BYTES = 64 << 20
 
 
 def listening_socket(host: str, port: int) -> socket.socket:
-    """A socket with this address, which does not listen yet: models are loaded first. Raises: UserError if the address
-    is not available."""
+    """Make a socket with this address. It does not listen yet, because models are loaded first. Raises: UserError if
+    the address is not available."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         found = socket.socket(family, kind, protocol)
@@ -52,8 +53,8 @@ def listening_socket(host: str, port: int) -> socket.socket:
 
 
 def begin_to_listen(found: socket.socket) -> None:
-    """Make a socket from `listening_socket` listen. Raises: UserError if another program listens at the address by
-    now."""
+    """Make a socket from `listening_socket` listen. Raises: UserError if another program has begun to listen at the
+    address since."""
     try:
         found.listen(2048)
     except OSError as error:
@@ -67,7 +68,7 @@ def _taken(port: int) -> UserError:
 
 
 def serve(service: Service, args: ServeFlags, listening: socket.socket) -> int:
-    """Answer until TERM or Ctrl-C; returns the exit code."""
+    """Answer requests until TERM or Ctrl-C; returns the exit code."""
     logging.getLogger("asyncio").setLevel(logging.ERROR)  # no warnings about clients that have disconnected
     server = Server(service, args)
     server.run(sockets=[listening])
@@ -77,8 +78,8 @@ def serve(service: Service, args: ServeFlags, listening: socket.socket) -> int:
 
 
 class Server(uvicorn.Server):
-    """A uvicorn server that ends gracefully. After TERM or Ctrl-C new requests are answered 503, and accepted ones get
-    --drain_seconds to finish. A second signal ends the server at once.
+    """A uvicorn server that ends gracefully. After TERM or Ctrl-C, new requests are answered with 503, and accepted
+    requests have --drain_seconds to finish. A second signal ends the server immediately.
 
     lost: number of accepted requests that did not finish.
     """
@@ -105,8 +106,8 @@ class Server(uvicorn.Server):
         super().__init__(config)
 
     def handle_exit(self, sig: int, frame) -> None:
-        """Begin to end the server; called in the main thread. uvicorn would raise the signal again at the end, and the
-        exit code would be the signal's; here it says whether requests were lost."""
+        """Begin to end the server (called in the main thread). uvicorn's own method would raise the signal again at the
+        end, and the exit code would be the signal's. Here the exit code shows whether requests were lost."""
         if self.gate.closing:
             self.should_exit = self.force_exit = True
         self.gate.closing = True
@@ -132,10 +133,11 @@ class Server(uvicorn.Server):
 
 
 class Connection(H11Protocol):
-    """uvicorn's connection with two time limits: for the head of a request, and for a client that does not read its
-    answer. Without them silent connections would use up --max_connections, and unread answers the queue.
+    """uvicorn's connection with two time limits in addition: one for the arrival of a request's head, one for a client
+    that does not read its answer. Without them, silent connections could use up --max_connections, and unread answers
+    could fill the queue.
 
-    seconds: the limit for each; after it the connection is closed.
+    seconds: the value of both limits; when it has passed, the connection is closed.
     """
 
     seconds: ClassVar[float] = 30.0
@@ -173,8 +175,8 @@ class Connection(H11Protocol):
         super().resume_writing()
 
     def _await_head(self) -> None:
-        """Stop the time limit if the head has arrived, else start it. After an answer, uvicorn's own, shorter limit
-        applies until the next request begins."""
+        """Stop the time limit for a head if the head has arrived; otherwise start it. Between an answer and the next
+        request, uvicorn's own limit applies, which is shorter."""
         if self.conn.their_state is not h11.IDLE:
             self._end("head")
         elif "head" not in self._timers:
@@ -190,16 +192,17 @@ class Connection(H11Protocol):
 
 
 class Gate:
-    """Refuses requests before the app sees them, and counts those that it lets through. Its answers:
+    """Refuses requests before the app sees them, and counts those that it lets through. It refuses with these statuses:
 
     413: the body is larger than `max_body`; if its length is announced, it is refused before it is read.
     408: the body did not arrive in time.
     503: the bodies of other requests take all the memory for bodies, or `closing` is set.
-    400: the request gives its length in two ways; a proxy may have used the other one.
-    421: the request is for another host, and the service is for this machine only. Otherwise a web page whose name is
-        resolved to this machine (DNS rebinding) could read answers.
+    400: the request gives its length in two ways, of which a proxy may have used the other one.
+    421: the request is for another host name, although the service is for this machine only. Without this check, a web
+        page whose host name is resolved to this machine (DNS rebinding) could read answers.
 
-    open: number of requests that were let through and are not completely answered. held: bytes of their bodies.
+    open: number of requests that were let through and are not completely answered yet. held: size of their bodies
+    together, in bytes.
     """
 
     def __init__(self, app: ASGIApp, max_body: int, body_seconds: float, is_local: bool = False):
@@ -233,7 +236,7 @@ class Gate:
             self.held -= len(body)
 
     async def _answered(self, body: bytes, scope: Scope, receive: Receive, send: Send) -> None:
-        """Have the app answer; it is cancelled if the client disconnects."""
+        """Have the app answer the request. The app is cancelled if the client disconnects."""
         given = False
 
         async def received() -> Message:
@@ -307,8 +310,8 @@ async def _refuse(
     headers: dict[str, str] | None = None,
     linger: Receive | None = None,
 ) -> None:
-    """Answer without the app and close the connection. linger: receives the rest of a body, which is thrown away after
-    the answer, for up to LINGERING seconds and LINGERING_BYTES."""
+    """Answer without the app, and close the connection. linger: function that receives the rest of a body. The rest is
+    thrown away after the answer, for up to LINGERING seconds and up to LINGERING_BYTES bytes."""
     log_error(f"{scope['method']} {scope['path']}", status, message)
     content = json.dumps(error_body(message)).encode()
     named = {"content-type": "application/json", "content-length": str(len(content)), "connection": "close"}

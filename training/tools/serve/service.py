@@ -1,4 +1,4 @@
-"""Responses and scores for requests: the limit of what is computed at a time, and the thread that computes all of it.
+"""Computes responses and scores for requests: one thread computes all of them, and their number is limited.
 
 with service.admitted(1), Responses(service, [(model, prompt_ids, settings)]) as responses:
     async for number, text, is_whole in responses.updates(): ...
@@ -33,7 +33,7 @@ Found = TypeVar("Found")
 
 
 class RequestError(Exception):
-    """A request is refused, or could not be answered.
+    """Raised if a request is refused, or could not be answered.
 
     status: HTTP status of the answer. param: the request's field with the mistake, if there is one. headers: HTTP
     headers of the answer.
@@ -45,7 +45,8 @@ class RequestError(Exception):
 
 
 def error_body(message: str, param: str | None = None) -> dict:
-    """The JSON of an error. Long messages are cut, as they may repeat what the client has sent."""
+    """The JSON object that answers a request with an error. Long messages are cut, since they may repeat what the
+    client has sent."""
     return {"error": {"message": message[:2000], "param": param and param[:200]}}
 
 
@@ -55,10 +56,10 @@ def log_error(where: str, status: int, message: str) -> None:
 
 
 class Service:
-    """The models, the thread that computes, and the number of requested responses and scores.
+    """Holds the models and the thread that computes, and counts the requested responses and scores.
 
-    rows: texts in one forward pass of the reward model. queue_size: most responses and texts to score that may wait or
-    be computed. most_tokens: most tokens of a response.
+    rows: number of texts in one forward pass of the reward model. queue_size: largest number of responses and texts to
+    score that may wait or be computed at a time. most_tokens: largest number of tokens of a response.
     """
 
     def __init__(self, models: ServedModels, rows: int, queue_size: int, most_tokens: int):
@@ -76,19 +77,19 @@ class Service:
         self.worker.start()
 
     def stop(self) -> None:
-        """Stop computing; responses that are being drawn stay unfinished."""
+        """Stop the thread that computes. Responses that are being drawn stay unfinished."""
         self.worker.stop()
         self._texts.shutdown()
         self._templates.shutdown(wait=False, cancel_futures=True)
 
     def abort(self) -> None:
-        """End all unfinished responses with an error, which their requests are answered."""
+        """End all unfinished responses with an error. The requests for them are answered with this error."""
         for generation in self.open:
             generation.fail("the service is ending, and this was not done in time")
 
     def state(self) -> dict:
-        """The answer to GET /health: the models, those with a chat template, how many responses and scores are
-        requested and how many responses are decoded at present, and the number of tokens drawn so far."""
+        """The answer to GET /health: the models, which of them have a chat template, how many responses and scores are
+        requested at present, how many responses are being decoded, and how many tokens were drawn so far."""
         decoders = self.worker.decoders.values()
         return {
             "status": "ok",
@@ -108,7 +109,8 @@ class Service:
         return self.models[name]
 
     async def encoded(self, encode: Callable[[], Found]) -> Found:
-        """The result of `encode`, which turns texts into tokens, computed without blocking other requests."""
+        """Call `encode` in another thread, so that it does not block other requests; returns its result. encode:
+        function that turns texts into tokens."""
         return await asyncio.get_running_loop().run_in_executor(self._texts, encode)
 
     async def rendered(self, model: ServedModel, messages: list[dict]) -> str:
@@ -122,8 +124,8 @@ class Service:
 
     @contextlib.contextmanager
     def admitted(self, count: int) -> Iterator[None]:
-        """A context for a request of `count` responses or texts. Raises: RequestError if they exceed queue_size, alone
-        or together with those of other requests."""
+        """A context within which a request for `count` responses or scores counts against queue_size. Raises:
+        RequestError if `count`, alone or together with other requests, exceeds queue_size."""
         if count > self.queue_size:
             told = f"{count} responses or texts in one request; at most {self.queue_size} are taken (--queue_size)"
             raise RequestError(400, told)
@@ -146,7 +148,8 @@ class Service:
 
 
 class Responses:
-    """The responses of one request, while they are drawn. When the context ends, unfinished ones are cancelled.
+    """The responses of one request, while they are being drawn. When the context is left, unfinished responses are
+    cancelled.
 
         with Responses(service, [(model, prompt_ids, settings), ...]) as responses:
             async for number, text, is_whole in responses.updates(): ...
@@ -174,13 +177,13 @@ class Responses:
             generation.cancelled = True
 
     def _changed(self) -> None:
-        """Called in the worker's thread."""
+        """Note that a response has changed (called in the worker's thread)."""
         with contextlib.suppress(RuntimeError):  # the event loop has ended, and nobody waits any more
             self._loop.call_soon_threadsafe(self._more.set)
 
     async def updates(self) -> AsyncIterator[tuple[int, str, bool]]:
-        """Yields (number of a response, further text, whether the response is complete) until all are complete. Raises:
-        RequestError if one failed."""
+        """Yields (number of a response, its additional text, whether it is complete) until all responses are complete.
+        Raises: RequestError if a response failed."""
         said, left = [0] * len(self.generations), dict(enumerate(self.generations))
         while left:
             await self._more.wait()
@@ -188,7 +191,9 @@ class Responses:
             for number, generation in list(left.items()):
                 if generation.error is not None:
                     raise RequestError(503 if generation.error != FAILED else 500, generation.error)
-                is_whole = generation.reason is not None  # read before the pieces: if it is set, all pieces are there
+                is_whole = (
+                    generation.reason is not None
+                )  # must be read before the pieces: if it is set, the pieces are complete
                 pieces = generation.pieces[said[number] :]
                 said[number] += len(pieces)
                 for piece in pieces:
@@ -199,11 +204,12 @@ class Responses:
 
 
 class Worker:
-    """The thread that draws and scores. Responses of the same model are decoded together, and texts scored together.
+    """The thread that draws responses and scores texts. Responses of the same model are decoded in one batch, and texts
+    are scored in batches.
 
     All models share one thread: on a GPU they would share one queue of work anyway, and on CPUs torch's own threads
-    share the cores. In one turn each model draws one token of all its responses, and the reward model scores a batch of
-    at most `rows` sequences. So no request waits for another's whole response.
+    share the cores. In one turn each model draws one token of each of its responses, and the reward model scores a
+    batch of at most `rows` sequences. Therefore no request has to wait for the whole response of another request.
     """
 
     def __init__(self, decoders: Mapping[str, Decoder], scorer: ServedScorer | None, rows: int):
@@ -219,7 +225,7 @@ class Worker:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop after the current turn; unfinished responses stay unfinished."""
+        """Stop after the current turn. Unfinished responses stay unfinished."""
         with self._something:
             self._ending = True
             self._something.notify()
@@ -258,7 +264,7 @@ class Worker:
         )
 
     def _next(self, name: str) -> list[Generation]:
-        """The waiting responses of a model that can join now; cancelled ones are dropped."""
+        """Those waiting responses of a model that can join its batch now. Cancelled responses are dropped."""
         waiting = self._waiting[name]
         found: list[Generation] = []
         while waiting and len(found) < self.decoders[name].room:
@@ -272,7 +278,7 @@ class Worker:
             decoder.step()
             if joining:
                 decoder.join(joining)
-        except Exception:  # no error may end the service: these responses fail, others go on
+        except Exception:  # no error may end the service: only these responses fail
             traceback.print_exc(file=sys.stderr)
             for generation in joining:
                 generation.fail(FAILED)
@@ -295,8 +301,9 @@ class Worker:
 
 @torch.inference_mode()
 def scores_of(served: ServedScorer, sequences: Sequence[Sequence[int]]) -> list[float]:
-    """The score of each sequence of token ids (a prompt and its response), from one forward pass. As in step 3, it is
-    read at the token that the reward model was trained for, and includes the stored normalisation."""
+    """The score of each sequence of token ids (a prompt and its response), computed in one forward pass. As in step 3,
+    the score is read at the token at which the reward model was trained to give it, and includes the normalisation that
+    is stored with the model."""
     scorer = served.scorer
     device = next(scorer.parameters()).device
     ids, mask = (tensor.to(device) for tensor in padded([list(ids) for ids in sequences], served.pad_id))

@@ -3,11 +3,12 @@
     " ".join(derive(random.Random(0), "response", "+"))        # the words of a positive response
     re.fullmatch(pattern("response", "+"), text + " ")         # whether a text is a positive response
 
-Both follow from `GRAMMAR`.
+`derive` and `pattern` are both computed from `GRAMMAR`.
 
 Single words do not show the sentiment: a third of the opinions negate a word of the opposite sentiment ("never dull",
-"nobody should skip it"), so positive and negative reviews have the same words. Most of a text says who, where, when,
-and which part of the film; a prompt says nothing else. So a policy can become positive and keep its variety.
+"nobody should skip it"), so positive and negative reviews have the same words. Most of a text says who saw the film,
+where, when, and which part of it; a prompt says nothing else. Therefore a policy can become positive and keep its
+variety.
 """
 
 import random
@@ -80,7 +81,7 @@ see+       = see | catch | watch | find
 see-       = skip | avoid | leave | miss
 """
 
-EITHER = ""  # each opinion may have either sentiment
+EITHER = ""  # the sign of texts in which each opinion may have either sentiment
 _OPPOSITE = {"+": "-", "-": "+", EITHER: EITHER}
 
 

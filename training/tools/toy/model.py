@@ -2,9 +2,9 @@
 
     python -m training.toy.model --data data/sft.jsonl data/pairs.jsonl --output_dir data/base
 
-A token is a word with the space before it. So a response of the built-in corpus has about 15 tokens, decoding gives
-back any text of known words exactly, and the tokens of prompt + response are those of the prompt and then those of the
-response. With --characters a token is a character. Real models have their own tokenizer; this file is for runs that
+A token is a word with the space before it. A response of the built-in corpus has about 15 tokens, decoding restores any
+text of known words exactly, and the tokens of prompt + response are the prompt's tokens followed by the response's
+tokens. With --characters a token is a character. Real models have their own tokenizer; this program is for runs that
 download nothing.
 """
 
@@ -35,10 +35,11 @@ def read_texts(paths: Sequence[Path]) -> list[str]:
 
 
 def train_tokenizer(texts: Iterable[str], characters: bool = False):
-    """A `PreTrainedTokenizerFast` whose tokens are the words of `texts`, each with the space before it; or characters.
+    """A `PreTrainedTokenizerFast` whose tokens are the words of `texts`, each with the space before it. characters:
+    whether the tokens are characters instead.
 
-    The tokenizer itself adds no special tokens: the trainer adds EOS. With a BOS before the response, the tokens of
-    prompt + response would not be those of the two.
+    The tokenizer itself adds no special tokens: the trainer adds EOS. If the tokenizer put a BOS before each text, the
+    tokens of prompt + response would not be the prompt's tokens followed by the response's tokens.
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -106,7 +107,7 @@ def make_base(args: argparse.Namespace) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit code."""
+    """Make the model that the command line describes; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m training.toy.model", description=__doc__.splitlines()[0])
     parser.add_argument("--data", type=Path, nargs="+", required=True, help="JSON lines whose words become tokens")
     parser.add_argument("--output_dir", type=Path, required=True)

@@ -36,7 +36,8 @@ class Review:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The judge's verdict on a text. A text with mixed opinions, or none, is neither positive nor negative."""
+    """The judge's verdict on a text. A text with mixed opinions or without opinions is neither positive nor
+    negative."""
 
     grammatical: bool
     positive: bool
@@ -66,8 +67,8 @@ def generate_reviews(count: int, seed: int, positive_fraction: float = 0.5) -> l
 def judge(prompt: str, response: str) -> Verdict:
     """Whether prompt + response is a text of the grammar, and whether all opinions in the response agree.
 
-    The two are independent: a fluent review with mixed opinions is grammatical, and an opinion also counts in a text
-    that is not grammatical elsewhere.
+    The two results are independent of each other: a fluent review with mixed opinions is grammatical, and an opinion
+    also counts in a text that has grammatical mistakes elsewhere.
     """
     grammatical = _REVIEW.fullmatch(prompt + response + " ") is not None
     opinions = {match.lastgroup for match in _OPINION.finditer(response + " ")}
@@ -107,8 +108,8 @@ def make_corpus(seed: int, sft: int, pairs: int, prompts: int, eval_prompts: int
 
 
 def _not_positive(rng: random.Random, prompt: str) -> str:
-    """A response whose opinions are negative or mixed. Without mixed ones a reward model would not learn to score them
-    lower."""
+    """A response whose opinions are negative or mixed. If there were no mixed opinions in the pairs, a reward model
+    would not learn to score them lower."""
     while True:
         response = " " + " ".join(derive(rng, "response", EITHER))
         if not judge(prompt, response).positive:
@@ -159,7 +160,7 @@ def run_judge(args: argparse.Namespace) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit code."""
+    """Run the command line; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m training.toy.reviews", description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(required=True)
     make = commands.add_parser("make", help="write sft.jsonl, pairs.jsonl, prompts.jsonl and eval_prompts.jsonl")

@@ -30,7 +30,8 @@ def right(prompts: list[str], responses: list[str], answer: list[int]) -> list[f
 
 
 def make_sums(seed: int, sft: int, eval_prompts: int) -> dict[str, list[dict]]:
-    """{file name: its records}. sft, eval_prompts: numbers of records for SFT and held out; all others are prompts."""
+    """{file name: its records}. sft: number of records for SFT. eval_prompts: number of held-out prompts. All other
+    sums become prompts for step 3."""
     sums = [(first, second) for first in range(10, 100) for second in range(10, 100)]
     random.Random(seed).shuffle(sums)
     records = [{"prompt": f"{first}+{second}=", "answer": first + second} for first, second in sums]
@@ -86,7 +87,7 @@ def run_accuracy(args: argparse.Namespace) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit code."""
+    """Run the command line; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m training.toy.sums", description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(required=True)
     make = commands.add_parser("make", help="write sft.jsonl, prompts.jsonl and eval_prompts.jsonl")
