@@ -6,10 +6,10 @@
     for report in trainer.fit(other_feed): ...
 
 A critic that starts as a reward model has been trained at the last token of texts only, and a critic with a new head
-has not been trained at all. In both cases the first advantages are mostly the critic's error. During the pretraining
-the critic alone learns, from the score that each response got (returns with lambda 1). Actor and reference are still
-the same model, so the KL is 0, and neither model's log-probs are computed. After the pretraining the critic's Adam is
-reset to its initial state. Therefore a run that starts from the saved critic computes the same as this run.
+has not been trained at all. In both cases the first advantages consist mostly of the critic's error. During the
+pretraining the critic alone learns, from the score that each response got (returns with lambda 1). Actor and reference
+are still the same model, so the KL is 0, and neither model's log-probs are computed. After the pretraining the critic's
+Adam is reset to its initial state. Therefore a run that starts from the saved critic computes the same as this run.
 
 Source: Yuan et al. 2025, "What's behind PPO's collapse in long-CoT? Value optimization holds the secret" (VC-PPO, arXiv
 2503.01491), "value pretraining": the critic learns the Monte-Carlo returns of responses of the fixed SFT policy.
@@ -78,8 +78,8 @@ class CriticPretraining:
         return self.steps + self.trainer.steps_done
 
     def fit(self, feed: PromptFeed) -> Iterator[StepReport]:
-        """Make all pretraining steps that are left; yields a report after each. feed: the first pretraining step uses
-        its batch number 0."""
+        """Make the remaining pretraining steps; yields a report after each. feed: gives the prompts; the first
+        pretraining step uses batch 0."""
         while self.trainer.steps_done < 0:
             yield self.step(feed.prompts(self.steps_done))
 

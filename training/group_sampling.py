@@ -101,15 +101,15 @@ class _Scored:
         return _Scored(self.rollout.select(rows), self.scores.changed(lambda column: column[rows]))
 
     def copied(self, device: torch.device | str) -> "_Scored":
-        """A copy of the responses and scores on this device."""
+        """Copy the responses and scores to `device`."""
         scores = self.scores.changed(lambda column: column.to(device, copy=True))
         return _Scored(copied(self.rollout, device), scores)
 
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Where a group is. batch: number of the step's batch of prompts. rank: the rank that drew the group. place: number
-    of the group among those that this rank drew in this batch."""
+    """Identifies a group by where it was drawn. batch: number of the step's batch of prompts. rank: the rank that drew
+    the group. place: number of the group among those that this rank drew in this batch."""
 
     batch: int
     rank: int
@@ -174,8 +174,8 @@ class GroupSampler:
         return differing, alike
 
     def _exchanged(self, batches: Sequence[_Scored], chosen: Sequence[_Group]) -> _Scored:
-        """This rank's share of the chosen groups. Ranks send each other the groups that another rank drew (all ranks
-        call this)."""
+        """This rank's share of the chosen groups. Each rank receives those of its groups that other ranks drew (all
+        ranks call this)."""
         own = range(len(chosen))[distributed.rank_share(len(chosen))]
         groups = {
             number: batches[group.batch].group(group.place, self.group_size)

@@ -70,7 +70,7 @@ class Counters:
 
     def end_updates(self) -> None:
         """Called after a step's optimizer steps. Optimizer steps that early stopping omitted are counted too, because
-        the schedule of the learning rates is planned with them."""
+        the learning-rate schedule includes them."""
         self.optimizer_steps = (self.step - self.first_step) * self.dialect.updates
 
     def end_step(self, samples: int, prompt_batches: int) -> None:

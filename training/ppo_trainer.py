@@ -39,8 +39,8 @@ class PPOConfig:
     total_steps: number of PPO steps. Each PPO step makes one rollout and then ppo_epochs x mini_batches optimizer
         steps. A critic that is trained in separate passes makes optimizer steps of its own in addition.
     micro_batch_size: responses in one forward and backward pass of one rank.
-    critic_pretrain_steps: number of `CriticPretraining` steps before the first PPO step. During them `steps_done` is
-        negative and rises to 0.
+    critic_pretrain_steps: number of `CriticPretraining` steps before the first PPO step. During these steps
+        `steps_done` is negative and rises to 0.
     critic_warmup_steps: number of PPO steps at the start in which only the critic is trained.
     unsup_coef: coefficient of the language-model loss, if texts are given; InstructGPT used 27.8.
     max_kl: limit in nats per response. A rollout whose KL to the current reference is larger ends the run. None for no
@@ -184,7 +184,8 @@ class PPOTrainer:
         makes all its epochs before the actor's first one. The actor does not learn in the first `critic_warmup_steps`
         PPO steps.
 
-        kl: the rollout's mean KL over all ranks. A KL coefficient that changes after each epoch is updated with it.
+        kl: the rollout's mean KL over all ranks. If the KL coefficient changes after each epoch, it is updated with
+        this KL.
         """
         dialect, counters, epochs = self.algorithm.dialect, self.counters, 0
         critic_epochs, critic_mini_batches = dialect.critic_passes

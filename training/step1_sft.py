@@ -2,8 +2,8 @@
 
     deepspeed --num_gpus 8 training/step1_sft.py --model_name_or_path base --data_path sft.jsonl --output_dir out/sft
 
-A record has either the field `text`, or a prompt and a response (docs/data.md lists all forms). If it has a prompt, the
-loss is over the response only, unless --loss_on all is given.
+A record has either the field `text`, or a prompt and a response (docs/data.md lists all forms). If a record has a
+prompt, the loss covers the response only, unless --loss_on all is given.
 """
 
 import training.runtime.import_errors  # noqa: F401  imported first, to explain imports that fail

@@ -5,8 +5,8 @@
 
 A record has the fields `prompt`, `chosen` and `rejected` (docs/data.md lists all forms). After training, the scores are
 normalised: on responses that the SFT model samples, they have mean 0 and variance 1. The saved model can be loaded with
-transformers' AutoModelForSequenceClassification. Its output there is the score without the offset: this project adds
-`score_offset` of config.json to it.
+transformers' AutoModelForSequenceClassification. The output of that class lacks the offset: this project adds
+`score_offset` of config.json to get the score.
 """
 
 import training.runtime.import_errors  # noqa: F401  imported first, to explain imports that fail
@@ -201,8 +201,8 @@ def normalize(args: RewardFlags, trainer: "RewardTrainer", prompts: Prompts | No
 
 
 def starting_scale(args: RewardFlags, tokenizer, prompts: Prompts, pad_token_id: int | None) -> float:
-    """The factor for the weights of a new head: multiplied by it, the scores of the SFT model's responses have variance
-    1 before training.
+    """The factor by which to multiply a new head's weights, so that the scores of the SFT model's responses have
+    variance 1 before training.
 
     The mean of the scores is left as it is: the loss uses only the difference of two scores, which an offset does not
     change.

@@ -116,8 +116,8 @@ class SupervisedTrainer:
 
     def _resume_or_clear(self, conditions: Conditions) -> None:
         """Restore the checkpoint that the run resumes from, if any. Remove an earlier run's files from the output
-        folder, unless the earlier run is the one that is resumed. They are removed as late as here, when the model is
-        loaded and the start of the run will hardly fail any more."""
+        folder, unless the earlier run is the one that is resumed. They are removed only here: the model is loaded, so
+        the start of the run will hardly fail any more."""
         if self.point:
             restore(self.point, {"model": self.model})
             if distributed.is_main():
@@ -145,8 +145,8 @@ class SupervisedTrainer:
 
     @phase("saving models")
     def save(self, edit: Callable[[dict], None] | None = None) -> None:
-        """Write the model into the output folder. edit: called with {name: weight} before they are written; it may
-        change these weights."""
+        """Write the model into the output folder. edit: called with {name: weight} before the weights are written; it
+        may change them."""
         merged = model_folders.merged_wanted(self.args.save_merged, [self.model], self.output_dir)
         self.saved |= model_folders.save_forms(self.model, self.tokenizer, self.output_dir, ".", merged, edit)
         model_folders.finish(self.output_dir, self.saved, self.total_steps)

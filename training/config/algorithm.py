@@ -1,8 +1,8 @@
-"""The flags of step 3's algorithm. `AlgorithmFlags.resolved` is the dialect that they make.
+"""The flags of step 3's algorithm. `AlgorithmFlags.resolved` holds the dialect that the flags describe.
 
 A dialect is the set of all algorithm choices of a run (engine/algorithms/dialect.py). Each dialect is named after the
 system that it follows. A flag sets a field of the dialect: --kl_coef 0.2 sets the field kl_coef. `ReferenceFlags` adds
-the flags of the actor's moving average, and of a reference that follows the actor.
+flags for the moving average of the actor's weights and for a reference that follows the actor.
 """
 
 from collections.abc import Mapping
@@ -18,8 +18,8 @@ from training.config.other_systems import flag_of_other_systems
 
 
 def dialect_flag(field: str, *, group: str = "", only_with: str | tuple[str, ...] = ()):
-    """A flag that sets a field of the dialect. Its help text and its range are those of the field. The flag's default
-    None keeps the dialect's value."""
+    """A flag that sets a field of the dialect. The flag has the field's help text and range. The flag's default None
+    keeps the dialect's value."""
     metadata = Dialect.__dataclass_fields__[field].metadata
     own = {"default": None, "group": group, "field": field, "only_with": only_with, "resume": FREE}
     return flag(**{**metadata, **own})
@@ -27,8 +27,8 @@ def dialect_flag(field: str, *, group: str = "", only_with: str | tuple[str, ...
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """The dialect that the flags make, and the fields that the flags changed: {field: (value of the named dialect,
-    value of the flag)}."""
+    """The dialect that the flags describe, and the fields that they changed: {field: (value of the named dialect, value
+    of the flag)}."""
 
     dialect: Dialect
     changed: dict[str, tuple]
@@ -113,16 +113,16 @@ class AlgorithmFlags(DataFlags):
     )
 
     def validate(self) -> None:
-        """Raise UserError for values that cannot work, alone or together."""
+        """Raise UserError for values that cannot work, by themselves or in combination."""
         super().validate()
         self._check_division()
 
     @cached_property
     def resolved(self) -> Resolved:
-        """The named dialect with the values of the flags that were given. It is computed once.
+        """The named dialect, changed by the given flags. It is computed once.
 
-        Raises: UserError, with the flag in its message, if a field is given twice or belongs to another system, or if a
-        value is not possible in the dialect or has no effect in it.
+        Raises: UserError, with the flag in its message, if a field is given twice or belongs to another system, or if
+        the dialect does not allow a value or ignores it.
         """
         named, flags = get_dialect(self.dialect), self._fields_of_flags()
         given = self._set_fields()
@@ -145,12 +145,12 @@ class AlgorithmFlags(DataFlags):
         return Resolved(dialect, named.differences(dialect))
 
     def counted_padding(self) -> str | None:
-        """See RunFlags: in some dialects the model's outputs at padding positions count."""
+        """See RunFlags: some dialects use the model's outputs at padding positions."""
         counts = self.resolved.dialect.counts_padding
         return f"the dialect {self.dialect} counts numbers of padding" if counts else None
 
     def _set_fields(self) -> dict[str, object]:
-        """{field: value} of the fields that --set gives."""
+        """{field: value} for each field that --set sets."""
         for word in self.set:
             field = _field(word)
             instead = None if field in Dialect.__dataclass_fields__ else flag_of_other_systems(field, 3)
@@ -159,7 +159,7 @@ class AlgorithmFlags(DataFlags):
         return parse_settings(self.set)
 
     def _fields_of_flags(self) -> dict[str, str]:
-        """{field: flag} of the fields that are given a value by a flag."""
+        """{field: flag} for each field that a flag sets."""
         return {
             field: name
             for name, given in FIELDS_OF_FLAGS.items()
@@ -212,7 +212,7 @@ class AlgorithmFlags(DataFlags):
 
     @classmethod
     def no_flag(cls, name: str, value: str) -> str | None:
-        """If `name` is a field of the dialect that has no flag: a message on how to set it."""
+        """If `name` is a dialect field without a flag, returns a message on how to set it."""
         if name == "name" or name not in Dialect.__dataclass_fields__:
             return super().no_flag(name, value)
         own = [f"--{flag_} {value}, or " for flag_, field in DIALECT_FLAGS.items() if field == name]
@@ -220,8 +220,7 @@ class AlgorithmFlags(DataFlags):
 
     @classmethod
     def not_overridden(cls, file: Mapping[str, object], given: Mapping[str, object]) -> dict[str, object]:
-        """The settings of the YAML file, without those that set a field of the dialect that the command line sets
-        too."""
+        """The YAML file's settings, except those for dialect fields that the command line also sets."""
         taken = [_field(word) for word in given.get("set", [])]
         taken += [field for name, value in given.items() if value != 0 for field in FIELDS_OF_FLAGS.get(name, ())]
         kept = {
@@ -253,7 +252,7 @@ START, MOVING = "start", "ema"  # values of --reference
 
 @dataclass(kw_only=True)
 class ReferenceFlags(AlgorithmFlags):
-    """Step 3's flags of the actor's moving average, and of the reference to which the KL is measured."""
+    """Step 3's flags for the moving average of the actor's weights, and for the reference model of the KL."""
 
     enable_ema: bool = flag(
         False,
@@ -288,7 +287,7 @@ class ReferenceFlags(AlgorithmFlags):
     )
 
     def validate(self) -> None:
-        """Raise UserError for values that cannot work, alone or together."""
+        """Raise UserError for values that cannot work, by themselves or in combination."""
         super().validate()
         if self.reference == MOVING and self.reference_refresh_steps is not None:
             raise UserError(
@@ -305,7 +304,7 @@ class ReferenceFlags(AlgorithmFlags):
         return self.enable_ema or self.reference == MOVING
 
     def moving_reference(self) -> dict[str, object]:
-        """{name: value} of the flags of a reference that moves. All values are None if the reference does not move."""
+        """{name: value} for the flags of a moving reference. All values are None if the reference does not move."""
         refreshed = self.reference_refresh_steps is not None
         return {
             "--reference": self.reference if self.reference != START else None,

@@ -63,11 +63,12 @@ def document() -> str:
 
 
 def section(title: str, programs: Sequence[type[ProgramFlags]], told: dict[str, list]) -> str:
-    """A section of the page: the flags that all of these programs have with the same help text, a table for each group.
+    """Make a section of the page: a table for each group of flags that all of these programs have with the same help
+    text.
 
-    title: the section's heading. told: {table row: (title, programs) of each earlier section that has the row}; this
-    section is added to it. If one of the programs has a flag whose row stands in a section of other programs, a line in
-    this section names the flag.
+    title: the section's heading. told: {table row: (title, programs) of each earlier section with this row}; the
+    function adds this section. If the row of a flag already stands in a section for other programs, a line in this
+    section names the flag.
     """
     shared = set.intersection(*({row for _, row in rows(program)} for program in programs))
     groups: dict[str, list[str]] = {}

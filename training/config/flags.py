@@ -100,8 +100,7 @@ class ProgramFlags:
                 raise UserError(f"{self.word(spec.name)} needs {needed}. Give that, or leave it out.")
 
     def _needed(self, name: str, values: list[str]) -> str:
-        """The text with which a message names a flag that another flag needs: the flag with the value that it should
-        have, or with the value that it was given."""
+        """A needed flag as a message names it: with the values that it may have, or with the value that was given."""
         spec, value = type(self).__dataclass_fields__[name], getattr(self, name)
         given = f" (given: {value})" if value != default_of(spec) and not values else ""
         return f"--{name} {'|'.join(values)}".rstrip() + given
@@ -114,14 +113,13 @@ class ProgramFlags:
 
     @classmethod
     def no_flag(cls, name: str, value: str) -> str | None:
-        """A message about the unknown flag or key `name`, if it is known what the user means by it; None if it may be a
-        misspelling."""
+        """A message about the unknown flag or key `name` if its meaning is known; None if it may be a misspelling."""
         return None
 
     @classmethod
     def not_overridden(cls, file: Mapping[str, object], given: Mapping[str, object]) -> dict[str, object]:
-        """The settings of the YAML file that the command line does not make void. file, given: {flag: value} of the
-        file and of the command line.
+        """The YAML file's settings, except those that the command line overrides by other flags. file, given: {flag:
+        value} of the file and of the command line.
 
         Flags that stand in both need not be removed: the command line's value replaces the file's value later.
         """
@@ -232,16 +230,16 @@ class RunFlags(TokenizerFlags):
 
     @property
     def attention(self) -> Attention:
-        """Which code computes attention in all models, and whether sequences are packed or padded. Raises UserError if
-        packing is asked for although the model's outputs at padding positions count."""
+        """The code that computes attention in all models, and whether sequences are packed or padded. Raises UserError
+        if the user asks for packing but the run uses the model's outputs at padding positions."""
         reason = self.counted_padding()
         if reason is not None and self.packing == "packed":
             raise UserError(f"--packing packed: {reason}, of which there are none then. Leave it out, or give padded.")
         return Attention(self.attn_implementation, self.packing if reason is None else "padded")
 
     def counted_padding(self) -> str | None:
-        """A sentence that names the setting with which the model's outputs at padding positions count; None if there is
-        no such setting."""
+        """If a setting makes the run use the model's outputs at padding positions, returns a clause that names the
+        setting; otherwise None."""
         return None
 
     def check_attention(self, path: str, kind: str, name: str) -> None:
@@ -259,8 +257,8 @@ class RunFlags(TokenizerFlags):
         }
 
     def looks_at(self, path: str) -> bool:
-        """Whether the model at `path` is to be read. A dry run reads it only if the model is on this machine; if it is
-        an adapter, its base model must be there too."""
+        """Whether to read the model at `path`. A dry run reads it only if the model is on this machine; if it is an
+        adapter, its base model must be there too."""
         return not self.dry_run or (Path(path).exists() and Path(base_of(path, "model")).exists())
 
 
@@ -278,7 +276,7 @@ def _as_shown(value):
 
 
 def check_name(name: str, value: str) -> None:
-    """Raise UserError for a text that no file, model or data set can have as its name."""
+    """Raise UserError for a text that cannot be the name of a file, model or data set."""
     if not value.strip():
         what = "no name of a file or folder" if name.endswith(("_dir", "_path", "config")) else "no name of anything"
         raise UserError(f"--{name} {value!r}: {what}. Leave the flag out, or give one.")
@@ -300,7 +298,7 @@ READ = ("_path", "_dataset_name", "config", "chat_template", "resume", "reward_f
 
 def make_paths_absolute(args: ProgramFlags) -> None:
     """Replace the relative paths in all flags by absolute ones. Links are not resolved. Raises: UserError for a path
-    ~name if there is no user of this name."""
+    that begins with ~name if no user has this name."""
     for spec in dataclasses.fields(args):
         value = getattr(args, spec.name)
         if spec.name in WRITTEN and value is not None:
@@ -312,14 +310,15 @@ def make_paths_absolute(args: ProgramFlags) -> None:
 
 
 def _to_be_made(value: str, name: str) -> str:
-    """The absolute path, without `..`: a `..` after a folder that does not exist yet may later lead elsewhere."""
+    """The absolute path, with each `..` resolved now: after a folder that does not exist yet, it may later lead
+    elsewhere."""
     path = expanded(value, f"--{name}").absolute()
     return os.path.realpath(path) if ".." in path.parts else str(path)
 
 
 def _if_there(value: str, name: str) -> str:
-    """The absolute path, if `value` names an existing file or folder, or a function in an existing file; otherwise
-    `value` as it is."""
+    """Returns the absolute path if `value` names an existing file or folder, or a function in an existing file;
+    otherwise `value` unchanged."""
     if name == "resume" and value == "auto":
         return value
     where, colon, function = value.rpartition(":") if name == "reward_function" else (value, "", "")

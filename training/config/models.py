@@ -75,7 +75,7 @@ class LoraFlags(RunFlags):
     )
 
     def validate(self) -> None:
-        """Raise UserError for values that cannot work, alone or together."""
+        """Raise UserError for values that cannot work, by themselves or in combination."""
         super().validate()
         for model in self.lora_models:
             if getattr(self, f"{model}lora_module_name") and self.lora_target_modules:
@@ -112,8 +112,8 @@ class LoraFlags(RunFlags):
         """Raise UserError if LoRA factors are to be trained although the learning rate of the model's weights is 0. The
         learning rate of the factors is stored as a multiple of the weights' learning rate, so it would be 0 too.
 
-        model: one of `lora_models`. rate: the learning rate of the model's weights. by: the flag with which the model
-        gets LoRA factors, if it is not the flag for their rank.
+        model: one of `lora_models`. rate: the learning rate of the model's weights. by: the flag that gives the model
+        LoRA factors, if that is not the flag for their rank.
         """
         dim = getattr(self, f"{model}lora_dim")
         if (dim or by) and not rate:
@@ -193,7 +193,7 @@ class RoleLoraFlags(LoraFlags):
     )
 
     def validate(self) -> None:
-        """Raise UserError for values that cannot work, alone or together."""
+        """Raise UserError for values that cannot work, by themselves or in combination."""
         super().validate()
         if self.lora_dropout:
             raise UserError(f"{self.word('lora_dropout')}: {DROPOUT}")
@@ -246,7 +246,7 @@ class RewardFunctionFlags(AlgorithmFlags):
     length_penalty: float = flag(0.0, "number subtracted from the score for each token of the response", resume=SAME)
 
     def validate(self) -> None:
-        """Raise UserError if a function is given twice, or if --response_format is no regular expression."""
+        """Raise UserError if a function is given twice, or if --response_format is not a valid regular expression."""
         super().validate()
         refuse_twice(self, "reward_function")
         check_format(self.response_format)
@@ -261,7 +261,7 @@ def refuse_twice(args: ProgramFlags, name: str) -> None:
 
 
 def check_format(pattern: str | None) -> None:
-    """Raise UserError if --response_format is no regular expression."""
+    """Raise UserError if --response_format is not a valid regular expression."""
     try:
         re.compile(pattern or "")
     except re.error as error:
@@ -403,7 +403,7 @@ class ModelFlags(RoleLoraFlags, ReferenceFlags, RewardServerFlags):
     )
 
     def validate(self) -> None:
-        """Raise UserError for values that cannot work, alone or together."""
+        """Raise UserError for values that cannot work, by themselves or in combination."""
         super().validate()
         for role in ("actor", "critic"):
             self._trained(role).check_stage()
@@ -446,7 +446,7 @@ class ModelFlags(RoleLoraFlags, ReferenceFlags, RewardServerFlags):
 
     @property
     def half_by_model(self) -> str:
-        """The flags with which the reward model has half of the weight in the score, and the other rewards the other
+        """The flags that give the reward model half of the score's weight, and the other rewards together the other
         half."""
         model = self.reward_path or self.critic_model_name_or_path or "REWARD_MODEL"
         count = len(self.other_rewards)

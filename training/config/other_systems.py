@@ -1,8 +1,8 @@
-"""Flags of other systems, and what this project answers to each of them.
+"""Lists flags of other systems, and finds this project's counterpart of each.
 
-Some flags of DeepSpeed-Chat have no effect here. They are accepted or refused, and a message names what to use instead.
-Their names and types come from DeepSpeedExamples 83757d9c, applications/DeepSpeed-Chat/training/step*/main.py, and from
-the scripts in the same folders.
+Some flags of DeepSpeed-Chat have no effect here. These flags are accepted or refused, and a message names what to use
+instead. Their names and types come from DeepSpeedExamples 83757d9c, applications/DeepSpeed-Chat/training/step*/main.py,
+and from the scripts in the same folders.
 
 Flags of other systems are refused. The message quotes the flag's row on the system's page, docs/from_*.md.
 """
@@ -107,7 +107,7 @@ def flag_of_other_systems(name: str, step: int) -> str | None:
 
 
 def rows() -> Iterator[Row]:
-    """The rows of all tables, on all pages, that have one of the HEADINGS."""
+    """The rows of all tables with one of the HEADINGS, on all pages."""
     for page in sorted(PAGES.glob("from_*.md")):
         text = re.sub(r"\[[^]]*\]\(([^)]*)\)", r"docs/\1", page.read_text(encoding="utf-8"))
         system, heading, column = text.partition("\n")[0].removeprefix("# From "), "", 0

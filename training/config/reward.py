@@ -112,7 +112,7 @@ def _is_file(path: Path) -> bool:
 
 
 def _by_name(name: str) -> Path | None:
-    """The file from which `import name` would load the module, or has loaded it."""
+    """The file from which `import name` has loaded the module or would load it."""
     if name in sys.modules:
         return Path(getattr(sys.modules[name], "__file__", None) or "/")
     try:
@@ -262,14 +262,14 @@ def _numbered(name: str, taken: Collection[str]) -> str:
 
 
 def _free(name: str, taken: Collection[str]) -> bool:
-    """Whether no metric with another meaning has this name."""
+    """Whether the name is free: no metric with another meaning has it."""
     return name not in (*taken, MODEL, SERVER) and f"scores_{name}" not in OBJECTIVE and not name.endswith(ENDINGS)
 
 
 def check_columns(functions: Mapping[str, Callable], data: Mapping[str, Prompts]) -> None:
     """Raise UserError if a function asks for a column that was not read, or that the first row of the data lacks.
 
-    functions: {value of --reward_function: function}. data: {name of the data, for messages: its prompts}.
+    functions: {value of --reward_function: function}. data: {the name by which messages call the data: its prompts}.
     """
     for given, function in functions.items():
         if is_source(function):

@@ -69,7 +69,7 @@ class RolloutFlags(RunFlags):
     )
 
     def validate(self) -> None:
-        """Raise UserError for values that cannot work, alone or together."""
+        """Raise UserError for values that cannot work, by themselves or in combination."""
         super().validate()
         if "RANK" in os.environ:  # set by the launcher; a program that plans for other machines has no RANK
             self.check_groups(ranks_of_this_machine())
@@ -146,7 +146,7 @@ class RLHFFlags(HubFlags, RestartFlags, RolloutFlags, ModelFlags):
     )
 
     def validate(self) -> None:
-        """Raise UserError for values that cannot work, alone or together."""
+        """Raise UserError for values that cannot work, by themselves or in combination."""
         super().validate()
         dialect = self.resolved.dialect
         if self.overlap_rewards and self.rollout_backend not in ("auto", "replica", "zero3"):
@@ -175,7 +175,7 @@ LEAST_HOST = 10**9  # bytes; if --host_memory is smaller, the unit was probably 
 
 @dataclass(kw_only=True)
 class MemoryFlags(RLHFFlags):
-    """The flags of the memory planner: step 3's flags, of which data and output need not be given, and flags that
+    """The flags of the memory planner: step 3's flags (those for data and output may be omitted), and flags that
     describe the machines."""
 
     output_dir: str = flag("memory_plan", "nothing is written")

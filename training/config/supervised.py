@@ -159,8 +159,8 @@ class RewardFlags(SupervisedFlags):
     temperature: float = flag(Dialect().temperature, "sampling temperature in normalisation", above=0)
 
     def counted_padding(self) -> str | None:
-        """See RunFlags: with some losses the shorter response of a pair is compared up to the end of the longer one,
-        that is on padding."""
+        """See RunFlags: one loss compares a pair up to the end of its longer response, so it uses outputs at the
+        shorter one's padding."""
         return "from_difference counts numbers of padding" if self.pairwise_loss == "from_difference" else None
 
     @property

@@ -51,7 +51,7 @@ def renderings(tokenizer, asked: Sequence[tuple[list[dict], str, dict]]) -> list
     """Render several dialogues; returns their texts. One call for many dialogues is faster than many calls.
 
     asked: (messages, where, options of apply_chat_template) for each dialogue. `where` names the record and column of
-    the messages, for error messages. It is empty for a made-up dialogue; from that the template may leave texts out.
+    the messages, for error messages. It is empty for a made-up dialogue, whose texts the template may leave out.
     Raises: UserError if the template cannot render a simple question with its reply, if it cannot render these
     messages, or if it takes too much time or memory for them.
     """
@@ -83,7 +83,8 @@ _trials: dict[str, tuple[str | None, str | None]] = {}  # the results of `_tried
 
 
 def _tried(tokenizer) -> tuple[str | None, str | None]:
-    """(why the template cannot be used at all, why it cannot be used for messages of data); None if it can."""
+    """(why the template cannot be used at all, why it cannot be used for the data's messages); each is None if it
+    can."""
     template = template_key(tokenizer)
     if template not in _trials:
         ((_, lossy, broken),) = _process(tokenizer).asked([None], TRIAL)
@@ -137,7 +138,7 @@ class _Process:
         self._pipe: Connection | None = None
 
     def asked(self, requests: list[Request], what: str) -> list[Answer]:
-        """The answer to each request; (None, None, what went wrong with `what`) for a request that got no answer."""
+        """The answer to each request; for a request without an answer: (None, None, what went wrong with `what`)."""
         with self._lock:
             answers, problem = self._told(requests, what)
         if problem is None:
@@ -260,8 +261,8 @@ class Turns:
     def borders(self, text: str) -> list[int]:
         """The positions at which users' turns (with their marks) begin, in rising order; empty if there are no turns.
 
-        Only marks of one form count, since marks of another form may be quotations. It is the form with whose mark the
-        text begins; if the text begins with no mark, it is the form with the most turns.
+        Only marks of one form count, since marks of another form may be quotations. This is the form whose mark begins
+        the text; otherwise the template's form if its mark occurs; otherwise the form with the most turns.
         """
         found = [
             (text.lstrip(" ").startswith(form[0]) or text.startswith(form[0]), _alternating(text, *form))
@@ -279,8 +280,8 @@ class Turns:
         """(the head, which is the text before the first turn; the positions at which the rest of the text may begin
         when the text is cut).
 
-        A system message within the first turn, and the mark before the system message, belong to the head. In this case
-        the rest may begin after the mark of a later turn.
+        A system message within the first turn, and the mark before the system message, belong to the head. The rest may
+        then begin right after the system message, or right after the mark of a later turn.
         """
         borders = self.borders(text)
         if not borders:
@@ -296,8 +297,8 @@ class Turns:
 
 
 def _alternating(text: str, user: str, answerer: str) -> list[int]:
-    """The positions of the user's marks that begin a turn: the first user's mark, and the next one after each mark of
-    an answer.
+    """The positions of the user's marks that begin a turn: the first mark of a user, and the next one after each mark
+    of an answer.
 
     Empty if no mark of an answer follows a user's mark: the user's mark is then an ordinary word of the text.
     """

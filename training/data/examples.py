@@ -160,8 +160,8 @@ def place_of(rows: Sequence[dict], number: int) -> str:
 
 
 def _enough(lengths: Mapping[int, int]) -> int:
-    """The smallest length into which a share ENOUGH of the rows fits; 0 without rows. lengths: {length: number of
-    rows}."""
+    """The smallest length into which the fraction ENOUGH of the rows fits; 0 if there are no rows. lengths: {length:
+    number of rows}."""
     place, seen = math.ceil(ENOUGH * sum(lengths.values())), 0
     for length in sorted(lengths):
         seen += lengths[length]
@@ -271,7 +271,7 @@ class SFTBatch:
 
 
 def collate_sft(examples: list[SFTExample], pad_id: int) -> SFTBatch:
-    """The examples as one batch, padded to the longest."""
+    """Make one batch of the examples, each padded to the length of the longest."""
     sequences, attention_mask = padded([example.token_ids for example in examples], pad_id)
     first_targets = torch.tensor([[example.first_target] for example in examples])
     is_target = (torch.arange(sequences.shape[1]) >= first_targets) & attention_mask.bool()
@@ -306,7 +306,7 @@ class PairExamples(FittedRows):
 
     Pairs longer than max_length are cut or left out, as `overlong` says (training/data/tokens.py). An answer that lost
     its end has no EOS, as in SFTExamples. Pairs of equal answers are left out, since nothing can be learned from them;
-    they count as `equal`. Pairs whose answers become equal by cutting are left out too; they count as `dropped`.
+    they count as `equal`. Pairs whose answers become equal when they are cut are left out too; they count as `dropped`.
     stops: as in SFTExamples.
     """
 
@@ -350,7 +350,7 @@ class PairBatch:
 
 
 def collate_pairs(pairs: list[Pair], pad_id: int) -> PairBatch:
-    """The pairs as one batch, padded to the longest sequence, be it chosen or rejected."""
+    """Make one batch of the pairs, each sequence padded to the length of the longest."""
     sequences, attention_mask = padded([pair.chosen for pair in pairs] + [pair.rejected for pair in pairs], pad_id)
     return PairBatch(sequences, attention_mask, torch.tensor([_first_difference(*pair) for pair in pairs]))
 

@@ -8,7 +8,7 @@ they give no line numbers, guess types (a text that looks like a date becomes a 
 recognise by the file's time stamp.
 
 A record is read and parsed when it is asked for. Files are not mapped into memory: if a mapped file is truncated, a
-read beyond its new end kills the process. In compressed files and in Parquet a single record cannot be found.
+read beyond its new end kills the process. Compressed files and Parquet files give no access to a single record.
 Therefore their content is written once into a temporary file in $TMPDIR. The temporary file has no name, so it vanishes
 when the process ends for any reason. A data file that changes while it is used is refused.
 """
@@ -99,8 +99,8 @@ class DataFile:
         self.state = self._state()
 
     def decompress(self) -> None:
-        """Continue with a temporary file that holds the decompressed content. The compressed file may have several
-        members.
+        """Decompress the content into a temporary file, which replaces the compressed file in this object. The
+        compressed file may have several members.
 
         Raises: UserError if the file is damaged or truncated, if its content is implausibly large, or if there is no
         room for the temporary file.
@@ -300,7 +300,7 @@ def _within(kind: pyarrow.DataType) -> Iterator[pyarrow.DataType]:
 
 
 def _decoded_json(value, kind: pyarrow.DataType):
-    """The value, in which all parts of Arrow's type json are parsed. kind: the value's Arrow type."""
+    """The value, with all parts of Arrow's type json parsed. kind: the value's Arrow type."""
     if value is None:
         return None
     if isinstance(kind, pyarrow.JsonType):
@@ -316,9 +316,9 @@ def read_records(path: str | Path) -> Records:
     """The records of a .jsonl, .json, .csv or .parquet file. The file may be empty, and may be compressed (.jsonl.gz,
     .csv.zst).
 
-    A .json file holds a list of objects, or one object after the other. These may stand in one line each, as in .jsonl,
-    or be spread over several lines. Raises UserError, with file and line, if the file cannot be read. A bad line of a
-    .jsonl file raises it only when the record is asked for.
+    A .json file holds a list of objects, or one object after the other. Each object may stand on one line, as in
+    .jsonl, or on several. Raises UserError, with file and line, if the file cannot be read. A bad line of a .jsonl file
+    raises UserError only when its record is read.
     """
     path = Path(path)
     if path.is_dir():

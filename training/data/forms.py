@@ -61,9 +61,10 @@ class Row(dict):
 class Form:
     """How one step reads records.
 
-    name: the form's name; part of the rows' fingerprint. columns: alternatives; of these, the first whose columns the
-    record has is read. shape: (record, texts of these columns) -> the row. may_be_blank: whether texts may be blank.
-    answers: whether answers are read, and messages up to the assistant's last one. If False, prompts alone are read.
+    name: the form's name; part of the rows' fingerprint. columns: alternatives; the first one whose columns the record
+    has is used. shape: (record, texts of these columns) -> the row. may_be_blank: whether texts may be blank.
+    answers: whether answers are read; if True, messages are read up to the assistant's last one. If False, prompts
+    alone are read.
     """
 
     name: str
@@ -132,8 +133,8 @@ TEXTS = Form("pretraining text", (("text",),), lambda record, texts: texts, may_
 
 
 def matching_columns(where: str, record: object, columns: Columns) -> tuple[str, ...]:
-    """The first alternative of which the record has all columns (null counts as absent). Raises UserError if there is
-    no such alternative."""
+    """The first alternative whose columns the record has (null counts as absent). Raises UserError if there is no such
+    alternative."""
     if not isinstance(record, dict):
         raise UserError(f"{where}: found {described(record)}; a record is an object with {alternatives(columns)}.")
     present = {name for name, value in record.items() if value is not None}
@@ -188,8 +189,8 @@ def _check_depth(where: str, record: object) -> None:
 def _split_dialogues(where: str, record: dict) -> dict[str, str]:
     """Split two dialogues that are written as texts into {"prompt", "chosen", "rejected"}.
 
-    The prompt is the part with which both dialogues begin, up to the last `TURN` in it. An answer may be empty, as in
-    some data sets.
+    The prompt is the common beginning of both dialogues, up to its last `TURN`. An answer may be empty, as in some data
+    sets.
     """
     for name in ("chosen", "rejected"):
         check_text(where, name, record[name])
@@ -369,8 +370,8 @@ def _last_turn(where: str, messages: list[dict], answers: bool) -> tuple[list[di
 
 
 def _shared_turns(where: str, chosen: list[dict], rejected: list[dict]) -> tuple[list[dict], dict[str, list[dict]]]:
-    """(the messages that both dialogues begin with, {column: its messages from the assistant's message in which the two
-    dialogues differ})."""
+    """(the messages that both dialogues begin with, {column: its messages from the assistant's message where the two
+    dialogues begin to differ})."""
 
     def same(one: dict, other: dict) -> bool:
         return all(one.get(key) == other.get(key) for key in SAME)
@@ -388,7 +389,7 @@ def _shared_turns(where: str, chosen: list[dict], rejected: list[dict]) -> tuple
 
 
 def _options(where: str, record: dict) -> dict:
-    """The further arguments that the record has for the chat template: `tools`, and the content of
+    """The further arguments that the record gives to the chat template: `tools`, and the content of
     `chat_template_kwargs`."""
     tools, others = (_parsed(record.get(name)) for name in ("tools", "chat_template_kwargs"))
     options = {}

@@ -93,22 +93,22 @@ def load_rows(
     """(training rows, held-out rows) of the data sets. The two have no row in common.
 
     The held-out rows are the rows of eval_data_path. Without eval_data_path, they are the held-out splits of the data
-    sets; from all data sets that have no such split, `held_out` of the rows are drawn.
+    sets; `held_out` of the rows are drawn from all data sets that have no such split.
 
     Args:
         tokenizer: the tokenizer whose chat template turns messages into texts.
         phase: number of the training step (1, 2 or 3) that reads the rows.
         split: shares of the three steps, such as "2,4,4"; only the rows of step `phase` are read. Without `split` all
             rows are read.
-        weights: how often the rows of each data set are seen in one epoch. 1.5: once, and half of them, drawn with the
-            seed, twice.
+        weights: how often the rows of each data set are seen in one epoch. With 1.5, half of the rows, drawn with the
+            seed, are seen twice, and the others once.
         held_out: a fraction of the rows if below 1, otherwise a number of rows; 0 for none.
-        eval_limit: the largest number of held-out rows; if there are more, as many are drawn with the seed.
+        eval_limit: the largest number of held-out rows; if there are more, this many are drawn with the seed.
         keeps: held-out row -> whether it is kept; False for a row that is too long, for example. Rows that are not kept
             are not held out. By default all rows are kept.
         held_out_flag: the name of `held_out` in messages.
         undivided: further data sets, which `split` does not divide.
-        config_name: the configuration that is read of the data sets of data_path on the Hub.
+        config_name: the configuration to read of each data set in data_path that is on the Hub.
 
     Raises: UserError for data sets that cannot be read, and for flags that leave no rows.
     """
@@ -322,11 +322,11 @@ def split_held_out(
     """(size,) bool: True for the rows that are trained on. The others are held out; the draw depends on `seed` only.
 
     held_out: a fraction of the rows if below 1, otherwise a number of rows. With a fraction f, the first f * size rows
-    of a random order are considered. Those of them that are kept are held out, at least one; this is about the fraction
-    f of all kept rows.
+    of a random order are considered. The kept ones among them are held out, or the next kept row if there are none;
+    this is about the fraction f of all kept rows.
     kept: number of a row -> whether the row is kept. Rows that are not kept are never held out.
     what: where `held_out` and the rows come from, for the message. advice: what the message advises.
-    Raises UserError if the training rows or the held-out rows would have no row that is kept.
+    Raises UserError if no kept row would be left to train on or to hold out.
     """
     count = round(held_out * size) if held_out < 1 else held_out
     if count != int(count) or not 0 < count < size:

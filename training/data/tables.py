@@ -140,9 +140,9 @@ def cache_key(rows, tokenizer, **settings) -> str:
 
 @functools.lru_cache(maxsize=4)
 def tokenizer_hash(tokenizer) -> str:
-    """A hash of everything that the tokenizer would save, its chat template included. The padding and truncation
-    settings of its last call do not count. The hash is computed once for each tokenizer, since a tokenizer does not
-    change after it is loaded."""
+    """A hash of everything that the tokenizer would save, its chat template included. The hash ignores the padding and
+    truncation settings of the tokenizer's last call. The hash is computed once for each tokenizer, since a tokenizer
+    does not change after it is loaded."""
     try:
         folder = tempfile.TemporaryDirectory()
         with os_errors():
@@ -235,7 +235,7 @@ def no_room(reason: str) -> UserError:
 
 
 class NotHandedOver(Exception):
-    """Raised if a row is asked for, or a table that is not in the cache, while only the rows' fingerprint is known."""
+    """Raised if only the rows' fingerprint is known, but a row is needed, or a table is not in the cache."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ cut_prompt    The prompt loses its beginning; the answer and its EOS stay. In a 
 cut_answer    The end of prompt + answer is cut. A prompt of step 3, which has no answer yet, is left out.
 drop          The row is left out.
 
-Both answers of a pair keep the same prompt, cut for the longer answer. A text without a prompt loses its end.
+Both answers of a pair have the same prompt, cut so that the longer answer fits. A text without a prompt loses its end.
 """
 
 import contextlib
@@ -61,8 +61,8 @@ class TextEncoder:
     def prompt(self, text: str) -> list[int]:
         """The ids of a text that begins a sequence: the opening tokens and the text.
 
-        A text that already contains its BOS as text gets no second BOS. A text made by a chat template (`Rendered`)
-        gets a BOS only if the template wrote one, as with apply_chat_template.
+        A text that already begins with its BOS gets no second one. A text made by a chat template (`Rendered`) gets a
+        BOS only if the template wrote one, as with apply_chat_template.
         """
         ids = self._bare(text)
         return ids if isinstance(text, Rendered) or self.opened(ids) else self.opening + ids
@@ -72,7 +72,7 @@ class TextEncoder:
         return self.opening if ids[: len(self.opening)] == self.opening else []
 
     def spelt_bos(self, text: str) -> str:
-        """The BOS if the text begins with the BOS as text, as texts of a chat template may; else ""."""
+        """The BOS if the text spells it at its start, as rendered texts may; else ""."""
         bos = self.tokenizer.bos_token
         return bos if bos and text.startswith(bos) else ""
 
@@ -361,8 +361,7 @@ class Lengths:
         return replace(whole, reason=f"{whole.needed:,} tokens, more than {self.limit:,}")
 
     def _room(self, whole: Fit) -> int:
-        """The largest number of tokens of the prompt such that its longest answer, which may be cut too, fits after
-        it."""
+        """The largest number of prompt tokens that leaves room for the longest answer, which may be cut too."""
         least = min(len(whole.prompt), len(self.encoder.opened(whole.prompt)) + 1)
         beside = self.limit - max(map(len, whole.answers))
         return beside if beside >= least else max(self.limit // 4, least)

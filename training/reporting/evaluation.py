@@ -53,9 +53,9 @@ class Evaluator:
     first_index: number of training rows. In a reward function's `rows`, the row of held-out prompt i is
         rows[first_index + i].
     before: what was measured on each response before the first step; changes are computed against it. `run(0)` sets it.
-        If it has no scores, or scores with other parts than now, the scores came from another reward, and no change of
-        the score is reported.
-    first: the responses before the first step, with which words that are new are counted. `run(0)` sets it.
+        If it has no scores, or its scores have other parts than now, the reward has changed, and no change of the score
+        is reported.
+    first: the responses before the first step, from which `new_words` tells which words are new. `run(0)` sets it.
     samples: number of responses to each prompt; `run` needs 1.
     """
 
@@ -139,8 +139,9 @@ class Evaluator:
         return Answers(rows, ended, list(experience.score_parts), list(rewards))
 
     def _shifted(self, rollout: Rollout) -> Rollout:
-        """The rollout with prompt indices that count in a reward function's `rows`. The indices are changed only after
-        the responses are drawn, because the index among the held-out prompts is part of the random key of a draw."""
+        """The rollout, with prompt indices that point into a reward function's `rows`. The indices are changed only
+        after the responses are drawn, because the index among the held-out prompts is part of the random key of a
+        draw."""
         return dataclasses.replace(rollout, indices=rollout.indices + self.first_index)
 
 

@@ -13,10 +13,10 @@
     fp16: 16 overflows in a row, while the      at the 16th overflow            N: the updates were skipped
     loss scale is fixed or at its minimum
 
-Each check covers all ranks. If it fails on one rank, all ranks stop with exit code 1, and rank 0 prints the reason.
-Nothing computed from a number that is not finite reaches a checkpoint or a saved model. In fp16 a single overflow of a
-gradient does not stop the run: the update is skipped, the loss scale is lowered, and the metrics policy/skipped,
-value/skipped and train/skipped count the overflow.
+Each check covers all ranks. If a check fails on one rank, all ranks stop with exit code 1, and rank 0 prints the
+reason. Nothing computed from a number that is not finite reaches a checkpoint or a saved model. In fp16 a single
+overflow of a gradient does not stop the run: the update is skipped, the loss scale is lowered, and the metrics
+policy/skipped, value/skipped and train/skipped count the overflow.
 
 The verdict compares held-out metrics after the last step with those before the first step:
 
@@ -35,10 +35,10 @@ The verdict compares held-out metrics after the last step with those before the 
 
 Noise is two standard errors of the change, computed from the differences on the same examples (metrics whose names end
 with _change_se; standard_errors.py). The models are saved whatever the verdict is. A FINE run ends with the word "done"
-and exit code 0. A WORSE run ends with a warning in place of "done", and exit code 0 too, because its owner may judge
-otherwise. A BROKEN model is of no use: exit code 1 keeps a script from going on with it. Without held-out prompts,
-step 3 is judged by its training curves, and the verdict is never BROKEN. The score is not judged if the reward was
-changed during the run.
+and exit code 0. A WORSE run ends with a warning in place of "done", but also with exit code 0, because its owner may
+judge otherwise. A BROKEN model is of no use: exit code 1 keeps a script from going on with it. Without held-out
+prompts, step 3 is judged by its training curves, and the verdict is never BROKEN. The score is not judged if the reward
+was changed during the run.
 """
 
 import math
@@ -120,8 +120,8 @@ class Guards:
 def stop_unless_finite(step: int, experience: Experience, tokenizer) -> None:
     """Stop all ranks if a score, log-prob or value is not finite on any rank (all ranks call this).
 
-    Raises: RunStopped. Its message names the step and what was not finite, and shows each rank's first samples with
-    such numbers.
+    Raises: RunStopped. The error message names the step and what was not finite, and shows each rank's first samples
+    with such numbers.
     """
     mask = experience.rollout.response_mask
     by_row = {"score": ~experience.scores.isfinite()}
@@ -165,11 +165,12 @@ def rounding_bound(dtype: str, temperature: float = 1.0) -> float:
 
     A log-prob is the difference of two numbers that may be as large as logits become, about SPREAD. Rounding changes
     each of them by about one step of the dtype at this size: SPREAD * 2**-7 = 0.25 in bf16, and an eighth of this in
-    fp16. This step is the bound. Measured with small models, the mean difference between a sampler and a forward pass
-    is a sixtieth of the bound, and between two forward passes 0; single tokens reach half of the bound. In fp32 the
-    bound is EXACT, a thousand times what was measured, because the sums of large models are longer. If torch multiplies
-    fp32 matrices with TF32, the bound is that of fp16, because TF32's mantissa is as long. A model with random weights
-    is whole nats away. A temperature below 1, by which logits are divided, enlarges the differences and the bound.
+    fp16. This step is the bound. With small models, the measured mean difference between a sampler and a forward pass
+    is a sixtieth of the bound, and between two forward passes it is 0; single tokens reach half of the bound. In fp32
+    the bound is EXACT, a thousand times what was measured, because the sums of large models are longer. If torch
+    multiplies fp32 matrices with TF32, the bound is that of fp16, because TF32's mantissa is as long. The log-probs of
+    a model with random weights differ by whole nats. A temperature below 1, by which logits are divided, enlarges the
+    differences and the bound.
     """
     step = _MANTISSA[dtype]
     if dtype == "fp32" and torch.get_float32_matmul_precision() != "highest":
@@ -184,7 +185,7 @@ def stop_unless_losses_finite(
 
     losses: {"policy" or "value": the loss of each of this rank's passes, (N,)}. passes: the rows of each pass. If there
         are more losses than passes, the remaining losses are those of plain texts.
-    Raises: RunStopped. Its message shows samples of the first pass whose loss is not finite.
+    Raises: RunStopped. The error message shows samples of the first pass whose loss is not finite.
     """
     if not distributed.any_rank(~torch.cat(list(losses.values())).isfinite().all()):
         return
@@ -380,8 +381,8 @@ def _last(rows: Sequence[Mapping], name: str) -> float | None:
 
 
 def conclude(judge: Callable[[], Verdict], saved: str) -> None:
-    """Print the verdict at the end of a run. Rank 0 calls `judge()` for it (all ranks call this, after saving the
-    models).
+    """Print the verdict at the end of a run. Rank 0 gets the verdict from `judge()` (all ranks call this, after saving
+    the models).
 
     saved: the place of the models, for the message. Raises: RunStopped on all ranks if the verdict is BROKEN.
     """

@@ -34,7 +34,7 @@ class Finding:
 
     @property
     def text(self) -> str:
-        """A text with what the metrics show, and the advice."""
+        """The finding as a text: what the metrics show, and the advice."""
         return f"{self.seen}. {self.advice}" if self.advice else self.seen
 
     def with_signs(self, signs: "Sequence[Finding]") -> "Finding":
@@ -144,7 +144,8 @@ def by_ends(
     """Make a rule that compares a metric's mean over the first tenth of a run (`first`) with its mean over the last
     tenth (`last`).
 
-    metrics: names of metrics. The rule reads the first one that has several values; if there is none, the last one.
+    metrics: names of metrics. The rule reads the first metric that has several values; if none has, it reads the last
+    metric.
     ill: (first, last) -> whether there is a finding. alarm: last -> whether the finding is an ALARM. seen: what the
     finding says, with the fields {first}, {last} and {times}, which is last / first.
     """
@@ -303,7 +304,7 @@ def not_finite(rows: Sequence[Mapping]) -> Finding | None:
 
 
 def score_unmoved(rows: Sequence[Mapping]) -> Finding | None:
-    """The score fell, fell back after a rise, or did not rise by more than its noise from step to step."""
+    """The score fell, or fell back after a rise, or did not rise beyond its step-to-step noise."""
     present = having(rows, "objective/scores")
     scores = column(present, "objective/scores")
     if len(scores) < FEWEST_STEPS:
@@ -562,8 +563,8 @@ few_ever_ended = by_ends(  # needs no trend: one step is enough to see it
 
 
 def few_ended(rows: Sequence[Mapping]) -> Finding | None:
-    """The length limit cuts off many more responses than at the start: either nearly all responses are cut off, or
-    about half as many as at the start end by themselves, and the difference is more than noise."""
+    """Far fewer responses end by themselves than at the start: hardly any, or about half as many as at the start with a
+    drop beyond noise."""
     first, last = at_start(rows, "rollout/eos_rate"), at_end(rows, "rollout/eos_rate")
     if first is None or last is None or first < FEW_ENDED:
         return None
@@ -633,7 +634,8 @@ def answers_alike(rows: Sequence[Mapping]) -> Finding | None:
 
 
 def words_invented(rows: Sequence[Mapping]) -> Finding | None:
-    """Held-out responses have many more words than before that occurred in no response before training."""
+    """Held-out responses contain a larger share of new words: words that were in no prompt and in no other response
+    before training."""
     evaluations = having(rows, "eval/new_words")
     if len(evaluations) < 2:
         return None

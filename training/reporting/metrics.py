@@ -99,7 +99,8 @@ class Accumulator:
         self._add(name, "slope", [total, squares, other, both, count])
 
     def reduce(self) -> dict[str, float]:
-        """{name: value} of all metrics over all ranks, the same on all ranks. A metric without items gives no entry.
+        """{name: value} of all metrics, reduced over all ranks; the result is the same on all ranks. A metric without
+        items gives no entry.
 
         This is a collective call: every rank makes it, also a rank that added nothing. The sums are not reset; use a
         new Accumulator for the next step. Ranks may have different metrics, for example if a rank had no valid sample.

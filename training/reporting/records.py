@@ -79,7 +79,7 @@ def record_models(output_dir: str | Path, saved: Mapping[str, Path], step: int) 
     """Record in the last entry of run.json which models this start has saved, and after which step (one process calls
     this).
 
-    As long as the entry names no models, models in the folder are an earlier run's. Raises: OSError; UserError as
+    Until the entry names models, any models in the folder come from an earlier run. Raises: OSError; UserError as
     `read_run_record` does.
     """
     path = Path(output_dir) / RUN_FILE
@@ -95,7 +95,7 @@ def _write(path: Path, starts: list[dict]) -> None:
 
 
 def read_run_record(path: str | Path) -> list[dict]:
-    """The entries of run.json, one for each start of the run, oldest first. Raises: UserError if the file is no run
+    """The entries of run.json, one for each start of the run, oldest first. Raises: UserError if the file is not a run
     record."""
     try:
         starts = parsed_json(Path(path).read_text(encoding="utf-8"))["starts"]
@@ -181,7 +181,7 @@ def read_lines(path: str | Path) -> list[tuple[str, dict]]:
     A last line without a newline is left out: the run was killed while writing the line, or is writing it now.
 
     Raises:
-        UserError: a line is no JSON object with a step, or has a value that is no number.
+        UserError: a line is not a JSON object with a step, or one of its values is not a number.
     """
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines(keepends=True)

@@ -137,7 +137,7 @@ PPO_VIEW = View(
 
 
 def averaged_view(view: View) -> View:
-    """The view, with held-out charts of the averaged weights in addition."""
+    """The view with additional held-out charts for the averaged weights."""
     sections = {
         f"{section}, EMA": {f"{title}, EMA": name.replace("eval/", "eval/ema_") for title, name in charts.items()}
         for section, charts in view.held_out.items()
@@ -253,8 +253,8 @@ class MetricWriter:
         self._bar = ProgressBar(total_steps, shown=shown, **how)
 
     def take_time(self) -> dict[str, float]:
-        """The time since the last line, as metrics; the next line does not count this time again. {} on other ranks
-        than the main rank."""
+        """The time since the last line, as metrics; the next line does not count this time again. Returns {} on all
+        ranks but the main rank."""
         return self._clock.take() if self._clock else {}
 
     def samples(self, step: int, rows: Sequence[Mapping]) -> None:
@@ -301,7 +301,7 @@ class MetricWriter:
 
 
 def run_name(output_dir: Path) -> str:
-    """The run's name in comparisons: the name of the folder above its output folder, and of the output folder."""
+    """The run's name in comparisons: "FOLDER (PARENT)" for the output folder PARENT/FOLDER."""
     folder = output_dir.resolve()
     return f"{folder.name} ({folder.parent.name})"
 
@@ -411,9 +411,9 @@ def truncate_after(path: str | Path, step: int) -> None:
 class TensorBoardSink:
     """Writes one run's folder of TensorBoard events: scalars, texts, histograms, settings and the grouping of curves.
 
-    Events cannot be removed from a file. Therefore a new file tells TensorBoard to hide the events after `resume_step`;
-    if the run starts anew, to hide all earlier events. name: the run's name in the HPARAMS table; runs of the same name
-    share a row of this table.
+    Events cannot be removed from a file. Therefore a new file tells TensorBoard to hide the events after `resume_step`,
+    or all earlier events if the run starts anew. name: the run's name in the HPARAMS table; runs of the same name share
+    a row of this table.
     """
 
     def __init__(self, log_dir: str | Path, *, name: str, view: View, resume_step: int | None = None):
@@ -482,7 +482,7 @@ MOST_BEHIND = 10.0
 
 
 def _wait_for_a_later_name(log_dir: Path) -> None:
-    """Wait until the next file of events gets a later second in its name than the newest file in the folder.
+    """Wait until a new file of events would have a later second in its name than the newest file in the folder.
 
     TensorBoard reads a folder's files in the order of their names, `events.out.tfevents.SECOND.HOST.PROCESS.NUMBER`.
     If two files have the same second in their names, the later file may be read first, because "10" sorts before "9".
@@ -607,7 +607,7 @@ class ProgressBar:
             self._bar = tqdm(total=total_steps, initial=first_step, unit=unit, file=self._stream, dynamic_ncols=True)
 
     def log(self, step: int, samples: int, metrics: Mapping[str, float]) -> None:
-        """Show how far the run has come, and the metrics in `shown`."""
+        """Show the run's progress, and the metrics in `shown`."""
         step += self._below
         shown = {label: short(metrics[name]) for label, name in self._shown.items() if name in metrics}
         if self._bar is None:

@@ -59,7 +59,7 @@ class PhaseMemory:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Measure the peak memory of this block, as that of phase `name`."""
+        """Measure the peak memory of this block, and record it for the phase `name`."""
         if not self.counting:
             yield
             return
@@ -263,9 +263,10 @@ MIXTURES = ("num_experts", "num_local_experts", "n_routed_experts")  # config en
 class Cost:
     """The sizes that determine the FLOPs of a model's passes.
 
-    matrices: number of weights in the matrices of the layers. trained: how many of these are trained. passed: how many
-    of these gradients flow through, to earlier layers. attention: layers x heads x size of a head. head: number of
-    weights in a language model's output layer; 0 for a scorer. head_trained: how many of these are trained.
+    matrices: number of weights in the matrices of the layers. trained: how many of these are trained. passed: number of
+    weights in those matrices through which gradients flow to earlier layers. attention: layers x heads x size of a
+    head. head: number of weights in a language model's output layer; 0 for a scorer. head_trained: how many of these
+    are trained.
     """
 
     matrices: int

@@ -4,8 +4,9 @@
     plot_curves(output_dir / "metrics.jsonl", output_dir / "curves.png")
     print(summary_text(RunSummary.from_metrics(rows, saved={"actor": actor_dir}, curves=output_dir / "curves.png")))
 
-Everything is read from metrics.jsonl alone. Therefore both can also be made of a run that was resumed or killed, or is
-still running. The table PANELS defines the panels of the picture; metrics that a run did not log are left out.
+Everything is read from metrics.jsonl alone. Therefore the summary and the picture can also be made of a run that was
+resumed or killed, or is still running. The table PANELS defines the panels of the picture; metrics that a run did not
+log are left out.
 """
 
 import math
@@ -337,7 +338,7 @@ def _has(rows: Sequence[Mapping], *metrics: str) -> bool:
 
 
 def _series(rows: Sequence[Mapping], *metrics: str) -> list[np.ndarray]:
-    """An array for each of `metrics`, with its values in the rows in which all of them are finite."""
+    """An array for each of `metrics`: its values in the rows where all of `metrics` are finite."""
     table = [[row.get(metric, math.nan) for metric in metrics] for row in rows]
     table = np.array([line for line in table if all(map(math.isfinite, line))], dtype=float)
     return list(table.T)
@@ -351,7 +352,7 @@ def _bars(rows: Sequence[Mapping], metric: str, *others: str) -> np.ndarray:
 
 
 def _ends(rows: Sequence[Mapping], metric: str) -> np.ndarray:
-    """The values of `metric` and the ends of their error bars."""
+    """Both ends of each error bar of `metric`; for a value without an error bar, the value itself."""
     (values,) = _series(rows, metric)
     bars = np.nan_to_num(_bars(rows, metric))
     return np.concatenate([values - bars, values + bars])

@@ -13,7 +13,7 @@ from itertools import pairwise
 def distinct_bigrams(texts: Iterable[str]) -> int:
     """The number of different pairs of neighbouring words in the texts. Both words of a pair are in the same text.
 
-    The number falls when responses become alike. It grows with the number of texts: compare equally many texts.
+    The number falls when responses become alike. It grows with the number of texts, so compare equally many texts.
     """
     return len({pair for text in texts for pair in pairwise(text.split())})
 
@@ -46,7 +46,8 @@ def new_words(texts: Sequence[str], first: Sequence[str], prompts: Sequence[str]
     prompts: the prompts. texts: a response to each prompt. first: the response to each prompt before training. The
     `first` response to the same prompt is not considered, so that the same rule can be applied to the first responses
     themselves: their share shows how often an unchanged policy uses a word that no other text has. A policy that
-    invents words has a higher share; a policy that only learns to say other things in its language hardly has.
+    invents words has a higher share; the share of a policy that only learns to say other things in its language hardly
+    rises.
     """
     texts_with = Counter(word for text in first for word in set(text.split()))
     known = {word for prompt in prompts for word in prompt.split()}
