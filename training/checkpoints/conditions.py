@@ -41,8 +41,8 @@ BASE = "base of "  # prefix of a flag's name: the model's frozen weights, to whi
 
 
 def fingerprints(args: RLHFFlags) -> dict[str, str]:
-    """{flag: fingerprint} of the models and of the reward functions' sources, as far as they are on this machine. With
-    LoRA, also the fingerprints of the models' bases; if a model is an adapter, its base is another model."""
+    """{flag: fingerprint} of those models and reward functions' sources that are on this machine. With LoRA, it also
+    has the fingerprint of each model's base, which is another model if the model is an adapter."""
     found = {}
     for name in MODELS:
         path = getattr(args, name)
@@ -63,8 +63,8 @@ def sources_fingerprint(names: Sequence[str]) -> str | None:
 
 
 def source_fingerprint(name: str) -> str | None:
-    """A hash of the file that the value `name` of --reward_function gives, and of the file in which the function or
-    class is defined. None if there are no such files. Files that these files import are not hashed."""
+    """A hash of two files: the one that `name`, a value of --reward_function, names, and the one that defines the
+    function or class. None if there are no such files. Files that these files import are not hashed."""
     function, where = load_function(name), name.rpartition(":")[0]
     files = {where if names_file(where) else getattr(sys.modules[where], "__file__", None), _written_in(function)}
     texts = [Path(file).read_bytes() for file in sorted(filter(None, {_resolved(file) for file in files}))]
@@ -72,9 +72,9 @@ def source_fingerprint(name: str) -> str | None:
 
 
 def changed_models(now: Mapping[str, object], then: Mapping[str, object], contents: Callable[[str], str]) -> list[str]:
-    """The flags of models whose path is the same in both settings although their content differs.
+    """The flags of the models whose content has changed between `then` and `now`, but whose path has not.
 
-    contents: flag -> the key under which the settings have the fingerprint of the model's content.
+    contents: function from a flag to the settings' key for the fingerprint of that model's content.
     """
     return [
         flag
@@ -117,7 +117,7 @@ TOTAL_STEPS, MICRO_BATCH, RANKS = "total steps", "--per_device_training_batch_si
 
 
 def shared_identity(args: LoraFlags, data: list[str], tokenizer: PreTrainedTokenizerBase) -> dict[str, object]:
-    """The part of the identity that all three training steps have: data, chat template, adapters, and the flags that
+    """The part of the identity that all three training steps share: data, chat template, adapters, and the flags that
     are defined with resume=SAME."""
     specs = {model: args.lora(model) for model in args.lora_models}
     return {
@@ -152,7 +152,7 @@ class Conditions:
     """The settings under which a run trains. identity: {name: value} of the settings that a resumed run must have in
     common with its checkpoint. settings: {name: value} of the settings that may change.
 
-    Values are JSON values, without tuples. idle: names of settings that change no result of this run, beyond rounding.
+    Values are JSON values, without tuples. idle: names of settings that change this run's results by rounding at most.
     ranks_matter: whether another number of ranks changes the results (`Dialect.ranks_matter`).
     """
 
@@ -172,8 +172,8 @@ class Conditions:
     ) -> "Conditions":
         """The conditions of this run of step 3.
 
-        data: fingerprints of the prompts and of the texts. total_steps: number of steps of the whole run, on which the
-            learning rates' schedule depends.
+        data: fingerprints of the prompts and of the texts. total_steps: number of steps of the whole run; the learning
+            rates' schedule depends on it.
         tokenizer: the tokenizer, whose chat template must stay the same. inputs: {flag: fingerprint} of models and
             reward functions.
         """
@@ -273,7 +273,7 @@ class Conditions:
         """Whether a reward function or the reward model has changed since the checkpoint was written.
 
         A function or model whose contents and path are both unknown counts as unchanged. A reward server always counts
-        as unchanged, since its address may have changed.
+        as unchanged: the same server may have another address now.
         """
         function = _contents(f"--{FUNCTION}")
         functions = {conditions.settings.get(function) for conditions in (self, written)} - {None}
@@ -281,8 +281,8 @@ class Conditions:
         return len(functions) > 1 or (model != model_then if None not in (model, model_then) else path != path_then)
 
     def _reward_model(self) -> tuple[object, object]:
-        """(the reward model's path, the fingerprint of its contents); None for each of them that is unknown, or if
-        there is no reward model."""
+        """(the reward model's path, the fingerprint of its contents). Each is None if it is unknown or there is no
+        reward model."""
         flag = "--reward_model_name_or_path"
         others = (f"--{FUNCTION}", SERVED)
         if self.settings.get(flag) is None and all(self.identity.get(name) is None for name in others):
@@ -309,8 +309,8 @@ class Conditions:
 
 
 def frozen_identity(flags: Mapping[str, str], inputs: Mapping[str, str], args: LoraFlags) -> dict[str, object]:
-    """The fingerprint of each model's frozen weights, to which LoRA factors are added; None for a model without LoRA,
-    or if the fingerprint is not known.
+    """{name: fingerprint} of each model's frozen weights, to which LoRA factors are added; the fingerprint is None if
+    the model has no LoRA, or if it is not known.
 
     flags: {prefix of the model's "lora_dim" flag: the flag of the model's path}. inputs: {flag: fingerprint}.
     """
@@ -338,7 +338,7 @@ def _said(value: object) -> str:
 
 
 def _contents(flag: str) -> str:
-    """The key under which the settings have the fingerprint of the model or source that a flag names."""
+    """The settings' key for the fingerprint of the model or source that a flag names."""
     return CONTENTS + flag
 
 

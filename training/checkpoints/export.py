@@ -5,12 +5,12 @@
 
     python -m training.checkpoints.export out exported_adapter --adapter       # the adapter alone, from a LoRA run
 
-The folder can be loaded with from_pretrained, and equals bit by bit what the run would have saved after the
-checkpoint's step. The export needs memory for the largest tensor only, and no GPU.
+from_pretrained can load the folder, which equals bit by bit the model that the run would have saved after that step.
+The export needs memory for the largest tensor only, and no GPU.
 
 The checkpoint of a LoRA run does not hold the base, the model with which the run began. To export the merged model, the
-base has to be where it was during the run, or where --base says. If the base's files use other names for the weights
-than the model does, as DeepSpeed-Chat's reward models do, the whole base is loaded into memory.
+base has to be where it was during the run, or in the folder that --base names. If the base's files use other names for
+the weights than the model does, as DeepSpeed-Chat's reward models do, the whole base is loaded into memory.
 """
 
 import argparse
@@ -44,11 +44,10 @@ SHARD_SIZE = "50GB"  # the default of save_pretrained
 
 
 class PointTensors(Mapping):
-    """The weights of one model of a checkpoint, in the form in which a run saves them. Each tensor is read when it is
-    asked for.
+    """The weights of one of a checkpoint's models, as a run would save them. Each tensor is read when it is asked for.
 
-    files: the model's training state. averages: the moving average, if it is to be taken instead of the weights.
-    computed: the dtype in which the run computed. given: the dtype that all floats get. If it is None, trained weights
+    files: the model's training state. averages: the moving average, if it replaces the weights. computed: the dtype in
+    which the run computed. given: the dtype to which all float tensors are converted. If it is None, trained weights
     get the dtype `computed`, and frozen tensors keep their dtype.
     """
 

@@ -14,7 +14,7 @@ the run is resumed from an older checkpoint.
 Each rank's file holds consecutive parts of flattened tensors. The key of a part is name@start, where start is the index
 of the part's first number in the flattened tensor. The files' metadata have the shapes of the whole tensors. The
 safetensors library can read these files, but does not write them: the hash has to be computed from the numbers in
-memory and not from the file on the disk, and without a second copy of the numbers.
+memory, not from the file on the disk, and without a second copy of them.
 
 manifest.json: {"format": 1, "step": 100, "files": {"actor/rank_00000.safetensors": [size, blake2b], ...},
                 "digest": hash of the other entries}
@@ -148,8 +148,8 @@ def write_shards(path: Path, shards: Sequence[Shard]) -> FileRecord:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> FileRecord:
-    """Write a new safetensors file to the disk, one tensor at a time; `tensors` may load each tensor when it is asked
-    for."""
+    """Write a new safetensors file to the disk, one tensor at a time. `tensors` may load a tensor only when it is
+    read."""
     with _HashedFile(path) as file:
         write_safetensors(file.write, tensors, metadata)
         return file.finish()
@@ -217,7 +217,7 @@ class ShardFiles:
             )
 
     def whole(self, name: str) -> Tensor:
-        """The whole tensor of this name, in host memory."""
+        """Read the whole tensor of this name into host memory."""
         shape, runs = self._shapes[name], self._runs[name]
         tensor = torch.empty(shape, dtype=self.dtype(name))
         if runs:
@@ -260,10 +260,10 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> "Manifest":
-        """The manifest of the checkpoint in `folder`.
+        """Read the manifest of the checkpoint in `folder`.
 
-        Raises: Damage if the manifest is missing, or differs from what was written. UserError if its format is another
-        one.
+        Raises: Damage if the manifest is missing, or differs from what was written. UserError if it has a format that
+        this program does not know.
         """
         path = folder / MANIFEST
         if not path.is_file():
@@ -307,7 +307,7 @@ def damages(folder: Path) -> list[str]:
 
     Each rank hashes a part of the files; all ranks get the whole result.
 
-    Raises: UserError on all ranks if one of them does not see the folder, or if the checkpoint has another format.
+    Raises: UserError on all ranks if one of them does not see the folder, or if this program cannot read its format.
     """
     old, found = None, []
     try:
@@ -380,8 +380,8 @@ def config_files(models: Mapping[str, TrainedModel], tokenizer: PreTrainedTokeni
 class Schedule:
     """When checkpoints are written, and which are kept.
 
-    steps: number of steps between two checkpoints; 0 to write none by steps. minutes: number of minutes between two
-    checkpoints; 0 to write none by time. keep: how many of the newest checkpoints are kept; 0 to keep all. keep_best:
+    steps: number of steps between two checkpoints; 0 if steps do not matter. minutes: number of minutes between two
+    checkpoints; 0 if time does not matter. keep: how many of the newest checkpoints are kept; 0 to keep all. keep_best:
     whether the checkpoint with the best held-out score is kept too. asynchronous: whether training goes on while a
     checkpoint is written.
     """

@@ -1,6 +1,6 @@
-"""Resumes runs: finds the checkpoint from which a run goes on, verifies that it is whole, and restores its models, on
-any number of ranks and at any ZeRO stage. For exports it also provides the adapter in the checkpoint of a LoRA run, and
-the model with this adapter merged in.
+"""Resumes runs: finds the checkpoint, verifies that it is whole, and restores its models, on any number of ranks and at
+any ZeRO stage. For exports it also provides the adapter in the checkpoint of a LoRA run, and the model with this
+adapter merged in.
 """
 
 import contextlib
@@ -55,11 +55,11 @@ SHOWN = 3  # number of damaged files that a message names
 
 @dataclass(frozen=True, slots=True)
 class ResumePoint:
-    """A checkpoint that was found, and verified, at the start of a run.
+    """A checkpoint that was found and verified at the start of a run.
 
     folder: .../checkpoints/step_N. state: the content of its trainer_state.json (training/checkpoints/conditions.py).
     in_output_dir: whether the checkpoint lies in this run's --output_dir; if so, the metrics there are continued.
-    passed_over: a line for each newer checkpoint that was not taken because it is damaged.
+    passed_over: a line for each newer checkpoint that is damaged, and therefore was not used.
     """
 
     folder: Path
@@ -71,7 +71,7 @@ class ResumePoint:
     def find(cls, path: str | None, output_dir: str, with_ema: bool = False) -> "ResumePoint | None":
         """The checkpoint that --resume names; None if the run starts anew (all ranks call this).
 
-        All files of a checkpoint are hashed before it is taken. If `path` is a run's output folder and its newest
+        All files of a checkpoint are hashed before it is chosen. If `path` is a run's output folder and its newest
         checkpoint is damaged, the checkpoint before it is tried.
 
         Args:
@@ -127,7 +127,7 @@ class ResumePoint:
 
 
 def _candidates(path: str, output_dir: str) -> tuple[bool, list[Path]]:
-    """(whether `path` is a checkpoint's folder; the folders of the checkpoints to try, in this order)."""
+    """(whether `path` is itself a checkpoint's folder; the folders of the checkpoints to try, the first one first)."""
     if path == AUTO:
         return False, points_in(Path(output_dir))[::-1]
     folder = Path(path)
@@ -169,7 +169,7 @@ def _read(path: Path, with_ema: bool) -> dict:
 
 def set_aside_newer(output_dir: Path, step: int) -> None:
     """Rename the checkpoints after `step` to step_N.abandoned (rank 0 does). A run that resumes from an older
-    checkpoint makes the later steps again; the next --resume must not find the old checkpoints of these steps.
+    checkpoint repeats the later steps. The next --resume must not find their old checkpoints.
 
     Checkpoints that were half written or half deleted when the run was killed are removed.
     """
@@ -225,7 +225,7 @@ class Tensors(dict[str, Tensor]):
 
 
 class AdapterPoint:
-    """A model of a checkpoint that was trained with LoRA.
+    """One of a checkpoint's models, which was trained with LoRA.
 
     Args:
         model: the model's name, which is also the name of its adapter.
@@ -243,8 +243,7 @@ class AdapterPoint:
         self.base, self.config = base, folder
 
     def adapter(self) -> Tensors:
-        """{name in peft: weight} of the adapter. Raises: UserError if other weights than the adapter's were trained
-        too."""
+        """{name in peft: weight} of the adapter. Raises: UserError if weights outside the adapter were trained too."""
         found = {}
         for name in self.tensors:
             if is_factor(name):
@@ -261,7 +260,8 @@ class AdapterPoint:
     def merged(self) -> Tensors:
         """The weights of the model with its adapter merged in; each matrix is merged when it is asked for.
 
-        Raises: UserError if the base, with which the run began, is missing, or if its weights have changed since.
+        Raises: UserError if the base (the model with which the run began) is missing, or if its weights have changed
+        since.
         """
         adapter = self._folder()
         model, base = self._base(adapter)
@@ -302,7 +302,7 @@ class AdapterPoint:
         return found
 
     def _base(self, adapter: AdapterFolder) -> tuple[PreTrainedModel, dict[str, Tensor]]:
-        """(the base, with which the run began; {name: weight} of its weights).
+        """(the base, that is the model with which the run began; {name: weight} of its weights).
 
         If the base's files use the model's own names, the model stays on the meta device, and each weight is read when
         it is asked for. Otherwise the whole model is loaded.
@@ -325,8 +325,8 @@ class AdapterPoint:
         return model, {name: tensor.detach() for name, tensor in _weights(model).items()}
 
     def _stored(self, model: PreTrainedModel, path: str) -> dict[str, Tensor] | None:
-        """{name in the model: weight} of the weights that the checkpoint lacks, from the files at `path`. None if one
-        of them has another name in the files, or if the files are not on this machine."""
+        """{name in the model: weight} of the weights that the checkpoint lacks; each is read from the files at `path`
+        when it is used. None if the files use another name for one of them, or are not on this machine."""
         folder = weights_folder(path)
         if folder is None or model._keep_in_fp32_modules or model._keep_in_fp32_modules_strict:
             return None
@@ -345,7 +345,7 @@ class AdapterPoint:
 
 
 def _weights(model: PreTrainedModel) -> dict[str, Tensor]:
-    """{name: weight} of the weights of a model that are saved. A tied weight has only one of its names."""
+    """{name: weight} of the weights that are saved with a model. A tied weight is listed under one name only."""
     saved = model.state_dict().keys()
     named = [*model.named_parameters(), *model.named_buffers()]
     return {name: tensor for name, tensor in named if name in saved}

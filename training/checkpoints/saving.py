@@ -68,7 +68,7 @@ class Outcome:
 
 
 class PendingPoint:
-    """Writes one checkpoint in a thread. `outcome` shows whether writing has succeeded or failed so far.
+    """Writes one checkpoint in a thread. `outcome` shows whether writing has failed, or the checkpoint is whole.
 
     When a rank other than rank 0 has written its files, it writes a small file rank_N.json with their sizes and hashes.
     Rank 0 waits for all these files, writes the manifest from them, and renames the folder. Thus a checkpoint is
@@ -96,7 +96,7 @@ class PendingPoint:
         self._thread.start()
 
     def join(self) -> None:
-        """Wait until this rank's part is done."""
+        """Wait until this rank has done its part."""
         self._thread.join()
 
     def give_up(self) -> None:
@@ -305,7 +305,7 @@ class Checkpoints:
         return found | {name: average.shards() for name, average in self.averages.items()}
 
     def _prepare(self, final: Path) -> str | None:
-        """Make the folder into which a checkpoint is written. Returns None, or, if this fails, the reason."""
+        """Make the folder into which a checkpoint is written. Returns the reason if this fails, else None."""
         partial = final.with_name(final.name + PARTIAL)
         try:
             remove_folder(partial)
@@ -318,7 +318,7 @@ class Checkpoints:
 
     def _look(self, wait: bool = False) -> None:
         """Check on all ranks whether the checkpoint that is being written is whole or has failed. wait: whether to wait
-        until one of the two is the case."""
+        until it is."""
         while self._pending is not None:
             outcomes = distributed.all_gather_objects(self._pending.outcome)
             problems = [outcome.problem for outcome in outcomes if outcome.problem is not None]
@@ -382,7 +382,7 @@ class Checkpoints:
             self._pruning.join()
 
     def take_metrics(self) -> dict[str, float]:
-        """The metrics of writing checkpoints since the last call: time/checkpoint, checkpoint/seconds,
+        """The metrics of the checkpoints written since the last call: time/checkpoint, checkpoint/seconds,
         checkpoint/bytes."""
         found, self._metrics = self._metrics, {}
         return found
@@ -395,13 +395,14 @@ def _amount(size: int) -> str:
 
 @contextlib.contextmanager
 def last_good_named(checkpoints: Checkpoints, weights_of: Callable[[], int | None]) -> Iterator[None]:
-    """If a RunStopped is raised within this block, by all ranks together, add to its message from which checkpoint the
-    run can be resumed.
+    """If all ranks raise RunStopped within this block, add the checkpoint from which the run can be resumed to its
+    message.
 
-    If the current weights are sound and belong to a finished step, their checkpoint is written first, unless it exists.
-    The message names the newest sound checkpoint, or says that there is none.
+    If the current weights are sound and belong to a finished step, they are first saved in a checkpoint, unless it
+    exists. The message names the newest sound checkpoint, or says that there is none.
 
-    weights_of: () -> the number of the step that made the current weights; None in the middle of an update.
+    weights_of: function that returns the number of the step that made the current weights, or None in the middle of an
+    update.
     """
     try:
         yield
@@ -419,7 +420,8 @@ def last_good_named(checkpoints: Checkpoints, weights_of: Callable[[], int | Non
 
 
 def last_good(output_dir: Path, good_until: float) -> str:
-    """A sentence that names the newest checkpoint up to the step `good_until`, and the checkpoints after this step."""
+    """Text that names the newest checkpoint that is not after the step `good_until`, and warns of the checkpoints after
+    it."""
     steps = {step_of(point) or 0: point for point in points_in(output_dir) if (point / MANIFEST).is_file()}
     good = [step for step in steps if step <= good_until]
     spoilt = [steps[step].name for step in sorted(steps) if step > good_until]

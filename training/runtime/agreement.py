@@ -30,8 +30,8 @@ def from_here(message: str) -> str:
 
 
 def first_of(messages: Sequence[str | None], hosts: Sequence[str]) -> str | None:
-    """The first message that is not None; None if there is no message. Unless all hosts have this message, the names of
-    those that have it are added.
+    """The first message that is not None; None if there is no message. If only some hosts have it, their names are put
+    before it.
 
     messages, hosts: one for each rank.
     """
@@ -49,7 +49,7 @@ def start_key(name: str, environment: Mapping[str, str]) -> str:
 
 def open_store(environment: Mapping[str, str], serve: bool = False, seconds: float = 5.0):
     """Open torch's store at which the ranks meet. serve: True for rank 0, which serves the store unless torchrun does.
-    seconds: the timeout for answers of the store.
+    seconds: how long to wait for an answer of the store.
 
     Raises: OSError or RuntimeError if nobody serves the store; RuntimeError if this process cannot serve it.
     """
@@ -61,7 +61,7 @@ def open_store(environment: Mapping[str, str], serve: bool = False, seconds: flo
 
 
 class MeetingPoint:
-    """This rank's access to the store where the ranks meet.
+    """Gives this rank access to the store at which the ranks meet.
 
     environment: variables with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. If WORLD_SIZE is 1, the store is not
     used.
@@ -94,8 +94,8 @@ class MeetingPoint:
         return str(message), code if code in (1, USER_ERROR) else 1
 
     def let_others_hear(self) -> None:
-        """Called by rank 0, which may serve the store. Notes in the store that the failure was printed, and waits, at
-        most a few seconds, until all ranks have read this."""
+        """Called by rank 0, which may serve the store. Notes in the store that the failure was printed. Then waits
+        until all ranks have read this, at most a few seconds."""
         deadline = time.monotonic() + 2 * LOOK_EVERY
         with contextlib.suppress(OSError, RuntimeError):
             store = open_store(self._environment)
@@ -108,8 +108,8 @@ class MeetingPoint:
         """Write into the store why this rank cannot join. Returns whether rank 0 has printed a failure; if not, this
         rank has to print its own.
 
-        Waits at most PATIENCE for rank 0 to print a failure. If this is rank 0, it has printed its own failure, and
-        waits until the other ranks have read it. A failure that is already in the store is not replaced.
+        Waits at most PATIENCE for rank 0 to print a failure. Rank 0 prints its own failure before it calls this, and
+        then waits here until the other ranks have read it. A failure that is already in the store is not replaced.
         """
         store, said, deadline = None, False, time.monotonic() + PATIENCE
         while self._world > 1 and time.monotonic() < deadline:

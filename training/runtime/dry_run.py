@@ -2,8 +2,8 @@
 
     python -m training.runtime.dry_run deepspeed --hostfile hosts --num_gpus 8 training/step3_rlhf.py --data_path ...
 
-A program's flag --dry_run does the same. With the flag, the number of ranks is that of the processes that were started;
-with this module, it is read from the command. A dry run makes all checks that are possible. Then it prints the command,
+A program's flag --dry_run does the same. With the flag, the ranks are the processes that were started; with this
+module, their number is read from the command. A dry run makes all checks that are possible. Then it prints the command,
 some rows as the model sees them, and each engine's DeepSpeed configuration.
 """
 
@@ -101,8 +101,8 @@ def _listed(value: str | list[str] | None) -> list[str]:
 
 
 def opened(data: Sequence[str], unseen: Sequence[str]) -> list[str]:
-    """Open each data set that is on this machine; returns a line for each. unseen: the data sets that are not. Raises
-    UserError if a data set cannot be used."""
+    """Open each data set that is on this machine; returns a line for each. unseen: the data sets that are not on it.
+    Raises UserError if a data set cannot be used."""
     sources = [open_source(path) for path in dict.fromkeys(data) if path not in unseen]
     return [f"data {source.name}: {sum(map(len, source.training))} records" for source in sources]
 
@@ -113,7 +113,7 @@ def unseen_models(args, *paths: str | None) -> list[str]:
 
 
 def unseen_data(paths: Sequence[str]) -> list[str]:
-    """Those data sets that are not on this machine, so that they can only be names on the Hub."""
+    """The data sets that are not on this machine: they can only be names on the Hub."""
     return [
         path
         for path in dict.fromkeys(paths)
@@ -129,7 +129,7 @@ def _command() -> str:
 
 
 def _processes(launcher: Sequence[str]) -> tuple[int, int]:
-    """(number of processes that `deepspeed` with these words would start, number on the node with the most of them)."""
+    """(number of processes that `deepspeed` would start with these words, largest number of them on one node)."""
     if any(
         word.split("=")[0] in ("--include", "--exclude", "-i", "-e") or Path(word).name in ("torchrun", "accelerate")
         for word in launcher
@@ -148,13 +148,13 @@ def _processes(launcher: Sequence[str]) -> tuple[int, int]:
 
 
 def _options(launcher: Sequence[str]) -> dict[str, str]:
-    """{word: the next word} of all words; for a flag, the next word is its value."""
+    """{word: the word after it} for all words; the word after a flag is its value."""
     words = [part for word in launcher for part in (word.split("=", 1) if word.startswith("--") else [word])]
     return dict(itertools.pairwise("--hostfile" if word == "-H" else word for word in words))
 
 
 def _missing(launcher: Sequence[str], several: bool) -> str:
-    """A text with what `deepspeed` would need and does not find; "" if nothing is missing. several: whether the run has
+    """Text that says what `deepspeed` needs but would not find; "" if nothing is missing. several: whether the run has
     several nodes."""
     options = _options(launcher)
     if "--hostfile" not in options:

@@ -2,10 +2,10 @@
 
     srun --nodes 4 --ntasks-per-node 8 python training/step3_rlhf.py ...
 
-srun can launch the ranks too, one task for each rank. SLURM's variables of a task are then translated to the variables
-that torch's launchers set. A variable that is already set is not changed, whether the user has set it or a launcher
-within the task. Thus a user can choose other values of MASTER_ADDR and MASTER_PORT than the first node and the default
-port.
+srun can launch the ranks too, one task for each rank. The variables that SLURM sets for a task are then translated into
+those that torch's launchers set. A variable that the user, or a launcher within the task, has already set is not
+changed. Thus a user can set MASTER_ADDR and MASTER_PORT; their defaults are the first node and a port that depends on
+the job's id.
 
 A failure to print must not end a run: the reader of standard output may be gone, or the disk of a log may be full. Text
 that cannot be printed is lost.
@@ -49,8 +49,7 @@ def own_programs_first() -> None:
 
 
 def check_launch() -> None:
-    """Raise UserError if the launcher's variables of this process are no numbers, or if RANK is not below
-    WORLD_SIZE."""
+    """Raise UserError if a variable that the launcher sets is not a number, or if RANK is not below WORLD_SIZE."""
     numbers = {
         name: os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT") if name in os.environ
     }
@@ -81,8 +80,8 @@ def check_port() -> None:
     """Raise UserError on rank 0 if another process, usually another run, already uses the port MASTER_PORT, at which
     rank 0 has to serve the store.
 
-    This is checked before the imports, which take seconds. Otherwise this run's other ranks would join the other run
-    meanwhile, and both runs would end.
+    This is checked before the imports, which take seconds. If it were checked after them, this run's other ranks would
+    join the other run meanwhile, and both runs would end.
     """
     port = int(os.environ.get("MASTER_PORT") or 0)
     served_by_torchrun = os.environ.get(AGENTS_STORE) == "True"
@@ -120,8 +119,7 @@ def check_gpus() -> None:
 
 
 def is_slurm_task(environment: Mapping[str, str]) -> bool:
-    """Whether srun has started this process, or the launcher of this process. False in a batch script, which is no
-    task."""
+    """Whether srun has started this process or its launcher. False in a batch script, which is not a task."""
     return "SLURM_STEP_ID" in environment and "SLURM_PROCID" in environment
 
 
@@ -158,8 +156,9 @@ def first_host(nodes: str) -> str:
 
 
 def slurm_hosts(environment: Mapping[str, str]) -> dict[int, str]:
-    """{number of a task: its node} for all tasks of the SLURM step, if srun fills one node after the other (its default
-    distribution, block). {} if srun did not start this process, or if SLURM's variables do not tell the nodes."""
+    """{number of a task: its node} for all tasks of the SLURM step. This assumes srun's default distribution, block,
+    which fills one node after the other. {} if srun did not start this process, or if SLURM's variables do not tell the
+    nodes."""
     names = next((environment[name] for name in NODE_LISTS if environment.get(name)), "")
     if not is_slurm_task(environment) or not names or "cyclic" in environment.get("SLURM_DISTRIBUTION", ""):
         return {}
@@ -197,7 +196,7 @@ def _number(environment: Mapping[str, str], *names: str) -> int:
 
 
 def _given(environment: Mapping[str, str], *names: str) -> str:
-    """The value of the first of these variables that is set. Raises UserError if none is set."""
+    """The value of the first one of these variables that is set. Raises UserError if none is set."""
     value = next((environment[name] for name in names if environment.get(name)), None)
     if value is None:
         raise UserError(

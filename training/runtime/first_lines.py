@@ -1,4 +1,5 @@
-"""The first lines that a run prints: its dialect, score, data, steps and engines, and changes since a checkpoint.
+"""The first lines that a run prints: its dialect, score, data, steps and engines, and what has changed since a
+checkpoint.
 
 The lines about steps say how many steps and epochs there are, and when the run evaluates and writes checkpoints. The
 lines about data say how many rows are kept, cut and dropped, give advice if many rows do not fit, and show rows as the
@@ -32,10 +33,10 @@ NO_POINTS = "no checkpoints: a run that dies begins anew (--save_steps, --save_m
 
 @dataclass(frozen=True, slots=True)
 class RunSchedule:
-    """What a run does in which of its steps, which are counted from 1. It is known before a model is loaded.
+    """Says what a run does after each of its steps, which are counted from 1. It is known before a model is loaded.
 
     steps: number of steps. epochs: number of passes over the rows in these steps. schedule: when checkpoints are
-    written. evaluates: step -> whether held-out rows are evaluated after this step; None if there are no held-out rows.
+    written. evaluates: function that says whether held-out rows are evaluated after a step; None if there are none.
     They are always evaluated before step 1 too.
     """
 
@@ -51,8 +52,8 @@ class RunSchedule:
 
     @property
     def points(self) -> int:
-        """The number of checkpoints that --save_steps causes before the last step. If the run dies, it can be resumed
-        from them."""
+        """The number of checkpoints that --save_steps causes before the last step. A run that dies can be resumed from
+        them."""
         return (self.steps - 1) // self.schedule.steps if self.schedule.steps else 0
 
     def lines(self) -> list[str]:
@@ -88,11 +89,11 @@ ARROW = {"texts": "what is learned begins", "pairs": "an answer begins", "prompt
 
 
 def counted(rows: FittedRows, noun: str, held_out: FittedRows | None, asked: int = 0) -> str:
-    """A text with the numbers of rows: "1,834 texts (226 cut: 12.3 %, 8 dropped: 0.4 %), 96 held out".
+    """Text that says how many rows there are: "1,834 texts (226 cut: 12.3 %, 8 dropped: 0.4 %), 96 held out".
 
-    asked: the number of held-out rows that a flag asks for, from whatever data set they come; 0 without such a flag.
-    (The flag --held_out of steps 1 and 2 does not count: it concerns rows of --data_path only, and a run with too few
-    of them ends.)
+    asked: the number of held-out rows that a flag asks for, from any data set; 0 without such a flag. (The flag
+    --held_out of steps 1 and 2 does not count: it concerns rows of --data_path only, and a run with too few of them
+    ends.)
     """
     if held_out is None:
         return f"{rows.told(noun)}, 0 held out"
@@ -111,13 +112,13 @@ def too_long(
     models: Sequence[str | None],
     beside: int = 0,
 ) -> list[str]:
-    """Lines: a warning if many rows are too long, and some rows as the model sees them.
+    """Returns lines: a warning if many rows are too long, and some rows as the model sees them.
 
-    A dry run shows three rows of each kind. Other runs show one row that is cut, one that is dropped, and one of which
-    the tokenizer makes no tokens, if there are such rows.
+    A dry run shows three rows of each kind. Other runs show one row that is cut, one that is dropped, and one from
+    which the tokenizer makes no tokens, if there are such rows.
 
     flag: the flag that limits the rows' length. models: paths of the models that read the rows. beside: number of
-    positions that the models need in addition to those of the row.
+    positions that the models need in addition to the row's.
     """
     whole = args.dry_run
     examples = shown_rows(rows, tokenizer, NOTED) if whole else shown_rows(rows, tokenizer, 1, (CUT, DROPPED, EMPTY))
@@ -149,7 +150,7 @@ def supervised_lines(
 
 
 def supervised_schedule(args: SupervisedFlags, examples: int) -> RunSchedule:
-    """The schedule of the whole run, also if the run is resumed. examples: number of training examples."""
+    """The schedule of the whole run, even if this start resumes it. examples: number of training examples."""
     total, an_epoch = args.total_steps(examples), args.steps_per_epoch(examples)
     return RunSchedule(total, total / an_epoch, args.schedule(), lambda step: args.evaluates(step, examples))
 
@@ -172,8 +173,8 @@ def dialect_lines(dialect: Dialect, changed: dict) -> str:
 
 
 def score_lines(args: RLHFFlags, dialect: Dialect) -> list[str]:
-    """Lines with the parts of the score and with the changes that are made to the score before it becomes a reward; and
-    a warning if the critic starts from a reward model that the score does not use."""
+    """Lines about the parts of the score, and about the changes that turn the score into a reward; and a warning if the
+    critic starts from a reward model that the score does not use."""
     terms = [(part.what, part.weight) for part in score_parts(args)]
     changes = _score_changes(dialect, args.max_answer_seq_len)
     lines = [f"score = {', '.join([sum_in_words(terms, args.length_penalty), *changes])}"]
@@ -235,8 +236,7 @@ def plan_lines(args: RLHFFlags, plan: Plan) -> list[str]:
 
 
 def dynamic_sampling_line(dialect: Dialect) -> list[str]:
-    """A line about the further prompts to which a step may draw responses; [] for a dialect without dynamic
-    sampling."""
+    """A line that says how many batches of prompts a step may draw; [] for a dialect without dynamic sampling."""
     most = dialect.dynamic_sampling
     if most == 1:
         return []
@@ -255,7 +255,7 @@ def pretraining_lines(args: RLHFFlags) -> list[str]:
 
 
 def run_schedule(args: RLHFFlags, plan: Plan) -> RunSchedule:
-    """The schedule of the whole run of step 3, also if the run is resumed."""
+    """The schedule of the whole run of step 3, even if this start resumes it."""
 
     def evaluates(step: int) -> bool:
         return step == plan.last_step or bool(args.eval_steps and step % args.eval_steps == 0)
@@ -266,7 +266,7 @@ def run_schedule(args: RLHFFlags, plan: Plan) -> RunSchedule:
 
 
 def changes_since(plan: Plan) -> list[str]:
-    """Lines with the checkpoint that the run resumes from, and with each setting that has changed since."""
+    """Lines that name the checkpoint from which the run resumes, and each setting that has changed since."""
     if plan.resume is None:
         return []
     return plan.resume.lines() + plan.conditions.changes_since(Conditions.read(plan.resume.state))
@@ -314,7 +314,7 @@ def _cut(position: int, count: int) -> list[tuple[int, str]]:
 
 
 def _marked(ids: list[int], marks: list[tuple[int, str]], tokenizer, start: int = 0) -> str:
-    """The text of the ids from position `start` on, with the texts of `marks` inserted at their positions."""
+    """The text of the token ids from position `start` on; the texts of `marks` are inserted at their positions."""
     words, told = [], 0
     for position in sorted({start, *(position for position, _ in marks), len(ids)}):
         text = tokenizer.decode(

@@ -1,14 +1,13 @@
-"""Heartbeats: each rank sends rank 0 its phase and step once a second, and rank 0 finds out which rank is missing and
-what has happened to it.
+"""Heartbeats: each rank sends its phase and step to rank 0 once a second, so that rank 0 can tell which rank is
+missing, and why.
 
 Watch threads send heartbeats over separate sockets, independent of the collective calls of main threads. A rank
     died        if its connection ended without notice
     is cut off  if its machine has not answered for CUT_OFF seconds, as TCP's keepalive found
     is silent   if its machine answers but the rank does not: its process is stopped, or is in a call that lets no other
-                thread run. Other ranks on the same machine report which of the two is the case.
+                thread run. Other ranks on the same machine report which of the two it is.
 torch does not distinguish these cases: gloo names an address or nothing, NCCL's watchdog names the collective call.
-Silence is counted in rounds and not in seconds, so that time in which rank 0 itself did not run does not count as
-silence of other ranks.
+Silence is counted in rounds, not in seconds: while rank 0 itself does not run, the other ranks' silence does not grow.
 
 Other programs are kept out: each message has to prove that its sender has the run's key, which ranks get through the
 process group. Once all ranks have connected, no further connection is accepted.
@@ -111,7 +110,7 @@ class Connection:
 
 
 def lost_by(error: OSError | ValueError) -> str:
-    """A text on what has happened to a rank whose connection ended with this error."""
+    """Text that says what happened to a rank if its connection ended with this error."""
     died = isinstance(error, (ConnectionResetError, BrokenPipeError, ValueError))
     return "has died" if died else f"is cut off ({getattr(error, 'strerror', None) or error})"
 
@@ -136,7 +135,7 @@ class Rank:
 
     @property
     def where(self) -> str:
-        """A text with the rank's phase and step, their start time, and what the rank began last."""
+        """Text with the rank's phase and step, their start time, and what the rank began last."""
         if not self.beat:
             return "before it could say where"
         step = f" of step {self.beat['step']}" if self.beat["step"] else ""
@@ -145,7 +144,7 @@ class Rank:
 
     @property
     def silence(self) -> str:
-        """A text on how the rank is silent, in which phase, and for how long."""
+        """Text that says in what way the rank is silent, in which phase, and for how long."""
         how = STOPPED.get(self.state or "", "says nothing, though its process lives" if self.state else "is silent")
         return f"{self} {how} {self.where} for {self.quiet} s"
 
@@ -162,8 +161,8 @@ class Rank:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The decision that all ranks end. message: the reason. stacks: the ranks that print their stack traces. stuck:
-    (machine, process id) of the processes to kill."""
+    """The decision that all ranks end, and what they do before. message: the reason. stacks: the ranks that print their
+    stack traces. stuck: (machine, process id) of the processes to kill."""
 
     message: str
     code: int = 1
@@ -198,7 +197,8 @@ class Monitor(threading.Thread):
             connection.socket.close()
 
     def pass_on(self, beat: dict) -> None:
-        """Send rank 0's heartbeat to all ranks at once, because rank 0, and this thread, may end at any moment."""
+        """Send rank 0's heartbeat to all ranks immediately, because rank 0 may end at any moment, and this thread with
+        it."""
         self.ranks[0].beat = beat
         self._tell({})
 
@@ -260,8 +260,8 @@ class Monitor(threading.Thread):
                 self.ranks[int(number)].state = state
 
     def _know(self, connection: Connection, rank: Rank) -> None:
-        """Note that this connection is the rank's. When all ranks are connected, stop listening, and close all other
-        connections."""
+        """Note that this connection belongs to this rank. When all ranks are connected, stop listening, and close all
+        other connections."""
         del self._strangers[connection]
         self._known[connection] = rank
         if len(self._known) == len(self.ranks):
@@ -307,8 +307,8 @@ class Monitor(threading.Thread):
         return Verdict(self._quoted(troubled[0]), code=troubled[0].beat.get("code", 1))
 
     def _quoted(self, rank: Rank) -> str:
-        """A text with the error that a rank reported, and with the rank's host unless all ranks reported an error. For
-        a user's mistake the rank's number is left out, since all ranks report the same text."""
+        """Text with the error that a rank reported; it names the rank's host unless all ranks reported an error. For a
+        user's mistake the rank's number is left out, since all ranks report the same text."""
         hosts = [other.beat.get("host", "") for other in self.ranks]
         if rank.beat.get("code") == USER_ERROR:
             return f"error: {first_of([other.trouble for other in self.ranks], hosts)}"
@@ -351,8 +351,8 @@ class Monitor(threading.Thread):
         )
 
     def _behind(self) -> list[Rank]:
-        """The ranks that are probably behind: those in the phase with the fewest ranks, and among several such phases
-        in the oldest one. [] if all ranks are in the same phase."""
+        """The ranks that are probably behind: those in the phase that has the fewest ranks. If several phases have
+        equally few, the phase that began first counts. [] if all ranks are in the same phase."""
         groups: dict[tuple, list[Rank]] = {}
         for rank in self.ranks:
             groups.setdefault((rank.beat.get("step"), rank.beat.get("phase")), []).append(rank)
@@ -431,7 +431,7 @@ class Reporter:
                 print_line(first.silence)
 
     def hear(self) -> None:
-        """Read rank 0's messages, also those that arrived before the connection ended."""
+        """Read rank 0's messages, including those that arrived before the connection ended."""
         try:
             heard = self._connection.receive()
         except (OSError, ValueError) as error:
@@ -455,7 +455,8 @@ class Reporter:
         self._first.lost, self.others_left = self._first.lost or lost_by(error), True
 
     def _conclude(self, message: str, stuck: tuple = ()) -> None:
-        """End the run without rank 0. Rank 1 prints the reason, and 3 seconds later the first rank of each machine."""
+        """End the run without rank 0. Rank 1 prints the reason; 3 seconds later, the first rank of each machine prints
+        it."""
         if self.rank > 1:
             time.sleep(3)
         if self.rank == 1 or int(os.environ.get("LOCAL_RANK", 0)) == 0:

@@ -5,7 +5,7 @@
     push(args, {"actor": folder})
 
 A model card is the README.md of a saved model. It is made from run.json and metrics.jsonl. Since it may be published,
-it names only those models and data that are on the Hub, and calls others local. It has no paths, file names, commands,
+it names only models and data that are on the Hub; it calls all others local. It has no paths, file names, commands,
 host names or names of the user's functions; these are in run.json only. A card ends with the hash of the text above it.
 If the hash does not match, the user has edited the card, and it is kept.
 
@@ -201,7 +201,7 @@ class RunFacts:
 
     start: the last entry of run.json. rows: the rows of metrics.jsonl. steps: number of steps for which the model was
         trained.
-    known: {path: Hub name} of models on the disk whose cards tell their names on the Hub.
+    known: {path: Hub name of the model from which it was trained} of models on the disk, as far as this is known.
     """
 
     start: Mapping
@@ -211,10 +211,10 @@ class RunFacts:
 
     @classmethod
     def read(cls, output_dir: Path, steps: int | None = None) -> "RunFacts | None":
-        """The facts about the run in this folder; None if it has no run.json. steps: the step up to which the run is
-        considered; None for the whole run.
+        """The facts about the run in this folder; None if it has no run.json. steps: the last step that counts; None
+        for the whole run.
 
-        Raises: OSError; UserError if run.json is no record of a run.
+        Raises: OSError; UserError if run.json is not a record of a run.
         """
         if not (output_dir / RUN_FILE).is_file():
             return None
@@ -335,7 +335,7 @@ def _how(run: RunFacts) -> Iterator[str]:
 
 
 def _departures(resolved: Mapping) -> str:
-    """A text with the fields in which the run's dialect differs from the dialect of the same name."""
+    """Text that lists the fields in which the run's dialect differs from the dialect of that name."""
     try:
         named = get_dialect(resolved["name"])
     except UserError:
@@ -353,8 +353,8 @@ def _departures(resolved: Mapping) -> str:
 
 
 def _held_out(run: RunFacts, averaged: bool) -> Iterator[str]:
-    """The lines of a table of held-out metrics before the first step and after the last one. averaged: whether they are
-    those of the averaged weights."""
+    """The lines of a table of held-out metrics before the first step and after the last one. averaged: whether the
+    metrics of the averaged weights are shown."""
     measured = [row for row in run.rows if any(n.startswith("eval/") and not n.endswith(ENDINGS) for n in row)]
     first = next((row for row in measured if row["step"] == 0), {})
     last = next((row for row in reversed(measured) if row["step"] > 0), {})
@@ -444,8 +444,8 @@ def publicly(given: str, what: str, known: Mapping[str, str] | None = None) -> s
 
 
 def known_names(paths: Iterable[str | None]) -> dict[str, str]:
-    """{path: Hub name of the model from which the model at this path was trained}, for the paths whose cards were
-    written by this program and tell the name."""
+    """{path: Hub name of the model from which the model at this path was trained}, for the paths where this is known
+    from an adapter's base, or from a card that this program wrote."""
     found = {}
     for path in paths:
         if path is None or is_hub_name(path):
@@ -483,7 +483,7 @@ def _digest(text: str) -> str:
 
 
 def add_card(folder: Path, output_dir: Path, name: str, steps: int | None = None) -> None:
-    """Write a card into `folder`, which holds the model that the run in `output_dir` saves as `name`.
+    """Write a card into `folder`. The folder holds the model that the run in `output_dir` saves as `name`.
 
     steps: for a model that is exported from a checkpoint, the checkpoint's step. If there is no run.json, for example
     because the checkpoint was moved, no card is written, and a line says so.
@@ -531,7 +531,7 @@ LOG_IN = "Log in with `hf auth login` or set HF_TOKEN, or leave --push_to_hub ou
 
 
 class NotUploaded(Exception):
-    """Raised if a model is not uploaded for a reason that was found before the Hub was asked."""
+    """Raised if something prevents an upload, and this is found before the Hub is asked."""
 
 
 def check_hub(args: HubFlags) -> None:
@@ -565,11 +565,11 @@ def check_hub(args: HubFlags) -> None:
 
 
 def push(args: HubFlags, saved: Mapping[str, Path]) -> None:
-    """Upload the trained model if --push_to_hub is given. Prints its address, or why it was not uploaded (all ranks
-    call this).
+    """Upload the trained model if --push_to_hub is given. Prints the model's address, or why it was not uploaded (all
+    ranks call this).
 
     saved: {name: folder} of the run's models. Only the model's own files are uploaded: other files in the folder, such
-    as run.json beside an SFT model, contain paths and names of the machine.
+    as run.json beside an SFT model, contain this machine's paths and names.
     """
     if not args.push_to_hub:
         return

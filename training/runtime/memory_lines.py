@@ -44,8 +44,8 @@ def workload(args: RLHFFlags, dialect: Dialect) -> Workload:
 
 
 def this_cluster() -> Cluster:
-    """The run's machines, under the assumption that all are like this one. The memory of a GPU is known only if this
-    machine has GPUs."""
+    """A description of the run's machines, which assumes that all are like this one. The memory of a GPU is known only
+    if this machine has GPUs."""
     gpus = ranks_of_this_machine()
     gpu = torch.cuda.mem_get_info()[1] if on_gpu() else None
     nodes = -(-distributed.world_size() // gpus)
@@ -74,8 +74,8 @@ def memory_compared(args: RLHFFlags, dialect: Dialect, resumed: bool, say: Calla
     """Measure the peak memory of each phase of the step that is made within this block, on the main rank's GPU, and
     print a line with planned and measured memory.
 
-    resumed: whether the run was resumed, so that Adam has its moments before the step. An error in the planning does
-    not end the run. On CPUs, which have no peak counters, nothing is measured or planned.
+    resumed: whether the run was resumed; if so, Adam has its moments already before the step. An error in the planning
+    does not end the run. On CPUs, which have no peak counters, nothing is measured or planned.
     """
     if not distributed.is_main() or not on_gpu():
         yield
@@ -165,7 +165,7 @@ def _planned(args: RunFlags, models: Sequence[str | None], make: Callable[[], Me
 
 
 def change_lines(setting: Setting) -> list[str]:
-    """Lines with changes that make a setting fit, those that cost the least speed first."""
+    """Lines that describe changes that make a setting fit; changes that cost the least speed come first."""
     found = what_fits(setting)
     if found is None:
         others = ["more GPUs would (--search gpus)", *_fewer_weights(setting.spec)]
@@ -179,7 +179,8 @@ def change_lines(setting: Setting) -> list[str]:
 
 
 def _fewer_weights(spec: EngineSpec) -> list[str]:
-    """Texts with changes that reduce the memory of weights and optimizer states; [] if LoRA is already used in full."""
+    """Descriptions of changes that reduce the memory of weights and optimizer states; [] if LoRA already saves all it
+    can."""
     lora = spec.actor_lora
     if lora is None:
         flags = "--actor_lora_dim 16 --critic_lora_dim 16 --only_optimize_lora"

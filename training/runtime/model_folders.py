@@ -1,11 +1,11 @@
-"""Saves trained models as Hugging Face folders. At every moment a whole model is on the disk: an old model is removed
-only when the new one is whole.
+"""Saves trained models as Hugging Face folders. An old model is removed only when the new one is whole, so that the
+disk has a whole model at every moment.
 
-A model is written to a new folder beside its place (actor.partial), flushed to the disk, and exchanged with the folder
-at its place. Steps 1 and 2 save into the output folder itself, which cannot be exchanged: their model is written to
-model.partial, the folder is renamed to model.complete, and its files are linked into the output folder one by one. If
-the process is killed in between, either the earlier model or model.complete is whole; while files are being linked, the
-output folder has no config.json, so that a mixture of two models cannot be loaded.
+A model is written to a new folder beside its own (actor.partial) and flushed to the disk; then the two are exchanged.
+Steps 1 and 2 save into the output folder itself, which cannot be exchanged: their model is written to model.partial,
+the folder is renamed to model.complete, and its files are linked into the output folder one by one. If the process is
+killed in between, either the earlier model or model.complete is whole; while files are being linked, the output folder
+has no config.json, so that a mixture of two models cannot be loaded.
 """
 
 import errno
@@ -100,9 +100,9 @@ def save(
 ) -> Path:
     """Write a trained model to the folder `name` in the output folder, "." for the output folder (all ranks call this).
 
-    Weights are gathered and written one after the other. If the disk is full, the model is written to another place: a
-    temporary folder, the home directory or the working directory. If none of these has enough space, saving is retried
-    for ten minutes.
+    Weights are gathered and written one by one. If the disk is full, the model is written to another place: a temporary
+    folder, the home directory or the working directory. If none of these has enough space, saving is retried for ten
+    minutes.
 
     adapter: for a model with an adapter, whether the adapter alone is written; if not, the model with the adapter
     merged in. edit: function that is called with {name: weight} before the weights are written; it may change them.
@@ -196,7 +196,7 @@ def _replace(write: Callable[[Path], None], output_dir: Path, name: str) -> None
 
 
 def _keep_others(old: Path, place: Path, ours: list[str]) -> None:
-    """Remove a model's old folder, which a new one has replaced. Files in it that no run wrote are moved to the new
+    """Remove the old folder of a model whose new folder is in place. Files in it that no run wrote are moved to the new
     folder."""
     for path in list(old.iterdir()):
         if path.name not in ours:

@@ -55,8 +55,8 @@ def check_positions(config, model: str, **lengths: int) -> None:
 
 
 def most_tokens(args: RunFlags, models: Iterable[str | None], beside: int = 0) -> int | None:
-    """The largest number of tokens for which all models on this machine have positions, if each sequence has `beside`
-    tokens in addition.
+    """The largest number of tokens for which all models on this machine have positions. `beside` further tokens of each
+    sequence need positions too.
 
     None if there is no model, or if no model limits its positions. Raises UserError for an invalid model.
     """
@@ -71,7 +71,7 @@ def _positions(config) -> int | None:
 
 
 def model_notes(args: RunFlags, *flags: str) -> list[str]:
-    """A line for each setting in a model's config.json that changes training or scores in other programs. The line says
+    """A line for each setting of a model's config.json that other programs use in training or scoring. The line says
     what this run does with the setting, and which of these flags name models that have it."""
     notes: dict[str, list[str]] = {}
     for flag in flags:
@@ -106,8 +106,8 @@ def adapted_lines(found: dict[str, AdaptedModel]) -> list[str]:
 
 
 def adapted_model(args: SupervisedFlags, scorer: bool) -> dict[str, AdaptedModel]:
-    """The model of step 1 or 2, if it has an adapter and is on this machine; {} otherwise. scorer: whether it is step
-    2's.
+    """{"model": the adapted model of step 1 or 2}; {} if it has no adapter or is not on this machine. scorer: whether
+    the model is step 2's.
 
     Raises: UserError if the flags match no layer, or if a flag has no effect because training continues an adapter that
     exists already.
@@ -169,7 +169,7 @@ def _gone_on(start: AdapterFolder) -> str:
 
 
 def _layers(start: AdapterFolder) -> str:
-    """A text with the layers that an adapter adapts, by the last parts of their names."""
+    """Text that lists the layers that an adapter adapts, by the last parts of their names."""
     names = [name.removesuffix(".lora_A.weight") for name in start.headers if name.endswith(".lora_A.weight")]
     return f"factors in {', '.join(sorted({name.rpartition('.')[2] for name in names}))}"
 

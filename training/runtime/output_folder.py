@@ -5,8 +5,8 @@ Only one run at a time writes into an output folder: rank 0 takes the lock OUTPU
 written. The lock file names the process and the host that hold it. A lock whose process has ended is stale, and the
 next run takes it over. A process on another host (or in another container) cannot be checked: its lock is stale if the
 lock file has not been refreshed for five minutes, by the clock of the file system. The lock needs no locking calls,
-which network file systems may lack; it only needs that two processes cannot create the same file. All ranks have to see
-the files that rank 0 writes.
+which network file systems may lack; it only requires that two processes cannot create the same file. All ranks have to
+see the files that rank 0 writes.
 
 OUTPUT_DIR/written.json lists each file before the file is made. Therefore all files are listed, even if the process is
 killed:
@@ -17,8 +17,8 @@ killed:
 --overwrite_output_dir removes the listed files and nothing else. Only rank 0 keeps the list. Files that are not listed
 belong to somebody else and are never removed, not even in folders that the program made.
 
-The folder and its list may come from somebody who is not trusted. Therefore no path is made from a name in the list:
-files to remove are searched in the folder, without following links, and are removed if the list has them.
+The folder and its list may come from somebody who is not trusted. Therefore no path is made from a listed name: the
+folder is searched, without following links, and files that the list has are removed.
 """
 
 import contextlib
@@ -215,8 +215,8 @@ def read_lock(path: Path) -> dict:
 
 
 def _read_soon(path: Path) -> dict:
-    """The content of a lock file, as from `read_lock`. If the file is empty because it was only just made, wait up to a
-    second for its content."""
+    """Read a lock file, like `read_lock`. If the file is empty because it was made a moment ago, wait up to a second
+    for its content."""
     for _ in range(20):
         if (found := read_lock(path)) or not path.exists():
             return found
@@ -225,8 +225,8 @@ def _read_soon(path: Path) -> dict:
 
 
 def is_stale(record: dict, path: Path) -> bool:
-    """Whether the lock's holder is gone. A lock file that cannot be read counts as one that is being written, until it
-    is too old for that."""
+    """Whether the lock's holder is gone. A lock file that cannot be read is taken for one that is still being written,
+    until it is too old for this."""
     if record.get("machine") == this_machine() and isinstance(record.get("pid"), int):
         if record["pid"] == os.getpid():  # an earlier run in this process, which left its lock
             return _held is None or _held.record["token"] != record.get("token")
@@ -421,8 +421,8 @@ def tensorboard_dir(args: RunFlags) -> Path:
 
 
 def begin_output_dir(args: RunFlags, resumed: bool = False) -> None:
-    """Prepare the folder for this run (rank 0 does). Saves that were interrupted by a kill are finished or removed, the
-    files that the run will write are listed, and, unless the run is resumed, the files of an earlier run are removed.
+    """Prepare the folder for this run (rank 0 does). Finish or remove saves that were interrupted by a kill, and list
+    the files that the run will write. Unless the run is resumed, also remove an earlier run's files.
 
     The models of an earlier run stay until this run's models are whole. Raises: UserError on all ranks if this fails.
     """
@@ -537,12 +537,12 @@ class Written:
         write_whole(self.folder / WRITTEN_FILE, text + "\n")
 
     def has(self, name: str) -> bool:
-        """Whether the list has this file. The wildcards * and ? in the list do not match a /."""
+        """Whether the list has this file. A * or ? in the list does not match a /."""
         patterns = (one for one in self.files if one != POINTS and one.count("/") == name.count("/"))
         return name in self.files or any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
     def present(self) -> list[Path]:
-        """The listed files and checkpoints that exist, without models."""
+        """The paths of those listed files and checkpoints that exist, without models."""
         points = filter(is_point, self.folder.glob(POINTS)) if POINTS in self.files else ()
         return [*(self.folder / name for name in files_in(self.folder) if self.has(name)), *points]
 
@@ -561,8 +561,8 @@ def is_point(path: Path) -> bool:
 
 
 def kept_place(path: Path) -> Path:
-    """The new path for a user's file if the run needs the file's name: NAME.kept; if this exists, NAME.kept.kept and so
-    on."""
+    """The path to which a user's file is moved if the run needs its name: NAME.kept; if this exists, NAME.kept.kept and
+    so on."""
     while os.path.lexists(path := path.with_name(path.name + KEPT)):
         pass
     return path
@@ -590,7 +590,7 @@ def announce(folder: Path, *names: str) -> None:
 
 def list_model(folder: Path, name: str, files: Iterable[str], only: bool = False) -> list[str]:
     """Add files of the model `name` to the folder's list. Returns the model's files that were listed before. only:
-    whether those earlier files are taken off the list.
+    whether the new files replace these earlier ones on the list.
 
     Raises: OSError.
     """
@@ -650,7 +650,7 @@ def remove_other_models(folder: Path, kept: Iterable[str]) -> None:
 
 
 def remove_files(folder: Path, names: Iterable[str | Path]) -> None:
-    """Remove these files from the folder, as far as they exist, and folders in it that are then empty.
+    """Remove these files from the folder if they exist, and subfolders that are empty after this.
 
     names: relative to the folder. They may come from an untrusted list: names that lead out of the folder, or through a
     link, are not found. Raises: OSError.

@@ -1,5 +1,5 @@
-"""Plans a run of step 3 before a model is loaded, and checks its files, models, machine, dialect, and whether its
-reward servers answer with scores.
+"""Plans a run of step 3 before a model is loaded. Checks its files, models, machine and dialect, and that its reward
+servers answer with scores.
 """
 
 from collections.abc import Callable, Mapping
@@ -35,8 +35,8 @@ from training.runtime.startup import check_run
 class Plan:
     """Everything about a run that is decided before a model is loaded.
 
-    texts: blocks of text for mixed pretraining, or None. total_steps: number of steps of the whole run; the learning
-    rates' schedule has this length. last_step: the step after which this start of the run ends. resume: the checkpoint
+    texts: blocks of text for mixed pretraining, or None. total_steps: number of steps of the whole run, and the length
+    of the learning rates' schedule. last_step: the step after which this start of the run ends. resume: the checkpoint
     from which the run resumes, or None. pad_token: the line about the pad token that the run prints.
     """
 
@@ -56,7 +56,7 @@ class Plan:
 
     @property
     def scores_changed(self) -> bool:
-        """Whether the run was resumed with another reward than before."""
+        """Whether the reward has changed since the checkpoint from which the run resumes."""
         return self.resume is not None and self.conditions.scores_changed_since(Conditions.read(self.resume.state))
 
 
@@ -116,7 +116,7 @@ def read_prompts(args: RLHFFlags, dialect: Dialect, tokenizer) -> tuple[Prompts,
 
 
 def by_part(prompts: Prompts, held_out: Prompts | None) -> dict[str, Prompts]:
-    """{name for messages: prompts} of the training prompts and, if there are any, the held-out prompts."""
+    """{name in messages: prompts}: the training prompts and, if there are any, the held-out prompts."""
     parts = {"the prompts": prompts, "the held-out prompts": held_out}
     return {name: part for name, part in parts.items() if part is not None}
 
@@ -135,7 +135,7 @@ def count_steps(args: RLHFFlags, prompts: int) -> int:
 
 
 def sampling_config(args: RLHFFlags, dialect: Dialect, tokenizer) -> SamplingConfig:
-    """The settings for drawing responses. Raises: UserError if the tokenizer lacks the dialect's end token."""
+    """The settings with which responses are drawn. Raises: UserError if the tokenizer lacks the dialect's end token."""
     end_token_id(tokenizer, dialect)
     return SamplingConfig.of(
         dialect,

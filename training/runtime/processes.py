@@ -1,8 +1,8 @@
 """Facts about processes: the phase and the step of this process, and what the kernel knows about processes.
 
 `place` has the phase of this process, the phase's start, the step, and the seconds spent in all phases, for messages.
-The kernel tells which processes have a common space of process ids, the state and the start time of a process, and
-whether the launchers of this process still exist.
+The kernel tells which processes share a space of process ids, a process's state and start time, and whether the
+launchers of this process still exist.
 """
 
 import contextlib
@@ -49,8 +49,8 @@ class Place:
         self.changed()
 
     def take_seconds(self) -> dict[str, float]:
-        """{phase: seconds} since the last call, or since the process began. The seconds add up to the time that has
-        passed.
+        """{phase: seconds spent in it} since the last call, or since the process began. The seconds add up to the time
+        that has passed.
 
         If a phase is within another phase, its time counts for the inner phase only.
         """
@@ -65,7 +65,8 @@ class Place:
 
 
 def _began() -> float:
-    """The time at which this process began, by time.monotonic(). Thus the time of its imports is counted too."""
+    """The time at which this process began, by time.monotonic(). Times that are counted from then on include the
+    imports."""
     return time.monotonic() - max(0.0, time.time() - psutil.Process().create_time())
 
 
@@ -119,8 +120,8 @@ def start_of(pid: int) -> str | None:
 
 
 def _fields(pid: int) -> list[str]:
-    """The fields of /proc/PID/stat from the state on, which follow the process's name (proc(5)); [] if there is no such
-    process."""
+    """The fields of /proc/PID/stat (proc(5)) after the process's name: the state and all later ones. [] if there is no
+    such process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -145,10 +146,10 @@ def is_another_rank(pid: int) -> bool:
 class Launchers:
     """The launchers of this rank that existed when this object was made.
 
-    A launcher is recognised by its command line. A shell, `nohup` or a job's script is no launcher; if it ends, the run
-    goes on. Among the parent processes of a rank are the node's launcher and, if the user called it on this machine,
-    the launcher that the user called. With several nodes, DeepSpeed's runner starts the nodes' launchers by ssh. On its
-    own machine, the runner is recognised by the ranks' flags on its command line.
+    A launcher is recognised by its command line. A shell, `nohup` or a job's script is not a launcher: if it ends, the
+    run goes on. The parent processes of a rank include the node's launcher, and the launcher that the user called if
+    this was on this machine. With several nodes, DeepSpeed's runner starts the nodes' launchers by ssh. On its own
+    machine, the runner is recognised by the ranks' flags on its command line.
     """
 
     def __init__(self) -> None:
@@ -169,7 +170,7 @@ class Launchers:
                 self._gone = "deepspeed"
 
     def gone(self) -> str | None:
-        """The process id of the first launcher that no longer exists; None while all exist."""
+        """Text that names the first launcher found to have ended, with its process id; None while all exist."""
         if self._gone is None:
             dead = (process.pid for process in self._found if not _lives(process))
             self._gone = next((f"the launcher (process {pid})" for pid in dead), None)

@@ -95,8 +95,8 @@ class Session:
         self.writer.hparams({**flags, "resolved_dialect": dialect})
 
     def before_first_step(self) -> None:
-        """Evaluate before the first step, unless this was done before the run was resumed. Also make the evaluation
-        that an earlier start, which ended early, has left to the resumed run."""
+        """Evaluate before the first step, unless this was done before the run was resumed. If an earlier start ended
+        early and left an evaluation to the resumed run, make it here too."""
         pretrained = self.trainer.steps_done == 0 and self.args.critic_pretrain_steps > 0
         if self.evaluator and self.trainer.steps_done == 0 and not (pretrained and self.evaluator.before):
             with phase("evaluating"):
@@ -242,7 +242,7 @@ class Session:
 
 
 def held_out_scores(output_dir: Path) -> dict[int, float]:
-    """{step: held-out score} of a run so far, for those scores that come from the same reward as the latest score."""
+    """{step: held-out score} of a run so far, without scores that come from another reward than the latest score."""
     path = output_dir / METRICS_FILE
     rows = read_metrics(path) if path.is_file() else []
     return {row["step"]: row[SCORE] for row in comparable_scores(rows)}
@@ -258,8 +258,8 @@ FOLDER = output_folder.PRETRAINED[0]
 def pretrain(session: Session, pretraining: CriticPretraining, feed: PromptFeed) -> None:
     """Run the remaining steps of the critic's pretraining, and save the critic.
 
-    The last pretraining step has the number 0, and so has the evaluation before the first PPO step. Therefore the
-    metrics of both are written together, by `Session.before_first_step`.
+    The last pretraining step and the evaluation before the first PPO step both have the number 0. Therefore
+    `Session.before_first_step` writes the metrics of both together.
     """
     trainer, writer = pretraining.trainer, session.writer
     shown = {"loss": "critic_pretrain/loss", "explained variance": "critic_pretrain/explained_variance"}

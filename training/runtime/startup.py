@@ -124,8 +124,8 @@ def _in_group(main: Callable, args: RunFlags, watch: Watch) -> int:
 
 
 def _left_together(code: int, watch: Watch) -> int:
-    """Leave the process group together with the other ranks; returns the exit code. If a rank ended before the others,
-    a launcher could take this for a failure."""
+    """Leave the process group together with the other ranks; returns the exit code. A launcher could take it for a
+    failure if one rank ended before the others."""
     stopping.let_through()
     distributed.barrier()
     watch.leave(code)
@@ -179,9 +179,9 @@ def _print_error_on_all_hosts(error: UserError) -> int:
 def leave(code: int) -> NoReturn:
     """End this process with the exit code of `run`.
 
-    The process ends without running the destructors of libraries: after finished runs gloo's threads have aborted in
-    them, which changes the exit code, and NCCL may wait in them for ranks that have ended. After a finished run the
-    exit functions registered in Python are called, so that libraries close their files.
+    The process ends without running the destructors of libraries: in them, gloo's threads have aborted after finished
+    runs, which changes the exit code, and NCCL may wait for ranks that have ended. After a finished run the exit
+    functions registered in Python are called, so that libraries close their files.
     """
     if not code:
         atexit._run_exitfuncs()
@@ -205,8 +205,8 @@ def quiet_libraries() -> None:
 
 def _not_a_missing_gpu(record: logging.LogRecord) -> bool:
     """A filter of log records: False for torch's warning that a CUDA toolkit is installed but the machine has no GPU.
-    Extensions are built for the CPU then, so the warning is useless. Other warnings, such as those about compilers, are
-    printed."""
+    The warning is useless, since extensions are then built for the CPU. Other warnings, such as those about compilers,
+    are printed."""
     return not str(record.msg).startswith(("No CUDA runtime is found", "No ROCm runtime is found"))
 
 

@@ -5,7 +5,7 @@ and end, within --grace_seconds. The signal USR1 asks for the same without a tim
 immediately. The ranks agree on a request between two steps, so that all ranks save the same step, whichever rank was
 asked.
 
-When a request is followed depends on what the run does:
+What the run is doing decides when a request is followed:
     at once         before the first step, when there is nothing to save: the process ends
     at a border     while training: after the current step, `agreed()` returns the reason on all ranks
     not any more    while the finished models are saved: saving goes on
@@ -31,7 +31,7 @@ from engine.errors import EndedEarly, RunStopped, UserError
 
 
 class Reason(IntEnum):
-    """The reason of a request to end. If there are several reasons, the largest counts, since it may have caused the
+    """Why a run was asked to end. If there are several reasons, the largest counts, since it may have caused the
     others: after a Ctrl-C a launcher sends TERM and exits."""
 
     SIGUSR1 = 1
@@ -136,8 +136,8 @@ def listening(grace: float) -> Iterator[StopRequest]:
 
 
 def agreed() -> Reason | None:
-    """The reason why a rank was asked to end; None if no rank was asked. All ranks get the same answer (all ranks call
-    this between two steps)."""
+    """The reason why a rank was asked to end; None if no rank was asked. The result is the same on all ranks (all ranks
+    call this between two steps)."""
     value = distributed.largest(int(request.reason or 0))
     return Reason(value) if value else None
 
@@ -175,8 +175,8 @@ def saved_models_named(saved: Mapping[str, Path]) -> Iterator[None]:
     """If an error is raised within this block after models were saved, add to it where the models are. saved: {name:
     folder} of the models saved so far.
 
-    Raises: RunStopped in place of a RunStopped, an OSError (a full disk) or a SystemExit. Any other exception is raised
-    again with a note.
+    Raises: RunStopped, which replaces a RunStopped, an OSError (a full disk) or a SystemExit. Any other exception is
+    raised again with a note.
     """
     try:
         yield
@@ -201,13 +201,13 @@ _noted: dict[str, str] = {}
 
 
 def reason_of(error: BaseException) -> str:
-    """A text that says why a file could not be written. If the disk is full, the text gives the free space."""
+    """A text that says why a file could not be written. If the disk is full, the text asks to free some space."""
     words = getattr(error, "strerror", None) or str(error) or type(error).__name__
     return f"{words}: free some space" if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) else words
 
 
 def note_unwritten(what: str | Path, error: BaseException) -> None:
-    """Print that `what` cannot be written and that the run goes on. This is printed once for each `what`."""
+    """Print that `what` cannot be written and that the run goes on; the same `what` is printed only once."""
     if str(what) not in _noted:
         _noted[str(what)] = reason_of(error)
         print(f"WARNING: {what} cannot be written ({reason_of(error)}). The run goes on.", file=sys.stderr, flush=True)

@@ -43,7 +43,7 @@ def watching(grace: float, timeout_minutes: float) -> Iterator["Watch"]:
 
 
 class Watch:
-    """The watch thread. timeout_minutes: the run ends if no rank has moved for so many minutes."""
+    """The watch thread. timeout_minutes: the run ends if no rank has moved for this many minutes."""
 
     def __init__(self, request: StopRequest, timeout_minutes: float):
         self.request, self.timeout_minutes, self.launchers = request, timeout_minutes, Launchers()
@@ -98,9 +98,9 @@ class Watch:
             self.reporter.say(left=code)
 
     def tell(self, trouble: str, code: int = STOPPED) -> None:
-        """Report this rank's error. One rank prints it, and all ranks end with this exit code, also ranks that wait
-        for this one to join. If no other rank prints the error, this rank does. Later requests to end do not change the
-        code, because launchers send them to the other ranks when one rank has ended."""
+        """Report this rank's error. One rank prints it, and all ranks end with this exit code, including ranks that
+        wait for this one to join. If no other rank prints the error, this rank does. When one rank has ended, launchers
+        ask the others to end; such later requests do not change the code."""
         self.request.followed = Followed.NOT_ANY_MORE
         message = ("error: " if code == USER_ERROR else "") + from_here(trouble)
         write_error_file(message)

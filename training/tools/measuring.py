@@ -77,7 +77,8 @@ def check_scoring(args: MeasuringFlags, tokenizer) -> None:
 
 
 def read_held_out(args: MeasuringFlags, tokenizer, known_texts: Sequence[str] = ()) -> HeldOut:
-    """Read the held-out prompts, which are those that step 3 would have with the same data flags, and the known words.
+    """Read the known words, and the held-out prompts, which are the ones that step 3 would have with the same data
+    flags.
 
     known_texts: data sets in step 1's format. Their words count as known in addition to the words of the prompts.
     Raises: UserError if data do not exist or cannot be read, or if there are too few prompts.
@@ -150,9 +151,9 @@ class Measuring:
         Args:
             path: the policy's folder, whose generation_config names the tokens that end a response.
             reward: the source of scores. rollouts: the backend that draws responses from the policy.
-            forward_passes: whether log-probs always come from a forward pass. If not, the sampler's log-probs are taken
-                when they are equal to those of a forward pass within rounding.
-            greedy: whether the most likely token is taken instead of drawing one; log-probs are then at temperature 1.
+            forward_passes: whether log-probs always come from a forward pass. If not, the sampler's are used if they
+                equal those of a forward pass within rounding.
+            greedy: whether the most likely token is taken; if so, log-probs are at temperature 1.
             samples: number of responses to each prompt.
         """
         tokenizer, dialect = self.held_out.tokenizer, dataclasses.replace(DIALECT, temperature=self.args.temperature)

@@ -67,7 +67,7 @@ def named(given: Sequence[str]) -> dict[str, str]:
 
 def located(name: str, given: str) -> Model:
     """Find the policy that an entry of --models names: a model's folder, the trained policy in a run's output folder,
-    or a checkpoint. Any other path is kept as it is, and is checked when it is read."""
+    or a checkpoint. Any other path is left as it is; it is checked when it is read."""
     folder, what = Path(given), f"--models {name}"
     if not folder.is_dir() or _is_model(folder):
         return Model(name, what, given, given)

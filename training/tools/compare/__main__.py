@@ -92,7 +92,7 @@ def check_models(args: CompareFlags, models: Sequence[Model]) -> None:
 @contextlib.contextmanager
 def folders_of(models: Sequence[Model], output_dir: str) -> Iterator[list[Model]]:
     """Yield the models in a form that can be loaded within this block. Models in checkpoints are exported to folders
-    below `output_dir`, which all ranks see; after the block these folders are removed (all ranks enter it)."""
+    below `output_dir`, which all ranks see. These folders are removed after the block, which all ranks enter."""
     folder = Path(output_dir) / EXPORTED
     if distributed.is_main() and any(model.is_checkpoint for model in models):
         output_folder.remove_with(folder)  # an interrupt ends the process from another thread, without `finally`
@@ -176,7 +176,7 @@ class Answering(Measuring):
         return [row["prompt"] for row in answers.rows[:: evaluator.samples]], samples
 
     def _policy(self, model: Model) -> FrozenModel:
-        """An engine with this model's weights. The engine of the model before it is freed first."""
+        """An engine with this model's weights. The previous model's engine is freed first."""
         for one in (self.reference, *self.scorers):
             one.copies = None  # they may refer to the weights of the engine that is freed
         gc.collect()
@@ -186,7 +186,7 @@ class Answering(Measuring):
 
 
 def reward_names(args: CompareFlags) -> list[str]:
-    """The name of each reward: that of its model's folder, or that of its function. If two rewards would have the same
+    """A name for each reward: the name of its model's folder, or of its function. If two rewards would have the same
     name, a number is added."""
     found: list[str] = []
     functions = [re.sub(r"\W", "_", given.rpartition(":")[2]) for given in args.reward_function]

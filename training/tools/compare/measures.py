@@ -44,13 +44,13 @@ class Value:
 
     @classmethod
     def of(cls, estimate: Estimate) -> "Value":
-        """The value and standard error of an estimate over prompts."""
+        """Make a value and its standard error from an estimate over prompts."""
         return cls(estimate.value, estimate.error)
 
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """A mean with its 95 % confidence interval. null: the mean that is expected if there is no difference. p: the
+    """A mean and its 95 % confidence interval. null: the mean that is expected if there is no difference. p: the
     probability that chance alone moves the mean at least as far from `null`."""
 
     value: float
@@ -144,7 +144,7 @@ def change(sample: Sample, first: Sample, reward: str) -> float:
 
 
 def by_prompt(values: Sequence[float] | np.ndarray, each: int) -> np.ndarray:
-    """(n,) float64, the mean of each prompt's `each` samples."""
+    """The mean of each prompt's `each` samples, as (n,) float64 for n prompts."""
     return np.asarray(values, dtype=np.float64).reshape(-1, each).mean(1)
 
 
@@ -163,8 +163,8 @@ def repetition(texts: Sequence[str], n: int = N) -> float:
 
 
 def histogram(columns: Sequence[Sequence[float]], bins: int = 24) -> tuple[list[float], list[list[int]]]:
-    """(edges of equally wide bins over the numbers of all columns; for each column, how many of its numbers are in each
-    bin)."""
+    """Returns (edges, counts): the edges of equally wide bins over the numbers of all columns, and for each column how
+    many of its numbers are in each bin."""
     every = np.concatenate([np.asarray(column, dtype=np.float64) for column in columns])
     edges = np.histogram_bin_edges(every, bins)
     return edges.tolist(), [np.histogram(column, edges)[0].tolist() for column in columns]
@@ -173,8 +173,8 @@ def histogram(columns: Sequence[Sequence[float]], bins: int = 24) -> tuple[list[
 def interval(values: np.ndarray, null: float, seed: int) -> Interval:
     """The mean of the values (n,), one value for each prompt, n >= 2, with a bootstrap confidence interval at LEVEL.
 
-    RESAMPLES times, n values are drawn with replacement, and their mean is computed. The bounds of the interval are the
-    quantiles a and 1 - a of these means (the expanded percentile interval):
+    n values are drawn with replacement and averaged, RESAMPLES times. The bounds of the interval are the quantiles a
+    and 1 - a of these means (the expanded percentile interval):
 
         a = Phi(-sqrt(n / (n - 1)) * t_(n - 1)),    t_(n - 1) Student's quantile at 0.975
 
@@ -207,8 +207,8 @@ def sign_flip_p(differences: np.ndarray, rng: np.random.Generator) -> float:
 
     If both models had the same distribution, each prompt's difference would be equally likely with the opposite sign,
     whatever its size (R. A. Fisher 1935, The Design of Experiments, section 21). Differences of 0 (ties) have no
-    effect. With up to EXACT other differences, all patterns of signs are counted; with more, RESAMPLES random patterns
-    and the pattern that was observed.
+    effect. With up to EXACT other differences, all patterns of signs are counted. With more, RESAMPLES random patterns
+    and the observed one are.
     """
     decided = differences[differences != 0.0]
     n, found = len(decided), abs(decided.sum())

@@ -1,4 +1,4 @@
-"""Presents the results of a comparison: as a table for the terminal, as JSON, and as a page that shows all samples."""
+"""Shows the results of a comparison as a table for the terminal, as JSON, and as a page with all samples."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -87,8 +87,8 @@ def verdict(comparison: Comparison, name: str, reward: str) -> str:
 
 
 def table(comparison: Comparison) -> str:
-    """The text tables: one for each reward, and one with the other measurements. In each of them, all models, also the
-    first, are sorted by score."""
+    """The text tables: one for each reward, and one with the other measurements. Each of them has all models, including
+    the first, sorted by score."""
     n, each = len(comparison.prompts), comparison.args.num_samples_per_prompt
     samples = f", {each} samples each" if each > 1 else ""
     lines = [f"{n:,} held-out prompts{samples}; ± is one standard error, ranges are 95 % intervals"]
@@ -110,7 +110,8 @@ def _scores(comparison: Comparison, name: str, reward: str, star: str, none: str
     """The cells of a model's row: its mean score; then, compared with the first model, the win rate with its interval,
     wins / ties / losses, and the difference of scores with its interval.
 
-    star: text after an interval that shows a significant difference. none: text after any other interval."""
+    star: the text that follows an interval if the difference is significant. none: the text that follows other
+    intervals."""
     score = _told(comparison.measures[name].scores[reward])
     if name == comparison.first:
         return score, "", "", "", "", ""
@@ -154,7 +155,7 @@ def _percent(share: float) -> str:
 
 
 def _kl_told(args: CompareFlags) -> str:
-    """A text that says how the KL is estimated."""
+    """Text that says how the KL is estimated."""
     if args.greedy:
         return "log-probs of each greedy response by its model minus those by the first, no estimate of a KL"
     return "the mean of log p(response) - log p_first(response) over the model's own samples (k1)"

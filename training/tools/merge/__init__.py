@@ -1,4 +1,5 @@
-"""Merges an SFT model with models that were trained from it: adds their change of the weights, times a scale.
+"""Merges an SFT model with models that were trained from it: adds the change of the weights, times a scale, to the SFT
+model.
 
 __main__.py  the program
 flags.py     the program's flags

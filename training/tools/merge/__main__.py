@@ -109,7 +109,7 @@ def measure(args: MergeFlags, sft: dict, trained: Sequence[dict]) -> list[Point]
 
 
 def source(args: MergeFlags) -> dict[str, object]:
-    """{flag: value} of the flags that say what was merged and measured, for the files of results."""
+    """{flag: value} of the flags that say what was merged and measured. It goes into the files of results."""
     return {
         "sft": args.sft_model_name_or_path,
         "trained": args.trained_model_name_or_path,

@@ -18,7 +18,8 @@ from training.tools.merge.weights import MergedWeights
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """The measurements at one scale: means over the held-out responses, and standard errors of score and KL.
+    """The measurements at one scale: means over the held-out responses, and the standard errors of the mean score and
+    KL.
 
     kl: KL to the SFT model, in nats per response. bigrams: number of distinct pairs of neighbouring words, divided by
     the number of tokens. known: share of words that occur in the prompts or in the known texts.
@@ -57,7 +58,7 @@ class Frontier(Measuring):
         return CombinedReward({MODEL: (model, 1.0), names([args.reward_function])[0]: (source, 1.0)})
 
     def at(self, weights: MergedWeights) -> tuple[Point, list[dict]]:
-        """(measurements with these weights, a row for each prompt), the same on all ranks (all ranks call this).
+        """(measurements with these weights, a row for each prompt). All ranks call this and get the same result.
 
         Raises: UserError if the files lack one of the policy's weights; RunStopped if scores or KL are not finite.
         """

@@ -92,8 +92,8 @@ class MergedWeights(Mapping[str, Tensor]):
 
 
 def stored_weights(path: str, what: str, trust_remote_code: bool = False) -> dict[str, Tensor]:
-    """{name: tensor} of the tensors in a model's files; each is read when it is used. If the model is an adapter: the
-    tensors of its base with the adapter merged in.
+    """{name: tensor} of the tensors in a model's files; each is read when it is used. If the model is an adapter, these
+    are the tensors of its base with the adapter merged in.
 
     what: the flag that gives the path, for messages. Raises: UserError if the weights are not on this machine, or if a
     file is broken.
@@ -188,7 +188,7 @@ def check_weights(
 
 
 def check_change(sft: Mapping[str, Tensor], trained: Sequence[tuple[str, Mapping[str, Tensor]]]) -> None:
-    """Raise UserError if a trained model has the same weights as the SFT model. Weights are read up to the first
+    """Raise UserError if a trained model has the same weights as the SFT model. Weights are read only until the first
     difference."""
     for path, weights in trained:
         if all((weights[name] == own).all() for name, own in sft.items()):

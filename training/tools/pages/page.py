@@ -78,7 +78,7 @@ def sha256(text: str) -> str:
 
 
 def _json(content: object) -> str:
-    """JSON for a script element. It has no "<", and null for numbers that are not finite."""
+    """JSON for a script element: without "<", and with null for numbers that are not finite."""
     return json.dumps(_finite(content), separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
 
 
@@ -91,7 +91,7 @@ def _finite(content):
 
 
 def dot(name: str, place: int) -> str:
-    """Markup of a name with a dot in its colour before it."""
+    """Markup of a name, preceded by a dot in the colour of the model or run."""
     return f'<span class="dot" style="--c: {colour(place)}" aria-hidden="true"></span>{escape(name)}'
 
 
@@ -113,8 +113,8 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], caption: str) -> s
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """A response as samples.js shows it. scores, changes: one number for each reward. A change is from the score of the
-    row's first response, or of another one that the page names; None if there is none."""
+    """A response as samples.js shows it. scores, changes: one number for each reward. A change is this score minus that
+    of the row's first response, or of another one that the page names; None if there is none."""
 
     text: str
     scores: Sequence[float]

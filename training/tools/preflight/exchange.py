@@ -65,7 +65,7 @@ class Exchange:
     @classmethod
     def reached(cls, name: str, seconds: float, environment: Mapping[str, str] = os.environ) -> "Exchange":
         """The side of any other rank, which connects to the store. Raises UserError if rank 0 does not serve the store
-        within so many seconds."""
+        within this many seconds."""
         deadline, reason = time.monotonic() + seconds, "nobody listens there"
         while time.monotonic() < deadline:
             try:
@@ -81,9 +81,9 @@ class Exchange:
         self._ask(self._store.add, f"{self._name}/posted", 1)
 
     def facts(self, own: dict, world: int, seconds: float, over: Callable[[], bool] = lambda: False) -> dict[int, dict]:
-        """Wait for the facts of all ranks; returns {rank: facts}, with rank 0's `own` facts (rank 0 calls this). If no
-        further rank posts its facts within `seconds`, or if `over` returns True, the wait ends, and the result lacks
-        the ranks that have not posted."""
+        """Wait for the facts of all ranks; returns {rank: facts}, with rank 0's `own` facts (rank 0 calls this). The
+        wait ends early if no further rank posts its facts within `seconds`, or if `over` returns True; the result then
+        lacks the ranks that have not posted."""
         found, deadline, counted = {0: own}, time.monotonic() + seconds, 0
         while len(found) < world and time.monotonic() < deadline and not over():
             posted = self._ask(self._store.add, f"{self._name}/posted", 0)
@@ -108,7 +108,7 @@ class Exchange:
         return words
 
     def linger(self, what: str, ranks: int) -> None:
-        """Go on serving the store until `ranks` ranks have read the object `what`, but at most LINGER seconds (rank 0
+        """Keep serving the store until `ranks` ranks have read the object `what`, for LINGER seconds at most (rank 0
         calls this before it ends)."""
         deadline = time.monotonic() + LINGER
         while self._store.add(f"{self._name}/heard {what}", 0) < ranks and time.monotonic() < deadline:
@@ -194,8 +194,8 @@ def nodes_of(posted: Mapping[int, dict]) -> list[Node]:
 
 
 def hosts_by_rank(world: int, lines: Iterable[list[str]] | None = None) -> dict[int, str]:
-    """{rank: host} according to the launcher, to name the hosts of ranks that post nothing. The host is "" if it is not
-    known. world: number of ranks.
+    """{rank: host} according to the launcher. It serves to name the hosts of ranks that post nothing. The host is "" if
+    it is not known. world: number of ranks.
 
     lines: the command lines of the parent processes of this process; None to look them up.
     """

@@ -130,8 +130,8 @@ def gpus(ranks: int) -> Facts:
 def own_gpu(index: int) -> Fact:
     """How much memory of a rank's own GPU is free, if torch can compute on it.
 
-    Each rank asks only about its own GPU. CUDA takes some hundred megabytes of each GPU that a process asks about, and
-    a GPU in exclusive mode would then be closed to its own rank.
+    Each rank asks only about its own GPU. If it asked about others, CUDA would take some hundred megabytes of each, and
+    a GPU in exclusive mode would be closed to its own rank.
     """
     try:
         free, total = torch.cuda.mem_get_info(index)
@@ -227,7 +227,7 @@ def network_cards(classes: Path) -> str:
 
 
 def disks(args: RunFlags) -> Facts:
-    """The disks to which a run writes. A run can do without only one of them, the disk for models from the Hub."""
+    """The disks to which a run writes. Only one of them is optional: the disk for models from the Hub."""
     room = room_of(args)
     found = {
         "output": disk(
@@ -254,8 +254,8 @@ def extensions_folder() -> Path:
 
 
 def room_of(args: RunFlags) -> int:
-    """The size in bytes of the saved models and of one checkpoint, which holds float32 weights and Adam's two moments.
-    0 if a model's configuration cannot be read; another row reports this."""
+    """The size in bytes of the saved models and one checkpoint together. The checkpoint holds float32 weights and
+    Adam's two moments. 0 if a model's configuration cannot be read; another row reports this."""
     try:
         rlhf = isinstance(args, RLHFFlags)
         plan = setting_here(args, args.resolved.dialect).planned() if rlhf else planned_model(args)
@@ -266,7 +266,7 @@ def room_of(args: RunFlags) -> int:
 
 
 def nearest(folder: Path) -> Path:
-    """The folder, or the nearest folder above it that exists."""
+    """This folder if it exists, else the nearest existing one above it."""
     return next(part for part in (folder, *folder.parents) if os.path.lexists(part))
 
 
@@ -369,8 +369,8 @@ def _connect(url: str) -> None:
 
 
 def content(path: Path) -> str:
-    """A hash of a file, or of the files in a folder. It covers the names and sizes of all files. Of the first
-    FILES_READ files it also covers blocks of the content at even distances, as a model's fingerprint does.
+    """A hash of a file, or of the files in a folder. It covers the names and sizes of all files. For the first
+    FILES_READ files, it also covers evenly spaced blocks of the content, as a model's fingerprint does.
 
     Raises: UserError if there is nothing at the path, OSError if it cannot be read.
     """

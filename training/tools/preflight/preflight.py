@@ -149,7 +149,7 @@ class _CannotBegin:
         self._meeting_point, self._since = MeetingPoint(), float("inf")
 
     def known_for_a_while(self) -> bool:
-        """Whether the message has been known for OTHERS seconds. Other ranks may have posted in this time."""
+        """Whether the message has been known for OTHERS seconds, so that other ranks have had time to post."""
         if not self.findings and (failure := self._meeting_point.failure()) is not None:
             self.findings, self._since = [cannot_begin(failure[0])], time.monotonic()
         return time.monotonic() > self._since + OTHERS
@@ -162,8 +162,8 @@ class _CannotBegin:
 
 @contextlib.contextmanager
 def _file_beside(output_dir: Path) -> Iterator[str]:
-    """Write a new file in or above the output folder, for which the other nodes look; yields its path. The path is ""
-    if nothing can be written there; the table reports this."""
+    """Write a new file in or above the output folder, so that the other nodes can look for it; yields its path. The
+    path is "" if nothing can be written there; the table reports this."""
     with contextlib.ExitStack() as stack:
         try:
             place = nearest(output_dir.absolute())
@@ -222,8 +222,8 @@ class Timed:
 
     @property
     def bandwidth(self) -> float:
-        """Bytes per second through each rank's link, measured with the largest tensor. In a ring of n ranks,
-        2 (n - 1) / n of the tensor's bytes pass each link (NVIDIA/nccl-tests, doc/PERFORMANCE.md,
+        """The bandwidth in bytes per second of each rank's link, measured with the largest tensor. In a ring of n
+        ranks, each link carries 2 (n - 1) / n of the tensor's bytes (NVIDIA/nccl-tests, doc/PERFORMANCE.md,
         03a204a1f38aaea17f1a777885bb2d9600ba7eff)."""
         size = max(self.seconds)
         return 2 * (self.ranks - 1) / self.ranks * size / self.seconds[size]

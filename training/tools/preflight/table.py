@@ -62,7 +62,8 @@ def findings(nodes: Sequence[Node]) -> list[Finding]:
 
 
 def _usual(facts: Sequence[Fact]) -> Fact | None:
-    """A fact with the most frequent value; if several values are equally frequent, the first of them."""
+    """The first fact that has the most frequent value; of several equally frequent values, the one that comes first
+    counts."""
     counts = Counter(fact.same for fact in facts)
     return max(facts, key=lambda fact: counts[fact.same], default=None)
 
@@ -118,7 +119,7 @@ def table(nodes: Sequence[Node], found: Sequence[Finding]) -> list[str]:
 
 
 def rows_of(nodes: Sequence[Node]) -> list[str]:
-    """The rows of facts that any node has, without rows in which no node has a value or a problem."""
+    """The names of all rows in which at least one node has a value or a problem."""
     rows = dict.fromkeys(row for node in nodes for row in node.facts)
     return [row for row in rows if any(node.fact(row).problem or node.fact(row).shown != "none" for node in nodes)]
 

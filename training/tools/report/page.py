@@ -66,8 +66,8 @@ class Run:
 
 
 def read_runs(folders: Sequence[Path]) -> list[Run]:
-    """Read the run in each folder. A run's name is the last part of the folder's path, or so many last parts that all
-    names differ.
+    """Read the run in each folder. A run's name is the last part of its folder's path, or as many last parts as make
+    all names differ.
 
     Raises: UserError if a folder has no run, if a folder is given twice, or if the runs are of different training
     steps.
@@ -92,7 +92,7 @@ def kind_of(rows: Sequence[Mapping]) -> str:
 
 
 def _told_apart(paths: Sequence[Path]) -> list[str]:
-    """The last n parts of each path, where n is the smallest number for which all these names differ."""
+    """A name for each path: its last n parts, with the smallest n for which all names differ."""
     count = 1
     while len({path.parts[-count:] for path in paths}) < len(paths):
         count += 1
@@ -277,7 +277,7 @@ def _lines(runs: Sequence[Run], metrics: Sequence[str]) -> Iterator[dict]:
 
 
 def thinned(points: Sequence[tuple]) -> list[tuple]:
-    """At most about POINTS of the points, evenly spaced; the last point is always among them."""
+    """About POINTS of the points at most, evenly spaced and always including the last one."""
     every = -(-len(points) // POINTS)
     kept = list(points[::every])
     return kept if kept[-1] == points[-1] else [*kept, points[-1]]
@@ -305,9 +305,9 @@ Answers = Mapping[tuple[str, int], Mapping]
 
 
 def _samples(runs: Sequence[Run]) -> Samples | None:
-    """The responses to the held-out prompts, side by side. Each response has the change of its score since its run's
-    first response to the same prompt, unless another reward scored that first response. None if there are no two files
-    of samples with common prompts."""
+    """The responses to the held-out prompts, side by side. Each response shows how its score differs from that of its
+    run's first response to the same prompt, unless another reward scored that first response. None if there are no two
+    files of samples with common prompts."""
     columns = list(_one_runs_columns(runs[0]) if len(runs) == 1 else _last_columns(runs))
     shared = [key for key in next(iter(columns), ("", {}, None))[1] if all(key in rows for _, rows, _ in columns)]
     if len(columns) < 2 or not shared:
@@ -324,7 +324,7 @@ def _samples(runs: Sequence[Run]) -> Samples | None:
 
 
 def _one_runs_columns(run: Run) -> Iterator[tuple[str, Answers, Answers | None]]:
-    """For each file of a run's samples: its name, the responses in it, and the responses with whose scores theirs are
+    """For each file of a run's samples: its name, its responses, and the responses with which their scores are
     compared."""
     first = _by_prompt(next(iter(run.samples.values()), []))
     for name, rows in run.samples.items():
@@ -332,8 +332,8 @@ def _one_runs_columns(run: Run) -> Iterator[tuple[str, Answers, Answers | None]]
 
 
 def _last_columns(runs: Sequence[Run]) -> Iterator[tuple[str, Answers, Answers | None]]:
-    """The columns for several runs: the samples before training of the first run that has them, then the latest samples
-    of each run. They have the form of `_one_runs_columns`."""
+    """The columns for several runs. The first has samples from before training, of the first run that has any; the
+    others have the latest samples of each run. They have the form of `_one_runs_columns`."""
     start = next((_by_prompt(run.samples[BEFORE]) for run in runs if BEFORE in run.samples), None)
     if start is not None:
         yield (BEFORE if BEFORE not in {run.name for run in runs} else f"{BEFORE} training"), start, start

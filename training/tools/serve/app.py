@@ -216,7 +216,8 @@ def _add_errors(app: FastAPI) -> None:
 
 
 def _add_page(app: FastAPI) -> None:
-    """Serve the page. Its content security policy allows only its own script, its own style and requests to here."""
+    """Serve the page. Its content security policy allows only its own script, its own style and requests to this
+    service."""
     page = PAGE.read_text(encoding="utf-8")
     script, style = (
         " ".join(map(sha256, re.findall(rf"<{tag}>(.*?)</{tag}>", page, re.DOTALL))) for tag in ("script", "style")
@@ -331,8 +332,8 @@ async def _compared(service: Service, responses: Responses, is_chat: bool) -> di
 
 
 def _ending(model: ServedModel, response: Generation, score: float | None, is_chat: bool) -> dict:
-    """The fields of a model's part of the answer, without the text of the response. is_chat: whether the request had
-    messages."""
+    """The fields of the answer that belong to one model, without the text of its response. is_chat: whether the request
+    had messages."""
     told = {"score": score, "tokens": len(response.tokens), "finish_reason": response.reason}
     if model.has_template:
         told["chat_template"] = "applied" if is_chat else "not applied"
@@ -431,7 +432,7 @@ def query_ids(encoder: TextEncoder, text: str) -> list[int]:
 
     A SentencePiece tokenizer writes a space between BOS and the text when it decodes. When the text is encoded again,
     this space becomes an additional token. If the ids without this token decode to the same text, they are the original
-    ids, and are returned.
+    ids and are returned instead.
     """
     tokenizer, bos = encoder.tokenizer, encoder.spelt_bos(text)
     ids = encoder.prompt(text)

@@ -116,7 +116,7 @@ class Decoder:
     Args:
         model: a causal language model in eval mode.
         pad_id: id of the pad token.
-        vocabulary_size: token ids of this size or larger are never drawn.
+        vocabulary_size: token ids from this number on are never drawn.
         rows: largest number of responses that are decoded at the same time.
         context: largest number of tokens of a prompt and its response together.
         decoding: how the forward passes of single tokens are made, one of engine.rollout.passes.DECODING.
@@ -220,7 +220,7 @@ def draw(logits: Tensor, uniforms: Tensor, temperatures: Tensor, top_ps: Tensor)
         logits: (B, V) in any float dtype.
         uniforms: (B,) float64 in [0, 1), from keyed_uniforms.
         temperatures: (B,) float32; 0 to take the most probable token.
-        top_ps: (B,) float32 in (0, 1], the least probability of the nucleus from which the token is drawn (`nucleus`).
+        top_ps: (B,) float32 in (0, 1]; the token is drawn from a nucleus with at least this probability (`nucleus`).
 
     Returns: (B,) int64.
     """
@@ -299,6 +299,6 @@ class ResponseText:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """The number of characters at the end of the text with which the stop string begins."""
+    """How many characters at the end of the text are the beginning of the stop string."""
     longest = min(len(text), len(stop) - 1)
     return next((size for size in range(longest, 0, -1) if text.endswith(stop[:size])), 0)

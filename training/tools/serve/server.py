@@ -54,7 +54,7 @@ def listening_socket(host: str, port: int) -> socket.socket:
 
 def begin_to_listen(found: socket.socket) -> None:
     """Make a socket from `listening_socket` listen. Raises: UserError if another program has begun to listen at the
-    address since."""
+    address in the meantime."""
     try:
         found.listen(2048)
     except OSError as error:
@@ -133,7 +133,7 @@ class Server(uvicorn.Server):
 
 
 class Connection(H11Protocol):
-    """uvicorn's connection with two time limits in addition: one for the arrival of a request's head, one for a client
+    """uvicorn's connection with two more time limits: one for the arrival of a request's head, and one for a client
     that does not read its answer. Without them, silent connections could use up --max_connections, and unread answers
     could fill the queue.
 

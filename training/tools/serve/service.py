@@ -124,8 +124,8 @@ class Service:
 
     @contextlib.contextmanager
     def admitted(self, count: int) -> Iterator[None]:
-        """A context within which a request for `count` responses or scores counts against queue_size. Raises:
-        RequestError if `count`, alone or together with other requests, exceeds queue_size."""
+        """Within this block, a request for `count` responses or scores counts against queue_size. Raises: RequestError
+        if `count`, alone or together with other requests, exceeds queue_size."""
         if count > self.queue_size:
             told = f"{count} responses or texts in one request; at most {self.queue_size} are taken (--queue_size)"
             raise RequestError(400, told)
@@ -148,8 +148,8 @@ class Service:
 
 
 class Responses:
-    """The responses of one request, while they are being drawn. When the context is left, unfinished responses are
-    cancelled.
+    """The responses of one request, while they are being drawn. At the end of the `with` block, unfinished responses
+    are cancelled.
 
         with Responses(service, [(model, prompt_ids, settings), ...]) as responses:
             async for number, text, is_whole in responses.updates(): ...
@@ -238,7 +238,7 @@ class Worker:
             self._something.notify()
 
     def score(self, ids: Sequence[int]) -> Future[float]:
-        """Queue a sequence of token ids to be scored; returns the future score, which may be cancelled."""
+        """Queue a sequence of token ids to be scored; returns a future of the score, which may be cancelled."""
         future: Future[float] = Future()
         with self._something:
             self._to_score.append((ids, future))
@@ -264,7 +264,7 @@ class Worker:
         )
 
     def _next(self, name: str) -> list[Generation]:
-        """Those waiting responses of a model that can join its batch now. Cancelled responses are dropped."""
+        """Take the waiting responses that can join a model's batch now. Cancelled responses are dropped."""
         waiting = self._waiting[name]
         found: list[Generation] = []
         while waiting and len(found) < self.decoders[name].room:

@@ -124,7 +124,8 @@ def derive(rng: random.Random, symbol: str, sign: str) -> list[str]:
 
 @cache
 def pattern(symbol: str, sign: str) -> str:
-    """A regular expression of all texts of `symbol` with the sentiment `sign`, a space after every word."""
+    """A regular expression that matches all texts of `symbol` with the sentiment `sign`, with a space after every
+    word."""
 
     def item_pattern(item: str) -> str:
         reference = _reference(item, sign)

@@ -29,7 +29,7 @@ MAX_POSITIONS = 256
 
 
 def read_texts(paths: Sequence[Path]) -> list[str]:
-    """All texts of the given files, which may hold SFT texts, preference pairs or prompts."""
+    """Read all texts of the given files, which may hold SFT texts, preference pairs or prompts."""
     files = [load_rows(str(path), TEXTS, None, phase=1, seed=0)[0] for path in paths]
     return [text for rows in files for row in rows for text in row.values()]
 
@@ -66,8 +66,8 @@ def train_tokenizer(texts: Iterable[str], characters: bool = False):
 def make_model(tokenizer, *, hidden_size: int, num_layers: int, num_heads: int, seed: int):
     """A `LlamaForCausalLM` with random weights; its vocabulary is the tokenizer's, rounded up to a multiple of 8.
 
-    The scale of the weights depends on the hidden size. Llama's own 0.02 suits hidden sizes of thousands; with 64 the
-    weights would start so close to zero that learning begins late.
+    The scale of the weights depends on the hidden size. Llama's own 0.02 suits hidden sizes of thousands; with a hidden
+    size of 64, such weights would start so close to zero that learning would begin late.
     """
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM

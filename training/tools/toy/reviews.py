@@ -65,7 +65,7 @@ def generate_reviews(count: int, seed: int, positive_fraction: float = 0.5) -> l
 
 
 def judge(prompt: str, response: str) -> Verdict:
-    """Whether prompt + response is a text of the grammar, and whether all opinions in the response agree.
+    """Judge whether prompt + response is a text of the grammar, and whether all opinions in the response agree.
 
     The two results are independent of each other: a fluent review with mixed opinions is grammatical, and an opinion
     also counts in a text that has grammatical mistakes elsewhere.
@@ -88,8 +88,8 @@ def summarize_responses(prompts: Sequence[str], responses: Sequence[str]) -> dic
 
 
 def make_corpus(seed: int, sft: int, pairs: int, prompts: int, eval_prompts: int) -> dict[str, list[dict[str, str]]]:
-    """{file name: its records}. The arguments after the seed are numbers of records. Each file has its own random
-    stream."""
+    """Returns {file name: its records}. The arguments after the seed say how many records each file gets. Each file has
+    its own random stream."""
     streams = {name: random.Random(f"{seed} {name}") for name in ("sft", "pairs", "prompts", "eval_prompts")}
 
     def reviews(name: str, count: int) -> list[Review]:

@@ -25,7 +25,7 @@ NEW_TOKENS = 4  # three digits and EOS
 
 
 def right(prompts: list[str], responses: list[str], answer: list[int]) -> list[float]:
-    """1 for a response that is the answer and nothing else, except spaces around it; else 0."""
+    """1 if a response is the answer and nothing else, apart from spaces around it; else 0."""
     return [float(response.strip() == str(number)) for response, number in zip(responses, answer, strict=True)]
 
 
@@ -71,8 +71,8 @@ def accuracy(folder: Path, rows: Sequence[dict], sampled: bool, seed: int = 0) -
 
 
 def run_accuracy(args: argparse.Namespace) -> None:
-    """Print a Markdown table with a line for each model. A model's name is its folder's; for a folder `actor`, that of
-    the folder around it."""
+    """Print a Markdown table with a line for each model. A model is named after its folder, or, if this is `actor`,
+    after the folder around it."""
     quiet_libraries()
     rows = load_rows(str(args.data), PROMPTS, None, phase=3, seed=0)[0]
     found = [rows[place] for place in range(len(rows))]
