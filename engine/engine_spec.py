@@ -108,7 +108,7 @@ class EngineSpec:
 
     @property
     def reference_moves(self) -> bool:
-        """Whether the reference follows the actor. A reference that does is a second set of weights in the actor's
+        """Whether the reference follows the actor. A moving reference is a second set of weights in the actor's
         engine."""
         return self.reference_is_ema or self.reference_refresh_steps is not None
 
@@ -187,5 +187,5 @@ class EngineSpec:
 
 
 def _before(path: str | None) -> str:
-    """Words for the adapter that the model from `path` had before training, or for its absence."""
+    """Words for a message: the adapter that the model at `path` had before training, or that it had none."""
     return "the adapter that it began with" if path is not None and is_adapter(path) else "its adapters off"

@@ -123,7 +123,7 @@ class Rollout:
 
     def cut(self, kept: Tensor, ended: Tensor, pad_token_id: int) -> "Rollout":
         """This rollout with every response token outside of `kept`, (B, T) bool, replaced by padding. ended: (B,) bool,
-        the field `ended` of the result."""
+        becomes the field `ended` of the result."""
         prompt = self.prompt_length
         real = torch.cat([self.attention_mask[:, :prompt], self.attention_mask[:, prompt:] * kept], 1)
         responses = torch.where(kept, self.responses, pad_token_id)
@@ -181,7 +181,7 @@ class Experience:
     {name: (B,) float32}, the score from each reward source that has a weight, before it is multiplied by the weight;
     empty if no source has a weight.
     log_ratios: (N,) float32, log-probs of the actor's forward pass minus the sampler's, for all learned tokens. If only
-        the longest row had a forward pass, they are those of its N learned tokens. None if the sampler records no
+        the longest row had a forward pass, N is the number of this row's learned tokens. None if the sampler records no
         log-probs.
     """
 
@@ -248,8 +248,8 @@ class Positions:
 class TrainingBatch:
     """The data that the optimizer steps need, for some rows of an experience. Position t belongs to response token t.
 
-    rollout, logprobs, entropy, ref_logprobs, scores: as in Experience. The losses take `logprobs` as those of the old
-        policy.
+    rollout, logprobs, entropy, ref_logprobs, scores: as in Experience. The losses use `logprobs` as the old policy's
+        log-probs.
     values: (B, T) float32, the critic's values before the update, from `Algorithm.kept_values`; zeros without a critic.
     kl: (B, T) float32, as in Experience.
     measured_kl: (B,) float32, in nats, the KL that steers the KL coefficient.

@@ -1,4 +1,4 @@
-"""From a rollout to an experience: the forward passes of all models."""
+"""Makes an experience from a rollout, by forward passes of all models."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -61,9 +61,9 @@ class ExperienceMaker:
     """Computes an experience from a rollout. One model after the other does its forward passes, in micro-batches of
     rows of similar length.
 
-    critic: None if the algorithm has none. micro_batch_size: rows of full length in one forward pass.
+    critic: None if the algorithm has none. micro_batch_size: the number of rows of full length in one forward pass.
     exact_sampler: whether the sampler's log-probs equal those of a forward pass within rounding. With `old_logprobs`
-    "auto" they are used as old log-probs only then.
+    "auto" they are used as old log-probs only if this is true.
     padded: whether the models also compute padding, so that padding counts among the tokens of a forward pass.
     """
 

@@ -280,7 +280,7 @@ def _load_with_kept_head(*args, **kwargs) -> Scorer:
 def _frozen(
     role: str, load, path: str, spec: EngineSpec, trained: Mapping[str, TrainedModel | TrainedRole]
 ) -> FrozenModel | FrozenRole:
-    """The frozen model with this role. If the spec has it in a trained model's engine, that engine computes it;
+    """The frozen model with this role. If the spec puts it into a trained model's engine, that engine computes it;
     otherwise it is loaded from `path` into an engine of its own."""
     if role in spec.engine_of:
         return FrozenRole(trained[spec.engine_of[role]].host, role)

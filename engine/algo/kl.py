@@ -22,7 +22,7 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str = "k1") -
 
 
 def measured_kl(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, measure: str = "k1") -> Tensor:
-    """(B,), in nats, the KL of each sequence that steers the KL coefficient: a sum over the sequence's tokens.
+    """The KL that the controller of the KL coefficient gets: (B,), in nats, for each sequence a sum over its tokens.
 
     "k1" sums delta = log p - log q. "exp_delta" sums exp(delta) - 1 - delta, which is k3 with the sign of delta
     reversed. "exp_delta" is never negative, but its mean over tokens drawn from the policy is not the KL.
@@ -59,7 +59,7 @@ class FixedKL:
         return {}
 
     def load_state_dict(self, state: dict) -> None:
-        """Does nothing: a resumed run keeps the coefficient of its own flags."""
+        """Does nothing: a resumed run uses the coefficient that its flags give."""
 
 
 class AdaptiveKL:

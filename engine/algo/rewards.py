@@ -1,5 +1,5 @@
-"""From the score of a response to the reward of every token: how scores are changed, which positions count, and the sum
-of KL penalty and score.
+"""Turns the score of a response into the reward of each token: changes the score, selects the positions that count, and
+adds the score to the KL penalties.
 
 Position t holds response token t, and the log-prob and the value that were computed where token t is predicted. The
 position after the last token of a response therefore holds the value of the state in which the response is complete.
@@ -18,7 +18,7 @@ SCORE_PAST = {"last": -1, "after_last": 0, "two_after": 1}
 
 
 def counted_tokens(responses: Tensor, response_mask: Tensor, pad_token_id: int, rule: str) -> Tensor:
-    """(B, T) bool, which response tokens count as real tokens under a system's rule.
+    """Whether each response token counts as a real token under a system's rule: (B, T) bool.
 
     Args:
         responses: (B, T) int64.
@@ -43,8 +43,8 @@ def counted_tokens(responses: Tensor, response_mask: Tensor, pad_token_id: int, 
 
 
 def valid_responses(policy_mask: Tensor, min_tokens: int) -> Tensor:
-    """(B,) bool, which responses count where each contributes one number: those with at least one position in
-    policy_mask, (B, T) bool.
+    """Whether each response counts in statistics that take one number from each response: (B,) bool. A response counts
+    if it has at least one position in policy_mask, (B, T) bool.
 
     With min_tokens 0 a response without tokens counts too: the other responses are compared with its score, and its
     ratio is 1.
@@ -72,8 +72,8 @@ def first_positions(lengths: Tensor, width: int) -> Tensor:
 
 
 def positions_up_to(lengths: Tensor, width: int, rule: str) -> Tensor:
-    """(B, T) bool, the positions that a rule counts: "response", those of the response; "one_past" and "two_past", also
-    the next one or two positions; "all", all positions of the row."""
+    """A mask of the positions that a rule counts, (B, T) bool. "response" counts the positions of the response,
+    "one_past" and "two_past" also the next one or two positions, "all" all positions of the row."""
     if rule == "all":
         return torch.ones(len(lengths), width, dtype=torch.bool, device=lengths.device)
     if rule not in POSITIONS_PAST:
@@ -109,7 +109,7 @@ def compute_rewards(kl: Tensor, kl_coef: float, kl_mask: Tensor, scores: Tensor,
 
 
 def apply_missing_end(scores: Tensor, ended: Tensor, rule: str, value: float) -> Tensor:
-    """The scores, in which the score of each response that did not end is replaced by `value` or reduced by `value`.
+    """Returns the scores. The score of a response that did not end is replaced by `value` or reduced by it.
 
     Args:
         scores: (B,) float32.
@@ -150,7 +150,8 @@ def overlong_penalties(lengths: Tensor, longest: int, buffer: float, most: float
 
 
 def groups_alike(scores: Tensor, group_size: int) -> Tensor:
-    """(B / group_size,) bool, which groups have equal scores. In such a group all responses have the advantage 0.
+    """Whether all scores of a group are equal, for each group: (B / group_size,) bool. In such a group all responses
+    have the advantage 0.
 
     A group with a NaN or infinite score is never marked; other code refuses these scores.
 

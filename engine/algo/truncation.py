@@ -1,4 +1,4 @@
-"""Truncation at given tokens: the end of a response of fixed length, and the beginning and end of a query."""
+"""Truncates texts at given tokens: responses of fixed length at the end, queries at the beginning and the end."""
 
 from collections.abc import Sequence
 
@@ -36,8 +36,8 @@ def _matches(responses: Tensor, token: int, after: int) -> Tensor:
 def trim_query(
     tokens: Sequence[int], length: int, start: int | None = None, end: int | None = None
 ) -> list[int] | None:
-    """The query that remains of `tokens`: at most `length` tokens after the first `start` token, up to and including
-    the last `end` among these.
+    """The part of `tokens` that is the query: of the first `length` tokens after the first `start` token, those up to
+    and including the last `end`.
 
     None if `start` or `end` is given and does not occur; callers leave out such a text. A `start` that is the last
     token of the text removes nothing.

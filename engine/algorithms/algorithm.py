@@ -151,8 +151,8 @@ class Algorithm:
         )
 
     def valid_responses(self, policy_mask: Tensor) -> Tensor:
-        """(B,) bool, which responses count in statistics that take one number from each response. policy_mask: (B, T)
-        bool."""
+        """Whether each response counts in statistics that take one number from each response: (B,) bool. policy_mask:
+        (B, T) bool."""
         return valid_responses(policy_mask, self.dialect.min_response_tokens)
 
     # Scores, and the rewards of all tokens.
@@ -190,8 +190,8 @@ class Algorithm:
         return overlong_penalties(lengths, self.max_response_length, dialect.overlong_buffer, dialect.overlong_penalty)
 
     def clipped(self, scores: Tensor) -> Tensor | None:
-        """(B,) bool, which scores from the reward source are clipped when they are divided by the present scale. None
-        in a dialect that does not clip scores."""
+        """Whether each score from the reward source is clipped, given the present scale: (B,) bool. None in a dialect
+        that does not clip scores."""
         if self.dialect.score_clip is None:
             return None
         scale = self.score_scale.value if self.dialect.score_order == "scale_clip" else 1.0
@@ -277,8 +277,9 @@ class Algorithm:
         return self._whitened(rewards, self._whitened_together(masks, masks.value), center=False)
 
     def _deviations(self, rewards: Tensor, valid: Tensor) -> Tensor:
-        """The standard deviations of rewards by which advantages are divided: (B,), each that of the response's group,
-        or a scalar, that of all ranks' responses. rewards: (B,) float32."""
+        """The standard deviations of rewards by which advantages are divided. With advantage_scale "group" they are
+        (B,), for each response that of its group; otherwise a scalar, that of all ranks' responses. rewards: (B,)
+        float32."""
         unbiased = self.dialect.scale_variance == "unbiased"
         if self.dialect.advantage_scale == "group":
             return group_deviations(rewards, self.dialect.samples_per_prompt, valid, unbiased=unbiased)
@@ -287,8 +288,8 @@ class Algorithm:
 
     def _whitened_together(self, masks: Masks, mask: Tensor) -> Tensor:
         """(B, T) bool, the positions over which whitening computes mean and variance: the positions in `mask`. With
-        whiten_slots "row" they are instead, in every row, all positions up to the last kept value of the row that has
-        most."""
+        whiten_slots "row" they are the first n positions of every row, where n is the largest number of values kept in
+        a row."""
         if self.dialect.whiten_slots == "response":
             return mask
         return first_positions(masks.state.sum(-1).amax().expand(len(mask)), mask.shape[1])
@@ -371,8 +372,8 @@ class Algorithm:
         return rule.cut(ratios, *bounds), outside(ratios, *bounds)
 
     def measured_kl(self, experience: Experience, positions: Positions) -> Tensor:
-        """(B,) float32, in nats, the KL of each response that steers the KL coefficient: a sum over the response's
-        tokens, or with kl_measure "exp_delta" over the tokens of prompt and response."""
+        """The KL that the controller of the KL coefficient gets: (B,) float32, in nats. It is a sum over the response's
+        tokens or, with kl_measure "exp_delta", over the tokens of prompt and response."""
         measure = self.dialect.kl_measure
         if measure == "k1":
             return experience.kl.sum(-1)

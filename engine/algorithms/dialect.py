@@ -566,7 +566,7 @@ class Dialect:
 
 
 def parse_settings(words: Sequence[str]) -> dict[str, object]:
-    """{field: value} from words of the form FIELD=VALUE. Each value is converted to its field's type.
+    """Reads words of the form FIELD=VALUE, and returns {field: value}. Each value is converted to its field's type.
 
     "none" becomes None in fields that may be None; "true" and "false" become booleans; betas are two numbers separated
     by a comma. If nothing follows the "=", the value is the empty string.

@@ -236,7 +236,7 @@ class EarlyCalls:
         self._begun: dict[Hashable, tuple[Any, Future[Numbers], int]] = {}
 
     def begin(self, keys: Sequence[Hashable], texts: Sequence[Any], call: Callable[[], Numbers]) -> None:
-        """Begin `call` in a thread; it scores responses. keys, texts: a key and the texts of each response. `taken`
+        """Begin `call`, which scores responses, in a thread. keys, texts: a key and the texts of each response. `taken`
         returns the number of a response if it gets the same key and texts. call: a function that must not raise."""
         if not self.left(keys, texts):
             return  # memory ran out, and the same responses were drawn again

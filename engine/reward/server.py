@@ -5,8 +5,8 @@
 
 This file contains, from top to bottom: one exchange of a request and an answer (`exchange`), the two forms of requests
 and answers (`FORMS`), the servers that share a rank's requests (`Servers`), and the reward source (`ServerReward`). A
-failed exchange raises `Fault`, after which a server is asked again, or `Mistake`, after which the run stops. HTTP is
-that of Python's standard library, with a time limit. Proxies are taken from the environment, as in urllib, but are
+failed exchange raises `Fault`, after which a server is asked again, or `Mistake`, after which the run stops. Requests
+are sent by Python's standard library, with a time limit. Proxies are taken from the environment, as in urllib, but are
 never used for addresses of this machine.
 
 The form "items" is this project's own. Each score has the id of its response:

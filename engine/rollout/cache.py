@@ -57,8 +57,8 @@ class SlotCache(Cache):
     def reserve(self, rows: int, slots: int) -> None:
         """Allocate memory for this many rows and slots, unless the cache already has enough.
 
-        The number of slots is rounded up to a multiple of SLOTS: attention kernels on GPUs copy masks whose width is no
-        such multiple.
+        The number of slots is rounded up to a multiple of SLOTS: attention kernels on GPUs copy masks whose width is
+        not such a multiple.
         """
         slots = -(-slots // SLOTS) * SLOTS
         if rows > self.room.rows or slots > self.room.slots:

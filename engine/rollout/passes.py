@@ -355,8 +355,9 @@ class GraphedPasses(Passes):
     def _checked(self, rows: int, slots: int, expected: Tensor) -> Callable[[], Tensor]:
         """A graph of this shape. It is returned only if its logits for the present inputs equal `expected`, (B, V).
 
-        Equal means that a row of logits differs by at most a small part of the norm of its deviations from the row's
-        mean, which rounding may cause. Single logits are not compared, because in bf16 large logits are rounded more.
+        They count as equal if the norm of a row's differences is at most a small part of the norm of the row's
+        deviations from its mean; rounding may cause such differences. Single logits are not compared, because in bf16
+        large logits are rounded more.
 
         Raises: ValueError if the logits differ, or if the model's code reads results on the host.
         """
