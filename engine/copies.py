@@ -171,9 +171,9 @@ def together(model: Any, make: Callable[[], Result]) -> Result:
 
 @contextlib.contextmanager
 def stopped_if_out_of_memory(model: Model, doing: str) -> Iterator[None]:
-    """A context in which ranks exchange data while they compute with a model's copy. If one rank runs out of memory
-    within it, the other ranks cannot fall back with it, and the run ends. doing: a description of the computation for
-    the message.
+    """A context in which ranks exchange data while they compute with a model's copy. If one rank runs out of memory in
+    this context, the other ranks cannot fall back together with it, so the run ends. doing: a description of the
+    computation for the message.
 
     Raises: RunStopped; the message names flags that may help.
     """
@@ -217,7 +217,7 @@ class WholeCopies(PlainCopies):
     If memory runs out on any rank while a copy is created, filled or computing, all ranks free the copies and continue
     with less memory. The first time, models that have separate copies share them from then on. The next time, the model
     gets the copies that `smaller` returns. After that, the model computes with its partitioned module. A whole copy
-    computes without communication, so every rank reaches the point at which the ranks agree.
+    computes without communication. Every rank therefore reaches the point at which the ranks agree.
 
     Args:
         between_steps: as in PlainCopies.
@@ -350,8 +350,8 @@ class _Held:
 
 
 def _missing(module: Backbone, source: Backbone, held: _Held | None, wanted: _Held) -> frozenset[str] | None:
-    """The names of the weights that have to be copied so that the module holds the weights `wanted`; None for all
-    weights. If any weights have to be copied, the module's adapters are unmerged first.
+    """The names of the weights to copy so that the module holds the weights `wanted`; None for all weights. If any
+    weights have to be copied, the module's adapters are unmerged first.
     """
     if held == wanted:
         return frozenset()
@@ -403,7 +403,7 @@ class TensorParallelCopies(PlainCopies):
     Args:
         ranks: the number of ranks in a group. between_steps: as in PlainCopies.
         cache: the number of bytes of keys and values on each rank. A copy that generates is created only if there is
-            memory for these too.
+            memory for these bytes too.
     """
 
     def __init__(self, ranks: int, between_steps: str = "keep", cache: int = 0):
@@ -454,8 +454,8 @@ class TensorParallelCopies(PlainCopies):
         return [part.module for part in self._parts.values()]
 
     def _with_room(self, key: object, model: Model, generates: bool) -> "_Part":
-        """This rank's part of a model, on the device. Raises torch.OutOfMemoryError if there is too little memory to
-        fill the part or, if the copy `generates`, for keys and values."""
+        """This rank's part of a model, on the device. Raises torch's out-of-memory error if there is too little memory
+        to fill the part or, if the copy `generates`, for keys and values."""
         if key not in self._parts:
             self._parts[key] = _Part(model.module, self.group)
             if generates:  # tried now, since ranks cannot fall back together when keys and values are allocated later

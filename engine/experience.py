@@ -7,8 +7,8 @@ from torch import Tensor
 
 
 def position_ids(attention_mask: Tensor) -> Tensor:
-    """(B, S) int64, position ids: 0 at the first real token of a row, 1 at the next. They are the exclusive cumulative
-    sum of the attention mask."""
+    """The position ids, (B, S) int64: 0 at the first real token of a row, 1 at the next. They are the exclusive
+    cumulative sum of the attention mask."""
     return attention_mask.cumsum(-1) - attention_mask
 
 
@@ -136,7 +136,7 @@ class Rollout:
         )
 
     def without_attention_to(self, token: int) -> "Rollout":
-        """This rollout with the given token masked out of attention and position ids, in prompts and responses."""
+        """This rollout, in which attention and position ids leave out the given token, in prompts and responses."""
         return replace(self, attention_mask=self.attention_mask * (self.sequences != token))
 
     def from_second_token(self) -> "Rollout":
@@ -208,7 +208,7 @@ class Experience:
 
     @property
     def kl(self) -> Tensor:
-        """(B, T) float32, log-prob minus reference log-prob of each response token, 0 at other positions."""
+        """The log-prob minus the reference log-prob of each response token: (B, T) float32, 0 at other positions."""
         return torch.where(
             self.rollout.response_mask, self.logprobs - self.ref_logprobs, torch.zeros_like(self.logprobs)
         )

@@ -130,7 +130,7 @@ class ExperienceMaker:
         return micro_batches(learned, tokens, equally_many=True, padded=self.padded)
 
     def _by_policies(self, learned: Rollout, pieces: list[Rollout], joined: Join) -> dict[str, Any]:
-        """What actor and reference compute: {field of Experience: tensor}."""
+        """Returns what actor and reference compute, as {field of Experience: tensor}."""
         dialect = self.algorithm.dialect
         assert learned.logprobs is not None or dialect.old_logprobs != "sampler", (
             "the rollout has no log-probs of the sampler"
@@ -220,6 +220,6 @@ def _unasked(learned: Rollout) -> dict[str, Any]:
 
 
 def _log_ratios(logprobs: Tensor, rollout: Rollout) -> Tensor | None:
-    """(N,) float32, the actor's log-probs (B, T) minus the sampler's, for the N learned tokens. None if the sampler
+    """The actor's log-probs, (B, T), minus the sampler's, for the N learned tokens: (N,) float32. None if the sampler
     recorded no log-probs."""
     return None if rollout.logprobs is None else (logprobs - rollout.logprobs)[rollout.response_mask]

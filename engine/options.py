@@ -111,7 +111,7 @@ def _holds(value, values: list[str]) -> bool:
 
 
 def with_resume(options, resume: str) -> Iterator[tuple[str, object]]:
-    """Yields (name, value) of each option that has this `resume`, in the order of their definition."""
+    """Yields (name, value) of each option that has this `resume`, in the order of definition."""
     for spec in dataclasses.fields(options):
         if spec.metadata["resume"] == resume:
             yield spec.name, getattr(options, spec.name)

@@ -39,7 +39,7 @@ def gae(rewards: Tensor, values: Tensor, gamma: float, lam: float | Tensor) -> t
 
 
 def length_adaptive_lambda(lengths: Tensor, alpha: float) -> Tensor:
-    """The lambda of each response, computed from its length l: lam = 1 - 1 / (alpha l), at least 0.
+    """Computes the lambda of each response from the response's length l: lam = 1 - 1 / (alpha l), at least 0.
 
     GAE weights the TD error k positions ahead by lam^k. These weights add up to 1 / (1 - lam) = alpha l, so a TD error
     influences the same fraction of the response's positions at any length. With one lambda for all responses, the score
@@ -92,8 +92,8 @@ def group_means(rewards: Tensor, group_size: int, valid: Tensor | None = None) -
 
 
 def group_advantages(rewards: Tensor, group_size: int, valid: Tensor | None = None) -> Tensor:
-    """(B,) float32, each response's reward minus the mean reward of its group; 0 for a response that is not valid, or
-    is the only valid one in its group.
+    """Each response's reward minus the mean reward of its group, (B,) float32. It is 0 for a response that is not
+    valid, or is the only valid one in its group.
 
     If all rewards of a group are equal, the result is exactly 0. If the mean were rounded, this difference and the
     group's standard deviation would be rounding errors of similar size, and their quotient could be any number up to 1.
@@ -119,7 +119,7 @@ def group_deviations(rewards: Tensor, group_size: int, valid: Tensor | None = No
 
 
 def _means(own: Tensor, counted: Tensor) -> Tensor:
-    """(groups, 1) float32, the means of the rewards that `_in_groups` returns; 0 for a group without a valid
+    """The group means of the rewards that `_in_groups` returns: (groups, 1) float32, 0 for a group without a valid
     response."""
     return own.sum(-1, keepdim=True) / counted.sum(-1, keepdim=True).clamp(min=1)
 

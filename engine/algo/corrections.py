@@ -56,8 +56,8 @@ def token_ratios(log_ratios: Tensor, mask: Tensor) -> Tensor:
 
 
 def sequence_ratios(log_ratios: Tensor, mask: Tensor) -> Tensor:
-    """(B, T) float32, pi_old / mu of each whole response: the product of the ratios of its tokens, repeated at all
-    positions of its row.
+    """pi_old / mu of each whole response, the product of its tokens' ratios: (B, T) float32, with the same number at
+    all positions of a row.
 
     This ratio is unbiased. Its variance grows with the response's length. Arguments: as for `token_ratios`.
     """

@@ -1,11 +1,12 @@
-"""Estimators of the KL divergence from samples, and controllers of the KL coefficient."""
+"""Estimates the KL divergence from samples, and controls the KL coefficient."""
 
 import torch
 from torch import Tensor
 
 
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str = "k1") -> Tensor:
-    """Per-token estimate of KL(policy || reference) from tokens drawn from the policy, same shape as the arguments.
+    """Estimates KL(policy || reference) at each token, from tokens drawn from the policy. The result has the shape of
+    the arguments.
 
         k1 = log p - log q,   k2 = k1^2 / 2,   k3 = exp(-k1) - 1 + k1
 

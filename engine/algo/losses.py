@@ -1,5 +1,5 @@
-"""The losses of policy, critic and reward model, as sums and counts; and the conditions under which an update is
-skipped.
+"""Computes the losses of policy, critic and reward model, as sums and counts. Also has the conditions under which
+updates are skipped.
 
 Each function returns sums over tokens or responses, not means. Sums can be added up over micro-batches and ranks, and
 the caller then divides once, by the count of the whole optimizer step.

@@ -53,7 +53,7 @@ def valid_responses(policy_mask: Tensor, min_tokens: int) -> Tensor:
 
 
 def score_positions(lengths: Tensor, width: int, rule: str) -> Tensor:
-    """The response position that receives each score, (B,) int64.
+    """The position at which each response receives its score: (B,) int64.
 
     Args:
         lengths: (B,) int64, the lengths L of the responses.
@@ -129,7 +129,8 @@ def apply_missing_end(scores: Tensor, ended: Tensor, rule: str, value: float) ->
 
 
 def overlong_penalties(lengths: Tensor, longest: int, buffer: float, most: float) -> Tensor:
-    """The penalties for long responses: 0 up to a certain length, then growing with each token, up to `most`.
+    """The penalties for long responses. A penalty is 0 up to a certain length, and then grows with each token up to
+    `most`.
 
         R(y) = 0                                        where |y| <= L_max - L_cache
                ((L_max - L_cache) - |y|) / L_cache      up to L_max, where it is -1; times `most`
@@ -165,7 +166,7 @@ def groups_alike(scores: Tensor, group_size: int) -> Tensor:
 
 
 def clip_scores(scores: Tensor, limit: float | None) -> Tensor:
-    """The scores clipped to plus and minus `limit`; unchanged for None."""
+    """Clips the scores to plus and minus `limit`; if it is None, returns them unchanged."""
     return scores if limit is None else scores.clamp(-limit, limit)
 
 

@@ -7,8 +7,8 @@ from torch import Tensor
 
 
 def kept_positions(responses: Tensor, token: int, after: int = 0) -> Tensor:
-    """(B, T) bool: in each response, the positions up to and including the first `token` at or after position `after`;
-    all positions if `token` does not occur there.
+    """A mask, (B, T) bool, of the positions of each response up to and including the first `token` at or after position
+    `after`. If `token` does not occur there, the mask has all of them.
 
     These positions hold the text that is scored. Sampling does not stop at `token`.
 
@@ -22,7 +22,8 @@ def kept_positions(responses: Tensor, token: int, after: int = 0) -> Tensor:
 
 
 def has_end(responses: Tensor, token: int, after: int = 0) -> Tensor:
-    """(B,) bool: whether `token` occurs at or after position `after`. Arguments: as for `kept_positions`.
+    """Whether `token` occurs in each response at or after position `after`: (B,) bool. Arguments: as for
+    `kept_positions`.
 
     Source: openai/lm-human-preferences cbfd210b, lm_tasks.py, `filter_fn_from_hparams`.
     """

@@ -183,8 +183,8 @@ class Algorithm:
         return scores
 
     def overlong_penalties(self, lengths: Tensor) -> Tensor:
-        """(B,) float32, the penalties, 0 or negative, that are added to the scores in dialects with an
-        `overlong_buffer`. lengths: (B,) int64, the number of tokens of each response."""
+        """The penalties, 0 or negative, that are added to the scores in dialects with an `overlong_buffer`: (B,)
+        float32. lengths: (B,) int64, the number of tokens of each response."""
         assert self.max_response_length is not None
         dialect = self.dialect
         return overlong_penalties(lengths, self.max_response_length, dialect.overlong_buffer, dialect.overlong_penalty)
@@ -267,8 +267,8 @@ class Algorithm:
         return estimates
 
     def outcomes(self, rewards: Tensor, masks: Masks) -> Tensor:
-        """(B, T) float32, the discounted sum of rewards from each position on. The critic's values are not used. All
-        ranks call this together."""
+        """The discounted sum of the rewards from each position to the end: (B, T) float32. The critic's values are not
+        used. All ranks call this together."""
         return returns_to_go(self._learned_rewards(rewards, masks), self.dialect.gamma)
 
     def _learned_rewards(self, rewards: Tensor, masks: Masks) -> Tensor:

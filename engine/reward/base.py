@@ -87,8 +87,7 @@ class RewardSource(Protocol):
 
 
 def keys_of(rollout: Rollout) -> list[tuple[int, int]]:
-    """A key for each response, which is unique within a PPO step: (index of the prompt, number of the prompt's
-    sample)."""
+    """A key for each response: (index of the prompt, number of the prompt's sample). It is unique within a PPO step."""
     return list(zip(rollout.indices.tolist(), rollout.samples.tolist(), strict=True))
 
 
@@ -195,8 +194,8 @@ def _misshapen(parts: dict, count: int) -> str | None:
 def stop_together(problem: str | None, name: str, contract: str) -> None:
     """Raise RunStopped on all ranks if one of them has a problem with the user's code (all ranks call this together).
 
-    The other ranks may never call this function, if they wait in a collective call of the user's code. A rank with a
-    problem therefore prints it after ALONE seconds.
+    The other ranks never call this function if they wait in a collective call of the user's code. A rank with a problem
+    therefore prints it after ALONE seconds.
 
     problem: what went wrong on this rank, or None if nothing did. name, contract: the beginning and the end of the
     message.

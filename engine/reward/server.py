@@ -83,8 +83,8 @@ def exchange(url: str, body: bytes | None, timeout: float, most_bytes: int) -> t
         timeout: the time limit in seconds for the answer's head, and then again for the answer's body.
         most_bytes: the largest allowed size of an answer's body.
 
-    Returns: the answer's body, and whether the body is known to be complete. A body whose length the server did not
-        state ends when the connection ends, which also happens if the server dies.
+    Returns: the answer's body, and whether the body is known to be complete. If the server did not state the body's
+        length, the body ends when the connection ends. The connection also ends if the server dies.
     Raises: Fault, Mistake.
     """
     headers = {"Accept": "application/json"} | ({} if body is None else {"Content-Type": "application/json"})
@@ -137,7 +137,7 @@ class _Breakable(urllib.request.HTTPHandler, urllib.request.HTTPSHandler):
         return self.do_open(self._maker(http.client.HTTPSConnection), request)
 
     def _maker(self, kind: type[http.client.HTTPConnection]) -> Callable[..., http.client.HTTPConnection]:
-        """A function, called by urllib, that makes a connection of this kind and remembers it."""
+        """A function for urllib that makes a connection of this kind and remembers it."""
 
         def make(*args, **kwargs) -> http.client.HTTPConnection:
             self._made.append(kind(*args, **kwargs))

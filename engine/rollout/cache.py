@@ -129,7 +129,7 @@ class _Given(CacheLayerMixin):
         return self.keys, self.values
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """(number, offset) of the slots that the pass attends to."""
+        """Returns (number, offset) of the slots that the pass attends to."""
         return self.keys.shape[2], 0
 
     def get_seq_length(self) -> int:
@@ -174,7 +174,7 @@ class _Slots(CacheLayerMixin):
         return self.keys[rows, :, window.start : behind], self.values[rows, :, window.start : behind]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """(number, offset) of the slots that a pass over `query_length` tokens attends to."""
+        """Returns (number, offset) of the slots that a pass over `query_length` tokens attends to."""
         return self.get_seq_length() + query_length, 0
 
     def get_seq_length(self) -> int:

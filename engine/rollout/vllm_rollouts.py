@@ -291,7 +291,8 @@ def _share(weights: int, cache: int, moments: int) -> float:
 
 
 def _gpu_memory() -> tuple[int, int]:
-    """(free bytes, total bytes) of this rank's GPU memory, after torch's allocator has returned its unused memory."""
+    """Returns (free bytes, total bytes) of this rank's GPU memory, after torch's allocator has returned its unused
+    memory."""
     torch.cuda.empty_cache()
     return torch.cuda.mem_get_info()
 
