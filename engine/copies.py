@@ -483,8 +483,8 @@ def why_no_group(ranks: int, asked: int | None) -> str:
 
 
 def divided_bytes(module: Backbone, sizes: Sequence[int], generates: bool = True) -> tuple[dict[int, int], str | None]:
-    """({number of ranks in a group: bytes on each rank}, None) for tensor-parallel copies of a module; ({}, the reason)
-    if the module cannot have such copies.
+    """Returns ({number of ranks in a group: bytes on each rank}, None) for tensor-parallel copies of a module, or ({},
+    the reason) if the module cannot have such copies.
 
     generates: whether the copy draws responses, with its adapter merged; False if it only computes experience.
     """

@@ -114,7 +114,8 @@ class EngineSpec:
 
     @property
     def engine_of(self) -> dict[str, str]:
-        """{role of a frozen model without its own engine: role of the trained model whose engine computes it}."""
+        """Maps the role of each frozen model without its own engine to the role of the trained model whose engine
+        computes it."""
         only_factors = {
             role: lora is not None and lora.only
             for role, lora in (("actor", self.actor_lora), ("critic", self.critic_lora))
@@ -131,8 +132,8 @@ class EngineSpec:
 
     @property
     def also_computes(self) -> dict[str, str]:
-        """{role of a trained model: role of the frozen model that its module also computes}. A moving reference is not
-        included, because it is a second set of weights for the actor's module."""
+        """Maps the role of a trained model to the role of the frozen model that its module also computes. A moving
+        reference is not included, because it is a second set of weights for the actor's module."""
         return {
             host: frozen
             for frozen, host in self.engine_of.items()
@@ -141,7 +142,7 @@ class EngineSpec:
 
     @property
     def shared(self) -> dict[str, str]:
-        """{role of a model without an engine of its own: a description of how it is computed}."""
+        """Maps the role of each model without an engine of its own to a description of how it is computed."""
         if self.share_trunk:
             words = {
                 "reference": self._moving_reference

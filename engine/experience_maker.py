@@ -176,14 +176,15 @@ class ExperienceMaker:
         )
 
     def _prompt_kl(self, piece: Rollout, logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-        """(N,) float32, the prompt tokens' part of the KL that steers the KL coefficient. logprobs, ref_logprobs: (N, S
-        - 1), of all tokens but the first. A token counts only if the token before it is not padding."""
+        """The prompt tokens' part of the KL that the controller of the KL coefficient gets: (N,) float32. logprobs,
+        ref_logprobs: (N, S - 1), of all tokens but the first. A token counts only if the token before it is not
+        padding."""
         prompt = piece.prompt_length - 1
         real = piece.attention_mask[:, :prompt].bool()
         return measured_kl(logprobs[:, :prompt], ref_logprobs[:, :prompt], real, self.algorithm.dialect.kl_measure)
 
     def _values(self, pieces: list[Rollout], joined: Join) -> Tensor | None:
-        """(B, T) float32, the value of the state before each response token; None without a critic."""
+        """The value of the state before each response token, (B, T) float32; None without a critic."""
         critic = self.critic
         if critic is None:
             return None

@@ -79,7 +79,7 @@ class Reference:
     @traced("reference")
     @torch.no_grad()
     def ref_logprobs(self, rollout: Rollout, temperature: float) -> Tensor:
-        """(B, T) float32, the reference's log-probs of the rollout's response tokens. To be called within the context
+        """The reference's log-probs of the rollout's response tokens: (B, T) float32. To be called within the context
         `on_device`, by all ranks together."""
         logprobs, _ = self.model(
             rollout.sequences,

@@ -75,8 +75,8 @@ def scoring_roles(
     reward_flag: str = "reward",
     with_tokenizer: bool = True,
 ) -> dict[str, ScoringRole]:
-    """{"critic": role, "reward": role}: how critic and reward model compute on the actor's base model. A model that the
-    spec does not have is left out. No weights are read.
+    """Returns {"critic": role, "reward": role}. A role says how the critic or reward model computes on the actor's base
+    model. A model that the spec does not have is left out. No weights are read.
 
     actor_flag, critic_flag, reward_flag: what messages call the models. with_tokenizer: whether the pad token of a new
     critic is read from the actor's tokenizer. Raises: UserError if a model is not an adapter on the actor's base model.
@@ -198,7 +198,7 @@ def _moving_reference(spec: EngineSpec, actor: TrainedModel | TrainedRole, ema: 
 
 
 def _trained_models(spec: EngineSpec) -> Mapping[str, TrainedModel | TrainedRole]:
-    """{role: trained model} of the actor and, if the spec has one, the critic, each in its own engine."""
+    """Builds the actor and, if the spec has one, the critic, each in its own engine; returns {role: trained model}."""
     if spec.hydra_layers:
         check_hydra(spec.actor_path, spec.hydra_layers, "actor", spec.trust_remote_code)
     load = partial(load_hydra, layers=spec.hydra_layers) if spec.hydra_layers else load_policy

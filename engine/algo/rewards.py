@@ -67,7 +67,7 @@ def score_positions(lengths: Tensor, width: int, rule: str) -> Tensor:
 
 
 def first_positions(lengths: Tensor, width: int) -> Tensor:
-    """(B, T) bool, set on the first `lengths` positions of each row."""
+    """A mask of the first `lengths` positions of each row: (B, T) bool."""
     return torch.arange(width, device=lengths.device) < lengths.unsqueeze(-1)
 
 
@@ -82,8 +82,8 @@ def positions_up_to(lengths: Tensor, width: int, rule: str) -> Tensor:
 
 
 def positions_after_tokens(counted: Tensor) -> Tensor:
-    """(B, T) bool: the first position, and each position that follows a counted token. The position after a pad token
-    inside a response is thus not set.
+    """A mask, (B, T) bool, of the first position and of each position that follows a counted token. It leaves out the
+    position after a pad token inside a response.
 
     Args: counted: (B, T) bool.
 

@@ -85,7 +85,7 @@ class Algorithm:
     # Which text is learned from, which is scored, and which positions count.
 
     def texts(self, rollout: Rollout) -> tuple[Rollout, Rollout]:
-        """(the rollout that is learned from, the rollout that is scored).
+        """Returns (the rollout that is learned from, the rollout that is scored).
 
         The two rollouts differ only if the dialect learns from all sampled tokens (length_rule "row"), or reads the
         score before the first pad token (score_before_pad). With length_rule "not_pad" the attention mask is `ids !=
@@ -104,8 +104,8 @@ class Algorithm:
         return learned, rollout.cut(kept, ended, self.pad_token_id)
 
     def scored_text(self, responses: Tensor, mask: Tensor, ended: Tensor) -> tuple[Tensor, Tensor]:
-        """(the positions of each response that are scored, (B, T) bool; whether each response has the end that the
-        dialect requires, (B,) bool).
+        """Returns a mask of the positions that are scored, (B, T) bool, and whether each response has the end that the
+        dialect requires, (B,) bool.
 
         Args:
             responses: (B, T) int64. mask: (B, T) bool, the sampled tokens. ended: (B,) bool, whether the sampler
@@ -287,7 +287,7 @@ class Algorithm:
         return variance.sqrt().to(rewards.dtype)
 
     def _whitened_together(self, masks: Masks, mask: Tensor) -> Tensor:
-        """(B, T) bool, the positions over which whitening computes mean and variance: the positions in `mask`. With
+        """The positions over which whitening computes mean and variance, (B, T) bool: the positions in `mask`. With
         whiten_slots "row" they are the first n positions of every row, where n is the largest number of values kept in
         a row."""
         if self.dialect.whiten_slots == "response":
@@ -350,9 +350,9 @@ class Algorithm:
         )
 
     def correction(self, logprobs: Tensor, rollout: Rollout) -> tuple[Tensor, Tensor] | tuple[None, None]:
-        """(importance weights of the policy's loss, (B, T) float32; which ratios lay outside the bounds and were cut,
-        (B, T) bool). The weights correct for a sampler that differs slightly from the policy. (None, None) in a dialect
-        without correction.
+        """Returns the importance weights of the policy's loss, (B, T) float32, and which ratios lay outside the bounds
+        and were cut, (B, T) bool. The weights correct for a sampler that differs slightly from the policy. Returns
+        (None, None) in a dialect without correction.
 
         Args:
             logprobs: (B, T) float32, from the actor's forward pass.

@@ -504,7 +504,8 @@ class Dialect:
 
     @property
     def critic_passes(self) -> tuple[int, int]:
-        """(the number of the critic's epochs after each rollout, the number of its optimizer steps in an epoch)."""
+        """Returns (the number of the critic's epochs after each rollout, the number of its optimizer steps in an
+        epoch)."""
         return self.critic_epochs or self.ppo_epochs, self.critic_mini_batches or self.mini_batches
 
     @property

@@ -56,17 +56,18 @@ class RewardSource(Protocol):
     """
 
     def score(self, rollout: Rollout) -> Tensor:
-        """(B,) float32, one score for each response. All ranks call this together, each with its own responses."""
+        """Returns one score for each response: (B,) float32. All ranks call this together, each with its own
+        responses."""
 
     def parts(self, rollout: Rollout) -> dict[str, Tensor]:
-        """{name in metrics and sample tables: (B,) float32}, the parts of the score. The score is the sum of the parts,
-        each multiplied by its weight in `weights`. Names in `TAKEN` are not allowed.
+        """Returns the parts of the score, as {name in metrics and sample tables: (B,) float32}. The score is the sum of
+        the parts, each multiplied by its weight in `weights`. Names in `TAKEN` are not allowed.
         """
         return {"scores": self.score(rollout).float()}
 
     def weights(self) -> Mapping[str, float]:
-        """{name of a part: weight}, for parts that have to be multiplied by a weight; by default no part has a weight.
-        If a part "scores_NAME" has a weight, the metric reward/NAME reports the part without its weight."""
+        """Returns {name of a part: weight} for the parts that have to be multiplied by a weight. By default no part has
+        a weight. If a part "scores_NAME" has a weight, the metric reward/NAME reports the part without its weight."""
         return {}
 
     def begin(self, rollout: Rollout) -> None:
@@ -92,8 +93,8 @@ def keys_of(rollout: Rollout) -> list[tuple[int, int]]:
 
 
 def decoded(rollout: Rollout, tokenizer, special_tokens: bool = False) -> tuple[list[str], list[str]]:
-    """(the texts of the prompts, the texts of the responses). The prompts are those that the policy got, so a long
-    prompt has lost its beginning.
+    """Returns (the texts of the prompts, the texts of the responses). The prompts are those that the policy got, so a
+    long prompt has lost its beginning.
 
     Padding is left out. Special tokens, such as EOS or those of a chat template, are left out unless special_tokens is
     True. If a stop string ended a response, the string is part of the response.
@@ -170,8 +171,8 @@ class AgreedReward(RewardSource):
 
 
 def _called(call: Callable[[], Any]) -> tuple[Any, str | None]:
-    """(the result of the user's code, None), or (None, a description of the exception that it raised). RunStopped is
-    not caught, because all ranks raise it."""
+    """Returns (the result of the user's code, None), or (None, a description of the exception that it raised).
+    RunStopped is not caught, because all ranks raise it."""
     try:
         return call(), None
     except RunStopped:
@@ -277,7 +278,7 @@ class RewardModel(RewardSource):
 
     @traced("reward model")
     def score(self, rollout: Rollout) -> Tensor:
-        """(B,) float32, the scores, normalised as the reward model's folder says."""
+        """The scores, (B,) float32, normalised as the reward model's folder says."""
         token_scores = self.model(rollout.sequences, rollout.attention_mask, rollout.position_ids)
         return self.model.module.sequence_scores(token_scores, rollout.sequences, rollout.attention_mask)
 
@@ -315,7 +316,7 @@ class CombinedReward(RewardSource):
         self.sources, self.length_penalty = dict(sources), length_penalty
 
     def score(self, rollout: Rollout) -> Tensor:
-        """(B,) float32, the sum."""
+        """The weighted sum of the scores, with the length penalty: (B,) float32."""
         weights = self.weights()
         parts = [weights.get(name, 1.0) * part for name, part in self.parts(rollout).items()]
         return torch.stack(parts).sum(0)

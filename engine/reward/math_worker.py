@@ -39,8 +39,8 @@ def parsed_answer(text: str) -> list:
 
 
 def compared(answer: str, response: str) -> dict:
-    """{"equal": whether the last answer of the response equals the right answer}. An answer whose parsing takes too
-    long counts as missing. {"problem": a text} if the right answer cannot be parsed."""
+    """Returns {"equal": whether the last answer of the response equals the right answer}. An answer whose parsing takes
+    too long counts as missing. Returns {"problem": a text} if the right answer cannot be parsed."""
     from math_verify import parse, verify
 
     expected = parsed_answer(answer)

@@ -579,7 +579,7 @@ class ServerReward(RewardSource):
 
     @traced("reward server")
     def score(self, rollout: Rollout) -> Tensor:
-        """(B,) float32, the scores from the servers, unchanged.
+        """Returns the servers' scores unchanged: (B,) float32.
 
         Raises: RunStopped on all ranks if one rank gets no scores.
         """
@@ -629,7 +629,7 @@ class ServerReward(RewardSource):
 
 
 def probe(settings: ServerSettings, prompt: str, row: dict) -> dict[str, float]:
-    """{URL: score}: the score that each server gives to the prompt with the response "probe".
+    """Returns {URL: score}, the score that each server gives to the prompt with the response "probe".
 
     Raises: UserError if a server does not answer within PROBE_SECONDS, or its answer is not valid.
     """
