@@ -110,7 +110,7 @@ def all_gather(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _Works(list):
-    """Several pending collective calls that can be waited for like one."""
+    """Several pending collective calls, for which a caller can wait as if they were one."""
 
     def wait(self) -> None:
         """Wait for all calls."""

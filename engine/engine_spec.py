@@ -53,8 +53,8 @@ class EngineSpec:
     trust_remote_code: whether code in the models' folders may run.
     attention: which implementation computes attention in all models.
     reference, reward: the configurations of the two frozen models. By default the reference is at stage 3 if the actor
-        is at stage 3, and else at stage 0. The reward model follows the critic in the same way, or the actor if there
-        is no critic.
+        is at stage 3, and else at stage 0. In the same way the reward model's stage follows the critic's, or the
+        actor's if there is no critic.
     ema_decay: decay of the moving average of the actor; None for no average.
     ema_device: "cpu" keeps the moving average and a moving reference in host memory.
     reference_is_ema: whether the moving average is the reference.

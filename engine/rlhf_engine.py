@@ -311,8 +311,8 @@ def _loaded(load, path: str, ds_config: dict, config: EngineConfig, spec: Engine
 
 def _probe(model: TrainedModel | FrozenModel) -> None:
     """Try a model in its engine. In this trial a Policy finds out whether its logits are the unchanged output of its
-    head. Raises: UserError if the model attends to padding, has to compute packed rows and cannot, or gives other
-    results than the model that its folder describes."""
+    head. Raises: UserError if the model attends to padding, cannot compute packed rows although it has to, or gives
+    other results than the model that its folder describes."""
     if isinstance(model.module, Policy):
         vocabulary = model.module.model.config.get_text_config().vocab_size
         tokens = (torch.arange(8, device=distributed.device()) * 7919 % vocabulary).unsqueeze(0)

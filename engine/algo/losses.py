@@ -256,7 +256,7 @@ def ratio_exploded(ratio_sum: float, count: float, limit: float | None) -> bool:
     """Whether the mean ratio over the masked tokens (or responses) of a mini-batch is over `limit`. The caller then
     drops the mini-batch's losses.
 
-    ratio_sum and count are sums over all ranks, so that all ranks decide alike. A mean that is not finite is over any
+    ratio_sum and count are sums over all ranks, so that all ranks decide alike. A mean that is not finite is over every
     limit. With the limit None no mini-batch is dropped.
 
     Source: huggingface/trl v0.11.0, trl/trainer/ppo_trainer.py, `loss` (its `ratio_threshold` is 10).

@@ -237,21 +237,21 @@ class EarlyCalls:
 
     def begin(self, keys: Sequence[Hashable], texts: Sequence[Any], call: Callable[[], Numbers]) -> None:
         """Begin `call`, which scores responses, in a thread. keys, texts: a key and the texts of each response. `taken`
-        returns the number of a response if it gets the same key and texts. call: a function that must not raise."""
+        returns a response's score if it gets the same key and texts. call: a function that must not raise."""
         if not self.left(keys, texts):
             return  # memory ran out, and the same responses were drawn again
         future = self._pool.submit(call)
         self._begun |= {key: (text, future, place) for place, (key, text) in enumerate(zip(keys, texts, strict=True))}
 
     def left(self, keys: Sequence[Hashable], texts: Sequence[Any]) -> list[int]:
-        """The positions of the responses for which no call has begun with the same key and texts, or whose number was
-        already `taken`."""
+        """The positions of the responses whose score has to be computed: no call has begun with the same key and texts,
+        or `taken` has already returned the score."""
         pairs = enumerate(zip(keys, texts, strict=True))
         return [place for place, (key, text) in pairs if key not in self._begun or self._begun[key][0] != text]
 
     def taken(self, keys: Sequence[Hashable], texts: Sequence[Any]) -> tuple[dict[int, float], str | None]:
-        """Wait for the calls that were begun with the same keys and texts, and forget them. Returns: ({position of a
-        response: its number}, a text that says what went wrong in one of the calls, or None)."""
+        """Wait for the calls that were begun with the same keys and texts, and forget them. Returns: {position of a
+        response: its score}, and a text that says what went wrong in one of the calls, or None."""
         found: dict[int, float] = {}
         problem = None
         for place, (key, text) in enumerate(zip(keys, texts, strict=True)):
@@ -267,7 +267,7 @@ class EarlyCalls:
 
 class RewardModel(RewardSource):
     """The frozen reward model, in its own engine or as a role in another model's engine. A score is read at the token
-    at which the model was trained to give it.
+    at which the model was trained to score.
 
     models: the reward model's own engine, in a list; empty if it has none.
     """

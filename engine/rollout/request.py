@@ -106,8 +106,8 @@ class Schedule:
         return len(self._waiting) + len(self.living)
 
     def join(self) -> list[Request]:
-        """Move waiting requests to the end of `living` and return them. While less than an eighth of the rows is free,
-        no request is moved, because all other rows wait while prompts are read."""
+        """Move waiting requests to the end of `living` and return them. No request is moved while less than an eighth
+        of the rows is free, because all other rows have to wait while prompts are read."""
         room = self.rows - len(self.living)
         if room < self.rows // 8:
             return []
