@@ -145,8 +145,8 @@ def _inferred(copy: nn.Module, *args, **kwargs) -> Any:
 
 
 def unless_out_of_memory(make: Callable[[], Result]) -> tuple[Result | None, str]:
-    """(the result of `make`, ""). If one rank runs out of memory, it is (None, text of the error) on all ranks. All
-    ranks call this together.
+    """Returns (the result of `make`, "") or, if one rank runs out of memory, (None, text of the error) on all ranks.
+    All ranks call this together.
 
     make: a function that must not exchange anything with other ranks.
     """
@@ -171,11 +171,11 @@ def together(model: Any, make: Callable[[], Result]) -> Result:
 
 @contextlib.contextmanager
 def stopped_if_out_of_memory(model: Model, doing: str) -> Iterator[None]:
-    """A context in which ranks exchange data while they compute with a model's copy. If one rank runs out of memory
-    within it, the other ranks cannot fall back with it, and the run ends. doing: a description of the computation for
-    the message.
+    """A context in which ranks exchange data while they compute with a model's copy. If one rank runs out of memory in
+    this context, the other ranks cannot fall back together with it, so the run ends. doing: a description of the
+    computation for the message.
 
-    Raises: RunStopped, with helpful flags in its message.
+    Raises: RunStopped; the message names flags that may help.
     """
     try:
         yield
@@ -210,19 +210,19 @@ class WholeCopies(PlainCopies):
     If `of` is called and the copy does not hold the model's current weights, the weights are gathered into it bucket by
     bucket, in the compute dtype. Otherwise nothing is gathered. Frozen weights are gathered only once.
 
-    If a model has adapters, their updates can be merged into the copy's matrices. The copy then computes only in the
-    model's own role, and saves the computation with the factors. To unmerge a copy, the matrices are gathered again,
+    If a model has adapters, their updates can be merged into the copy's matrices. Such a copy computes only in the
+    model's own role, and does not compute with the LoRA factors. To unmerge a copy, the matrices are gathered again,
     because subtracting the updates would not restore the matrices exactly.
 
     If memory runs out on any rank while a copy is created, filled or computing, all ranks free the copies and continue
     with less memory. The first time, models that have separate copies share them from then on. The next time, the model
     gets the copies that `smaller` returns. After that, the model computes with its partitioned module. A whole copy
-    computes without communication, so every rank reaches the point at which the ranks agree.
+    computes without communication. Every rank therefore reaches the point at which the ranks agree.
 
     Args:
         between_steps: as in PlainCopies.
-        shared: whether models of the same architecture use one copy in turn (actor and reference one, critic and reward
-            model another). If not, each model has a copy of its own, and frozen weights are gathered only once.
+        shared: whether models of the same architecture use one copy in turn: actor and reference share one, critic and
+            reward model another. If not, each model has a copy of its own, and frozen weights are gathered only once.
             smaller: a function that gets a model whose shared copy did not fit. It returns copies of another kind, or
             None if the model should compute with its partitioned module. All ranks call it together.
     """
@@ -350,8 +350,8 @@ class _Held:
 
 
 def _missing(module: Backbone, source: Backbone, held: _Held | None, wanted: _Held) -> frozenset[str] | None:
-    """The names of the weights that have to be copied so that the module holds the weights `wanted`; None for all
-    weights. If any weights have to be copied, the module's adapters are unmerged first.
+    """The names of the weights to copy so that the module holds the weights `wanted`; None for all weights. If any
+    weights have to be copied, the module's adapters are unmerged first.
     """
     if held == wanted:
         return frozenset()
@@ -376,8 +376,8 @@ _NO_MATTER = ("_name_or_path", "score_offset", "score_position", "pad_token_id",
 
 
 def architecture(module: Backbone) -> object:
-    """A value that is equal for two modules if each can hold the weights of the other and then gives the results of the
-    other."""
+    """A value that is equal for two modules if each can hold the other's weights and then computes the other's
+    results."""
     shapes = tuple((name, tuple(full_shape(p))) for name, p in module.named_parameters())
     config = {name: value for name, value in module.model.config.to_diff_dict().items() if name not in _NO_MATTER}
     dtype = next(module.parameters()).dtype
@@ -392,10 +392,10 @@ class TensorParallelCopies(PlainCopies):
     a part of each matrix. The parts are filled bucket by bucket from ZeRO's partitions, so that no rank ever holds more
     than one bucket of whole weights.
 
-    Each rank calls the module that `of` returns with the rank's own rows. The module computes the rows of the whole
-    group together, and returns to each rank the results for its own rows. The Hugging Face model within it, `.model`,
-    has to be called with the same rows on all ranks of the group. Adapters are always merged, so a copy computes only
-    in the model's own role.
+    Each rank passes its own rows to the module that `of` returns. The module computes the rows of the whole group
+    together, and returns to each rank the results for its own rows. The Hugging Face model within it, `.model`, has to
+    be called with the same rows on all ranks of the group. Adapters are always merged, so a copy computes only in the
+    model's own role.
 
     If a rank has too little memory to create or fill its part, all ranks do without the copy. If a rank runs out of
     memory while its group computes, the run ends with a message, because the other ranks would wait forever.
@@ -403,7 +403,7 @@ class TensorParallelCopies(PlainCopies):
     Args:
         ranks: the number of ranks in a group. between_steps: as in PlainCopies.
         cache: the number of bytes of keys and values on each rank. A copy that generates is created only if there is
-            memory for these too.
+            memory for these bytes too.
     """
 
     def __init__(self, ranks: int, between_steps: str = "keep", cache: int = 0):
@@ -454,8 +454,8 @@ class TensorParallelCopies(PlainCopies):
         return [part.module for part in self._parts.values()]
 
     def _with_room(self, key: object, model: Model, generates: bool) -> "_Part":
-        """This rank's part of a model, on the device. Raises torch's error for too little memory unless there is enough
-        to fill the part and, if the copy `generates`, for keys and values."""
+        """This rank's part of a model, on the device. Raises torch's out-of-memory error if there is too little memory
+        to fill the part or, if the copy `generates`, for keys and values."""
         if key not in self._parts:
             self._parts[key] = _Part(model.module, self.group)
             if generates:  # tried now, since ranks cannot fall back together when keys and values are allocated later
@@ -469,7 +469,7 @@ class TensorParallelCopies(PlainCopies):
 
 def group_sizes(ranks: int, asked: int | None = None) -> tuple[int, ...]:
     """The possible sizes of groups on a machine with this number of ranks: all divisors of `ranks` over 1. If `asked`
-    is given, only this size, or no size if it does not divide `ranks`."""
+    is given, the result has only this size, or none if `asked` does not divide `ranks`."""
     sizes = range(2, ranks + 1) if asked is None else (asked,)
     return tuple(size for size in sizes if size > 1 and ranks % size == 0)
 
@@ -483,8 +483,8 @@ def why_no_group(ranks: int, asked: int | None) -> str:
 
 
 def divided_bytes(module: Backbone, sizes: Sequence[int], generates: bool = True) -> tuple[dict[int, int], str | None]:
-    """({number of ranks in a group: bytes on each rank}, None) for tensor-parallel copies of a module; ({}, the reason)
-    if the module cannot have such copies.
+    """Returns ({number of ranks in a group: bytes on each rank}, None) for tensor-parallel copies of a module, or ({},
+    the reason) if the module cannot have such copies.
 
     generates: whether the copy draws responses, with its adapter merged; False if it only computes experience.
     """
@@ -553,8 +553,8 @@ class _Rows:
         module.register_forward_hook(self.own_rows)
 
     def gathered(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        """The arguments sequences, attention_mask and position_ids, (B, S), with the rows of the whole group in place
-        of this rank's rows."""
+        """Returns sequences, attention_mask and position_ids with the rows of the whole group; the arguments, (B, S),
+        have only this rank's rows."""
         columns, others = args[:3], dict(kwargs)
         length = others.get("response_length", 0)
         ranks = self.group.all_objects(([column.cpu() for column in columns], length))

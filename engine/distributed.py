@@ -50,7 +50,7 @@ def data_parallel_sum(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def data_parallel_objects(value) -> list:
-    """The picklable `value` of every part of the data, in the order of the parts, on all ranks."""
+    """Returns, on all ranks, a list of the picklable `value` of every part of the data, in the order of the parts."""
     return all_gather_objects(value)
 
 
@@ -98,7 +98,7 @@ def _all_reduce(tensor: torch.Tensor, op) -> torch.Tensor:
 
 
 def all_gather(tensor: torch.Tensor) -> torch.Tensor:
-    """(ranks, N), the tensors (N,) of all ranks, which must have equal sizes."""
+    """Stacks the tensors (N,) of all ranks, which must have equal sizes; returns (ranks, N)."""
     if world_size() == 1:
         return tensor.unsqueeze(0)
     gathered = tensor.new_empty(world_size(), len(tensor))
@@ -110,7 +110,7 @@ def all_gather(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _Works(list):
-    """Several pending collective calls that can be waited for like one."""
+    """Several pending collective calls, for which a caller can wait as if they were one."""
 
     def wait(self) -> None:
         """Wait for all calls."""
@@ -146,8 +146,8 @@ def scatter_by_all_reduce(
 
 
 def largest(number: int | torch.Tensor) -> int:
-    """The largest of all ranks' numbers, as an int. number: an int, or a tensor () int64, with which the host waits for
-    the device only once."""
+    """The largest of all ranks' numbers, as an int. number: an int, or a tensor () int64; with a tensor the host waits
+    for the device only once."""
     if world_size() > 1:
         number = all_reduce_max(torch.as_tensor(number, device=device()))
     return int(number)
@@ -159,7 +159,7 @@ def any_rank(flag: bool | torch.Tensor) -> bool:
 
 
 def all_gather_objects(value) -> list:
-    """The picklable `value` of every rank, in rank order, on all ranks."""
+    """Returns, on all ranks, a list of the picklable `value` of every rank, in rank order."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [value]
     gathered = [None] * dist.get_world_size()
@@ -168,7 +168,7 @@ def all_gather_objects(value) -> list:
 
 
 def broadcast_object(value):
-    """The picklable `value` of rank 0, on all ranks."""
+    """Returns the picklable `value` of rank 0 on all ranks."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return value
     holder = [value]
@@ -195,14 +195,14 @@ class RankGroup:
             self._group = groups[rank() // size]
 
     def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
-        """`tensor`, after it was overwritten with its sum over the group."""
+        """Returns the sum of `tensor` over the group. A contiguous `tensor` is overwritten with the sum."""
         if self.size > 1:
             tensor = tensor.contiguous()
             dist.all_reduce(tensor, group=self._group)
         return tensor
 
     def joined(self, tensor: torch.Tensor) -> torch.Tensor:
-        """(..., size * n), the tensors (..., n) of the group's ranks, concatenated along the last dimension. All
+        """Concatenates the tensors (..., n) of the group's ranks along the last dimension; returns (..., size * n). All
         tensors must have the same shape."""
         if self.size == 1:
             return tensor
@@ -211,7 +211,7 @@ class RankGroup:
         return torch.cat(parts, -1)
 
     def all_objects(self, value) -> list:
-        """The picklable `value` of every rank of the group, in the order of the ranks."""
+        """A list of the picklable `value` of every rank of the group, in the order of the ranks."""
         gathered = [value] * self.size
         if self.size > 1:
             dist.all_gather_object(gathered, value, group=self._group)

@@ -53,8 +53,8 @@ class EngineSpec:
     trust_remote_code: whether code in the models' folders may run.
     attention: which implementation computes attention in all models.
     reference, reward: the configurations of the two frozen models. By default the reference is at stage 3 if the actor
-        is at stage 3, and else at stage 0. The reward model follows the critic in the same way, or the actor if there
-        is no critic.
+        is at stage 3, and else at stage 0. In the same way the reward model's stage follows the critic's, or the
+        actor's if there is no critic.
     ema_decay: decay of the moving average of the actor; None for no average.
     ema_device: "cpu" keeps the moving average and a moving reference in host memory.
     reference_is_ema: whether the moving average is the reference.
@@ -108,13 +108,14 @@ class EngineSpec:
 
     @property
     def reference_moves(self) -> bool:
-        """Whether the reference follows the actor. A reference that does is a second set of weights in the actor's
+        """Whether the reference follows the actor. A moving reference is a second set of weights in the actor's
         engine."""
         return self.reference_is_ema or self.reference_refresh_steps is not None
 
     @property
     def engine_of(self) -> dict[str, str]:
-        """{role of a frozen model without its own engine: role of the trained model whose engine computes it}."""
+        """Maps the role of each frozen model without its own engine to the role of the trained model whose engine
+        computes it."""
         only_factors = {
             role: lora is not None and lora.only
             for role, lora in (("actor", self.actor_lora), ("critic", self.critic_lora))
@@ -131,8 +132,8 @@ class EngineSpec:
 
     @property
     def also_computes(self) -> dict[str, str]:
-        """{role of a trained model: role of the frozen model that its module also computes}. A moving reference is not
-        included, because it is a second set of weights for the actor's module."""
+        """Maps the role of a trained model to the role of the frozen model that its module also computes. A moving
+        reference is not included, because it is a second set of weights for the actor's module."""
         return {
             host: frozen
             for frozen, host in self.engine_of.items()
@@ -141,7 +142,7 @@ class EngineSpec:
 
     @property
     def shared(self) -> dict[str, str]:
-        """{role of a model without an engine of its own: a description of how it is computed}."""
+        """Maps the role of each model without an engine of its own to a description of how it is computed."""
         if self.share_trunk:
             words = {
                 "reference": self._moving_reference
@@ -187,5 +188,5 @@ class EngineSpec:
 
 
 def _before(path: str | None) -> str:
-    """Words for the adapter that the model from `path` had before training, or for its absence."""
+    """Words for a message: the adapter that the model at `path` had before training, or that it had none."""
     return "the adapter that it began with" if path is not None and is_adapter(path) else "its adapters off"

@@ -61,8 +61,8 @@ def shortened(value: object, limit: int = 100) -> str:
 
 
 def without_query(text: str) -> str:
-    """A text as messages and files show it. From its URLs the part after "?", which may contain a key, and user names
-    and passwords are removed."""
+    """A text as messages and files show it. User names, passwords and the part after "?", which may contain a key, are
+    removed from its URLs."""
     return re.sub(r"(?i)\b(https?://)(?:[^\s/?#]*@)?([^\s?]*)(?:\?\S*)?", r"\1\2", text)
 
 

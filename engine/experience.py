@@ -7,8 +7,8 @@ from torch import Tensor
 
 
 def position_ids(attention_mask: Tensor) -> Tensor:
-    """(B, S) int64, position ids: 0 at the first real token of a row, 1 at the next. They are the exclusive cumulative
-    sum of the attention mask."""
+    """The position ids, (B, S) int64: 0 at the first real token of a row, 1 at the next. They are the exclusive
+    cumulative sum of the attention mask."""
     return attention_mask.cumsum(-1) - attention_mask
 
 
@@ -123,7 +123,7 @@ class Rollout:
 
     def cut(self, kept: Tensor, ended: Tensor, pad_token_id: int) -> "Rollout":
         """This rollout with every response token outside of `kept`, (B, T) bool, replaced by padding. ended: (B,) bool,
-        the field `ended` of the result."""
+        becomes the field `ended` of the result."""
         prompt = self.prompt_length
         real = torch.cat([self.attention_mask[:, :prompt], self.attention_mask[:, prompt:] * kept], 1)
         responses = torch.where(kept, self.responses, pad_token_id)
@@ -136,7 +136,7 @@ class Rollout:
         )
 
     def without_attention_to(self, token: int) -> "Rollout":
-        """This rollout with the given token masked out of attention and position ids, in prompts and responses."""
+        """This rollout, in which attention and position ids leave out the given token, in prompts and responses."""
         return replace(self, attention_mask=self.attention_mask * (self.sequences != token))
 
     def from_second_token(self) -> "Rollout":
@@ -181,7 +181,7 @@ class Experience:
     {name: (B,) float32}, the score from each reward source that has a weight, before it is multiplied by the weight;
     empty if no source has a weight.
     log_ratios: (N,) float32, log-probs of the actor's forward pass minus the sampler's, for all learned tokens. If only
-        the longest row had a forward pass, they are those of its N learned tokens. None if the sampler records no
+        the longest row had a forward pass, N is the number of this row's learned tokens. None if the sampler records no
         log-probs.
     """
 
@@ -208,7 +208,7 @@ class Experience:
 
     @property
     def kl(self) -> Tensor:
-        """(B, T) float32, log-prob minus reference log-prob of each response token, 0 at other positions."""
+        """The log-prob minus the reference log-prob of each response token: (B, T) float32, 0 at other positions."""
         return torch.where(
             self.rollout.response_mask, self.logprobs - self.ref_logprobs, torch.zeros_like(self.logprobs)
         )
@@ -248,8 +248,8 @@ class Positions:
 class TrainingBatch:
     """The data that the optimizer steps need, for some rows of an experience. Position t belongs to response token t.
 
-    rollout, logprobs, entropy, ref_logprobs, scores: as in Experience. The losses take `logprobs` as those of the old
-        policy.
+    rollout, logprobs, entropy, ref_logprobs, scores: as in Experience. The losses use `logprobs` as the old policy's
+        log-probs.
     values: (B, T) float32, the critic's values before the update, from `Algorithm.kept_values`; zeros without a critic.
     kl: (B, T) float32, as in Experience.
     measured_kl: (B,) float32, in nats, the KL that steers the KL coefficient.

@@ -1,4 +1,4 @@
-"""From a rollout to an experience: the forward passes of all models."""
+"""Makes an experience from a rollout, by forward passes of all models."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -61,9 +61,9 @@ class ExperienceMaker:
     """Computes an experience from a rollout. One model after the other does its forward passes, in micro-batches of
     rows of similar length.
 
-    critic: None if the algorithm has none. micro_batch_size: rows of full length in one forward pass.
+    critic: None if the algorithm has none. micro_batch_size: the number of rows of full length in one forward pass.
     exact_sampler: whether the sampler's log-probs equal those of a forward pass within rounding. With `old_logprobs`
-    "auto" they are used as old log-probs only then.
+    "auto" they are used as old log-probs only if this is true.
     padded: whether the models also compute padding, so that padding counts among the tokens of a forward pass.
     """
 
@@ -130,7 +130,7 @@ class ExperienceMaker:
         return micro_batches(learned, tokens, equally_many=True, padded=self.padded)
 
     def _by_policies(self, learned: Rollout, pieces: list[Rollout], joined: Join) -> dict[str, Any]:
-        """What actor and reference compute: {field of Experience: tensor}."""
+        """Returns what actor and reference compute, as {field of Experience: tensor}."""
         dialect = self.algorithm.dialect
         assert learned.logprobs is not None or dialect.old_logprobs != "sampler", (
             "the rollout has no log-probs of the sampler"
@@ -176,14 +176,15 @@ class ExperienceMaker:
         )
 
     def _prompt_kl(self, piece: Rollout, logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-        """(N,) float32, the prompt tokens' part of the KL that steers the KL coefficient. logprobs, ref_logprobs: (N, S
-        - 1), of all tokens but the first. A token counts only if the token before it is not padding."""
+        """The prompt tokens' part of the KL that the controller of the KL coefficient gets: (N,) float32. logprobs,
+        ref_logprobs: (N, S - 1), of all tokens but the first. A token counts only if the token before it is not
+        padding."""
         prompt = piece.prompt_length - 1
         real = piece.attention_mask[:, :prompt].bool()
         return measured_kl(logprobs[:, :prompt], ref_logprobs[:, :prompt], real, self.algorithm.dialect.kl_measure)
 
     def _values(self, pieces: list[Rollout], joined: Join) -> Tensor | None:
-        """(B, T) float32, the value of the state before each response token; None without a critic."""
+        """The value of the state before each response token, (B, T) float32; None without a critic."""
         critic = self.critic
         if critic is None:
             return None
@@ -220,6 +221,6 @@ def _unasked(learned: Rollout) -> dict[str, Any]:
 
 
 def _log_ratios(logprobs: Tensor, rollout: Rollout) -> Tensor | None:
-    """(N,) float32, the actor's log-probs (B, T) minus the sampler's, for the N learned tokens. None if the sampler
+    """The actor's log-probs, (B, T), minus the sampler's, for the N learned tokens: (N,) float32. None if the sampler
     recorded no log-probs."""
     return None if rollout.logprobs is None else (logprobs - rollout.logprobs)[rollout.response_mask]

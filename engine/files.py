@@ -129,7 +129,7 @@ def parsed_json(text: str | bytes) -> Any:
 
 
 def unique_names(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    """The object with these names and values. Raises: RepeatedName if a name occurs twice."""
+    """A dict of these names and values. Raises: RepeatedName if a name occurs twice."""
     for name, count in Counter(name for name, _ in pairs).items():
         if count > 1:
             raise RepeatedName(dict(pairs), name, count)

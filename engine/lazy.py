@@ -10,9 +10,9 @@ from torch.utils._pytree import tree_map_only
 class Lazy(Tensor):
     """A contiguous tensor with a known shape and dtype, whose numbers have not been fetched yet.
 
-    `tensor.copy_(lazy)` fetches the numbers directly into `tensor`. Any other operation first fetches the whole lazy
-    tensor, again each time. Libraries can therefore use lazy tensors in dictionaries of tensors, and code that only
-    passes them on fetches nothing.
+    `tensor.copy_(lazy)` fetches the numbers directly into `tensor`. Every other operation first fetches the whole
+    tensor again. Libraries can therefore use lazy tensors in dictionaries of tensors, and code that only passes them on
+    fetches nothing.
     """
 
     fill: Callable[[Tensor], None]

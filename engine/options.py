@@ -46,8 +46,9 @@ def option(
         only_with: conditions on other options of the same class without which this option has no effect: NAME (the
             option NAME must be set) or NAME=VALUE|VALUE (it must have one of these values). If several conditions are
             given, one is enough.
-        resume: what holds for a run that resumes from a checkpoint. "same": it must have the same value. "told": it may
-            change the value, and prints that it did. "free": it may change the value, and prints nothing.
+        resume: whether a run that resumes from a checkpoint may change the value. "same": it must have the same value.
+            "told": it may change the value, and prints that it did. "free": it may change the value, and prints
+            nothing.
         more: further keys of the field's metadata.
     """
     conditions = (only_with,) if isinstance(only_with, str) else only_with
@@ -110,7 +111,7 @@ def _holds(value, values: list[str]) -> bool:
 
 
 def with_resume(options, resume: str) -> Iterator[tuple[str, object]]:
-    """(name, value) of those options whose `resume` has this value, in the order of their definition."""
+    """Yields (name, value) of each option that has this `resume`, in the order of definition."""
     for spec in dataclasses.fields(options):
         if spec.metadata["resume"] == resume:
             yield spec.name, getattr(options, spec.name)

@@ -60,7 +60,8 @@ class EMA:
         return state.own(state.held(self.name, self.means))
 
     def load_shards(self, source: ShardSource) -> None:
-        """Restore the average that `shards` returned on any number of ranks and at any ZeRO stage."""
+        """Restore the average from shards that `shards` returned, even on another number of ranks or at another ZeRO
+        stage."""
         read(source, self.actor.state.held(self.name, self.means))
 
 
@@ -78,7 +79,7 @@ class Reference:
     @traced("reference")
     @torch.no_grad()
     def ref_logprobs(self, rollout: Rollout, temperature: float) -> Tensor:
-        """(B, T) float32, the reference's log-probs of the rollout's response tokens. To be called within the context
+        """The reference's log-probs of the rollout's response tokens: (B, T) float32. To be called within the context
         `on_device`, by all ranks together."""
         logprobs, _ = self.model(
             rollout.sequences,
@@ -124,9 +125,9 @@ class MovingReference(Reference):
 
         reference <- alpha * actor + (1 - alpha) * reference,    alpha = 1 - average.decay
 
-    Source: the moving average as anchor Ramé et al. 2024, "WARP", section 3.1; the refresh Gorbatovski et al. 2024,
-    "Learn Your Reference Model for Real Good Alignment" (TR-DPO), as huggingface/trl v1.16.0, trl/trainer/callbacks.py,
-    `SyncRefModelCallback` has it, which counts optimizer steps.
+    Source of the moving average as anchor: Ramé et al. 2024, "WARP", section 3.1. Source of the refresh: Gorbatovski et
+    al. 2024, "Learn Your Reference Model for Real Good Alignment" (TR-DPO); huggingface/trl v1.16.0,
+    trl/trainer/callbacks.py, `SyncRefModelCallback`, which counts optimizer steps.
     """
 
     def __init__(self, average: EMA, refresh_steps: int | None = None):

@@ -75,8 +75,8 @@ def scoring_roles(
     reward_flag: str = "reward",
     with_tokenizer: bool = True,
 ) -> dict[str, ScoringRole]:
-    """{"critic": role, "reward": role}: how critic and reward model compute on the actor's base model. A model that the
-    spec does not have is left out. No weights are read.
+    """Returns {"critic": role, "reward": role}. A role says how the critic or reward model computes on the actor's base
+    model. A model that the spec does not have is left out. No weights are read.
 
     actor_flag, critic_flag, reward_flag: what messages call the models. with_tokenizer: whether the pad token of a new
     critic is read from the actor's tokenizer. Raises: UserError if a model is not an adapter on the actor's base model.
@@ -198,7 +198,7 @@ def _moving_reference(spec: EngineSpec, actor: TrainedModel | TrainedRole, ema: 
 
 
 def _trained_models(spec: EngineSpec) -> Mapping[str, TrainedModel | TrainedRole]:
-    """{role: trained model} of the actor and, if the spec has one, the critic, each in its own engine."""
+    """Builds the actor and, if the spec has one, the critic, each in its own engine; returns {role: trained model}."""
     if spec.hydra_layers:
         check_hydra(spec.actor_path, spec.hydra_layers, "actor", spec.trust_remote_code)
     load = partial(load_hydra, layers=spec.hydra_layers) if spec.hydra_layers else load_policy
@@ -280,7 +280,7 @@ def _load_with_kept_head(*args, **kwargs) -> Scorer:
 def _frozen(
     role: str, load, path: str, spec: EngineSpec, trained: Mapping[str, TrainedModel | TrainedRole]
 ) -> FrozenModel | FrozenRole:
-    """The frozen model with this role. If the spec has it in a trained model's engine, that engine computes it;
+    """The frozen model with this role. If the spec puts it into a trained model's engine, that engine computes it;
     otherwise it is loaded from `path` into an engine of its own."""
     if role in spec.engine_of:
         return FrozenRole(trained[spec.engine_of[role]].host, role)
@@ -311,8 +311,8 @@ def _loaded(load, path: str, ds_config: dict, config: EngineConfig, spec: Engine
 
 def _probe(model: TrainedModel | FrozenModel) -> None:
     """Try a model in its engine. In this trial a Policy finds out whether its logits are the unchanged output of its
-    head. Raises: UserError if the model attends to padding, has to compute packed rows and cannot, or gives other
-    results than the model that its folder describes."""
+    head. Raises: UserError if the model attends to padding, cannot compute packed rows although it has to, or gives
+    other results than the model that its folder describes."""
     if isinstance(model.module, Policy):
         vocabulary = model.module.model.config.get_text_config().vocab_size
         tokens = (torch.arange(8, device=distributed.device()) * 7919 % vocabulary).unsqueeze(0)

@@ -1,4 +1,4 @@
-"""Advantages from rewards and values: the formulas, and the table of estimators that a run may choose from.
+"""Computes advantages from rewards and values. The table ESTIMATORS has the estimators that a run may choose.
 
 A new estimator is one function and one line of ESTIMATORS. That line also says what the estimator needs; these needs
 are checked when flags are read. docs/extending.md shows how to add an estimator without editing this file.
@@ -39,7 +39,7 @@ def gae(rewards: Tensor, values: Tensor, gamma: float, lam: float | Tensor) -> t
 
 
 def length_adaptive_lambda(lengths: Tensor, alpha: float) -> Tensor:
-    """The lambda of each response, computed from its length l: lam = 1 - 1 / (alpha l), at least 0.
+    """Computes the lambda of each response from the response's length l: lam = 1 - 1 / (alpha l), at least 0.
 
     GAE weights the TD error k positions ahead by lam^k. These weights add up to 1 / (1 - lam) = alpha l, so a TD error
     influences the same fraction of the response's positions at any length. With one lambda for all responses, the score
@@ -65,8 +65,8 @@ def rloo(rewards: Tensor, group_size: int, valid: Tensor | None = None) -> Tenso
         rewards: (B,) float32, each response's score minus its KL penalty. The k responses to one prompt are a group;
             they are adjacent rows.
         group_size: k, at least 2.
-        valid: (B,) bool, the responses that count, by default all. The mean is over the valid ones among the other
-            responses.
+        valid: (B,) bool, which responses count; by default all do. The mean is taken over the other responses that are
+            valid.
 
     Returns: (B,) float32; 0 for a response that is not valid, and for the only valid response of its group.
     Raises: ValueError if k is less than 2 or B is not a multiple of k.
@@ -82,7 +82,7 @@ def rloo(rewards: Tensor, group_size: int, valid: Tensor | None = None) -> Tenso
 
 
 def group_means(rewards: Tensor, group_size: int, valid: Tensor | None = None) -> Tensor:
-    """(B,) float32, for each response the mean reward of the valid responses in its group; 0 if the group has no valid
+    """For each response, the mean reward of the valid responses in its group: (B,) float32, 0 if the group has no valid
     response.
 
     Arguments and errors: as for `rloo`. Source: Shao et al. 2024, "DeepSeekMath", section 4.1.2.
@@ -92,11 +92,11 @@ def group_means(rewards: Tensor, group_size: int, valid: Tensor | None = None) -
 
 
 def group_advantages(rewards: Tensor, group_size: int, valid: Tensor | None = None) -> Tensor:
-    """(B,) float32, each response's reward minus the mean reward of its group; 0 for a response that is not valid, or
-    is the only valid one in its group.
+    """Each response's reward minus the mean reward of its group, (B,) float32. It is 0 for a response that is not
+    valid, or is the only valid one in its group.
 
-    If all rewards of a group are equal, the result is exactly 0. With a rounded mean, both this difference and the
-    group's standard deviation would be rounding errors of equal size, and their quotient could be anything up to 1.
+    If all rewards of a group are equal, the result is exactly 0. If the mean were rounded, this difference and the
+    group's standard deviation would be rounding errors of similar size, and their quotient could be any number up to 1.
 
     GRPO divides the result by the group's standard deviation, Dr. GRPO does not. The result is (k - 1) / k times that
     of `rloo`. Arguments and errors: as for `rloo`. Source: Shao et al. 2024, "DeepSeekMath", section 4.1.2; Liu et al.
@@ -107,7 +107,7 @@ def group_advantages(rewards: Tensor, group_size: int, valid: Tensor | None = No
 
 
 def group_deviations(rewards: Tensor, group_size: int, valid: Tensor | None = None, *, unbiased: bool = True) -> Tensor:
-    """(B,) float32, for each response the standard deviation of the rewards of the valid responses in its group.
+    """For each response, the standard deviation of the rewards of the valid responses in its group: (B,) float32.
 
     The result is 0 for a group with fewer than two valid responses. Arguments and errors: as for `rloo`. unbiased:
     divide the squared deviations by n - 1 instead of n.
@@ -119,16 +119,16 @@ def group_deviations(rewards: Tensor, group_size: int, valid: Tensor | None = No
 
 
 def _means(own: Tensor, counted: Tensor) -> Tensor:
-    """(groups, 1) float32, the means of the rewards that `_in_groups` returns; 0 for a group without a valid
+    """The group means of the rewards that `_in_groups` returns: (groups, 1) float32, 0 for a group without a valid
     response."""
     return own.sum(-1, keepdim=True) / counted.sum(-1, keepdim=True).clamp(min=1)
 
 
 def _in_groups(name: str, rewards: Tensor, group_size: int, valid: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Three float32 tensors. (groups, 1): the largest valid reward of each group, 0 if no response of the group is
-    valid. (groups, k): the rewards minus the largest one of their group, 0 for responses that are not valid. (groups,
-    k): 1 for a valid response, else 0. With the largest reward subtracted, equal rewards become 0, so that sums of them
-    are exact.
+    """Returns three float32 tensors. (groups, 1): the largest valid reward of each group, 0 if no response of the group
+    is valid. (groups, k): the rewards minus the largest one of their group, 0 for responses that are not valid.
+    (groups, k): 1 for a valid response, else 0. With the largest reward subtracted, equal rewards become 0, so that
+    sums of them are exact.
 
     Raises: ValueError, as `rloo` does.
     """

@@ -1,5 +1,5 @@
-"""Importance sampling corrects for a sampler that differs slightly from the policy that learns, because the sampler
-computes in 16 bits or in another engine.
+"""Importance sampling corrects for a sampler that differs slightly from the trained policy. The two differ if the
+sampler computes in 16 bits or in another engine.
 
 Tokens are drawn with the sampler's probabilities mu, but the loss treats them as drawn with the probabilities pi_old of
 the policy's forward pass. To correct for this, the policy's loss is multiplied by the ratio pi_old / mu, which has no
@@ -32,7 +32,7 @@ FARTHEST = 20.0  # nats; sums of e^20 stay finite in float32, and a larger ratio
 def bounded(log_ratios: Tensor) -> Tensor:
     """Log-ratios (any shape) clamped to -FARTHEST and FARTHEST, so that their exp neither overflows nor becomes 0.
 
-    Source of the bound: verl, as above, SAFETY_BOUND.
+    Source of the bound: SAFETY_BOUND in verl's file named above.
     """
     return log_ratios.clamp(-FARTHEST, FARTHEST)
 
@@ -56,8 +56,8 @@ def token_ratios(log_ratios: Tensor, mask: Tensor) -> Tensor:
 
 
 def sequence_ratios(log_ratios: Tensor, mask: Tensor) -> Tensor:
-    """(B, T) float32, pi_old / mu of each whole response: the product of the ratios of its tokens, repeated at all
-    positions of its row.
+    """pi_old / mu of each whole response, the product of its tokens' ratios: (B, T) float32, with the same number at
+    all positions of a row.
 
     This ratio is unbiased. Its variance grows with the response's length. Arguments: as for `token_ratios`.
     """
@@ -68,7 +68,7 @@ def sequence_ratios(log_ratios: Tensor, mask: Tensor) -> Tensor:
 def truncated(ratios: Tensor, lowest: float, highest: float) -> Tensor:
     """Ratios (any shape) clamped to the bounds `lowest` and `highest`.
 
-    Source: Ionides 2008, "Truncated importance sampling". There, as in TRL and verl, only the upper bound exists.
+    Source: Ionides 2008, "Truncated importance sampling". The paper, TRL and verl have only the upper bound.
     """
     return ratios.clamp(lowest, highest)
 
@@ -83,13 +83,13 @@ def masked(ratios: Tensor, lowest: float, highest: float) -> Tensor:
 
 
 def outside(ratios: Tensor, lowest: float, highest: float) -> Tensor:
-    """Which ratios are outside the bounds, and are therefore cut by a correction: bool, of the shape of `ratios`."""
+    """Whether each ratio is outside the bounds, so that a correction cuts it: bool, in the shape of `ratios`."""
     return (ratios < lowest) | (ratios > highest)
 
 
 @dataclass(frozen=True, slots=True)
 class Correction:
-    """How the factor that the policy's loss is multiplied by is computed.
+    """Says how to compute the factor of the policy's loss.
 
     ratios: (log_ratios, mask) -> (B, T), as `token_ratios`.
     cut: (ratios, lowest, highest) -> (B, T), as `truncated`.

@@ -1,11 +1,12 @@
-"""Estimators of the KL divergence from samples, and controllers of the KL coefficient."""
+"""Estimates the KL divergence from samples, and controls the KL coefficient."""
 
 import torch
 from torch import Tensor
 
 
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str = "k1") -> Tensor:
-    """Per-token estimate of KL(policy || reference) from tokens drawn from the policy, same shape as the arguments.
+    """Estimates KL(policy || reference) at each token, from tokens drawn from the policy. The result has the shape of
+    the arguments.
 
         k1 = log p - log q,   k2 = k1^2 / 2,   k3 = exp(-k1) - 1 + k1
 
@@ -22,7 +23,7 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str = "k1") -
 
 
 def measured_kl(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, measure: str = "k1") -> Tensor:
-    """(B,), in nats, the KL of each sequence that steers the KL coefficient: a sum over the sequence's tokens.
+    """The KL that the controller of the KL coefficient gets: (B,), in nats, for each sequence a sum over its tokens.
 
     "k1" sums delta = log p - log q. "exp_delta" sums exp(delta) - 1 - delta, which is k3 with the sign of delta
     reversed. "exp_delta" is never negative, but its mean over tokens drawn from the policy is not the KL.
@@ -59,7 +60,7 @@ class FixedKL:
         return {}
 
     def load_state_dict(self, state: dict) -> None:
-        """Does nothing: a resumed run keeps the coefficient of its own flags."""
+        """Does nothing: a resumed run uses the coefficient that its flags give."""
 
 
 class AdaptiveKL:

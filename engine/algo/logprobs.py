@@ -1,5 +1,4 @@
-"""Log-probabilities and entropies of tokens, and the shift by one from a position to the token that is predicted
-there."""
+"""Computes log-probabilities and entropies of tokens, and selects the positions that predict the response tokens."""
 
 import contextlib
 from collections.abc import Iterator
@@ -14,9 +13,9 @@ _planned = 0  # memory in bytes of the GPU that the meta device stands for; 0 if
 
 
 def chunk_elements(device: torch.device) -> int:
-    """The number of logits in a chunk. With gradients on a GPU, a chunk in float32 takes a 256th of the GPU's memory if
-    that is more than the default. Fewer chunks are then faster, because in the backward pass each chunk reads and
-    writes the whole gradient of the head."""
+    """The number of logits in a chunk. If gradients are computed on a GPU, a float32 chunk takes 1/256 of the GPU's
+    memory, if that is more than the default. Fewer chunks are then faster, because in the backward pass each chunk
+    reads and writes the whole gradient of the head."""
     if not torch.is_grad_enabled():
         return CHUNK_ELEMENTS
     memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
@@ -25,8 +24,8 @@ def chunk_elements(device: torch.device) -> int:
 
 @contextlib.contextmanager
 def planned_for(memory: int) -> Iterator[None]:
-    """Within this context chunks on the meta device are as large as on a GPU with `memory` bytes of memory, or with
-    `memory` 0 as large as on a CPU."""
+    """Within this context, chunks on the meta device are as large as on a GPU with `memory` bytes of memory. If
+    `memory` is 0, they are as large as on a CPU."""
     global _planned
     before, _planned = _planned, memory
     try:
@@ -77,7 +76,8 @@ def head_logprobs(
     low: Tensor | None = None,
     up: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The result of `token_logprobs` for the logits that a linear head computes from `hidden`, in chunks of positions.
+    """Returns what `token_logprobs` returns for the logits of a linear head, computed from `hidden` in chunks of
+    positions.
 
     Only one chunk of float32 logits is in memory at a time. The backward pass computes each chunk again.
 

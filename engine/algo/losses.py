@@ -1,5 +1,5 @@
-"""The losses of policy, critic and reward model, as sums and counts; and the conditions under which an update is
-skipped.
+"""Computes the losses of policy, critic and reward model, as sums and counts. Also has the conditions under which
+updates are skipped.
 
 Each function returns sums over tokens or responses, not means. Sums can be added up over micro-batches and ranks, and
 the caller then divides once, by the count of the whole optimizer step.
@@ -48,8 +48,8 @@ def masked_log_ratios(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> T
 
 
 def response_log_ratios(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, mean: bool = False) -> Tensor:
-    """(B,) float32, for each response the sum of its masked tokens' log-ratios, which is the log of the product of
-    their ratios.
+    """For each response, the sum of the log-ratios of its tokens in the mask, (B,) float32. This is the log of the
+    product of their ratios.
 
     mean: divide the sum by the number of tokens. The result is then the log of the ratios' geometric mean, which does
     not grow with the length.
@@ -61,8 +61,8 @@ def response_log_ratios(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, me
 
 
 def shares_of_responses(mask: Tensor) -> Tensor:
-    """(B, 1) float32, 1 / |o_i|, where |o_i| is the number of masked tokens of response i. With these weights a sum
-    over tokens is the sum of the responses' means."""
+    """The weights 1 / |o_i|, (B, 1) float32, where |o_i| is the number of tokens of response i in the mask. A sum over
+    tokens with these weights is the sum of the responses' means."""
     return 1.0 / mask.sum(-1, keepdim=True).clamp(min=1)
 
 
@@ -86,11 +86,10 @@ def policy_loss(
         mask: (B, T) bool.
         correction: (B, T) float32, a factor for each token's loss (engine/algo/corrections.py); None for the factor 1.
         clip_range_high: the upper clip range; None for `clip_range`. Source: Yu et al. 2025, "DAPO", section 3.1.
-        dual_clip: an upper bound of rho for tokens whose A is negative, larger than 1 + clip_range_high. The loss of
+        dual_clip: an upper bound of rho, above 1 + clip_range_high, for tokens whose A is negative. The loss of
             such a token is at most -A dual_clip; where rho is over the bound, the loss has no gradient. None for no
-            bound.
-        Source: Ye et al. 2020, "Mastering
-            complex control in MOBA games with deep reinforcement learning", eq. 5; `delta` of TRL 1.16.0's GRPO.
+            bound. Source: Ye et al. 2020, "Mastering complex control in MOBA games with deep reinforcement learning",
+            eq. 5; `delta` of TRL 1.16.0's GRPO.
         weights: the weight of each token's loss, of a shape that broadcasts to (B, T); None for the weight 1. Only
             `loss` is weighted, not the statistics.
 
@@ -183,8 +182,8 @@ def kl_loss(
             gradient too. None for the ratio 1.
         weights: as in `policy_loss`.
 
-    Source: Schulman 2020, "Approximating KL divergence"; Shao et al. 2024, "DeepSeekMath", eq. 4, which has k3 here;
-    for the ratio DeepSeek-AI 2025, "DeepSeek-V3.2", section 3.1, and TRL 1.16.0, `use_bias_correction_kl`.
+    Source: Schulman 2020, "Approximating KL divergence"; Shao et al. 2024, "DeepSeekMath", eq. 4, which uses k3; for
+    the ratio: DeepSeek-AI 2025, "DeepSeek-V3.2", section 3.1, and TRL 1.16.0, `use_bias_correction_kl`.
     """
     zeros = torch.zeros_like(logprobs)
     estimates = kl_estimate(torch.where(mask, logprobs, zeros), torch.where(mask, ref_logprobs, zeros), estimator)
@@ -254,10 +253,10 @@ def loss_weights(counts: list[float], total: float, micro_batches: int, ranks: i
 
 
 def ratio_exploded(ratio_sum: float, count: float, limit: float | None) -> bool:
-    """Whether the mean ratio over the masked tokens (or responses) of a mini-batch is over `limit`, so that the losses
-    of the mini-batch are dropped.
+    """Whether the mean ratio over the masked tokens (or responses) of a mini-batch is over `limit`. The caller then
+    drops the mini-batch's losses.
 
-    ratio_sum and count are sums over all ranks, so that all ranks decide alike. A mean that is not finite is over any
+    ratio_sum and count are sums over all ranks, so that all ranks decide alike. A mean that is not finite is over every
     limit. With the limit None no mini-batch is dropped.
 
     Source: huggingface/trl v0.11.0, trl/trainer/ppo_trainer.py, `loss` (its `ratio_threshold` is 10).
@@ -266,8 +265,8 @@ def ratio_exploded(ratio_sum: float, count: float, limit: float | None) -> bool:
 
 
 def went_too_far(approxkl_sum: float, count: float, limit: float | None) -> bool:
-    """Whether the policy is further than `limit` from the policy that sampled, so that the remaining PPO epochs are
-    left out.
+    """Whether the policy is further than `limit` from the policy that sampled. The caller then skips the remaining PPO
+    epochs.
 
     approxkl_sum: the sum of (log ratio)^2 / 2 over the `count` masked tokens of the latest pass, over all ranks. limit:
     the largest allowed mean of (log ratio)^2 / 2; with None no epoch is left out.

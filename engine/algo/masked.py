@@ -15,8 +15,8 @@ def masked_sum(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
 
 
 def moments(values: Tensor, mask: Tensor) -> Tensor:
-    """(3,) float64: count, sum and sum of squares of the masked values. To whiten over all ranks, callers sum these
-    tensors over ranks."""
+    """The count, the sum and the sum of squares of the masked values: (3,) float64. To whiten over all ranks, callers
+    sum these tensors over ranks."""
     wide = values.double()
     return torch.stack([mask.sum().double(), masked_sum(wide, mask), masked_sum(wide * wide, mask)])
 
@@ -45,7 +45,7 @@ def whiten(
     Args:
         values: any shape, float.
         mask: same shape, bool.
-        center: subtract the mean; otherwise the mean stays as it is.
+        center: whether to subtract the mean; if not, the mean stays as it is.
         unbiased: divide the squared deviations by n - 1 instead of n.
         statistics: the (mean, variance) to whiten with, for example over all ranks; by default those of the masked
             values.

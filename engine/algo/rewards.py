@@ -1,5 +1,5 @@
-"""From the score of a response to the reward of every token: how scores are changed, which positions count, and the sum
-of KL penalty and score.
+"""Turns the score of a response into the reward of each token: changes the score, selects the positions that count, and
+adds the score to the KL penalties.
 
 Position t holds response token t, and the log-prob and the value that were computed where token t is predicted. The
 position after the last token of a response therefore holds the value of the state in which the response is complete.
@@ -18,7 +18,7 @@ SCORE_PAST = {"last": -1, "after_last": 0, "two_after": 1}
 
 
 def counted_tokens(responses: Tensor, response_mask: Tensor, pad_token_id: int, rule: str) -> Tensor:
-    """(B, T) bool, which response tokens count as real tokens under a system's rule.
+    """Whether each response token counts as a real token under a system's rule: (B, T) bool.
 
     Args:
         responses: (B, T) int64.
@@ -43,8 +43,8 @@ def counted_tokens(responses: Tensor, response_mask: Tensor, pad_token_id: int, 
 
 
 def valid_responses(policy_mask: Tensor, min_tokens: int) -> Tensor:
-    """(B,) bool, which responses count where each contributes one number: those with at least one position in
-    policy_mask, (B, T) bool.
+    """Whether each response counts in statistics that take one number from each response: (B,) bool. A response counts
+    if it has at least one position in policy_mask, (B, T) bool.
 
     With min_tokens 0 a response without tokens counts too: the other responses are compared with its score, and its
     ratio is 1.
@@ -53,7 +53,7 @@ def valid_responses(policy_mask: Tensor, min_tokens: int) -> Tensor:
 
 
 def score_positions(lengths: Tensor, width: int, rule: str) -> Tensor:
-    """The response position that receives each score, (B,) int64.
+    """The position at which each response receives its score: (B,) int64.
 
     Args:
         lengths: (B,) int64, the lengths L of the responses.
@@ -67,13 +67,13 @@ def score_positions(lengths: Tensor, width: int, rule: str) -> Tensor:
 
 
 def first_positions(lengths: Tensor, width: int) -> Tensor:
-    """(B, T) bool, set on the first `lengths` positions of each row."""
+    """A mask of the first `lengths` positions of each row: (B, T) bool."""
     return torch.arange(width, device=lengths.device) < lengths.unsqueeze(-1)
 
 
 def positions_up_to(lengths: Tensor, width: int, rule: str) -> Tensor:
-    """(B, T) bool, the positions that a rule counts: "response", those of the response; "one_past" and "two_past", also
-    the next one or two positions; "all", all positions of the row."""
+    """A mask of the positions that a rule counts, (B, T) bool. "response" counts the positions of the response,
+    "one_past" and "two_past" also the next one or two positions, "all" all positions of the row."""
     if rule == "all":
         return torch.ones(len(lengths), width, dtype=torch.bool, device=lengths.device)
     if rule not in POSITIONS_PAST:
@@ -82,8 +82,8 @@ def positions_up_to(lengths: Tensor, width: int, rule: str) -> Tensor:
 
 
 def positions_after_tokens(counted: Tensor) -> Tensor:
-    """(B, T) bool: the first position, and each position that follows a counted token. The position after a pad token
-    inside a response is thus not set.
+    """A mask, (B, T) bool, of the first position and of each position that follows a counted token. It leaves out the
+    position after a pad token inside a response.
 
     Args: counted: (B, T) bool.
 
@@ -109,7 +109,7 @@ def compute_rewards(kl: Tensor, kl_coef: float, kl_mask: Tensor, scores: Tensor,
 
 
 def apply_missing_end(scores: Tensor, ended: Tensor, rule: str, value: float) -> Tensor:
-    """The scores, in which the score of each response that did not end is replaced by `value` or reduced by `value`.
+    """Returns the scores. The score of a response that did not end is replaced by `value` or reduced by it.
 
     Args:
         scores: (B,) float32.
@@ -129,7 +129,8 @@ def apply_missing_end(scores: Tensor, ended: Tensor, rule: str, value: float) ->
 
 
 def overlong_penalties(lengths: Tensor, longest: int, buffer: float, most: float) -> Tensor:
-    """The penalties for long responses: 0 up to a certain length, then growing with each token, up to `most`.
+    """The penalties for long responses. A penalty is 0 up to a certain length, and then grows with each token up to
+    `most`.
 
         R(y) = 0                                        where |y| <= L_max - L_cache
                ((L_max - L_cache) - |y|) / L_cache      up to L_max, where it is -1; times `most`
@@ -150,7 +151,8 @@ def overlong_penalties(lengths: Tensor, longest: int, buffer: float, most: float
 
 
 def groups_alike(scores: Tensor, group_size: int) -> Tensor:
-    """(B / group_size,) bool, which groups have equal scores. In such a group all responses have the advantage 0.
+    """Whether all scores of a group are equal, for each group: (B / group_size,) bool. In such a group all responses
+    have the advantage 0.
 
     A group with a NaN or infinite score is never marked; other code refuses these scores.
 
@@ -164,7 +166,7 @@ def groups_alike(scores: Tensor, group_size: int) -> Tensor:
 
 
 def clip_scores(scores: Tensor, limit: float | None) -> Tensor:
-    """The scores clipped to plus and minus `limit`; unchanged for None."""
+    """Clips the scores to plus and minus `limit`; if it is None, returns them unchanged."""
     return scores if limit is None else scores.clamp(-limit, limit)
 
 

@@ -28,7 +28,7 @@ def keyed_uniforms(seed: int, indices: Tensor, samples: Tensor, positions: Tenso
     Args:
         seed: the run's seed.
         indices: (B,) int64, each prompt's index in the data.
-        samples: (B,) int64, which sample of its prompt each row is.
+        samples: (B,) int64, the number of each row among the samples of its prompt.
         positions: the response position of the token to be drawn, counted from 0: one number for all rows, or (B,)
             int64.
 
@@ -43,7 +43,8 @@ def keyed_uniforms(seed: int, indices: Tensor, samples: Tensor, positions: Tenso
 
 
 def sample_tokens(logits: Tensor, uniforms: Tensor, temperature: float = 1.0) -> Tensor:
-    """The token at which the cumulative probability passes each uniform number (inverse-CDF sampling).
+    """Draws for each row the token at which the cumulative probability passes the row's uniform number (inverse-CDF
+    sampling).
 
     Args:
         logits: (B, V) in any float dtype.

@@ -40,8 +40,7 @@ def depends_on_total(schedule: str) -> bool:
 
 
 def lr_factor(step: int, total: int, warmup: int, schedule: str, warmup_from_zero: bool = False) -> float:
-    """The factor that the peak learning rate is multiplied by at optimizer step `step` (counted from 0) of `total`
-    steps.
+    """The factor that multiplies the peak learning rate at optimizer step `step` (counted from 0) of `total` steps.
 
     In the first `warmup` steps the factor grows linearly. It begins at 1 / warmup, since a step with learning rate 0
     changes nothing; with `warmup_from_zero` it begins at 0, as in transformers' schedules. After the warm-up it follows

@@ -1,4 +1,4 @@
-"""Truncation at given tokens: the end of a response of fixed length, and the beginning and end of a query."""
+"""Truncates texts at given tokens: responses of fixed length at the end, queries at the beginning and the end."""
 
 from collections.abc import Sequence
 
@@ -7,8 +7,8 @@ from torch import Tensor
 
 
 def kept_positions(responses: Tensor, token: int, after: int = 0) -> Tensor:
-    """(B, T) bool: in each response, the positions up to and including the first `token` at or after position `after`;
-    all positions if `token` does not occur there.
+    """A mask, (B, T) bool, of the positions of each response up to and including the first `token` at or after position
+    `after`. If `token` does not occur there, the mask has all of them.
 
     These positions hold the text that is scored. Sampling does not stop at `token`.
 
@@ -22,7 +22,8 @@ def kept_positions(responses: Tensor, token: int, after: int = 0) -> Tensor:
 
 
 def has_end(responses: Tensor, token: int, after: int = 0) -> Tensor:
-    """(B,) bool: whether `token` occurs at or after position `after`. Arguments: as for `kept_positions`.
+    """Whether `token` occurs in each response at or after position `after`: (B,) bool. Arguments: as for
+    `kept_positions`.
 
     Source: openai/lm-human-preferences cbfd210b, lm_tasks.py, `filter_fn_from_hparams`.
     """
@@ -36,8 +37,8 @@ def _matches(responses: Tensor, token: int, after: int) -> Tensor:
 def trim_query(
     tokens: Sequence[int], length: int, start: int | None = None, end: int | None = None
 ) -> list[int] | None:
-    """The query that remains of `tokens`: at most `length` tokens after the first `start` token, up to and including
-    the last `end` among these.
+    """The part of `tokens` that is the query: of the first `length` tokens after the first `start` token, those up to
+    and including the last `end`.
 
     None if `start` or `end` is given and does not occur; callers leave out such a text. A `start` that is the last
     token of the text removes nothing.

@@ -1,5 +1,5 @@
-"""Dialects: every algorithmic choice of a PPO run as a field of one frozen dataclass, with a named instance for each
-known system.
+"""A dialect is a frozen dataclass with a field for every algorithmic choice of a PPO run. Each known system has a named
+instance.
 
     dialect = get_dialect("default").override(kl_coef=0.1)
 

@@ -35,7 +35,8 @@ def cell(value) -> str:
 
 
 def render(names: list[str], dialects: list[Dialect], width: int) -> str:
-    """One line for each field, one column for each dialect; split into several tables of at most `width` characters."""
+    """A table with a line for each field and a column for each dialect, split into tables of at most `width`
+    characters."""
     first = ["", *names]
     columns = [[dialect.name, *(cell(getattr(dialect, name)) for name in names)] for dialect in dialects]
     tables: list[list[list[str]]] = []

@@ -85,7 +85,7 @@ class Algorithm:
     # Which text is learned from, which is scored, and which positions count.
 
     def texts(self, rollout: Rollout) -> tuple[Rollout, Rollout]:
-        """(the rollout that is learned from, the rollout that is scored).
+        """Returns (the rollout that is learned from, the rollout that is scored).
 
         The two rollouts differ only if the dialect learns from all sampled tokens (length_rule "row"), or reads the
         score before the first pad token (score_before_pad). With length_rule "not_pad" the attention mask is `ids !=
@@ -104,8 +104,8 @@ class Algorithm:
         return learned, rollout.cut(kept, ended, self.pad_token_id)
 
     def scored_text(self, responses: Tensor, mask: Tensor, ended: Tensor) -> tuple[Tensor, Tensor]:
-        """(the positions of each response that are scored, (B, T) bool; whether each response has the end that the
-        dialect requires, (B,) bool).
+        """Returns a mask of the positions that are scored, (B, T) bool, and whether each response has the end that the
+        dialect requires, (B,) bool.
 
         Args:
             responses: (B, T) int64. mask: (B, T) bool, the sampled tokens. ended: (B,) bool, whether the sampler
@@ -151,8 +151,8 @@ class Algorithm:
         )
 
     def valid_responses(self, policy_mask: Tensor) -> Tensor:
-        """(B,) bool, which responses count in statistics that take one number from each response. policy_mask: (B, T)
-        bool."""
+        """Whether each response counts in statistics that take one number from each response: (B,) bool. policy_mask:
+        (B, T) bool."""
         return valid_responses(policy_mask, self.dialect.min_response_tokens)
 
     # Scores, and the rewards of all tokens.
@@ -183,15 +183,15 @@ class Algorithm:
         return scores
 
     def overlong_penalties(self, lengths: Tensor) -> Tensor:
-        """(B,) float32, the penalties, 0 or negative, that are added to the scores in dialects with an
-        `overlong_buffer`. lengths: (B,) int64, the number of tokens of each response."""
+        """The penalties, 0 or negative, that are added to the scores in dialects with an `overlong_buffer`: (B,)
+        float32. lengths: (B,) int64, the number of tokens of each response."""
         assert self.max_response_length is not None
         dialect = self.dialect
         return overlong_penalties(lengths, self.max_response_length, dialect.overlong_buffer, dialect.overlong_penalty)
 
     def clipped(self, scores: Tensor) -> Tensor | None:
-        """(B,) bool, which scores from the reward source are clipped when they are divided by the present scale. None
-        in a dialect that does not clip scores."""
+        """Whether each score from the reward source is clipped, given the present scale: (B,) bool. None in a dialect
+        that does not clip scores."""
         if self.dialect.score_clip is None:
             return None
         scale = self.score_scale.value if self.dialect.score_order == "scale_clip" else 1.0
@@ -267,8 +267,8 @@ class Algorithm:
         return estimates
 
     def outcomes(self, rewards: Tensor, masks: Masks) -> Tensor:
-        """(B, T) float32, the discounted sum of rewards from each position on. The critic's values are not used. All
-        ranks call this together."""
+        """The discounted sum of the rewards from each position to the end: (B, T) float32. The critic's values are not
+        used. All ranks call this together."""
         return returns_to_go(self._learned_rewards(rewards, masks), self.dialect.gamma)
 
     def _learned_rewards(self, rewards: Tensor, masks: Masks) -> Tensor:
@@ -277,8 +277,9 @@ class Algorithm:
         return self._whitened(rewards, self._whitened_together(masks, masks.value), center=False)
 
     def _deviations(self, rewards: Tensor, valid: Tensor) -> Tensor:
-        """The standard deviations of rewards by which advantages are divided: (B,), each that of the response's group,
-        or a scalar, that of all ranks' responses. rewards: (B,) float32."""
+        """The standard deviations of rewards by which advantages are divided. With advantage_scale "group" they are
+        (B,), for each response that of its group; otherwise a scalar, that of all ranks' responses. rewards: (B,)
+        float32."""
         unbiased = self.dialect.scale_variance == "unbiased"
         if self.dialect.advantage_scale == "group":
             return group_deviations(rewards, self.dialect.samples_per_prompt, valid, unbiased=unbiased)
@@ -286,9 +287,9 @@ class Algorithm:
         return variance.sqrt().to(rewards.dtype)
 
     def _whitened_together(self, masks: Masks, mask: Tensor) -> Tensor:
-        """(B, T) bool, the positions over which whitening computes mean and variance: the positions in `mask`. With
-        whiten_slots "row" they are instead, in every row, all positions up to the last kept value of the row that has
-        most."""
+        """The positions over which whitening computes mean and variance, (B, T) bool: the positions in `mask`. With
+        whiten_slots "row" they are the first n positions of every row, where n is the largest number of values kept in
+        a row."""
         if self.dialect.whiten_slots == "response":
             return mask
         return first_positions(masks.state.sum(-1).amax().expand(len(mask)), mask.shape[1])
@@ -349,9 +350,9 @@ class Algorithm:
         )
 
     def correction(self, logprobs: Tensor, rollout: Rollout) -> tuple[Tensor, Tensor] | tuple[None, None]:
-        """(importance weights of the policy's loss, (B, T) float32; which ratios lay outside the bounds and were cut,
-        (B, T) bool). The weights correct for a sampler that differs slightly from the policy. (None, None) in a dialect
-        without correction.
+        """Returns the importance weights of the policy's loss, (B, T) float32, and which ratios lay outside the bounds
+        and were cut, (B, T) bool. The weights correct for a sampler that differs slightly from the policy. Returns
+        (None, None) in a dialect without correction.
 
         Args:
             logprobs: (B, T) float32, from the actor's forward pass.
@@ -371,8 +372,8 @@ class Algorithm:
         return rule.cut(ratios, *bounds), outside(ratios, *bounds)
 
     def measured_kl(self, experience: Experience, positions: Positions) -> Tensor:
-        """(B,) float32, in nats, the KL of each response that steers the KL coefficient: a sum over the response's
-        tokens, or with kl_measure "exp_delta" over the tokens of prompt and response."""
+        """The KL that the controller of the KL coefficient gets: (B,) float32, in nats. It is a sum over the response's
+        tokens or, with kl_measure "exp_delta", over the tokens of prompt and response."""
         measure = self.dialect.kl_measure
         if measure == "k1":
             return experience.kl.sum(-1)

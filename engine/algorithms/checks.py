@@ -1,5 +1,5 @@
-"""Checks that a dialect's fields agree with each other and with a run's sizes and models. All run before a model is
-loaded.
+"""Checks that a dialect's fields agree with each other and with a run's sizes and models. All checks run before a model
+is loaded.
 
 The definition of a field (dialect.py) gives the values that it may have, and the fields without which it has no effect.
 This file has the checks that involve several fields; they run when a Dialect is made (`check_relations`). It also has

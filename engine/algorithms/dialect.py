@@ -504,7 +504,8 @@ class Dialect:
 
     @property
     def critic_passes(self) -> tuple[int, int]:
-        """(the number of the critic's epochs after each rollout, the number of its optimizer steps in an epoch)."""
+        """Returns (the number of the critic's epochs after each rollout, the number of its optimizer steps in an
+        epoch)."""
         return self.critic_epochs or self.ppo_epochs, self.critic_mini_batches or self.mini_batches
 
     @property
@@ -566,7 +567,7 @@ class Dialect:
 
 
 def parse_settings(words: Sequence[str]) -> dict[str, object]:
-    """{field: value} from words of the form FIELD=VALUE. Each value is converted to its field's type.
+    """Reads words of the form FIELD=VALUE, and returns {field: value}. Each value is converted to its field's type.
 
     "none" becomes None in fields that may be None; "true" and "false" become booleans; betas are two numbers separated
     by a comma. If nothing follows the "=", the value is the empty string.

@@ -56,17 +56,18 @@ class RewardSource(Protocol):
     """
 
     def score(self, rollout: Rollout) -> Tensor:
-        """(B,) float32, one score for each response. All ranks call this together, each with its own responses."""
+        """Returns one score for each response: (B,) float32. All ranks call this together, each with its own
+        responses."""
 
     def parts(self, rollout: Rollout) -> dict[str, Tensor]:
-        """{name in metrics and sample tables: (B,) float32}, the parts of the score. The score is the sum of the parts,
-        each multiplied by its weight in `weights`. Names in `TAKEN` are not allowed.
+        """Returns the parts of the score, as {name in metrics and sample tables: (B,) float32}. The score is the sum of
+        the parts, each multiplied by its weight in `weights`. Names in `TAKEN` are not allowed.
         """
         return {"scores": self.score(rollout).float()}
 
     def weights(self) -> Mapping[str, float]:
-        """{name of a part: weight}, for parts that have to be multiplied by a weight; by default no part has a weight.
-        If a part "scores_NAME" has a weight, the metric reward/NAME reports the part without its weight."""
+        """Returns {name of a part: weight} for the parts that have to be multiplied by a weight. By default no part has
+        a weight. If a part "scores_NAME" has a weight, the metric reward/NAME reports the part without its weight."""
         return {}
 
     def begin(self, rollout: Rollout) -> None:
@@ -87,14 +88,13 @@ class RewardSource(Protocol):
 
 
 def keys_of(rollout: Rollout) -> list[tuple[int, int]]:
-    """A key for each response, which is unique within a PPO step: (index of the prompt, number of the prompt's
-    sample)."""
+    """A key for each response: (index of the prompt, number of the prompt's sample). It is unique within a PPO step."""
     return list(zip(rollout.indices.tolist(), rollout.samples.tolist(), strict=True))
 
 
 def decoded(rollout: Rollout, tokenizer, special_tokens: bool = False) -> tuple[list[str], list[str]]:
-    """(the texts of the prompts, the texts of the responses). The prompts are those that the policy got, so a long
-    prompt has lost its beginning.
+    """Returns (the texts of the prompts, the texts of the responses). The prompts are those that the policy got, so a
+    long prompt has lost its beginning.
 
     Padding is left out. Special tokens, such as EOS or those of a chat template, are left out unless special_tokens is
     True. If a stop string ended a response, the string is part of the response.
@@ -171,8 +171,8 @@ class AgreedReward(RewardSource):
 
 
 def _called(call: Callable[[], Any]) -> tuple[Any, str | None]:
-    """(the result of the user's code, None), or (None, a description of the exception that it raised). RunStopped is
-    not caught, because all ranks raise it."""
+    """Returns (the result of the user's code, None), or (None, a description of the exception that it raised).
+    RunStopped is not caught, because all ranks raise it."""
     try:
         return call(), None
     except RunStopped:
@@ -195,8 +195,8 @@ def _misshapen(parts: dict, count: int) -> str | None:
 def stop_together(problem: str | None, name: str, contract: str) -> None:
     """Raise RunStopped on all ranks if one of them has a problem with the user's code (all ranks call this together).
 
-    The other ranks may never call this function, if they wait in a collective call of the user's code. A rank with a
-    problem therefore prints it after ALONE seconds.
+    The other ranks never call this function if they wait in a collective call of the user's code. A rank with a problem
+    therefore prints it after ALONE seconds.
 
     problem: what went wrong on this rank, or None if nothing did. name, contract: the beginning and the end of the
     message.
@@ -236,22 +236,22 @@ class EarlyCalls:
         self._begun: dict[Hashable, tuple[Any, Future[Numbers], int]] = {}
 
     def begin(self, keys: Sequence[Hashable], texts: Sequence[Any], call: Callable[[], Numbers]) -> None:
-        """Begin `call` in a thread; it scores responses. keys, texts: a key and the texts of each response. `taken`
-        returns the number of a response if it gets the same key and texts. call: a function that must not raise."""
+        """Begin `call`, which scores responses, in a thread. keys, texts: a key and the texts of each response. `taken`
+        returns a response's score if it gets the same key and texts. call: a function that must not raise."""
         if not self.left(keys, texts):
             return  # memory ran out, and the same responses were drawn again
         future = self._pool.submit(call)
         self._begun |= {key: (text, future, place) for place, (key, text) in enumerate(zip(keys, texts, strict=True))}
 
     def left(self, keys: Sequence[Hashable], texts: Sequence[Any]) -> list[int]:
-        """The positions of the responses for which no call has begun with the same key and texts, or whose number was
-        already `taken`."""
+        """The positions of the responses whose score has to be computed: no call has begun with the same key and texts,
+        or `taken` has already returned the score."""
         pairs = enumerate(zip(keys, texts, strict=True))
         return [place for place, (key, text) in pairs if key not in self._begun or self._begun[key][0] != text]
 
     def taken(self, keys: Sequence[Hashable], texts: Sequence[Any]) -> tuple[dict[int, float], str | None]:
-        """Wait for the calls that were begun with the same keys and texts, and forget them. Returns: ({position of a
-        response: its number}, a text that says what went wrong in one of the calls, or None)."""
+        """Wait for the calls that were begun with the same keys and texts, and forget them. Returns: {position of a
+        response: its score}, and a text that says what went wrong in one of the calls, or None."""
         found: dict[int, float] = {}
         problem = None
         for place, (key, text) in enumerate(zip(keys, texts, strict=True)):
@@ -267,7 +267,7 @@ class EarlyCalls:
 
 class RewardModel(RewardSource):
     """The frozen reward model, in its own engine or as a role in another model's engine. A score is read at the token
-    at which the model was trained to give it.
+    at which the model was trained to score.
 
     models: the reward model's own engine, in a list; empty if it has none.
     """
@@ -278,7 +278,7 @@ class RewardModel(RewardSource):
 
     @traced("reward model")
     def score(self, rollout: Rollout) -> Tensor:
-        """(B,) float32, the scores, normalised as the reward model's folder says."""
+        """The scores, (B,) float32, normalised as the reward model's folder says."""
         token_scores = self.model(rollout.sequences, rollout.attention_mask, rollout.position_ids)
         return self.model.module.sequence_scores(token_scores, rollout.sequences, rollout.attention_mask)
 
@@ -316,7 +316,7 @@ class CombinedReward(RewardSource):
         self.sources, self.length_penalty = dict(sources), length_penalty
 
     def score(self, rollout: Rollout) -> Tensor:
-        """(B,) float32, the sum."""
+        """The weighted sum of the scores, with the length penalty: (B,) float32."""
         weights = self.weights()
         parts = [weights.get(name, 1.0) * part for name, part in self.parts(rollout).items()]
         return torch.stack(parts).sum(0)

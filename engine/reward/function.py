@@ -54,7 +54,7 @@ class FunctionReward(RewardSource):
 
     @traced("reward function")
     def score(self, rollout: Rollout) -> Tensor:
-        """(B,) float32, the numbers that the function returned, unchanged.
+        """Returns the function's numbers unchanged: (B,) float32.
 
         Raises: RunStopped on all ranks if the function fails on one rank.
         """
@@ -90,7 +90,7 @@ class FunctionReward(RewardSource):
 
 
 def _numbers(returned, count: int) -> Numbers:
-    """(the returned numbers as floats, None), or ([], a text that says what is wrong with the returned value)."""
+    """Returns (the numbers in `returned` as floats, None), or ([], a text that says what is wrong with `returned`)."""
     values = returned.tolist() if hasattr(returned, "tolist") else returned  # arrays and tensors
     if not isinstance(values, Sequence) or isinstance(values, (str, bytes)):
         return [], f"returned {shortened(returned)}, which is no sequence of numbers"
@@ -172,7 +172,8 @@ class Signature:
     def arguments(
         self, prompts: list[str], responses: list[str], rows: Sequence[Mapping] | None
     ) -> tuple[list[list[str]], dict[str, list]]:
-        """(positional arguments, named arguments) for these texts. rows: a row of the data for each response, or None.
+        """Returns (positional arguments, named arguments) for these texts. rows: a row of the data for each response,
+        or None.
 
         Raises: KeyError if a row lacks a required column.
         """

@@ -3,10 +3,10 @@
     python -P engine/reward/math_worker.py
 
 The worker reads lines of JSON, [answer, response]. For each line it writes a line {"equal": true or false} or
-{"problem": a text}. Before that it writes one line that says that it is ready, or why it is not. It imports neither
-torch nor other code of this project. math-verify limits its time by a signal, which is handled in the main thread only,
-and not before a long single operation of Python has ended. This is why math-verify runs in a process of its own, which
-the trainer's process can kill.
+{"problem": a text}. The first line that it writes says that it is ready, or why it is not. It imports neither torch nor
+other code of this project. math-verify limits its time by a signal. Python handles signals only in the main thread, and
+only after a long single operation has ended. This is why math-verify runs in a process of its own, which the trainer's
+process can kill.
 """
 
 import json
@@ -24,7 +24,7 @@ MARK = "####"  # stands before the answer in GSM8K's solutions
 
 def answers_in(response: str) -> list[str]:
     """The texts in which a response's answer is searched: the text inside the last <answer> tags, as it is and as
-    LaTeX. If the response has no such tags, the whole response."""
+    LaTeX. If the response has no such tags, the result is the whole response."""
     tagged = TAGGED.findall(response)
     return [response] if not tagged else [tagged[-1], f"${tagged[-1].strip()}$"]
 
@@ -39,8 +39,8 @@ def parsed_answer(text: str) -> list:
 
 
 def compared(answer: str, response: str) -> dict:
-    """{"equal": whether the last answer of the response equals the right answer}. An answer whose parsing takes too
-    long counts as missing. {"problem": a text} if the right answer cannot be parsed."""
+    """Returns {"equal": whether the last answer of the response equals the right answer}. An answer whose parsing takes
+    too long counts as missing. Returns {"problem": a text} if the right answer cannot be parsed."""
     from math_verify import parse, verify
 
     expected = parsed_answer(answer)

@@ -5,8 +5,8 @@
 
 This file contains, from top to bottom: one exchange of a request and an answer (`exchange`), the two forms of requests
 and answers (`FORMS`), the servers that share a rank's requests (`Servers`), and the reward source (`ServerReward`). A
-failed exchange raises `Fault`, after which a server is asked again, or `Mistake`, after which the run stops. HTTP is
-that of Python's standard library, with a time limit. Proxies are taken from the environment, as in urllib, but are
+failed exchange raises `Fault`, after which a server is asked again, or `Mistake`, after which the run stops. Requests
+are sent by Python's standard library, with a time limit. Proxies are taken from the environment, as in urllib, but are
 never used for addresses of this machine.
 
 The form "items" is this project's own. Each score has the id of its response:
@@ -83,8 +83,8 @@ def exchange(url: str, body: bytes | None, timeout: float, most_bytes: int) -> t
         timeout: the time limit in seconds for the answer's head, and then again for the answer's body.
         most_bytes: the largest allowed size of an answer's body.
 
-    Returns: the answer's body, and whether the body is known to be complete. A body whose length the server did not
-        state ends when the connection ends, which also happens if the server dies.
+    Returns: the answer's body, and whether the body is known to be complete. If the server did not state the body's
+        length, the body ends when the connection ends. The connection also ends if the server dies.
     Raises: Fault, Mistake.
     """
     headers = {"Accept": "application/json"} | ({} if body is None else {"Content-Type": "application/json"})
@@ -137,7 +137,7 @@ class _Breakable(urllib.request.HTTPHandler, urllib.request.HTTPSHandler):
         return self.do_open(self._maker(http.client.HTTPSConnection), request)
 
     def _maker(self, kind: type[http.client.HTTPConnection]) -> Callable[..., http.client.HTTPConnection]:
-        """A function, called by urllib, that makes a connection of this kind and remembers it."""
+        """A function for urllib that makes a connection of this kind and remembers it."""
 
         def make(*args, **kwargs) -> http.client.HTTPConnection:
             self._made.append(kind(*args, **kwargs))
@@ -579,7 +579,7 @@ class ServerReward(RewardSource):
 
     @traced("reward server")
     def score(self, rollout: Rollout) -> Tensor:
-        """(B,) float32, the scores from the servers, unchanged.
+        """Returns the servers' scores unchanged: (B,) float32.
 
         Raises: RunStopped on all ranks if one rank gets no scores.
         """
@@ -629,7 +629,7 @@ class ServerReward(RewardSource):
 
 
 def probe(settings: ServerSettings, prompt: str, row: dict) -> dict[str, float]:
-    """{URL: score}: the score that each server gives to the prompt with the response "probe".
+    """Returns {URL: score}, the score that each server gives to the prompt with the response "probe".
 
     Raises: UserError if a server does not answer within PROBE_SECONDS, or its answer is not valid.
     """

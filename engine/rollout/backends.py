@@ -20,9 +20,9 @@ class ReplicaRollouts(RolloutBackend):
     copies a group of ranks holds one module together, decodes the rows of all its ranks, and sums partial results twice
     in each layer.
 
-    copies: copies of the actor, and of other models that compute between two calls of `generate`. Between steps, the
-    keys and values are kept or freed as these copies are. others: copies of other models only. They are released when
-    the actor's copies are released.
+    copies: copies of the actor, and of other models that compute between two calls of `generate`. Between steps, keys
+    and values are kept or freed like these copies. others: copies of other models only. They are released when the
+    actor's copies are released.
     rows_at_once, decoding, row_length: as in Sampler.
     """
 

@@ -20,7 +20,7 @@ class SamplingConfig:
         token is taken.
     vocabulary_size: token ids from this number on are never drawn. A model's embedding often has more rows than the
         tokenizer has tokens, and an id that the tokenizer does not know may be outside the reward model's vocabulary.
-        None if all ids may be drawn.
+        With None all ids may be drawn.
     stop_token_ids: tokens that end a response and belong to it. With neither stop tokens nor stop_strings, every
         response has max_new_tokens tokens.
     never_drawn: tokens that are never drawn, as if their probability were 0. Log-probs are still those of the full

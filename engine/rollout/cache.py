@@ -57,8 +57,8 @@ class SlotCache(Cache):
     def reserve(self, rows: int, slots: int) -> None:
         """Allocate memory for this many rows and slots, unless the cache already has enough.
 
-        The number of slots is rounded up to a multiple of SLOTS: attention kernels on GPUs copy masks whose width is no
-        such multiple.
+        The number of slots is rounded up to a multiple of SLOTS: attention kernels on GPUs copy masks whose width is
+        not such a multiple.
         """
         slots = -(-slots // SLOTS) * SLOTS
         if rows > self.room.rows or slots > self.room.slots:
@@ -129,7 +129,7 @@ class _Given(CacheLayerMixin):
         return self.keys, self.values
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """(number, offset) of the slots that the pass attends to."""
+        """Returns (number, offset) of the slots that the pass attends to."""
         return self.keys.shape[2], 0
 
     def get_seq_length(self) -> int:
@@ -174,7 +174,7 @@ class _Slots(CacheLayerMixin):
         return self.keys[rows, :, window.start : behind], self.values[rows, :, window.start : behind]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """(number, offset) of the slots that a pass over `query_length` tokens attends to."""
+        """Returns (number, offset) of the slots that a pass over `query_length` tokens attends to."""
         return self.get_seq_length() + query_length, 0
 
     def get_seq_length(self) -> int:

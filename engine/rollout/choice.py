@@ -145,8 +145,9 @@ def _placement(
     tensor_parallel: int | None,
     training: int | str,
 ) -> Placement:
-    """The placement of copies of these models by "auto", "replica" or "zero3"; it is the same on all ranks. models: the
-    first is the actor. cache: the number of bytes of keys and values. Other arguments: as in `build_rollouts`."""
+    """The placement that "auto", "replica" or "zero3" gives the copies of these models; it is the same on all ranks.
+    models: the first is the actor. cache: the number of bytes of keys and values. Other arguments: as in
+    `build_rollouts`."""
     ranks = tensor_parallel or 1
     asked = (ranks,) if name == "replica" and ranks > 1 else ()
     sizes = asked or group_sizes(accelerator.ranks_of_this_machine(), tensor_parallel)
@@ -226,8 +227,8 @@ def copy_need(model: Model) -> CopyNeed:
 
 
 def _moments(model: Model) -> int:
-    """The number of bytes on the device of Adam's two moments. They are float32, like the master weights, and Adam
-    allocates them in its first step."""
+    """The number of bytes that Adam's two moments take on the device. They are float32, like the master weights, and
+    Adam allocates them in its first step."""
     if not isinstance(model, TrainedModel):
         return 0
     return sum(2 * shard.nbytes for shard in model.master_shards() if shard.device == distributed.device())

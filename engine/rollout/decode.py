@@ -228,7 +228,7 @@ class _Loop:
             request.look(seen[len(seen) - (request.drawn - len(request.tokens)) :], self.ends)
 
     def _longest(self) -> int:
-        """The number of tokens that the model has read, in the row in use that has most."""
+        """The largest number of tokens that the model has read in one of the rows in use."""
         return max((request.read for request in self.schedule.living), default=0)
 
     def _keep_pace(self, passes: int) -> None:

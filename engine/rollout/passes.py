@@ -72,12 +72,12 @@ def takes_positions(model: PreTrainedModel) -> bool:
 def takes_slot_masks(model: PreTrainedModel) -> bool:
     """Whether the model, when it reads single tokens, accepts a complete attention mask of booleans, (B, 1, 1, slots).
 
-    If it gets a complete mask, transformers does not build a mask of its own for each token; to build one, the host has
-    to wait for the device. A trial decides: the model reads one token after two prompts of different lengths, once with
-    each kind of mask, and the logits are compared. Two kinds of models get False without a trial. In models with layers
-    that attend to a window of slots, the trial has too few slots to show a difference. In models with an attention
-    other than torch's own (sdpa), the mask may be added to the attention scores, which a small model's logits would
-    hardly show.
+    If transformers gets a complete mask, it builds no mask of its own for each token. Building one makes the host wait
+    for the device. A trial decides. The model reads one token after two prompts of different lengths, once with each
+    kind of mask, and the logits are compared. Two kinds of models get False without a trial. In models with layers that
+    attend to a window of slots, the trial has too few slots to show a difference. In models with an attention other
+    than torch's own (sdpa), the mask may be added to the attention scores, which a small model's logits would hardly
+    show.
     """
     config = model.config.get_text_config()
     if config._attn_implementation not in ("sdpa", BY_ROW):
@@ -355,8 +355,9 @@ class GraphedPasses(Passes):
     def _checked(self, rows: int, slots: int, expected: Tensor) -> Callable[[], Tensor]:
         """A graph of this shape. It is returned only if its logits for the present inputs equal `expected`, (B, V).
 
-        Equal means that a row of logits differs by at most a small part of the norm of its deviations from the row's
-        mean, which rounding may cause. Single logits are not compared, because in bf16 large logits are rounded more.
+        Logits count as equal if, in each row, the norm of the differences is at most a small part of the norm of the
+        expected logits' deviations from their mean. Rounding may cause such differences. Single logits are not
+        compared, because in bf16 large logits are rounded more.
 
         Raises: ValueError if the logits differ, or if the model's code reads results on the host.
         """

@@ -106,8 +106,8 @@ class Schedule:
         return len(self._waiting) + len(self.living)
 
     def join(self) -> list[Request]:
-        """Move waiting requests to the end of `living` and return them. While less than an eighth of the rows is free,
-        no request is moved, because all other rows wait while prompts are read."""
+        """Move waiting requests to the end of `living` and return them. No request is moved while less than an eighth
+        of the rows is free, because all other rows have to wait while prompts are read."""
         room = self.rows - len(self.living)
         if room < self.rows // 8:
             return []
@@ -128,8 +128,8 @@ class Schedule:
 
 
 def rows_to_move(stays: Sequence[bool]) -> tuple[list[int], list[int], int]:
-    """Which rows to move so that the n rows that stay become rows 0 to n - 1. The last of the staying rows move into
-    the free rows.
+    """Decides which rows to move so that the n rows that stay become rows 0 to n - 1. The last of the staying rows move
+    into the free rows.
 
     stays: whether each row stays. Returns: the rows to move, the rows to move them to, and n.
     """
@@ -218,8 +218,8 @@ def rollout_of(
 
 
 def prompts_of_group(prompts: PromptBatch, group: RankGroup) -> tuple[PromptBatch, slice]:
-    """(the prompts of all ranks of the group, equal on each of these ranks; the slice of this rank's rows). All ranks
-    of the group call this together."""
+    """Returns (the prompts of all ranks of the group, the slice of this rank's rows). The prompts are equal on all
+    ranks of the group. All ranks of the group call this together."""
     if group.size == 1:
         return prompts, slice(0, len(prompts))
     by_rank = group.all_objects(prompts.to("cpu"))

@@ -59,7 +59,7 @@ class VLLMRollouts(RolloutBackend):
         row_length: the largest number of tokens of a prompt and its response together. cache_bytes: the number of bytes
             for keys and values on each rank.
         tensor_parallel: the number of ranks in a group.
-        sampler: one of SAMPLERS; with both, `Draws` records the log-probs.
+        sampler: one of SAMPLERS; with either, `Draws` records the log-probs.
         moments: the number of bytes that the training engines allocate in their first step and keep.
 
     Raises: UserError if vLLM is not installed, or a GPU has too little memory.
@@ -208,8 +208,8 @@ class VLLMRollouts(RolloutBackend):
         self._draws.now = None
 
     def _clear_buffers(self, own: bool = False) -> None:
-        """Remove the buffers in shared memory that dead runs left. own: also remove the names of this run's buffers,
-        once all ranks have opened the buffers. All ranks call this together."""
+        """Remove the buffers in shared memory that dead runs left. own: also remove the names of this run's buffers;
+        set it only after all ranks have opened the buffers. All ranks call this together."""
         distributed.barrier()
         if own:
             _unlink_queue()
@@ -291,14 +291,15 @@ def _share(weights: int, cache: int, moments: int) -> float:
 
 
 def _gpu_memory() -> tuple[int, int]:
-    """(free bytes, total bytes) of this rank's GPU memory, after torch's allocator has returned its unused memory."""
+    """Returns (free bytes, total bytes) of this rank's GPU memory, after torch's allocator has returned its unused
+    memory."""
     torch.cuda.empty_cache()
     return torch.cuda.mem_get_info()
 
 
 def _unlink_queue() -> None:
-    """Remove the name of the shared memory that serves as the message queue of a group's ranks. All ranks have opened
-    the queue by now. If the name still existed at the end of the run, Python would report a leak."""
+    """Remove the name of the shared memory that serves as the message queue of a group's ranks. Call this only after
+    all ranks have opened the queue. If the name still existed at the end of the run, Python would report a leak."""
     from vllm.distributed.parallel_state import get_tp_group
 
     queue = get_tp_group().mq_broadcaster
