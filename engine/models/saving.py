@@ -31,8 +31,8 @@ def save_model(module: Policy | Scorer, state: dict, tokenizer: PreTrainedTokeni
 
     Args:
         state: {name in `module.model`: full weight}; tied weights occur once. For a model with adapters it is the
-            result of `merged_state`, or empty. `Lazy` weights are fetched one after the other. Weights that a family's
-            files store in another arrangement than its model (the experts of a layer, for example) are fetched
+            result of `merged_state`, or empty. `Lazy` weights are fetched one after the other. Weights that are
+            arranged differently in a family's files and in its model (the experts of a layer, for example) are fetched
             together.
     """
     model = module.model

@@ -522,11 +522,10 @@ def with_fitting_sizes(module: nn.Module, ds_config: dict) -> dict:
 
 
 def with_fitting_bucket(module: nn.Module, ds_config: dict) -> dict:
-    """The configuration, with the bucket size of gradients reduced to the size of all gradients together if it is
-    larger.
+    """The configuration, in which the bucket for gradients is no larger than all gradients together.
 
     DeepSpeed always allocates a whole bucket (at stage 3 permanently), even if the model is small or only adapters have
-    gradients. After the reduction, all gradients still fit into one bucket.
+    gradients. A bucket that this function has made smaller still holds all gradients.
     """
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
