@@ -123,7 +123,7 @@ class Blueprint:
 
     @cached_property
     def architecture(self) -> object:
-        """A value that is equal for two models if both can use the same copy, one after the other."""
+        """A value to compare: two models with equal values can use the same copy, one after the other."""
         return architecture(self.module)
 
 

@@ -19,7 +19,7 @@ class CopyNeed:
     """The memory that a copy of a model takes.
 
     stage: the ZeRO stage of the model's engine; at stages 0 to 2 the model's own module computes.
-    kind: a value that is equal for models that can use the same copy one after the other.
+    kind: a value to compare; models with equal values can use the same copy, one after the other.
     size: the number of bytes of a whole copy.
     gradients: the number of bytes that the first optimizer step will allocate on a rank.
     divided: {number of ranks that hold a copy together: bytes on each of them}.

@@ -42,7 +42,7 @@ class Planner:
     needs: the memory that a whole copy of each engine's model takes.
     copies: which models have a copy.
     kept: {role of the engine: what is kept whole between the passes of an optimizer step}; filled while the plan is
-    made.
+        made.
     """
 
     spec: EngineSpec

@@ -128,8 +128,8 @@ class ZeroMemory:
         return self.stage == 3 and section is not None and section.device != "none"
 
     def _share(self, sizes: list[int]) -> int:
-        """The number of elements that a rank holds of tensors of these sizes. Each tensor is padded so that the number
-        of ranks divides its size."""
+        """The number of elements that a rank holds if tensors of these sizes are divided among all ranks. Each tensor
+        is padded so that the number of ranks divides its size."""
         return sum(-(-size // self.world) for size in sizes)
 
     @property
@@ -182,8 +182,8 @@ class ZeroMemory:
 
     @property
     def _in_partition(self) -> int:
-        """The number of elements of all parameters that lie wholly or partly in a rank's partition. The rank with the
-        most such elements counts."""
+        """The number of elements of those parameters that lie wholly or partly in a rank's partition, each parameter
+        counted as a whole. The rank with the largest number decides."""
         most = 0
         for rank in range(self.world):
             found = 0

@@ -1,4 +1,4 @@
-"""The LoRA adapters within a model, and the choice of the adapter that computes."""
+"""Manages the LoRA adapters within a model, and chooses the adapter that computes."""
 
 import warnings
 from collections import Counter

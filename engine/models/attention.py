@@ -1,4 +1,4 @@
-"""Packed rows, and the choice of the implementation that computes attention. Packed rows are rows without padding,
+"""Packs rows, and chooses the implementation that computes attention. Packed rows are rows without padding,
 concatenated into one row.
 
     rows = PackedRows(attention_mask)                              # (B, S), N of its tokens real

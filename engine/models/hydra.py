@@ -10,8 +10,8 @@ Everything before these layers is frozen. The frozen copies get their inputs fro
 compute what the model computed before training. This needs memory for a few layers instead of a second model.
 
 Source: CarperAI/trlx 3340c2f3, `freeze_bottom_causal_layers` and `ModelBranch`, which copies a tied head too (the copy
-stays equal, because the head is frozen). Before the layers, trlX freezes only the token embedding. In trlX position
-embeddings and the norm of an embedding go on learning, so that its reference changes with them. Here both are frozen.
+stays equal, because the head is frozen). Before the layers, trlX freezes only the token embedding. In trlX, position
+embeddings and the norm of an embedding keep learning, so trlX's reference changes with them. Here both are frozen.
 """
 
 import contextlib

@@ -62,8 +62,8 @@ class LoraSpec:
 
     dim: the rank of the update, r.
     alpha: the update is multiplied by alpha / dim.
-    targets: which linear layers are adapted: those whose full name contains this text; all but the output head for
-        "all-linear"; or, if several names are given, those whose last name is among them (peft's target_modules).
+    targets: the linear layers that are adapted. For a text: those whose full name contains the text. For "all-linear":
+        all but the output head. For several names: those whose last name is among them (peft's target_modules).
     dropout: the dropout probability for the input of A, in train mode.
     lr: the peak learning rate of the factors.
     only: whether only the factors, and a score head if there is one, train. Otherwise all weights except the adapted

@@ -297,8 +297,8 @@ class Scorer(Backbone):
         """The score of each sequence: the score at the token at which this model was trained to give it.
 
         With `score_position` "last" it is the last real token, EOS included; models that this program trained have
-        "last". With "last_non_pad", Hugging Face's rule, it is the last token that differs from the pad token, which is
-        the token before EOS if pad == eos.
+        "last". With "last_non_pad", Hugging Face's rule, it is the last token that differs from the pad token. If pad
+        == eos, this is the token before EOS.
 
         Args: all (B, S). Returns (B,) float32.
         """

@@ -218,7 +218,7 @@ def _parsed_config(path: str, trust_remote_code: bool, _files: tuple) -> Pretrai
 
 
 def _files_of(path: str) -> tuple:
-    """The name, size and times of each file in a folder; any change of the folder changes this result. () for a name on
+    """The name, size and times of each file in a folder; any change in the folder changes this result. () for a name on
     the Hub.
 
     If the folder cannot be listed, or a file disappears while it is listed, the result is equal to no other result.

@@ -193,7 +193,7 @@ def adapter_state(module: Backbone, state: Mapping[str, Tensor], role: str | Non
 
 
 def adapter_holds_all(module: Backbone) -> bool:
-    """Whether an adapter folder can hold everything that trains, because only factors and a score head train."""
+    """Whether an adapter folder can hold everything that trains. It can if only factors and a score head train."""
     trained = {name for name, parameter in module.model.named_parameters() if parameter.requires_grad}
     return all(is_factor(name) or name.startswith(f"{HEAD}.") for name in trained)
 

@@ -179,7 +179,8 @@ class TrainedModel(LearningModel):
 
         Args:
             overflow: the result of `overflowed`. In fp16 an overflow lowers the loss scale and drops the gradients.
-            skip: drop the gradients in any case, because the other model overflowed or the mini-batch is left out.
+            skip: whether to drop the gradients in any case, because the other model overflowed or the mini-batch is
+                left out.
 
         Raises: RunStopped after FLOOR_OVERFLOWS overflows in a row that did not lower the loss scale.
         """

@@ -318,8 +318,8 @@ def without_gradients(adam: torch.optim.Optimizer, put_back: bool = False) -> co
     bit.
 
     A hook that runs before the optimizer's own step removes the gradients. When the hook runs, gradients are float32
-    and without the loss scale at every stage, and are flat shards if weights are partitioned. DeepSpeed still makes a
-    whole step, and updates its counters and buffers.
+    and no longer multiplied by the loss scale, at every stage; if weights are partitioned, gradients are flat shards.
+    DeepSpeed still makes a whole step, and updates its counters and buffers.
 
     put_back: whether the gradient tensors are restored at the end. An offloaded optimizer needs this, because it uses
     the same tensors in all steps.
