@@ -67,8 +67,8 @@ class Blueprint:
 
     @cached_property
     def unmerged(self) -> int:
-        """The number of elements that are gathered when the adapter in a whole copy is unmerged again: those of the
-        adapted matrices and of the trained parameters. Without adapters it is the number of all elements."""
+        """The number of elements that are gathered to unmerge the adapter of a whole copy: the elements of the adapted
+        matrices and of the trained parameters. Without adapters, all elements of the model count."""
         named = list(self.module.named_parameters())
         if not any(".base_layer." in name for name, _ in named):
             return self.numbers
@@ -123,7 +123,7 @@ class Blueprint:
 
     @cached_property
     def architecture(self) -> object:
-        """A value that is equal for two models if both can use the same copy, one after the other."""
+        """A value to compare: two models with equal values can use the same copy, one after the other."""
         return architecture(self.module)
 
 
@@ -141,7 +141,7 @@ def _units(module: nn.Module, kinds: set[str]) -> Iterable[int]:
 def blueprints(spec: EngineSpec) -> dict[str, Blueprint]:
     """{role: blueprint} for each engine that `spec` asks for, in the order in which the engines are loaded.
 
-    Only the config.json of each model, and the adapter_config.json of an adapter, is read. Raises: UserError, with the
+    Reads only the config.json of each model and the adapter_config.json of each adapter. Raises: UserError, with the
     role's flag and the path in its message, if one of these files is missing or cannot be read.
     """
     of_spec = partial(built, dtype=spec.dtype, trust_remote_code=spec.trust_remote_code, attention=spec.attention)

@@ -1,4 +1,5 @@
-"""How to make a run fit into memory: which changes of its settings cost least speed, and which largest sizes fit."""
+"""Finds out how a run can fit into memory: the changes of settings that cost the least speed, and the largest sizes
+that fit."""
 
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -39,8 +40,8 @@ class Change:
 
 
 def what_fits(setting: Setting) -> tuple[list[Change], MemoryPlan] | None:
-    """(those changes of CHANGES with which the setting fits, the plan with these changes); None if the setting does not
-    fit even with all changes.
+    """(the changes from CHANGES that make the setting fit, the memory plan after these changes); None if the setting
+    does not fit even with all changes.
 
     Changes are made one after the other, the cheapest first, until the setting fits. Then changes that turn out to be
     unnecessary are undone, the most expensive first.
@@ -202,8 +203,8 @@ def fewest_gpus(setting: Setting) -> Setting | None:
 
 
 def largest(fits: Callable[[int], bool], most: int = MOST_ROWS) -> int:
-    """The largest number up to `most` that fits; 0 if not even 1 fits. If a number fits, all smaller numbers must fit
-    too."""
+    """The largest number up to `most` for which `fits` is true, or a number that is less than a sixteenth smaller; 0 if
+    not even 1 fits. If `fits` is true for a number, it must be true for all smaller numbers."""
     below = 0
     for size in _doublings(1, most):
         if not fits(size):

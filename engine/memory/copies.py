@@ -19,9 +19,9 @@ class CopyNeed:
     """The memory that a copy of a model takes.
 
     stage: the ZeRO stage of the model's engine; at stages 0 to 2 the model's own module computes.
-    kind: a value that is equal for models that can use the same copy one after the other.
+    kind: a value to compare; models with equal values can use the same copy, one after the other.
     size: the number of bytes of a whole copy.
-    gradients: the number of bytes that the first optimizer step will allocate on the rank.
+    gradients: the number of bytes that the first optimizer step will allocate on a rank.
     divided: {number of ranks that hold a copy together: bytes on each of them}.
     obstacle: the reason why the model can have no divided copy, or None.
     """
@@ -53,12 +53,12 @@ class Copies:
     freed: tuple[int, ...] = ()
 
     def kept(self, place: int) -> bool:
-        """Whether the copy of the model with this index, if it has one, is kept between steps."""
+        """Whether the model with this index keeps its copy, if it has one, between steps."""
         return self.between_steps == "keep" and place not in self.freed
 
 
 def copies_bytes(needs: Sequence[CopyNeed], shared: bool, ranks: int = 1) -> int:
-    """The number of bytes on each rank for copies of these models, if each copy is held by `ranks` ranks together.
+    """The number of bytes that copies of these models take on each rank, if `ranks` ranks hold each copy together.
     shared: whether models share copies."""
     partitioned = [(number, need) for number, need in enumerate(needs) if need.stage == 3]
     sizes = {
@@ -80,16 +80,16 @@ def place_copies(
     divide: Divide | None = None,
     training: int | str = UNPLANNED,
 ) -> Copies:
-    """The decision that gives copies to as many models as fit. If there is no room for a whole copy of a model, the
+    """Decide which models get copies; as many as possible get one. If there is no room for a whole copy of a model, the
     model gets a copy that as few ranks as possible hold together. The first model is the actor, which gains most from a
-    copy. Between steps all copies, keys and values are kept if training leaves room for them. If it does not, keys,
-    values and the actor's copy are kept if there is room for these, because captured passes need them to stay at the
-    same place in memory.
+    copy. Between steps all copies, keys and values are kept if training leaves room for them. If not everything can be
+    kept, keys, values and the actor's copy are kept if they fit, because captured passes need them to stay at the same
+    place in memory.
 
     cache: the number of bytes of keys and values. free: the number of bytes that are free on each rank before keys,
     values and gradients are allocated. between_steps: as in WholeCopies. divide: a function that is called only if not
-    all models can have a whole copy. training: the number of bytes, out of `free`, that training takes at its peak,
-    without copies, keys and values; or a text that says why this number is not known.
+    all models can have a whole copy. training: how many of the `free` bytes training takes at its peak, not counting
+    copies, keys and values; or a text that says why this number is not known.
     """
     later = cache + sum(need.gradients for need in needs)
     if isinstance(training, str):
@@ -142,8 +142,8 @@ def place_copies(
 
 
 def copies_together(needs: Sequence[CopyNeed], ranks: int, between_steps: str, divide: Divide) -> Copies:
-    """The decision that divides the copies of all models among groups of `ranks` ranks. Models that cannot be divided
-    among this number of ranks get whole copies."""
+    """Divide the copies of all models among groups of `ranks` ranks; returns this decision. Models that cannot be
+    divided among this number of ranks get whole copies."""
     whole: list[int] = []
     divided: list[int] = []
     obstacles = ""
@@ -159,8 +159,8 @@ def copies_together(needs: Sequence[CopyNeed], ranks: int, between_steps: str, d
 def _given_back(
     needs: Sequence[CopyNeed], whole: tuple[int, ...], divided: tuple[int, ...], most: float
 ) -> tuple[str, tuple[int, ...]]:
-    """(`Copies.between_steps`, `Copies.freed`) if not all copies can be kept between steps. most: how many bytes of
-    copies can be kept."""
+    """The values of (`Copies.between_steps`, `Copies.freed`) for the case that not all copies can be kept between
+    steps. most: the number of bytes of copies that can be kept."""
     others = tuple(n for n in (*whole, *divided) if needs[n].stage == 3 and needs[n].kind != needs[0].kind)
     if 0 in whole and others and copies_bytes(needs[:1], shared=True) <= most:
         return "keep", others
@@ -168,11 +168,11 @@ def _given_back(
 
 
 def _fitting(needs: Sequence[CopyNeed], room: float) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-    """(the models with a whole copy, the models with a divided copy, the number of ranks that hold a divided copy), so
-    that all copies fit into `room` bytes.
+    """(the models with a whole copy, the models with a divided copy, the number of ranks that hold a divided copy). All
+    these copies together fit into `room` bytes.
 
-    The actor's copy has priority. Apart from that, as many models as possible have copies, and each copy is held by as
-    few ranks as possible.
+    The actor's copy has priority. After that, as many models as possible get copies, and as few ranks as possible hold
+    a copy together.
     """
 
     def of_groups(ranks: int) -> tuple[tuple[int, ...], tuple[int, ...], int]:

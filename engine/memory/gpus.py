@@ -1,5 +1,5 @@
-"""Properties of GPUs, found by the names that torch gives them: speed of arithmetic, memory bandwidth and links from
-data sheets, and the number of bytes that tensors can take.
+"""Properties of GPUs: arithmetic speed, memory bandwidth and links (from data sheets), memory sizes, and the number of
+bytes that tensors cannot use.
 """
 
 import re
@@ -13,7 +13,7 @@ class Link:
     """A link between GPUs.
 
     bandwidth: bytes per second in one direction.
-    latency: the seconds that one step from GPU to GPU takes.
+    latency: the number of seconds that one step from a GPU to the next takes.
     """
 
     bandwidth: float
@@ -38,12 +38,12 @@ class DataSheet:
 # Latencies are the numbers by which NCCL chooses its algorithms: hwLat, for rings with LL128, in src/graph/tuning.cc of
 # NVIDIA/nccl, 01afd20a77b5804e0ecf1042509dd9d20ebf9e93.
 def _nvlink(both_ways: float) -> Link:
-    """NVLink. both_ways: bytes per second in both directions together, as data sheets state it."""
+    """An NVLink link. both_ways: the bytes per second in both directions together, as in data sheets."""
     return Link(both_ways / 2, 1.9e-6)
 
 
 def _pcie(generation: int) -> Link:
-    """PCIe of this generation with sixteen lanes."""
+    """A PCIe link of this generation with 16 lanes."""
     return Link({3: 16e9, 4: 32e9, 5: 64e9}[generation], 2.5e-6)
 
 
@@ -73,7 +73,7 @@ DATA_SHEETS = {
 
 
 def data_sheet(name: str) -> DataSheet | None:
-    """The data sheet of the GPU to which torch gives this name; None for a GPU that is not listed."""
+    """The data sheet of the GPU that has this name in torch; None for a GPU that is not listed."""
     found = set(re.split(r"[\s-]+", name.upper()))
     return next((sheet for words, sheet in DATA_SHEETS.items() if found.issuperset(words)), None)
 
@@ -113,8 +113,7 @@ _UNITS |= {"tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 def gpu_bytes(name: str) -> int:
     """The number of bytes of a GPU. name: a name in GPUS, or a number of bytes ("80000000000", "80GB", "79.1GiB").
 
-    Raises: UserError for an unknown name, with similar names in its message, and for a number that is too small for a
-    GPU.
+    Raises: UserError if the name is unknown (the message lists similar names), or if the number is too small for a GPU.
     """
     key = re.sub(r"[\s_]+", "-", name.strip().lower())
     if key in GPUS:
@@ -147,6 +146,6 @@ def parsed_bytes(text: str) -> int | None:
 
 
 def reserved(world: int) -> int:
-    """The number of bytes of a GPU that tensors cannot use: those of the CUDA context and, with several ranks, of
-    NCCL's buffers. world: the number of ranks."""
+    """The number of bytes that the CUDA context and, with several ranks, NCCL's buffers take on a GPU. Tensors cannot
+    use them. world: the number of ranks."""
     return CONTEXT + (NCCL if world > 1 else 0)

@@ -55,12 +55,12 @@ class MemoryPlan:
         return [phase for phase in PHASES if any(moment.phase == phase for moment in self.moments)]
 
     def peak_of(self, phase: str) -> Moment:
-        """The moment of a phase with the most bytes on the device."""
+        """The moment of this phase at which the most bytes are on the device."""
         return max((moment for moment in self.moments if moment.phase == phase), key=lambda one: one.device.total)
 
     @cached_property
     def peak(self) -> Moment:
-        """The moment of all phases with the most bytes on the device."""
+        """The moment of any phase at which the most bytes are on the device."""
         return max(self.moments, key=lambda moment: moment.device.total)
 
     @cached_property
@@ -103,8 +103,8 @@ class MemoryPlan:
 
     @property
     def fits(self) -> bool | None:
-        """Whether GPU and host have enough memory. If only one of the two sizes is known, only this one is compared;
-        None if neither is known."""
+        """Whether GPU and host have enough memory. If only one of the two memory sizes is known, only this one is
+        compared; None if neither is known."""
         known = [
             needed <= there
             for needed, there in ((self.needed, self.cluster.gpu), (self.host_peak, self.cluster.host))

@@ -56,7 +56,7 @@ def training_pass(model: Blueprint, rows: Rows, role: str | None = None, gpu: in
     """The number of bytes of activations and logits at the peak of a forward and backward pass.
 
     The gradient of a weight is counted from the moment when it is computed to the moment when it is added to the other
-    gradients, as with ZeRO-2 and ZeRO-3. role: the role as which the module computes, if it can compute as several
+    gradients, as with ZeRO-2 and ZeRO-3. role: the role in which the module computes, if it can compute as several
     models; None for its own role. gpu: the number of bytes of the GPU; 0 for a CPU.
     """
     hooks = [p.register_post_accumulate_grad_hook(_forget) for p in model.module.parameters() if p.requires_grad]
@@ -71,7 +71,7 @@ def training_pass(model: Blueprint, rows: Rows, role: str | None = None, gpu: in
 
 @lru_cache(maxsize=256)
 def scoring_pass(model: Blueprint, rows: Rows, role: str | None = None) -> Counter[str]:
-    """The number of bytes of activations and logits at the peak of a forward pass without gradients, as it is used to
+    """The number of bytes of activations and logits at the peak of a forward pass without gradients. Such passes
     compute experience."""
     model.module.eval()
     with torch.no_grad():
@@ -80,8 +80,8 @@ def scoring_pass(model: Blueprint, rows: Rows, role: str | None = None) -> Count
 
 @lru_cache(maxsize=256)
 def decoding_passes(model: Blueprint, rows: Rows, slots: int) -> Counter[str]:
-    """The number of bytes at the peak of generation. It is the larger one of two peaks: of a pass that reads prompts of
-    full length, and of a pass over one token after rows of full length.
+    """The number of bytes at the peak of generation. It is the larger of two peaks: that of a pass over prompts of full
+    length, and that of a pass over one token that follows rows of full length.
 
     slots: the number of slots of the cache. The keys and values in the cache are not counted.
     """
@@ -157,8 +157,8 @@ def _forget(parameter: nn.Parameter) -> None:
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of live tensors. kind: a function that returns the kind as which a new tensor is counted. peak:
-    {kind: bytes} at the moment when the sum over all kinds was largest."""
+    """Counts the bytes of live tensors. kind: a function that returns the kind under which a new tensor is counted.
+    peak: {kind: bytes} at the moment when the sum over all kinds was largest."""
 
     def __init__(self, kind: Callable[[Tensor], str] = lambda tensor: "activations"):
         super().__init__()
@@ -207,7 +207,7 @@ def _experts_product(first: Tensor, second: Tensor, *others, **settings) -> Tens
 @contextlib.contextmanager
 def fused_attention() -> Iterator[None]:
     """Within this context attention keeps for its backward pass only what a fused kernel keeps: inputs, output, and one
-    number per row. Torch has no fused kernel for the meta device, and would keep the attention probabilities there,
+    number per row. Torch has no fused kernel for the meta device, where it would keep the attention probabilities,
     (rows, heads, tokens, tokens)."""
     own = torch.nn.functional.scaled_dot_product_attention
     torch.nn.functional.scaled_dot_product_attention = _without_computing  # the name by which models call it

@@ -1,5 +1,5 @@
-"""Makes the memory plan. It adds up, for each moment of a run, what the models on the meta device, their passes and
-ZeRO need.
+"""Makes the memory plan. For each moment of a run, the plan adds up the memory that the models, their passes and ZeRO
+need. The models are built on the meta device.
 
 `plan` makes the plan of step 3 (PPO). `plan_one_model` makes the plan of steps 1 and 2, in which one model trains
 without rollouts.
@@ -27,7 +27,7 @@ from engine.zero.long_batch import NOTHING_KEPT, Kept
 
 
 def plan(spec: EngineSpec, workload: Workload, cluster: Cluster) -> MemoryPlan:
-    """The memory plan of a run with these engines. Of the models only the configurations are read.
+    """The memory plan of a run with these engines. Reads only the configurations of the models.
 
     Raises: UserError if a model's config.json cannot be read, or if a DeepSpeed file is wrong.
     """
@@ -41,7 +41,8 @@ class Planner:
     engines: {role: engine}.
     needs: the memory that a whole copy of each engine's model takes.
     copies: which models have a copy.
-    kept: {role of the engine: what is kept whole over the passes of an optimizer step}; filled while the plan is made.
+    kept: {role of the engine: what is kept whole between the passes of an optimizer step}; filled while the plan is
+        made.
     """
 
     spec: EngineSpec
@@ -163,7 +164,8 @@ class Planner:
         return peak - self._at_rest(stepped=False)[0].total
 
     def _divide(self, place: int) -> tuple[Mapping[int, int], str | None]:
-        """The function that `place_copies` gets as `divide`: what a divided copy of the model with this index takes."""
+        """(`CopyNeed.divided`, `CopyNeed.obstacle`) for the model with this index. `place_copies` gets this function as
+        `divide`."""
         if place not in self._divided:
             role, model = list(self.models.items())[place]
             sizes = group_sizes(self.cluster.gpus, self.workload.group)
@@ -211,7 +213,7 @@ class Planner:
         return copies if self.cluster.on_gpu else copies + self.vllm
 
     def _bucket(self, role: str, numbers: int) -> Bytes:
-        """The bytes of the buffers while `numbers` elements are gathered, a bucket at a time."""
+        """The bytes of the buffers that gathering `numbers` elements needs, one bucket at a time."""
         model = self.models[role]
         if self.engines[role].stage < 3:
             return Bytes()
@@ -309,7 +311,7 @@ class Planner:
             held = Bytes({other: kinds for other, kinds in held.by_role.items() if other != host})
 
     def _kept_whole(self, engine: ZeroMemory, passes: int, needed: Bytes, held: Bytes) -> Kept:
-        """What the engine keeps whole over the passes of an optimizer step. needed: the bytes that one pass needs.
+        """What the engine keeps whole between the passes of an optimizer step. needed: the bytes that one pass needs.
         held: the bytes of the gradients of other engines."""
         # On CPUs a run decides this in the first step, when Adam's moments do not exist yet.
         rest = self.rest if self.cluster.on_gpu else self._at_rest(stepped=False)[0]
@@ -331,7 +333,7 @@ def _kinds(role: str, sizes: dict[str, int]) -> Bytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OneModel:
-    """The model that trains in step 1, or with `scorer` in step 2, and how it trains.
+    """The model that trains in step 1, or in step 2 if `scorer` is true, and how it trains.
 
     rows: the number of rows in one forward and backward pass. length: the number of tokens in each row. passes: the
     number of passes in one optimizer step.

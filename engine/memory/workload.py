@@ -1,5 +1,5 @@
-"""The sizes of a PPO step, and the machines that it runs on. Besides the engines, these are all that the memory plan
-depends on."""
+"""The sizes of a PPO step, and the machines that it runs on. The memory plan depends only on these and on the
+engines."""
 
 from dataclasses import dataclass
 
@@ -21,7 +21,7 @@ class Workload:
     backend, between_steps: as in `build_rollouts`.
     parts: the number of ranks among which vLLM divides the actor.
     group: the number of ranks that hold a copy together (`tensor_parallel` of `build_rollouts`).
-    evaluated: the number of held-out prompts of all ranks together.
+    evaluated: the number of held-out prompts on all ranks together.
     """
 
     prompt: int
@@ -51,8 +51,8 @@ class Workload:
 
     @property
     def ranks_together(self) -> int:
-        """The number of ranks of a node that always hold the actor together. The number of ranks on a node has to be a
-        multiple of it."""
+        """The number of ranks of a node that always hold the actor together. It must divide the number of ranks on a
+        node."""
         return {"vllm": self.parts, "replica": self.group or 1}.get(self.backend, 1)
 
     def mini_batches_of(self, role: str) -> int:
@@ -74,8 +74,8 @@ class Cluster:
     """The machines that a run uses.
 
     gpus: the number of GPUs in each node.
-    gpu: the number of bytes of one GPU, of which a part is reserved (`engine.memory.gpus`). If it is None, it is not
-        known, and the plan does not say whether the run fits.
+    gpu: the number of bytes of one GPU, of which a part is reserved (`engine.memory.gpus`). None means that it is not
+        known; the plan then does not say whether the run fits.
     host: the number of bytes of a node's host memory, or None if it is not known.
     on_gpu: whether the ranks compute on GPUs. If they do not, device memory is host memory.
     """

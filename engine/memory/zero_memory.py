@@ -101,7 +101,7 @@ class ZeroMemory:
     world: the number of ranks.
     offload: whether a frozen model is kept in host memory while it is not used.
     on_gpu: whether the engine computes on a GPU, whose memory is separate from host memory.
-    master_width: the number of bytes per master weight, and per number of each of Adam's moments.
+    master_width: the number of bytes of each master weight, and of each number in Adam's moments.
     passes: the number of forward and backward passes in one optimizer step.
     """
 
@@ -128,8 +128,8 @@ class ZeroMemory:
         return self.stage == 3 and section is not None and section.device != "none"
 
     def _share(self, sizes: list[int]) -> int:
-        """The number of elements that a rank holds of tensors of these sizes. Each tensor is padded so that the number
-        of ranks divides its size."""
+        """The number of elements that a rank holds if tensors of these sizes are divided among all ranks. Each tensor
+        is padded so that the number of ranks divides its size."""
         return sum(-(-size // self.world) for size in sizes)
 
     @property
@@ -159,7 +159,7 @@ class ZeroMemory:
     def at_rest(self, stepped: bool = True) -> tuple[Bytes, Bytes]:
         """(bytes on the device, bytes in host memory) between two optimizer steps.
 
-        stepped: whether the first optimizer step has been made, in which Adam allocates its moments.
+        stepped: whether the first optimizer step is done. Adam allocates its moments in that step.
         """
         role, width = self.model.role, self.model.width
         device, host = Bytes(), Bytes()
@@ -182,8 +182,8 @@ class ZeroMemory:
 
     @property
     def _in_partition(self) -> int:
-        """The number of elements of all parameters of which a rank's partition holds at least a part. It is computed
-        for the rank for which it is largest."""
+        """The number of elements of those parameters that lie wholly or partly in a rank's partition, each parameter
+        counted as a whole. The rank with the largest number decides."""
         most = 0
         for rank in range(self.world):
             found = 0
@@ -272,7 +272,7 @@ class ZeroMemory:
 
     @property
     def _gradients_kept(self) -> int:
-        """The number of bytes on the device of the gradients that this rank keeps for its partition after a backward
+        """The number of bytes of the gradients that this rank keeps on the device, for its partition, after a backward
         pass at stage 1 or 2."""
         return 0 if self.offloads_optimizer else self.model.width * self._in_partition
 
@@ -338,8 +338,8 @@ class ZeroMemory:
     @property
     def reading(self) -> tuple[Bytes, Bytes]:
         """(bytes on the device, bytes in host memory) while weights are read. These are the bytes of the weights. At
-        stage 3, where one weight after the other is partitioned, the largest whole weight is added, and the piece of
-        its file that is read at a time."""
+        stage 3 weights are partitioned one by one, so the bytes of the largest whole weight are added, and those of the
+        piece of its file that is read at a time."""
         role, largest = self.model.role, self.model.width * self.model.largest
         weights = Bytes().add(role, "weights", self.weights)
         if self.stage < 3:
@@ -395,8 +395,8 @@ class Averages:
 
     @property
     def exchanged(self) -> tuple[Bytes, Bytes]:
-        """(bytes on the device, bytes in host memory) while a reference's weights are exchanged with the actor's: those
-        of one further master tensor, which holds a group of parameters, or at stage 0 a single parameter."""
+        """(bytes on the device, bytes in host memory) that exchanging a reference's weights with the actor's needs: the
+        bytes of one further master tensor. A master tensor holds a group of parameters, or at stage 0 one parameter."""
         numbers = self.actor.model.largest if self.actor.stage == 0 else self.actor.largest_group
         needed = Bytes().add("reference", "buffers", FLOAT * numbers)
         return (Bytes(), needed) if self.actor.offloads_optimizer else (needed, Bytes())

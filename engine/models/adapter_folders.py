@@ -1,5 +1,5 @@
-"""Adapter folders in peft's format. A folder has adapter_config.json, and adapter_model.safetensors with LoRA factors.
-The base model that the factors belong to is in another folder.
+"""Adapter folders in peft's format. An adapter folder has adapter_config.json, and adapter_model.safetensors with LoRA
+factors. The base model that the factors belong to is in another folder.
 
     adapter = read_adapter("out/actor_adapter", "--actor_model_name_or_path")     # None for a whole model's folder
     for layer, (a, b) in adapter.factors().items(): ...
@@ -227,9 +227,9 @@ _OF_ITS_BASE = f"Give the adapter's own base as base_model_name_or_path of its {
 
 
 def read_adapter(path: str, what: str, base: str | None = None) -> AdapterFolder | None:
-    """The adapter in the folder `path`; None if the folder is no adapter folder.
+    """The adapter in the folder `path`; None if the folder is not an adapter folder.
 
-    base: the path of the base model, in place of the path that the folder names.
+    base: the path of the base model; it replaces the path that the folder names.
 
     Raises: UserError, with the flag `what` in its message, if the adapter is not plain LoRA or the folder is broken.
     """
@@ -263,8 +263,8 @@ def read_adapter(path: str, what: str, base: str | None = None) -> AdapterFolder
 
 
 def unset(config: LoraConfig) -> LoraConfig:
-    """The configuration with which peft injects the adapter. With it, peft adds factors only, and does not initialise
-    them."""
+    """The configuration with which peft injects the adapter. With this configuration peft only adds factors, and does
+    not initialise them."""
     return _changed(config, init_lora_weights=False, inference_mode=False, modules_to_save=None)
 
 

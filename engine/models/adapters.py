@@ -1,4 +1,4 @@
-"""The LoRA adapters within a model, and the choice of the adapter that computes."""
+"""Manages the LoRA adapters within a model, and chooses the adapter that computes."""
 
 import warnings
 from collections import Counter
@@ -22,7 +22,7 @@ class Adapters:
     own: the role that trains.
     configs: {role: peft's configuration of the role's adapter}.
     frozen: the other roles that have an adapter; all remaining roles compute without an adapter.
-    merged: the names of the layers into whose matrices the adapter of the role `own` is merged at present.
+    merged: the names of the layers whose matrices now contain the merged adapter of the role `own`.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Adapters:
         """Add the updates of the role `own` to the matrices, rounded to the matrices' dtype. The role then computes
         without the factors.
 
-        This is only for an unpartitioned copy of a model in eval mode, because the matrices are overwritten. A matrix
+        Call this only for an unpartitioned copy of a model in eval mode, because it overwrites the matrices. A matrix
         that is tied to another module's weight is not merged.
         """
         uses = Counter(weight for part in self.model.modules() for weight in part.parameters(recurse=False))

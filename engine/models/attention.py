@@ -1,4 +1,4 @@
-"""Packed rows, and the choice of the implementation that computes attention. Packed rows are rows without padding,
+"""Packs rows, and chooses the implementation that computes attention. Packed rows are rows without padding,
 concatenated into one row.
 
     rows = PackedRows(attention_mask)                              # (B, S), N of its tokens real
@@ -7,8 +7,8 @@ concatenated into one row.
     by_token = rows.padded(hidden)                                 # (1, N, d) -> (B, S, d)
 
 Position ids begin again with each row. A kernel for rows of various lengths gets the starts of the rows (`cu_seq_lens`
-in transformers). Torch's own attention is called row by row (`BY_ROW`), so that it computes no pair of tokens that a
-padded batch would not compute. Source of packing: Krell et al. 2021 (Efficient Sequence Packing without
+in transformers). Torch's own attention is called row by row (`BY_ROW`), so that it computes only those pairs of tokens
+that a padded batch would compute too. Source of packing: Krell et al. 2021 (Efficient Sequence Packing without
 Cross-contamination); transformers, modeling_flash_attention_utils.py.
 """
 
@@ -75,8 +75,8 @@ class PackedRows:
     def predicted(self, response_length: int) -> tuple[Tensor, Tensor]:
         """Which of the last `response_length` tokens of each row are real and follow a real token.
 
-        Returns: (B, response_length) bool, set on these n tokens; and (n,) int64, for each of the n tokens the index of
-        the preceding token among all N real tokens.
+        Returns: (B, response_length) bool, true at these n tokens; and (n,) int64, the index of the token before each
+        of them, counted among all N real tokens.
         """
         before = slice(-response_length - 1, -1)
         slots = self.real[:, -response_length:] & self.real[:, before]
@@ -94,8 +94,8 @@ def _attention_by_row(
     sliding_window: int | None = None,
     **how,
 ) -> tuple[Tensor, None]:
-    """Torch's attention within each packed row, (1, heads, N, d) -> (1, N, heads, d). Without `row_lengths` the batch
-    is padded, and is computed as in transformers."""
+    """Torch's attention within each packed row, (1, heads, N, d) -> (1, N, heads, d). A batch without `row_lengths` has
+    padding, and is computed as in transformers."""
     own = ALL_ATTENTION_FUNCTIONS["sdpa"]
     if row_lengths is None:
         return own(module, query, key, value, attention_mask, sliding_window=sliding_window, **how)
@@ -151,8 +151,8 @@ class Attention:
 
     implementation: the name of one of transformers' attention functions. "auto" takes torch's own (sdpa) if the model
     family supports it, else the family's plain code (eager).
-    packing: "packed" if rows go through the layers without padding, "padded" if with padding. "auto" packs rows if the
-    implementation has a kernel for rows of various lengths (flash attention).
+    packing: "packed" if rows go through the layers without padding, "padded" if rows keep their padding. "auto" packs
+    rows if the implementation has a kernel for rows of various lengths (flash attention).
     """
 
     implementation: str = "auto"
@@ -164,8 +164,8 @@ class Attention:
         return self.packing == "packed" or (self.packing == "auto" and self.implementation in _PACKAGES)
 
     def packs_rows_of(self, family: Any) -> bool:
-        """Whether rows go without padding through models of this class. The class has to accept position ids, and its
-        attention row lengths."""
+        """Whether rows go through models of this class without padding. For this, the class has to accept position ids,
+        and its attention has to accept row lengths."""
         takes_positions = "position_ids" in inspect.signature(family.forward).parameters
         return self.packs and takes_positions and getattr(family, "_supports_attention_backend", False)
 
@@ -182,8 +182,8 @@ class Attention:
 
     @property
     def arguments_on_meta(self) -> dict[str, str]:
-        """The arguments for creating models on the meta device. It has no fused kernels, and sdpa allocates as much
-        memory as they do."""
+        """The arguments for creating models on the meta device. The meta device has no fused kernels. There, sdpa takes
+        their place, because it allocates as much memory as they do."""
         fused = self._by_row or self.implementation in (*_PACKAGES, "flex_attention")
         return {"attn_implementation": "sdpa"} if fused else self.arguments
 

@@ -38,7 +38,7 @@ from engine.models.weight_files import Header, check_headers, check_weights, hea
 
 
 def check_policy(path: str, what: str, trust_remote_code: bool = False):
-    """The configuration of the language model at `path`. No weights are loaded.
+    """Check the language model at `path`; returns its configuration. No weights are loaded.
 
     trust_remote_code: as for `read_config`.
 
@@ -62,7 +62,7 @@ def check_policy(path: str, what: str, trust_remote_code: bool = False):
 
 
 def check_trunk(path: str, what: str, trust_remote_code: bool = False):
-    """The configuration of the model at `path`, which will get a new score head.
+    """Check the model at `path`, which will get a new score head; returns its configuration.
 
     The model may be a language model, a classifier, or a model without a head. Its weights have to fit its
     configuration.
@@ -95,10 +95,10 @@ def check_trunk(path: str, what: str, trust_remote_code: bool = False):
 
 
 def check_scorer(path: str, what: str, trust_remote_code: bool = False) -> str:
-    """The format of the reward model at `path`. No weights are loaded.
+    """Check the reward model at `path`; returns its format. No weights are loaded.
 
-    Returns: "sequence_classification" or "deepspeed_chat"; "language_model" for an adapter whose base is a language
-    model, and which contains the score head itself.
+    Returns: "sequence_classification" or "deepspeed_chat"; "language_model" for an adapter that contains the score head
+    and whose base is a language model.
     Raises: UserError if there is no reward model at `path`; the message says what is there instead.
     """
     adapter = read_adapter(path, what)
@@ -248,12 +248,12 @@ _PASSING = ("transformers_version", "_name_or_path")  # what saving a model anew
 
 def fingerprint(path: str, what: str) -> str | None:
     """The fingerprint of the model at `path`: a hash of its config.json and weight files. If `path` is a name on the
-    Hub, it is the commit that was fetched, or None if none was fetched yet.
+    Hub, the fingerprint is the commit that was fetched, or None if none was fetched yet.
 
     For each weight file, the hash covers the name, the size, and 64 evenly spaced blocks of 64 KiB, including the first
     and the last bytes. These blocks contain the header and a part of every large tensor. The hash thus reads at most 4
-    MiB of a file, which is the whole file if it is no larger. A change between the blocks is missed (of single numbers,
-    or of a few rows of a large model), but training changes every number.
+    MiB of a file, which is the whole file if it is no larger. A change between the blocks (of single numbers, or of a
+    few rows of a large model) is missed, but training changes every number.
 
     For an adapter, the hash covers its whole weight file and the fingerprint of its base model.
 

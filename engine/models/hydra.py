@@ -5,13 +5,13 @@ reference.
     logprobs, _ = policy(sequences, attention_mask, position_ids, response_length=8)
     ref_logprobs, _ = policy(sequences, attention_mask, position_ids, response_length=8, role="reference")
 
-The last layers train, the final norm after them, and the head if it is not tied to the embedding. Everything before
-these layers is frozen. The frozen copies get their inputs from the frozen layers, so together they compute what the
-model computed before training. This needs memory for a few layers instead of a second model.
+These parts train: the last layers, the final norm after them, and the head if it is not tied to the embedding.
+Everything before these layers is frozen. The frozen copies get their inputs from the frozen layers, so together they
+compute what the model computed before training. This needs memory for a few layers instead of a second model.
 
 Source: CarperAI/trlx 3340c2f3, `freeze_bottom_causal_layers` and `ModelBranch`, which copies a tied head too (the copy
-stays equal, because the head is frozen). Before the layers, trlX freezes only the token embedding. In trlX position
-embeddings and the norm of an embedding go on learning, so that its reference changes with them. Here both are frozen.
+stays equal, because the head is frozen). Before the layers, trlX freezes only the token embedding. In trlX, position
+embeddings and the norm of an embedding keep learning, so trlX's reference changes with them. Here both are frozen.
 """
 
 import contextlib

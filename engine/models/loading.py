@@ -1,13 +1,13 @@
 """Loads Policy and Scorer modules from folders or from names on the Hub.
 
 If a path is an adapter folder, the base model is loaded, and the adapter is merged into it: W + alpha / dim * B A is
-computed in float32, then cast. With `merge` False the base model is left unchanged, and the adapter that the module
-still has to get is stored in its attribute `start`.
+computed in float32, then cast. With `merge` False the base model is left unchanged, and the module's attribute `start`
+is the adapter, which the caller still has to add.
 
-Loading goes through transformers and, under ZeRO-3, through partitions of every weight. Three checks show that the
-result is right. `other_weights` compares some numbers of every loaded weight with the files. `check_results` compares
-the results of a small model within its engine with those of transformers for the same folder. `check_padding` tests
-that a model gives the same results for a row alone, beside longer rows, and without padding.
+Transformers loads the weights; under ZeRO-3 it loads each weight into partitions. Three checks show that the result is
+right. `other_weights` compares some numbers of every loaded weight with the files. `check_results` compares the results
+of a small model within its engine with those of transformers for the same folder. `check_padding` tests that a model
+gives the same results for a row alone, beside longer rows, and without padding.
 """
 
 import copy
@@ -108,7 +108,7 @@ def load_policy(
         merge: whether an adapter at `path` is merged into its base.
         attention: how the model's attention is computed.
 
-    Raises: UserError as `check_policy` does, and for weights that are NaN or infinite.
+    Raises: UserError in the cases of `check_policy`, and if weights are NaN or infinite.
     """
     config, replaced = as_computed(check_policy(path, what, trust_remote_code), dropout)
     adapter, base = read_adapter(path, what), base_of(path, what)
@@ -149,7 +149,7 @@ def load_scorer(
     The model may have been saved by this program; it may be any decoder-only classifier whose head has one row; or it
     may have DeepSpeed-Chat's or OpenRLHF's format.
 
-    Raises: UserError as `check_scorer` does, and for weights that are NaN or infinite.
+    Raises: UserError in the cases of `check_scorer`, and if weights are NaN or infinite.
     """
     form = check_scorer(path, what, trust_remote_code)
     adapter, base = read_adapter(path, what), base_of(path, what)
@@ -207,7 +207,7 @@ def new_scorer(
             only.
         scale: the factor by which the head is multiplied.
 
-    Raises: UserError as `check_trunk` does, and for weights that are NaN or infinite.
+    Raises: UserError in the cases of `check_trunk`, and if weights are NaN or infinite.
     """
     config, replaced = as_computed(check_trunk(path, what, trust_remote_code), dropout)
     take_settings(config, path, what)  # settings of a reward model's head, which is replaced
@@ -384,8 +384,8 @@ that rounding causes."""
 
 
 def other_weights(model: nn.Module, stored: Mapping[str, Tensor]) -> list[str]:
-    """The names of the weights that differ from the files. Of this rank's part of each weight, SAMPLE evenly spaced
-    numbers are compared, in the dtype to which the weight was cast.
+    """The names of the weights that differ from the files. SAMPLE evenly spaced numbers of this rank's part of each
+    weight are compared, in the dtype to which the weight was cast.
 
     A tied weight is compared under each of its names. Weights that the files store in another arrangement (the experts
     of a layer, for example), or not at all (a new head), are not compared. stored: {name: tensor} of the files.

@@ -5,8 +5,8 @@
     ref_logprobs, _ = policy(sequences, attention_mask, position_ids, response_length=8, role="reference")
 
 The weight of an adapted layer is W + alpha / dim * B A, with W frozen, A (dim, in) drawn uniformly within
-+-1 / sqrt(dim) and B (out, dim) zeros, so that training starts from W. The adapted layers are peft's classes. Which
-layers are adapted, and how factors are initialised, is as in DeepSpeed-Chat, where alpha is 1.
++-1 / sqrt(dim) and B (out, dim) zeros, so that training starts from W. The adapted layers are peft's classes. Layers
+are chosen and factors are initialised as in DeepSpeed-Chat, where alpha is 1.
 
 Sources: Hu et al. 2021 (LoRA), section 4.1; microsoft/DeepSpeedExamples 83757d9c, dschat/utils/module/lora.py.
 """
@@ -62,8 +62,8 @@ class LoraSpec:
 
     dim: the rank of the update, r.
     alpha: the update is multiplied by alpha / dim.
-    targets: which linear layers are adapted: those whose full name contains this text; all but the output head for
-        "all-linear"; or, if several names are given, those whose last name is among them (peft's target_modules).
+    targets: the linear layers that are adapted. For a text: those whose full name contains the text. For "all-linear":
+        all but the output head. For several names: those whose last name is among them (peft's target_modules).
     dropout: the dropout probability for the input of A, in train mode.
     lr: the peak learning rate of the factors.
     only: whether only the factors, and a score head if there is one, train. Otherwise all weights except the adapted
@@ -82,11 +82,11 @@ class LoraSpec:
 
 def adapt(module: Backbone, spec: LoraSpec, role: str, frozen_role: str | None = None) -> None:
     """Add an adapter to a Policy or Scorer, partitioned or not, and freeze all weights that do not train. role: the
-    role as which the adapter trains.
+    role in which the adapter trains.
 
     frozen_role: the role ("reference" or "reward") in which the module also computes what the model computed before
     training; None for no such role. If training continues an existing adapter (`module.start`), the frozen role gets a
-    frozen copy of that adapter, and alpha and layers are those of the existing adapter instead of `spec`.
+    frozen copy of that adapter, and the existing adapter's alpha and layers replace those of `spec`.
 
     Raises: UserError if `spec.targets` names no linear layer, or `spec.dim` is not the dimension of `module.start`.
     """
@@ -109,7 +109,7 @@ def adapter_config(model: PreTrainedModel, start: AdapterFolder | None, spec: Lo
 
     spec: how the adapter trains; None if the adapter is frozen.
 
-    Raises: UserError, as `target_names` does, and if `spec.dim` is not the dimension of `start`.
+    Raises: UserError in the cases of `target_names`, and if `spec.dim` is not the dimension of `start`.
     """
     if start is None:
         assert spec is not None, "what is frozen has a folder"

@@ -32,10 +32,9 @@ def is_adapter(path: str | Path) -> bool:
 
 
 def base_of(path: str, what: str) -> str:
-    """The path of the whole model from which `path` is loaded: of the base model if `path` is an adapter, otherwise the
-    path itself.
+    """The path of a whole model: that of the base model if `path` is an adapter, otherwise `path` itself.
 
-    A relative path of a base model is searched from the working directory, as in peft, and then from the adapter's
+    A relative path of a base model is looked up from the working directory, as in peft, and then from the adapter's
     folder. If it exists in neither, it is a name on the Hub.
 
     Raises: UserError, with the flag `what` in its message, if an adapter names no base model or an impossible one, or

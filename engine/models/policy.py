@@ -116,8 +116,8 @@ class Policy(Backbone):
     """A causal language model that returns log-probs of given tokens.
 
     Some models change their logits after the head (soft caps, scales); for these the model itself computes the logits.
-    For other models the head is applied directly. `forward(probe=True)`, which is called after loading, finds out by a
-    trial which kind the model is.
+    For other models the head is applied directly. A trial, `forward(probe=True)` after loading, finds out to which kind
+    the model belongs.
     """
 
     def __init__(self, model: PreTrainedModel, replaced: dict[str, Any] | None = None):
@@ -244,7 +244,7 @@ class Scorer(Backbone):
     """A reward model or critic: a backbone, a linear head that is applied at every token, and an offset that is added
     to the scores.
 
-    If scores are normalised, the factor is multiplied into the head's weight. The offset is stored in the model's
+    If scores are normalised, the head's weight is multiplied by the factor. The offset is stored in the model's
     config.json (`score_offset`), because Hugging Face's score heads have no bias.
 
     kept_heads: {role: a frozen copy of the head that trains}. The copies are not part of `model`, which is saved
@@ -297,8 +297,8 @@ class Scorer(Backbone):
         """The score of each sequence: the score at the token at which this model was trained to give it.
 
         With `score_position` "last" it is the last real token, EOS included; models that this program trained have
-        "last". With "last_non_pad", Hugging Face's rule, it is the last token that differs from the pad token, which is
-        the token before EOS if pad == eos.
+        "last". With "last_non_pad", Hugging Face's rule, it is the last token that differs from the pad token. If pad
+        == eos, this is the token before EOS.
 
         Args: all (B, S). Returns (B,) float32.
         """

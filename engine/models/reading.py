@@ -4,13 +4,13 @@ The class is one of transformers' classes, or a class in the model's folder if t
 
 The weight files decide whether the output head is tied to the embedding. config.json may say that both are one matrix
 (`tie_word_embeddings`) while the files hold two different matrices; peft's merge_and_unload writes such folders if
-one of the two was trained. Outside of ZeRO-3, transformers loads both matrices of such a folder. Under ZeRO-3,
+one of the two was trained. Without ZeRO-3, transformers loads both matrices of such a folder. Under ZeRO-3,
 transformers cannot compare the partitioned matrices, and drops the head. `read_config` returns a configuration without
 the tie in this case, so that engines, copies and memory plans all have a separate head.
 
-Each system has its own rule for the pad token: the field `pad_token` of its dialect. A system whose attention mask is
-`ids != pad` cannot tell EOS from padding if EOS is the pad token. Such a system then does not learn EOS, and reads the
-score one token earlier. The rule for the pad token therefore affects the results of a dialect.
+Each system has its own rule for the pad token. The field `pad_token` of its dialect names this rule. A system whose
+attention mask is `ids != pad` cannot tell EOS from padding if EOS is the pad token. Such a system then does not learn
+EOS, and reads the score one token earlier. The rule for the pad token therefore affects the results of a dialect.
 """
 
 import copy
@@ -119,8 +119,8 @@ ADDED = "[PAD]"
 
 
 def set_pad_token(tokenizer, rule: str, path: str, room: bool) -> None:
-    """Set the pad token of the tokenizer of the language model at `path` by a rule. If the rule finds no pad token, it
-    is EOS.
+    """Set the pad token of the tokenizer of the language model at `path` by a rule. If the rule finds no pad token, EOS
+    becomes the pad token.
 
     Args:
         rule: "tokenizer": the tokenizer's own pad token.
@@ -174,7 +174,7 @@ VOCABULARIES = ("tokenizer.model", "spiece.model", "vocab.json", "merges.txt", "
 
 def read_config(path: str, what: str, trust_remote_code: bool = False):
     """The configuration of the model at `path`; if `path` is an adapter folder, the configuration of the adapter's base
-    model. Output head and embedding are not tied in it if the weight files hold two different matrices
+    model. The result does not tie output head and embedding if the weight files hold two different matrices
     (`has_own_head`).
 
     trust_remote_code: whether transformers may run code in the model's folder that `auto_map` names, or code from the
@@ -218,7 +218,7 @@ def _parsed_config(path: str, trust_remote_code: bool, _files: tuple) -> Pretrai
 
 
 def _files_of(path: str) -> tuple:
-    """The name, size and times of each file in a folder; any change of the folder changes this result. () for a name on
+    """The name, size and times of each file in a folder; any change in the folder changes this result. () for a name on
     the Hub.
 
     If the folder cannot be listed, or a file disappears while it is listed, the result is equal to no other result.

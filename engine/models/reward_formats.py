@@ -102,7 +102,7 @@ def renamed_state(path: str, config, what: str) -> dict | None:
 
 def gain_and_offset(config, path: str, what: str) -> tuple[float, float]:
     """(the factor by which the head's output is multiplied, the offset that is added to the product). If config.json
-    has normalize_reward, the result of both is (score - mean) / std; otherwise they are 1 and 0.
+    has normalize_reward, factor and offset turn a score into (score - mean) / std; otherwise they are 1 and 0.
 
     Raises: UserError, with the flag `what` in its message, if mean or std in config.json is not a number, or std is not
     positive.

@@ -31,8 +31,8 @@ def save_model(module: Policy | Scorer, state: dict, tokenizer: PreTrainedTokeni
 
     Args:
         state: {name in `module.model`: full weight}; tied weights occur once. For a model with adapters it is the
-            result of `merged_state`, or empty. `Lazy` weights are fetched one after the other. Weights that a family's
-            files store in another arrangement than its model (the experts of a layer, for example) are fetched
+            result of `merged_state`, or empty. `Lazy` weights are fetched one after the other. Weights that are
+            arranged differently in a family's files and in its model (the experts of a layer, for example) are fetched
             together.
     """
     model = module.model
@@ -193,7 +193,7 @@ def adapter_state(module: Backbone, state: Mapping[str, Tensor], role: str | Non
 
 
 def adapter_holds_all(module: Backbone) -> bool:
-    """Whether an adapter folder can hold everything that trains, because only factors and a score head train."""
+    """Whether an adapter folder can hold everything that trains. It can if only factors and a score head train."""
     trained = {name for name, parameter in module.model.named_parameters() if parameter.requires_grad}
     return all(is_factor(name) or name.startswith(f"{HEAD}.") for name in trained)
 

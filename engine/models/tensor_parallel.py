@@ -217,8 +217,8 @@ class _VocabularyPart:
         embedding.register_forward_hook(self.summed)
 
     def local(self, embedding: nn.Embedding, inputs: tuple) -> tuple:
-        """The row of each token id within this rank's part. Which ids belong to other parts is stored in
-        `elsewhere`."""
+        """The row of each token id within this rank's part. The attribute `elsewhere` tells which ids belong to other
+        parts."""
         ids = inputs[0] - self.group.place * self.rows
         self.elsewhere = (ids < 0) | (ids >= self.rows)
         return ids.clamp(0, self.rows - 1), *inputs[1:]

@@ -56,7 +56,7 @@ class Trunk(Policy):
 
     @property
     def scorers(self) -> dict[str, Scorer]:
-        """{role: Scorer} for the roles "critic" and "reward", as far as the Trunk has them."""
+        """{role: Scorer} for those of the roles "critic" and "reward" that the Trunk has."""
         return dict(self._scorers)
 
     def as_role(self, role: str) -> Backbone:
@@ -104,7 +104,7 @@ def make_trunk(policy: Policy, actor: LoraSpec, scoring: Mapping[str, ScoringRol
 
     policy: the language model. If its attribute `start` is an adapter, the actor trains this adapter further, and the
     reference keeps it as it is.
-    scoring: {role: ScoringRole} for "critic" and "reward", as far as the run has these models.
+    scoring: {role: ScoringRole} for those of "critic" and "reward" that the run has.
 
     Raises: UserError if an adapter's targets match no layer, or if the dimension of an adapter that is trained further
     is not the one that is asked for.

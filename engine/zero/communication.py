@@ -32,7 +32,7 @@ BUFFERS = "deepspeed_allreduce_buffer"  # how the files' names start; user id, a
 
 
 def init(timeout_minutes: float = 30.0) -> torch.device:
-    """Join the process group (NCCL on GPUs, gloo on CPUs), unless this process has joined it already, and return the
+    """Join the process group (NCCL on GPUs, gloo on CPUs), unless this process has joined it already; returns the
     device of this rank.
 
     timeout_minutes: the longest time that a collective call may wait, in all process groups. Raises: UserError on a
@@ -85,7 +85,7 @@ def _check_gpu(seen: int) -> None:
 def slots_by_host(path: str) -> dict[str, int]:
     """{host: the number of processes that the launcher starts on it}, in the order of the hostfile.
 
-    Raises: OSError or ValueError for a file that the launcher could not read.
+    Raises: OSError or ValueError if the launcher could not read the file.
     """
     from deepspeed.launcher.runner import fetch_hostfile
 

@@ -190,7 +190,7 @@ def build_ds_config(
     Args:
         dtype: "fp32", "fp16" or "bf16".
         micro_batch_size: the number of sequences per rank in one forward pass, for DeepSpeed's own bookkeeping.
-        gradient_clipping: the maximal gradient norm; 0 for no clipping.
+        gradient_clipping: the norm above which gradients are clipped; 0 for no clipping.
         trained: whether the engine has an optimizer.
 
     Raises: UserError for a stage that does not exist, a missing or broken file, an unknown key, or settings that
@@ -503,7 +503,7 @@ def with_fitting_sizes(module: nn.Module, ds_config: dict) -> dict:
     computes, the next layer, which is being fetched, and the previous layer.
 
     A layer of a 7B Llama has 2e8 parameters. With a limit of 1e8 parameters, no layer would be fetched before it has to
-    compute. Small layers are fetched several at a time.
+    compute. If layers are small, several are fetched at a time.
     """
     from engine.zero.gathering import full_numel  # imports DeepSpeed, which is too slow when flags are read
 
@@ -522,11 +522,10 @@ def with_fitting_sizes(module: nn.Module, ds_config: dict) -> dict:
 
 
 def with_fitting_bucket(module: nn.Module, ds_config: dict) -> dict:
-    """The configuration, with the bucket size of gradients reduced to the size of all gradients together if it is
-    larger.
+    """The configuration, in which the bucket for gradients is no larger than all gradients together.
 
     DeepSpeed always allocates a whole bucket (at stage 3 permanently), even if the model is small or only adapters have
-    gradients. After the reduction, all gradients still fit into one bucket.
+    gradients. A bucket that this function has made smaller still holds all gradients.
     """
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 

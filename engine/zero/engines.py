@@ -49,9 +49,9 @@ class LearningModel:
     state: TrainingState
 
     def master_shards(self) -> list[Tensor]:
-        """This rank's master weights, which are the tensors that the optimizer updates. Each number is on exactly one
-        rank; at stage 0 all numbers are on every rank. Master weights are float32, or bfloat16 if the DeepSpeed file
-        says so."""
+        """This rank's master weights, which are the tensors that the optimizer updates. At stage 0 every rank has all
+        numbers; at other stages each number is on exactly one rank. Master weights are float32, or bfloat16 if the
+        DeepSpeed file says so."""
         return [master.tensor.data for master in self.state.stage.masters()]
 
     def weights_finite(self) -> bool:
@@ -136,7 +136,7 @@ class TrainedModel(LearningModel):
         return self
 
     def __call__(self, *args, **kwargs):
-        """The module's forward pass. If gradients are off and `copies` is set, the copy computes it."""
+        """The module's forward pass. If gradients are off and `copies` is set, a copy computes this pass."""
         return self.ds_engine(*args, **kwargs) if torch.is_grad_enabled() else _inferred(self, *args, **kwargs)
 
     def on_device(self) -> contextlib.AbstractContextManager:
@@ -168,7 +168,7 @@ class TrainedModel(LearningModel):
         self.ds_engine.backward(loss * factor, scale_wrt_gas=False)
 
     def overflowed(self) -> bool:
-        """Whether a gradient is infinite or NaN on any rank, after the last backward."""
+        """Whether a gradient is infinite or NaN on any rank, after the last backward pass."""
         return self._by_stage.overflowed()
 
     @traced("{0.role} optimizer step")
@@ -179,7 +179,8 @@ class TrainedModel(LearningModel):
 
         Args:
             overflow: the result of `overflowed`. In fp16 an overflow lowers the loss scale and drops the gradients.
-            skip: drop the gradients in any case, because the other model overflowed or the mini-batch is left out.
+            skip: whether to drop the gradients in any case, because the other model overflowed or the mini-batch is
+                left out.
 
         Raises: RunStopped after FLOOR_OVERFLOWS overflows in a row that did not lower the loss scale.
         """
@@ -276,7 +277,7 @@ class FrozenModel:
 
     @torch.no_grad()
     def __call__(self, *args, **kwargs):
-        """The module's forward pass. If `copies` is set, the copy computes it."""
+        """The module's forward pass. If `copies` is set, a copy computes this pass."""
         return _inferred(self, *args, **kwargs)
 
     def take(self, fetch: Callable[[str], Tensor]) -> None:
@@ -319,7 +320,7 @@ class HostedRole:
 
     def __call__(self, *args, **kwargs):
         """The forward pass of the host's module in this role. If gradients are off and the host has `copies`, a copy
-        computes it."""
+        computes this pass."""
         return self.host(*args, role=self.role, **kwargs)
 
     def on_device(self) -> contextlib.AbstractContextManager:
@@ -339,12 +340,12 @@ class FrozenRole(HostedRole):
 
     @torch.no_grad()
     def __call__(self, *args, **kwargs):
-        """The forward pass of the host's module in this role. If the host has `copies`, the copy computes it."""
+        """The forward pass of the host's module in this role. If the host has `copies`, a copy computes this pass."""
         return super().__call__(*args, **kwargs)
 
 
 def _inferred(model: TrainedModel | FrozenModel, *args, **kwargs):
-    """The result of a forward pass without gradients: of the model's copy if it has one, else of its engine."""
+    """The result of a forward pass without gradients. The model's copy computes it if there is one, else the engine."""
     if model.copies is not None:
         result = model.copies.inferred(model, *args, **kwargs)
         if result is not None:

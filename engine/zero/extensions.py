@@ -97,7 +97,7 @@ def _wait_for_others(folder: Path) -> None:
 
 
 def _unchanged_for(folder: Path) -> float:
-    """Seconds since the newest change of a file in the folder; 0 if there are no files."""
+    """The number of seconds since a file in the folder last changed; 0 if there are no files."""
     changes = []
     for path in folder.iterdir():
         with contextlib.suppress(OSError):  # removed meanwhile

@@ -1,9 +1,9 @@
 """Gathers full weights from ZeRO-3's partitions, bucket by bucket. The functions also accept unpartitioned modules.
 
-The file also has the groups of hpZ. With hpZ each group of neighbouring ranks, for example the ranks of a node, holds a
-second copy of an engine's weights. ZeRO-3 gathers weights over all ranks the first time after each optimizer step, and
-from then on within the group: only the first gather sends weights between nodes. `zero_hpz_partition_size` is the
-number of ranks in a group.
+This file also manages hpZ's groups of ranks. With hpZ each group of neighbouring ranks, for example the ranks of a
+node, holds a second copy of an engine's weights. ZeRO-3 gathers weights over all ranks the first time after each
+optimizer step, and from then on within the group: only the first gather sends weights between nodes.
+`zero_hpz_partition_size` is the number of ranks in a group.
 Source: Wang et al. 2023, "ZeRO++", section 3.2; DeepSpeed 0.19.8, runtime/zero/partition_parameters.py.
 """
 
@@ -75,8 +75,8 @@ def full_numel(parameter: Tensor) -> int:
 def own_run(parameter: Any) -> tuple[int, int]:
     """(start, length) of this rank's partition in the flattened parameter.
 
-    Rank r holds the r-th partition. All partitions have the same size. The last ones may be filled up with padding:
-    they hold fewer numbers of the parameter, or none.
+    Rank r holds the r-th partition. All partitions have the same size. The last partitions may have padding: they hold
+    fewer numbers of the parameter, or none.
     """
     size, numbers = parameter.ds_tensor.ds_numel, parameter.ds_numel
     start = min(distributed.rank() * size, numbers)
@@ -263,8 +263,9 @@ def _copy_bucket(bucket: list[tuple[str, Any]], targets: Mapping[str, Tensor]) -
 
 
 def _gathered_runs(parameters: list[Any]) -> Iterator[Tensor]:
-    """For each parameter the partitions of all ranks, (ranks, numbers). Row r is the r-th part of the flattened weight;
-    the last rows may have padding. One collective call gathers all parameters before this function returns."""
+    """A tensor (ranks, numbers) for each parameter, with the partitions of all ranks. Row r is the r-th part of the
+    flattened weight; the last rows may have padding. One collective call gathers all parameters before this function
+    returns."""
     if not parameters:
         return iter(())
     shards = [parameter.ds_tensor.data.flatten() for parameter in parameters]

@@ -24,8 +24,8 @@ _LONG_BATCH = -1
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What each rank keeps in memory over the passes of an optimizer step: whole weights, whole gradients. Gradients
-    are kept only if weights are kept."""
+    """Whether each rank keeps whole weights and whole gradients in memory between the passes of an optimizer step.
+    Gradients are kept only if weights are kept."""
 
     weights: bool = False
     gradients: bool = False
@@ -35,8 +35,8 @@ NOTHING_KEPT = Kept()
 
 
 def what_to_keep(weights: int, gradients: int, passes: int | None, free: int) -> Kept:
-    """What fits in memory. Weights have priority over gradients, because a pass gathers weights twice and reduces
-    gradients once.
+    """Whether whole weights and whole gradients fit in memory. Weights have priority over gradients, because a pass
+    gathers weights twice and reduces gradients once.
 
     Args:
         weights, gradients: the number of bytes of all weights and of all gradients. passes: the number of bytes that a

@@ -41,8 +41,8 @@ def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     """Replaces torch's linear function once a model has been partitioned.
 
     DeepSpeed replaces torch's linear function, for the whole process, by a function that always does what
-    _PartitionedLinear does. With small models that function takes a third of the time of generation. This function
-    treats only those weights specially that will be gathered again for the backward pass.
+    _PartitionedLinear does. With small models, generation spends a third of its time in that function. `_linear` uses
+    _PartitionedLinear only for weights that will be gathered again for the backward pass.
     """
     if torch.is_grad_enabled() and is_partitioned(weight):
         return _PartitionedLinear.apply(input, weight, bias)

@@ -22,9 +22,8 @@ class SharedModel(TrainedModel):
         actor.backward(policy_loss, last=True)
         shared.step_roles({"critic": 2e-5, "actor": 1e-5})
 
-    The gradients of each model are clipped by the norm of this model's gradients, as in an engine of its own;
-    `ds_config` must therefore have no clipping. The weights and moments of a model that a step does not name stay as
-    they are, bit by bit.
+    Each model's gradients are clipped by their own norm, as in an engine of its own; `ds_config` must therefore have no
+    clipping. The weights and moments of a model that a step does not name stay as they are, bit by bit.
 
     Args:
         module: a module for which `module.as_role(role)` is the Policy or Scorer of a role.
@@ -161,8 +160,8 @@ class _RoleMasters:
 
 
 class _RoleState(TrainingState):
-    """The training state of one role. Weights that this role does not train are not part of it: they belong to another
-    role, or are still as in their files."""
+    """The training state of one role. Weights that this role does not train are not part of the state: they belong to
+    another role, or are still as in their files."""
 
     def _frozen(self) -> tuple[list[Shard], list[Shard]]:
         return [], []

@@ -6,10 +6,10 @@ can be read on any other number of ranks and at any other stage.
 
 Each rank writes the numbers that it holds; if all ranks hold the same numbers, each writes a share of them. Each rank
 reads the numbers that it holds. The name of a tensor is "weights/", "exp_avg/" or "exp_avg_sq/" followed by the
-parameter's name in the module; "weights" are the float32 masters if the engine has masters. For a buffer, or in a
-module without adapters for a parameter that does not train, the name is "frozen/" followed by the name of the buffer or
-parameter. Tied weights have one name, the first of their names. Before the first optimizer step the state has no
-moments, and the step count in the scalars is 0.
+parameter's name in the module; "weights" are the float32 masters if the engine has masters. The name of a buffer is
+"frozen/" followed by the buffer's name. In a module without adapters, the name of a parameter that does not train is
+"frozen/" followed by the parameter's name. Tied weights have one name, the first of their names. Before the first
+optimizer step the state has no moments, and the step count in the scalars is 0.
 
 Moments and step count are stored in `adam.state[tensor]`, which has the same keys in all three forms of Adam (PyTorch's
 AdamW, DeepSpeedCPUAdam, TensorFlowAdam). `adam.state[tensor]` is empty before the first step with this tensor. The step
@@ -40,7 +40,7 @@ class Shard:
 
     shape: the shape of the full tensor.
     start: the index of the shard's first number in the flattened full tensor.
-    values: (n,), a view of the training state, on any device and in any dtype. A user of `values` has to copy them
+    values: (n,), a view of the training state, on any device and in any dtype. Whoever keeps `values` has to copy them
         before training goes on.
     """
 
@@ -64,8 +64,8 @@ class ShardSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Where the numbers of a parameter are on this rank. These are `length` numbers. The first of them has index
-    `start` in the flattened full parameter, and index `offset` in the flattened tensor that holds them."""
+    """Where the numbers of a parameter are on this rank. These are `length` numbers. The first of these numbers has
+    index `start` in the flattened full parameter, and index `offset` in the flattened tensor that holds them."""
 
     parameter: Any
     start: int
@@ -77,8 +77,8 @@ class Span:
 class Master:
     """A tensor that the optimizer updates on this rank.
 
-    parameters: the parameters of which this tensor holds numbers on this or another rank.
-    spans: where the numbers are that this rank holds.
+    parameters: the parameters whose numbers this tensor holds, on this rank or on another rank.
+    spans: the places of the numbers that this rank holds.
     """
 
     tensor: Tensor
@@ -122,8 +122,7 @@ class TrainingState:
         return [shard for shard in own if len(shard.values)]
 
     def held(self, kind: str, tensors: Sequence[Tensor | None]) -> list[Shard]:
-        """The shards that this rank holds of tensors that have the same layout as the masters. A shard's name is
-        kind/PARAMETER.
+        """This rank's shards of tensors that have the same layout as the masters. A shard's name is kind/PARAMETER.
 
         tensors: one tensor for each master; None if a master has no such tensor.
         """
@@ -140,11 +139,13 @@ class TrainingState:
         ]
 
     def own(self, held: list[Shard]) -> list[Shard]:
-        """Those of the held shards that this rank writes. If all ranks hold all shards, they are this rank's share."""
+        """Those of the held shards that this rank writes. If all ranks hold all shards, this rank writes its share of
+        them."""
         return _rank_share(held) if self.stage.replicated else held
 
     def scalars(self) -> dict:
-        """Adam's step count as a JSON value. If the loss scale is dynamic, also the loss scale and its counters."""
+        """Adam's step count as a JSON value. If the loss scale is dynamic, the result also has the loss scale and its
+        counters."""
         scaler, masters = self.stage.loss_scaler(), self.stage.masters()
         counts = {steps_of(master.adam, master.tensor) for master in masters}
         assert len(counts) == 1, f"weights that train were stepped {sorted(counts)} times; ZeRO steps all alike"
@@ -253,8 +254,8 @@ def _flat(tensor: Tensor) -> Tensor:
 
 
 def _rank_share(held: list[Shard]) -> list[Shard]:
-    """This rank's share of shards that all ranks hold. The ranks get about equally many numbers; to this end a shard
-    may be cut."""
+    """This rank's share of shards that all ranks hold. The ranks get about equally many numbers, so a shard may be
+    cut."""
     process = distributed.rank(), distributed.world_size()
     share = distributed.rank_share(sum(len(shard.values) for shard in held), of=process)
     found, place = [], 0
@@ -317,11 +318,11 @@ def without_gradients(adam: torch.optim.Optimizer, put_back: bool = False) -> co
     bit.
 
     A hook that runs before the optimizer's own step removes the gradients. When the hook runs, gradients are float32
-    and without the loss scale at every stage, and are flat shards if weights are partitioned. DeepSpeed still makes a
-    whole step, and updates its counters and buffers.
+    and no longer multiplied by the loss scale, at every stage; if weights are partitioned, gradients are flat shards.
+    DeepSpeed still makes a whole step, and updates its counters and buffers.
 
-    put_back: whether the gradient tensors are restored at the end, as an offloaded optimizer needs, which uses the same
-    tensors in all steps.
+    put_back: whether the gradient tensors are restored at the end. An offloaded optimizer needs this, because it uses
+    the same tensors in all steps.
     """
     return _changed(adam, lambda parameter: None, put_back)
 

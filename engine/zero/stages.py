@@ -21,8 +21,8 @@ from engine.zero.shards import Master, Masters, Span, without_gradients
 
 
 class Stage(Masters, Protocol):
-    """The interface of DeepSpeed's optimizers, from the last backward pass before an optimizer step to the new
-    weights."""
+    """The interface to DeepSpeed's optimizers. It covers the time from the last backward pass before an optimizer step
+    to the new weights."""
 
     @property
     def loss_factor(self) -> float:
@@ -45,8 +45,8 @@ class Stage(Masters, Protocol):
         scale."""
 
     def forget_gradients(self) -> None:
-        """To be called after a step. The gradients of parameters that the next backward pass does not reach then begin
-        at 0."""
+        """To be called after a step. After that, the gradient of a parameter begins at 0 even if the next backward pass
+        does not reach the parameter."""
 
 
 def stage_of(ds_engine: DeepSpeedEngine) -> Stage:
@@ -62,7 +62,7 @@ def stage_of(ds_engine: DeepSpeedEngine) -> Stage:
 
 
 class Stage0:
-    """All float32 weights and gradients on each rank."""
+    """Each rank has all weights and gradients, in float32."""
 
     replicated = True
 
@@ -101,14 +101,14 @@ class Stage0:
         return None
 
     def refresh_from_masters(self) -> None:
-        """The masters are the module's own weights."""
+        """Does nothing: the masters are the module's own weights."""
 
     def _gradients(self) -> list[Tensor]:
         return [p.grad for p in self.ds_engine.module.parameters() if p.grad is not None]
 
 
 class Stage0WithMasters(Stage0):
-    """16-bit weights and gradients on each rank, and float32 master weights. Scales the loss in fp16.
+    """Each rank has all weights and gradients in 16 bits, and all master weights in float32. Scales the loss in fp16.
 
     DeepSpeed (0.19.8) divides gradients by the loss scale, but it neither multiplies the loss by the loss scale nor
     removes the loss scale from the gradient norm. Here `loss_factor` multiplies the loss, and `step` corrects the norm.
@@ -235,7 +235,8 @@ class Stage1And2:
 
 
 class Stage3(Stage1And2):
-    """Each rank has shards of the weights too. Weights are gathered layer by layer for forward and backward passes."""
+    """Each rank has shards of the weights, in addition to the shards of Stage1And2. Weights are gathered layer by layer
+    for forward and backward passes."""
 
     def masters(self) -> list[Master]:
         """Each rank has a part of each parameter. A master is the concatenation of this rank's parts, with their
