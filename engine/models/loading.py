@@ -258,8 +258,8 @@ def new_critic(
 
 
 def _started(module: Backbone, base: str, adapter: AdapterFolder | None, merge: bool, attention: Attention):
-    """The module with the adapter merged into it, or with its attribute `start` set to the adapter. base: the path of
-    the base model's weights."""
+    """The module, with `adapter` merged into its weights if `merge`; otherwise the adapter becomes the attribute
+    `start`, from which training goes on. base: the path of the base model's weights."""
     module.base = base
     module.pack(attention.packs_rows_of(type(module.model)))
     if adapter is not None and merge:
