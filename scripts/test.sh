@@ -10,6 +10,6 @@ source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 cd "$root"
 if [ "${1:-}" = --quick ]; then
     shift
-    set -- -m "not slow" --ignore=tests/distributed --ignore=tests/e2e "$@"  # all are slow: not even imported
+    set -- -n 3 -m "not slow" --ignore=tests/distributed --ignore=tests/e2e "$@"  # all are slow: not even imported
 fi
 exec python -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@"  # in the order of files: many short ones come last
