@@ -113,7 +113,7 @@ def test_beyond_the_queue_requests_are_sent_away_and_the_others_answered(slow):
         status, refused, headers = slow.request("PUT", "/", body)
         assert health(slow)["asked_for"] > 0, "they had ended before the seventh was asked for"
         assert status == 429 and int(headers["retry-after"]) >= 1
-        assert "have no room" in refused["error"]["message"]
+        assert "no room for 1 more" in refused["error"]["message"]
         answers = [each.result() for each in taken]
     assert [(status, found["endless"]["tokens"]) for status, found, _ in answers] == [(200, 1500)] * 6
 
