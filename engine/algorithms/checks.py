@@ -14,8 +14,6 @@ from engine.algo.advantages import ESTIMATORS
 from engine.errors import UserError
 from engine.options import unmet
 
-ZERO_WITHOUT_CRITIC = ("critic_lr", "critic_weight_decay")  # may be set to 0 in a dialect without a critic
-
 
 class FieldError(UserError):
     """A dialect's field has an impossible value. reason: why it is impossible, and what to do."""
@@ -47,7 +45,7 @@ def check_relations(dialect) -> None:
         )
     if critic and not estimator.needs_critic:
         refuse("critic_start", f"{its_name} has no critic. Set it to none and critic_lr to 0, or take another dialect.")
-    for field in ZERO_WITHOUT_CRITIC:
+    for field in ("critic_lr", "critic_weight_decay"):  # no only_with: a user may have to set them to 0
         if not critic and getattr(dialect, field) > 0:
             refuse(field, "there is no critic that could be trained. Set it to 0.")
     if dialect.optimizer == "tf_adam" and (dialect.actor_weight_decay or dialect.critic_weight_decay):
@@ -153,8 +151,7 @@ def check_effect(dialect, given: Collection[str]) -> None:
     """Raise FieldError if one of the fields that the user set, `given`, has no effect in this dialect."""
     refuse = partial(_refuse, dialect)
     for spec in dataclasses.fields(dialect):
-        told = spec.name in given and spec.name not in ZERO_WITHOUT_CRITIC
-        missing = unmet(dialect, spec) if told else []
+        missing = unmet(dialect, spec) if spec.name in given else []
         if missing and [name for name, _ in missing] == ["critic_start"]:
             refuse(spec.name, f"the dialect {dialect.name} has no critic. Leave it out.")
         elif missing:

@@ -365,7 +365,7 @@ class Dialect:
         None, "mini-batches of a critic's epoch, if not mini_batches", above=0, only_with="critic_start"
     )
     actor_lr: float = choice(1e-5, "peak learning rate of the actor", least=0)
-    critic_lr: float = choice(1e-5, "peak learning rate of the critic", least=0, only_with="critic_start")
+    critic_lr: float = choice(1e-5, "peak learning rate of the critic", least=0)
     lr_schedule: str = choice("linear", "schedule of the learning rate", choices=SCHEDULES)
     lr_per: str = choice(
         "optimizer_step",
@@ -387,7 +387,7 @@ class Dialect:
     betas: tuple[float, float] = choice((0.9, 0.95), "Adam's betas", least=0, below=1)
     eps: float = choice(1e-8, "Adam's epsilon", above=0)
     actor_weight_decay: float = choice(0.0, "weight decay of the actor", least=0)
-    critic_weight_decay: float = choice(0.0, "weight decay of the critic", least=0, only_with="critic_start")
+    critic_weight_decay: float = choice(0.0, "weight decay of the critic", least=0)
     decay: str = choice(
         "matrices",
         "which weights decay: matrices only, all (also biases and norms), or all but those that DeepSpeed-Chat's "
