@@ -19,9 +19,9 @@ from engine.errors import UserError
 from engine.zero.accelerator import ranks_of_this_machine
 
 OLDER = (
-    "Such GPUs, V100 among them, are served by torch 2.9 to 2.14 built for CUDA 12.6 (pip install 'torch>=2.9,<2.15' "
-    "--index-url https://download.pytorch.org/whl/cu126), and V100 by PyPI's own torch 2.9 and 2.10 (pip install "
-    "'torch>=2.9,<2.11'); with the scripts that make an environment TORCH=2.10.0 does it (docs/gpus.md)."
+    "Take torch built for CUDA 12.6, which runs on V100 and with drivers from 525 on: pip install torch==2.13.0+cu126 "
+    "--index-url https://download.pytorch.org/whl/cu126; for the scripts that make an environment: export "
+    "TORCH_INDEX=https://download.pytorch.org/whl/cu126 (docs/gpus.md)."
 )
 NEWER = "Take a build of torch for a newer CUDA, or a newer torch (docs/gpus.md)."
 ON_CPU = "To compute on the CPU, and leave the GPUs alone: DS_ACCELERATOR=cpu."

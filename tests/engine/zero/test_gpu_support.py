@@ -2,6 +2,7 @@
 with stand-ins for torch's answers and for nvidia-smi.
 """
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -85,6 +86,18 @@ def refusal() -> str:
     return str(refused.value)
 
 
+def build_for_cuda_12() -> str:
+    """The command for GPUs and drivers that PyPI's build does not serve. pip counts PyPI's 2.13.0 as torch==2.13.0 and
+    would leave it; 2.13.0+cu126 it does not, and constraints.txt admits both (PEP 440, local versions)."""
+    (pinned,) = re.findall(r"^torch==.*$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    return f"pip install {pinned}+cu126 --index-url https://download.pytorch.org/whl/cu126"
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/gpus.md"])
+def test_pages_have_the_command_of_the_message(page):
+    assert build_for_cuda_12() in (ROOT / page).read_text()
+
+
 def test_gpus_that_the_build_has_code_for_are_counted(machine):
     machine([A100, H100])
     assert usable_gpus() == 2
@@ -99,7 +112,7 @@ def test_a_v100_without_code_for_it_is_refused_with_what_serves_it(machine):
         "GPU 1 (Tesla V100-SXM2-32GB) has compute capability 7.0, for which torch 2.13.0 (CUDA 13.0) has no code: it "
         "has sm_75, sm_80,"
     )
-    for part in ("'torch>=2.9,<2.15' --index-url https://download.pytorch.org/whl/cu126", "TORCH=2.10.0", "=cpu"):
+    for part in (build_for_cuda_12(), "TORCH_INDEX=https://download.pytorch.org/whl/cu126", "=cpu"):
         assert part in said
 
 
@@ -110,9 +123,11 @@ def test_a_gpu_that_is_newer_than_the_build_wants_a_newer_one(machine):
 
 
 def test_a_driver_that_is_too_old_is_told_in_one_line(machine):
-    machine([V100], broken="The NVIDIA driver on your system is too old (found version 12020).\nPlease update")
+    """As on a rented H100 with driver 535."""
+    machine([H100], broken="The NVIDIA driver on your system is too old (found version 12020).\nPlease update")
     said = refusal()
     assert "GPU 0 is there" in said and "too old (found version 12020)" in said and "Please" not in said
+    assert build_for_cuda_12() in said
 
 
 def test_ranks_look_at_the_gpus_that_they_take(machine, monkeypatch):
