@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
 # Llama-2 70B with a Llama-2 7B reward model.
 #
-#   HARDWARE     what trains in step 3                planned: needed of a GPU (highest phase), a node's host
-#   64xa100-80g  all weights                          77 GB (train), 22 GB
-#   8xa100-80g   adapters                             73 GB (train), 4 GB
+#   HARDWARE                    what trains in step 3                planned: needed of a GPU (highest phase), a node's host
+#   64xa100-80g or 64xh100-80g  all weights                          77 GB (train), 22 GB
+#   8xa100-80g or 8xh100-80g    adapters                             73 GB (train), 4 GB
 #
 #   scripts/llama2_70b.sh 1      supervised fine-tuning; then 2, the reward model; then 3, PPO
 #   HARDWARE=8xa100-80g scripts/llama2_70b.sh 3 --dry_run      another row; --dry_run only looks
 #
 # Any flag of the step overrides. Settings from outside (hardware, hosts, data, folders), shared flags: launch.sh.
 source "$(dirname "${BASH_SOURCE[0]}")/launch.sh"
-hardware 64xa100-80g 8xa100-80g
+hardware 64xa100-80g 64xh100-80g 8xa100-80g 8xh100-80g
 models meta-llama/Llama-2-70b-hf meta-llama/Llama-2-7b-hf
 sft=(--per_device_train_batch_size 2 --per_device_eval_batch_size 2 --gradient_accumulation_steps 1 --zero_stage 3)
 reward=(--per_device_train_batch_size 2 --per_device_eval_batch_size 2 --gradient_accumulation_steps 1
@@ -19,10 +19,10 @@ ppo=(--per_device_generation_batch_size 8 --generation_batches 1 --per_device_tr
     --actor_zero_stage 3 --critic_zero_stage 3 --critic_gradient_checkpointing --eval_steps 20 --save_steps 10)
 
 case "$HARDWARE" in  # what differs there
-64xa100-80g)
+64x[ah]100-80g)
     ppo+=(--offload_reference_model --offload_reward_model)
     ;;
-8xa100-80g)
+8x[ah]100-80g)
     sft+=(--gradient_accumulation_steps 8 "${lora[@]}")
     reward+=(--gradient_accumulation_steps 8 "${lora[@]}")
     ppo+=(--generation_batches 2 "${both_lora[@]}")

@@ -177,7 +177,8 @@ def test_other_hardware_is_asked_for_by_name(stand_ins, tmp_path):
 def test_hardware_that_a_launcher_has_no_settings_for(stand_ins):
     ended = launched(stand_ins, "llama2_70b", "3", "--dry_run", HARDWARE="1xt4")
     assert (ended.returncode, ended.stdout) == (2, "")
-    assert "error: HARDWARE=1xt4: " in ended.stderr and "has settings for 64xa100-80g 8xa100-80g." in ended.stderr
+    assert "error: HARDWARE=1xt4: " in ended.stderr
+    assert "has settings for 64xa100-80g 64xh100-80g 8xa100-80g 8xh100-80g." in ended.stderr
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -298,7 +299,8 @@ def test_a_step_that_is_none(arguments, stand_ins):
 def test_help(stand_ins):
     ended = launched(stand_ins, "opt_13b", "--help")
     assert ended.returncode == 0 and ended.stdout.startswith("usage: ")
-    assert "16xv100-32g  all weights, states on the host" in ended.stdout and "HOSTFILE=hosts " in ended.stdout
+    assert re.search("16xv100-32g +all weights, states on the host", ended.stdout) and "HOSTFILE=hosts " in ended.stdout
+    assert "HARDWARE is 8xa100-80g by default." in ended.stdout
     flags = words_of(stand_ins, "opt_13b", "2", "--help")
     assert flags == ["python", str(ROOT / "training" / "step2_reward.py"), "--help"]
 
@@ -373,18 +375,13 @@ def test_a_slurm_job_starts_a_step_or_a_launcher(given, started, tmp_path):
 
 PAGE = ROOT / "docs" / "memory.md"
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]  # a Llama's, as step 2 has them
-ROW = re.compile(r"^#   (\d+)x(\S+) +(\S.*?) {2,}(\d+) GB \((\w+)\), (\d+) GB$", re.MULTILINE)
+ROW = re.compile(r"^#   (\S+)(?: or (\S+))? +(\S.*?) {2,}(\d+) GB \((\w+)\), (\d+) GB$", re.MULTILINE)
 
 
 def rows() -> dict[tuple[str, str], re.Match]:
-    """The rows of all launchers' first lines: by launcher and HARDWARE."""
+    """The rows of all launchers' first lines: by launcher and the first HARDWARE of a row."""
     texts = {path.stem: path.read_text() for path in sorted((ROOT / "scripts").glob("*.sh"))}
-    return {
-        (name, f"{row[1]}x{row[2]}"): row
-        for name, text in texts.items()
-        if "launch.sh" in text
-        for row in ROW.finditer(text)
-    }
+    return {(name, row[1]): row for name, text in texts.items() if "launch.sh" in text for row in ROW.finditer(text)}
 
 
 def planned(launcher: str, hardware: str, folder: Path) -> MemoryPlan:
@@ -444,9 +441,19 @@ def test_a_launcher_needs_what_it_says(launcher, hardware, folders):
 
 
 def test_every_launcher_has_rows_for_all_its_hardware():
+    named = {(launcher, name) for (launcher, _), row in rows().items() for name in (row[1], row[2]) if name}
     for path in (ROOT / "scripts").glob("*.sh"):
         known = re.search(r"^hardware (.*)$", path.read_text(), re.MULTILINE)
-        assert known is None or {(path.stem, name) for name in known[1].split()} <= rows().keys()
+        assert known is None or {(path.stem, name) for name in known[1].split()} <= named
+
+
+@pytest.mark.parametrize("launcher, hardware", sorted(key for key, row in rows().items() if row[2]))
+def test_the_second_hardware_of_a_row_has_its_memory_and_flags(launcher, hardware, tmp_path):
+    other = rows()[launcher, hardware][2]
+    count, _, gpu = other.partition("x")
+    assert hardware.startswith(f"{count}x") and gpu_bytes(gpu) == gpu_bytes(hardware.partition("x")[2])
+    for step in STEPS:
+        assert flags_given(launcher, step, other, tmp_path) == flags_given(launcher, step, hardware, tmp_path)
 
 
 # Of step 3's training_scripts in DeepSpeedExamples, as they run without arguments: the flags that both have.
