@@ -2,7 +2,7 @@
 #
 #   PYTHON=/path/to/python3.12   which Python to use; by default the newest on the PATH that is 3.11 or newer
 #   VENV=/path/to/folder         where the environment is; by default .venv in the repository
-#   TORCH=2.10.0                 which torch, in place of the pinned one: V100 wants another (docs/gpus.md)
+#   TORCH=2.10.0                 which torch, in place of the pinned one: V100 and old drivers want another (docs/gpus.md)
 #   TORCH_INDEX=https://download.pytorch.org/whl/cu126    where torch is fetched from; by default PyPI
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
