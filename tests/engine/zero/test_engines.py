@@ -9,6 +9,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from torch import nn
 
+from engine import distributed
 from engine.errors import UserError
 from engine.models.loading import load_policy, load_scorer
 from engine.rlhf_engine import EngineSpec, OptimizerSpec, frozen_model, trained_model
@@ -124,6 +125,38 @@ def test_their_bytes(tmp_path, monkeypatch, role, offload):
     model = frozen_model(load, path, EngineConfig(role, 3, offload), spec)
     shards = [parameter.ds_tensor for parameter in model.module.parameters()]
     assert sum(pinned) == (sum(shard.nbytes for shard in shards) if offload else 0)
+
+
+def test_an_offloaded_model_goes_to_the_device_and_nothing_comes_back(tmp_path, monkeypatch):
+    """`cpu:0` stands for a GPU: what is sent there is copied, and the copy is other memory than the host's."""
+    init()
+    path, spec = make_causal_lm(tmp_path / "model", tied=True), EngineSpec(actor_path="", critic_path="")
+    tokens = torch.arange(4, 20).view(2, 8)
+    ones = torch.ones_like(tokens)
+
+    def logprobs(model) -> torch.Tensor:
+        return model(tokens, ones, ones.cumsum(-1) - 1, response_length=5)[0]
+
+    def addresses() -> list[int]:
+        return [parameter.data_ptr() for parameter in model.module.parameters()]
+
+    expected = logprobs(frozen_model(load_policy, path, EngineConfig("reference", 0), spec))
+    monkeypatch.setattr(distributed, "device", lambda: torch.device("cpu", 0))
+    model = frozen_model(load_policy, path, EngineConfig("reference", 0, offload=True), spec)
+    at_home = addresses()
+    assert len({parameter.untyped_storage().data_ptr() for parameter in model.module.parameters()}) == 1
+    for _ in range(2):
+        with model.on_device():
+            assert torch.equal(logprobs(model), expected)
+        assert addresses() == at_home
+    with LiveBytes() as meter:
+        with model.on_device():
+            assert set(addresses()).isdisjoint(at_home)
+            assert meter.live == sum(parameter.nbytes for parameter in model.module.parameters())
+        assert meter.live == 0
+    model.take(lambda name: torch.tensor(0.5))
+    with model.on_device():
+        assert all((parameter == 0.5).all() for parameter in model.module.parameters())
 
 
 @pytest.mark.parametrize("visible, told", [(None, r"sees 1 GPU: "), ("3", r"sees 1 GPU \(CUDA_VISIBLE_DEVICES=3\): ")])
