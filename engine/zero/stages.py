@@ -181,19 +181,19 @@ class Stage1And2:
             self.optimizer.loss_scaler.raise_error_at_min_scale = False
 
     def overflowed(self) -> bool:
-        if self.optimizer.cpu_offload:
+        if self.ds_engine.zero_use_cpu_optimizer():
             return self.optimizer.has_overflow()
         return _overflowed([part for parts in self.gradients() for part in parts])
 
     def step(self, overflow: bool) -> float:
-        self.optimizer.check_grad_overflow = overflow  # a second check, of 13 kernels a parameter, would find the same
+        # At stages 1 and 2 DeepSpeed would look for an overflow again, with 13 kernels a parameter.
+        self.optimizer.check_grad_overflow = overflow
         with self._loss_scale_kept():
             self.ds_engine.step()
         return float(self.ds_engine.get_global_grad_norm() or 0.0)
 
     def drop(self) -> None:
-        offload = self.ds_engine.zero_offload_optimizer()
-        put_back = offload is not None and offload.device != "none"
+        put_back = self.ds_engine.zero_use_cpu_optimizer()
         with self._loss_scale_kept(), without_gradients(self.optimizer.optimizer, put_back):
             self.ds_engine.step()
 

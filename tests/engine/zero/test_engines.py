@@ -2,6 +2,7 @@
 buffers, offloaded parameters, and which weights are gathered together.
 """
 
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -15,10 +16,11 @@ from engine.models.loading import load_policy, load_scorer
 from engine.rlhf_engine import EngineSpec, OptimizerSpec, frozen_model, trained_model
 from engine.zero import communication, gathering
 from engine.zero.communication import init
-from engine.zero.config import EngineConfig, read_ds_file
+from engine.zero.config import EngineConfig, chosen_stage, read_ds_file
 from engine.zero.gathering import parameter_buckets
 from scripts.harness.models import make_causal_lm, make_scorer
-from tests.engine.meters import LiveBytes
+from tests.engine.meters import HostQuestions, LiveBytes
+from tests.engine.zero.inspecting import masters, weights
 from tests.engine.zero.shard_memory import InMemory, whole
 
 LR = 1e-2
@@ -30,12 +32,12 @@ def folder(tmp_path_factory):
     return make_causal_lm(tmp_path_factory.mktemp("actor"))
 
 
-def build(folder, dtype, weight_decay=0.0):
+def build(folder, dtype, weight_decay=0.0, stage=0, **choice):
     spec = EngineSpec(actor_path=folder, critic_path="", dtype=dtype)
     return trained_model(
         load_policy,
         folder,
-        EngineConfig("actor", 0),
+        EngineConfig("actor", stage, **choice),
         OptimizerSpec(lr=LR, weight_decay=weight_decay, max_grad_norm=0.0),
         spec,
     )
@@ -94,6 +96,51 @@ def test_a_restart_takes_moments_from_the_checkpoint_and_decay_from_the_run(fold
     for start, plain, decayed in zip(before, shards[0.0], shards[0.5]):
         expected = plain - LR * 0.5 * start if start.dim() > 1 else plain
         torch.testing.assert_close(decayed, expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_one_gpus_usual_stage_learns_as_stage_0(folder, tmp_path, monkeypatch, dtype):
+    """The first step differs by rounding in float32. Then a weight may be rounded to another of two neighbours in 16
+    bits, which differ by 2**-7 of it in bf16; Adam moves no weight by more than LR a step, which a fourth step shows."""
+    monkeypatch.setattr(get_accelerator(), "is_fp16_supported", lambda: True)
+    found = {}
+    for stage in (0, chosen_stage(None, None, "actor", dtype, gpus=1)):
+        path = tmp_path / f"{stage}.json"
+        path.write_text(json.dumps({"zero_optimization": {"stage": stage}, "fp16": {"initial_scale_power": 8}}))
+        model = build(folder, dtype, weight_decay=0.5, stage=stage, path=str(path))
+        found[stage] = []
+        for step in range(4):
+            assert not one_step(model, factor=1 + step) and model.step(LR)
+            found[stage].append((model.grad_norm, masters(model), weights(model)))
+    assert sorted(found) == [0, 1]
+    for step, ((norm, exact, rounded), (own_norm, own_exact, own_rounded)) in enumerate(zip(found[0], found[1])):
+        close = {"rtol": 1e-6, "atol": 1e-6 * LR} if step == 0 else {"rtol": 2**-7, "atol": 2**-7 * LR}
+        assert own_norm == pytest.approx(norm, rel=close["rtol"])
+        for name, master in exact.items():
+            torch.testing.assert_close(own_exact[name], master, **close)
+            torch.testing.assert_close(own_rounded[name], rounded[name], rtol=2**-7, atol=2**-7 * LR)
+            with pytest.raises(AssertionError):
+                torch.testing.assert_close(own_exact[name], found[0][step - 1][1][name], **close)
+
+
+def test_an_update_on_one_gpu_asks_no_question_for_each_weight(tmp_path):
+    """Of the 9 weights of a layer each needs two kernels for the norm: one casts, one reads."""
+    init()
+    counted = []
+    for layers in (2, 4):
+        path = make_causal_lm(tmp_path / f"{layers}", layers=layers)
+        model = build(path, "bf16", stage=chosen_stage(None, None, "actor", "bf16", gpus=1))
+        one_step(model)
+        model.step(LR)
+        with HostQuestions() as backward:
+            one_step(model)
+        with HostQuestions() as meter:
+            model.overflowed()
+            model.step(LR)
+        counted.append((backward.count, meter.count, meter.operations))
+    (backward, questions, operations), (more_backward, more_questions, more_operations) = counted
+    assert (more_backward, more_questions) == (backward, questions)
+    assert more_operations - operations <= 2 * 2 * 9
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
