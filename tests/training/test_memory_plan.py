@@ -51,7 +51,7 @@ def test_json_has_bytes(words, capsys):
 
 
 def test_a_single_gpu_has_its_usual_stage(words, capsys):
-    """At stage 1 the float32 masters of a step are of 2 groups, and at its end 2 bytes a number more are needed."""
+    """Stages 0 and 1 need different buffers in the optimizer step, so a wrong stage shows."""
 
     def in_step(*given: str) -> int:
         moments = bytes_of([*words, *given], capsys)["moments"]

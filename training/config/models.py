@@ -390,7 +390,8 @@ class ModelFlags(RoleLoraFlags, ReferenceFlags, RewardServerFlags):
     )
     critic_zero_stage: int | None = flag(
         None,
-        "ZeRO stage of the critic (default 0, but 1 on a single GPU in 16 bits); the reward model has stage 3 if the critic has, else 0",
+        "ZeRO stage of the critic (default 0, but 1 on a single GPU in 16 bits); the reward model has stage 3 if the "
+        "critic has, else 0",
     )
     offload: bool = flag(False, "keep optimizer states (at stage 3 also parameters) of actor and critic in host memory")
     offload_reference_model: bool = flag(False, "keep the reference in host memory while it is not used")

@@ -100,8 +100,8 @@ def test_a_restart_takes_moments_from_the_checkpoint_and_decay_from_the_run(fold
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_one_gpus_usual_stage_learns_as_stage_0(folder, tmp_path, monkeypatch, dtype):
-    """The first step differs by rounding in float32. Then a weight may be rounded to another of two neighbours in 16
-    bits, which differ by 2**-7 of it in bf16; Adam moves no weight by more than LR a step, which a fourth step shows."""
+    """The first step differs by rounding in float32. After it a weight may be rounded to the other one of two
+    neighbours in 16 bits, which in bf16 differ by 2**-7 of it. The weights of another step are farther away."""
     monkeypatch.setattr(get_accelerator(), "is_fp16_supported", lambda: True)
     found = {}
     for stage in (0, chosen_stage(None, None, "actor", dtype, gpus=1)):
@@ -124,7 +124,7 @@ def test_one_gpus_usual_stage_learns_as_stage_0(folder, tmp_path, monkeypatch, d
 
 
 def test_an_update_on_one_gpu_asks_no_question_for_each_weight(tmp_path):
-    """Of the 9 weights of a layer each needs two kernels for the norm: one casts, one reads."""
+    """Each of a layer's 9 weights takes two kernels in the norm, one that casts and one that reads."""
     init()
     counted = []
     for layers in (2, 4):
