@@ -45,8 +45,13 @@ def report(args: MemoryFlags) -> int:
     """Print the plan, or the result of --search; returns 0 if the run fits in memory, else 1."""
     dialect = args.resolved.dialect
     _refuse_what_cannot_run(args, dialect)
-    cluster = Cluster(gpus=args.num_gpus, nodes=args.num_nodes, gpu=gpu_bytes(args.gpu), host=args.host_bytes)
-    setting = Setting(args.spec, workload(args, dialect), cluster)
+    load = workload(args, dialect)
+
+    def setting_on(gpus: int, nodes: int) -> Setting:
+        there = dataclasses.replace(args, num_gpus=gpus, num_nodes=nodes)  # one GPU has another usual ZeRO stage
+        return Setting(there.spec, load, Cluster(gpus=gpus, nodes=nodes, gpu=gpu_bytes(args.gpu), host=args.host_bytes))
+
+    setting = setting_on(args.num_gpus, args.num_nodes)
     said: list[str] = []
     found: dict[str, dict[str, int] | None] = {}
     if args.search == "batch":
@@ -56,7 +61,7 @@ def report(args: MemoryFlags) -> int:
         said = ["largest batch: " + (words if rows else "not even one row fits")]
         found = {"largest_batch": sizes if rows else None}
     elif args.search == "gpus":
-        wanted = fewest_gpus(setting)
+        wanted = fewest_gpus(setting_on)
         setting = wanted or setting
         said = ["fewest GPUs: " + (_machines(setting, args) if wanted else "it does not fit on a thousand, either")]
         machines = {"num_gpus": setting.cluster.gpus, "num_nodes": setting.cluster.nodes}

@@ -184,20 +184,17 @@ and the host's cores compute the optimizer step; the weights of each layer are m
 token."""
 
 
-def fewest_gpus(setting: Setting) -> Setting | None:
+def fewest_gpus(setting_on: Callable[[int, int], Setting]) -> Setting | None:
     """The setting on the smallest number of GPUs on which it fits, with up to GPUS_OF_A_NODE GPUs in a node; None if it
-    needs more than MOST_GPUS.
+    needs more than MOST_GPUS. setting_on: a function from (GPUs of a node, nodes) to the setting there.
 
     The number of GPUs is doubled until the setting fits. Batch sizes are per rank, so the global batch grows with the
     number of ranks. If groups of ranks hold weights together, only node sizes that are multiples of the group's size
     are tried.
     """
     for gpus in _doublings(1, MOST_GPUS):
-        cluster = dataclasses.replace(
-            setting.cluster, gpus=min(gpus, GPUS_OF_A_NODE), nodes=max(1, gpus // GPUS_OF_A_NODE)
-        )
-        tried = dataclasses.replace(setting, cluster=cluster)
-        if cluster.gpus % setting.workload.ranks_together == 0 and tried.planned().fits:
+        tried = setting_on(min(gpus, GPUS_OF_A_NODE), max(1, gpus // GPUS_OF_A_NODE))
+        if tried.cluster.gpus % tried.workload.ranks_together == 0 and tried.planned().fits:
             return tried
     return None
 

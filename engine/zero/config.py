@@ -315,6 +315,22 @@ def read_ds_file(choice: EngineConfig) -> dict:
     return config
 
 
+def chosen_stage(given: int | None, path: str | None, role: str, dtype: str | None, gpus: int) -> int:
+    """The ZeRO stage of a model that trains: the flag's, else that of the user's file (0 if the file sets none). If
+    there is neither: 1 on one GPU in 16 bits, else 0.
+
+    On one GPU nothing is divided at stage 1, but DeepSpeed updates all weights at once, in flat buffers. At stage 0 in
+    16 bits it updates them one by one, and the host waits for the GPU once a weight (DeepSpeed 0.19.8,
+    runtime/fp16/unfused_optimizer.py).
+    given: the flag's value, or None. path: the user's file, or None. gpus: the number of all GPUs; 0 on CPUs.
+    """
+    if given is not None:
+        return given
+    if path is not None:
+        return stage_of_file(path, role) or 0
+    return int(gpus == 1 and dtype in ("fp16", "bf16"))
+
+
 def stage_of_file(path: str, role: str) -> int | None:
     """The ZeRO stage in a user's file; None if the file sets no stage."""
     try:

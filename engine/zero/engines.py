@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from engine import distributed
 from engine.errors import RunStopped
+from engine.host_memory import host_copies
 from engine.trace import traced
 from engine.zero.config import decoder_layers, with_fitting_bucket, with_fitting_sizes
 from engine.zero.extensions import nothing_compiled
@@ -265,10 +266,10 @@ class FrozenModel:
         self.copies: Copies | None = None
         self.stage = self.ds_engine.zero_optimization_stage()
         self.version = 0  # increases when `take` changes the weights
-        self._moves = offload and self.stage == 0
         self.ds_engine.eval()
-        if self._moves:
-            self.module.to("cpu")
+        parameters = list(self.module.parameters()) if offload and self.stage == 0 else []
+        self._offloaded = list(zip(parameters, host_copies(parameters)))
+        self._leave_device()
 
     @property
     def host(self) -> "FrozenModel":
@@ -281,21 +282,24 @@ class FrozenModel:
         return _inferred(self, *args, **kwargs)
 
     def take(self, fetch: Callable[[str], Tensor]) -> None:
-        """Replace the weights (all ranks call this together). fetch: a function from a parameter's name in
-        `module.model` to its new weight, as in `fill_parameters`."""
+        """Replace the weights (all ranks call this together, outside `on_device` if the weights are offloaded). fetch:
+        a function from a parameter's name in `module.model` to its new weight, as in `fill_parameters`."""
         fill_parameters(self.module.model, fetch)
         self.version += 1
 
     @contextlib.contextmanager
     def on_device(self) -> Iterator[None]:
         """Within this context the weights are on the device that computes."""
-        if self._moves:
-            self.module.to(distributed.device())
+        for parameter, weights in self._offloaded:
+            parameter.data = weights.to(distributed.device(), non_blocking=True)
         try:
             yield
         finally:
-            if self._moves:
-                self.module.to("cpu")
+            self._leave_device()
+
+    def _leave_device(self) -> None:
+        for parameter, weights in self._offloaded:  # the weights have not changed, so nothing is copied back
+            parameter.data = weights
 
 
 class HostedRole:

@@ -74,8 +74,7 @@ class Stage0:
         return 1.0
 
     def overflowed(self) -> bool:
-        largest = torch.nn.utils.get_total_norm(self._gradients(), math.inf)  # NaN if a gradient is NaN
-        return distributed.any_rank(~largest.isfinite())
+        return _overflowed(self._gradients())
 
     def step(self, overflow: bool) -> float:
         squares = [gradient.double().pow(2).sum() for gradient in self._gradients()]
@@ -182,16 +181,19 @@ class Stage1And2:
             self.optimizer.loss_scaler.raise_error_at_min_scale = False
 
     def overflowed(self) -> bool:
-        return self.optimizer.has_overflow()
+        if self.ds_engine.zero_use_cpu_optimizer():
+            return self.optimizer.has_overflow()
+        return _overflowed([part for parts in self.gradients() for part in parts])
 
     def step(self, overflow: bool) -> float:
+        # At stages 1 and 2 DeepSpeed would look for an overflow again, with 13 kernels a parameter.
+        self.optimizer.check_grad_overflow = overflow
         with self._loss_scale_kept():
             self.ds_engine.step()
         return float(self.ds_engine.get_global_grad_norm() or 0.0)
 
     def drop(self) -> None:
-        offload = self.ds_engine.zero_offload_optimizer()
-        put_back = offload is not None and offload.device != "none"
+        put_back = self.ds_engine.zero_use_cpu_optimizer()
         with self._loss_scale_kept(), without_gradients(self.optimizer.optimizer, put_back):
             self.ds_engine.step()
 
@@ -238,6 +240,9 @@ class Stage3(Stage1And2):
     """Each rank has shards of the weights, in addition to the shards of Stage1And2. Weights are gathered layer by layer
     for forward and backward passes."""
 
+    def overflowed(self) -> bool:
+        return self.optimizer.has_overflow()
+
     def masters(self) -> list[Master]:
         """Each rank has a part of each parameter. A master is the concatenation of this rank's parts, with their
         padding."""
@@ -258,6 +263,12 @@ class Stage3(Stage1And2):
             self.optimizer._reassign_or_swap_out_partitioned_parameters(index)
         forget_second_copies(self.ds_engine.module.parameters())
         self.optimizer.checkpoint_event_epilogue()  # gathers the parameters that stay gathered between uses
+
+
+def _overflowed(gradients: list[Tensor]) -> bool:
+    """Whether a gradient is infinite or NaN on any rank. The host waits once, and few kernels read all gradients."""
+    largest = torch.nn.utils.get_total_norm(gradients, math.inf)  # NaN if a gradient is NaN
+    return distributed.any_rank(~largest.isfinite())
 
 
 def _whole(parameter: Any, master: Tensor, adam: torch.optim.Optimizer) -> Master:

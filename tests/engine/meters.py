@@ -91,6 +91,7 @@ class HostQuestions(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.count = 0
+        self.operations = 0  # those that compute or copy: about as many launches on a GPU
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.overloadpacket.__name__
@@ -98,6 +99,7 @@ class HostQuestions(TorchDispatchMode):
             isinstance(leaf, Tensor) and leaf.dtype == torch.bool for leaf in tree_iter(args[1:2])
         )
         self.count += bool({name, f"{name}.{func._overloadname}"}.intersection(self.WAITING)) or by_mask
+        self.operations += not func.is_view
         return func(*args, **(kwargs or {}))
 
     def __enter__(self):

@@ -50,6 +50,20 @@ def test_json_has_bytes(words, capsys):
     assert found["needed_gpu_bytes"] == found["peak"]["gpu_bytes"] + found["fragments"] + found["reserved"]
 
 
+def test_a_single_gpu_has_its_usual_stage(words, capsys):
+    """Stages 0 and 1 need different buffers in the optimizer step, so a wrong stage shows."""
+
+    def in_step(*given: str) -> int:
+        moments = bytes_of([*words, *given], capsys)["moments"]
+        return next(moment for moment in moments if moment["name"] == "actor's optimizer step")["gpu_bytes"]
+
+    usual, stages = in_step(), ["--actor_zero_stage", "1", "--critic_zero_stage", "1"]
+    assert usual == in_step(*stages) != in_step("--actor_zero_stage", "0", "--critic_zero_stage", "0")
+    eight = ["--num_gpus", "8"]
+    assert in_step(*eight) == in_step(*eight, "--actor_zero_stage", "0", "--critic_zero_stage", "0")
+    assert in_step(*eight) != in_step(*eight, *stages)
+
+
 @pytest.mark.slow
 def test_what_does_not_fit_is_told_what_would(words, capsys):
     words = [*words, "--num_eval_prompts", "0"]  # whose keys and values would be most

@@ -20,12 +20,14 @@ from typing import ClassVar
 from huggingface_hub.utils import HFValidationError, validate_repo_id
 from transformers import PreTrainedTokenizerBase
 
+from engine import distributed
 from engine.errors import UserError, without_query
 from engine.files import expanded
 from engine.models.attention import IMPLEMENTATIONS, PACKING, Attention
 from engine.models.places import base_of
 from engine.models.reading import read_chat_template, read_tokenizer
 from engine.options import REQUIRED, SAME, default_of, fault, option, unmet
+from engine.zero.accelerator import on_gpu
 from training.checkpoints.files import Schedule
 from training.data.forms import Form
 from training.data.rows import Rows, checked_weights, load_rows, parse_split
@@ -227,6 +229,11 @@ class RunFlags(TokenizerFlags):
         super().validate()
         if self.preflight and self.dry_run:
             raise UserError("--preflight looks at the nodes of a run, and --dry_run at its flags: give one of them.")
+
+    @property
+    def gpus(self) -> int:
+        """The number of all GPUs of the run; 0 on CPUs."""
+        return distributed.world_size() if on_gpu() else 0
 
     @property
     def attention(self) -> Attention:

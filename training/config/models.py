@@ -19,7 +19,7 @@ from engine.models.adapter_folders import read_adapter
 from engine.models.lora import ALL_LINEAR, LoraSpec
 from engine.options import SAME, TOLD
 from engine.reward.server import FORMS, OWN_FIELDS, ServerSettings
-from engine.zero.config import EngineConfig, build_ds_config, refuse_offload_of_roles, stage_of_file
+from engine.zero.config import EngineConfig, build_ds_config, chosen_stage, refuse_offload_of_roles, stage_of_file
 from training.config.algorithm import MOVING, AlgorithmFlags, ReferenceFlags
 from training.config.flags import REQUIRED, ProgramFlags, RunFlags, flag
 
@@ -383,10 +383,15 @@ class ModelFlags(RoleLoraFlags, ReferenceFlags, RewardServerFlags):
     critic_dropout: float | None = flag(None, "must be 0, which is the default")
 
     actor_zero_stage: int | None = flag(
-        None, "ZeRO stage of the actor (default 0); the reference has stage 3 if the actor has, else 0", group="engines"
+        None,
+        "ZeRO stage of the actor (default 0, but 1 on a single GPU in 16 bits); the reference has stage 3 if the actor "
+        "has, else 0",
+        group="engines",
     )
     critic_zero_stage: int | None = flag(
-        None, "ZeRO stage of the critic (default 0); the reward model has stage 3 if the critic has, else 0"
+        None,
+        "ZeRO stage of the critic (default 0, but 1 on a single GPU in 16 bits); the reward model has stage 3 if the "
+        "critic has, else 0",
     )
     offload: bool = flag(False, "keep optimizer states (at stage 3 also parameters) of actor and critic in host memory")
     offload_reference_model: bool = flag(False, "keep the reference in host memory while it is not used")
@@ -406,7 +411,7 @@ class ModelFlags(RoleLoraFlags, ReferenceFlags, RewardServerFlags):
         """Raise UserError for values that cannot work, by themselves or in combination."""
         super().validate()
         for role in ("actor", "critic"):
-            self._trained(role).check_stage()
+            EngineConfig(role, getattr(self, f"{role}_zero_stage") or 0).check_stage()
         self._check_rewards()
         for name in ("actor_dropout", "critic_dropout"):
             if getattr(self, name):
@@ -463,9 +468,7 @@ class ModelFlags(RoleLoraFlags, ReferenceFlags, RewardServerFlags):
     def stage(self, role: str) -> int:
         """The ZeRO stage of the actor or the critic."""
         given, path = getattr(self, f"{role}_zero_stage"), getattr(self, f"{role}_ds_config")
-        if given is None and path is not None:
-            given = stage_of_file(path, role)
-        return given or 0
+        return chosen_stage(given, path, role, self.dtype, self.gpus)
 
     def _trained(self, role: str) -> EngineConfig:
         return EngineConfig(role, self.stage(role), self.offload, getattr(self, f"{role}_ds_config"))

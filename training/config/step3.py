@@ -209,6 +209,11 @@ class MemoryFlags(RLHFFlags):
             )
 
     @property
+    def gpus(self) -> int:
+        """The number of GPUs of all nodes."""
+        return self.num_gpus * self.num_nodes
+
+    @property
     def host_bytes(self) -> int | None:
         """The value of --host_memory in bytes."""
         return parsed_bytes(self.host_memory) if self.host_memory is not None else None

@@ -9,7 +9,7 @@ from engine.algorithms import Dialect
 from engine.engine_spec import OptimizerSpec
 from engine.errors import UserError
 from engine.options import SAME, TOLD
-from engine.zero.config import EngineConfig, build_ds_config, stage_of_file
+from engine.zero.config import EngineConfig, build_ds_config, chosen_stage
 from training.config import other_systems
 from training.config.flags import REQUIRED, DataFlags, HubFlags, OldFlag, RestartFlags, flag
 from training.config.models import ModelLoraFlags
@@ -45,7 +45,7 @@ class SupervisedFlags(HubFlags, RestartFlags, ModelLoraFlags, DataFlags):
     eval_interval: int = flag(
         0, "optimizer steps between evaluations within an epoch; 0: only after each epoch", least=0
     )
-    zero_stage: int | None = flag(None, "ZeRO stage (default 0)", group="engine")
+    zero_stage: int | None = flag(None, "ZeRO stage (default 0, but 1 on a single GPU in 16 bits)", group="engine")
     offload: bool = flag(False, "keep optimizer states (at stage 3 also parameters) in host memory")
     ds_config: str | None = flag(None, "DeepSpeed JSON file, in place of one of configs/ds")
     gradient_checkpointing: bool = flag(False, "recompute activations in backward passes, to save memory")
@@ -54,19 +54,17 @@ class SupervisedFlags(HubFlags, RestartFlags, ModelLoraFlags, DataFlags):
         """Raise UserError for values that cannot work."""
         super().validate()
         self.check_rate("", self.learning_rate)
-        self.engine_config().check_stage()
-        self.engine_config().check_offload()
+        EngineConfig("model", self.zero_stage or 0).check_stage()
 
     def engine_config(self) -> EngineConfig:
         """The engine's settings, from the flags."""
-        stage = self.zero_stage
-        if stage is None and self.ds_config is not None:
-            stage = stage_of_file(self.ds_config, "model")
-        return EngineConfig("model", stage or 0, self.offload, self.ds_config)
+        stage = chosen_stage(self.zero_stage, self.ds_config, "model", self.dtype, self.gpus)
+        return EngineConfig("model", stage, self.offload, self.ds_config)
 
     def ds_settings(self) -> dict:
         """The complete DeepSpeed configuration. Raises UserError if flags and the DeepSpeed file contradict each
         other."""
+        self.engine_config().check_offload()
         return build_ds_config(
             self.engine_config(),
             dtype=self.dtype,

@@ -71,7 +71,7 @@ def test_the_batch_of_a_step_stays(found):
 
 def test_the_fewest_gpus_are_of_as_few_nodes(monkeypatch):
     monkeypatch.setattr(changes, "plan", lambda spec, load, cluster: SimpleNamespace(fits=cluster.world >= 12))
-    wanted = fewest_gpus(Setting(spec_of("a/model", 3), WORKLOAD, Cluster(gpu=10**9)))
+    wanted = fewest_gpus(lambda gpus, nodes: Setting(spec_of("a/model", 3), WORKLOAD, Cluster(gpus=gpus, nodes=nodes)))
     assert (wanted.cluster.gpus, wanted.cluster.nodes) == (8, 2)
 
 

@@ -136,6 +136,12 @@ PRIVATE_NAMES = (
         "the weights that the masters hold",
         "safe_set_full_fp32_param, which changes the master alone",
     ),
+    PrivateName(
+        _ZERO12,
+        "check_grad_overflow",
+        "looking for an overflow once",
+        "bf16.check_grad_overflow of the configuration, which fp16 does not have",
+    ),
     # stages 1 to 3
     *(
         PrivateName(owner, name, use, public)

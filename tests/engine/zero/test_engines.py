@@ -2,6 +2,7 @@
 buffers, offloaded parameters, and which weights are gathered together.
 """
 
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -9,15 +10,17 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from torch import nn
 
+from engine import distributed
 from engine.errors import UserError
 from engine.models.loading import load_policy, load_scorer
 from engine.rlhf_engine import EngineSpec, OptimizerSpec, frozen_model, trained_model
 from engine.zero import communication, gathering
 from engine.zero.communication import init
-from engine.zero.config import EngineConfig, read_ds_file
+from engine.zero.config import EngineConfig, chosen_stage, read_ds_file
 from engine.zero.gathering import parameter_buckets
 from scripts.harness.models import make_causal_lm, make_scorer
-from tests.engine.meters import LiveBytes
+from tests.engine.meters import HostQuestions, LiveBytes
+from tests.engine.zero.inspecting import masters, weights
 from tests.engine.zero.shard_memory import InMemory, whole
 
 LR = 1e-2
@@ -29,12 +32,12 @@ def folder(tmp_path_factory):
     return make_causal_lm(tmp_path_factory.mktemp("actor"))
 
 
-def build(folder, dtype, weight_decay=0.0):
+def build(folder, dtype, weight_decay=0.0, stage=0, **choice):
     spec = EngineSpec(actor_path=folder, critic_path="", dtype=dtype)
     return trained_model(
         load_policy,
         folder,
-        EngineConfig("actor", 0),
+        EngineConfig("actor", stage, **choice),
         OptimizerSpec(lr=LR, weight_decay=weight_decay, max_grad_norm=0.0),
         spec,
     )
@@ -95,6 +98,51 @@ def test_a_restart_takes_moments_from_the_checkpoint_and_decay_from_the_run(fold
         torch.testing.assert_close(decayed, expected, rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_one_gpus_usual_stage_learns_as_stage_0(folder, tmp_path, monkeypatch, dtype):
+    """The first step differs by rounding in float32. After it a weight may be rounded to the other one of two
+    neighbours in 16 bits, which in bf16 differ by 2**-7 of it. The weights of another step are farther away."""
+    monkeypatch.setattr(get_accelerator(), "is_fp16_supported", lambda: True)
+    found = {}
+    for stage in (0, chosen_stage(None, None, "actor", dtype, gpus=1)):
+        path = tmp_path / f"{stage}.json"
+        path.write_text(json.dumps({"zero_optimization": {"stage": stage}, "fp16": {"initial_scale_power": 8}}))
+        model = build(folder, dtype, weight_decay=0.5, stage=stage, path=str(path))
+        found[stage] = []
+        for step in range(4):
+            assert not one_step(model, factor=1 + step) and model.step(LR)
+            found[stage].append((model.grad_norm, masters(model), weights(model)))
+    assert sorted(found) == [0, 1]
+    for step, ((norm, exact, rounded), (own_norm, own_exact, own_rounded)) in enumerate(zip(found[0], found[1])):
+        close = {"rtol": 1e-6, "atol": 1e-6 * LR} if step == 0 else {"rtol": 2**-7, "atol": 2**-7 * LR}
+        assert own_norm == pytest.approx(norm, rel=close["rtol"])
+        for name, master in exact.items():
+            torch.testing.assert_close(own_exact[name], master, **close)
+            torch.testing.assert_close(own_rounded[name], rounded[name], rtol=2**-7, atol=2**-7 * LR)
+            with pytest.raises(AssertionError):
+                torch.testing.assert_close(own_exact[name], found[0][step - 1][1][name], **close)
+
+
+def test_an_update_on_one_gpu_asks_no_question_for_each_weight(tmp_path):
+    """Each of a layer's 9 weights takes two kernels in the norm, one that casts and one that reads."""
+    init()
+    counted = []
+    for layers in (2, 4):
+        path = make_causal_lm(tmp_path / f"{layers}", layers=layers)
+        model = build(path, "bf16", stage=chosen_stage(None, None, "actor", "bf16", gpus=1))
+        one_step(model)
+        model.step(LR)
+        with HostQuestions() as backward:
+            one_step(model)
+        with HostQuestions() as meter:
+            model.overflowed()
+            model.step(LR)
+        counted.append((backward.count, meter.count, meter.operations))
+    (backward, questions, operations), (more_backward, more_questions, more_operations) = counted
+    assert (more_backward, more_questions) == (backward, questions)
+    assert more_operations - operations <= 2 * 2 * 9
+
+
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_small_model_has_small_buffers(tmp_path, stage):
     init()
@@ -124,6 +172,38 @@ def test_their_bytes(tmp_path, monkeypatch, role, offload):
     model = frozen_model(load, path, EngineConfig(role, 3, offload), spec)
     shards = [parameter.ds_tensor for parameter in model.module.parameters()]
     assert sum(pinned) == (sum(shard.nbytes for shard in shards) if offload else 0)
+
+
+def test_an_offloaded_model_goes_to_the_device_and_nothing_comes_back(tmp_path, monkeypatch):
+    """`cpu:0` stands for a GPU: what is sent there is copied, and the copy is other memory than the host's."""
+    init()
+    path, spec = make_causal_lm(tmp_path / "model", tied=True), EngineSpec(actor_path="", critic_path="")
+    tokens = torch.arange(4, 20).view(2, 8)
+    ones = torch.ones_like(tokens)
+
+    def logprobs(model) -> torch.Tensor:
+        return model(tokens, ones, ones.cumsum(-1) - 1, response_length=5)[0]
+
+    def addresses() -> list[int]:
+        return [parameter.data_ptr() for parameter in model.module.parameters()]
+
+    expected = logprobs(frozen_model(load_policy, path, EngineConfig("reference", 0), spec))
+    monkeypatch.setattr(distributed, "device", lambda: torch.device("cpu", 0))
+    model = frozen_model(load_policy, path, EngineConfig("reference", 0, offload=True), spec)
+    at_home = addresses()
+    assert len({parameter.untyped_storage().data_ptr() for parameter in model.module.parameters()}) == 1
+    for _ in range(2):
+        with model.on_device():
+            assert torch.equal(logprobs(model), expected)
+        assert addresses() == at_home
+    with LiveBytes() as meter:
+        with model.on_device():
+            assert set(addresses()).isdisjoint(at_home)
+            assert meter.live == sum(parameter.nbytes for parameter in model.module.parameters())
+        assert meter.live == 0
+    model.take(lambda name: torch.tensor(0.5))
+    with model.on_device():
+        assert all((parameter == 0.5).all() for parameter in model.module.parameters())
 
 
 @pytest.mark.parametrize("visible, told", [(None, r"sees 1 GPU: "), ("3", r"sees 1 GPU \(CUDA_VISIBLE_DEVICES=3\): ")])

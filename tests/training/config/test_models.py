@@ -57,6 +57,31 @@ def test_engines_of_each_kind_of_dialect():
     assert clipped == {"actor": 1.0, "critic": 1.0, "reward": 0.0}
 
 
+@pytest.mark.parametrize(
+    "machine, given, stages",
+    [
+        ((True, 1), {"dtype": "bf16"}, (1, 1)),
+        ((True, 1), {"dtype": "fp16", "offload": True}, (1, 1)),
+        ((True, 1), {"dtype": "bf16", "actor_zero_stage": 0}, (0, 1)),
+        ((True, 1), {"dtype": "bf16", "critic_ds_config": "no_stage.json"}, (1, 0)),
+        ((True, 1), {"dtype": "fp32"}, (0, 0)),
+        ((True, 2), {"dtype": "bf16"}, (0, 0)),
+        ((False, 1), {"dtype": "bf16"}, (0, 0)),
+    ],
+)
+def test_one_gpu_in_16_bits_has_another_usual_stage(machine, given, stages, tmp_path, monkeypatch):
+    """Of what trains; a flag or a file wins."""
+    (tmp_path / "no_stage.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("training.config.flags.on_gpu", lambda: machine[0])
+    monkeypatch.setattr("engine.distributed.world_size", lambda: machine[1])
+    args = flags(**given)
+    assert roles(args) == dict(zip(("actor", "critic"), stages)) | {"reference": 0, "reward": 0}
+    assert args.ds_configs["actor"]["zero_optimization"]["stage"] == stages[0]
+    step2 = parse("--dtype", given["dtype"], flags_class=RewardFlags)
+    assert step2.ds_settings()["zero_optimization"]["stage"] == stages[1 if "actor_zero_stage" in given else 0]
+
+
 LORA = {"actor_lora_dim": 4, "critic_lora_dim": 4, "only_optimize_lora": True}
 OFF = "the reference is the actor with its adapters off"
 HEAD = "the reward model is the critic with its adapters off and its first head"
