@@ -10,6 +10,9 @@ _KEEP = (1 << 30, (1 << 31) - 1)
 _GIVE_BACK = (1 << 17, 1 << 17)  # the library's default
 _kept = False
 
+COPIES_SHARE = 0.9
+"""The largest share of the free host memory that the copies of the state for a checkpoint may take."""
+
 GIVEN_BACK_EVERY = 20
 """Each time this number of training steps has passed, freed memory that the C library has kept is given back to the
 system."""

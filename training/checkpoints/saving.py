@@ -18,17 +18,21 @@ import os
 import shutil
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import psutil
 import torch
 from torch import Tensor
 
 from engine import distributed
 from engine.errors import RunStopped, UserError
+from engine.host_memory import COPIES_SHARE
 from engine.reference import EMA
 from engine.whole_files import remove_folder, sync
+from engine.zero.accelerator import ranks_of_this_machine
 from engine.zero.engines import TrainedModel
 from engine.zero.shards import Shard
 from training.checkpoints.conditions import Conditions, state_file
@@ -86,6 +90,7 @@ class PendingPoint:
         self.partial = final.with_name(final.name + PARTIAL)
         self.outcome = Outcome()
         self.seconds, self.size = 0.0, 0
+        self.held_up: float | None = None  # seconds that training waited for the copy
         self._shards, self._texts = shards, texts
         self._rank, self._ranks = distributed.rank(), distributed.world_size()
         self._given_up = threading.Event()
@@ -111,7 +116,6 @@ class PendingPoint:
             files = {name: write_shards(self.partial / name, shards) for name, shards in self._shards.items()}
             if self._rank == 0:
                 files |= {name: write_bytes(self.partial / name, text) for name, text in self._texts.items()}
-            self._shards = {}  # frees the memory of the copies
             if self._rank == 0:
                 self._complete(files)
             else:
@@ -151,19 +155,57 @@ class PendingPoint:
         self.outcome = Outcome(whole=True)
 
 
-def copied(shards: list[Shard]) -> list[Shard]:
-    """Copies of the shards in host memory. They do not change when training goes on."""
-    held = [replace(shard, values=_in_host_memory(shard.values)) for shard in shards]
-    if any(shard.values.is_cuda for shard in shards):
-        torch.cuda.synchronize()
-    return held
+class HostCopy:
+    """A copy of this rank's shards in host memory, which does not change when training goes on. Its buffer is allocated
+    for the first checkpoint, and later checkpoints use the same buffer."""
+
+    def __init__(self):
+        self.buffer = torch.empty(0, dtype=torch.uint8)
+
+    def has_room(self, shards: Mapping[str, list[Shard]]) -> bool:
+        """Whether the buffer is large enough for these shards. If it is not, a larger one is allocated, unless it would
+        take more than COPIES_SHARE of this rank's free host memory. The buffer is pinned if shards are on a GPU."""
+        values = [shard.values for found in shards.values() for shard in found]
+        size = sum(map(_room, values))
+        if size > len(self.buffer):
+            self.buffer = torch.empty(0, dtype=torch.uint8)  # frees the smaller buffer
+            if size <= COPIES_SHARE * psutil.virtual_memory().available / ranks_of_this_machine():
+                with contextlib.suppress(RuntimeError):  # a limit of the system is smaller
+                    self.buffer = torch.empty(size, dtype=torch.uint8)
+                if any(tensor.is_cuda for tensor in values):
+                    pin(self.buffer)
+        return size <= len(self.buffer)
+
+    def of(self, shards: Mapping[str, list[Shard]]) -> dict[str, list[Shard]]:
+        """Copy these shards into the buffer, over the shards that were copied before; returns the copies."""
+        copies: dict[str, list[Shard]] = {name: [] for name in shards}
+        start = 0
+        for name, shard in [(name, shard) for name, found in shards.items() for shard in found]:
+            place = self.buffer[start : start + shard.values.nbytes].view(shard.values.dtype)
+            copies[name].append(replace(shard, values=place.copy_(shard.values.detach(), non_blocking=True)))
+            start += _room(shard.values)
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        return copies
 
 
-def _in_host_memory(values: Tensor) -> Tensor:
-    if values.device.type == "cpu":
-        return values.detach().clone()
-    held = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
-    return held.copy_(values.detach(), non_blocking=values.is_cuda)
+def _room(values: Tensor) -> int:
+    """The number of bytes that a tensor takes in the buffer, in which each tensor begins at a multiple of 64 bytes."""
+    return -(-values.nbytes // 64) * 64
+
+
+def pin(buffer: Tensor) -> None:
+    """Pin memory, so that GPUs copy into it faster. If the system does not allow it, the memory stays as it is.
+
+    torch's `pin_memory` would take up to twice the memory, because it rounds sizes up to powers of two
+    (aten/src/ATen/core/CachingHostAllocator.h).
+    """
+    cuda, address = torch.cuda.cudart(), buffer.data_ptr()
+    if int(cuda.cudaHostRegister(address, buffer.nbytes, 0)) == 0:
+        weakref.finalize(buffer, cuda.cudaHostUnregister, address).atexit = False
+    else:
+        with contextlib.suppress(RuntimeError):
+            torch.ones(1, device="cuda")  # the next kernel raises CUDA's last error, and so removes it
 
 
 def prune(output_dir: Path, keep: int, best: int | None, say: Callable[[str], None]) -> None:
@@ -239,7 +281,7 @@ class Checkpoints:
         self.say = say
         self._pending: PendingPoint | None = None
         self._metrics: dict[str, float] = {}
-        self._held_up = 0.0
+        self._copy = HostCopy()
         self._last_saved = self._clock()
         self._retry_at: float | None = None
         self._pruning: threading.Thread | None = None
@@ -275,7 +317,8 @@ class Checkpoints:
         """Write the current weights and `state` as the checkpoint of this step, unless it exists already. Returns its
         folder, or None if it cannot be written.
 
-        wait: whether to return only when the checkpoint is whole or has failed.
+        wait: whether to return only when the checkpoint is whole or has failed. This is also done if host memory has no
+            room for a copy.
         """
         self.wait()
         final = point_folder(self.output_dir, step)
@@ -290,15 +333,25 @@ class Checkpoints:
         texts = {f"config/{name}": data for name, data in self.config_files.items()}
         scalars = {name: model.scalars() for name, model in self.models.items()}
         texts[STATE_FILE] = state_file(self.state(), scalars, self.conditions, self.ema is not None).encode()
-        if self.schedule.asynchronous:
-            shards = {name: copied(found) for name, found in shards.items()}
+        goes_on = self.schedule.asynchronous and not wait and self._has_room(step, shards)
+        if goes_on:
+            shards = self._copy.of(shards)
         self._pending = PendingPoint(final, step, shards, texts, time.monotonic())
         self._pending.start()
         self._last_saved, self._retry_at = self._clock(), None
-        if wait or not self.schedule.asynchronous:
+        if goes_on:
+            self._pending.held_up = time.perf_counter() - started
+        else:
             self.wait()
-        self._held_up = self._metrics["time/checkpoint"] = time.perf_counter() - started
+        self._metrics["time/checkpoint"] = time.perf_counter() - started
         return final if self._pending is not None or self.newest == final else None
+
+    def _has_room(self, step: int, shards: Mapping[str, list[Shard]]) -> bool:
+        """Whether all ranks have room for a copy of their shards; says so if they have not."""
+        short = distributed.any_rank(not self._copy.has_room(shards))
+        if short and distributed.is_main():
+            self.say(f"checkpoint of step {step}: training waits for it, as a copy does not fit into free host memory")
+        return not short
 
     def _shards(self) -> dict[str, list[Shard]]:
         found = {name: model.shards() for name, model in self.models.items()}
@@ -344,7 +397,7 @@ class Checkpoints:
         if distributed.is_main():
             seconds, size = max(pending.seconds, 1e-9), pending.size
             self._metrics |= {"checkpoint/seconds": seconds, "checkpoint/bytes": float(size)}
-            waited = f"; training waited {self._held_up:.2f} s" if self.schedule.asynchronous else ""
+            waited = "" if pending.held_up is None else f"; training waited {pending.held_up:.2f} s"
             self.say(f"checkpoint {pending.final}: {_amount(size)} in {seconds:.2f} s{waited}")
         self._prune()
 
