@@ -163,18 +163,21 @@ class HostCopy:
         self.buffer = torch.empty(0, dtype=torch.uint8)
 
     def has_room(self, shards: Mapping[str, list[Shard]]) -> bool:
-        """Whether the buffer is large enough for these shards. If it is not, a larger one is allocated, unless it would
-        take more than COPIES_SHARE of this rank's free host memory. The buffer is pinned if shards are on a GPU."""
+        """Whether all ranks have room for a copy of their shards (all ranks call this together). A larger buffer is
+        allocated if necessary, unless it would take more than COPIES_SHARE of a rank's share of the free host memory.
+        The buffer is pinned if shards are on a GPU."""
         values = [shard.values for found in shards.values() for shard in found]
         size = sum(map(_room, values))
+        free = COPIES_SHARE * psutil.virtual_memory().available / ranks_of_this_machine()
+        if distributed.any_rank(size > len(self.buffer) + free):  # no rank allocates before all have looked
+            return False
         if size > len(self.buffer):
             self.buffer = torch.empty(0, dtype=torch.uint8)  # frees the smaller buffer
-            if size <= COPIES_SHARE * psutil.virtual_memory().available / ranks_of_this_machine():
-                with contextlib.suppress(RuntimeError):  # a limit of the system is smaller
-                    self.buffer = torch.empty(size, dtype=torch.uint8)
+            with contextlib.suppress(RuntimeError):  # a limit of the system is smaller
+                self.buffer = torch.empty(size, dtype=torch.uint8)
                 if any(tensor.is_cuda for tensor in values):
                     pin(self.buffer)
-        return size <= len(self.buffer)
+        return not distributed.any_rank(size > len(self.buffer))
 
     def of(self, shards: Mapping[str, list[Shard]]) -> dict[str, list[Shard]]:
         """Copy these shards into the buffer, over the shards that were copied before; returns the copies."""
@@ -333,25 +336,22 @@ class Checkpoints:
         texts = {f"config/{name}": data for name, data in self.config_files.items()}
         scalars = {name: model.scalars() for name, model in self.models.items()}
         texts[STATE_FILE] = state_file(self.state(), scalars, self.conditions, self.ema is not None).encode()
-        goes_on = self.schedule.asynchronous and not wait and self._has_room(step, shards)
-        if goes_on:
+        wait = wait or not self.schedule.asynchronous
+        if not wait and not self._copy.has_room(shards):
+            wait = True
+            if distributed.is_main():
+                self.say(f"step {step}: training waits for its checkpoint, as host memory has no room for a copy of it")
+        if not wait:
             shards = self._copy.of(shards)
         self._pending = PendingPoint(final, step, shards, texts, time.monotonic())
         self._pending.start()
         self._last_saved, self._retry_at = self._clock(), None
-        if goes_on:
-            self._pending.held_up = time.perf_counter() - started
-        else:
+        if wait:
             self.wait()
+        else:
+            self._pending.held_up = time.perf_counter() - started
         self._metrics["time/checkpoint"] = time.perf_counter() - started
         return final if self._pending is not None or self.newest == final else None
-
-    def _has_room(self, step: int, shards: Mapping[str, list[Shard]]) -> bool:
-        """Whether all ranks have room for a copy of their shards; says so if they have not."""
-        short = distributed.any_rank(not self._copy.has_room(shards))
-        if short and distributed.is_main():
-            self.say(f"checkpoint of step {step}: training waits for it, as a copy does not fit into free host memory")
-        return not short
 
     def _shards(self) -> dict[str, list[Shard]]:
         found = {name: model.shards() for name, model in self.models.items()}

@@ -50,7 +50,7 @@ def test_training_waits_where_memory_has_no_room_for_a_copy(tmp_path, free, room
     with allocated(run) as meter:
         run.train_to(1)
     assert meter.peak == (192 if room else 0)
-    waits = "checkpoint of step 1: training waits for it, as a copy does not fit into free host memory"
+    waits = "step 1: training waits for its checkpoint, as host memory has no room for a copy of it"
     assert (waits in run.said) != room and ("training waited" in run.said[-1]) == room
     assert matrix(run, 1) == [[1.0] * 3] * 2
 
@@ -66,7 +66,7 @@ def test_a_copy_that_the_system_refuses_is_not_made(tmp_path, monkeypatch):
     monkeypatch.setattr(torch, "empty", refuse)
     run = TinyRun(tmp_path, steps=1)
     run.train_to(1)
-    assert "training waits for it" in run.said[0] and matrix(run, 1) == [[1.0] * 3] * 2
+    assert "no room for a copy" in run.said[0] and matrix(run, 1) == [[1.0] * 3] * 2
 
 
 def test_a_checkpoint_that_is_waited_for_is_written_without_a_copy(tmp_path):
