@@ -1,5 +1,5 @@
 """Controls what the C library does with host memory that a process has freed: keep it for the next tensor, or give it
-back to the system. `host_copies` keeps tensors of a GPU in pinned host memory."""
+back to the system. Copies tensors into one buffer of host memory."""
 
 import contextlib
 import ctypes
@@ -13,6 +13,9 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 _KEEP = (1 << 30, (1 << 31) - 1)
 _GIVE_BACK = (1 << 17, 1 << 17)  # the library's default
 _kept = False
+
+COPIES_SHARE = 0.9
+"""The largest share of the free host memory that the copies of the state for a checkpoint may take."""
 
 GIVEN_BACK_EVERY = 20
 """Each time this number of training steps has passed, freed memory that the C library has kept is given back to the
@@ -68,17 +71,35 @@ def _set(mmap_threshold: int, trim_threshold: int) -> bool:
     return True
 
 
-def host_copies(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Copies of the tensors in one buffer in host memory. The buffer is pinned if the tensors are on a GPU."""
-    sizes = [-(-tensor.nbytes // 64) * 64 for tensor in tensors]  # each begins at a multiple of 64 bytes
-    buffer = torch.empty(sum(sizes), dtype=torch.uint8)
+def room_of(tensors: Sequence[Tensor]) -> int:
+    """The number of bytes that copies of the tensors take in a buffer."""
+    return sum(map(_room, tensors))
+
+
+def _room(tensor: Tensor) -> int:
+    return -(-tensor.nbytes // 64) * 64  # each copy begins at a multiple of 64 bytes
+
+
+def host_buffer(tensors: Sequence[Tensor]) -> Tensor:
+    """Host memory for copies of the tensors, (bytes,) uint8. It is pinned if the tensors are on a GPU."""
+    buffer = torch.empty(room_of(tensors), dtype=torch.uint8)
     if any(tensor.is_cuda for tensor in tensors):
-        pin(buffer)
-    places = zip(buffer.split(sizes), tensors)
-    return [place[: own.nbytes].view(own.dtype).view(own.shape).copy_(own) for place, own in places]
+        _pin(buffer)
+    return buffer
 
 
-def pin(buffer: Tensor) -> None:
+def copies_in(buffer: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copies of the tensors, which use the buffer's memory. buffer: memory from `host_buffer`, large enough."""
+    places = buffer[: room_of(tensors)].split([_room(tensor) for tensor in tensors])
+    copies = [place[: own.nbytes].view(own.dtype).view(own.shape) for place, own in zip(places, tensors)]
+    for copy, own in zip(copies, tensors):
+        copy.copy_(own.detach(), non_blocking=True)
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    return copies
+
+
+def _pin(buffer: Tensor) -> None:
     """Pin memory, so that GPUs copy it faster. If the system does not allow it, the memory stays as it is.
 
     torch's `pin_memory` would take up to twice the memory, because it rounds sizes up to powers of two

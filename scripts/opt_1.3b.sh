@@ -2,9 +2,9 @@
 # OPT 1.3B with a 350M reward model.
 #
 #   HARDWARE                  what trains in step 3                planned: needed of a GPU (highest phase), a node's host
-#   8xv100-32g                all weights                          16 GB (train), 21 GB
-#   8xa100-40g                all weights                          16 GB (train), 21 GB
-#   1xa100-80g or 1xh100-80g  all weights                          47 GB (train), 3 GB
+#   8xv100-32g                all weights                          16 GB (train), 25 GB
+#   8xa100-40g                all weights                          16 GB (train), 25 GB
+#   1xa100-80g or 1xh100-80g  all weights                          47 GB (train), 25 GB
 #
 #   scripts/opt_1.3b.sh 1      supervised fine-tuning; then 2, the reward model; then 3, PPO
 #   HARDWARE=8xa100-40g scripts/opt_1.3b.sh 3 --dry_run      another row; --dry_run only looks

@@ -2,8 +2,8 @@
 # OPT 30B with a 350M reward model.
 #
 #   HARDWARE                    what trains in step 3                planned: needed of a GPU (highest phase), a node's host
-#   32xa100-80g or 32xh100-80g  all weights                          65 GB (train), 21 GB
-#   8xa100-80g or 8xh100-80g    adapters                             60 GB (train), 6 GB
+#   32xa100-80g or 32xh100-80g  all weights                          65 GB (train), 107 GB
+#   8xa100-80g or 8xh100-80g    adapters                             60 GB (train), 9 GB
 #
 #   scripts/opt_30b.sh 1      supervised fine-tuning; then 2, the reward model; then 3, PPO
 #   HARDWARE=8xa100-80g scripts/opt_30b.sh 3 --dry_run      another row; --dry_run only looks

@@ -2,8 +2,8 @@
 # OPT 6.7B with a 350M reward model.
 #
 #   HARDWARE                  what trains in step 3                planned: needed of a GPU (highest phase), a node's host
-#   8xv100-32g                all weights, states on the host      23 GB (train), 154 GB
-#   8xa100-80g or 8xh100-80g  all weights                          64 GB (train), 19 GB
+#   8xv100-32g                all weights, states on the host      23 GB (train), 238 GB
+#   8xa100-80g or 8xh100-80g  all weights                          64 GB (train), 98 GB
 #   1xa100-80g or 1xh100-80g  adapters                             28 GB (train), 14 GB
 #   1xv100-32g                adapters, states on the host         21 GB (train), 16 GB
 #

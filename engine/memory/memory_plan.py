@@ -40,6 +40,7 @@ class MemoryPlan:
     engines: {role: engine}.
     training: the number of bytes on the device that training adds at its peak, not counting the loaded engines, copies,
         keys and values.
+    checkpoints: a text that says how checkpoints are written; empty if none are written while training goes on.
     """
 
     moments: tuple[Moment, ...]
@@ -48,6 +49,7 @@ class MemoryPlan:
     adam: int = 0
     engines: Mapping[str, ZeroMemory] = field(default_factory=dict)
     training: int = 0
+    checkpoints: str = ""
 
     @property
     def names(self) -> list[str]:
@@ -139,6 +141,8 @@ def _last_lines(plan: MemoryPlan) -> list[str]:
     lines = [f"peak: {plan.peak.name}"]
     if plan.copies:
         lines.append(f"copies of weights: {plan.copies}")
+    if plan.checkpoints:
+        lines.append(f"checkpoints: {plan.checkpoints}")
     if plan.cluster.on_gpu:
         lines.append(
             f"needed of a GPU: {gb(plan.peak.device.total)} planned + {gb(plan.fragments)} for fragments + "
@@ -177,6 +181,7 @@ def as_json(plan: MemoryPlan) -> dict:
         "needed_gpu_bytes": plan.needed,
         "needed_host_bytes": plan.host_peak,
         "copies": plan.copies,
+        "checkpoints": plan.checkpoints,
         "fits": plan.fits,
     }
 

@@ -11,9 +11,10 @@ from functools import cached_property
 
 from engine.copies import divided_bytes, group_sizes, why_no_group
 from engine.engine_spec import EngineSpec, OptimizerSpec
+from engine.host_memory import COPIES_SHARE
 from engine.memory.blueprint import Blueprint, blueprints, built
 from engine.memory.copies import UNPLANNED, Copies, CopyNeed, copies_bytes, copies_together, place_copies
-from engine.memory.memory_plan import MemoryPlan, Moment
+from engine.memory.memory_plan import MemoryPlan, Moment, gb
 from engine.memory.passes import Rows, decoding_passes, scoring_pass, training_pass
 from engine.memory.workload import Cluster, Workload
 from engine.memory.zero_memory import FLOAT, Averages, Bytes, ZeroMemory, bucket_numbers
@@ -68,6 +69,9 @@ class Planner:
         self.kept: dict[str, Kept] = {}
         self._divided: dict[int, tuple[Mapping[int, int], str | None]] = {}
         self.rest, self.host_rest = self._at_rest()
+        written = sum((engine.written for engine in self.engines.values()), self.averages.written)
+        copy, self.checkpoints = checkpoint_copy(load.checkpoints, written, self.rest, self.host_rest, self.cluster)
+        self.host_rest = self.host_rest + copy
         self.training = self._training()
         self.copies = self._copies()
 
@@ -104,6 +108,7 @@ class Planner:
             adam=self.rest.total - self._at_rest(stepped=False)[0].total,
             engines=self.engines,
             training=self.training,
+            checkpoints=self.checkpoints,
         )
 
     def _moment(
@@ -327,6 +332,22 @@ class Planner:
                 self._moment("save", f"{role} is written", [self.rest, self._kept, whole], [self.host_rest], [tensor])
 
 
+def checkpoint_copy(wanted: bool, written: Bytes, rest: Bytes, host_rest: Bytes, cluster: Cluster) -> tuple[Bytes, str]:
+    """(the bytes in host memory of a rank's copy of its state, a text about the copy). There is no copy if it would
+    take more than COPIES_SHARE of the free host memory; a run decides the same.
+
+    wanted: whether checkpoints are written from copies. written: the bytes that a rank writes into a checkpoint. rest,
+    host_rest: the bytes on its device and in its host memory between two steps.
+    """
+    held = host_rest.total + (0 if cluster.on_gpu else rest.total)
+    size = f"{gb(written.total)} GB a rank"
+    if not wanted:
+        return Bytes(), ""
+    if cluster.host is not None and written.total > COPIES_SHARE * (cluster.host / cluster.gpus - held):
+        return Bytes(), f"training waits while they are written, as host memory has no room for copies of {size}"
+    return written, f"written while training goes on, from copies in host memory of {size}"
+
+
 def _kinds(role: str, sizes: dict[str, int]) -> Bytes:
     return Bytes({role: sizes})
 
@@ -336,7 +357,7 @@ class OneModel:
     """The model that trains in step 1, or in step 2 if `scorer` is true, and how it trains.
 
     rows: the number of rows in one forward and backward pass. length: the number of tokens in each row. passes: the
-    number of passes in one optimizer step.
+    number of passes in one optimizer step. checkpoints: as in Workload.
     """
 
     path: str
@@ -348,6 +369,7 @@ class OneModel:
     length: int
     passes: int = 1
     checkpointing: bool = False
+    checkpoints: bool = False
     lora: LoraSpec | None = None
     trust_remote_code: bool = False
     attention: Attention = USUAL
@@ -378,6 +400,8 @@ def plan_one_model(one: OneModel, cluster: Cluster) -> MemoryPlan:
     )
     unstepped, unstepped_host = engine.at_rest(stepped=False)
     rest, host = engine.at_rest()
+    copy, checkpoints = checkpoint_copy(one.checkpoints, engine.written, rest, host, cluster)
+    host = host + copy
     (read, reading), (making, loading) = engine.reading, engine.loading
     needed = Bytes({"model": training_pass(model, Rows(one.rows, 1, one.length - 1), gpu=cluster.gpu_bytes)})
     first = needed + engine.in_backward(1) + engine.gathered(backward=True)
@@ -398,4 +422,4 @@ def plan_one_model(one: OneModel, cluster: Cluster) -> MemoryPlan:
         Moment("train", "the optimizer's step", rest + engine.held + step, host + step_host, Bytes()),
         Moment("save", "the model is written", rest + saved, host, tensor),
     )
-    return MemoryPlan(moments, cluster, "", engines={"model": engine})
+    return MemoryPlan(moments, cluster, "", engines={"model": engine}, checkpoints=checkpoints)

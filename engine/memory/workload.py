@@ -22,6 +22,7 @@ class Workload:
     parts: the number of ranks among which vLLM divides the actor.
     group: the number of ranks that hold a copy together (`tensor_parallel` of `build_rollouts`).
     evaluated: the number of held-out prompts on all ranks together.
+    checkpoints: whether checkpoints are written from copies of the state in host memory, while training goes on.
     """
 
     prompt: int
@@ -38,6 +39,7 @@ class Workload:
     parts: int = 1
     group: int | None = None
     evaluated: int = 0
+    checkpoints: bool = False
 
     @property
     def rows(self) -> Rows:

@@ -43,10 +43,12 @@ KINDS = (
     "logits",
     "keys and values",
     "average",
+    "checkpoint",
 )
 """The kinds of memory, in the order in which tables list them. optimizer: float32 master weights and Adam's moments.
 buffers: further memory for communication and for the optimizer step. gathered: whole weights that ZeRO-3 gathers from
-partitions for some time. average: the moving average of the weights (EMA)."""
+partitions for some time. average: the moving average of the weights (EMA). checkpoint: the copy of the state from which
+a checkpoint is written."""
 
 
 class Bytes:
@@ -179,6 +181,16 @@ class ZeroMemory:
             if self.stage == 2 and self.passes > 1 and stepped:  # sums over several passes; kept for the next step
                 host.add(role, "gradients", width * self._in_partition)
         return device, host
+
+    @property
+    def written(self) -> Bytes:
+        """The bytes of a rank's part of a checkpoint: master weights, Adam's moments and, if the model has no adapters,
+        frozen weights."""
+        model = self.model
+        trained = model.trains / self.world if self.stage == 0 else self.trained_share
+        frozen = model.numbers - model.trains if model.trained and model.module.adapters is None else 0
+        size = 3 * self.master_width * trained + model.width * frozen / self.world
+        return Bytes().add(model.role, "checkpoint", size)
 
     @property
     def _in_partition(self) -> int:
@@ -387,6 +399,12 @@ class Averages:
         shard = FLOAT * self.actor.trained_share
         found = Bytes().add("ema", "average", shard if self.spec.ema_decay is not None else 0)
         return found.add("reference", "weights", shard if self.spec.reference_refresh_steps is not None else 0)
+
+    @property
+    def written(self) -> Bytes:
+        """The bytes of a rank's part of these weights in a checkpoint."""
+        ranks = self.actor.world if self.actor.stage == 0 else 1
+        return sum((Bytes().add(role, "checkpoint", size / ranks) for role, _, size in self.bytes), Bytes())
 
     @property
     def on_host(self) -> bool:

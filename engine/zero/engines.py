@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from engine import distributed
 from engine.errors import RunStopped
-from engine.host_memory import host_copies
+from engine.host_memory import copies_in, host_buffer
 from engine.trace import traced
 from engine.zero.config import decoder_layers, with_fitting_bucket, with_fitting_sizes
 from engine.zero.extensions import nothing_compiled
@@ -268,7 +268,7 @@ class FrozenModel:
         self.version = 0  # increases when `take` changes the weights
         self.ds_engine.eval()
         parameters = list(self.module.parameters()) if offload and self.stage == 0 else []
-        self._offloaded = list(zip(parameters, host_copies(parameters)))
+        self._offloaded = list(zip(parameters, copies_in(host_buffer(parameters), parameters)))
         self._leave_device()
 
     @property

@@ -2,7 +2,9 @@
 
 import contextlib
 import fcntl
+import functools
 import os
+import socket
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -11,6 +13,7 @@ from typing import Any, TextIO
 
 import torch
 
+from engine import distributed
 from engine.errors import UserError
 from engine.zero.accelerator import on_gpu
 
@@ -147,11 +150,38 @@ def _swaps(ds_config: Mapping) -> bool:
 
 
 def offloaded_adamw(groups: list[dict], **settings) -> torch.optim.Optimizer:
-    """DeepSpeed's AdamW in C++, for an optimizer state in host memory on a machine with GPUs."""
+    """DeepSpeed's AdamW in C++, for an optimizer state in host memory on a machine with GPUs (all ranks call this
+    together)."""
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
     load_extension("CPUAdamBuilder")
+    share_cores()
     return DeepSpeedCPUAdam(groups, adamw_mode=True, **settings)
+
+
+@functools.cache  # for the first of a run's optimizers
+def share_cores() -> None:
+    """Let torch and DeepSpeed's extensions compute with as many threads as this rank has cores, unless the user has set
+    OMP_NUM_THREADS; and print the number (all ranks call this together).
+
+    torchrun sets OMP_NUM_THREADS to 1 for several ranks on a node (torch/distributed/run.py), which therefore counts as
+    not set. With `deepspeed` each rank would use all cores. torch and the extensions share one OpenMP runtime. It is
+    loaded with torch and reads the variable at that time, so the number is changed through torch.
+    """
+    given = os.environ.get("OMP_NUM_THREADS")
+    cores = own_cores()
+    if given is None or (given == "1" and "TORCHELASTIC_RUN_ID" in os.environ):
+        torch.set_num_threads(cores)
+    if distributed.is_main():
+        print(f"Adam in host memory: {torch.get_num_threads()} threads on each rank", flush=True)
+
+
+def own_cores() -> int:
+    """The number of this rank's cores: those that it may use, divided by the number of the node's ranks that may use
+    some of them (all ranks call this together). A launcher may have bound each rank to cores of its own."""
+    host, cores = socket.gethostname(), os.sched_getaffinity(0)
+    others = distributed.all_gather_objects((host, cores))
+    return max(1, len(cores) // sum(there == host and bool(cores & other) for there, other in others))
 
 
 @contextlib.contextmanager

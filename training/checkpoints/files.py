@@ -391,3 +391,8 @@ class Schedule:
     keep: int = 0
     keep_best: bool = False
     asynchronous: bool = True
+
+    @property
+    def copies(self) -> bool:
+        """Whether checkpoints that are due are written from copies of the state in host memory."""
+        return self.asynchronous and bool(self.steps or self.minutes or self.keep_best)

@@ -22,13 +22,16 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import psutil
 import torch
 from torch import Tensor
 
 from engine import distributed
 from engine.errors import RunStopped, UserError
+from engine.host_memory import COPIES_SHARE, copies_in, host_buffer, room_of
 from engine.reference import EMA
 from engine.whole_files import remove_folder, sync
+from engine.zero.accelerator import ranks_of_this_machine
 from engine.zero.engines import TrainedModel
 from engine.zero.shards import Shard
 from training.checkpoints.conditions import Conditions, state_file
@@ -86,6 +89,7 @@ class PendingPoint:
         self.partial = final.with_name(final.name + PARTIAL)
         self.outcome = Outcome()
         self.seconds, self.size = 0.0, 0
+        self.held_up: float | None = None  # seconds that training waited for the copy
         self._shards, self._texts = shards, texts
         self._rank, self._ranks = distributed.rank(), distributed.world_size()
         self._given_up = threading.Event()
@@ -111,7 +115,6 @@ class PendingPoint:
             files = {name: write_shards(self.partial / name, shards) for name, shards in self._shards.items()}
             if self._rank == 0:
                 files |= {name: write_bytes(self.partial / name, text) for name, text in self._texts.items()}
-            self._shards = {}  # frees the memory of the copies
             if self._rank == 0:
                 self._complete(files)
             else:
@@ -151,19 +154,35 @@ class PendingPoint:
         self.outcome = Outcome(whole=True)
 
 
-def copied(shards: list[Shard]) -> list[Shard]:
-    """Copies of the shards in host memory. They do not change when training goes on."""
-    held = [replace(shard, values=_in_host_memory(shard.values)) for shard in shards]
-    if any(shard.values.is_cuda for shard in shards):
-        torch.cuda.synchronize()
-    return held
+class HostCopy:
+    """A copy of this rank's shards in host memory, which does not change when training goes on. Its buffer is allocated
+    for the first checkpoint, and later checkpoints use the same buffer."""
+
+    def __init__(self):
+        self.buffer = torch.empty(0, dtype=torch.uint8)
+
+    def has_room(self, shards: Mapping[str, list[Shard]]) -> bool:
+        """Whether all ranks have room for a copy of their shards (all ranks call this together). A larger buffer is
+        allocated if necessary, unless it would take more than COPIES_SHARE of a rank's share of the free host memory.
+        The buffer is pinned if shards are on a GPU."""
+        values = _values(shards)
+        size, free = room_of(values), COPIES_SHARE * psutil.virtual_memory().available / ranks_of_this_machine()
+        if distributed.any_rank(size > len(self.buffer) + free):  # no rank allocates before all have looked
+            return False
+        if size > len(self.buffer):
+            self.buffer = torch.empty(0, dtype=torch.uint8)  # frees the smaller buffer
+            with contextlib.suppress(RuntimeError):  # a limit of the system is smaller
+                self.buffer = host_buffer(values)
+        return not distributed.any_rank(size > len(self.buffer))
+
+    def of(self, shards: Mapping[str, list[Shard]]) -> dict[str, list[Shard]]:
+        """Copy these shards into the buffer, over the shards that were copied before; returns the copies."""
+        copies = iter(copies_in(self.buffer, _values(shards)))
+        return {name: [replace(shard, values=next(copies)) for shard in found] for name, found in shards.items()}
 
 
-def _in_host_memory(values: Tensor) -> Tensor:
-    if values.device.type == "cpu":
-        return values.detach().clone()
-    held = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
-    return held.copy_(values.detach(), non_blocking=values.is_cuda)
+def _values(shards: Mapping[str, list[Shard]]) -> list[Tensor]:
+    return [shard.values for found in shards.values() for shard in found]
 
 
 def prune(output_dir: Path, keep: int, best: int | None, say: Callable[[str], None]) -> None:
@@ -239,7 +258,7 @@ class Checkpoints:
         self.say = say
         self._pending: PendingPoint | None = None
         self._metrics: dict[str, float] = {}
-        self._held_up = 0.0
+        self._copy = HostCopy()
         self._last_saved = self._clock()
         self._retry_at: float | None = None
         self._pruning: threading.Thread | None = None
@@ -275,7 +294,8 @@ class Checkpoints:
         """Write the current weights and `state` as the checkpoint of this step, unless it exists already. Returns its
         folder, or None if it cannot be written.
 
-        wait: whether to return only when the checkpoint is whole or has failed.
+        wait: whether to return only when the checkpoint is whole or has failed. This is also done if host memory has no
+            room for a copy.
         """
         self.wait()
         final = point_folder(self.output_dir, step)
@@ -290,14 +310,21 @@ class Checkpoints:
         texts = {f"config/{name}": data for name, data in self.config_files.items()}
         scalars = {name: model.scalars() for name, model in self.models.items()}
         texts[STATE_FILE] = state_file(self.state(), scalars, self.conditions, self.ema is not None).encode()
-        if self.schedule.asynchronous:
-            shards = {name: copied(found) for name, found in shards.items()}
+        wait = wait or not self.schedule.asynchronous
+        if not wait and not self._copy.has_room(shards):
+            wait = True
+            if distributed.is_main():
+                self.say(f"step {step}: training waits for its checkpoint, as host memory has no room for a copy of it")
+        if not wait:
+            shards = self._copy.of(shards)
         self._pending = PendingPoint(final, step, shards, texts, time.monotonic())
         self._pending.start()
         self._last_saved, self._retry_at = self._clock(), None
-        if wait or not self.schedule.asynchronous:
+        if wait:
             self.wait()
-        self._held_up = self._metrics["time/checkpoint"] = time.perf_counter() - started
+        else:
+            self._pending.held_up = time.perf_counter() - started
+        self._metrics["time/checkpoint"] = time.perf_counter() - started
         return final if self._pending is not None or self.newest == final else None
 
     def _shards(self) -> dict[str, list[Shard]]:
@@ -344,7 +371,7 @@ class Checkpoints:
         if distributed.is_main():
             seconds, size = max(pending.seconds, 1e-9), pending.size
             self._metrics |= {"checkpoint/seconds": seconds, "checkpoint/bytes": float(size)}
-            waited = f"; training waited {self._held_up:.2f} s" if self.schedule.asynchronous else ""
+            waited = "" if pending.held_up is None else f"; training waited {pending.held_up:.2f} s"
             self.say(f"checkpoint {pending.final}: {_amount(size)} in {seconds:.2f} s{waited}")
         self._prune()
 

@@ -40,6 +40,7 @@ def workload(args: RLHFFlags, dialect: Dialect) -> Workload:
         parts=args.vllm_tensor_parallel_size,
         group=args.inference_tp_size,
         evaluated=args.num_eval_prompts,
+        checkpoints=args.schedule().copies,
     )
 
 
@@ -147,6 +148,7 @@ def one_model(args: SupervisedFlags) -> OneModel:
         length=args.max_seq_len,
         passes=args.gradient_accumulation_steps,
         checkpointing=args.gradient_checkpointing,
+        checkpoints=args.schedule().copies,
         lora=args.lora(),
         trust_remote_code=args.trust_remote_code,
         attention=args.attention,

@@ -15,6 +15,7 @@ from engine.errors import UserError
 from engine.memory import PHASES, Cluster, plan
 from engine.memory.blueprint import blueprints
 from engine.memory.gpus import reserved
+from engine.memory.memory_plan import table
 from engine.memory.planning import OneModel, plan_one_model
 from engine.memory.zero_memory import Bytes, bucket_numbers
 from engine.models.lora import LoraSpec
@@ -80,6 +81,36 @@ def test_stage_3_divides_all_of_it(path):
     assert actor["buffers"] == 2 * POLICY < 2 * 50_000_000  # all gradients; configs/ds/zero3.json would have more
     # One copy for actor and reference, one for critic and reward model.
     assert planned.phases["experience"]["copies"]["weights"] == 2 * (POLICY + SCORER)
+
+
+def test_the_copy_that_a_checkpoint_is_written_from_is_the_hosts(path):
+    """Of both ranks together the masters and moments, from the first checkpoint on; on CPUs too."""
+    load = dataclasses.replace(WORKLOAD, checkpoints=True)
+    for stage in range(4):
+        planned = plan(spec_of(path, stage, ema_decay=0.9), load, Cluster(gpus=2))
+        held = planned.host_phases["train"]
+        assert held["actor"]["checkpoint"] == pytest.approx(12 * POLICY, rel=0.001)
+        assert held["critic"]["checkpoint"] == pytest.approx(12 * SCORER, rel=0.001)
+        assert held["ema"]["checkpoint"] == pytest.approx(4 * POLICY, rel=0.001)
+        assert "ema" not in planned.host_phases["load"]
+    size = f"{(16 * POLICY + 12 * SCORER) / 2 / 1e9:.4f} GB a rank"
+    assert planned.checkpoints == f"written while training goes on, from copies in host memory of {size}"
+    assert plan(spec_of(path, 3), WORKLOAD, Cluster(gpus=2)).checkpoints == ""
+
+
+@pytest.mark.parametrize("on_gpu", [True, False])
+@pytest.mark.parametrize("fits", [True, False])
+def test_a_copy_that_host_memory_has_no_room_for_is_not_made(path, on_gpu, fits):
+    """It may take 0.9 of what is free between two steps."""
+    spec, load = spec_of(path, 0), dataclasses.replace(WORKLOAD, checkpoints=True)
+    copy = 12 * (POLICY + SCORER)
+    held = 0 if on_gpu else (2 + 2 + 12) * (POLICY + SCORER)  # frozen models, weights, masters and moments
+    cluster = Cluster(host=round(held + copy / 0.9) + (10 if fits else -10), on_gpu=on_gpu)
+    planned = plan(spec, load, cluster)
+    assert ("checkpoint" in planned.host_phases["train"].get("actor", {})) == fits
+    without = f"training waits while they are written, as host memory has no room for copies of {copy / 1e9:.4f} GB"
+    assert planned.checkpoints.startswith("written while training goes on" if fits else without)
+    assert f"\ncheckpoints: {planned.checkpoints}\n" in table(planned, "")
 
 
 @pytest.mark.parametrize("stage", [2, 3])

@@ -8,6 +8,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from engine.errors import UserError
 from engine.zero import extensions
@@ -175,3 +176,37 @@ def test_adam_in_host_memory_is_built_without_nvcc():
     from deepspeed.ops.op_builder.builder import CUDAOpBuilder
 
     assert not isinstance(CUDA_Accelerator().create_op_builder("CPUAdamBuilder"), CUDAOpBuilder)
+
+
+ALL = set(range(64))
+
+
+@pytest.mark.parametrize(
+    "ranks, threads",
+    [
+        ([("a", ALL)], 64),
+        ([("a", ALL)] * 8 + [("b", ALL)] * 8, 8),
+        ([("a", ALL)] * 6, 10),
+        ([("a", set(range(8 * rank, 8 * rank + 8))) for rank in range(8)], 8),  # bound by the launcher
+        ([("a", {0, 1})] * 4, 1),
+    ],
+)
+def test_the_ranks_of_a_node_share_the_cores_that_they_may_use(monkeypatch, ranks, threads):
+    monkeypatch.setattr(extensions.socket, "gethostname", lambda: ranks[0][0])
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: ranks[0][1])
+    monkeypatch.setattr(extensions.distributed, "all_gather_objects", lambda own: [own, *ranks[1:]])
+    assert extensions.own_cores() == threads
+
+
+@pytest.mark.parametrize("given, torchrun, threads", [(None, 0, 2), ("1", 0, 7), ("1", 1, 2), ("7", 1, 7)])
+def test_a_number_of_threads_that_the_user_gave_stays(monkeypatch, capsys, given, torchrun, threads):
+    """7 threads before; 2 cores."""
+    number = [7]
+    monkeypatch.setattr(torch, "set_num_threads", number.append)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: number[-1])
+    monkeypatch.setattr(extensions, "own_cores", lambda: 2)
+    for name, value in (("OMP_NUM_THREADS", given), ("TORCHELASTIC_RUN_ID", "none" if torchrun else None)):
+        monkeypatch.setenv(name, value) if value else monkeypatch.delenv(name, raising=False)
+    extensions.share_cores.__wrapped__()
+    assert number[-1] == threads
+    assert capsys.readouterr().out == f"Adam in host memory: {threads} threads on each rank\n"
