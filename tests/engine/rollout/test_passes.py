@@ -7,6 +7,7 @@ A stand-in for CUDA's capture holds what a CUDA graph holds: the operations of o
 import contextlib
 import warnings
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     BloomConfig,
     Gemma2Config,
@@ -38,8 +40,18 @@ from engine.rollout.passes import (
     passes_of,
     rows_of_shape,
     takes_slot_masks,
+    windows_of,
 )
-from scripts.harness.models import EOS, make_causal_lm, make_tokenizer
+from scripts.harness.models import (
+    BOS,
+    EOS,
+    PAD,
+    VOCABULARY,
+    make_causal_lm,
+    make_tokenizer,
+    save_random,
+)
+from scripts.harness.models import FAMILIES as CONFIGS
 from tests.engine.rollout.test_decode import (
     BATCH,
     FAMILIES,
@@ -57,6 +69,15 @@ from tests.plain_sampling import plain_answer
 
 OTHERS = sorted(READY - {"llama"})
 ANSWERED = [("llama", 3), ("llama", None), *((family, 3) for family in OTHERS)]
+HALF = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}
+# Families whose layers attend to 8 slots, all of them or one of two; rows have up to 29 tokens.
+WINDOWS = {name: CONFIGS[name] for name in ("mistral", "gemma3_text", "gemma2")} | {
+    "gpt_oss": CONFIGS["gemma"] | HALF | {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "cohere2": CONFIGS["llama"] | HALF,
+    "exaone4": CONFIGS["llama"] | HALF,
+    "qwen2": CONFIGS["llama"] | HALF | {"use_sliding_window": True},
+    "starcoder2": CONFIGS["llama"] | {"sliding_window": 8},
+}
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +95,17 @@ def expected(models) -> dict:
             for sample in range(2)
         ]
     )
+
+
+@pytest.fixture(scope="module")
+def windowed(tmp_path_factory) -> dict:
+    return Made(lambda family: of_config(tmp_path_factory.mktemp(family), family, **WINDOWS[family]))
+
+
+def of_config(folder, family: str, **config):
+    tokens = {"vocab_size": VOCABULARY, "bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": PAD}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **tokens, **config), dtype=torch.float32)
+    return loaded(save_random(model, folder))
 
 
 def taken(model: nn.Module, decoding: str) -> Passes:
@@ -194,15 +226,77 @@ def test_code_that_no_recording_holds_is_found_out(models, oddity, reason):
         assert type(taken(model, "recorded")) is Passes
 
 
-def test_eager_attention_is_not_given_ready_masks(tmp_path):
-    """It adds a mask to the scores: booleans would hide nothing."""
+def test_eager_attention_adds_masks_to_its_scores(tmp_path):
+    """Masks of booleans would hide nothing."""
     model = AutoModelForCausalLM.from_pretrained(
         make_causal_lm(tmp_path, "llama"), dtype=torch.float32, attn_implementation="eager"
     ).eval()
-    assert not takes_slot_masks(model)
-    assert answers(Sampler(make_tokenizer(), decoding="auto").responses(model, BATCH, SAMPLING)) == plainly(
-        model, SAMPLING
+    sampler = Sampler(make_tokenizer(), decoding="auto")
+    assert answers(sampler.responses(model, BATCH, SAMPLING)) == plainly(model, SAMPLING)
+    assert sampler.decoding_ran == "recorded"
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        name if name in ("mistral", "gemma3_text", "gpt_oss") else pytest.param(name, marks=pytest.mark.slow)
+        for name in WINDOWS
+    ],
+)
+@pytest.mark.parametrize("decoding", ("plain", "recorded", "graphs"))
+@torch.no_grad()
+def test_windows_that_are_shorter_than_rows(windowed, decoding, family):
+    """Rows of different lengths join and leave; what the finished rows get is their whole pass by transformers."""
+    model, how = windowed[family], replace(SAMPLING, logprob_temperature=1.0)
+    assert any(windows_of(model).values()) and takes_slot_masks(model)
+    sampler = Sampler(make_tokenizer(), 3, decoding=decoding)
+    if decoding == "graphs":
+        sampler = sampler_with(model, Captured(), 3)
+    rollout = sampler.responses(model, BATCH, how)
+    assert sampler.decoding_ran == decoding and not sampler.fallback
+    assert answers(rollout) == plainly(model, SAMPLING)
+    for row, (tokens, _) in enumerate(answers(rollout)):
+        logits = model(torch.tensor([PROMPTS[row] + tokens])).logits[0, len(PROMPTS[row]) - 1 : -1]
+        expected = torch.log_softmax(logits, -1)[range(len(tokens)), tokens]
+        torch.testing.assert_close(rollout.logprobs[row, : len(tokens)], expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ("mistral", "gemma3_text", "gpt_oss"))
+@pytest.mark.parametrize("change", (-1, 1))
+@torch.no_grad()
+def test_windows_that_are_off_by_one_are_refused(windowed, monkeypatch, family, change):
+    def wrong(model):
+        return {kind: window and window + change for kind, window in windows_of(model).items()}
+
+    monkeypatch.setattr("engine.rollout.passes.windows_of", wrong)
+    assert not takes_slot_masks(windowed[family])
+
+
+def test_the_slots_that_a_window_hides(windowed):
+    """A token in slot 4 and a window of 3: slots 2, 3 and 4."""
+    passes = Passes(
+        windowed["gemma3_text"], SimpleNamespace(tensors=lambda: [torch.zeros(1, dtype=torch.float16)]), True
     )
+    passes.windows = {"full_attention": None, "sliding_attention": 3, "long": 5, "longer": 50}
+    mask = torch.tensor([[False, True, True, True, True, False], [False, False, False, True, True, False]])
+    seen = {kind: (each[:, 0, 0] == 0).tolist() for kind, each in passes.masks(mask, 4).items()}
+    assert seen["sliding_attention"] == [[False, False, True, True, True, False], mask[1].tolist()]
+    assert seen["full_attention"] == seen["long"] == seen["longer"] == mask.tolist()
+
+
+@pytest.mark.parametrize(
+    "family, config, windows",
+    [
+        ("llama", {}, {"full_attention": None}),
+        ("mistral", {"sliding_window": None}, {"full_attention": None}),
+        ("mistral", {"sliding_window": 7}, {"sliding_attention": 7}),
+        ("qwen2_moe", {"sliding_window": 7}, {"full_attention": None}),  # of which transformers makes 0
+        ("qwen2", HALF, {"full_attention": None, "sliding_attention": None}),  # None, without use_sliding_window
+        ("gemma2", HALF, {"full_attention": None, "sliding_attention": 8}),
+    ],
+)
+def test_windows_of_configurations(family, config, windows):
+    assert windows_of(SimpleNamespace(config=AutoConfig.for_model(family, **config))) == windows
 
 
 def test_flash_attention_answers_as_torchs_own(models, expected, monkeypatch):
@@ -319,7 +413,7 @@ def test_evaluations_have_fewer_rows_and_prompts_grow(graphed_models):
             batch = prompts(rows, width)
             found, expected = (each.responses(model, batch, long) for each in (sampler, plain))
             assert torch.equal(found.sequences, expected.sequences)
-            hidden = sampler._passes._inputs.mask.isneginf()
+            hidden = sampler._passes._inputs.masks["full_attention"].isneginf()
             # What GPUs make of a row that sees nothing is NaN, so that free rows see everything.
             assert hidden[:4].any(-1).all() and hidden[4:].any() == (rows > 4)
     assert 2 <= capture.count <= 2 * 4  # 16 and 8 rows, quarters of the slots
