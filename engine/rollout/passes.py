@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from transformers import AttentionInterface, PreTrainedModel
-from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from engine import distributed
@@ -188,7 +187,7 @@ class Passes:
         dtype, masks = self.cache.tensors()[0].dtype, {}
         for kind, window in self.windows.items():
             seen = mask if window is None else mask & (torch.arange(mask.shape[1], device=mask.device) > slot - window)
-            masks[kind] = torch.where(seen, 0.0, -torch.inf).to(dtype)[:, None, None]
+            masks[kind] = seen[:, None, None].to(dtype).log()
         return masks
 
     def fall_back(self, decoding: str, reason: Exception) -> None:
@@ -206,15 +205,12 @@ class Passes:
         otherwise wait for it."""
         self.model(input_ids=ids, use_cache=False)
 
-    def _forward(
-        self, ids: Tensor, mask: Tensor | dict[str, Tensor], positions: Tensor, cache: Cache | None = None
-    ) -> Tensor:
+    def _forward(self, ids: Tensor, mask: Tensor | dict[str, Tensor], positions: Tensor) -> Tensor:
         named = {"position_ids": positions} if self.takes_positions else {}
         if isinstance(mask, dict) and len(mask) == 1:
             (mask,) = mask.values()
-        cache = self.cache if cache is None else cache
         return self.model(
-            input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True, logits_to_keep=1, **named
+            input_ids=ids, attention_mask=mask, past_key_values=self.cache, use_cache=True, logits_to_keep=1, **named
         ).logits[:, -1]
 
 
@@ -238,7 +234,7 @@ class RecordedPasses(Passes):
 
     def __init__(self, model: nn.Module, cache: SlotCache, slot_masks: bool):
         super().__init__(model, cache, slot_masks)
-        self._replay = _record(_TokenStep(self), _trial_inputs(model))
+        self._replay = _record(_TokenStep(model), _trial_inputs(model))
 
     @traced("token")
     def tokens(self, ids: Tensor, positions: Tensor, mask: Tensor, start: int, slot: int) -> Tensor:
@@ -256,12 +252,12 @@ class _TokenStep(nn.Module):
     V).
     """
 
-    def __init__(self, passes: Passes):
+    def __init__(self, model: nn.Module):
         super().__init__()
-        self.model, self._passes = passes.model, passes
+        self.model = model
 
     def forward(self, ids: Tensor, positions: Tensor, masks: dict[str, Tensor], parts: tuple[Tensor, ...]) -> Tensor:
-        return self._passes._forward(ids, masks, positions, GivenSlots(parts))
+        return Passes(self.model, GivenSlots(parts), True)._forward(ids, masks, positions)
 
 
 def _record(step: _TokenStep, trials: list[tuple]) -> Callable[..., Tensor]:
@@ -397,7 +393,7 @@ class GraphedPasses(Passes):
         with _NoQuestions():  # reading a result would end the capture halfway; torch's allocator would then fail
             step()
         replay = self._capture(step)
-        if not _alike(replay()[: len(expected)], expected, torch.finfo(expected.dtype).eps ** 0.5):
+        if not _alike(replay()[: len(expected)], expected, torch.finfo(self.cache.tensors()[0].dtype).eps ** 0.5):
             raise ValueError("its graph gives other results")
         return replay
 
