@@ -70,7 +70,7 @@ def takes_positions(model: PreTrainedModel) -> bool:
     return "position_ids" in inspect.signature(model.forward).parameters
 
 
-def windows_of(model: nn.Module) -> dict[str, int | None]:
+def windows_of(model: PreTrainedModel) -> dict[str, int | None]:
     """{kind of layer: how many of the latest slots a token attends to in such layers; None for all slots}. A model
     without a list of kinds has one kind."""
     config = model.config.get_text_config()
@@ -144,7 +144,7 @@ class Passes:
     sees_all_slots = False  # whether passes compute on all slots of the cache, also on those that no row uses
     decoding, fallback = "plain", ""
 
-    def __init__(self, model: nn.Module, cache: SlotCache, slot_masks: bool):
+    def __init__(self, model: PreTrainedModel, cache: SlotCache, slot_masks: bool):
         self.model, self.cache, self.slot_masks = model, cache, slot_masks
         self.takes_positions, self.windows = takes_positions(model), windows_of(model)
 
