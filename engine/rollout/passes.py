@@ -64,12 +64,6 @@ def check_attention(path: str, what: str, trust_remote_code: bool = False) -> No
         )
 
 
-def takes_positions(model: PreTrainedModel) -> bool:
-    """Whether the model's forward pass has the argument `position_ids`. Model families without it compute positions
-    from the attention mask."""
-    return "position_ids" in inspect.signature(model.forward).parameters
-
-
 def windows_of(model: PreTrainedModel) -> dict[str, int | None]:
     """{kind of layer: how many of the latest slots a token attends to in such layers; None for all slots}. A model
     without a list of kinds has one kind."""
@@ -104,7 +98,7 @@ def takes_slot_masks(model: PreTrainedModel) -> bool:
         passes.prompts(ids[:, :3], mask[:, :3], 0, 3)
         return passes.tokens(ids[:, 3:], position_ids(mask)[:, 3:], mask.bool(), 0, 3)
 
-    with _configured(model, **({"sliding_window": 2} if any(kinds.values()) else {})):
+    with _configured(model, "sliding_window", 2) if any(kinds.values()) else contextlib.nullcontext():
         usual = ask(False)
         try:
             ready = ask(True)
@@ -146,7 +140,9 @@ class Passes:
 
     def __init__(self, model: PreTrainedModel, cache: SlotCache, slot_masks: bool):
         self.model, self.cache, self.slot_masks = model, cache, slot_masks
-        self.takes_positions, self.windows = takes_positions(model), windows_of(model)
+        self.windows = windows_of(model)
+        # Model families without this argument compute positions from the attention mask.
+        self.takes_positions = "position_ids" in inspect.signature(model.forward).parameters
 
     @traced("prompts")
     def prompts(self, ids: Tensor, mask: Tensor, first_row: int, end: int) -> Tensor:
@@ -380,17 +376,17 @@ class GraphedPasses(Passes):
         """A graph of this shape. It is returned only if its logits for the present inputs equal `expected`, (B, V),
         within rounding.
 
-        Raises: ValueError if the logits differ, or if the model's code reads results on the host.
+        Raises: ValueError if the logits differ, or if the model's code does what no graph can hold (`_NoQuestions`).
         """
         inputs, own = self._inputs, self.model.config.get_text_config()._attn_implementation
 
         def step() -> Tensor:
             self.cache.window.put_at(slice(0, rows), inputs.at, slots)
             masks = {kind: mask[:rows, ..., :slots] for kind, mask in inputs.masks.items()}
-            with _configured(self.model, _attn_implementation=own if own == "eager" else ONE_TOKEN):
+            with _configured(self.model, "_attn_implementation", own if own == "eager" else ONE_TOKEN):
                 return self._forward(inputs.ids[:rows], masks, inputs.positions[:rows])
 
-        with _NoQuestions():  # reading a result would end the capture halfway; torch's allocator would then fail
+        with _NoQuestions():  # such an operation would end the capture halfway, with a message that does not name it
             step()
         replay = self._capture(step)
         if not _alike(replay()[: len(expected)], expected, torch.finfo(self.cache.tensors()[0].dtype).eps ** 0.5):
@@ -452,17 +448,15 @@ AttentionInterface.register(ONE_TOKEN, _attention_of_one_token)
 
 
 @contextlib.contextmanager
-def _configured(model: PreTrainedModel, **fields) -> Iterator[None]:
-    """Within this context these fields of the model's configuration have these values."""
+def _configured(model: PreTrainedModel, name: str, value: int | str) -> Iterator[None]:
+    """Within this context this field of the model's configuration has this value."""
     config = model.config.get_text_config()
-    before = {name: getattr(config, name) for name in fields}
+    before = getattr(config, name)
+    setattr(config, name, value)
     try:
-        for name, value in fields.items():
-            setattr(config, name, value)
         yield
     finally:
-        for name, value in before.items():
-            setattr(config, name, value)
+        setattr(config, name, before)
 
 
 class _NoQuestions(TorchDispatchMode):
