@@ -79,13 +79,14 @@ def takes_slot_masks(model: PreTrainedModel) -> bool:
     If transformers gets a complete mask, it builds no mask of its own for each token. Building one makes the host wait
     for the device. A trial decides. The model reads one token after two prompts of different lengths, once with each
     kind of mask, and the logits are compared. If layers attend to a window of slots, the window is 2 slots in the
-    trial, so that few slots show a difference. Two kinds of models get False without a trial: models with layers that
-    attend to chunks of slots, and models whose attention is neither torch's own (sdpa) nor one that gets its masks from
-    transformers and adds them to scores (eager).
+    trial, so that few slots show a difference. Two kinds of models get False without a trial: models with other layers
+    (Llama 4's attend to chunks of a row), and models whose attention is neither torch's own (sdpa) nor one that gets
+    its masks from transformers and adds them to scores (eager).
     """
     config, kinds = model.config.get_text_config(), windows_of(model)
     adds = config._attn_implementation == "eager" and getattr(model, "_supports_attention_backend", False)
-    if not (adds or config._attn_implementation in ("sdpa", BY_ROW)) or "chunked_attention" in kinds:
+    other = kinds.keys() - {"full_attention", "sliding_attention"}
+    if other or not (adds or config._attn_implementation in ("sdpa", BY_ROW)):
         return False
     device = next(model.parameters()).device
     ids = (torch.arange(8, device=device).view(2, 4) * 7919) % config.vocab_size
