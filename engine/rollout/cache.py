@@ -101,44 +101,15 @@ def cache_bytes(model: PreTrainedModel, slots: int) -> int:
     return 2 * config.num_hidden_layers * kept * width * slots * next(model.parameters()).element_size()
 
 
-class GivenSlots(Cache):
-    """A Hugging Face cache that uses given tensors, for one pass over one token per row.
+class GivenSlots(SlotCache):
+    """A cache of given tensors, for one pass over one token per row.
 
     parts: for each layer the keys, then the values, (B, heads, slots, d). The pass writes into the last slot.
     """
 
     def __init__(self, parts: tuple[Tensor, ...]):
-        super().__init__(layers=[_Given(*pair) for pair in zip(parts[::2], parts[1::2])])
-
-
-class _Given(CacheLayerMixin):
-    """One layer of GivenSlots."""
-
-    is_sliding = False
-
-    def __init__(self, keys: Tensor, values: Tensor):
         super().__init__()
-        self.keys, self.values, self.is_initialized = keys, values, True
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Does nothing: the tensors exist already."""
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        """Write the new keys and values into the last slot; returns all keys and values."""
-        self.keys[:, :, -1:], self.values[:, :, -1:] = key_states, value_states
-        return self.keys, self.values
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Returns (number, offset) of the slots that the pass attends to."""
-        return self.keys.shape[2], 0
-
-    def get_seq_length(self) -> int:
-        """The number of slots that were filled before the pass."""
-        return self.keys.shape[2] - 1
-
-    def get_max_length(self) -> int:
-        """No maximum length."""
-        return -1
+        self.layers = [_Given(*pair) for pair in zip(parts[::2], parts[1::2])]
 
 
 class _Slots(CacheLayerMixin):
@@ -184,6 +155,23 @@ class _Slots(CacheLayerMixin):
     def get_max_length(self) -> int:
         """No maximum length."""
         return -1
+
+
+class _Given(_Slots):
+    """One layer of GivenSlots."""
+
+    def __init__(self, keys: Tensor, values: Tensor):
+        super().__init__(Window(), Room())
+        self.keys, self.values, self.is_initialized = keys, values, True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        """Write the new keys and values into the last slot; returns all keys and values."""
+        self.keys[:, :, -1:], self.values[:, :, -1:] = key_states, value_states
+        return self.keys, self.values
+
+    def get_seq_length(self) -> int:
+        """The number of slots that were filled before the pass."""
+        return self.keys.shape[2] - 1
 
 
 class Batch:

@@ -6,12 +6,13 @@ arguments a model family takes.
 import contextlib
 import inspect
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -63,50 +64,59 @@ def check_attention(path: str, what: str, trust_remote_code: bool = False) -> No
         )
 
 
-def takes_positions(model: PreTrainedModel) -> bool:
-    """Whether the model's forward pass has the argument `position_ids`. Model families without it compute positions
-    from the attention mask."""
-    return "position_ids" in inspect.signature(model.forward).parameters
+def windows_of(model: PreTrainedModel) -> dict[str, int | None]:
+    """{kind of layer: how many of the latest slots a token attends to in such layers; None for all slots}. A model
+    without a list of kinds has one kind."""
+    config = model.config.get_text_config()
+    window = getattr(config, "sliding_window", None) or None  # some families write 0 for none
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"]
+    return {kind: window if kind == "sliding_attention" else None for kind in sorted(set(kinds))}
 
 
 def takes_slot_masks(model: PreTrainedModel) -> bool:
-    """Whether the model, when it reads single tokens, accepts a complete attention mask of booleans, (B, 1, 1, slots).
+    """Whether the model, when it reads single tokens, accepts complete attention masks (`Passes.masks`).
 
     If transformers gets a complete mask, it builds no mask of its own for each token. Building one makes the host wait
     for the device. A trial decides. The model reads one token after two prompts of different lengths, once with each
-    kind of mask, and the logits are compared. Two kinds of models get False without a trial. In models with layers that
-    attend to a window of slots, the trial has too few slots to show a difference. In models with an attention other
-    than torch's own (sdpa), the mask may be added to the attention scores, which a small model's logits would hardly
-    show.
+    kind of mask, and the logits are compared. If layers attend to a window of slots, the window is 2 slots in the
+    trial, so that few slots show a difference. Two kinds of models get False without a trial: models with other layers
+    (Llama 4's attend to chunks of a row), and models whose attention is neither torch's own (sdpa) nor one that gets
+    its masks from transformers and adds them to scores (eager).
     """
-    config = model.config.get_text_config()
-    if config._attn_implementation not in ("sdpa", BY_ROW):
-        return False
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    if kinds != {"full_attention"} or getattr(config, "sliding_window", None) is not None:
+    config, kinds = model.config.get_text_config(), windows_of(model)
+    adds = config._attn_implementation == "eager" and getattr(model, "_supports_attention_backend", False)
+    other = kinds.keys() - {"full_attention", "sliding_attention"}
+    if other or not (adds or config._attn_implementation in ("sdpa", BY_ROW)):
         return False
     device = next(model.parameters()).device
     ids = (torch.arange(8, device=device).view(2, 4) * 7919) % config.vocab_size
     mask = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]], device=device)
-    positions = position_ids(mask)
-    named = [{"position_ids": part} if takes_positions(model) else {} for part in (positions[:, :3], positions[:, 3:])]
 
-    def ask(last_mask: Tensor) -> Tensor:
+    def ask(slot_masks: bool) -> Tensor:
         cache = SlotCache()
         cache.reserve(2, 4)
-        cache.window.put(slice(0, 2), 0, 0)
-        model(input_ids=ids[:, :3], attention_mask=mask[:, :3], past_key_values=cache, use_cache=True, **named[0])
-        cache.window.put(slice(0, 2), 0, 3)
-        return model(
-            input_ids=ids[:, 3:], attention_mask=last_mask, past_key_values=cache, use_cache=True, **named[1]
-        ).logits
+        passes = Passes(model, cache, slot_masks)
+        passes.prompts(ids[:, :3], mask[:, :3], 0, 3)
+        return passes.tokens(ids[:, 3:], position_ids(mask)[:, 3:], mask.bool(), 0, 3)
 
-    usual = ask(mask)
-    try:
-        ready = ask(mask.bool()[:, None, None])
-    except Exception:  # a model family that expects a two-dimensional mask may raise anything
-        return False
-    return ready.shape == usual.shape and torch.allclose(ready, usual, rtol=1e-3, atol=1e-3)
+    with _configured(model, "sliding_window", 2) if any(kinds.values()) else contextlib.nullcontext():
+        usual = ask(False)
+        try:
+            ready = ask(True)
+        except Exception:  # a model family that expects a two-dimensional mask may raise anything
+            return False
+    return ready.shape == usual.shape and _alike(ready, usual, 1e-3)
+
+
+def _alike(found: Tensor, expected: Tensor, tolerance: float) -> bool:
+    """Whether in each row of the logits (B, V) the norm of the differences is at most this part of the norm of the
+    expected logits' deviations from their mean.
+
+    Rounding may cause such differences. Single logits are not compared, because in bf16 large logits are rounded more.
+    """
+    found, expected = found.float(), expected.float()
+    spread = (expected - expected.mean(-1, keepdim=True)).norm(dim=-1)
+    return bool(((found - expected).norm(dim=-1) <= tolerance * spread).all())
 
 
 FEWEST_ROWS = 8  # with fewer rows a GPU pass takes as long, since it reads the same weights
@@ -123,15 +133,17 @@ class Passes:
     Args:
         model: a causal language model in eval mode.
         cache: the cache that holds the keys and values of all tokens that were read.
-        slot_masks: whether the model accepts a complete attention mask for single tokens (`takes_slot_masks`).
+        slot_masks: whether the model accepts complete attention masks for single tokens (`takes_slot_masks`).
     """
 
     sees_all_slots = False  # whether passes compute on all slots of the cache, also on those that no row uses
     decoding, fallback = "plain", ""
 
-    def __init__(self, model: nn.Module, cache: SlotCache, slot_masks: bool):
+    def __init__(self, model: PreTrainedModel, cache: SlotCache, slot_masks: bool):
         self.model, self.cache, self.slot_masks = model, cache, slot_masks
-        self.takes_positions = takes_positions(model)
+        self.windows = windows_of(model)
+        # Model families without this argument compute positions from the attention mask.
+        self.takes_positions = "position_ids" in inspect.signature(model.forward).parameters
 
     @traced("prompts")
     def prompts(self, ids: Tensor, mask: Tensor, first_row: int, end: int) -> Tensor:
@@ -160,7 +172,20 @@ class Passes:
         """
         self.cache.window.put(slice(0, len(ids)), start, slot)
         seen = mask[: len(ids), start : slot + 1]
-        return self._forward(ids, seen[:, None, None] if self.slot_masks else seen.long(), positions)
+        return self._forward(ids, self.masks(seen, slot - start) if self.slot_masks else seen.long(), positions)
+
+    def masks(self, mask: Tensor, slot: int) -> dict[str, Tensor]:
+        """The complete attention masks of tokens in slot `slot`: {kind of layer: (B, 1, 1, slots) in the dtype of the
+        keys, 0 where the token attends and -inf elsewhere}.
+
+        All tokens are in the same slot, so a window hides the same slots of all rows. mask: (B, slots) bool, the slots
+        that hold a token of the row, `slot` included.
+        """
+        dtype, masks = self.cache.tensors()[0].dtype, {}
+        for kind, window in self.windows.items():
+            seen = mask if window is None else mask & (torch.arange(mask.shape[1], device=mask.device) > slot - window)
+            masks[kind] = seen[:, None, None].to(dtype).log()
+        return masks
 
     def fall_back(self, decoding: str, reason: Exception) -> None:
         """Set `fallback`, and warn that the model's own code reads single tokens from now on. decoding: the way that
@@ -177,8 +202,10 @@ class Passes:
         otherwise wait for it."""
         self.model(input_ids=ids, use_cache=False)
 
-    def _forward(self, ids: Tensor, mask: Tensor, positions: Tensor) -> Tensor:
+    def _forward(self, ids: Tensor, mask: Tensor | dict[str, Tensor], positions: Tensor) -> Tensor:
         named = {"position_ids": positions} if self.takes_positions else {}
+        if isinstance(mask, dict) and len(mask) == 1:
+            (mask,) = mask.values()
         return self.model(
             input_ids=ids, attention_mask=mask, past_key_values=self.cache, use_cache=True, logits_to_keep=1, **named
         ).logits[:, -1]
@@ -186,7 +213,7 @@ class Passes:
 
 # Files whose code branches on shapes. These branches are the same for all passes over single tokens: the number of
 # tokens (transformers' attention), or whether an embedding has a row for its padding token (torch).
-LOOK_AT_SHAPES = ("sdpa_attention.py", "models/packed_rows.py", "torch/nn/functional.py")
+LOOK_AT_SHAPES = ("sdpa_attention.py", "torch/nn/functional.py")
 
 
 class RecordedPasses(Passes):
@@ -210,31 +237,24 @@ class RecordedPasses(Passes):
     def tokens(self, ids: Tensor, positions: Tensor, mask: Tensor, start: int, slot: int) -> Tensor:
         """As Passes.tokens."""
         rows, slots = slice(0, len(ids)), slice(start, slot + 1)
-        return self._replay(ids, positions, mask[rows, None, None, slots], self.cache.parts(rows, slots))
+        masks = self.masks(mask[rows, slots], slot - start)
+        return self._replay(ids, positions, masks, self.cache.parts(rows, slots))
 
 
 class _TokenStep(nn.Module):
     """One pass over one token per row, as a function of tensors only.
 
-    Arguments of `forward`: ids and positions (B, 1) int64, mask (B, 1, 1, slots) bool, and `parts`: for each layer the
+    Arguments of `forward`: ids and positions (B, 1) int64, the masks of `Passes.masks`, and `parts`: for each layer the
     keys, then the values, (B, heads, slots, d). The pass writes into the last slot of `parts` and returns logits (B,
     V).
     """
 
     def __init__(self, model: nn.Module):
         super().__init__()
-        self.model, self.takes_positions = model, takes_positions(model)
+        self.model = model
 
-    def forward(self, ids: Tensor, positions: Tensor, mask: Tensor, parts: tuple[Tensor, ...]) -> Tensor:
-        named = {"position_ids": positions} if self.takes_positions else {}
-        return self.model(
-            input_ids=ids,
-            attention_mask=mask,
-            past_key_values=GivenSlots(parts),
-            use_cache=True,
-            logits_to_keep=1,
-            **named,
-        ).logits[:, -1]
+    def forward(self, ids: Tensor, positions: Tensor, masks: dict[str, Tensor], parts: tuple[Tensor, ...]) -> Tensor:
+        return Passes(self.model, GivenSlots(parts), True)._forward(ids, masks, positions)
 
 
 def _record(step: _TokenStep, trials: list[tuple]) -> Callable[..., Tensor]:
@@ -256,11 +276,11 @@ def _record(step: _TokenStep, trials: list[tuple]) -> Callable[..., Tensor]:
         if issubclass(warning.category, torch.jit.TracerWarning) and not warning.filename.endswith(LOOK_AT_SHAPES):
             raise ValueError(f"{warning.filename}:{warning.lineno} branches on computed numbers")
     tolerance = torch.finfo(trials[0][3][0].dtype).eps ** 0.5
-    for ids, positions, mask, parts in trials:
+    for ids, positions, masks, parts in trials:
         again = tuple(part.clone() for part in parts)
-        expected = (step(ids, positions, mask, parts), *parts)
+        expected = (step(ids, positions, masks, parts), *parts)
         try:
-            found = (replay(ids, positions, mask, again), *again)
+            found = (replay(ids, positions, masks, again), *again)
         except RuntimeError as error:
             raise ValueError("its recording fails for other numbers of rows or slots") from error
         if any(
@@ -280,13 +300,14 @@ def _trial_inputs(model: PreTrainedModel) -> list[tuple]:
     cache.reserve(rows, width + 1)
     ids = (torch.arange(rows * (width + 1), device=device).view(rows, -1) * 7919) % vocabulary
     mask = torch.arange(width + 1, device=device) >= torch.arange(rows, device=device).unsqueeze(1)
-    Passes(model, cache, True).prompts(ids[:, :width], mask[:, :width].long(), 0, width)
+    passes = Passes(model, cache, True)
+    passes.prompts(ids[:, :width], mask[:, :width].long(), 0, width)
     positions = position_ids(mask.long())[:, -1:]
     return [
         (
             ids[:count, -1:],
             positions[:count],
-            mask[:count, None, None, start:],
+            passes.masks(mask[:count, start:], width - start),
             tuple(part.clone() for part in cache.parts(slice(0, count), slice(start, width + 1))),
         )
         for count, start in ((2, 1), (1, 0), (4, 3), (3, 0))
@@ -330,7 +351,7 @@ class GraphedPasses(Passes):
         if places != self._places:
             self._graphs.clear()
             self._places, self._capture = places, self._new_capture()
-            self._inputs = _Inputs(self.cache.tensors()[0])
+            self._inputs = _Inputs(self.cache.tensors()[0], self.windows)
         return logits
 
     @traced("token")
@@ -341,7 +362,7 @@ class GraphedPasses(Passes):
             return super().tokens(ids, positions, mask, start, slot)
         room = self.cache.room
         shape = rows_of_shape(len(ids), room.rows), _slots_of_shape(slot + 1, room.slots)
-        self._inputs.put(ids, positions, mask, slot)
+        self._inputs.put(ids, positions, self.masks(mask, slot), slot)
         if shape not in self._graphs:
             expected = super().tokens(ids, positions, mask, start, slot)
             try:
@@ -353,28 +374,23 @@ class GraphedPasses(Passes):
         return self._graphs[shape]()[: len(ids)]
 
     def _checked(self, rows: int, slots: int, expected: Tensor) -> Callable[[], Tensor]:
-        """A graph of this shape. It is returned only if its logits for the present inputs equal `expected`, (B, V).
+        """A graph of this shape. It is returned only if its logits for the present inputs equal `expected`, (B, V),
+        within rounding.
 
-        Logits count as equal if, in each row, the norm of the differences is at most a small part of the norm of the
-        expected logits' deviations from their mean. Rounding may cause such differences. Single logits are not
-        compared, because in bf16 large logits are rounded more.
-
-        Raises: ValueError if the logits differ, or if the model's code reads results on the host.
+        Raises: ValueError if the logits differ, or if the model's code does what no graph can hold (`_NoQuestions`).
         """
-        inputs = self._inputs
+        inputs, own = self._inputs, self.model.config.get_text_config()._attn_implementation
 
         def step() -> Tensor:
             self.cache.window.put_at(slice(0, rows), inputs.at, slots)
-            with _one_token_attention(self.model):
-                return self._forward(inputs.ids[:rows], inputs.mask[:rows, None, None, :slots], inputs.positions[:rows])
+            masks = {kind: mask[:rows, ..., :slots] for kind, mask in inputs.masks.items()}
+            with _configured(self.model, "_attn_implementation", own if own == "eager" else ONE_TOKEN):
+                return self._forward(inputs.ids[:rows], masks, inputs.positions[:rows])
 
-        with _NoQuestions():  # reading a result would end the capture halfway; torch's allocator would then fail
+        with _NoQuestions():  # such an operation would end the capture halfway, with a message that does not name it
             step()
         replay = self._capture(step)
-        found, wanted = replay()[: len(expected)].float(), expected.float()
-        tolerance = torch.finfo(inputs.mask.dtype).eps ** 0.5
-        spread = (wanted - wanted.mean(-1, keepdim=True)).norm(dim=-1)
-        if not ((found - wanted).norm(dim=-1) <= tolerance * spread).all():
+        if not _alike(replay()[: len(expected)], expected, torch.finfo(self.cache.tensors()[0].dtype).eps ** 0.5):
             raise ValueError("its graph gives other results")
         return replay
 
@@ -382,32 +398,30 @@ class GraphedPasses(Passes):
 class _Inputs:
     """The input tensors of graphs. They stay at the same place in memory.
 
-    ids, positions: (rows, 1) int64. at: (1,) int64, the slot to write into. mask: (rows, slots) in the dtype of the
-    keys, 0 where a row attends and -inf elsewhere. Torch's attention would convert a mask of booleans to this form in
-    each layer.
+    ids, positions: (rows, 1) int64. at: (1,) int64, the slot to write into. masks: as Passes.masks gives them, for all
+    rows and slots.
 
     Args:
-        keys: (rows, heads, slots, d), the keys of any layer in the cache.
+        keys: (rows, heads, slots, d), the keys of any layer in the cache. kinds: the kinds of layers.
     """
 
-    def __init__(self, keys: Tensor):
+    def __init__(self, keys: Tensor, kinds: Iterable[str]):
         rows, _, slots, _ = keys.shape
         self.ids, self.positions = torch.zeros(2, rows, 1, dtype=torch.int64, device=keys.device)
         self.at = torch.zeros(1, dtype=torch.int64, device=keys.device)
-        self.mask = keys.new_zeros(rows, slots)
-        self._seen, self._hidden = keys.new_zeros(()), keys.new_full((), -torch.inf)
+        self.masks = {kind: keys.new_zeros(rows, 1, 1, slots) for kind in kinds}
 
-    def put(self, ids: Tensor, positions: Tensor, mask: Tensor, slot: int) -> None:
-        """Copy the inputs of the first B rows; arguments as in Passes.tokens, with a mask (B, slots).
+    def put(self, ids: Tensor, positions: Tensor, masks: dict[str, Tensor], slot: int) -> None:
+        """Copy the inputs of the first B rows; arguments as in Passes.tokens, with masks of at least B rows.
 
-        The rows after the first B attend to all slots: a row that attends to nothing would give NaN, which would stay
-        in the cache.
+        The rows after those attend to all slots: a row that attends to nothing would give NaN, which would stay in the
+        cache.
         """
         self.ids[: len(ids)] = ids
         self.positions[: len(ids)] = positions
-        torch.where(mask, self._seen, self._hidden, out=self.mask[: len(mask)])
-        if len(mask) < len(self.mask):
-            self.mask[len(mask) :] = 0.0
+        for kind, mask in masks.items():
+            self.masks[kind][: len(mask)] = mask
+            self.masks[kind][len(mask) :] = 0.0
         self.at.fill_(slot)
 
 
@@ -435,35 +449,47 @@ AttentionInterface.register(ONE_TOKEN, _attention_of_one_token)
 
 
 @contextlib.contextmanager
-def _one_token_attention(model: PreTrainedModel) -> Iterator[None]:
-    """Within this context the model computes attention with `_attention_of_one_token`."""
+def _configured(model: PreTrainedModel, name: str, value: int | str) -> Iterator[None]:
+    """Within this context this field of the model's configuration has this value."""
     config = model.config.get_text_config()
-    before = config._attn_implementation
-    config._attn_implementation = ONE_TOKEN
+    before = getattr(config, name)
+    setattr(config, name, value)
     try:
         yield
     finally:
-        config._attn_implementation = before
+        setattr(config, name, before)
 
 
 class _NoQuestions(TorchDispatchMode):
-    """Within this context, an operation that copies computed numbers to the host raises ValueError, if this thread
-    calls it.
+    """Within this context, an operation that copies numbers between the host and the device raises ValueError, if this
+    thread calls it. No graph can hold such an operation.
 
     torch.cuda.set_sync_debug_mode finds more such operations, but it also raises in other threads, in which reward
     functions run.
     """
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        aten, name = torch.ops.aten, func.overloadpacket
+        aten, name, kwargs = torch.ops.aten, func.overloadpacket, kwargs or {}
+        with self:  # in inference mode, an operation that consists of others arrives before these
+            result = func.decompose(*args, **kwargs)
+        if result is not NotImplemented:
+            return result
         if name in (aten.index, aten.index_put, aten.index_put_):
             asks = any(each is not None and each.dtype is torch.bool for each in args[1])
         else:
-            tags = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
-            asks = name is aten.is_nonzero or not tags.isdisjoint(func.tags)
+            asks = not {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}.isdisjoint(func.tags)
         if asks:
             raise ValueError(f"its code reads computed numbers on the host, by {name.__name__}")
-        return func(*args, **(kwargs or {}))
+        copies = name in (aten._to_copy, aten.copy_)  # other operations get the host's single numbers as arguments
+        tensors = [each for each in tree_iter((args, kwargs)) if isinstance(each, Tensor) and (copies or each.dim())]
+        on_host = {each.is_cpu for each in tensors}
+        if name is aten._to_copy:
+            on_host.add(torch.device(kwargs.get("device") or args[0].device).type == "cpu")
+        elif name is aten.lift_fresh:  # torch.tensor has just copied these numbers from a list
+            on_host.add(True)
+        if len(on_host) == 2:
+            raise ValueError(f"its code copies between the host and the device, by {name.__name__}")
+        return func(*args, **kwargs)
 
 
 class _CudaCapture:
@@ -488,11 +514,18 @@ class _CudaCapture:
         finally:
             here.wait_stream(beside)
         graph = torch.cuda.CUDAGraph()
-        # With "thread_local", calls of other threads, such as NCCL's watchdog querying events, do not break the
-        # capture. The outer context restores the current stream; torch.cuda.graph restores it only if the capture
-        # succeeds.
-        with torch.cuda.stream(here), torch.cuda.graph(graph, self._pool, beside, "thread_local"):
-            output = step()
+        try:
+            # With "thread_local", calls of other threads, such as NCCL's watchdog querying events, do not break the
+            # capture. The outer context restores the current stream; torch.cuda.graph restores it only if the capture
+            # succeeds.
+            with torch.cuda.stream(here), torch.cuda.graph(graph, self._pool, beside, "thread_local"):
+                output = step()
+        except Exception:
+            # Before torch 2.12 the allocator does not notice that a failed capture has ended, and can then free nothing
+            # (pytorch #180395). Later versions refuse this call, since it is done.
+            with contextlib.suppress(AttributeError, RuntimeError):
+                torch._C._cuda_endAllocateToPool(beside.device_index, self._pool)
+            raise
 
         def replay() -> Tensor:
             graph.replay()

@@ -7,6 +7,7 @@ A stand-in for CUDA's capture holds what a CUDA graph holds: the operations of o
 import contextlib
 import warnings
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     BloomConfig,
     Gemma2Config,
@@ -32,14 +34,25 @@ from engine.rollout.passes import (
     GraphedPasses,
     Passes,
     RecordedPasses,
+    _CudaCapture,
     _NoQuestions,
     _slots_of_shape,
     check_attention,
     passes_of,
     rows_of_shape,
     takes_slot_masks,
+    windows_of,
 )
-from scripts.harness.models import EOS, make_causal_lm, make_tokenizer
+from scripts.harness.models import (
+    BOS,
+    EOS,
+    PAD,
+    VOCABULARY,
+    make_causal_lm,
+    make_tokenizer,
+    save_random,
+)
+from scripts.harness.models import FAMILIES as CONFIGS
 from tests.engine.rollout.test_decode import (
     BATCH,
     FAMILIES,
@@ -57,6 +70,15 @@ from tests.plain_sampling import plain_answer
 
 OTHERS = sorted(READY - {"llama"})
 ANSWERED = [("llama", 3), ("llama", None), *((family, 3) for family in OTHERS)]
+HALF = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}
+# Families whose layers attend to 8 slots, all of them or one of two; rows have up to 29 tokens.
+WINDOWS = {name: CONFIGS[name] for name in ("mistral", "gemma3_text", "gemma2")} | {
+    "gpt_oss": CONFIGS["gemma"] | HALF | {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "cohere2": CONFIGS["llama"] | HALF,
+    "exaone4": CONFIGS["llama"] | HALF,
+    "qwen2": CONFIGS["llama"] | HALF | {"use_sliding_window": True},
+    "starcoder2": CONFIGS["llama"] | {"sliding_window": 8},
+}
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +96,17 @@ def expected(models) -> dict:
             for sample in range(2)
         ]
     )
+
+
+@pytest.fixture(scope="module")
+def windowed(tmp_path_factory) -> dict:
+    return Made(lambda family: of_config(tmp_path_factory.mktemp(family), family, **WINDOWS[family]))
+
+
+def of_config(folder, family: str, **config):
+    tokens = {"vocab_size": VOCABULARY, "bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": PAD}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **tokens, **config), dtype=torch.float32)
+    return loaded(save_random(model, folder))
 
 
 def taken(model: nn.Module, decoding: str) -> Passes:
@@ -113,6 +146,14 @@ def test_recorded_passes_answer_alike(models, expected, family, rows_at_once):
     finally:
         for name, p in model.named_parameters():
             p.data = before[name]
+
+
+def test_chunks_are_left_to_the_models_own_code(tmp_path):
+    config = CONFIGS["gemma"] | {"num_local_experts": 4, "intermediate_size_mlp": 48, "attention_chunk_size": 8}
+    model = of_config(tmp_path, "llama4_text", **config)
+    assert set(windows_of(model)) == {"chunked_attention"}
+    with pytest.warns(UserWarning, match="for Llama4ForCausalLM .it makes the mask of each token itself"):
+        assert type(taken(model, "auto")) is Passes
 
 
 def test_auto_records_on_cpus_and_says_where_it_cannot(models):
@@ -194,15 +235,81 @@ def test_code_that_no_recording_holds_is_found_out(models, oddity, reason):
         assert type(taken(model, "recorded")) is Passes
 
 
-def test_eager_attention_is_not_given_ready_masks(tmp_path):
-    """It adds a mask to the scores: booleans would hide nothing."""
+def test_eager_attention_adds_masks_to_its_scores(tmp_path):
+    """Masks of booleans would hide nothing."""
     model = AutoModelForCausalLM.from_pretrained(
         make_causal_lm(tmp_path, "llama"), dtype=torch.float32, attn_implementation="eager"
     ).eval()
-    assert not takes_slot_masks(model)
-    assert answers(Sampler(make_tokenizer(), decoding="auto").responses(model, BATCH, SAMPLING)) == plainly(
-        model, SAMPLING
+    sampler = Sampler(make_tokenizer(), decoding="auto")
+    assert answers(sampler.responses(model, BATCH, SAMPLING)) == plainly(model, SAMPLING)
+    assert sampler.decoding_ran == "recorded"
+
+
+QUICK = [("gpt_oss", "recorded"), ("mistral", "graphs")]
+
+
+@pytest.mark.parametrize(
+    "name, decoding",
+    QUICK
+    + [
+        pytest.param(name, decoding, marks=pytest.mark.slow)
+        for name in WINDOWS
+        for decoding in ("recorded", "graphs")
+        if (name, decoding) not in QUICK
+    ],
+)
+@torch.no_grad()
+def test_windows_that_are_shorter_than_rows(windowed, name, decoding):
+    """Rows of different lengths join and leave; what the finished rows get is their whole pass by transformers."""
+    model, how = windowed[name], replace(SAMPLING, logprob_temperature=1.0)
+    if decoding == "graphs":
+        sampler = sampler_with(model, Captured(), 3)
+    else:
+        sampler = Sampler(make_tokenizer(), 3, decoding=decoding)
+    rollout = sampler.responses(model, BATCH, how)
+    assert sampler.decoding_ran == decoding and not sampler.fallback
+    assert answers(rollout) == plainly(model, SAMPLING)
+    for row, (tokens, _) in enumerate(answers(rollout)):
+        logits = model(torch.tensor([PROMPTS[row] + tokens])).logits[0, len(PROMPTS[row]) - 1 : -1]
+        expected = torch.log_softmax(logits, -1)[range(len(tokens)), tokens]
+        torch.testing.assert_close(rollout.logprobs[row, : len(tokens)], expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ("mistral", "gemma3_text", "gpt_oss"))
+@pytest.mark.parametrize("change", (-1, 0, 1))
+@torch.no_grad()
+def test_windows_that_are_off_by_one_are_refused(windowed, monkeypatch, name, change):
+    def wrong(model):
+        return {kind: window and window + change for kind, window in windows_of(model).items()}
+
+    monkeypatch.setattr("engine.rollout.passes.windows_of", wrong)
+    assert takes_slot_masks(windowed[name]) == (change == 0)
+
+
+def test_the_slots_that_a_window_hides(windowed):
+    """A token in slot 4 and a window of 3: slots 2, 3 and 4."""
+    passes = Passes(
+        windowed["gemma3_text"], SimpleNamespace(tensors=lambda: [torch.zeros(1, dtype=torch.float16)]), True
     )
+    passes.windows = {"full_attention": None, "sliding_attention": 3, "long": 5, "longer": 50}
+    mask = torch.tensor([[False, True, True, True, True, False], [False, False, False, True, True, False]])
+    seen = {kind: (each[:, 0, 0] == 0).tolist() for kind, each in passes.masks(mask, 4).items()}
+    assert seen["sliding_attention"] == [[False, False, True, True, True, False], mask[1].tolist()]
+    assert seen["full_attention"] == seen["long"] == seen["longer"] == mask.tolist()
+
+
+@pytest.mark.parametrize(
+    "name, config, windows",
+    [
+        ("mistral", {"sliding_window": None}, {"full_attention": None}),
+        ("mistral", {"sliding_window": 7}, {"sliding_attention": 7}),
+        ("qwen2_moe", {"sliding_window": 7}, {"full_attention": None}),  # of which transformers makes 0
+        ("gemma2", HALF | {"num_hidden_layers": 2}, {"full_attention": None, "sliding_attention": 8}),
+        ("gemma2", HALF | {"num_hidden_layers": 2, "sliding_window": 0}, dict.fromkeys(HALF["layer_types"])),
+    ],
+)
+def test_windows_of_configurations(name, config, windows):
+    assert windows_of(SimpleNamespace(config=AutoConfig.for_model(name, **config))) == windows
 
 
 def test_flash_attention_answers_as_torchs_own(models, expected, monkeypatch):
@@ -319,7 +426,7 @@ def test_evaluations_have_fewer_rows_and_prompts_grow(graphed_models):
             batch = prompts(rows, width)
             found, expected = (each.responses(model, batch, long) for each in (sampler, plain))
             assert torch.equal(found.sequences, expected.sequences)
-            hidden = sampler._passes._inputs.mask.isneginf()
+            hidden = sampler._passes._inputs.masks["full_attention"].isneginf()
             # What GPUs make of a row that sees nothing is NaN, so that free rows see everything.
             assert hidden[:4].any(-1).all() and hidden[4:].any() == (rows > 4)
     assert 2 <= capture.count <= 2 * 4  # 16 and 8 rows, quarters of the slots
@@ -386,27 +493,70 @@ def test_a_model_that_asks_the_device_is_not_captured(inference):
     assert capture.count == 0 and sampler.decoding_ran == "plain"
 
 
+READS, COPIES = "reads computed numbers on the host", "copies between the host and the device"
+
+
+@pytest.mark.parametrize("context", (torch.no_grad, torch.inference_mode))
 @pytest.mark.parametrize(
-    "ask, asks",
+    "ask, reason",
     [
-        (lambda x: x.sum().item(), True),
-        (lambda x: bool((x > 0).all()), True),
-        (lambda x: x[x > 0], True),
-        (lambda x: x.nonzero(), True),
-        (lambda x: x.masked_select(x > 0), True),
-        (lambda x: x.unique(), True),
-        (lambda x: x.index_put_((x > 0,), torch.zeros(1)), True),
-        (lambda x: x.index_put_((torch.tensor([1]),), torch.zeros(1)), False),
-        (lambda x: x[torch.tensor([1, 0])], False),
-        (lambda x: torch.where(x > 0, x, 0.0), False),
+        (lambda x, device: x.sum().item(), READS),
+        (lambda x, device: bool((x > 0).all()), READS),
+        (lambda x, device: x[x > 0], READS),
+        (lambda x, device: x.nonzero(), READS),
+        (lambda x, device: x.masked_select(x > 0), READS),
+        (lambda x, device: x.unique(), READS),
+        (lambda x, device: x.repeat_interleave(x.long()), READS),
+        (lambda x, device: torch.allclose(x, x), READS),
+        (lambda x, device: x.index_put_((x > 0,), torch.zeros(1)), READS),
+        (lambda x, device: x.index_put_((torch.tensor([1]),), torch.zeros(1)), None),
+        (lambda x, device: x[torch.tensor([1, 0])], None),
+        (lambda x, device: torch.where(x > 0, x, 0.0), None),
+        (lambda x, device: x.to("meta"), COPIES),
+        (lambda x, device: x[0].to("meta"), COPIES),
+        (lambda x, device: device.cpu(), COPIES),
+        (lambda x, device: device.copy_(x), COPIES),
+        (lambda x, device: device[torch.tensor([1, 0])], COPIES),
+        (lambda x, device: torch.ops.aten.lift_fresh(device), COPIES),  # the last operation of torch.tensor on a GPU
+        (lambda x, device: device * x[0], None),
+        (lambda x, device: device.fill_(x[0]), None),
+        (lambda x, device: device.to(torch.float16).copy_(device), None),
+        (lambda x, device: torch.arange(2, device="meta") + torch.zeros_like(x, device="meta"), None),
     ],
 )
-def test_what_counts_as_a_question(ask, asks):
-    with (
-        pytest.raises(ValueError, match="reads computed numbers on the host") if asks else contextlib.nullcontext(),
-        _NoQuestions(),
-    ):
-        ask(torch.tensor([1.0, 0.0]))
+def test_what_no_graph_can_hold(ask, reason, context):
+    """The meta device stands for a GPU."""
+    with context():
+        x, device = torch.tensor([1.0, 0.0]), torch.empty(2, device="meta")
+        with pytest.raises(ValueError, match=reason) if reason else contextlib.nullcontext(), _NoQuestions():
+            ask(x, device)
+
+
+def test_the_allocator_is_told_of_a_capture_that_failed(monkeypatch):
+    """Before torch 2.12 torch does not tell it; later versions refuse to tell it again."""
+    told, streams = [], SimpleNamespace(device_index=3, wait_stream=lambda other: None)
+
+    def end(device, pool):
+        told.append((device, pool))
+        raise RuntimeError("not currently recording")
+
+    class Fails(contextlib.nullcontext):
+        def __exit__(self, *error):
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", end, raising=False)
+    for name, stand_in in {
+        "graph_pool_handle": lambda: (0, 7),
+        "Stream": lambda: streams,
+        "current_stream": lambda: streams,
+        "stream": lambda stream: contextlib.nullcontext(),
+        "CUDAGraph": object,
+        "graph": lambda *args: Fails(),
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    with pytest.raises(RuntimeError, match="a previous error during capture"):
+        _CudaCapture()(lambda: torch.zeros(1))
+    assert told == [(3, (0, 7))]
 
 
 class Largest(TorchDispatchMode):
