@@ -34,6 +34,7 @@ HEADS_ON_CPU = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # head sizes
 
 _SETTINGS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # vLLM's engine runs in this process and reads its tensors
+    "VLLM_USE_V2_MODEL_RUNNER": "0",  # the first runner, whose code vLLM's CPU build runs too: it has been tested
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
 }
@@ -344,24 +345,47 @@ def _sampling_class(current: _Current, keyed: bool) -> type:
     not, it only excludes tokens that must not be drawn."""
     from vllm.v1.sample.logits_processor import LogitsProcessor
     from vllm.v1.sample.logits_processor.builtin import process_dict_updates
+    from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as SecondLogitsProcessor
 
-    class Sampling(LogitsProcessor):
-        """A logits processor that knows, for each row of vLLM's batch, which prompt the row answers and which tokens
-        its response has."""
+    class Sampling(LogitsProcessor, SecondLogitsProcessor):
+        """A logits processor that knows, for each row of vLLM's batch, which prompt the row answers and how many tokens
+        its response has. It has the interfaces of both of vLLM's model runners."""
 
-        def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool):
-            self._rows: dict[int, tuple[int, list[int]]] = {}
+        def __init__(self, vllm_config: Any, state: Any, is_pin_memory: bool = False):
+            """state: the second runner's state of its requests. The first runner passes the device instead."""
+            self._state, self._rows = state, {}
 
         def is_argmax_invariant(self) -> bool:
             return False
 
         def update_state(self, batch_update: Any) -> None:
-            process_dict_updates(self._rows, batch_update, lambda asked, prompt, drawn: _place(asked.extra_args, drawn))
+            """The first runner's report of its batch: {row: (the prompt's row, the drawn tokens)}."""
+            process_dict_updates(
+                self._rows, batch_update, lambda asked, prompt, drawn: (asked.extra_args["place"], drawn)
+            )
 
-        def apply(self, logits: Tensor) -> Tensor:
-            if current.now is None or not self._rows:
+        def add_request(self, req_idx: int, sampling_params: Any) -> bool:
+            """The second runner's report of one request: {the request's slot: the prompt's row}. The requests with
+            which this runner warms up have no such row."""
+            self._rows[req_idx] = (sampling_params.extra_args or {}).get("place")
+            return self._rows[req_idx] is not None
+
+        def _rows_of_slots(self, ctx: Any) -> list[tuple[int, int, int]]:
+            """The second runner's batch as `apply` needs it, without rows whose prompts are only partly read."""
+            slots, lengths = ctx.idx_mapping_np, ctx.seq_lens_upper_bound_np[: len(ctx.idx_mapping_np)]
+            read = lengths >= self._state.prefill_len.np[slots]
+            counts = lengths - self._state.prompt_len.np[slots]
+            return [(int(row), self._rows[slots[row]], int(counts[row])) for row in read.nonzero()[0]]
+
+        def apply(self, logits: Tensor, ctx: Any = None) -> Tensor:
+            if current.now is None:
                 return logits
-            rows = [(row, place, len(drawn)) for row, (place, drawn) in self._rows.items()]
+            if ctx is None:
+                rows = [(row, place, len(drawn)) for row, (place, drawn) in self._rows.items()]
+            else:
+                rows = self._rows_of_slots(ctx)
+            if not rows:
+                return logits
             if not keyed:
                 current.seen = logits, rows  # vLLM gets a new tensor, so these logits stay as they are
                 return current.now.possible(logits)
@@ -371,10 +395,6 @@ def _sampling_class(current: _Current, keyed: bool) -> type:
             return logits
 
     return Sampling
-
-
-def _place(extra: dict[str, int] | None, drawn: list[int]) -> tuple[int, list[int]] | None:
-    return (extra["place"], drawn) if extra and "place" in extra else None
 
 
 def _pack_tied_head(model: Any) -> None:
