@@ -30,11 +30,13 @@ from engine.zero.gathering import full_numel
 SAMPLERS = ("keyed", "own")  # how tokens are drawn: with this project's keyed random numbers, or by vLLM's own sampler
 VERSIONS = ("0.32.",)  # tested versions; others may have renamed internals that this file uses
 WORKSPACE = 2_000_000_000  # the number of bytes that vLLM's activations and CUDA graphs are assumed to take
+SPARE_SLOTS = 256  # two blocks on CPUs: vLLM holds one block of slots back, and a row takes whole blocks
 HEADS_ON_CPU = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # head sizes that vLLM's CPU kernels support
 
 _SETTINGS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # vLLM's engine runs in this process and reads its tensors
-    "VLLM_USE_V2_MODEL_RUNNER": "0",  # the first runner, whose code vLLM's CPU build runs too: it has been tested
+    "VLLM_USE_V2_MODEL_RUNNER": "0",  # on GPUs vLLM would take its second runner, with which sleep is newer
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # only for top-k and top-p, but it needs nvcc when vLLM starts (vllm #49497)
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
 }
@@ -88,10 +90,12 @@ class VLLMRollouts(RolloutBackend):
         from vllm import LLM
 
         moved("vLLM starts")
-        model = actor.module.model
+        model, threads = actor.module.model, torch.get_num_threads()
         config = type(model.config).from_dict(model.config.to_dict())
         if actor.module.adapters is not None and actor.module.adapters.tied_head is not None:
             config.tie_word_embeddings = False  # once merged, an adapted head differs from the embedding
+        # Waking up from level 2, vLLM restores parameters and buffers, but ALiBi's slopes are neither (AttentionImpl).
+        self._level = 1 if model.config.model_type == "bloom" or getattr(model.config, "alibi", False) else 2
         share = {}
         if self.on_gpu:
             weights = sum(full_numel(p) * p.element_size() for p in model.parameters())
@@ -120,6 +124,7 @@ class VLLMRollouts(RolloutBackend):
             )
         self._clear_buffers(own=True)
         gc.unfreeze()  # vLLM has hidden all existing objects, the trainer's too, from the garbage collector
+        torch.set_num_threads(threads)  # on GPUs vLLM leaves one thread, unless OMP_NUM_THREADS is set
         # At exit vLLM would close process groups that the run has closed before.
         self._llm.llm_engine.engine_core._finalizer.detach()
 
@@ -139,10 +144,8 @@ class VLLMRollouts(RolloutBackend):
         CPUs nothing is freed."""
         if self.on_gpu and not self._asleep:
             moved("vLLM goes to sleep")
-            self._llm.sleep(level=2)
-            self._asleep = {"weights", "kv_cache"}
-        if self.on_gpu:
-            self._loaded = None
+            self._llm.sleep(level=self._level)
+            self._asleep, self._loaded = {"weights", "kv_cache"}, None
 
     @traced("vLLM takes weights")
     def _load(self) -> None:
