@@ -35,7 +35,7 @@ HEADS_ON_CPU = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # head sizes
 
 _SETTINGS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # vLLM's engine runs in this process and reads its tensors
-    "VLLM_USE_V2_MODEL_RUNNER": "0",  # on GPUs vLLM would take its second runner, with which sleep is newer
+    "VLLM_USE_V2_MODEL_RUNNER": "0",  # the runner that vLLM's CPU build takes; on GPUs vLLM would take its second one
     "VLLM_USE_FLASHINFER_SAMPLER": "0",  # only for top-k and top-p, but it needs nvcc when vLLM starts (vllm #49497)
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
@@ -198,17 +198,12 @@ class VLLMRollouts(RolloutBackend):
             engine.add_request(str(place), {"prompt_token_ids": prompt}, parameters)
         while engine.has_unfinished_requests():
             moved("vLLM draws a token")
-            outputs = engine.step()
-            drawn = {int(output.request_id): list(output.outputs[0].token_ids) for output in outputs}
+            outputs = {int(output.request_id): output for output in engine.step()}
+            drawn = {row: list(output.outputs[0].token_ids) for row, output in outputs.items()}
             if not self._keyed:
                 self._draws.record(drawn)
-            enough = [
-                output.request_id
-                for output in outputs
-                if has_enough(int(output.request_id), drawn[int(output.request_id)]) and not output.finished
-            ]
-            if enough:
-                engine.abort_request(enough)
+            enough = [row for row, tokens in drawn.items() if has_enough(row, tokens) and not outputs[row].finished]
+            engine.abort_request([str(row) for row in enough])
         self._draws.now = None
 
     def _clear_buffers(self, own: bool = False) -> None:
@@ -352,42 +347,35 @@ def _sampling_class(current: _Current, keyed: bool) -> type:
 
     class Sampling(LogitsProcessor, SecondLogitsProcessor):
         """A logits processor that knows, for each row of vLLM's batch, which prompt the row answers and how many tokens
-        its response has. It has the interfaces of both of vLLM's model runners."""
+        its response has. It has the interfaces of both of vLLM's model runners: the first runner reports changes of its
+        rows, the second assigns a slot to each request and passes the slots of its rows (`ctx`)."""
 
         def __init__(self, vllm_config: Any, state: Any, is_pin_memory: bool = False):
-            """state: the second runner's state of its requests. The first runner passes the device instead."""
+            # The first runner passes a device as `state`, which is not used.
             self._state, self._rows = state, {}
 
         def is_argmax_invariant(self) -> bool:
             return False
 
         def update_state(self, batch_update: Any) -> None:
-            """The first runner's report of its batch: {row: (the prompt's row, the drawn tokens)}."""
-            process_dict_updates(
-                self._rows, batch_update, lambda asked, prompt, drawn: (asked.extra_args["place"], drawn)
-            )
+            process_dict_updates(self._rows, batch_update, lambda asked, _, drawn: (asked.extra_args["place"], drawn))
 
         def add_request(self, req_idx: int, sampling_params: Any) -> bool:
-            """The second runner's report of one request: {the request's slot: the prompt's row}. The requests with
-            which this runner warms up have no such row."""
-            self._rows[req_idx] = (sampling_params.extra_args or {}).get("place")
+            self._rows[req_idx] = (sampling_params.extra_args or {}).get("place")  # None: vLLM warms up
             return self._rows[req_idx] is not None
 
-        def _rows_of_slots(self, ctx: Any) -> list[tuple[int, int, int]]:
-            """The second runner's batch as `apply` needs it, without rows whose prompts are only partly read."""
-            slots, lengths = ctx.idx_mapping_np, ctx.seq_lens_upper_bound_np[: len(ctx.idx_mapping_np)]
-            read = lengths >= self._state.prefill_len.np[slots]
+        def _drawing(self, ctx: Any) -> list[tuple[int, int, int]]:
+            """For each row that draws: (row, the prompt's row in the batch of prompts, number of tokens drawn)."""
+            if ctx is None:
+                return [(row, place, len(drawn)) for row, (place, drawn) in self._rows.items()]
+            slots = ctx.idx_mapping_np
+            lengths = ctx.seq_lens_upper_bound_np[: len(slots)]
+            read = lengths >= self._state.prefill_len.np[slots]  # the others' prompts are read in parts
             counts = lengths - self._state.prompt_len.np[slots]
             return [(int(row), self._rows[slots[row]], int(counts[row])) for row in read.nonzero()[0]]
 
         def apply(self, logits: Tensor, ctx: Any = None) -> Tensor:
-            if current.now is None:
-                return logits
-            if ctx is None:
-                rows = [(row, place, len(drawn)) for row, (place, drawn) in self._rows.items()]
-            else:
-                rows = self._rows_of_slots(ctx)
-            if not rows:
+            if current.now is None or not (rows := self._drawing(ctx)):
                 return logits
             if not keyed:
                 current.seen = logits, rows  # vLLM gets a new tensor, so these logits stay as they are

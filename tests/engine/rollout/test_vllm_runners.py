@@ -1,5 +1,5 @@
-"""What this project takes for granted of vLLM's two model runners, tried with the vLLM that is installed: the interfaces
-of logits processors, the rule by which vLLM chooses a runner, and the responses of both runners."""
+"""What this project takes for granted of vLLM's two model runners, tried with the installed vLLM: the interfaces of
+logits processors, the rule by which vLLM chooses a runner, and the responses of both runners."""
 
 import importlib.util
 import inspect
@@ -50,8 +50,10 @@ def test_the_interfaces_are_those_that_our_processor_has():
     assert {"prompt_len", "prefill_len"} <= LogitsProcRequestState.__dataclass_fields__.keys()
 
 
-def test_both_loaders_take_our_processor_and_the_second_takes_no_other():
+def test_both_loaders_take_our_processor_and_the_second_takes_no_other(monkeypatch):
     from vllm.v1.sample.logits_processor import LogitsProcessor, build_logitsprocs
+    from vllm.v1.worker.cpu.buffer_utils import UvaBuffer
+    from vllm.v1.worker.gpu import buffer_utils
     from vllm.v1.worker.gpu.sample.logits_processor import build_custom_logits_processors
     from vllm.v1.worker.gpu.states import RequestState
 
@@ -61,6 +63,7 @@ def test_both_loaders_take_our_processor_and_the_second_takes_no_other():
     )
     first = build_logitsprocs(config, device, False, False, [ours])
     assert type(first.non_argmax_invariant[-1]) is ours
+    monkeypatch.setattr(buffer_utils, "UvaBuffer", UvaBuffer)  # as vLLM's CPU build does
     states = RequestState(2, 16, 16, 0, 8, device)
     (second,) = build_custom_logits_processors(config, states, False, [ours])
     assert type(second) is ours
