@@ -351,8 +351,8 @@ def _sampling_class(current: _Current, keyed: bool) -> type:
         rows, the second assigns a slot to each request and passes the slots of its rows (`ctx`)."""
 
         def __init__(self, vllm_config: Any, state: Any, is_pin_memory: bool = False):
-            # The first runner passes a device as `state`, which is not used.
-            self._state, self._rows = state, {}
+            self._state = state  # of requests; the first runner passes a device, which is not used
+            self._rows: dict[int, Any] = {}
 
         def is_argmax_invariant(self) -> bool:
             return False
