@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from engine.rollout.vllm_rollouts import _Current, _sampling_class
+from engine.rollout.vllm_rollouts import _SETTINGS, _SETTINGS_ON_CPU, _Current, _sampling_class
 
 pytestmark = [
     pytest.mark.slow,
@@ -33,6 +33,13 @@ SECOND = {
     "apply_staged_writes": "self",
     "apply": "self logits ctx",
 }
+
+
+def test_vllm_knows_the_variables_that_are_set():
+    from vllm import envs
+
+    ours = (_SETTINGS | _SETTINGS_ON_CPU).keys() - {"TORCH_COMPILE_DISABLE"}  # which is torch's
+    assert ours <= envs.environment_variables.keys()
 
 
 def parameters(interface: type) -> dict[str, str]:
