@@ -19,6 +19,7 @@ from engine import trace
 from engine.rollout import vllm_rollouts
 
 READ_AT_ONCE = 6  # tokens of a prompt
+BLOCK = 128  # slots for keys and values; a row takes whole blocks, and one block is held back
 QUEUE = SimpleNamespace(buffer=None)
 
 
@@ -40,6 +41,10 @@ class SamplingParams:
 
 class LogitsProcessor:
     pass
+
+
+class SecondLogitsProcessor:
+    """Of the second model runner, which this stand-in does not have."""
 
 
 def process_dict_updates(rows: dict, update, new_state) -> bool:
@@ -170,10 +175,14 @@ class LLM:
 
     def __init__(self, model, *, max_num_seqs, max_model_len, logits_processors, load_format, dtype, **settings):
         assert load_format == "dummy" and dtype == "float32"
+        torch.set_num_threads(1)  # as on GPUs
         assert not settings["enable_prefix_caching"] and not settings["async_scheduling"]
         self.settings, self.calls, self.asleep = settings, [], set()
         self.begun = {trace.last(): None}
-        self.model = Model(AutoConfig.from_pretrained(model))
+        self.model = Model(config := AutoConfig.from_pretrained(model))
+        slot = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4
+        room = settings["kv_cache_memory_bytes"] // (slot * BLOCK) * BLOCK - BLOCK
+        assert room >= max_model_len, f"memory for {room} slots, less than a row of {max_model_len} needs"
         processors = [make(None, torch.device("cpu"), False) for make in logits_processors]
         self.llm_engine = Engine(self, max_num_seqs, max_model_len, processors)
         LLM.made = self
@@ -192,8 +201,8 @@ class LLM:
 
     @torch.no_grad()
     def sleep(self, level: int) -> None:
-        assert level == 2 and self.settings["enable_sleep_mode"]
-        self.calls.append("sleep")
+        assert self.settings["enable_sleep_mode"]
+        self.calls.append(f"sleep {level}")
         self._begun()
         self.asleep = {"weights", "kv_cache"}
         for parameter in self.model.whole.parameters():
@@ -218,6 +227,10 @@ def install(monkeypatch) -> None:
         "vllm.v1.sample": {},
         "vllm.v1.sample.logits_processor": {"LogitsProcessor": LogitsProcessor},
         "vllm.v1.sample.logits_processor.builtin": {"process_dict_updates": process_dict_updates},
+        "vllm.v1.worker": {},
+        "vllm.v1.worker.gpu": {},
+        "vllm.v1.worker.gpu.sample": {},
+        "vllm.v1.worker.gpu.sample.logits_processor": {"LogitsProcessor": SecondLogitsProcessor},
         "vllm.model_executor": {},
         "vllm.model_executor.layers": {},
         "vllm.model_executor.layers.utils": {"dispatch_cpu_unquantized_gemm": dispatch_cpu_unquantized_gemm},

@@ -20,7 +20,7 @@ from engine.rollout.base import RolloutBackend
 from engine.rollout.cache import cache_bytes
 from engine.rollout.decode import slots_of_a_row
 from engine.rollout.passes import resolved_decoding
-from engine.rollout.vllm_rollouts import VLLMRollouts, vllm_version
+from engine.rollout.vllm_rollouts import SPARE_SLOTS, VLLMRollouts, vllm_version
 from engine.zero import accelerator
 from engine.zero.engines import TrainedModel
 from engine.zero.gathering import full_numel
@@ -126,7 +126,7 @@ def _vllm_rollouts(
         tokenizer,
         rows_at_once=rows_at_once,
         row_length=row_length,
-        cache_bytes=cache_bytes(actor.module.model, rows_at_once * row_length),
+        cache_bytes=cache_bytes(actor.module.model, rows_at_once * row_length + SPARE_SLOTS),
         tensor_parallel=tensor_parallel,
         sampler=sampler,
         moments=sum(_moments(model) for model in models),

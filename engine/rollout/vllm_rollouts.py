@@ -30,10 +30,13 @@ from engine.zero.gathering import full_numel
 SAMPLERS = ("keyed", "own")  # how tokens are drawn: with this project's keyed random numbers, or by vLLM's own sampler
 VERSIONS = ("0.32.",)  # tested versions; others may have renamed internals that this file uses
 WORKSPACE = 2_000_000_000  # the number of bytes that vLLM's activations and CUDA graphs are assumed to take
+SPARE_SLOTS = 256  # two blocks on CPUs: vLLM holds one block of slots back, and a row takes whole blocks
 HEADS_ON_CPU = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # head sizes that vLLM's CPU kernels support
 
 _SETTINGS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # vLLM's engine runs in this process and reads its tensors
+    "VLLM_USE_V2_MODEL_RUNNER": "0",  # the runner that vLLM's CPU build takes; on GPUs vLLM would take its second one
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # only for top-k and top-p, but it needs nvcc when vLLM starts (vllm #49497)
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
 }
@@ -87,10 +90,12 @@ class VLLMRollouts(RolloutBackend):
         from vllm import LLM
 
         moved("vLLM starts")
-        model = actor.module.model
+        model, threads = actor.module.model, torch.get_num_threads()
         config = type(model.config).from_dict(model.config.to_dict())
         if actor.module.adapters is not None and actor.module.adapters.tied_head is not None:
             config.tie_word_embeddings = False  # once merged, an adapted head differs from the embedding
+        # Waking up from level 2, vLLM restores parameters and buffers, but ALiBi's slopes are neither (AttentionImpl).
+        self._level = 1 if model.config.model_type == "bloom" or getattr(model.config, "alibi", False) else 2
         share = {}
         if self.on_gpu:
             weights = sum(full_numel(p) * p.element_size() for p in model.parameters())
@@ -119,6 +124,7 @@ class VLLMRollouts(RolloutBackend):
             )
         self._clear_buffers(own=True)
         gc.unfreeze()  # vLLM has hidden all existing objects, the trainer's too, from the garbage collector
+        torch.set_num_threads(threads)  # on GPUs vLLM leaves one thread, unless OMP_NUM_THREADS is set
         # At exit vLLM would close process groups that the run has closed before.
         self._llm.llm_engine.engine_core._finalizer.detach()
 
@@ -138,10 +144,8 @@ class VLLMRollouts(RolloutBackend):
         CPUs nothing is freed."""
         if self.on_gpu and not self._asleep:
             moved("vLLM goes to sleep")
-            self._llm.sleep(level=2)
-            self._asleep = {"weights", "kv_cache"}
-        if self.on_gpu:
-            self._loaded = None
+            self._llm.sleep(level=self._level)
+            self._asleep, self._loaded = {"weights", "kv_cache"}, None
 
     @traced("vLLM takes weights")
     def _load(self) -> None:
@@ -194,17 +198,12 @@ class VLLMRollouts(RolloutBackend):
             engine.add_request(str(place), {"prompt_token_ids": prompt}, parameters)
         while engine.has_unfinished_requests():
             moved("vLLM draws a token")
-            outputs = engine.step()
-            drawn = {int(output.request_id): list(output.outputs[0].token_ids) for output in outputs}
+            outputs = {int(output.request_id): output for output in engine.step()}
+            drawn = {row: list(output.outputs[0].token_ids) for row, output in outputs.items()}
             if not self._keyed:
                 self._draws.record(drawn)
-            enough = [
-                output.request_id
-                for output in outputs
-                if has_enough(int(output.request_id), drawn[int(output.request_id)]) and not output.finished
-            ]
-            if enough:
-                engine.abort_request(enough)
+            enough = [row for row, tokens in drawn.items() if has_enough(row, tokens) and not outputs[row].finished]
+            engine.abort_request([str(row) for row in enough])
         self._draws.now = None
 
     def _clear_buffers(self, own: bool = False) -> None:
@@ -344,24 +343,40 @@ def _sampling_class(current: _Current, keyed: bool) -> type:
     not, it only excludes tokens that must not be drawn."""
     from vllm.v1.sample.logits_processor import LogitsProcessor
     from vllm.v1.sample.logits_processor.builtin import process_dict_updates
+    from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as SecondLogitsProcessor
 
-    class Sampling(LogitsProcessor):
-        """A logits processor that knows, for each row of vLLM's batch, which prompt the row answers and which tokens
-        its response has."""
+    class Sampling(LogitsProcessor, SecondLogitsProcessor):
+        """A logits processor that knows, for each row of vLLM's batch, which prompt the row answers and how many tokens
+        its response has. It has the interfaces of both of vLLM's model runners: the first runner reports changes of its
+        rows, the second assigns a slot to each request and passes the slots of its rows (`ctx`)."""
 
-        def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool):
-            self._rows: dict[int, tuple[int, list[int]]] = {}
+        def __init__(self, vllm_config: Any, state: Any, is_pin_memory: bool = False):
+            self._state = state  # of requests; the first runner passes a device, which is not used
+            self._rows: dict[int, Any] = {}
 
         def is_argmax_invariant(self) -> bool:
             return False
 
         def update_state(self, batch_update: Any) -> None:
-            process_dict_updates(self._rows, batch_update, lambda asked, prompt, drawn: _place(asked.extra_args, drawn))
+            process_dict_updates(self._rows, batch_update, lambda asked, _, drawn: (asked.extra_args["place"], drawn))
 
-        def apply(self, logits: Tensor) -> Tensor:
-            if current.now is None or not self._rows:
+        def add_request(self, req_idx: int, sampling_params: Any) -> bool:
+            self._rows[req_idx] = (sampling_params.extra_args or {}).get("place")  # None: vLLM warms up
+            return self._rows[req_idx] is not None
+
+        def _drawing(self, ctx: Any) -> list[tuple[int, int, int]]:
+            """For each row that draws: (row, the prompt's row in the batch of prompts, number of tokens drawn)."""
+            if ctx is None:
+                return [(row, place, len(drawn)) for row, (place, drawn) in self._rows.items()]
+            slots = ctx.idx_mapping_np
+            lengths = ctx.seq_lens_upper_bound_np[: len(slots)]
+            read = lengths >= self._state.prefill_len.np[slots]  # the others' prompts are read in parts
+            counts = lengths - self._state.prompt_len.np[slots]
+            return [(int(row), self._rows[slots[row]], int(counts[row])) for row in read.nonzero()[0]]
+
+        def apply(self, logits: Tensor, ctx: Any = None) -> Tensor:
+            if current.now is None or not (rows := self._drawing(ctx)):
                 return logits
-            rows = [(row, place, len(drawn)) for row, (place, drawn) in self._rows.items()]
             if not keyed:
                 current.seen = logits, rows  # vLLM gets a new tensor, so these logits stay as they are
                 return current.now.possible(logits)
@@ -371,10 +386,6 @@ def _sampling_class(current: _Current, keyed: bool) -> type:
             return logits
 
     return Sampling
-
-
-def _place(extra: dict[str, int] | None, drawn: list[int]) -> tuple[int, list[int]] | None:
-    return (extra["place"], drawn) if extra and "place" in extra else None
 
 
 def _pack_tied_head(model: Any) -> None:

@@ -1,10 +1,12 @@
 """Responses drawn by vLLM are those of plain sampling, whatever rows come and go. Here by a stand-in for it."""
 
+import os
 from dataclasses import replace
 from multiprocessing import shared_memory
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,7 +15,7 @@ from engine.errors import UserError
 from engine.models.loading import load_policy
 from engine.models.lora import LoraSpec, adapt
 from engine.rollout.backends import ReplicaRollouts
-from engine.rollout.vllm_rollouts import VLLMRollouts, vllm_version
+from engine.rollout.vllm_rollouts import VLLMRollouts, _Current, _sampling_class, vllm_version
 from scripts.harness.models import make_causal_lm, make_tokenizer
 from tests import fake_vllm
 from tests.engine.rollout.test_decode import BATCH, SAMPLING, answers, plainly, spelled
@@ -172,8 +174,62 @@ def test_on_a_gpu_it_sleeps_between_steps_and_takes_weights_anew(tmp_path, monke
         assert answers(rollouts.generate(BATCH, SAMPLING)) == expected
         rollouts.release_memory()
         rollouts.release_memory()  # an evaluation behind the step does, too
-    step = ["weights", "wake kv_cache", "sleep"]
-    assert fake_vllm.LLM.made.calls == ["detached", "weights", "sleep", "wake weights", *step]
+    step = ["weights", "wake kv_cache", "sleep 2"]
+    assert fake_vllm.LLM.made.calls == ["detached", "weights", "sleep 2", "wake weights", *step]
+
+
+def test_of_models_with_alibi_vllm_keeps_all_that_it_loaded_in_host_memory(tmp_path, monkeypatch):
+    """Level 2 would keep parameters and buffers, but ALiBi's slopes are neither."""
+    on_a_gpu(monkeypatch)
+    actor = actor_of(tmp_path)
+    actor.module.model.config.alibi = True  # as in Falcon's
+    rollouts_of(actor).release_memory()
+    assert fake_vllm.LLM.made.calls == ["detached", "sleep 1"]
+
+
+@pytest.mark.parametrize("asked, taken", [(None, "0"), ("1", "1")])
+def test_vllm_takes_its_first_runner_unless_the_user_asks_for_another(tmp_path, monkeypatch, asked, taken):
+    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
+    if asked:
+        monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", asked)
+    rollouts_of(actor_of(tmp_path))
+    assert os.environ["VLLM_USE_V2_MODEL_RUNNER"] == taken
+
+
+def test_the_trainer_keeps_its_threads(tmp_path):
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        rollouts_of(actor_of(tmp_path))
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_the_second_runner_names_rows_by_their_slots():
+    """Slot 3: 4 tokens of a prompt, 2 drawn. Slot 0: a prompt of 5, of which 2 are read. Slot 2: a prompt of 3, stopped
+    with 2 drawn and begun again, then 1 more drawn. Slot 1: of a request with which vLLM warms up. The fourth length
+    fills the batch up."""
+    lengths = {"prompt_len": [5, 1, 3, 4], "prefill_len": [5, 1, 5, 4]}
+    state = SimpleNamespace(**{name: SimpleNamespace(np=np.array(numbers)) for name, numbers in lengths.items()})
+    current, drawn = _Current(), []
+    processor = _sampling_class(current, keyed=True)(None, state)
+    for slot, place in ((3, 9), (0, 5), (2, 6), (3, 7)):  # slot 3 is given away again
+        assert processor.add_request(slot, SimpleNamespace(extra_args={"place": place}))
+    assert not processor.add_request(1, SimpleNamespace(extra_args=None))
+    batch = SimpleNamespace(idx_mapping_np=np.array([3, 0, 2]), seq_lens_upper_bound_np=np.array([6, 2, 6, 0]))
+    assert processor.apply(logits := torch.zeros(3, 4), batch) is logits  # nothing is asked for while vLLM warms up
+
+    def draw(logits, prompts, positions):
+        drawn.append((prompts.tolist(), positions.tolist()))
+        return torch.tensor([[1], [2]])
+
+    current.now = SimpleNamespace(draw=draw)
+    inf = torch.inf
+    assert processor.apply(logits, batch).tolist() == [[-inf, 0, -inf, -inf], [0, 0, 0, 0], [-inf, -inf, 0, -inf]]
+    assert drawn == [([7, 6], [2, 3])]
+    alone = SimpleNamespace(idx_mapping_np=np.array([0]), seq_lens_upper_bound_np=np.array([2]))
+    assert processor.apply(logits, alone) is logits and len(drawn) == 1
 
 
 def test_a_run_that_stands_still_in_it_names_what_it_was_asked_for(tmp_path, monkeypatch):
