@@ -17,6 +17,7 @@ import training.runtime.import_errors  # noqa: F401  imported first, to explain 
 from torch.utils.data import ConcatDataset
 
 from engine import distributed
+from engine.models.attention import attention_in_words
 from engine.reward.base import CombinedReward, RewardSource
 from engine.reward.server import ServerReward
 from engine.rlhf_engine import RLHFEngine
@@ -89,7 +90,8 @@ def choose_rollouts(args: RLHFFlags, plan: Plan, models: RLHFEngine) -> RolloutB
         training=training,
     )
     if distributed.is_main():
-        print(rollouts.why or f"rollouts by {args.rollout_backend}", flush=True)
+        why = rollouts.why or f"rollouts by {args.rollout_backend}"
+        print(attention_in_words(models.actor.module), why, sep="\n", flush=True)
         if not exact_sampler(args, rollouts) and plan.dialect.takes_sampled_logprobs(exact=False):
             print(
                 "old log-probs are the sampler's, as asked (old_logprobs=sampler). They differ slightly from the "

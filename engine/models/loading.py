@@ -261,7 +261,7 @@ def _started(module: Backbone, base: str, adapter: AdapterFolder | None, merge: 
     """The module, with `adapter` merged into its weights if `merge`; otherwise the adapter becomes the attribute
     `start`, from which training goes on. base: the path of the base model's weights."""
     module.base = base
-    module.pack(attention.packs_rows_of(type(module.model)))
+    module.pack(attention.packs_rows_of(module.model))
     if adapter is not None and merge:
         merge_adapter(module.model, adapter)
         module.merged = adapter
@@ -292,6 +292,7 @@ def _loaded(
     Raises: SharedError if a weight is missing, a loaded weight differs from the files, or a number is NaN or infinite.
     """
     source = path if state is None else None
+    how = attention.prepare(kind, config, dtype)
     with freed_memory_given_back(), read_by_pieces(), partitioned_loading(ds_config):
         model, info = kind.from_pretrained(
             source,
@@ -300,7 +301,7 @@ def _loaded(
             state_dict=state,
             output_loading_info=True,
             trust_remote_code=False,
-            **attention.arguments,
+            **how,
         )
     if dtype != torch.float32 and is_partitioned(next(model.parameters())):
         restore_buffers(model, dtype)
