@@ -147,8 +147,9 @@ def has_kernel(dtype: torch.dtype, heads: int, kept: int, width: int) -> bool:
         return False
     place, lengths, tolerance = device(), [1, 9, 70], 8 * torch.finfo(dtype).eps
     module = SimpleNamespace(num_key_value_groups=heads // kept)
-    try:
-        with torch.inference_mode(False), torch.enable_grad():
+    unseen = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+    try:  # a layer that is checkpointed counts the tensors which are saved in it, and shall not count these
+        with torch.inference_mode(False), torch.enable_grad(), unseen:
             starts = torch.tensor([0, 1, 10, 80], dtype=torch.int32, device=place)
             draw = partial(torch.randn, generator=torch.Generator(place).manual_seed(0), device=place)
             query, key, value = given = [draw(1, n, 80, width).to(dtype).requires_grad_() for n in (heads, kept, kept)]
