@@ -127,7 +127,7 @@ def test_all_implementations_can_be_named():
     }
 
 
-PADDED, PACKED = Attention("sdpa"), Attention("sdpa", "packed")
+PADDED, PACKED = Attention("sdpa", "padded"), Attention("sdpa", "packed")
 LENGTHS = [8, 96, 40, 17, 64, 9, 81, 30]  # tokens of each row, half of them the response's
 
 
@@ -185,9 +185,9 @@ def test_gradients_of_ragged_rows_are_those_of_padded_ones_for_half_the_arithmet
         with FlopCounterMode(display=False) as flops, sdpa_kernel(SDPBackend.MATH):  # whose products are counted
             found[attention.packing] = computed(*models)
         arithmetic[attention.packing] = flops.get_total_flops()
-    assert_equal(found["packed"], found["auto"])
+    assert_equal(found["packed"], found["padded"])
     # 345 of 768 tokens are real, and 22,807 of 73,728 pairs of tokens stand in one row.
-    assert 22_807 / 73_728 < arithmetic["packed"] / arithmetic["auto"] < 345 / 768
+    assert 22_807 / 73_728 < arithmetic["packed"] / arithmetic["padded"] < 345 / 768
 
 
 def test_what_is_said_of_rows(tmp_path):
@@ -262,7 +262,7 @@ def test_torchs_kernel_for_rows_gives_what_padded_rows_give(tmp_path, kernel, fa
         has_kernel.cache_clear()  # so that the trial is made within a layer whose activations are checkpointed
         kernel.calls.clear()
         found.append(computed(*models))
-    assert [one.packs for one in models] == [True, True] and implementation(models[0]) == BY_ROW
+    assert all(one.packs for one in models) and implementation(models[0]) == BY_ROW
     assert_equal(found[1], found[0])
     # Two layers of a policy whose activations are computed twice, and of a scorer: all rows at once, and no row alone.
     calls = [call for call in kernel.calls if call[0] == len(LENGTHS)]
