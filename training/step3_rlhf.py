@@ -65,6 +65,8 @@ def main(args: RLHFFlags) -> None:
         print(first_lines(args, plan, changed), flush=True)
     with phase("loading models"):
         models = RLHFEngine.from_pretrained(plan.spec)
+    if distributed.is_main():
+        print(attention_in_words(models.actor.module), flush=True)
     with phase("starting rollouts"):
         rollouts = choose_rollouts(args, plan, models)
     trainer = build_trainer(args, plan, models, rollouts)
@@ -90,8 +92,7 @@ def choose_rollouts(args: RLHFFlags, plan: Plan, models: RLHFEngine) -> RolloutB
         training=training,
     )
     if distributed.is_main():
-        why = rollouts.why or f"rollouts by {args.rollout_backend}"
-        print(attention_in_words(models.actor.module), why, sep="\n", flush=True)
+        print(rollouts.why or f"rollouts by {args.rollout_backend}", flush=True)
         if not exact_sampler(args, rollouts) and plan.dialect.takes_sampled_logprobs(exact=False):
             print(
                 "old log-probs are the sampler's, as asked (old_logprobs=sampler). They differ slightly from the "
