@@ -10,6 +10,7 @@ import training.runtime.import_errors  # noqa: F401  imported first, to explain 
 from engine import distributed
 from engine.algo.masked import masked_sum
 from engine.experience import position_ids
+from engine.models.attention import attention_in_words
 from engine.models.checking import check_policy, check_rows
 from engine.models.loading import DTYPES, load_policy
 from engine.models.reading import LANGUAGE_MODEL, vocabulary_size
@@ -95,7 +96,7 @@ def main(args: SFTFlags) -> None:
         point=point,
     )
     if distributed.is_main():
-        print(*first_lines(args, tokenizer, examples, held_out), sep="\n", flush=True)
+        print(*first_lines(args, tokenizer, examples, held_out), attention_in_words(module), sep="\n", flush=True)
     with saved_models_named(trainer.saved):
         found = trainer.fit()
         trainer.end(

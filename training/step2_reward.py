@@ -22,6 +22,7 @@ from engine.algo.masked import mean_and_variance, moments
 from engine.engine_spec import EngineSpec, OptimizerSpec, frozen_stage
 from engine.errors import RunStopped
 from engine.experience import position_ids
+from engine.models.attention import attention_in_words
 from engine.models.checking import check_policy, check_rows, check_trunk, check_vocabularies
 from engine.models.loading import DTYPES, load_policy, new_scorer
 from engine.models.reading import CLASSIFIER, classifier_pad_token_id, vocabulary_size
@@ -84,7 +85,9 @@ def main(args: RewardFlags) -> None:
     )
     trainer = RewardTrainer(model, args, examples, held_out, tokenizer, conditions, point)
     if distributed.is_main():
-        print(*first_lines(args, tokenizer, examples, held_out, prompts), sep="\n", flush=True)
+        print(
+            *first_lines(args, tokenizer, examples, held_out, prompts), attention_in_words(module), sep="\n", flush=True
+        )
     module.model.config.score_offset = 0.0
     with saved_models_named(trainer.saved):  # if normalisation fails, the message names the saved model
         found = trainer.fit()

@@ -17,6 +17,7 @@ import training.runtime.import_errors  # noqa: F401  imported first, to explain 
 from torch.utils.data import ConcatDataset
 
 from engine import distributed
+from engine.models.attention import attention_in_words
 from engine.reward.base import CombinedReward, RewardSource
 from engine.reward.server import ServerReward
 from engine.rlhf_engine import RLHFEngine
@@ -64,6 +65,8 @@ def main(args: RLHFFlags) -> None:
         print(first_lines(args, plan, changed), flush=True)
     with phase("loading models"):
         models = RLHFEngine.from_pretrained(plan.spec)
+    if distributed.is_main():
+        print(attention_in_words(models.actor.module), flush=True)
     with phase("starting rollouts"):
         rollouts = choose_rollouts(args, plan, models)
     trainer = build_trainer(args, plan, models, rollouts)

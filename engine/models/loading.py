@@ -27,7 +27,7 @@ from engine.errors import SharedError, UserError
 from engine.experience import position_ids
 from engine.host_memory import freed_memory_given_back
 from engine.models.adapter_folders import HEAD, AdapterFolder, read_adapter
-from engine.models.attention import USUAL, Attention
+from engine.models.attention import BY_ROW, USUAL, Attention
 from engine.models.checking import check_policy, check_scorer, check_trunk
 from engine.models.places import base_of
 from engine.models.policy import Backbone, Policy, Scorer
@@ -261,7 +261,8 @@ def _started(module: Backbone, base: str, adapter: AdapterFolder | None, merge: 
     """The module, with `adapter` merged into its weights if `merge`; otherwise the adapter becomes the attribute
     `start`, from which training goes on. base: the path of the base model's weights."""
     module.base = base
-    module.pack(attention.packs_rows_of(type(module.model)))
+    module.pack(attention.packs_rows_of(module.model))
+    module.may_pad = attention.packing == "auto"
     if adapter is not None and merge:
         merge_adapter(module.model, adapter)
         module.merged = adapter
@@ -292,6 +293,7 @@ def _loaded(
     Raises: SharedError if a weight is missing, a loaded weight differs from the files, or a number is NaN or infinite.
     """
     source = path if state is None else None
+    how = attention.prepare(kind, config, dtype)
     with freed_memory_given_back(), read_by_pieces(), partitioned_loading(ds_config):
         model, info = kind.from_pretrained(
             source,
@@ -300,7 +302,7 @@ def _loaded(
             state_dict=state,
             output_loading_info=True,
             trust_remote_code=False,
-            **attention.arguments,
+            **how,
         )
     if dtype != torch.float32 and is_partitioned(next(model.parameters())):
         restore_buffers(model, dtype)
@@ -490,7 +492,9 @@ def check_padding(module: Backbone, call: Callable[..., Tensor | tuple[Tensor, T
         call: the forward pass of the module within its engine.
         what: what messages call the model.
 
-    Raises: SharedError if the model attends to padding, or rows without padding give other results.
+    If rows without padding give other results, the module pads rows from then on if it may (`may_pad`).
+
+    Raises: SharedError if the model attends to padding, or rows without padding give other results and were asked for.
     """
     packs, name = module.packs, module.model.base_model.config._attn_implementation
     if name == "sdpa" and not packs:
@@ -499,16 +503,18 @@ def check_padding(module: Backbone, call: Callable[..., Tensor | tuple[Tensor, T
     module.eval()
     module.pack(False)
     padded = _answers(module, call, LONG)
-    if not _same(module, padded[:1], _answers(module, call, SHORT)):
+    if name != BY_ROW and not _same(module, padded[:1], _answers(module, call, SHORT)):
         raise SharedError(
             f"{what}: with --attn_implementation {name} this model attends to padding: a row has other results beside "
             "a longer one than alone. Leave it out, or give sdpa or eager."
         )
     module.pack(packs)
     if packs and not _same(module, _answers(module, call, LONG), padded):
-        raise SharedError(
-            f"{what}: this model reads rows without padding otherwise than padded ones. Give --packing padded."
-        )
+        if not module.may_pad:
+            raise SharedError(
+                f"{what}: this model reads rows without padding otherwise than padded ones. Give --packing padded."
+            )
+        module.pack(False)
     module.train(training)
 
 

@@ -35,6 +35,7 @@ class Backbone(nn.Module):
     start: an adapter that was not merged when the model was loaded, and that will be trained further; None otherwise.
     merged: the adapter that was merged into the weights when the model was loaded, or None.
     packs: whether padding is removed from rows before they go through the layers (packed rows).
+    may_pad: whether rows may keep their padding although `packs` is true at first: nobody asked for packed rows.
     """
 
     model: PreTrainedModel
@@ -43,7 +44,7 @@ class Backbone(nn.Module):
     base_contents: str | None = None
     start: AdapterFolder | None = None
     merged: AdapterFolder | None = None
-    packs = False
+    packs = may_pad = False
 
     def __init__(self, model: PreTrainedModel, replaced: dict[str, Any] | None = None):
         super().__init__()

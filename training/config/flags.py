@@ -188,13 +188,15 @@ class RunFlags(TokenizerFlags):
         "auto",
         "code that computes attention. sdpa: torch's own. eager: the plain code of the model's family. "
         "flash_attention_2, flash_attention_3: the flash-attn packages, in bf16 or fp16. flex_attention: torch's "
-        "compiled flex attention. auto: sdpa if the model's family has it, else eager",
+        "compiled flex attention. cudnn: sdpa with cuDNN's kernels, which are off otherwise. auto: sdpa if the model's "
+        "family has it, else eager",
         choices=IMPLEMENTATIONS,
     )
     packing: str = flag(
         "auto",
         "whether rows of a batch are padded. packed: rows are joined end to end, without padding. padded: "
-        "all rows are padded to one length. auto: packed with flash attention, else padded",
+        "all rows are padded to one length. auto: packed where attention has a kernel for rows of various lengths "
+        "(flash attention; torch's own on most GPUs since A100, in bf16 or fp16, from torch 2.11), else padded",
         choices=PACKING,
     )
     enable_tensorboard: bool = flag(True, "write curves, tables and histograms for TensorBoard")

@@ -195,10 +195,16 @@ def stop_unless_losses_finite(
     _stop(step, what, parts[0] if parts else None, torch.arange(len(parts[0]) if parts else 0), tokenizer, step - 1)
 
 
+_KERNELS = (
+    "If the losses and earlier gradients were moderate, a kernel of attention can be at fault, cuDNN's above all: try "
+    "--attn_implementation eager (docs/gpus.md)."
+)
+
+
 def stop_for_gradients(step: int, what: list[str], batch: TrainingBatch, tokenizer) -> NoReturn:
     """Stop the run because the gradients that `what` names are not finite. All ranks call this, each with the same
     `what`."""
-    _stop(step, what, batch, torch.arange(len(batch)), tokenizer, step - 1)
+    _stop(step, what, batch, torch.arange(len(batch)), tokenizer, step - 1, f" {_KERNELS}")
 
 
 def stop_unless_weights_finite(step: int, models: Mapping[str, TrainedModel]) -> None:
@@ -213,12 +219,12 @@ def stop_unless_weights_finite(step: int, models: Mapping[str, TrainedModel]) ->
         raise RunStopped(
             f"step {step}: after its update not finite, or over what the dtype holds: {', '.join(bad)}. Nothing of "
             "this step was saved. Lower the learning rates; look at --max_grad_norm and at the gradient norms of the "
-            "steps before.",
+            f"steps before. {_KERNELS}",
             good_until=step - 1,
         )
 
 
-def _stop(step: int, what: list[str], rows_of, rows: Tensor, tokenizer, good_until: int) -> NoReturn:
+def _stop(step: int, what: list[str], rows_of, rows: Tensor, tokenizer, good_until: int, advice: str = "") -> NoReturn:
     samples = [_described(rows_of, tokenizer, row) for row in rows[:SHOWN].tolist()]
     if rows_of is None:
         samples = ["  in a pass over the texts of mixed pretraining: look at these texts and at --unsup_coef"]
@@ -231,7 +237,7 @@ def _stop(step: int, what: list[str], rows_of, rows: Tensor, tokenizer, good_unt
     raise RunStopped(
         f"step {step}: a number is NaN or infinite, and nothing was learned from it.\n" + "\n".join(lines) + "\n"
         "Look at: the reward model's score of these texts, the learning rates and gradient norms of the steps before, "
-        "objective/kl, and in fp16 the range of the model (bf16 has a wider one).",
+        f"objective/kl, and in fp16 the range of the model (bf16 has a wider one).{advice}",
         good_until=good_until,
     )
 

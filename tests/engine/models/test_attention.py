@@ -19,15 +19,16 @@ from engine.errors import SharedError, UserError
 from engine.experience import position_ids
 from engine.memory.blueprint import blueprints
 from engine.models import attention as attention_module
-from engine.models.attention import BY_ROW, IMPLEMENTATIONS, Attention, PackedRows
+from engine.models.attention import BY_ROW, IMPLEMENTATIONS, Attention, PackedRows, attention_in_words, has_kernel
 from engine.models.hydra import load_hydra
-from engine.models.loading import check_padding, empty_like, load_policy, load_scorer, new_scorer
+from engine.models.loading import check_padding, empty_like, load_policy, load_scorer, new_critic, new_scorer
 from engine.models.lora import LoraSpec
 from engine.models.reading import CLASSIFIER, LANGUAGE_MODEL
 from engine.models.trunk import ScoringRole, make_trunk
 from engine.rollout.passes import takes_slot_masks
 from scripts.harness.models import PAD, VOCABULARY, make_causal_lm, make_config, make_scorer, save_random
 from tests.fake_flash import FakeFlash
+from tests.fake_varlen import FakeVarlen
 
 EAGER = Attention("eager")
 
@@ -122,10 +123,11 @@ def test_all_implementations_can_be_named():
         "flash_attention_2",
         "flash_attention_3",
         "flex_attention",
+        "cudnn",
     }
 
 
-PADDED, PACKED = Attention("sdpa"), Attention("sdpa", "packed")
+PADDED, PACKED = Attention("sdpa", "padded"), Attention("sdpa", "packed")
 LENGTHS = [8, 96, 40, 17, 64, 9, 81, 30]  # tokens of each row, half of them the response's
 
 
@@ -139,9 +141,10 @@ def ragged(lengths: list[int]) -> tuple[Tensor, Tensor, int]:
     return torch.randint(4, VOCABULARY, mask.shape, generator=generator) * mask, mask, width[1]
 
 
-def long_model(folder, family: str, scorer: bool = False) -> str:
-    """A model with as many positions as the longest row has tokens, and no more."""
+def long_model(folder, family: str, scorer: bool = False, **settings) -> str:
+    """A model with as many positions as the longest row has tokens, and no more. settings: of its configuration."""
     config = make_config(family)
+    vars(config).update(settings)
     config.max_position_embeddings, config.num_labels = max(LENGTHS), 1
     kind = AutoModelForSequenceClassification if scorer else AutoModelForCausalLM
     return save_random(kind.from_config(config), folder)
@@ -182,9 +185,9 @@ def test_gradients_of_ragged_rows_are_those_of_padded_ones_for_half_the_arithmet
         with FlopCounterMode(display=False) as flops, sdpa_kernel(SDPBackend.MATH):  # whose products are counted
             found[attention.packing] = computed(*models)
         arithmetic[attention.packing] = flops.get_total_flops()
-    assert_equal(found["packed"], found["auto"])
+    assert_equal(found["packed"], found["padded"])
     # 345 of 768 tokens are real, and 22,807 of 73,728 pairs of tokens stand in one row.
-    assert 22_807 / 73_728 < arithmetic["packed"] / arithmetic["auto"] < 345 / 768
+    assert 22_807 / 73_728 < arithmetic["packed"] / arithmetic["padded"] < 345 / 768
 
 
 def test_what_is_said_of_rows(tmp_path):
@@ -193,7 +196,8 @@ def test_what_is_said_of_rows(tmp_path):
     rows = PackedRows(mask)
     assert rows.packed(tokens).tolist() == [[2, 3, 4, 5, 6, 7, 8, 16, 18, 19]]
     assert rows.padded(rows.packed(tokens)).equal(tokens * mask)
-    assert rows.arguments(BY_ROW) == {"row_lengths": [3, 4, 3]}
+    told = rows.arguments(BY_ROW)
+    assert told.pop("row_starts").tolist() == [0, 3, 7, 10] and told == {"row_lengths": [3, 4, 3]}
     told = rows.arguments("flash_attention_2")
     assert told.pop("cu_seq_lens_q").tolist() == told.pop("cu_seq_lens_k").tolist() == [0, 3, 7, 10]
     assert told == {"max_length_q": 4, "max_length_k": 4}
@@ -219,10 +223,142 @@ def test_transformers_own_support_of_rows_without_padding_is_told_what_it_needs(
     assert flash.calls and set(flash.calls) == {(len(LENGTHS), max(LENGTHS))}
 
 
-def test_only_flash_attention_packs_by_itself():
-    assert [Attention(name).packs for name in ("auto", "sdpa", "eager", "flex_attention")] == [False] * 4
-    assert [Attention(f"flash_attention_{n}").packs for n in (2, 3)] == [True] * 2
-    assert PACKED.packs and not Attention("flash_attention_2", "padded").packs
+def packs(attention: Attention, folder, family: str = "llama") -> bool:
+    return load_policy(make_causal_lm(folder, family), torch.float32, attention=attention).packs
+
+
+def test_on_cpus_only_flash_attention_packs_by_itself(tmp_path):
+    assert not any(packs(Attention(name), tmp_path) for name in ("auto", "sdpa", "eager", "flex_attention"))
+    assert packs(PACKED, tmp_path)
+    model = load_policy(make_causal_lm(tmp_path, "llama"), torch.float32).model
+    for name in ("flash_attention_2", "flash_attention_3"):
+        model.config._attn_implementation = name
+        assert Attention(name).packs_rows_of(model) and not Attention(name, "padded").packs_rows_of(model)
+
+
+@pytest.fixture
+def kernel(monkeypatch):
+    """A GPU whose kernel for rows of various lengths is a stand-in, and no more."""
+    varlen = pytest.importorskip("torch.nn.attention.varlen", reason="torch 2.9 has no such kernel")
+    if "window_size" not in (varlen.varlen_attn.__kwdefaults__ or {}):
+        pytest.skip("torch 2.10's kernel takes neither scale nor window")
+    monkeypatch.setattr(attention_module, "on_gpu", lambda: True)
+    monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", lambda enabled: None)
+    has_kernel.cache_clear()
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        yield FakeVarlen(library)
+    has_kernel.cache_clear()
+
+
+# llama: two heads share keys and values; opt: queries are scaled by the model, so that the kernel has to be told 1
+@pytest.mark.parametrize("family, settings", [("llama", {}), ("opt", {}), ("mistral", {"sliding_window": 16})])
+def test_torchs_kernel_for_rows_gives_what_padded_rows_give(tmp_path, kernel, family, settings):
+    paths = long_model(tmp_path / "sft", family, **settings), long_model(tmp_path / "rm", family, True, **settings)
+    found = []
+    for attention in (PADDED, Attention()):
+        models = [
+            load(path, torch.float32, attention=attention)
+            for load, path in zip((load_policy, load_scorer), paths, strict=True)
+        ]
+        models[0].checkpoint_activations()
+        models[0].train()  # or they are kept
+        has_kernel.cache_clear()  # so that the trial is made within a layer whose activations are checkpointed
+        kernel.calls.clear()
+        found.append(computed(*models))
+    assert all(one.packs for one in models) and implementation(models[0]) == BY_ROW
+    assert_equal(found[1], found[0])
+    # Two layers of a policy whose activations are computed twice, and of a scorer: all rows at once, and no row alone.
+    calls = [call for call in kernel.calls if call[0] == len(LENGTHS)]
+    assert calls == [(len(LENGTHS), max(LENGTHS), settings.get("sliding_window", 0) - 1)] * 6
+    assert attention_in_words(models[0]).startswith("attention: sdpa, rows without padding, all in one kernel")
+    with torch.inference_mode():
+        sequences, mask, width = ragged(LENGTHS)
+        again = models[0](sequences, mask, position_ids(mask), response_length=width, temperature=0.7)[0]
+    assert torch.allclose(again * mask[:, -width:], found[0]["logprobs"], atol=1e-5)
+
+
+def test_the_kernel_needs_the_right_starts(tmp_path, kernel, monkeypatch):
+    path = make_causal_lm(tmp_path, "llama")
+    asked, module = (load_policy(path, torch.float32, attention=how) for how in (PACKED, Attention()))
+    for one in (asked, module):
+        check_padding(one, one, "actor model")
+        assert one.packs
+    right = PackedRows.arguments
+
+    def late(rows, name):
+        told = right(rows, name)
+        return told | {"row_starts": told["row_starts"] + torch.tensor([0, 1, 0], dtype=torch.int32)}
+
+    monkeypatch.setattr(PackedRows, "arguments", late)
+    kernel.checks = False
+    with pytest.raises(SharedError, match="rows without padding otherwise than padded ones. Give --packing padded"):
+        check_padding(asked, asked, "actor model")
+    check_padding(module, module, "actor model")
+    assert not module.packs and attention_in_words(module).startswith("attention: sdpa, padded rows")
+
+
+def test_dropout_is_computed_row_by_row(tmp_path, kernel):
+    module = load_policy(make_causal_lm(tmp_path, "llama"), torch.float32, dropout=0.5, attention=Attention())
+    sequences, mask, width = ragged([5, 9, 30])
+    kernel.calls.clear()
+    module.train()(sequences, mask, position_ids(mask), response_length=width)
+    assert not kernel.calls
+    module.eval()(sequences, mask, position_ids(mask), response_length=width)
+    assert len(kernel.calls) == 2
+
+
+def test_without_a_kernel_that_works_on_all_ranks_rows_stay_padded(tmp_path, kernel, monkeypatch):
+    assert packs(Attention(), tmp_path) and not packs(Attention(packing="padded"), tmp_path)
+    assert not packs(Attention("eager"), tmp_path)
+    assert not packs(Attention(), tmp_path / "bloom", "bloom")  # takes no position ids
+    monkeypatch.setattr(attention_module.distributed, "any_rank", lambda flag: True)  # another rank has none
+    assert not packs(Attention(), tmp_path) and packs(PACKED, tmp_path)
+
+
+@pytest.mark.parametrize("fault", [{"wrong": 1.1}, {"wrong": float("nan")}, {"wrong": "an error"}, {"slope": 0.9}])
+def test_a_kernel_that_is_wrong_is_not_taken(kernel, fault):
+    vars(kernel).update(fault)
+    assert not has_kernel(torch.bfloat16, 4, 2, 8)
+    has_kernel.cache_clear()
+    vars(kernel).update(wrong=1.0, slope=1.0)
+    assert has_kernel(torch.bfloat16, 4, 2, 8)
+
+
+ENTRIES = {
+    "policy": lambda sft, rm, how: load_policy(sft, torch.float32, attention=how),
+    "hydra": lambda sft, rm, how: load_hydra(sft, torch.float32, layers=1, attention=how),
+    "scorer": lambda sft, rm, how: load_scorer(rm, torch.float32, attention=how),
+    "new scorer": lambda sft, rm, how: new_scorer(sft, torch.float32, PAD, 1, attention=how),
+    "new critic": lambda sft, rm, how: new_critic(sft, torch.float32, attention=how),
+}
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_loading_a_model_on_a_gpu_turns_cudnns_attention_off_unless_it_is_asked_for(tmp_path, monkeypatch, entry):
+    paths = make_causal_lm(tmp_path / "sft", "llama"), make_scorer(tmp_path / "reward", "llama")
+    said: list[bool] = []
+    monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", said.append)
+    ENTRIES[entry](*paths, Attention())
+    assert not said  # on CPUs
+    monkeypatch.setattr(attention_module, "on_gpu", lambda: True)
+    for name in ("auto", "sdpa", "eager", "cudnn"):
+        made = ENTRIES[entry](*paths, Attention(name, "padded"))
+        assert implementation(made) == {"auto": "sdpa", "cudnn": "sdpa"}.get(name, name)
+    assert said == [False, False, False, True]
+
+
+def test_cudnns_attention_is_refused_where_it_has_no_effect(tmp_path, monkeypatch):
+    path, asked = make_causal_lm(tmp_path, "llama"), Attention("cudnn")
+    with pytest.raises(UserError, match="^--attn_implementation cudnn: it has kernels for GPUs alone"):
+        asked.check(path, LANGUAGE_MODEL, "bf16", "--actor")
+    monkeypatch.setattr(attention_module, "on_gpu", lambda: True)
+    monkeypatch.setattr(attention_module, "capability", lambda: (7, 0))
+    with pytest.raises(UserError, match="of compute capability 8.0 and newer, and this one has 7.0"):
+        asked.check(path, LANGUAGE_MODEL, "fp16", "--actor")
+    monkeypatch.setattr(attention_module, "capability", lambda: (9, 0))
+    with pytest.raises(UserError, match="computes in fp16 or bf16, and this run in fp32"):
+        asked.check(path, LANGUAGE_MODEL, "fp32", "--actor")
+    asked.check(path, LANGUAGE_MODEL, "bf16", "--actor")
 
 
 def test_copies_hydras_and_sliding_windows_pack_too(tmp_path):
@@ -243,7 +379,7 @@ def test_copies_hydras_and_sliding_windows_pack_too(tmp_path):
         other.direct_head = False  # as of models that change their logits
         copy = empty_like(scorer, torch.device("cpu"))
         copy.load_state_dict(scorer.state_dict())
-        assert copy.packs == scorer.packs == hydra.packs == attention.packs
+        assert copy.packs == scorer.packs == hydra.packs == (attention.packing == "packed")
         policies = [one(*given, response_length=width)[0][counted] for one in (hydra, other)]
         policies.append(hydra(*given, response_length=width, role="reference")[0][counted])
         return [*policies, scorer(*given)[mask.bool()], copy(*given)[mask.bool()]]
@@ -325,3 +461,19 @@ def test_a_model_that_is_not_told_of_rows_is_refused(tmp_path):
 def test_rows_without_padding_are_refused_where_they_cannot_be(tmp_path, family, attention, message):
     with pytest.raises(UserError, match=message):
         attention.check(make_causal_lm(tmp_path, family), LANGUAGE_MODEL, "fp32", "--actor")
+
+
+def test_rows_without_padding_are_refused_where_layers_cut_them_into_chunks(tmp_path):
+    path = long_model(tmp_path, "llama", layer_types=["full_attention", "chunked_attention"])
+    with pytest.raises(UserError, match="whose attention in transformers takes no rows without padding"):
+        PACKED.check(path, LANGUAGE_MODEL, "fp32", "--actor")
+
+
+@pytest.mark.parametrize("served", [False, True])
+def test_a_window_of_0_limits_nothing(kernel, monkeypatch, served):
+    monkeypatch.setattr(attention_module, "on_gpu", lambda: served)
+    given = torch.randn(3, 1, 2, 10, 8, generator=torch.Generator().manual_seed(1)).unbind()
+    rows = {"row_lengths": [4, 6], "row_starts": torch.tensor([0, 4, 10], dtype=torch.int32)}
+    how = AttentionInterface()[BY_ROW]
+    found, expected = (how(torch.nn.Module(), *given, None, **rows, sliding_window=width)[0] for width in (0, None))
+    assert found.equal(expected) and found.isfinite().all() and bool(kernel.calls) == served

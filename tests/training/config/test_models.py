@@ -251,11 +251,11 @@ def test_rows_keep_their_padding_where_numbers_of_it_count():
                 return flags(**words, **values)
             return RewardFlags(output_dir="out", data_path=["d"], model_name_or_path="m", **words, **values)
 
-        assert not given(attn_implementation="flash_attention_2").attention.packs
+        assert given(attn_implementation="flash_attention_2").attention.packing == "padded"
         with pytest.raises(UserError, match="^--packing packed: .* counts numbers of padding.* give padded"):
             given(packing="packed").attention  # noqa: B018
-    assert flags(packing="packed").spec.attention.packs
-    assert flags(attn_implementation="flash_attention_3").attention.packs and not flags().attention.packs
+    assert flags(packing="packed").spec.attention.packing == "packed"
+    assert flags(attn_implementation="flash_attention_3").attention.packing == flags().attention.packing == "auto"
 
 
 def spec(**fields) -> LoraSpec:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from engine.errors import RunStopped
-from training.reporting.guards import rounding_bound, stop_unless_at_reference
+from training.reporting.guards import rounding_bound, stop_unless_at_reference, stop_unless_weights_finite
 
 
 def experience(*gaps, sampled=False):
@@ -44,3 +44,12 @@ def test_bounds_follow_the_mantissa_and_the_temperature():
         assert rounding_bound("fp32") == 0.03125
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+def test_a_gradient_that_is_not_finite_may_come_from_a_kernel():
+    model = SimpleNamespace(weights_finite=lambda: True, grad_norm=1.0)
+    stop_unless_weights_finite(3, {"actor": model})
+    model.grad_norm = float("nan")
+    advice = "Lower the learning rates.* a kernel of attention .* try --attn_implementation eager"
+    with pytest.raises(RunStopped, match=f"^step 3: .* norm of the actor's gradient.* {advice}"):
+        stop_unless_weights_finite(3, {"actor": model})
