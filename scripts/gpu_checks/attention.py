@@ -51,7 +51,7 @@ def against_math(trial: Trial) -> None:
                 except RuntimeError as error:
                     if not any(words in str(error) for words in NOT_TAKEN):
                         raise
-                    trial.figures[f"{dtype} {name}"] = "takes no such masks"
+                    trial.tell({f"{dtype} {name}": "takes no such masks"})
                     continue
                 compared(trial, dtype, name, found, expected)
         for name, attention in OTHERS.items():
@@ -66,7 +66,7 @@ def by_another(
     try:
         attention.check(path, LANGUAGE_MODEL, dtype, "the model")
     except UserError:
-        trial.figures[f"{dtype} {name}"] = "not here"
+        trial.tell({f"{dtype} {name}": "not here"})
         return
     policy = load_policy(path, DTYPES[dtype], attention=attention).to(device())
     compared(trial, dtype, name, computed(policy, *batch), expected)
@@ -95,6 +95,6 @@ def compared(trial: Trial, dtype: str, name: str, found: tuple, expected: tuple)
     """Both are numbers, and within rounding of what is expected."""
     gap = (found[0] - expected[0]).abs().max().item()
     distance = ((found[1] - expected[1]).norm() / expected[1].norm()).item()
-    trial.figures |= {f"{dtype} {name}, nats": gap, f"{dtype} {name}, gradient off by": distance}
+    trial.tell({f"{dtype} {name}, nats": gap, f"{dtype} {name}, gradient off by": distance})
     trial.expect(gap < GAP[dtype], f"{dtype} {name}: log-probs are {gap:.3g} nats off")
     trial.expect(distance < GRADIENT[dtype], f"{dtype} {name}: the gradient is off by {distance:.3g} of its length")

@@ -39,17 +39,19 @@ def told(trial: Trial, report: dict) -> None:
     steps = report["steps"]["ours"]
     seconds = {phase: median(step[phase] for step in steps) for phase in ("generate", "train", "step")}
     flops, read = rates(report)
-    trial.figures |= {
-        "step, s": seconds["step"],
-        "generate, s": seconds["generate"],
-        "train, s": seconds["train"],
-        "decode, ms a token": 1e3 * report["decode_seconds"] / (report["response"] - 1),
-        "tokens/s": report["prompts"] * report["response"] / seconds["generate"],
-        "training, TFLOP/s": flops / 1e12,
-        "of the matrix rate": flops / report["matrix_rate"],
-        "decode, GB/s": read / 1e9,
-        "peak, GB": max(step["memory"] for step in steps) / 1e9,
-    }
+    trial.tell(
+        {
+            "step, s": seconds["step"],
+            "generate, s": seconds["generate"],
+            "train, s": seconds["train"],
+            "decode, ms a token": 1e3 * report["decode_seconds"] / (report["response"] - 1),
+            "tokens/s": report["prompts"] * report["response"] / seconds["generate"],
+            "training, TFLOP/s": flops / 1e12,
+            "of the matrix rate": flops / report["matrix_rate"],
+            "decode, GB/s": read / 1e9,
+            "peak, GB": max(step["memory"] for step in steps) / 1e9,
+        }
+    )
     ran = SimpleNamespace(decoding_ran=report["decoding"], fallback=report["fallback"])
     decoding.told(trial, "tokens", ran, "recorded" if trial.dry else "graphs")
     if not trial.needs_gpu("shares of a GPU's data sheet"):
@@ -57,9 +59,9 @@ def told(trial: Trial, report: dict) -> None:
     name = torch.cuda.get_device_name()
     sheet = data_sheet(name)
     if sheet is None or not torch.cuda.is_bf16_supported(including_emulation=False):
-        trial.figures["shares of the data sheet"] = f"none for {name}"
+        trial.tell({"shares of the data sheet": f"none for {name}"})
     else:
-        trial.figures |= aims(report, sheet)
+        trial.tell(aims(report, sheet))
 
 
 def rates(report: dict) -> tuple[float, float]:

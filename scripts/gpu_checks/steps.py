@@ -37,7 +37,7 @@ def at_all_stages(trial: Trial, dtype: str) -> None:
     first: dict[str, float] = {}
     for stage in (0, 3) if trial.dry else range(4):
         with trial.part(f"stage {stage}"):
-            found = steps(trial, f"stage {stage}", new_trainer(trial, stage=stage, dtype=dtype))
+            found = steps(trial, f"stage {stage}", new_trainer(trial, stage=stage, dtype=dtype, ragged=True))
             first = first or found
             compared(trial, f"stage {stage}", found, first)
         give_back()
@@ -96,7 +96,7 @@ def steps(trial: Trial, name: str, trainer: PPOTrainer) -> dict[str, float]:
         batch = prompts(rows(trial), trainer.sampling.max_new_tokens, vocabulary, first=len(metrics) * rows(trial))
         started = time.perf_counter()
         metrics.append(trainer.step(batch).metrics)
-        trial.figures[f"{name}, s"] = round(time.perf_counter() - started, 3)
+        trial.tell({f"{name}, s": round(time.perf_counter() - started, 3)})
     odd = [key for key, value in metrics[-1].items() if not math.isfinite(value) and not key.startswith("value/expl")]
     trial.expect(not odd, f"{name}: {', '.join(odd)} are no numbers")
     told(trial, name, trainer.rollouts)
@@ -112,7 +112,7 @@ def compared(trial: Trial, name: str, found: dict[str, float], first: dict[str, 
     trial.expect(abs(entropy / expected - 1) < 0.02, f"{name}: the entropy is {entropy:.4g}, not {expected:.4g}")
     length, expected = found["policy/grad_norm"], first["policy/grad_norm"]
     if math.isfinite(length) and math.isfinite(expected):  # fp16's first ones may overflow
-        trial.figures[f"{name}, gradient"] = round(length, 4)
+        trial.tell({f"{name}, gradient": round(length, 4)})
         trial.expect(
             2 / 3 < length / expected < 3 / 2, f"{name}: the gradient is {length:.3g}, not {expected:.3g} long"
         )
