@@ -10,24 +10,21 @@ from engine.memory.gpus import DataSheet, data_sheet
 from engine.zero.communication import init
 from scripts.benchmark_step3 import main, parse_arguments
 from scripts.gpu_checks import decoding
-from scripts.gpu_checks.check import Skipped, Trial
-from scripts.gpu_checks.copies import has_much_memory
-from scripts.gpu_checks.models import random_models
-
-MFU, BANDWIDTH = 0.4, 0.5  # aims: of the FLOP/s in training, of the memory bandwidth in decoding
+from scripts.gpu_checks.check import Trial
+from scripts.gpu_checks.machine import BANDWIDTH, MFU
+from scripts.gpu_checks.models import random_models, sizes_here
 
 
-def shares(trial: Trial, size: str, critic_size: str) -> None:
+def shares(trial: Trial) -> None:
     """Model FLOPs utilisation of training, share of memory bandwidth of decoding, and whether these reach their aims,
     with 64 rows of 256 + 256 tokens in bf16 on one GPU."""
-    if not trial.dry and size == "opt-1.3b" and not has_much_memory():
-        raise Skipped("this GPU has too little memory for training 1.3 billion numbers")
-    actor, critic = random_models(trial, size, critic_size)
+    with trial.first_time("models"):
+        actor, critic = random_models(trial, *sizes_here(trial))
     found = trial.folder / "found.json"
     sizes = "--prompts 4 --prompt_length 8 --response_length 8 --micro_batch 4 --steps 1 --warmup 0"
     if not trial.dry:
         sizes = "--prompts 64 --prompt_length 256 --response_length 256 --micro_batch 16 --steps 3 --warmup 1"
-    words = ["--model", actor, "--critic", critic, "--zero_stage", "0", "--no_plain", "--json", str(found)]
+    words = ["--model", actor, "--critic", critic, "--zero_stage", "1", "--no_plain", "--json", str(found)]
     init()
     main(parse_arguments([*words, *sizes.split()]))
     [report] = json.loads(found.read_text())

@@ -1,8 +1,8 @@
 """A check, what it is given and tells, what came of it, and the process in which it runs alone.
 
-A check is a name, a time limit and a function of a `Trial`, to which it tells what it finds. Each thing that is told is
-a line of JSON in the file FOUND, at once: what a session that is cut off has found is there. All that is said of a check
-later is read from its lines (`outcomes_of`).
+A check is a name, a time limit and a function of a `Trial`, to which it tells what it finds. What is told becomes a
+line of JSON in the file FOUND at once, and so is kept if the session is cut off. All that is said of a check later is
+read from its lines (`outcomes_of`).
 """
 
 import contextlib
@@ -248,11 +248,9 @@ def isolated(
     wrong = "; ".join(found.failures)
     if code == 0 and found.done:
         return (FAIL, wrong) if wrong else (SKIPPED, found.skipped) if found.skipped else (PASS, "")
-    ending = (
-        f"its process ended with {ended_by(code)}" if code is not None else f"not done after {min(limit, left):.0f} s"
-    )
-    if code is None and found.first_since is not None:
-        ending += f", {first:.0f} s for what it did for the first time"
+    ending = f"not done after {min(limit, left):.0f} s, and {first:.0f} s of what it did for the first time"
+    if code is not None:
+        ending = f"its process ended with {ended_by(code)}"
     return FAIL, "; ".join(filter(None, [ending, last_line(log), wrong]))
 
 

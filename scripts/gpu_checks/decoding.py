@@ -16,8 +16,8 @@ from engine.rollout.decode import Sampler
 from engine.rollout.passes import Passes, RecordedPasses
 from engine.rollout.request import Draws
 from scripts.gpu_checks.check import Trial
-from scripts.gpu_checks.machine import device
-from scripts.gpu_checks.models import prompts, random_models, sampling
+from scripts.gpu_checks.machine import BANDWIDTH, device
+from scripts.gpu_checks.models import prompts, random_models, sampling, sizes_here
 
 # What reads a token, by the way of decoding: of a graph its launch alone, without what the host does before it.
 READS = {
@@ -88,18 +88,17 @@ GAP = {
 CALLS = ((16, 32), (64, 48), (16, 64))
 DRY_CALLS = ((2, 8), (6, 12), (2, 16))
 SHARE = 0.2  # of a token's time, for what is not its pass
-BANDWIDTH = 0.5  # of the data sheet's, at least, at which a pass reads the weights
 
 
-def against_plain(trial: Trial, decoding: str, size: str, critic: str, *dtypes: str) -> None:
+def against_plain(trial: Trial, decoding: str, size: str | None, *dtypes: str) -> None:
     """The same draws in these dtypes, "fp32" or "16 bits": the same tokens but for rounding, and how long one takes.
 
-    size, critic: as in `random_models`.
+    size: as in `random_models`, or None for the largest that trains here.
     """
     if not trial.needs_gpu(f"--decoding {decoding}, in whose place recorded tokens were drawn"):
         decoding = "recorded"
     with trial.first_time("models"):
-        path, _ = random_models(trial, size, critic)
+        path, _ = random_models(trial, *((size,) if size else sizes_here(trial)))
     for dtype in dtypes:
         dtype = sixteen_bits(trial) if dtype == "16 bits" else dtype
         with trial.part(dtype):
@@ -164,7 +163,7 @@ def advised(
     trial.find(
         drawn > SHARE * total,
         f"{dtype}, {decoding}: drawing takes {drawn:.2f} of a token's {total:.2f} ms",
-        "It is many small kernels over the vocabulary: Draws.draw in engine/rollout/request.py, which a graph could hold.",
+        "Many small kernels over the vocabulary: Draws.draw in engine/rollout/request.py, which a graph could hold.",
     )
     sheet = data_sheet(torch.cuda.get_device_name())
     if sheet is not None:

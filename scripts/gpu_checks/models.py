@@ -28,6 +28,7 @@ from scripts.gpu_checks.check import Trial
 from training.data.tokens import padded
 from training.ppo_trainer import PPOConfig, PPOTrainer
 
+LARGE = 60e9  # bytes of a GPU that an actor of 1.3 billion numbers trains on, with a critic of 350 million
 TINY = "260k"  # what every Llama becomes in a dry run, and OPT something as small
 OPT = {
     "opt-1.3b": dict(hidden_size=2048, num_hidden_layers=24, ffn_dim=8192, num_attention_heads=32),
@@ -44,6 +45,12 @@ TINY_OPT = dict(hidden_size=64, num_hidden_layers=2, ffn_dim=128, num_attention_
 LOGITS = 3.0  # their standard deviation, 2 to 4 in trained models: rounding in 16 bits is as large as there
 MICRO_BATCH = 8
 DIALECT = get_dialect("default").override(ppo_epochs=1, warmup_steps=0, actor_lr=1e-5, critic_lr=1e-5)
+
+
+def sizes_here(trial: Trial) -> tuple[str, str]:
+    """The sizes of actor and critic that train on this GPU, the larger ones if it has memory for them."""
+    much = trial.dry or torch.cuda.mem_get_info()[1] >= LARGE
+    return ("opt-1.3b", "opt-350m") if much else ("350m", "350m")
 
 
 def random_models(trial: Trial, size: str, critic_size: str | None = None) -> tuple[str, str]:
@@ -171,7 +178,7 @@ def program(step: int, **flags: object) -> str:
     drawn, for which a machine that fetches nothing may lack packages. The process group is kept, because DeepSpeed
     cannot go on with a second one. Raises: RuntimeError for an exit code that is not 0.
     """
-    from training.runtime.startup import run  # needs pyarrow, which the first checks do without
+    from training.runtime.startup import run  # needs pyarrow, which most checks do without
 
     module_name, flags_name = PROGRAMS[step]
     module = importlib.import_module(module_name)

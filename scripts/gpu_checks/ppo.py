@@ -13,21 +13,22 @@ from torch.profiler import ProfilerActivity, profile
 
 from engine.experience import PromptBatch
 from scripts.gpu_checks import steps
-from scripts.gpu_checks.benchmark import MFU
+from scripts.gpu_checks.attention import ISSUE, allowed
 from scripts.gpu_checks.check import Trial
 from scripts.gpu_checks.decoding import sixteen_bits, told
-from scripts.gpu_checks.kernels import ISSUE, allowed
-from scripts.gpu_checks.machine import device
-from scripts.gpu_checks.models import MICRO_BATCH, new_trainer, prompts
+from scripts.gpu_checks.machine import MFU, device
+from scripts.gpu_checks.models import MICRO_BATCH, new_trainer, prompts, sizes_here
 from training.ppo_trainer import PPOTrainer
 
 # {name: settings of new_trainer}. The first is what a run on one GPU does if nothing is asked for.
+USUAL, PADDED = "stage 1", "stage 1, padded"
 SETTINGS: dict[str, dict] = {
-    "stage 0": {"stage": 0},
+    USUAL: {"stage": 1},
     "stage 3": {"stage": 3},
-    "stage 0, padded": {"stage": 0, "packing": "padded"},
+    PADDED: {"stage": 1, "packing": "padded"},
+    "stage 0": {"stage": 0},
 }
-ROWS, LENGTH, STEPS = 64, 256, 4  # of a step; the longest prompt, and the longest response; of a setting
+ROWS, LENGTH, STEPS = 64, 256, 3  # of a step; the longest prompt, and the longest response; of a setting
 PHASES = {"generate": "generate", "make_experience": "experience", "train": "train"}
 LARGEST = 25  # kernels that are told
 PASSES = 6  # of a micro-batch in experience and training: four models, then actor and critic
@@ -35,11 +36,10 @@ LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch")  # beginnin
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
 
 
-def at_stages(trial: Trial, size: str, critic_size: str) -> None:
-    """Steps of 64 responses of up to 256 tokens in each setting, and a profile of one.
-
-    size, critic_size: as in `random_models`.
-    """
+def at_stages(trial: Trial) -> None:
+    """Steps of 64 responses of up to 256 tokens in each setting, and a profile of one."""
+    size, critic_size = sizes_here(trial)
+    trial.tell({"models": f"{size} and {critic_size}"})
     first, seconds = {}, {}
     for name, setting in SETTINGS.items():
         with trial.part(name):
@@ -57,11 +57,9 @@ def at_stages(trial: Trial, size: str, critic_size: str) -> None:
                     **setting,
                 )
             trial.tell({f"{name}, why": trainer.rollouts.why or "", f"{name}, packs": trainer.models.packs})
-            off = not torch.backends.cuda.cudnn_sdp_enabled()
             if trial.needs_gpu("whether loading a model leaves cuDNN's attention off"):
-                trial.expect(
-                    off, f"{name}: cuDNN's attention is on", f"Training may end in NaN: {ISSUE}, docs/gpus.md."
-                )
+                on = torch.backends.cuda.cudnn_sdp_enabled()
+                trial.expect(not on, f"{name}: cuDNN's attention is on", f"Training may end in NaN: {ISSUE}.")
             with trial.first_time(f"{name}, its first step"):
                 begin = step(trial, name, trainer, 0)
             several = [step(trial, name, trainer, number) for number in range(1, STEPS)]
@@ -70,21 +68,25 @@ def at_stages(trial: Trial, size: str, critic_size: str) -> None:
             told(trial, name, trainer.rollouts)
             seconds[name] = min(each["time/step"] for each in several)
             advised(trial, name, several[-1])
-            if name == next(iter(SETTINGS)):
+            if name == USUAL:
                 with trial.first_time("a profile"):
                     profiled(trial, trainer)
-            if name == "stage 0, padded" and trial.needs_gpu("steps with cuDNN's attention"):
-                with allowed(True), trial.first_time("steps with cuDNN's attention"):
-                    numbers = range(STEPS, STEPS + 2)
-                    cudnn = [step(trial, "with cuDNN", trainer, number)["time/step"] for number in numbers]
-                trial.find(
-                    min(cudnn) < 0.95 * seconds[name],
-                    f"a padded step takes {min(cudnn):.2f} s with cuDNN's attention, {seconds[name]:.2f} without",
-                    f"--attn_implementation cudnn is faster here, where {ISSUE} is mended (see attention, above).",
-                )
+            if name == PADDED and trial.needs_gpu("steps with cuDNN's attention"):
+                with_cudnn(trial, trainer, seconds[name])
         trainer = None
         steps.give_back()
     slower(trial, seconds)
+
+
+def with_cudnn(trial: Trial, trainer: PPOTrainer, without: float) -> None:
+    """The same padded steps where torch may choose cuDNN's attention. without: seconds of one if it may not."""
+    with allowed(True), trial.first_time("steps with cuDNN's attention"):
+        least = min(step(trial, "with cuDNN", trainer, number)["time/step"] for number in range(1, STEPS))
+    trial.find(
+        least < 0.95 * without,
+        f"a padded step takes {least:.2f} s with cuDNN's attention, {without:.2f} without",
+        f"--attn_implementation cudnn is faster; take it only if {ISSUE} is mended here: `attention` says so.",
+    )
 
 
 def step(trial: Trial, name: str, trainer: PPOTrainer, number: int) -> dict[str, float]:
@@ -135,21 +137,21 @@ def advised(trial: Trial, name: str, found: dict[str, float]) -> None:
 
 
 def slower(trial: Trial, seconds: dict[str, float]) -> None:
-    """Settings that take longer than they should beside the first. seconds: of the fastest step, by setting."""
-    usual = next(iter(SETTINGS))
-    if usual not in seconds or not trial.needs_gpu("which setting is faster"):
+    """Settings that take another time beside the first than they should. seconds: of the fastest step, by setting."""
+    if USUAL not in seconds or not trial.needs_gpu("which setting is faster"):
         return
-    for name in seconds:
-        trial.tell({f"{name}, s a step": round(seconds[name], 3)})
-    padded, third, least = seconds.get(f"{usual}, padded", math.inf), seconds.get("stage 3", 0.0), seconds[usual]
-    trial.find(
-        padded < 0.98 * least,
-        f"a padded step takes {padded:.2f} s, one without padding {least:.2f}",
-        "--packing padded is faster here: let engine/models/attention.py not take varlen by itself on this GPU.",
-    )
+    least = seconds[USUAL]
+    trial.tell({f"{name}, s a step": round(taken, 3) for name, taken in seconds.items()})
+    for name, then in (
+        (PADDED, "--packing padded is faster: engine/models/attention.py should not take varlen on this GPU."),
+        ("stage 0", "--actor_zero_stage 0 is faster: let chosen_stage in engine/zero/config.py choose it."),
+    ):
+        taken = seconds.get(name, math.inf)
+        trial.find(taken < 0.98 * least, f"a step takes {taken:.2f} s ({name}), {least:.2f} ({USUAL})", then)
+    third = seconds.get("stage 3", 0.0)
     trial.find(
         third > 1.3 * least,
-        f"a step at stage 3 takes {third:.2f} s, at {usual} {least:.2f}",
+        f"a step takes {third:.2f} s at stage 3, {least:.2f} ({USUAL})",
         "On one GPU nothing is partitioned: the rest is hooks and waits (engine/zero/gathering.py, and DeepSpeed's).",
     )
 

@@ -22,7 +22,6 @@ from scripts.gpu_checks.check import Skipped, Trial
 from scripts.gpu_checks.decoding import sixteen_bits, told
 from scripts.gpu_checks.models import new_trainer, prompts, random_models, rows
 from training.ppo_trainer import PPOTrainer
-from training.runtime import model_folders
 
 SEARCHED = 20  # fp16: steps in which the loss scale has to have been found
 
@@ -153,6 +152,8 @@ def learn(trial: Trial) -> None:
 
 def reward_adapter(base: str, folder: Path) -> str:
     """Save a reward model that is an adapter, with a head, of the language model at `base`; returns its folder."""
+    from training.runtime import model_folders  # needs pyarrow, which most checks do without
+
     scorer = new_scorer(base, torch.float32, 0, seed=1)
     scorer.model.config.score_offset = 0.0
     adapt(scorer, LORA, "reward")
