@@ -75,7 +75,7 @@ class Outcome:
             self.failures[line["failure"]] = line["then"]
         if "finding" in line:
             self.findings[line["finding"]] = line["then"]
-        if "left_out" in line:
+        if line.get("left_out") not in (None, *self.left_out):
             self.left_out.append(line["left_out"])
         if "first time" in line:
             self.first += line.get("seconds", 0.0)

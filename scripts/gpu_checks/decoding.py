@@ -16,7 +16,7 @@ from engine.rollout.decode import Sampler
 from engine.rollout.passes import Passes, RecordedPasses
 from engine.rollout.request import Draws
 from scripts.gpu_checks.check import Trial
-from scripts.gpu_checks.machine import BANDWIDTH, device
+from scripts.gpu_checks.machine import device
 from scripts.gpu_checks.models import prompts, random_models, sampling, sizes_here
 
 # What reads a token, by the way of decoding: of a graph its launch alone, without what the host does before it.
@@ -88,6 +88,7 @@ GAP = {
 CALLS = ((16, 32), (64, 48), (16, 64))
 DRY_CALLS = ((2, 8), (6, 12), (2, 16))
 SHARE = 0.2  # of a token's time, for what is not its pass
+BANDWIDTH = 0.5  # of the data sheet's, at least, at which a pass reads the weights
 
 
 def against_plain(trial: Trial, decoding: str, size: str | None, *dtypes: str) -> None:

@@ -11,7 +11,6 @@ from scripts.gpu_checks.check import Skipped, Trial
 from training.reporting.records import versions
 
 COPIED = 1 << 30  # bytes
-MFU, BANDWIDTH = 0.4, 0.5  # aims: of the data sheet's FLOP/s in training, and of its memory bandwidth in decoding
 
 
 def device() -> torch.device:

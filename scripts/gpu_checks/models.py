@@ -82,10 +82,12 @@ def config_of(size: str, dry: bool) -> PretrainedConfig:
     return config
 
 
-def prompts(rows: int, length: int, vocabulary: int, first: int = 0) -> PromptBatch:
-    """Left-padded prompts of `length` / 2 to `length` tokens, the same whenever these are asked for."""
+def prompts(rows: int, length: int, vocabulary: int, first: int = 0, ragged: bool = True) -> PromptBatch:
+    """Left-padded prompts of `length` / 2 to `length` tokens, or all of `length`, the same whenever these are asked
+    for."""
     generator = torch.Generator().manual_seed(first)
-    lengths = torch.randint(max(1, length // 2), length + 1, (rows,), generator=generator).tolist()
+    least = max(1, length // 2) if ragged else length
+    lengths = torch.randint(least, length + 1, (rows,), generator=generator).tolist()
     lengths[0] = length
     tokens = [torch.randint(4, vocabulary, (count,), generator=generator).tolist() for count in lengths]
     indices = torch.arange(first, first + rows)

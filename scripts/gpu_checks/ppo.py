@@ -2,7 +2,6 @@
 the GPU's arithmetic and memory too, and which kernels take it.
 """
 
-import json
 import math
 from collections.abc import Iterable
 from unittest import mock
@@ -16,7 +15,7 @@ from scripts.gpu_checks import steps
 from scripts.gpu_checks.attention import ISSUE, allowed
 from scripts.gpu_checks.check import Trial
 from scripts.gpu_checks.decoding import sixteen_bits, told
-from scripts.gpu_checks.machine import MFU, device
+from scripts.gpu_checks.machine import device
 from scripts.gpu_checks.models import MICRO_BATCH, new_trainer, prompts, sizes_here
 from training.ppo_trainer import PPOTrainer
 
@@ -24,13 +23,16 @@ from training.ppo_trainer import PPOTrainer
 USUAL, PADDED = "stage 1", "stage 1, padded"
 SETTINGS: dict[str, dict] = {
     USUAL: {"stage": 1},
+    "stage 1, equal lengths": {"stage": 1, "ragged": False},  # as docs/performance.md counts a step
     "stage 3": {"stage": 3},
-    PADDED: {"stage": 1, "packing": "padded"},
     "stage 0": {"stage": 0},
+    PADDED: {"stage": 1, "packing": "padded"},
 }
 ROWS, LENGTH, STEPS = 64, 256, 3  # of a step; the longest prompt, and the longest response; of a setting
 PHASES = {"generate": "generate", "make_experience": "experience", "train": "train"}
+MFU = 0.4  # model FLOPs utilisation of training that is aimed at
 LARGEST = 25  # kernels that are told
+BUSY = 0.85  # of the time, in which the GPU computes or copies, at least
 PASSES = 6  # of a micro-batch in experience and training: four models, then actor and critic
 LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch")  # beginnings of names in a profile
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
@@ -53,8 +55,7 @@ def at_stages(trial: Trial) -> None:
                     dtype="fp32" if trial.dry else sixteen_bits(trial),
                     tokens=LENGTH,
                     count=ROWS,
-                    ragged=True,
-                    **setting,
+                    **{"ragged": True} | setting,
                 )
             trial.tell({f"{name}, why": trainer.rollouts.why or "", f"{name}, packs": trainer.models.packs})
             if trial.needs_gpu("whether loading a model leaves cuDNN's attention off"):
@@ -64,7 +65,8 @@ def at_stages(trial: Trial) -> None:
                 begin = step(trial, name, trainer, 0)
             several = [step(trial, name, trainer, number) for number in range(1, STEPS)]
             first = first or begin
-            steps.compared(trial, name, begin, first)
+            if setting.get("ragged", True):
+                steps.compared(trial, name, begin, first)
             told(trial, name, trainer.rollouts)
             seconds[name] = min(each["time/step"] for each in several)
             advised(trial, name, several[-1])
@@ -113,8 +115,9 @@ def step(trial: Trial, name: str, trainer: PPOTrainer, number: int) -> dict[str,
 def batch_of(trial: Trial, trainer: PPOTrainer, number: int) -> PromptBatch:
     """The prompts of a step."""
     vocabulary = trainer.models.actor.module.model.config.vocab_size
-    count = 4 if trial.dry else ROWS
-    return prompts(count, trainer.sampling.max_new_tokens, vocabulary, first=1000 * number).to(device())
+    count, length = 4 if trial.dry else ROWS, trainer.sampling.max_new_tokens
+    ragged = bool(trainer.sampling.stop_token_ids)
+    return prompts(count, length, vocabulary, first=1000 * number, ragged=ragged).to(device())
 
 
 def advised(trial: Trial, name: str, found: dict[str, float]) -> None:
@@ -170,25 +173,29 @@ def profiled(trial: Trial, trainer: PPOTrainer) -> None:
     with mock.patch.object(maker, "make_experience", recorded_from_here):
         found = trainer.step(batch_of(trial, trainer, STEPS)).metrics
     recorded.stop()
-    events = [event for event in recorded.key_averages() if not event.is_user_annotation]
+    tell_profile(trial, recorded.key_averages(), found["time/make_experience"] + found["time/train"])
+
+
+def tell_profile(trial: Trial, events: Iterable, seconds: float) -> None:
+    """Tell what is in a profile. events: averages of torch's profiler. seconds: that were profiled."""
+    events = [event for event in events if not event.is_user_annotation]
     kernels = [event for event in events if (event.device_type == DeviceType.CPU) == trial.dry]
     time_of = "self_cpu_time_total" if trial.dry else "self_device_time_total"
     kernels.sort(key=lambda event: -getattr(event, time_of))
     for number, event in enumerate(kernels[:LARGEST], 1):
         trial.tell({f"kernel {number}: {event.key[:80]}": f"{getattr(event, time_of) / 1e3:.2f} ms of {event.count}"})
     busy = sum(getattr(event, time_of) for event in kernels) / 1e6
-    seconds = found["time/make_experience"] + found["time/train"]
     launches, waits = (counted(events, names) for names in (LAUNCHES, WAITS))
-    copies = {event.key: event.count for event in events if event.key.startswith("Memcpy") and "Pageable" in event.key}
-    trial.tell({"launches": launches, "waits": waits, "copies of pageable memory": json.dumps(copies)})
+    copies = {event.key: event.count for event in kernels if event.key.startswith("Memcpy")}
+    trial.tell({"launches": launches, "waits": waits, "copies": ", ".join(f"{n} {key}" for key, n in copies.items())})
     trial.tell({"the GPU is busy": f"{busy:.2f} of {seconds:.2f} s"})
     if not trial.needs_gpu("how much of a profile may be waiting"):
         return
     trial.find(
-        busy < 0.85 * seconds,
+        busy < BUSY * seconds,
         f"the GPU is idle for {1 - busy / seconds:.0%} of making experience and training ({launches} launches)",
         "The host launches too slowly: raise --per_device_training_batch_size, so that a kernel does more; then look "
-        "for what is launched once a parameter (in the list of kernels: those with the highest counts).",
+        "for what is launched once a parameter: the kernels with the highest counts.",
     )
     passes = PASSES * -(-ROWS // MICRO_BATCH)
     trial.find(

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.autograd import DeviceType
 from transformers import AutoModelForCausalLM
 
 from engine.memory.copies import CopyNeed, place_copies
@@ -22,7 +23,6 @@ from engine.memory.gpus import DataSheet, Link, data_sheet
 from scripts.gpu_checks import __main__ as front
 from scripts.gpu_checks import attention, decoding, ppo
 from scripts.gpu_checks.__main__ import CHECKS
-from scripts.gpu_checks.benchmark import aims, rates
 from scripts.gpu_checks.check import Check, Outcome, Skipped, Trial, lines_of, make, outcomes_of, peaks
 from scripts.gpu_checks.copies import LEVELS, figures_of
 from scripts.gpu_checks.decoding import TokenTimes, in_dtype
@@ -35,7 +35,6 @@ PROGRAM = Path(__file__).resolve().parents[2] / "scripts" / "check_gpu.sh"
 BY_HAND = {
     "decoding",
     "steps fp16",
-    "benchmark",
     "memory",
     "ranks",
     "restart",
@@ -188,23 +187,6 @@ def test_the_front_door_opens():
 )
 def test_data_sheets_go_by_torchs_names(name, expected):
     assert data_sheet(name) == expected
-
-
-def test_shares_of_a_data_sheet_by_hand():
-    link = Link(300e9, 1.9e-6)
-    report = {
-        "ranks": 2,
-        "flops": {"train": 1000e12},
-        "steps": {"ours": [{"train": 2.0}, {"train": 1.25}, {"train": 1.0}]},
-        "decode_bytes": 300e9,
-        "decode_seconds": 0.2,
-    }
-    assert rates(report) == (400e12, 1500e9)  # 1000e12 / 2 / 1.25, and 300e9 / 0.2
-    assert aims(report, DataSheet(1000e12, 2000e9, link)) == {
-        "MFU of training": "40.0% (40% reached)",
-        "share of bandwidth in decoding": "75.0% (50% reached)",
-    }
-    assert "(50% not reached)" in aims(report, DataSheet(1000e12, 4000e9, link))["share of bandwidth in decoding"]
 
 
 def test_each_amount_of_memory_calls_for_other_copies():
@@ -376,10 +358,41 @@ def test_what_to_change_in_steps_by_hand(tmp_path):
     ]
 
 
-def test_launches_and_waits_are_counted_by_hand():
-    names = ("cudaLaunchKernel", 5), ("cudaLaunchKernelExC", 2), ("cuLaunchKernelEx", 1), ("cudaStreamSynchronize", 3)
-    events = [SimpleNamespace(key=key, count=count) for key, count in names]
-    assert (ppo.counted(events, ppo.LAUNCHES), ppo.counted(events, ppo.WAITS)) == (8, 3)
+def test_what_a_profile_says_by_hand(tmp_path):
+    def event(key, count, milliseconds=0.0, device=DeviceType.CUDA, noted=False):
+        return SimpleNamespace(
+            key=key,
+            count=count,
+            self_device_time_total=1e3 * milliseconds,
+            device_type=device,
+            is_user_annotation=noted,
+        )
+
+    host = DeviceType.CPU
+    calls = [("cudaLaunchKernel", 500), ("cuLaunchKernelEx", 70), ("cudaStreamSynchronize", 90), ("cudaEventQuery", 7)]
+    events = [
+        *(event(name, count, device=host) for name, count in calls),
+        event("cudaDeviceSynchronize", 7, device=host),
+        event("train", 1, 1900.0, noted=True),
+        event("gemm", 300, 900.0),
+        event("attention", 200, 600.0),
+        event("Memcpy DtoH (Device -> Pageable)", 3, 100.0),
+        *(event(f"small {number}", 1, 1.0) for number in range(24)),
+    ]
+    trial = Trial(dry=False, folder=tmp_path, models=tmp_path)
+    ppo.tell_profile(trial, events, 2.0)
+    figures = list(trial.outcome.figures.items())
+    assert figures[0] == ("kernel 1: gemm", "900.00 ms of 300") and figures[24][0] == "kernel 25: small 21"
+    assert figures[25:] == [
+        ("launches", 570),
+        ("waits", 97),
+        ("copies", "3 Memcpy DtoH (Device -> Pageable)"),
+        ("the GPU is busy", "1.62 of 2.00 s"),  # 900 + 600 + 100 + 24 ms
+    ]
+    assert list(trial.outcome.findings) == [  # 8 micro-batches of 6 passes
+        "the GPU is idle for 19% of making experience and training (570 launches)",
+        "the host waits 97 times for the GPU in 48 passes",
+    ]
 
 
 def test_peaks_outlive_those_who_count_anew(tmp_path, monkeypatch):
