@@ -6,7 +6,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from engine.errors import UserError
 from engine.experience import position_ids
-from engine.models.attention import Attention
+from engine.models.attention import IMPLEMENTATIONS, Attention
 from engine.models.loading import DTYPES, load_policy
 from engine.models.policy import Policy
 from engine.models.reading import LANGUAGE_MODEL
@@ -15,13 +15,9 @@ from scripts.gpu_checks.decoding import GAP, sixteen_bits
 from scripts.gpu_checks.machine import device
 from scripts.gpu_checks.models import prompts, random_models
 
-OTHERS = {
-    "eager": Attention("eager"),
-    "flash_attention_2": Attention("flash_attention_2", packing="padded"),
-    "flash_attention_2, packed": Attention("flash_attention_2"),
-    "flash_attention_3, packed": Attention("flash_attention_3"),
-    "flex_attention": Attention("flex_attention"),
-    "sdpa, packed": Attention(packing="packed"),
+OTHERS = {name: Attention(name, packing="padded") for name in IMPLEMENTATIONS if name != "auto"}
+OTHERS |= {
+    f"{name}, packed": Attention(name, packing="packed") for name in ("sdpa", "flash_attention_2", "flash_attention_3")
 }
 GRADIENT = {"fp32": 1e-3, "bf16": 0.1, "fp16": 0.02}  # distance of two gradients, as a share of their length
 
