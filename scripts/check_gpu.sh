@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Tries on GPUs what no CPU can, in the environment that is active: installs nothing, fetches nothing, ends within nine
-# minutes. Prints a table of what passed, failed, was skipped or not run, and keeps it as JSON.
+# minutes. Prints and keeps what it finds at once, and writes one page: what to act on, and what to change.
 #
 #   scripts/check_gpu.sh                            into gpu_checks/DATE_TIME in the repository
-#   scripts/check_gpu.sh --output FOLDER --only machine graphs
+#   scripts/check_gpu.sh --output FOLDER --budget 290 --only machine attention decoding ppo      the first five minutes
 #   DRY=1 scripts/check_gpu.sh                      the same without a GPU, with tiny models: its logic, and no more
 #
 #   PYTHON=/path/to/python3.12   which Python; by default python3

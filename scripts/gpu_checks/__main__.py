@@ -1,4 +1,4 @@
-"""Make all checks, one after the other, within nine minutes; print a table, keep JSON.
+"""Make all checks, one after the other, within nine minutes; print and keep each line, and write one page.
 
     scripts/check_gpu.sh [--output FOLDER] [--budget SECONDS] [--only NAME ...] [--keep]
 
@@ -6,20 +6,30 @@ Exit code 1 if one failed.
 """
 
 import argparse
-import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
-from scripts.benchmark_report import markdown
-from scripts.gpu_checks.check import FAIL, NOT_RUN, ROOT, SKIPPED, Check, Outcome, isolated
+from scripts.gpu_checks.check import (
+    FAIL,
+    NOT_RUN,
+    ROOT,
+    SKIPPED,
+    Check,
+    Outcome,
+    Trial,
+    isolated,
+    lines_of,
+    outcomes_of,
+)
+from scripts.gpu_checks.page import PAGE, Followed, to_act_on
 
 
 def _of(module: str, function: str) -> str:
@@ -27,13 +37,14 @@ def _of(module: str, function: str) -> str:
 
 
 CHECKS = [
-    Check("machine", _of("machine", "look"), limit=45),
-    Check("graphs", _of("decoding", "against_plain"), ("graphs", "gqa", "gqa", "fp32", "16 bits"), limit=60),
-    Check("graphs 1.3b", _of("decoding", "against_plain"), ("graphs", "opt-1.3b", "opt-350m", "16 bits"), limit=75),
+    Check("machine", _of("machine", "look"), limit=40),
+    Check("attention", _of("attention", "alone"), limit=60),
+    Check("decoding", _of("decoding", "against_plain"), ("graphs", None, "16 bits"), limit=75),
+    Check("ppo", _of("ppo", "at_stages"), least=30, limit=130),
+    Check("graphs", _of("decoding", "against_plain"), ("graphs", "gqa", "fp32", "16 bits"), limit=60),
     Check("steps bf16", _of("steps", "at_all_stages"), ("bf16",), limit=90),
-    Check("benchmark 1.3b", _of("benchmark", "shares"), ("opt-1.3b", "opt-350m"), least=40, limit=120),
     Check("memory", _of("copies", "planned"), least=30, limit=90),
-    Check("attention", _of("attention", "against_math"), limit=60),
+    Check("implementations", _of("implementations", "against_math"), limit=60),
     Check("auto", _of("copies", "under_limits"), limit=60),
     Check("between steps", _of("copies", "between_steps"), limit=60),
     Check("offload", _of("steps", "offloaded"), least=60, limit=120),
@@ -42,7 +53,6 @@ CHECKS = [
     Check("steps fp16", _of("steps", "at_all_stages"), ("fp16",), limit=90),
     Check("quickstart", _of("quickstart", "learned"), least=60, limit=150),
     Check("vllm", _of("vllm", "alike"), least=30, limit=150),
-    Check("benchmark 350m", _of("benchmark", "shares"), ("350m", "350m"), least=30, limit=60),
     Check(
         "ranks",
         _of("ranks", "side_by_side"),
@@ -55,56 +65,40 @@ CHECKS = [
 ]
 
 
-def table(outcomes: Sequence[Outcome]) -> list[str]:
-    """A row for each check, and a last line that counts them."""
-    rows = [("check", "result", "s", "figures, and why")]
-    rows += [(found.name, found.status, f"{found.seconds:.0f}", "; ".join(_words(found))) for found in outcomes]
-    counted = Counter(found.status for found in outcomes)
-    return [*markdown(rows), "", ", ".join(f"{number} {status}" for status, number in counted.items())]
-
-
-def _words(found: Outcome) -> list[str]:
-    words = [found.why.replace("|", "/").replace("\n", " ")] if found.why else []
-    words += [f"{name} {_figure(value)}" for name, value in found.figures.items()]
-    if found.left_out:
-        words.append(f"needs CUDA and was left out: {', '.join(found.left_out)}")
-    return words
-
-
-def _figure(value: object) -> str:
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
 SLOWER = 3.0  # limits are so many times as long in a dry run, where two ranks may share a core
 BUDGET = 520.0  # seconds: nine minutes, less what it takes to begin and to print
 
 
-def make_all(checks: Sequence[Check], *, dry: bool, gpus: int, output: Path, budget: float) -> list[Outcome]:
-    """Make these checks, in their order, for as long as `budget` seconds last; print what comes of each at once."""
-    deadline = time.monotonic() + budget
-    outcomes = []
+def make_all(
+    checks: Sequence[Check], *, dry: bool, gpus: int, output: Path, scratch: Path, budget: float
+) -> list[Outcome]:
+    """Make these checks, in their order, for as long as `budget` seconds last; print and keep each line at once.
+
+    scratch: a folder for models and for what checks write, which nobody needs later.
+    """
+    began = time.monotonic()
+    heard = Followed(output, dry)
     for check in checks:
-        left = deadline - time.monotonic()
+        folder = scratch / "work" / check.name.replace(" ", "_")
+        trial = Trial(dry, folder, scratch / "models", check.name, output, began)
+        trial.line(begins=True)
+        started = time.monotonic()
+        left = began + budget - started
         if check.ranks > gpus:
-            why = f"needs {check.ranks} GPUs, and here is {gpus}; unseen: {check.unseen}"
-            found = Outcome(check.name, SKIPPED, why)
+            status, why = SKIPPED, f"needs {check.ranks} GPUs, and here is {gpus}; unseen: {check.unseen}"
         elif left < check.least:
-            found = Outcome(check.name, NOT_RUN, f"{max(left, 0):.0f} s were left, and it takes {check.least:.0f}")
+            status, why = NOT_RUN, f"{max(left, 0):.0f} s were left, and it takes {check.least:.0f}"
         else:
-            limit = min(check.limit, left)
-            found = isolated(check, dry=dry, output=output, models=output / "models", limit=limit)
-        outcomes.append(found)
-        print(f"{found.name}: {found.status}, {found.seconds:.0f} s. {found.why}".rstrip(), flush=True)
-        (output / "checks.json").write_text(json.dumps([asdict(each) for each in outcomes], indent=1))
-    return outcomes
+            status, why = isolated(check, trial, logs=output / "logs", limit=check.limit, left=left, heard=heard)
+        trial.line(status=status, why=why, seconds=round(time.monotonic() - started, 1))
+        heard()
+    return outcomes_of(lines_of(output))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse the command line, make the checks; returns the exit code."""
     parser = argparse.ArgumentParser(prog="scripts/check_gpu.sh", description=__doc__.splitlines()[0])
-    parser.add_argument("--output", type=Path, help="a new folder for logs, JSON and the table")
+    parser.add_argument("--output", type=Path, help="a new folder for the page, the lines and logs")
     parser.add_argument("--budget", type=float, help="seconds for all checks together")
     parser.add_argument("--only", nargs="+", choices=[check.name for check in CHECKS], metavar="NAME", help="these")
     parser.add_argument("--keep", action="store_true", help="keep the models that were made, several GB")
@@ -124,17 +118,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         replace(check, limit=check.limit * slower) for check in CHECKS if args.only is None or check.name in args.only
     ]
     budget = args.budget or BUDGET * slower
+    scratch = Path(tempfile.mkdtemp(prefix="gpu_checks_"))
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the check under way ends, too
     try:
-        outcomes = make_all(chosen, dry=dry, gpus=gpus, output=output.resolve(), budget=budget)
+        outcomes = make_all(chosen, dry=dry, gpus=gpus, output=output.resolve(), scratch=scratch, budget=budget)
     finally:
         signal.signal(signal.SIGTERM, before)
-    if not args.keep:
-        for name in ("models", "work"):
-            shutil.rmtree(output / name, ignore_errors=True)
-    lines = table(outcomes)
-    (output / "table.md").write_text("\n".join(lines) + "\n")
-    print("", *lines, "", f"logs and JSON: {output}", sep="\n")
+        if not args.keep:
+            shutil.rmtree(scratch, ignore_errors=True)
+    print("", *to_act_on(outcomes, dry), f"the page: {output / PAGE}", sep="\n")
+    if args.keep:
+        print(f"models: {scratch / 'models'}")
     return int(any(found.status == FAIL for found in outcomes))
 
 

@@ -1,6 +1,8 @@
-"""A check, what it is given and fills, what came of it, and the process in which it runs alone.
+"""A check, what it is given and tells, what came of it, and the process in which it runs alone.
 
-A check is a name, a time limit and a function of a `Trial`, to which it says what it found.
+A check is a name, a time limit and a function of a `Trial`, to which it tells what it finds. What is told becomes a
+line of JSON in the file FOUND at once, and so is kept if the session is cut off. All that is said of a check later is
+read from its lines (`outcomes_of`).
 """
 
 import contextlib
@@ -12,63 +14,162 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[2]
-PASS, FAIL, SKIPPED, NOT_RUN = "pass", "FAIL", "skipped", "not run"
+PASS, FAIL, SKIPPED, NOT_RUN, RUNNING = "pass", "FAIL", "skipped", "not run", "running"
 Figure = float | int | str | bool
-SO_FAR = "so_far.json"
+FOUND = "found.jsonl"
 
 
 class Skipped(Exception):
     """A check that this machine cannot make, and why; no failure."""
 
 
+@dataclass(frozen=True, slots=True)
+class Check:
+    """target: "module:function", imported by the check's own process alone. arguments: of the function, behind the
+    trial. least: seconds under which it is not worth beginning. limit: seconds after which it is ended, without those
+    of `Trial.first_time`, which may be as many again. ranks: as many GPUs as it needs; unseen: what nothing shows where
+    there are fewer."""
+
+    name: str
+    target: str
+    arguments: tuple = ()
+    least: float = 15.0
+    limit: float = 60.0
+    ranks: int = 1
+    unseen: str = ""
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What came of a check, read from its lines.
+
+    status: one of PASS, FAIL, SKIPPED, NOT_RUN, RUNNING. why: in words, unless it passed. seconds: of its process.
+    failures, findings: what is wrong, and what is worth acting on though nothing is wrong; with each what it means and
+    what to change, "" where that is not known. first: seconds of what was done for the first time, first_since: when
+    what is under way began, else None. skipped: why the check cannot be made here. done: whether it came to its end.
+    """
+
+    name: str
+    status: str = RUNNING
+    why: str = ""
+    seconds: float = 0.0
+    figures: dict[str, Figure] = field(default_factory=dict)
+    failures: dict[str, str] = field(default_factory=dict)
+    findings: dict[str, str] = field(default_factory=dict)
+    left_out: list[str] = field(default_factory=list)
+    first: float = 0.0
+    first_since: float | None = None
+    skipped: str = ""
+    done: bool = False
+
+    def read(self, line: dict) -> None:
+        """Add what a line tells."""
+        self.figures |= line.get("figures", {})
+        if "failure" in line:
+            self.failures[line["failure"]] = line["then"]
+        if "finding" in line:
+            self.findings[line["finding"]] = line["then"]
+        if line.get("left_out") not in (None, *self.left_out):
+            self.left_out.append(line["left_out"])
+        if "first time" in line:
+            self.first += line.get("seconds", 0.0)
+            self.first_since = None if "seconds" in line else line["at"]
+        if "status" in line:
+            self.status, self.why, self.seconds = line["status"], line["why"], line["seconds"]
+        self.skipped = line.get("skipped", self.skipped)
+        self.done = self.done or "done" in line
+
+
+def outcomes_of(lines: Iterable[dict]) -> list[Outcome]:
+    """What came of each check, in their order."""
+    outcomes: dict[str, Outcome] = {}
+    for line in lines:
+        outcomes.setdefault(line["check"], Outcome(line["check"])).read(line)
+    return list(outcomes.values())
+
+
+def lines_of(folder: Path) -> list[dict]:
+    """All whole lines in the FOUND of a folder."""
+    path = folder / FOUND
+    text = path.read_text() if path.exists() else ""
+    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+
+
 @dataclass
 class Trial:
-    """What a check is given, and what it fills.
+    """What a check is given, and to which it tells what it finds.
 
     dry: there is no GPU, and models are tiny: the check goes through its logic and tells what it leaves out.
     folder: its own. models: a folder of models with random weights, which all checks share.
-    figures: what it measured, by name. left_out: what needs CUDA and was not done. failures: what is wrong, in words.
+    check: its name. output: the folder of FOUND; its own if there is no other. began: time.monotonic() at which lines
+    count seconds from.
     """
 
     dry: bool
     folder: Path
     models: Path
-    figures: dict[str, Figure] = field(default_factory=dict)
-    left_out: list[str] = field(default_factory=list)
-    failures: list[str] = field(default_factory=list)
+    check: str = "check"
+    output: Path | None = None
+    began: float = field(default_factory=time.monotonic)
 
-    def expect(self, condition: bool, otherwise: str) -> None:
-        """Note a failure unless the condition holds; the check goes on."""
+    @property
+    def outcome(self) -> Outcome:
+        """What came of the check so far."""
+        found = [line for line in lines_of(self.output or self.folder) if line["check"] == self.check]
+        return outcomes_of([{"check": self.check}, *found])[0]
+
+    def line(self, **told: object) -> None:
+        """Keep a line."""
+        line = {"at": round(time.monotonic() - self.began, 2), "check": self.check, **told}
+        with ((self.output or self.folder) / FOUND).open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def tell(self, figures: dict[str, Figure]) -> None:
+        """Note what was measured, by name."""
+        self.line(figures=figures)
+
+    def expect(self, condition: bool, otherwise: str, then: str = "") -> None:
+        """Note a failure unless the condition holds; the check goes on. then: what it means, and what to change."""
         if not condition:
-            self.failures.append(otherwise)
+            self.line(failure=otherwise, then=then)
+
+    def find(self, condition: bool, what: str, then: str) -> None:
+        """Note a finding, which is no failure, if the condition holds. then: what it means, and what to change."""
+        if condition:
+            self.line(finding=what, then=then)
 
     @contextlib.contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """What is raised within is a failure of this part alone; the check goes on behind it.
-
-        What was found so far is written to the folder's SO_FAR, for a check that does not live to tell.
-        """
+        """What is raised within is a failure of this part alone; the check goes on behind it."""
         try:
             yield
         except Skipped:
             raise
         except Exception as error:
             traceback.print_exc()
-            self.failures.append(f"{name}: {type(error).__name__}: {' '.join(str(error).split())[:300]}")
+            self.expect(False, f"{name}: {type(error).__name__}: {' '.join(str(error).split())[:300]}")
+
+    @contextlib.contextmanager
+    def first_time(self, what: str) -> Iterator[None]:
+        """Within is done for the first time what is done often later: a kernel meets a shape for which it makes a plan,
+        a graph is captured, weights are made. The check's limit does not count it."""
+        self.line(**{"first time": what})
+        started = time.monotonic()
+        try:
+            yield
         finally:
-            so_far = {"figures": self.figures, "left_out": self.left_out, "failures": self.failures}
-            (self.folder / SO_FAR).write_text(json.dumps(so_far))
+            self.line(**{"first time": what, "seconds": round(time.monotonic() - started, 2)})
 
     def needs_gpu(self, what: str) -> bool:
         """Whether there is a GPU to do `what` with; where there is none, that is told."""
         if self.dry:
-            self.left_out.append(what)
+            self.line(left_out=what)
         return not self.dry
 
 
@@ -97,67 +198,37 @@ def peaks(trial: Trial) -> Iterator[None]:
         yield
     look()
     if reserved:
-        trial.figures["most GB, allocated / reserved"] = f"{allocated / 1e9:.2f} / {reserved / 1e9:.2f}"
+        trial.tell({"most GB, allocated / reserved": f"{allocated / 1e9:.2f} / {reserved / 1e9:.2f}"})
 
 
-@dataclass(frozen=True, slots=True)
-class Check:
-    """target: "module:function", imported by the check's own process alone. arguments: of the function, behind the
-    trial. least: seconds under which it is not worth beginning. limit: seconds after which it is ended. ranks: as many
-    GPUs as it needs; unseen: what nothing shows where there are fewer."""
-
-    name: str
-    target: str
-    arguments: tuple = ()
-    least: float = 15.0
-    limit: float = 60.0
-    ranks: int = 1
-    unseen: str = ""
-
-
-@dataclass(slots=True)
-class Outcome:
-    """What came of a check. status: one of PASS, FAIL, SKIPPED, NOT_RUN. why: in words, unless it passed."""
-
-    name: str
-    status: str
-    why: str = ""
-    seconds: float = 0.0
-    figures: dict[str, Figure] = field(default_factory=dict)
-    left_out: list[str] = field(default_factory=list)
-
-
-def outcome_of(check: Check, trial: Trial) -> Outcome:
+def make(check: Check, trial: Trial) -> None:
     """Make the check in this process."""
-    started = time.monotonic()
-    status, why = PASS, ""
     try:
         module, name = check.target.split(":")
         with peaks(trial), trial.part("raised"):
             getattr(importlib.import_module(module), name)(trial, *check.arguments)
     except Skipped as reason:
-        status, why = SKIPPED, str(reason)
-    if trial.failures:
-        status, why = FAIL, "; ".join(trial.failures)
-    return Outcome(check.name, status, why, time.monotonic() - started, trial.figures, trial.left_out)
+        trial.line(skipped=str(reason))
+    trial.line(done=True)
 
 
-def isolated(check: Check, *, dry: bool, output: Path, models: Path, limit: float) -> Outcome:
-    """Make the check in a process of its own, which is ended with all it has started after `limit` seconds.
+def isolated(
+    check: Check, trial: Trial, *, logs: Path, limit: float, left: float, heard: Callable[[], None]
+) -> tuple[str, str]:
+    """Make the check in a process of its own, which is ended with all it has started after `limit` seconds, to which
+    the first times do not count (they may take as many again), and after `left` seconds in any case.
 
-    Its output goes to OUTPUT/logs/NAME.txt; what it found to OUTPUT/checks/NAME.json, which survives whatever happens
-    to later ones.
+    Its output goes to LOGS/NAME.txt. heard: called often meanwhile, to follow its lines.
+    Returns: (status, why).
     """
-    stem = check.name.replace(" ", "_")
-    log, result = output / "logs" / f"{stem}.txt", output / "checks" / f"{stem}.json"
-    folder = output / "work" / stem
-    for path in (log.parent, result.parent, folder, models):
+    for path in (logs, trial.folder, trial.models):
         path.mkdir(parents=True, exist_ok=True)
-    job = {"check": asdict(check), "dry": dry, "folder": str(folder), "models": str(models), "result": str(result)}
+    log = logs / f"{trial.folder.name}.txt"
+    job = {"check": asdict(check), "trial": asdict(trial)}
     started = time.monotonic()
     with log.open("wb") as stream:
         process = subprocess.Popen(
-            [sys.executable, "-m", "scripts.gpu_checks.check", json.dumps(job)],
+            [sys.executable, "-m", "scripts.gpu_checks.check", json.dumps(job, default=str)],
             cwd=ROOT,
             stdin=subprocess.DEVNULL,
             stdout=stream,
@@ -165,24 +236,29 @@ def isolated(check: Check, *, dry: bool, output: Path, models: Path, limit: floa
             start_new_session=True,
         )
         try:
-            code: int | None = process.wait(limit)
-        except subprocess.TimeoutExpired:
-            code = None
+            while (code := process.poll()) is None:
+                heard()
+                first, now = first_times(trial), time.monotonic()
+                if max(first, now - started - first) > limit or now - started > left:
+                    break
+                time.sleep(0.1)
         finally:
             with_all_it_started_ended(process)
-    seconds = time.monotonic() - started
-    if code == 0 and result.exists():
-        found = Outcome(**json.loads(result.read_text()))
-        found.seconds = seconds
-    else:
-        ending = f"not done after {limit:.0f} s" if code is None else f"its process ended with {ended_by(code)}"
-        found = Outcome(check.name, FAIL, f"{ending}; {last_line(log)}", seconds)
-        if (folder / SO_FAR).exists():
-            so_far = json.loads((folder / SO_FAR).read_text())
-            found.figures, found.left_out = so_far["figures"], so_far["left_out"]
-            found.why = "; ".join([found.why, *so_far["failures"]])
-    result.write_text(json.dumps(asdict(found), indent=1))
-    return found
+    found = trial.outcome
+    wrong = "; ".join(found.failures)
+    if code == 0 and found.done:
+        return (FAIL, wrong) if wrong else (SKIPPED, found.skipped) if found.skipped else (PASS, "")
+    ending = f"not done after {min(limit, left):.0f} s, and {first:.0f} s of what it did for the first time"
+    if code is not None:
+        ending = f"its process ended with {ended_by(code)}"
+    return FAIL, "; ".join(filter(None, [ending, last_line(log), wrong]))
+
+
+def first_times(trial: Trial) -> float:
+    """Seconds that the check has spent so far on what it does for the first time."""
+    found = trial.outcome
+    open_for = 0.0 if found.first_since is None else time.monotonic() - trial.began - found.first_since
+    return found.first + open_for
 
 
 def with_all_it_started_ended(process: subprocess.Popen) -> None:
@@ -204,12 +280,10 @@ def last_line(log: Path) -> str:
 
 
 def main(job: dict) -> None:
-    """Make one check here and write down what came of it."""
-    words = job["check"]
-    check = Check(**{**words, "arguments": tuple(words["arguments"])})
-    trial = Trial(dry=job["dry"], folder=Path(job["folder"]), models=Path(job["models"]))
-    found = outcome_of(check, trial)
-    Path(job["result"]).write_text(json.dumps(asdict(found), indent=1))
+    """Make one check here."""
+    words, given = job["check"], job["trial"]
+    paths = {name: Path(given[name]) for name in ("folder", "models", "output")}
+    make(Check(**{**words, "arguments": tuple(words["arguments"])}), Trial(**{**given, **paths}))
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # an orderly exit of NCCL and gloo may abort though all is done

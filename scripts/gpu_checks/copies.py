@@ -15,7 +15,16 @@ from engine.zero.gathering import full_numel
 from scripts.gpu_checks.check import Skipped, Trial
 from scripts.gpu_checks.decoding import sixteen_bits, told
 from scripts.gpu_checks.machine import device
-from scripts.gpu_checks.models import metrics_of, new_trainer, program, prompts, random_models, rows, write_prompts
+from scripts.gpu_checks.models import (
+    metrics_of,
+    new_trainer,
+    program,
+    prompts,
+    random_models,
+    rows,
+    sizes_here,
+    write_prompts,
+)
 from scripts.gpu_checks.steps import give_back
 from training.ppo_trainer import PPOTrainer
 
@@ -26,7 +35,6 @@ from training.ppo_trainer import PPOTrainer
 LEVELS = {"own": 15.0, "shared": 7.0, "shared, given back": 3.5, "partitions": 1.9}
 TOKENS = 64
 WITHIN = 0.1
-LARGE = 60e9  # bytes of a GPU that an actor of 1.3 billion numbers trains on, with a critic of 350 million
 
 
 def under_limits(trial: Trial) -> None:
@@ -34,7 +42,7 @@ def under_limits(trial: Trial) -> None:
     trainer = new_trainer(trial, size="34m", stage=3, dtype="fp32", tokens=TOKENS, backend="zero3")
     engines = trainer.models.engines
     size = sum(full_numel(p) * p.element_size() for model in engines for p in model.module.parameters())
-    trial.figures["all weights, GB"] = round(size / 1e9, 3)
+    trial.tell({"all weights, GB": round(size / 1e9, 3)})
     limits = LEVELS if trial.needs_gpu("limits of memory") else dict.fromkeys(["own"], 0.0)
     first: Rollout | None = None
     for expected, sizes in limits.items():
@@ -48,7 +56,7 @@ def under_limits(trial: Trial) -> None:
             found = drawn(trial, trainer, expected)
             first = first or found
             alike = int((found.responses == first.responses).all(-1).sum())
-            trial.figures[expected] = f"{alike} of {len(found.responses)} rows alike"
+            trial.tell({expected: f"{alike} of {len(found.responses)} rows alike"})
             trial.expect(alike >= 0.9 * len(found.responses), f"{expected}: {alike} rows are those of other copies")
         for model in engines:
             model.copies = None
@@ -118,11 +126,11 @@ def between_steps(trial: Trial) -> None:
             kept = allocated() - held_before
             again = drawn(trial, trainer, way)
             alike = int((first.responses == again.responses).all(-1).sum())
-            trial.figures[f"{way}, rows alike"] = f"{alike} of {len(first.responses)}"
+            trial.tell({f"{way}, rows alike": f"{alike} of {len(first.responses)}"})
             trial.expect(alike >= 0.9 * len(first.responses), f"{way}: only {alike} rows are drawn again")
             trial.expect(bool(modules) == (way != "free"), f"{way}: {len(modules)} copies are there between steps")
             if with_memory:
-                trial.figures[f"{way}, held between steps, GB"] = round(kept / 1e9, 3)
+                trial.tell({f"{way}, held between steps, GB": round(kept / 1e9, 3)})
                 size = sum(full_numel(p) * p.element_size() for p in trainer.models.actor.module.parameters())
                 limit_kept = kept >= size if way == "keep" else kept < 0.1 * size
                 trial.expect(
@@ -142,10 +150,10 @@ def allocated() -> int:
 def planned(trial: Trial) -> None:
     """One step of step 3: its own line of planned and measured bytes is right within a tenth."""
     counts = trial.needs_gpu("peaks of phases (a CPU's are not counted)")
-    sizes = ("opt-1.3b", "opt-350m") if trial.dry or has_much_memory() else ("350m", "350m")
+    sizes = sizes_here(trial)
     actor, critic = random_models(trial, *sizes)
     rows, length = (4, 16) if trial.dry else (16, 256)
-    trial.figures["models"] = "tiny OPTs" if trial.dry else " and ".join(sizes)
+    trial.tell({"models": "tiny OPTs" if trial.dry else " and ".join(sizes)})
     printed = program(
         3,
         actor_model_name_or_path=actor,
@@ -167,14 +175,9 @@ def planned(trial: Trial) -> None:
     pairs = figures_of(printed)
     trial.expect(bool(pairs) == counts, "step 3 printed no line of planned and measured bytes, or a CPU's did")
     for phase, (plan, measured) in pairs.items():
-        trial.figures |= {f"{phase}, GB planned": plan, f"{phase}, GB measured": measured}
+        trial.tell({f"{phase}, GB planned": plan, f"{phase}, GB measured": measured})
         off = plan / measured - 1
         trial.expect(abs(off) <= WITHIN, f"{phase}: planned {plan} GB, measured {measured}, {off:+.0%}")
-
-
-def has_much_memory() -> bool:
-    """Whether the larger model has room on this GPU."""
-    return torch.cuda.mem_get_info()[1] >= LARGE
 
 
 def figures_of(printed: str) -> dict[str, tuple[float, float]]:

@@ -8,6 +8,7 @@ from unittest import mock
 import torch
 
 from engine.experience import Rollout
+from engine.memory.gpus import data_sheet
 from engine.models.loading import DTYPES, load_policy
 from engine.models.reading import read_tokenizer
 from engine.rollout.base import RolloutBackend
@@ -16,7 +17,7 @@ from engine.rollout.passes import Passes, RecordedPasses
 from engine.rollout.request import Draws
 from scripts.gpu_checks.check import Trial
 from scripts.gpu_checks.machine import device
-from scripts.gpu_checks.models import prompts, random_models, sampling
+from scripts.gpu_checks.models import prompts, random_models, sampling, sizes_here
 
 # What reads a token, by the way of decoding: of a graph its launch alone, without what the host does before it.
 READS = {
@@ -46,12 +47,11 @@ class TokenTimes:
 
         return call
 
-    def words(self) -> str:
-        """Milliseconds a token, in words."""
+    def milliseconds(self) -> tuple[float, float, float]:
+        """Of a token: its pass, its draw, and the host."""
         passes, draws = self.marks["pass"], self.marks["draw"][-len(self.marks["pass"]) :]  # the first follows a prompt
         read, drawn = (sum(_milliseconds(*each) for each in spans) / len(passes) for spans in (passes, draws))
-        left = _milliseconds(passes[0][0], draws[-1][1]) / len(passes) - read - drawn
-        return f"{read:.3f} pass + {drawn:.3f} draw + {left:.3f} host"
+        return read, drawn, _milliseconds(passes[0][0], draws[-1][1]) / len(passes) - read - drawn
 
 
 @contextlib.contextmanager
@@ -87,16 +87,19 @@ GAP = {
 # Rows and the longest prompt of calls of one sampler: an evaluation, training, an evaluation, and prompts that grow.
 CALLS = ((16, 32), (64, 48), (16, 64))
 DRY_CALLS = ((2, 8), (6, 12), (2, 16))
+SHARE = 0.2  # of a token's time, for what is not its pass
+BANDWIDTH = 0.5  # of the data sheet's, at least, at which a pass reads the weights
 
 
-def against_plain(trial: Trial, decoding: str, size: str, critic: str, *dtypes: str) -> None:
+def against_plain(trial: Trial, decoding: str, size: str | None, *dtypes: str) -> None:
     """The same draws in these dtypes, "fp32" or "16 bits": the same tokens but for rounding, and how long one takes.
 
-    size, critic: as in `random_models`.
+    size: as in `random_models`, or None for the largest that trains here.
     """
     if not trial.needs_gpu(f"--decoding {decoding}, in whose place recorded tokens were drawn"):
         decoding = "recorded"
-    path, _ = random_models(trial, size, critic)
+    with trial.first_time("models"):
+        path, _ = random_models(trial, *((size,) if size else sizes_here(trial)))
     for dtype in dtypes:
         dtype = sixteen_bits(trial) if dtype == "16 bits" else dtype
         with trial.part(dtype):
@@ -119,26 +122,66 @@ def in_dtype(trial: Trial, decoding: str, path: str, dtype: str) -> None:
     most, longest = (max(numbers) for numbers in zip(*calls))
     tokenizer = read_tokenizer(path, "actor")
     samplers = {way: Sampler(tokenizer, most, decoding=way, row_length=longest + tokens) for way in ("plain", decoding)}
-    with mock.patch("torch.cuda.graph", wraps=torch.cuda.graph) as captured:
+    with mock.patch("torch.cuda.graph", wraps=torch.cuda.graph) as captured, trial.first_time(f"{dtype}, all calls"):
         for batch in batches:
             drawn = [sampler.responses(model, batch, sampling(tokens, recorded=True)) for sampler in samplers.values()]
             compared(trial, f"{dtype} {len(batch)} rows of {batch.input_ids.shape[1]}", *drawn)
     if decoding == "graphs":
-        trial.figures[f"{dtype} captures"] = captured.call_count
+        trial.tell({f"{dtype} captures": captured.call_count})
     largest = batches[[len(batch) for batch in batches].index(most)]
+    spent = {}
     for way, sampler in samplers.items():
         told(trial, dtype, sampler, way)
         seconds = timed(lambda: sampler.responses(model, largest, sampling(tokens, recorded=True)))
-        trial.figures[f"{dtype} {way}, ms a token of {most} rows"] = round(1e3 * seconds / tokens, 3)
-        with token_times(sampler.decoding_ran) as spent:
+        trial.tell({f"{dtype} {way}, ms a token of {most} rows": round(1e3 * seconds / tokens, 3)})
+        with token_times(sampler.decoding_ran) as times:
             sampler.responses(model, largest, sampling(tokens, recorded=True))
-        trial.figures[f"{dtype} {way}, of these"] = spent.words()
+        spent[way] = times.milliseconds()
+        read, drawn, host = spent[way]
+        trial.tell({f"{dtype} {way}, of these": f"{read:.3f} pass + {drawn:.3f} draw + {host:.3f} host"})
+    advised(trial, dtype, decoding, spent, sum(p.nbytes for p in model.parameters()))
+
+
+def advised(
+    trial: Trial, dtype: str, decoding: str, spent: dict[str, tuple[float, float, float]], weights: int
+) -> None:
+    """What to change where a token takes longer than it should. spent: milliseconds of a token's pass, draw and host,
+    by way of decoding. weights: bytes that a pass reads."""
+    if not trial.needs_gpu("how a token's time should divide"):
+        return
+    read, drawn, host = spent[decoding]
+    total, plain = sum(spent[decoding]), sum(spent["plain"])
+    trial.find(
+        plain < 1.5 * total,
+        f"{dtype}: a token takes {total:.2f} ms by {decoding}, {plain:.2f} by the model's own code",
+        "Graphs save little here: --decoding plain spares their captures and their memory.",
+    )
+    trial.find(
+        host > SHARE * total,
+        f"{dtype}, {decoding}: {host:.2f} of a token's {total:.2f} ms the GPU waits for the host",
+        "Look at what is done between two passes: _Loop._draw in engine/rollout/decode.py.",
+    )
+    trial.find(
+        drawn > SHARE * total,
+        f"{dtype}, {decoding}: drawing takes {drawn:.2f} of a token's {total:.2f} ms",
+        "Many small kernels over the vocabulary: Draws.draw in engine/rollout/request.py, which a graph could hold.",
+    )
+    sheet = data_sheet(torch.cuda.get_device_name())
+    if sheet is not None:
+        share = weights / (read / 1e3) / sheet.bandwidth
+        trial.tell({f"{dtype} {decoding}, weights read in a pass, of the bandwidth": f"{share:.0%}"})
+        trial.find(
+            share < BANDWIDTH,
+            f"{dtype}, {decoding}: a pass reads weights at {share:.0%} of the bandwidth, not {BANDWIDTH:.0%}",
+            "More rows at once cost little: raise --per_device_generation_batch_size. What a pass does beside reading "
+            "weights (attention over all slots, small kernels) shows in a profile of engine/rollout/passes.py.",
+        )
 
 
 def told(trial: Trial, name: str, decodes: Sampler | RolloutBackend, expected: str | None = None) -> None:
     """Note which decoding ran; a failure where it is not the one expected, or has fallen back to the model's code."""
     ran, fallback = decodes.decoding_ran, decodes.fallback
-    trial.figures[f"{name}, decoding"] = ran
+    trial.tell({f"{name}, decoding": ran})
     trial.expect(not fallback, f"{name}: the model's own code read single tokens: {fallback}")
     trial.expect(expected in (None, ran), f"{name}: {ran} decoding ran, not {expected}")
 
@@ -154,7 +197,7 @@ def compared(trial: Trial, name: str, plain: Rollout, other: Rollout) -> None:
     same = ~differs.any(-1)
     before = differs.cumsum(-1) == 0
     gap = (plain.logprobs - other.logprobs).abs()[before].max().item() if before.any() else float("inf")
-    trial.figures[name] = f"{int(same.sum())} alike, {gap:.2g} nats apart"
+    trial.tell({name: f"{int(same.sum())} alike, {gap:.2g} nats apart"})
     trial.expect(gap < GAP[dtype], f"{name}: log-probs of the same tokens are {gap:.3g} nats apart")
     if dtype == "fp32":
         trial.expect(int(same.sum()) >= 0.9 * len(same), f"{name}: only {int(same.sum())} are alike in fp32")

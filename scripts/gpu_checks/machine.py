@@ -22,24 +22,26 @@ def device() -> torch.device:
 
 def look(trial: Trial) -> None:
     """Versions, the GPUs, and whether the first one computes and copies as its data sheet says."""
-    trial.figures |= {name: version or "-" for name, version in versions().items() if name in _TOLD}
-    trial.figures |= {"C++ compiler": shutil.which("c++") or "none", "CUDA_HOME": CUDA_HOME or "none"}
+    trial.tell({name: version or "-" for name, version in versions().items() if name in _TOLD})
+    trial.tell({"C++ compiler": shutil.which("c++") or "none", "CUDA_HOME": CUDA_HOME or "none"})
     if not trial.needs_gpu("the GPU's name, its memory and what it copies a second"):
         return
     free, total = torch.cuda.mem_get_info()
     name = torch.cuda.get_device_name()
-    trial.figures |= {
-        "GPUs": torch.cuda.device_count(),
-        "name": name,
-        "memory, GB": gb(total),
-        "free, GB": gb(free),
-        "CUDA": torch.version.cuda or "-",
-        "bf16": torch.cuda.is_bf16_supported(including_emulation=False),
-    }
+    trial.tell(
+        {
+            "GPUs": torch.cuda.device_count(),
+            "name": name,
+            "memory, GB": gb(total),
+            "free, GB": gb(free),
+            "CUDA": torch.version.cuda or "-",
+            "bf16": torch.cuda.is_bf16_supported(including_emulation=False),
+        }
+    )
     sheet, rate = data_sheet(name), _copied_a_second()
-    trial.figures["copies, GB/s read and written"] = round(rate / 1e9)
+    trial.tell({"copies, GB/s read and written": round(rate / 1e9)})
     if sheet:
-        trial.figures["share of the data sheet's bandwidth"] = round(rate / sheet.bandwidth, 2)
+        trial.tell({"share of the data sheet's bandwidth": round(rate / sheet.bandwidth, 2)})
         trial.expect(rate > 0.5 * sheet.bandwidth, f"it copies {rate / 1e9:.0f} GB/s: is another program using it?")
     product = torch.full((64, 64), 0.5, device="cuda") @ torch.full((64, 64), 2.0, device="cuda")
     trial.expect(bool((product == 64.0).all()), "its matrix products are wrong")

@@ -16,6 +16,10 @@ from transformers import OPTConfig, PretrainedConfig
 
 from engine.algorithms import get_dialect
 from engine.experience import PromptBatch
+from engine.memory.copies import UNPLANNED
+from engine.memory.planning import plan
+from engine.memory.workload import Cluster, Workload
+from engine.models.attention import Attention
 from engine.rlhf_engine import EngineSpec, RLHFEngine
 from engine.rollout import SamplingConfig, build_rollouts
 from engine.zero.config import EngineConfig
@@ -23,8 +27,8 @@ from scripts.benchmark_models import SPREAD, llama_config, save_models
 from scripts.gpu_checks.check import Trial
 from training.data.tokens import padded
 from training.ppo_trainer import PPOConfig, PPOTrainer
-from training.runtime.startup import run
 
+LARGE = 60e9  # bytes of a GPU that an actor of 1.3 billion numbers trains on, with a critic of 350 million
 TINY = "260k"  # what every Llama becomes in a dry run, and OPT something as small
 OPT = {
     "opt-1.3b": dict(hidden_size=2048, num_hidden_layers=24, ffn_dim=8192, num_attention_heads=32),
@@ -39,7 +43,14 @@ OPT = {
 }
 TINY_OPT = dict(hidden_size=64, num_hidden_layers=2, ffn_dim=128, num_attention_heads=4, vocab_size=512)
 LOGITS = 3.0  # their standard deviation, 2 to 4 in trained models: rounding in 16 bits is as large as there
+MICRO_BATCH = 8
 DIALECT = get_dialect("default").override(ppo_epochs=1, warmup_steps=0, actor_lr=1e-5, critic_lr=1e-5)
+
+
+def sizes_here(trial: Trial) -> tuple[str, str]:
+    """The sizes of actor and critic that train on this GPU, the larger ones if it has memory for them."""
+    much = trial.dry or torch.cuda.mem_get_info()[1] >= LARGE
+    return ("opt-1.3b", "opt-350m") if much else ("350m", "350m")
 
 
 def random_models(trial: Trial, size: str, critic_size: str | None = None) -> tuple[str, str]:
@@ -71,20 +82,22 @@ def config_of(size: str, dry: bool) -> PretrainedConfig:
     return config
 
 
-def prompts(rows: int, length: int, vocabulary: int, first: int = 0) -> PromptBatch:
-    """Left-padded prompts of `length` / 2 to `length` tokens, the same whenever these are asked for."""
+def prompts(rows: int, length: int, vocabulary: int, first: int = 0, ragged: bool = True) -> PromptBatch:
+    """Left-padded prompts of `length` / 2 to `length` tokens, or all of `length`, the same whenever these are asked
+    for."""
     generator = torch.Generator().manual_seed(first)
-    lengths = torch.randint(max(1, length // 2), length + 1, (rows,), generator=generator).tolist()
+    least = max(1, length // 2) if ragged else length
+    lengths = torch.randint(least, length + 1, (rows,), generator=generator).tolist()
     lengths[0] = length
     tokens = [torch.randint(4, vocabulary, (count,), generator=generator).tolist() for count in lengths]
     indices = torch.arange(first, first + rows)
     return PromptBatch(*padded(tokens, 0, left=True), indices=indices, samples=torch.zeros_like(indices))
 
 
-def sampling(tokens: int, recorded: bool = False) -> SamplingConfig:
-    """Responses of exactly so many tokens; with their log-probs if `recorded`."""
+def sampling(tokens: int, recorded: bool = False, ends: tuple[int, ...] = ()) -> SamplingConfig:
+    """Responses of so many tokens, or fewer where they meet one of `ends`; with their log-probs if `recorded`."""
     return SamplingConfig(
-        max_new_tokens=tokens, pad_token_id=0, stop_token_ids=(), logprob_temperature=1.0 if recorded else None
+        max_new_tokens=tokens, pad_token_id=0, stop_token_ids=ends, logprob_temperature=1.0 if recorded else None
     )
 
 
@@ -92,46 +105,64 @@ def new_trainer(
     trial: Trial,
     *,
     size: str = "136m",
+    critic_size: str | None = None,
     stage: int,
     dtype: str,
     tokens: int = 64,
+    count: int | None = None,
+    ragged: bool = False,
     offload: bool = False,
     backend: str = "auto",
     between_steps: str = "keep",
+    packing: str = "auto",
     **spec,
 ) -> PPOTrainer:
-    """Four engines at this stage, and a trainer whose responses have `tokens` tokens, in a dry run 8.
+    """Four engines at this stage, and a trainer that draws `count` responses of `tokens` tokens, in a dry run 4 of 8.
 
-    spec: fields of EngineSpec.
+    ragged: whether responses end sooner, each token with one chance in `tokens`, so that each step has other shapes.
+    packing: as in Attention. spec: fields of EngineSpec.
     """
     tokens = 8 if trial.dry else tokens
-    actor, critic = random_models(trial, size)
-    spec = {"actor_path": actor, "critic_path": critic} | spec
-    engine = RLHFEngine.from_pretrained(
-        EngineSpec(
-            dtype=dtype,
-            actor=EngineConfig("actor", stage, offload),
-            critic=EngineConfig("critic", stage, offload),
-            **spec,
-        )
+    count = rows(trial) if trial.dry or count is None else count
+    actor, critic = random_models(trial, size, critic_size)
+    engine_spec = EngineSpec(
+        dtype=dtype,
+        actor=EngineConfig("actor", stage, offload),
+        critic=EngineConfig("critic", stage, offload),
+        **{"actor_path": actor, "critic_path": critic, "attention": Attention(packing=packing)} | spec,
     )
+    engine = RLHFEngine.from_pretrained(engine_spec)
     rollouts = build_rollouts(
         backend,
         engine.actor,
         engine.tokenizer,
         others=engine.engines,
-        rows_at_once=rows(trial),
+        rows_at_once=count,
         row_length=2 * tokens,
         between_steps=between_steps,
         decoding="auto",
+        training=training_bytes(trial, engine_spec, count, tokens),
     )
+    ends = tuple(range(4, 4 + engine.actor.module.model.config.vocab_size // tokens)) if ragged else ()
     return PPOTrainer(
         models=engine,
         rollouts=rollouts,
         dialect=DIALECT,
-        config=PPOConfig(total_steps=1000, micro_batch_size=8, first_kl_bound=None),
-        sampling=sampling(tokens),
+        config=PPOConfig(total_steps=1000, micro_batch_size=MICRO_BATCH, first_kl_bound=None, padded=not engine.packs),
+        sampling=sampling(tokens, ends=ends),
     )
+
+
+def training_bytes(trial: Trial, spec: EngineSpec, count: int, tokens: int) -> int | str:
+    """What training takes beside the engines, as the planner tells it a run (training/runtime/memory_lines.py)."""
+    work = Workload(prompt=tokens, response=tokens, generated=count, responses=count, micro_batch=MICRO_BATCH)
+    gpu = None if trial.dry else torch.cuda.mem_get_info()[1]
+    try:
+        planned = plan(spec, work, Cluster(gpus=1, nodes=1, gpu=gpu, host=None, on_gpu=not trial.dry))
+    except Exception as error:  # a run does without, too
+        trial.expect(False, f"the memory of training was not planned: {type(error).__name__}: {error}")
+        return UNPLANNED
+    return UNPLANNED if trial.dry else planned.training
 
 
 def rows(trial: Trial) -> int:
@@ -153,6 +184,8 @@ def program(step: int, **flags: object) -> str:
     drawn, for which a machine that fetches nothing may lack packages. The process group is kept, because DeepSpeed
     cannot go on with a second one. Raises: RuntimeError for an exit code that is not 0.
     """
+    from training.runtime.startup import run  # needs pyarrow, which most checks do without
+
     module_name, flags_name = PROGRAMS[step]
     module = importlib.import_module(module_name)
     printed = _Copied(sys.stdout)

@@ -44,7 +44,7 @@ def learned(trial: Trial) -> None:
     )
     lines = metrics_of(trial, output)
     rise = lines[steps]["eval/score"] - lines[0]["eval/score"]
-    trial.figures |= {"score before": round(lines[0]["eval/score"], 2), "rise": round(rise, 2)}
+    trial.tell({"score before": round(lines[0]["eval/score"], 2), "rise": round(rise, 2)})
     if trial.needs_gpu("training until the score rises"):
         trial.expect(rise >= LEAST_RISE, f"the held-out score rose by {rise:.2f}, not by {LEAST_RISE}")
 

@@ -23,7 +23,7 @@ def side_by_side(trial: Trial) -> None:
         raise Skipped("matplotlib, which draws the curves of a run, is not installed")
     count = 2 if trial.dry else torch.cuda.device_count()
     trial.needs_gpu("NCCL")
-    trial.figures["ranks"] = count
+    trial.tell({"ranks": count})
     entropies = {}
     ways: dict[str, dict[str, object]] = {f"stage {stage}": stages_of(stage) for stage in (3, 1)}
     if count % 2 == 0:
@@ -33,8 +33,8 @@ def side_by_side(trial: Trial) -> None:
         with trial.part(name):
             last = launched(trial, count, trial.folder / name.replace(" ", "_"), flags)
             entropies[name] = round(last["objective/entropy"], 4)
-            trial.figures[f"{name}, s"] = round(sum(last[f"time/{phase}"] for phase in PHASES), 3)
-    trial.figures |= {f"{name}, entropy": entropy for name, entropy in entropies.items()}
+            trial.tell({f"{name}, s": round(sum(last[f"time/{phase}"] for phase in PHASES), 3)})
+    trial.tell({f"{name}, entropy": entropy for name, entropy in entropies.items()})
     apart = max(entropies.values(), default=1) / min(entropies.values(), default=1)
     trial.expect(apart < 1.02, f"the last steps' entropies are {entropies}")
 

@@ -45,17 +45,19 @@ def resumed(trial: Trial) -> None:
     first, second = metrics_of(trial, whole), metrics_of(trial, later)
     trial.expect(sorted(second) == list(range(SAVED + 1, STEPS + 1)), f"the second run made steps {sorted(second)}")
     entropies = [run[SAVED + 1]["objective/entropy"] for run in (first, second)]
-    trial.figures["entropy after the checkpoint"] = round(entropies[0], 5)
+    trial.tell({"entropy after the checkpoint": round(entropies[0], 5)})
     trial.expect(abs(entropies[1] / entropies[0] - 1) < 1e-3, f"after the restart the entropy is {entropies[1]:.6g}")
     begin, end, again, average = (
         weights(folder) for folder in (Path(actor), whole / "actor", later / "actor", whole / "actor_ema")
     )
     moved, apart, behind = ((end - other).norm().item() for other in (begin, again, average))
-    trial.figures |= {
-        "moved": round(moved, 4),
-        "apart after the restart, of that": round(apart / moved, 4),
-        "average behind by, of that": round(behind / moved, 4),
-    }
+    trial.tell(
+        {
+            "moved": round(moved, 4),
+            "apart after the restart, of that": round(apart / moved, 4),
+            "average behind by, of that": round(behind / moved, 4),
+        }
+    )
     trial.expect(apart < 0.2 * moved, f"the two ends are {apart / moved:.2f} of the way apart")
     trial.expect(0.02 * moved < behind < 0.98 * moved, f"the average is behind by {behind / moved:.3f} of the way")
 

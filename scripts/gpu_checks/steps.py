@@ -22,7 +22,6 @@ from scripts.gpu_checks.check import Skipped, Trial
 from scripts.gpu_checks.decoding import sixteen_bits, told
 from scripts.gpu_checks.models import new_trainer, prompts, random_models, rows
 from training.ppo_trainer import PPOTrainer
-from training.runtime import model_folders
 
 SEARCHED = 20  # fp16: steps in which the loss scale has to have been found
 
@@ -37,7 +36,7 @@ def at_all_stages(trial: Trial, dtype: str) -> None:
     first: dict[str, float] = {}
     for stage in (0, 3) if trial.dry else range(4):
         with trial.part(f"stage {stage}"):
-            found = steps(trial, f"stage {stage}", new_trainer(trial, stage=stage, dtype=dtype))
+            found = steps(trial, f"stage {stage}", new_trainer(trial, stage=stage, dtype=dtype, ragged=True))
             first = first or found
             compared(trial, f"stage {stage}", found, first)
         give_back()
@@ -96,7 +95,7 @@ def steps(trial: Trial, name: str, trainer: PPOTrainer) -> dict[str, float]:
         batch = prompts(rows(trial), trainer.sampling.max_new_tokens, vocabulary, first=len(metrics) * rows(trial))
         started = time.perf_counter()
         metrics.append(trainer.step(batch).metrics)
-        trial.figures[f"{name}, s"] = round(time.perf_counter() - started, 3)
+        trial.tell({f"{name}, s": round(time.perf_counter() - started, 3)})
     odd = [key for key, value in metrics[-1].items() if not math.isfinite(value) and not key.startswith("value/expl")]
     trial.expect(not odd, f"{name}: {', '.join(odd)} are no numbers")
     told(trial, name, trainer.rollouts)
@@ -112,7 +111,7 @@ def compared(trial: Trial, name: str, found: dict[str, float], first: dict[str, 
     trial.expect(abs(entropy / expected - 1) < 0.02, f"{name}: the entropy is {entropy:.4g}, not {expected:.4g}")
     length, expected = found["policy/grad_norm"], first["policy/grad_norm"]
     if math.isfinite(length) and math.isfinite(expected):  # fp16's first ones may overflow
-        trial.figures[f"{name}, gradient"] = round(length, 4)
+        trial.tell({f"{name}, gradient": round(length, 4)})
         trial.expect(
             2 / 3 < length / expected < 3 / 2, f"{name}: the gradient is {length:.3g}, not {expected:.3g} long"
         )
@@ -153,6 +152,8 @@ def learn(trial: Trial) -> None:
 
 def reward_adapter(base: str, folder: Path) -> str:
     """Save a reward model that is an adapter, with a head, of the language model at `base`; returns its folder."""
+    from training.runtime import model_folders  # needs pyarrow, which most checks do without
+
     scorer = new_scorer(base, torch.float32, 0, seed=1)
     scorer.model.config.score_offset = 0.0
     adapt(scorer, LORA, "reward")

@@ -48,8 +48,8 @@ def alike(trial: Trial) -> None:
                 dtype=sixteen_bits(trial),
             )
             found[backend] = metrics_of(trial, output)[STEPS]
-            trial.figures[f"{backend}, generate s"] = round(found[backend]["time/generate"], 3)
+            trial.tell({f"{backend}, generate s": round(found[backend]["time/generate"], 3)})
     if len(found) == 2:
         ours, theirs = found["auto"]["objective/entropy"], found["vllm"]["objective/entropy"]
-        trial.figures |= {"entropy": round(ours, 4), "vllm's": round(theirs, 4)}
+        trial.tell({"entropy": round(ours, 4), "vllm's": round(theirs, 4)})
         trial.expect(abs(theirs / ours - 1) < 0.02, f"with vLLM the entropy is {theirs:.4g}, not {ours:.4g}")

@@ -11,18 +11,20 @@ from scripts.gpu_checks.check import Skipped, Trial
 
 
 def passes(trial: Trial) -> None:
-    trial.figures["rows"] = 3
+    trial.tell({"rows": 3})
     assert trial.needs_gpu("a graph") is False
 
 
 def misses(trial: Trial) -> None:
-    trial.figures["share"] = 0.25
-    trial.expect(True, "not told")
-    trial.expect(False, "a quarter is too little")
+    trial.tell({"share": 0.25})
+    trial.expect(True, "not told", "not told")
+    trial.expect(False, "a quarter is too little", "Give it a half.")
+    trial.find(False, "not told", "not told")
+    trial.find(True, "a third would be | better", "Give it a third.")
     with trial.part("stage 1"):
         raise ValueError("of shape\n(2, 3)")
     with trial.part("stage 2"):
-        trial.figures["later"] = 1
+        trial.tell({"later": 1})
 
 
 def raises(trial: Trial) -> None:
@@ -40,12 +42,18 @@ def crashes(trial: Trial) -> None:
 
 def hangs(trial: Trial) -> None:
     with trial.part("stage 0"):
-        trial.figures["stage 0, s"] = 1.5
+        trial.tell({"stage 0, s": 1.5})
     with trial.part("stage 1"):
         raise ValueError("no weight changed")
     other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     (trial.folder / "pid").write_text(str(other.pid))
     time.sleep(600)
+
+
+def warms_up(trial: Trial, seconds: float) -> None:
+    with trial.first_time("a new shape"):
+        time.sleep(seconds)
+    time.sleep(2)
 
 
 def leaves(trial: Trial) -> None:
