@@ -51,11 +51,11 @@ def families(tmp_path_factory) -> dict[str, str]:
 
 
 def test_the_sampler_waits_once_in_8_tokens(families):
-    """The first token comes with the prompts, so that 17 and 25 are drawn in 2 and 3 rounds. Beside them it asks for
-    the prompts' lengths, and transformers whether a mask hides anything."""
-    [found] = run_ranks("tests.distributed.work_second_device:samplers", world=1, folders=families, lengths=[17, 25])
+    """The first token comes with the prompts, so that 9 and 17 are drawn in 1 and 2 rounds. Beside them it asks for the
+    prompts' lengths, and transformers whether a mask hides anything."""
+    [found] = run_ranks("tests.distributed.work_second_device:samplers", world=1, folders=families, lengths=[9, 17])
     for (name, decoding), (shorter, longer) in found.items():
-        for rounds, seen in ((2, shorter), (3, longer)):
+        for rounds, seen in ((1, shorter), (2, longer)):
             waits = {
                 "engine/rollout/decode.py _Loop._draw": rounds,
                 "engine/rollout/passes.py Passes._forward": FAMILIES[name].prompts,
@@ -178,6 +178,11 @@ def test_adapters_trunks_and_the_rest_keep_to_their_device(folder, tmp_path):
     runs = {
         "stage 2": {"stage": 2},
         "packed rows": {"attention": Attention(packing="packed")},
+        "bf16, activations computed again": {
+            "dtype": "bf16",
+            "actor_gradient_checkpointing": True,
+            "critic_gradient_checkpointing": True,
+        },
         "adapters": adapted,
         "one trunk": adapted | {"actor": start, "critic_path": judge, "reward_path": judge, "share_trunk": True},
         "a moving reference, averages": {"reference_refresh_steps": 1, "ema_decay": 0.5},

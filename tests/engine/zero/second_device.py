@@ -11,7 +11,6 @@ A tensor on DEVICE holds one on the CPU, which computes. What is counted, by the
     collectives: collective calls that are given tensors on the CPU, which NCCL refuses.
     waits: questions of the host, which wait until the device has done all that it was given.
     copies: of the host's numbers to the device.
-    operations: by name, what DEVICE is to compute: about as many launches on a GPU.
 
 To import this file makes the device torch's accelerator for good: a process of the test's own has to do it.
 """
@@ -51,7 +50,6 @@ DEVICE = torch.device("second:0")
 ASKS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 INDEXES = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index"}
 TAKES_NUMBERS = {"fill_", "masked_fill", "masked_fill_", "index_fill", "index_fill_"}  # beside pointwise operations
-NO_LAUNCH = {"detach", "_unsafe_view", "empty", "empty_like", "empty_strided", "new_empty", "_local_scalar_dense"}
 
 
 @dataclass
@@ -62,12 +60,11 @@ class Seen:
     collectives: Counter = field(default_factory=Counter)
     waits: Counter = field(default_factory=Counter)
     copies: Counter = field(default_factory=Counter)
-    operations: Counter = field(default_factory=Counter)
 
     def forget(self) -> None:
         """Count from zero what is no fault."""
-        for counter in (self.waits, self.copies, self.operations):
-            counter.clear()
+        self.waits.clear()
+        self.copies.clear()
 
 
 class OnDevice(Tensor):
@@ -197,8 +194,6 @@ class _Watch(TorchDispatchMode):
 
     def _count(self, func, args, kwargs, tensors: list[Tensor], on_device: bool, goes: bool) -> None:
         name, seen = func.overloadpacket.__name__, self.seen
-        if not func.is_view and name not in NO_LAUNCH:
-            seen.operations[name] += 1
         if name in ("copy_", "_to_copy"):
             source, arrives = (args[0], goes) if name == "_to_copy" else (args[1], isinstance(args[0], OnDevice))
             if isinstance(source, OnDevice) != arrives:
