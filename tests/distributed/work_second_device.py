@@ -84,16 +84,17 @@ def two_steps(folder: str, dialect: Dialect, seen: Seen) -> dict:
 
 
 def variants(folder: str, runs: dict[str, dict]) -> dict[str, dict]:
-    """The faults of each way to build engines: fields of EngineSpec, and its stage."""
+    """What each way to build engines asks of the device: fields of EngineSpec, and its stage."""
     as_one_of_two()
     return {name: one_variant(folder, **fields) for name, fields in runs.items()}
 
 
 def one_variant(folder: str, stage: int = 0, **fields) -> dict:
-    """Of loading, a step and an evaluation."""
+    """Faults in loading, a step and an evaluation; what the latter two ask."""
     with second_device() as seen:
         spec = engine_spec(folder, stage, config=f"stage{stage}.json", **fields)
         trainer = build_trainer(spec, sampling=sampling_of(Dialect()))
+        seen.forget()
         trainer.step(Prompts(1).prompts(0))
         evaluator = Evaluator(
             [[5, 6], [7, 8, 9], [10]],
@@ -103,7 +104,7 @@ def one_variant(folder: str, stage: int = 0, **fields) -> dict:
             tokenizer=trainer.models.tokenizer,
         )
         evaluator.run(1)
-    return {"mixed": dict(seen.mixed), "collectives": dict(seen.collectives)}
+    return vars(seen)
 
 
 def samplers(folders: dict[str, str], lengths: list[int]) -> dict[tuple[str, str], list[dict]]:
