@@ -10,7 +10,9 @@ A tensor on DEVICE holds one on the CPU, which computes. What is counted, by the
     mixed: operations of tensors on DEVICE and on the CPU, which raise an error on a GPU.
     collectives: collective calls that are given tensors on the CPU, which NCCL refuses.
     waits: questions of the host, which wait until the device has done all that it was given.
-    copies: of the host's numbers to the device.
+    copies: of the host's numbers to the device; for those from memory that is not pinned the host waits too
+        (aten/src/ATen/native/cuda/Copy.cu, memcpy_and_sync). `where` sends a number that is a tensor of the host
+        (TensorCompare.cpp); other pointwise operations take it as it is.
 
 To import this file makes the device torch's accelerator for good: a process of the test's own has to do it.
 """
