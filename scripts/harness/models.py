@@ -254,16 +254,17 @@ FAMILIES: dict[str, dict] = {
 }
 
 
-def family_config(family: str) -> PreTrainedConfig:
-    """The configuration of a tiny model of one of FAMILIES."""
+def family_config(family: str, **changes) -> PreTrainedConfig:
+    """The configuration of a tiny model of one of FAMILIES, with these fields changed."""
     tokens = {"vocab_size": VOCABULARY, "bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": PAD}
-    return AutoConfig.for_model(family, **tokens, **FAMILIES[family])
+    return AutoConfig.for_model(family, **tokens, **FAMILIES[family] | changes)
 
 
-def make_family(family: str, folder: Path, offset: float = -0.3) -> None:
-    """Save `actor` and `reward`, a reward model with this `score_offset`, of a family, with their tokenizers."""
-    config = family_config(family)
+def make_family(family: str, folder: Path, offset: float = -0.3, **changes) -> None:
+    """Save `actor` and `reward`, a reward model with this `score_offset`, of a family, with their tokenizers. changes:
+    fields of its configuration."""
+    config = family_config(family, **changes)
     save_random(AutoModelForCausalLM.from_config(config, dtype=torch.float32), folder / "actor", seed=0)
-    config = family_config(family)
+    config = family_config(family, **changes)
     config.num_labels, config.score_offset, config.score_position = 1, offset, "last"
     save_random(AutoModelForSequenceClassification.from_config(config, dtype=torch.float32), folder / "reward", seed=1)

@@ -1,6 +1,8 @@
 """Run by a process of its own: steps, samplers and engines on the second device."""
 
 from dataclasses import replace
+from functools import partial
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -14,8 +16,8 @@ from engine.rollout import SamplingConfig
 from engine.rollout.decode import Sampler
 from engine.rollout.passes import GraphedPasses
 from scripts.harness.models import EOS, PAD, VOCABULARY, make_tokenizer
-from tests.distributed.tiny_run import build_trainer, engine_spec
-from tests.engine.zero.second_device import DEVICE, second_device
+from tests.distributed.tiny_run import build_trainer, engine_spec, timeless
+from tests.engine.zero.second_device import DEVICE, Seen, second_device
 from training.data.examples import collate_prompts
 from training.reporting.evaluation import Evaluator
 
@@ -57,38 +59,42 @@ def sampling_of(dialect: Dialect) -> SamplingConfig:
     return replace(made, never_drawn=(PAD, EOS, VOCABULARY - 1))
 
 
-def steps(folder: str, names: list[str]) -> dict[str, dict]:
-    """What the second step of each dialect asks of the device, and what was at fault in the first and in building."""
+def steps(runs: list[tuple[str, str]]) -> list[dict]:
+    """For each folder of models and name of a dialect: what the second step asks of the device, and what was at fault
+    in building and in the first; the second step's metrics there and `on_cpu`."""
     as_one_of_two()
-    return {name: one_dialect(folder, tiny(name)) for name in names}
+    return [one_dialect(folder, tiny(name)) for folder, name in runs]
 
 
 def one_dialect(folder: str, dialect: Dialect) -> dict:
     with second_device() as seen:
-        critic = {} if dialect.has_critic else {"with_critic": False, "critic_path": None}
-        spec = engine_spec(folder, 0, **critic, reward_path=f"{folder}/reward")
-        trainer = build_trainer(spec, dialect=dialect, sampling=sampling_of(dialect), micro_batch_size=MICRO_BATCH)
-        feed = Prompts(dialect.samples_per_prompt)
-        trainer.step(feed.prompts(0), feed)
-        found = {"mixed": dict(seen.mixed), "collectives": dict(seen.collectives)}
-        seen.forget()
-        trainer.step(feed.prompts(1), feed)
-    for name, counter in vars(seen).items():
-        found[name] = found.get(name, {}) | counter
-    return found
+        found = two_steps(folder, dialect, seen)
+    return found | {"on_cpu": two_steps(folder, dialect, Seen())["metrics"]}
+
+
+def two_steps(folder: str, dialect: Dialect, seen: Seen) -> dict:
+    critic = {} if dialect.has_critic else {"with_critic": False, "critic_path": None}
+    spec = engine_spec(folder, 0, **critic, reward_path=f"{folder}/reward")
+    trainer = build_trainer(spec, dialect=dialect, sampling=sampling_of(dialect), micro_batch_size=MICRO_BATCH)
+    feed = Prompts(dialect.samples_per_prompt)
+    trainer.step(feed.prompts(0), feed)
+    seen.forget()
+    report = trainer.step(feed.prompts(1), feed)
+    return vars(seen) | {"metrics": timeless(report.metrics)}
 
 
 def variants(folder: str, runs: dict[str, dict]) -> dict[str, dict]:
-    """The faults of each way to build engines: fields of EngineSpec, and its stage."""
+    """What each way to build engines asks of the device: fields of EngineSpec, and its stage."""
     as_one_of_two()
     return {name: one_variant(folder, **fields) for name, fields in runs.items()}
 
 
 def one_variant(folder: str, stage: int = 0, **fields) -> dict:
-    """Of loading, a step and an evaluation."""
+    """Faults in loading, a step and an evaluation; what the latter two ask."""
     with second_device() as seen:
         spec = engine_spec(folder, stage, config=f"stage{stage}.json", **fields)
         trainer = build_trainer(spec, sampling=sampling_of(Dialect()))
+        seen.forget()
         trainer.step(Prompts(1).prompts(0))
         evaluator = Evaluator(
             [[5, 6], [7, 8, 9], [10]],
@@ -98,25 +104,27 @@ def one_variant(folder: str, stage: int = 0, **fields) -> dict:
             tokenizer=trainer.models.tokenizer,
         )
         evaluator.run(1)
-    return {"mixed": dict(seen.mixed), "collectives": dict(seen.collectives)}
+    return vars(seen)
 
 
-def samplers(folder: str, lengths: list[int]) -> dict[str, list[dict]]:
-    """What the second call of a sampler asks of the device, for each length of 8 responses; a graph runs its step."""
-    found: dict[str, list[dict]] = {"plain": [], "graphs": []}
-    for decoding, each in found.items():
-        for length in lengths:
-            with second_device() as seen:
-                model = load_policy(f"{folder}/actor", torch.float32).to(DEVICE).model.eval().requires_grad_(False)
-                sampler = Sampler(make_tokenizer(), decoding=decoding)
-                sampler.context, sampler._slot_masks = torch.no_grad, True
-                if decoding == "graphs":
-                    sampler._passes = GraphedPasses(model, sampler.cache, True, lambda step: step)
-                sampling = replace(sampling_of(Dialect()), max_new_tokens=length)
-                prompts = Prompts(1).prompts(0).to(DEVICE)
-                sampler.responses(model, prompts, sampling)
-                seen.forget()
-                sampler.responses(model, prompts, sampling)
-                assert sampler.decoding_ran == decoding
-            each.append({name: dict(counter) for name, counter in vars(seen).items()})
-    return found
+def samplers(folders: dict[str, str], lengths: list[int]) -> dict[tuple[str, str], list[dict]]:
+    """By family and decoding: what the second call of a sampler asks of the device, for each length of 8 responses. A
+    graph runs its step."""
+    return {
+        (family, decoding): [one_sampler(folder, decoding, length) for length in lengths]
+        for family, folder in folders.items()
+        for decoding in ("plain", "graphs")
+    }
+
+
+def one_sampler(folder: str, decoding: str, length: int) -> dict:
+    graphs = partial(GraphedPasses, capture=lambda step: step)
+    with second_device() as seen, mock.patch("engine.rollout.passes.GraphedPasses", graphs):
+        model = load_policy(f"{folder}/actor", torch.float32).to(DEVICE).model.eval().requires_grad_(False)
+        sampler = Sampler(make_tokenizer(), decoding=decoding)
+        sampling = replace(sampling_of(Dialect()), max_new_tokens=length)
+        prompts = Prompts(1).prompts(0).to(DEVICE)
+        sampler.responses(model, prompts, sampling)
+        seen.forget()
+        sampler.responses(model, prompts, sampling)
+    return vars(seen) | {"ran": sampler.decoding_ran}

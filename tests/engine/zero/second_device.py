@@ -10,17 +10,19 @@ A tensor on DEVICE holds one on the CPU, which computes. What is counted, by the
     mixed: operations of tensors on DEVICE and on the CPU, which raise an error on a GPU.
     collectives: collective calls that are given tensors on the CPU, which NCCL refuses.
     waits: questions of the host, which wait until the device has done all that it was given.
-    copies: of the host's numbers to the device.
-    operations: by name, what DEVICE is to compute: about as many launches on a GPU.
+    copies: of the host's numbers to the device; for those from memory that is not pinned the host waits too
+        (aten/src/ATen/native/cuda/Copy.cu, memcpy_and_sync). `where` sends a number that is a tensor of the host
+        (TensorCompare.cpp); other pointwise operations take it as it is.
 
 To import this file makes the device torch's accelerator for good: a process of the test's own has to do it.
 """
 
 import contextlib
+import functools
 import itertools
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -32,17 +34,24 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 from torch.utils import backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter, tree_map
 
 ROOT = Path(__file__).resolve().parents[3]
 OWN = tuple(str(ROOT / folder) for folder in ("engine", "training"))
-backend_registration._setup_privateuseone_for_python_backend("second")
+
+
+class _Module(backend_registration._DummyBackendModule):
+    """torch.second, as torch.cuda: what activations that are computed again ask of it."""
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.bfloat16]
+
+
+backend_registration._setup_privateuseone_for_python_backend("second", _Module())
 DEVICE = torch.device("second:0")
 
-ASKS = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "_unique2", "unique_dim", "bincount"}
+ASKS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 INDEXES = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index"}
 TAKES_NUMBERS = {"fill_", "masked_fill", "masked_fill_", "index_fill", "index_fill_"}  # beside pointwise operations
-NO_LAUNCH = {"detach", "_unsafe_view", "empty", "empty_like", "empty_strided", "new_empty", "_local_scalar_dense"}
 
 
 @dataclass
@@ -53,12 +62,11 @@ class Seen:
     collectives: Counter = field(default_factory=Counter)
     waits: Counter = field(default_factory=Counter)
     copies: Counter = field(default_factory=Counter)
-    operations: Counter = field(default_factory=Counter)
 
     def forget(self) -> None:
-        """Count from zero."""
-        for counter in vars(self).values():
-            counter.clear()
+        """Count from zero what is no fault."""
+        self.waits.clear()
+        self.copies.clear()
 
 
 class OnDevice(Tensor):
@@ -161,7 +169,7 @@ class _Watch(TorchDispatchMode):
         if func._can_decompose():  # as inference tensors come; others have been decomposed by autograd
             with self:
                 return func.decompose(*args, **kwargs)
-        tensors = [tensor for tensor in tree_iter((args, kwargs)) if isinstance(tensor, Tensor)]
+        tensors = list(_tensors((args, tuple(kwargs.values()))))
         on_device = any(isinstance(tensor, OnDevice) for tensor in tensors)
         target = kwargs.get("device")
         goes = on_device if target is None else torch.device(target).type == DEVICE.type
@@ -171,13 +179,13 @@ class _Watch(TorchDispatchMode):
             self._count(func, args, kwargs, tensors, on_device, goes)
         if goes and target is not None:
             kwargs = {**kwargs, "device": torch.device("cpu")}
-        result = func(*tree_map(_held, args), **tree_map(_held, kwargs))
+        result = func(*_changed(args, _held), **{name: _changed(value, _held) for name, value in kwargs.items()})
         if func.namespace == "c10d":  # gives back what it was given, and its Work
             return (args[0], *result[1:]) if isinstance(result, (tuple, list)) else result
         written = [_argument(func, place, args, kwargs) for place in _written(func)]
         if written:
             return written[0] if len(written) == 1 else type(result)(written)
-        return tree_map(_on_device, result) if goes else result
+        return _changed(result, _on_device) if goes else result
 
     def _count_collective(self, func, tensors: list[Tensor]) -> None:
         name = func.overloadpacket.__name__
@@ -188,27 +196,37 @@ class _Watch(TorchDispatchMode):
 
     def _count(self, func, args, kwargs, tensors: list[Tensor], on_device: bool, goes: bool) -> None:
         name, seen = func.overloadpacket.__name__, self.seen
+        if name in ("copy_", "_to_copy"):
+            source, arrives = (args[0], goes) if name == "_to_copy" else (args[1], isinstance(args[0], OnDevice))
+            if isinstance(source, OnDevice) != arrives:
+                (seen.copies if arrives else seen.waits)[_place()] += 1
+            return
         indices = [index for index in args[1] or () if index is not None] if name in INDEXES else []
-        if name == "copy_" or name == "_to_copy":
-            source, target = (args[0], goes) if name == "_to_copy" else (args[1], isinstance(args[0], OnDevice))
-            if isinstance(source, OnDevice) != target:
-                (seen.copies if target else seen.waits)[_place()] += 1
-        elif name in ASKS or any(index.dtype in (torch.bool, torch.uint8) for index in indices):
+        sized = name in INDEXES or kwargs.get("output_size") is not None
+        if any(index.dtype in (torch.bool, torch.uint8) for index in indices) or not (
+            sized or ASKS.isdisjoint(func.tags)
+        ):
             seen.waits[_place()] += 1
-        elif any(not isinstance(index, OnDevice) for index in indices):
-            seen.copies[_place()] += sum(not isinstance(index, OnDevice) for index in indices)
         takes_numbers = torch.Tag.pointwise in func.tags or name in TAKES_NUMBERS
-        strangers = [
-            tensor
-            for tensor in tensors
-            if not isinstance(tensor, OnDevice)
-            and not (takes_numbers and tensor.dim() == 0)
-            and all(tensor is not index for index in indices)
-        ]
-        if on_device and strangers and name not in ("copy_", "_to_copy"):
-            seen.mixed[f"{name}: {_lines()}"] += 1
-        if not func.is_view and name not in NO_LAUNCH:
-            seen.operations[name] += 1
+        for tensor in (tensor for tensor in tensors if on_device and not isinstance(tensor, OnDevice)):
+            if any(tensor is index for index in indices) or (name == "where" and tensor.dim() == 0):
+                seen.copies[_place()] += 1
+            elif not (takes_numbers and tensor.dim() == 0):
+                seen.mixed[f"{name}: {_lines()}"] += 1
+
+
+def _tensors(value) -> Iterator[Tensor]:
+    """The tensors in an argument: operations take lists of them."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _tensors(each)
+
+
+def _changed(value, change: Callable):
+    """An argument or a result, with what is in its lists changed."""
+    return type(value)(_changed(each, change) for each in value) if isinstance(value, (list, tuple)) else change(value)
 
 
 def _held(value):
@@ -219,6 +237,7 @@ def _on_device(value):
     return OnDevice(value) if isinstance(value, Tensor) and not isinstance(value, OnDevice) else value
 
 
+@functools.cache
 def _written(func) -> list[int]:
     """The places of the arguments that an operation writes to and returns."""
     returns = [value.alias_info is not None and value.alias_info.is_write for value in func._schema.returns]
