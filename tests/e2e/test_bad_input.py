@@ -154,7 +154,7 @@ FLAGS = [
     ((3,), {"dialect": "summarize", "set": "truncate_token=."}, ["truncate_token '.'", "does not know it"]),
     ((1, 2), {"zero_stage": 4}, ["--zero_stage 4", "0, 1, 2 and 3"]),
     ((3,), {"critic_zero_stage": 4}, ["--critic_zero_stage 4", "0, 1, 2 and 3"]),
-    ((3,), {"rollout_backend": "hybrid"}, ["--rollout_backend hybrid", "layer_past", "auto or replica"]),
+    ((3,), {"rollout_backend": "hybrid"}, ["--rollout_backend", "'hybrid'", "auto", "replica"]),
     ((3,), {"decoding": "recorded", "rollout_backend": "zero3"}, ["--decoding recorded", "--rollout_backend zero3"]),
     ((3,), {"decoding": "recorded", "replicas_between_steps": "free"}, ["--replicas_between_steps free"]),
     ((3,), {"profile_steps": [2, 0]}, ["--profile_steps 2 0: each must be at least 1."]),

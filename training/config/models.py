@@ -219,7 +219,6 @@ class RewardFunctionFlags(AlgorithmFlags):
         [],
         "weights in the score: one for each --reward_function, then one for the reward server; by default 1. With "
         "weight 0 a function is only measured. The reward model's weight is --reward_model_weight",
-        was="reward_function_weight",
         only_with=("reward_function", "reward_url"),
     )
     answer_column: str | None = flag(
