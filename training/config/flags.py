@@ -35,15 +35,7 @@ from training.data.tables import cache_folder
 from training.data.tokens import OVERLONG, Fit
 
 
-def flag(
-    default,
-    help: str,
-    *,
-    group: str = "",
-    adds_up: bool = False,
-    field: str | None = None,
-    **more,
-):
+def flag(default, help: str, *, group: str = "", adds_up: bool = False, field: str | None = None, **more):
     """A dataclass field that is a flag. A flag with the default REQUIRED must be given.
 
     group: the heading of this flag and of the flags after it, until a flag with another heading. adds_up: whether each
