@@ -113,9 +113,9 @@ def test_nan_is_no_value(name):
     ],
 )
 def test_zero_stages(flags_class, name):
-    for stage in ("4", "-1"):
+    for stage, limit in (("4", "at most 3"), ("-1", "at least 0")):
         told = refusal(f"--{name}", stage, flags_class=flags_class)
-        assert told == f"--{name} {stage}: ZeRO has the stages 0, 1, 2 and 3."
+        assert told == f"--{name} {stage}: must be {limit}."
     for stage in range(4):
         assert getattr(parse(f"--{name}", str(stage), flags_class=flags_class), name) == stage
 
