@@ -35,26 +35,14 @@ from training.data.tables import cache_folder
 from training.data.tokens import OVERLONG, Fit
 
 
-def flag(
-    default,
-    help: str,
-    *,
-    group: str = "",
-    adds_up: bool = False,
-    was: str = "",
-    old_values: Mapping[str, str] | None = None,
-    field: str | None = None,
-    **more,
-):
+def flag(default, help: str, *, group: str = "", adds_up: bool = False, field: str | None = None, **more):
     """A dataclass field that is a flag. A flag with the default REQUIRED must be given.
 
     group: the heading of this flag and of the flags after it, until a flag with another heading. adds_up: whether each
-    use of the flag appends to its list; if not, only the last use counts. was: the flag's former name. old_values:
-    {former value: what to use instead}. field: the field of the dialect that the flag sets. more: see `option`.
+    use of the flag appends to its list; if not, only the last use counts. field: the field of the dialect that the flag
+    sets. more: see `option`.
     """
-    return option(
-        default, help, group=group, adds_up=adds_up, was=was, old_values=old_values or {}, field=field, **more
-    )
+    return option(default, help, group=group, adds_up=adds_up, field=field, **more)
 
 
 def by_group(options: type) -> dict[str, list[dataclasses.Field]]:
@@ -438,8 +426,6 @@ class DataFlags(RunFlags):
         "begins with a user's turn. cut_answer: a text loses its end, and step 3 leaves a prompt out. drop: the "
         "row is left out",
         choices=OVERLONG,
-        was="overlong_prompts",
-        old_values={"truncate": "give cut_prompt."},
         resume=SAME,
     )
     data_output_path: str | None = flag(
