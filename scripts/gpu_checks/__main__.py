@@ -61,7 +61,7 @@ CHECKS = [
         ranks=2,
         unseen="NCCL, partitions and their gathers, copies that ranks hold together, time-outs of groups",
     ),
-    Check("machines", _of("machine", "between_machines"), least=0),
+    Check("machines", _of("machine", "between_machines")),
 ]
 
 
@@ -109,8 +109,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("error: torch finds no GPU that computes. DRY=1 goes through the checks without one.", file=sys.stderr)
         return 2
     output = args.output or ROOT / "gpu_checks" / time.strftime("%Y%m%d_%H%M%S")
-    if output.exists() and any(output.iterdir()):
-        print(f"error: --output {output} is not empty. Give a folder that is new.", file=sys.stderr)
+    if output.exists() and not (output.is_dir() and not any(output.iterdir())):
+        print(f"error: --output {output} is not an empty folder. Give one that is new.", file=sys.stderr)
         return 2
     output.mkdir(parents=True, exist_ok=True)
     slower = SLOWER if dry else 1.0

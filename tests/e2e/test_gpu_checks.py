@@ -83,6 +83,8 @@ def test_no_check_touches_another(tmp_path, monkeypatch, capsys):
     assert [json.loads(line) for line in printed if line.startswith("{")] == lines_of(output)
     page = (output / "findings.md").read_text().splitlines()
     row = page.index("| misses | **a quarter is too little** | Give it a half. |")
+    for name in ("crashes", "hangs", "leaves"):  # none of which could tell a failure of its own
+        assert any(line.startswith(f"| {name} | **") for line in page[:row]), name
     assert "| misses | a third would be / better | Give it a third. |" in page[row + 1 :]  # behind all failures
     assert "| passes | pass | 0 | 0 |  |" in page or "| passes | pass | 1 | 0 |  |" in page
     assert "5 FAIL, 2 skipped, 1 pass" in page and "| needs a GPU and was left out | a graph |" in page
@@ -146,11 +148,18 @@ def made_here(checks: list[Check], folder: Path, budget: float = 60) -> list[Out
     return front.make_all(checks, dry=True, gpus=1, output=folder, scratch=folder, budget=budget)
 
 
-def test_a_folder_with_something_in_it_is_left_alone(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("name", (".", "found.jsonl"))
+def test_what_is_there_is_left_alone(tmp_path, monkeypatch, capsys, name):
     monkeypatch.setenv("DRY", "1")
     (tmp_path / "found.jsonl").write_text("older")
-    assert front.main(["--output", str(tmp_path)]) == 2
-    assert "is not empty" in capsys.readouterr().err and (tmp_path / "found.jsonl").read_text() == "older"
+    assert front.main(["--output", str(tmp_path / name)]) == 2
+    assert "is not an empty folder" in capsys.readouterr().err and (tmp_path / "found.jsonl").read_text() == "older"
+
+
+def test_no_check_fails_for_want_of_time_to_begin(tmp_path):
+    """A process that imports torch takes seconds."""
+    found = made_here(CHECKS, tmp_path, budget=1)
+    assert {each.status for each in found} == {"not run", "skipped"}
 
 
 def test_the_lines_for_a_rented_machine_make_each_check_once():
