@@ -106,6 +106,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     dry = os.environ.get("DRY") == "1"
     gpus = 2 if dry else gpus_that_compute()  # ranks on the CPU
     if not gpus:
+        why = subprocess.run([sys.executable, "-m", "engine.zero.gpu_support"], capture_output=True, text=True).stderr
+        print(*why.splitlines()[-1:], file=sys.stderr)
         print("error: torch finds no GPU that computes. DRY=1 goes through the checks without one.", file=sys.stderr)
         return 2
     output = args.output or ROOT / "gpu_checks" / time.strftime("%Y%m%d_%H%M%S")
