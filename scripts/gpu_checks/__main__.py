@@ -121,11 +121,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     ]
     budget = args.budget or BUDGET * slower
     scratch = Path(tempfile.mkdtemp(prefix="gpu_checks_"))
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the check under way ends, too
+    # The check under way ends with this process, also if the terminal goes; nohup has that ignored.
+    ends = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.signal(number, lambda ended_by, _: sys.exit(128 + ended_by)) for number in ends}
     try:
         outcomes = make_all(chosen, dry=dry, gpus=gpus, output=output.resolve(), scratch=scratch, budget=budget)
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, usual in before.items():
+            signal.signal(number, usual)
         if not args.keep:
             shutil.rmtree(scratch, ignore_errors=True)
     print("", *to_act_on(outcomes, dry), f"the page: {output / PAGE}", sep="\n")

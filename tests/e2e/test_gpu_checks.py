@@ -106,9 +106,11 @@ def test_what_a_hanging_check_started_is_ended_too(tmp_path):
     wait_until(lambda: not is_running(pid))
 
 
-def test_a_check_under_way_ends_with_the_front_door(tmp_path):
+@pytest.mark.parametrize("number", (signal.SIGTERM, signal.SIGHUP))  # HUP: a session that is cut off
+def test_a_check_under_way_ends_with_the_front_door(tmp_path, number):
     words = (
-        "import sys; from scripts.gpu_checks import __main__ as front; from scripts.gpu_checks.check import Check; "
+        "import signal, sys; signal.signal(signal.SIGHUP, signal.SIG_DFL); "
+        "from scripts.gpu_checks import __main__ as front; from scripts.gpu_checks.check import Check; "
         "front.CHECKS = [Check('hangs', 'tests.e2e.bad_checks:hangs')]; front.main(['--output', sys.argv[1]])"
     )
     output, scratch = tmp_path / "out", tmp_path / "scratch"
@@ -122,8 +124,8 @@ def test_a_check_under_way_ends_with_the_front_door(tmp_path):
         lambda: "| stage 0, s | 1.5 |" in (output / "findings.md").read_text()
     )  # the page is there before the end
     assert "| hangs | running |" in (output / "findings.md").read_text()
-    process.terminate()
-    assert process.wait(30) == 128 + signal.SIGTERM
+    process.send_signal(number)
+    assert process.wait(30) == 128 + number
     wait_until(lambda: not is_running(pid))
     assert not list(scratch.iterdir())
 

@@ -118,7 +118,7 @@ class PendingPoint:
             else:
                 self._announce(files)
         except Exception as error:  # usually an error of the disk; the run goes on after any error
-            self.outcome = Outcome(problem=from_here(f"rank {self._rank}: {error or type(error).__name__}"))
+            self.outcome = Outcome(problem=from_here(f"rank {self._rank}: {str(error) or type(error).__name__}"))
 
     def _announce(self, files: Mapping[str, FileRecord]) -> None:
         for folder in {(self.partial / name).parent for name in files}:

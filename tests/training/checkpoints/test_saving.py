@@ -103,3 +103,10 @@ def test_what_is_copied_from_a_gpu_is_pinned_as_it_is(monkeypatch, code):
     more = {"actor": there, "critic": there}
     assert copy.of(more) and len(copy.buffer) == 2 * 192
     assert called == [first, *[("unregister", first[1])] * (code == 0), ("register", copy.buffer.data_ptr(), 384, 0)]
+
+
+def test_an_error_without_words_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(saving, "write_shards", mock.Mock(side_effect=MemoryError))
+    run = TinyRun(tmp_path, steps=1)
+    run.train_to(1)
+    assert "rank 0: MemoryError." in run.said[-1]
