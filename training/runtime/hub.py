@@ -307,8 +307,7 @@ def _origins(run: RunFacts) -> Iterator[str]:
         yield "- reward: by a function, alone or beside the model"
     for name, label in DATA_FLAGS.items():
         for path in _listed(flags.get(name)):
-            name, split = name_and_split(path)
-            yield f"- {label}: {publicly(name, 'data')}{f', split {split}' if split else ''}"
+            yield f"- {label}: {publicly(path, 'data')}"
 
 
 def _how(run: RunFacts) -> Iterator[str]:
@@ -436,8 +435,8 @@ def hub_names(given: Iterable[str], known: Mapping[str, str] | None = None) -> l
 
 def publicly(given: str, what: str, known: Mapping[str, str] | None = None) -> str:
     """Markdown with what may be published about a model or a data set. what: "data" for a data set."""
-    if is_hub_name(given):
-        return f"[{given}](https://huggingface.co/{'datasets/' if what == 'data' else ''}{given})"
+    if is_hub_name(name := name_and_split(given)[0]):
+        return f"[{given}](https://huggingface.co/{'datasets/' if what == 'data' else ''}{name})"
     if known and given in known:
         name = known[given]
         return f"a local {what}, not on the Hub, which began as [{name}](https://huggingface.co/{name})"
