@@ -11,12 +11,12 @@ recipes train on the same texts here.
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import huggingface_hub
 from fsspec.utils import glob_translate
-from huggingface_hub import metadata_load
 
 from engine.errors import UserError
 from engine.models.places import can_be_hub_name
@@ -196,7 +196,7 @@ def _splits_by_name(files: list[Path]) -> dict[str, list[Path]]:
 def _splits_of_card(path: Path, files: list[Path], config_name: str | None) -> dict[str, list[Path]]:
     """{split: its files} by the `configs` of the folder's README.md, as on the Hub; {} if it has none. Its patterns are
     compared with the names of the files in the folder, so they reach no other file and no address."""
-    card = metadata_load(path / "README.md") if (path / "README.md").is_file() else None
+    card = huggingface_hub.metadata_load(path / "README.md") if (path / "README.md").is_file() else None
     configs = {config["config_name"]: config for config in (card or {}).get("configs") or []}
     if not configs:
         return {}
@@ -222,7 +222,7 @@ def _saved_splits(path: Path) -> Splits:
     """The splits of a folder that `save_to_disk` wrote. Raises UserError if it is broken, or names files elsewhere."""
     import datasets
 
-    content = hash_of_files(file for file in sorted(path.rglob("*")) if file.is_file())
+    hashes = [bytes.fromhex(DataFile(file).hash()) for file in sorted(path.rglob("*")) if file.is_file()]
     try:
         several = path / "dataset_dict.json"
         for name in json.loads(several.read_text())["splits"] if several.exists() else [""]:
@@ -237,7 +237,7 @@ def _saved_splits(path: Path) -> Splits:
         raise UserError(
             f"{path}: found a data set of save_to_disk that is broken ({_first_line(error)}). Save it again."
         ) from None
-    return _dataset_splits(saved, str(path), content)
+    return _dataset_splits(saved, str(path), hashlib.sha256(b"".join(hashes)).hexdigest())
 
 
 def _hub_splits(name: str, config_name: str | None) -> Splits:
@@ -273,14 +273,6 @@ def _dataset_splits(loaded, name: str, content: str | None) -> Splits:
         table, fingerprint = part.data.table, f"{content or part._fingerprint} {split}"
         splits[str(split)] = [ArrowRecords(table, unread_columns(table.schema), f"{name}, split {split}", fingerprint)]
     return splits
-
-
-def hash_of_files(paths: Iterable[Path]) -> str:
-    """SHA-256 of the contents of the files, in this order, as hexadecimal digits."""
-    total = hashlib.sha256()
-    for path in paths:
-        total.update(bytes.fromhex(DataFile(path).hash()))
-    return total.hexdigest()
 
 
 def _first_line(error: Exception) -> str:
