@@ -317,9 +317,7 @@ def _marked(ids: list[int], marks: list[tuple[int, str]], tokenizer, start: int 
     """The text of the token ids from position `start` on; the texts of `marks` are inserted at their positions."""
     words, told = [], 0
     for position in sorted({start, *(position for position, _ in marks), len(ids)}):
-        text = tokenizer.decode(
-            ids[:position], clean_up_tokenization_spaces=False
-        )  # all ids together: in parts, spaces would be lost
+        text = tokenizer.decode(ids[:position])  # all ids together: in parts, spaces would be lost
         words += [_shortened(text[told:])] * (position > start and len(text) > told)
         words += [word for place, word in marks if place == position]
         told = len(text)
