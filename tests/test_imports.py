@@ -37,11 +37,12 @@ OWNERS = {
     "deepspeed.initialize": "engine.zero.engines",
     "transformers.integrations": "engine.zero.partitioned_loading",
     "peft": "engine.models",
+    "transformers.AutoTokenizer": "engine.models.reading",  # whose tokenizers decode texts as they are
 }
 # Names of DeepSpeed's insides, whether as names, attributes or strings.
-OWNED_WORDS = {"HfDeepSpeedConfig": "engine.zero.partitioned_loading", "get_accelerator": "engine.zero"}
-OWNED_WORDS["AutoTokenizer"] = "engine.models.reading"  # a tokenizer that is read elsewhere may clean decoded texts up
-OWNED_WORDS |= {entry.name: "engine.zero" for entry in PRIVATE_NAMES}
+OWNED_WORDS = {"HfDeepSpeedConfig": "engine.zero.partitioned_loading", "get_accelerator": "engine.zero"} | {
+    entry.name: "engine.zero" for entry in PRIVATE_NAMES
+}
 
 
 def project() -> dict[str, str]:

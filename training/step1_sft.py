@@ -29,7 +29,7 @@ from training.runtime import dry_run
 from training.runtime.agreement import agreed, checked
 from training.runtime.first_lines import supervised_lines
 from training.runtime.hub import check_hub, push
-from training.runtime.models import adapted_lines, adapted_model, check_positions, generation_stops, kept_line
+from training.runtime.models import adapted_lines, adapted_model, check_positions, generation_stops
 from training.runtime.output_folder import check_shared
 from training.runtime.startup import check_run, leave, run
 from training.runtime.stopping import saved_models_named
@@ -140,7 +140,7 @@ def first_lines(args: SFTFlags, tokenizer, examples: SFTExamples, held_out: SFTE
     """The lines that a run prints about the data and the adapter. The arguments after `args` are the results of
     load_examples."""
     lines = supervised_lines(args, "texts", examples, held_out, tokenizer)
-    return [*lines, *kept_line(args, "model_name_or_path"), *adapted_lines(adapted_model(args, scorer=False))]
+    return lines + adapted_lines(adapted_model(args, scorer=False))
 
 
 def check(args: SFTFlags, point: ResumePoint | None = None) -> None:

@@ -23,16 +23,8 @@ from training.config.step3 import RLHFFlags
 from training.config.supervised import SupervisedFlags
 from training.data.examples import NOTED, FittedRows, place_of
 from training.data.tokens import CUT, DROPPED, EMPTY, EQUAL, WHOLE, Fit
-from training.runtime.models import (
-    adapted_lines,
-    adapted_roles,
-    is_pretrained_critic,
-    kept_line,
-    model_notes,
-    most_tokens,
-    reward_writing_line,
-)
-from training.runtime.plan import Plan, server_lines
+from training.runtime.models import adapted_lines, adapted_roles, is_pretrained_critic, model_notes, most_tokens
+from training.runtime.plan import Plan, reward_writing_line, server_lines
 
 POINTS = 3
 """Number of checkpoints before a run's end that a warning advises."""
@@ -237,8 +229,7 @@ def plan_lines(args: RLHFFlags, plan: Plan) -> list[str]:
         ),
         f"ZeRO stages: {stages}; {args.dtype}{scorer}{pad_token}",
         *model_notes(args, *(f"{role}_model_name_or_path" for role in ("actor", "critic", "reward"))),
-        *kept_line(args, "actor_model_name_or_path"),
-        *reward_writing_line(args, plan.tokenizer, plan.prompts.source),
+        *reward_writing_line(args, plan),
         *adapted_lines(adapted_roles(args, plan.dialect)),
         *(f"{what}: no second copy" for what in plan.spec.shared.values()),
         *server_lines(args),

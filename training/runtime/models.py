@@ -2,10 +2,7 @@
 end a response, and which layers get LoRA factors.
 """
 
-import contextlib
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
-from itertools import zip_longest
 from pathlib import Path
 
 from transformers import GenerationConfig
@@ -13,7 +10,6 @@ from transformers import GenerationConfig
 from engine.algorithms import Dialect
 from engine.errors import UserError, shortened
 from engine.models.adapter_folders import AdapterFolder, read_adapter
-from engine.models.checking import own_tokenizer
 from engine.models.loading import saveable
 from engine.models.lora import AdaptedModel, LoraSpec
 from engine.models.places import base_of, one_line
@@ -21,10 +17,8 @@ from engine.models.reading import read_config
 from training.config.flags import RunFlags
 from training.config.models import LoraFlags
 from training.config.step3 import RLHFFlags
-from training.config.supervised import SupervisedFlags
-from training.data.chat import Rendered
-from training.data.rows import Rows
-from training.data.tokens import TextEncoder, end_of_turn, stop_token_ids
+from training.config.supervised import SFTFlags, SupervisedFlags
+from training.data.tokens import stop_token_ids
 
 
 def generation_stops(path: str, tokenizer, trust_remote_code: bool = False) -> tuple[int, ...]:
@@ -52,68 +46,25 @@ def _generation_config(path: str) -> GenerationConfig | None:
 
 HARMLESS = ("bos_token_id", "eos_token_id", "pad_token_id", "max_length", "max_new_tokens", "do_sample")
 HARMLESS += ("cache_implementation", "transformers_version")
-SHOWN = 8  # how many tokens of two texts are shown from the first one on that differs
-ONE_COUNTS = ("top_k", "no_repeat_ngram_size", "min_length", "min_new_tokens")  # other settings do nothing if 1 or True
 
 
 def kept_settings(path: str, trust_remote_code: bool = False) -> str:
-    """The settings that a model which is trained from the one at `path` is saved with, and which change what
-    transformers' `generate` draws but nothing that is drawn here: "top_p 0.9, suppress_tokens [3]"; "" if there are
-    none."""
+    """The settings of transformers' `generate` that are saved with a model trained from the one at `path`, and that
+    nothing here draws with: "top_p 0.9, suppress_tokens [3]"; "" if there are none."""
     path = base_of(path, "model")
-    given = _generation_config(path) or GenerationConfig.from_model_config(
-        read_config(path, "model", trust_remote_code)
-    )
+    given = _generation_config(path)
+    if given is None:
+        given = GenerationConfig.from_model_config(read_config(path, "model", trust_remote_code))
     saved = vars(saveable(given))
     found = [
         f"{name} {shortened(saved[name])}"
         for name in vars(GenerationConfig())
-        if saved[name] and (saved[name] != 1 or name in ONE_COUNTS) and name not in HARMLESS and name[0] != "_"
+        if saved[name] and (saved[name] != 1 or name == "top_k") and name not in HARMLESS and name[0] != "_"
     ]
     if found and saved["do_sample"]:
         on = "True" if given.do_sample else "turned on"
         found.append(f"do_sample {on} (transformers saves no temperature, top_k or top_p without it)")
     return ", ".join(found)
-
-
-def kept_line(args: RunFlags, flag: str) -> list[str]:
-    """A line about the `kept_settings` of the model that the flag names; [] if there are none."""
-    path = getattr(args, flag)
-    kept = kept_settings(path, args.trust_remote_code) if args.looks_at(path) else ""
-    return [f"--{flag}: saved models keep what nothing here draws with: {kept}"] if kept else []
-
-
-def reward_writing_line(args: RLHFFlags, tokenizer, rows: Rows) -> list[str]:
-    """A warning if the reward model's own tokenizer gives other ids than `tokenizer`, the actor's, to the first of the
-    rows (prompts of step 3) or to the end of its response; [] otherwise, and if its folder has no tokenizer."""
-    path = args.reward_path
-    flag = "--reward_model_name_or_path" if args.reward_model_name_or_path else "--critic_model_name_or_path"
-    if path is None or not args.looks_at(path) or not (own := own_tokenizer(path, flag, args.trust_remote_code)):
-        return []
-    own.chat_template = own.chat_template or tokenizer.chat_template
-    actors, scorers = _written(tokenizer, rows), []
-    with contextlib.suppress(UserError):  # its template may refuse the messages
-        scorers = _written(own, rows)
-    if actors == scorers:
-        return []
-    start = next(place for place, (one, other) in enumerate(zip_longest(actors, scorers)) if one != other)
-    shown, own_text = (shortened(tokenizer.decode(ids[start : start + SHOWN])) for ids in (actors, scorers))
-    wrote = (
-        f"writes {own_text}, not {shown}, at token {start} of the first prompt"
-        if scorers
-        else "refuses the first prompt"
-    )
-    return [
-        f"WARNING: {flag} {path}: the reward model is shown texts as the actor's tokenizer writes them; its own (chat "
-        f"template, BOS, EOS) {wrote}. Scores may differ from those that it gives by itself."
-    ]
-
-
-def _written(tokenizer, rows: Rows) -> list[int]:
-    """The ids of the first prompt, and the id that ends a response to it, by this tokenizer."""
-    prompt = replace(rows, tokenizer=tokenizer)[0]["prompt"]
-    end = end_of_turn(tokenizer) if isinstance(prompt, Rendered) else None
-    return [*TextEncoder(tokenizer).prompt(prompt), tokenizer.eos_token_id if end is None else end]
 
 
 def check_positions(config, model: str, **lengths: int) -> None:
@@ -147,8 +98,8 @@ def _positions(config) -> int | None:
 
 
 def model_notes(args: RunFlags, *flags: str) -> list[str]:
-    """A line for each setting of a model's config.json that other programs use in training or scoring. The line says
-    what this run does with the setting, and which of these flags name models that have it."""
+    """A line for each setting of a model's files that other programs use in training, scoring or generating. The line
+    says what this run does with the setting, and which of these flags name models that have it."""
     notes: dict[str, list[str]] = {}
     for flag in flags:
         path = getattr(args, flag)
@@ -158,6 +109,9 @@ def model_notes(args: RunFlags, *flags: str) -> list[str]:
         if getattr(config, "output_router_logits", False):
             note = "no balancing loss is trained with, which config.json asks for (output_router_logits)"
             notes.setdefault(note, []).append(f"--{flag}")
+        language_model = flag.startswith("actor") or isinstance(args, SFTFlags)
+        if language_model and (kept := kept_settings(path, args.trust_remote_code)):
+            notes.setdefault(f"saved models keep what nothing here draws with: {kept}", []).append(f"--{flag}")
         if hasattr(config, "mean") and hasattr(config, "std"):
             used = getattr(config, "normalize_reward", False)
             note = "scores are (score - mean) / std" if used else "scores stay without mean and std"
