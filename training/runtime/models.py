@@ -48,13 +48,12 @@ HARMLESS = ("bos_token_id", "eos_token_id", "pad_token_id", "max_length", "max_n
 HARMLESS += ("cache_implementation", "transformers_version")
 
 
-def kept_settings(path: str, trust_remote_code: bool = False) -> str:
+def kept_settings(path: str) -> str:
     """The settings of transformers' `generate` that are saved with a model trained from the one at `path`, and that
     nothing here draws with: "top_p 0.9, suppress_tokens [3]"; "" if there are none."""
     path = base_of(path, "model")
-    given = _generation_config(path)
-    if given is None:
-        given = GenerationConfig.from_model_config(read_config(path, "model", trust_remote_code))
+    # transformers takes the settings from config.json if there is no other file.
+    given = _generation_config(path) or GenerationConfig.from_pretrained(path, config_file_name="config.json")
     saved = vars(saveable(given))
     found = [
         f"{name} {shortened(saved[name])}"
@@ -110,7 +109,7 @@ def model_notes(args: RunFlags, *flags: str) -> list[str]:
             note = "no balancing loss is trained with, which config.json asks for (output_router_logits)"
             notes.setdefault(note, []).append(f"--{flag}")
         language_model = flag.startswith("actor") or isinstance(args, SFTFlags)
-        if language_model and (kept := kept_settings(path, args.trust_remote_code)):
+        if language_model and (kept := kept_settings(path)):
             notes.setdefault(f"saved models keep what nothing here draws with: {kept}", []).append(f"--{flag}")
         if hasattr(config, "mean") and hasattr(config, "std"):
             used = getattr(config, "normalize_reward", False)
