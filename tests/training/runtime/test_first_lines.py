@@ -401,7 +401,7 @@ def test_settings_of_generate_that_a_saved_model_keeps_are_told(tmp_path, file, 
     (path / file).write_text(json.dumps(known | settings))
     args = parse("--model_name_or_path", str(path), "--data_path", "x", flags_class=SFTFlags)
     told = "\n".join(model_notes(args, "model_name_or_path"))
-    start = "--model_name_or_path: saved models keep what nothing here draws with: "
+    start = "--model_name_or_path: saved models keep settings of generate() that nothing here draws with: "
     assert told.startswith(start + kept) if kept else told == ""
     load_policy(str(path), torch.float32).model.save_pretrained(tmp_path / "saved")
     saved = json.loads((tmp_path / "saved/generation_config.json").read_text())
