@@ -110,7 +110,8 @@ def model_notes(args: RunFlags, *flags: str) -> list[str]:
             notes.setdefault(note, []).append(f"--{flag}")
         language_model = flag.startswith("actor") or isinstance(args, SFTFlags)
         if language_model and (kept := kept_settings(path)):
-            notes.setdefault(f"saved models keep settings of generate() that nothing here draws with: {kept}", []).append(f"--{flag}")
+            note = f"saved models keep settings of generate() that nothing here draws with: {kept}"
+            notes.setdefault(note, []).append(f"--{flag}")
         if hasattr(config, "mean") and hasattr(config, "std"):
             used = getattr(config, "normalize_reward", False)
             note = "scores are (score - mean) / std" if used else "scores stay without mean and std"

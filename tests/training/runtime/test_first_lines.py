@@ -411,6 +411,7 @@ def test_settings_of_generate_that_a_saved_model_keeps_are_told(tmp_path, file, 
 
 PLAIN = "{% for m in messages %}{{ m.content + eos_token }}{% endfor %}"
 REFUSING = "{% if messages[0].content == 'a b' %}{{ raise_exception('no') }}{% endif %}" + PLAIN
+ENDING = CHATML.replace("<|im_end|>", "{{ '</s>' if m.role == 'assistant' else '<|im_end|>' }}")
 DIALOGUE = [{"role": "user", "content": "a b"}]
 
 
@@ -424,7 +425,7 @@ DIALOGUE = [{"role": "user", "content": "a b"}]
         (DIALOGUE, chat_tokenizer(CHATML), None),
         (DIALOGUE, chat_tokenizer(None), None),  # a folder without a template says nothing about dialogues
         (DIALOGUE, chat_tokenizer(PLAIN), "writes 'a b </s> </s>', not '<|im_start|> <unk> a b <|im_end|> "),
-        (DIALOGUE, chat_tokenizer(CHATML.replace(" <|im_end|>", " </s>")), "writes '</s> <|im_start|> "),
+        (DIALOGUE, chat_tokenizer(ENDING), "writes '</s>', not '<|im_end|>', from token "),
         (DIALOGUE, chat_tokenizer(REFUSING), "refuses the first prompt, not '<|im_start|> "),
         ("a b", None, None),
     ],
