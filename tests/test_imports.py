@@ -37,6 +37,7 @@ OWNERS = {
     "deepspeed.initialize": "engine.zero.engines",
     "transformers.integrations": "engine.zero.partitioned_loading",
     "peft": "engine.models",
+    "transformers.AutoTokenizer": "engine.models.reading",  # whose tokenizers decode texts as they are
 }
 # Names of DeepSpeed's insides, whether as names, attributes or strings.
 OWNED_WORDS = {"HfDeepSpeedConfig": "engine.zero.partitioned_loading", "get_accelerator": "engine.zero"} | {

@@ -220,15 +220,22 @@ def check_vocabularies(
             f"{what}: {path} knows {rows} tokens, the actor's tokenizer has {needed}. The reward model "
             "must be trained with the actor's tokenizer."
         )
-    if not any(has_tokenizer(folder) for folder in (path, base_of(path, what))):
+    own = own_tokenizer(path, what, trust_remote_code)
+    if own is None:
         return
-    own = read_tokenizer(path, what, trust_remote_code=trust_remote_code)
     differing = own.get_vocab().items() ^ actor_tokenizer.get_vocab().items()
     if differing - {(actor_tokenizer.pad_token, actor_tokenizer.pad_token_id)}:  # the run may have added it
         raise UserError(
             f"{what}: the tokenizer in {path} gives other ids than the actor's. The reward model must be "
             "trained with the actor's tokenizer."
         )
+
+
+def own_tokenizer(path: str, what: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase | None:
+    """The tokenizer that a reward model's folder, or that of its adapter's base, brings; None if it brings none."""
+    if any(has_tokenizer(folder) for folder in (path, base_of(path, what))):
+        return read_tokenizer(path, what, trust_remote_code=trust_remote_code)
+    return None
 
 
 def _scorers(config) -> list[str]:

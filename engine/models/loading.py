@@ -10,6 +10,7 @@ of a small model within its engine with those of transformers for the same folde
 gives the same results for a row alone, beside longer rows, and without padding.
 """
 
+import contextlib
 import copy
 import math
 from collections.abc import Callable, Mapping
@@ -121,7 +122,7 @@ def load_policy(
         known = check_policy(path, what, trust_remote_code)
         if not untied and getattr(known, "tie_word_embeddings", False) != getattr(config, "tie_word_embeddings", False):
             return load_policy(path, dtype, ds_config, what, dropout, trust_remote_code, merge, attention)
-    _make_saveable(model)
+    model.generation_config = saveable(model.generation_config)
     return _started(Policy(model, replaced), base, adapter, merge, attention)
 
 
@@ -352,22 +353,19 @@ def _refuse_other_weights(model: Any, path: str, what: str) -> None:
         )
 
 
-def _make_saveable(model) -> None:
-    """Repair a generation_config that transformers reads but refuses to write, such as that of Llama-2.
+def saveable(given: GenerationConfig) -> GenerationConfig:
+    """The generation_config that is saved with a model that was loaded with this one.
 
-    Without the repair, saving would fail at the end of the run. Sampling does not use the generation_config.
+    transformers reads some that it refuses to write, such as Llama 2's with its temperature: then do_sample is turned
+    on, which temperature and top_p imply. If this does not help, the tokens that end and pad a text are kept alone.
     """
-    generation = model.generation_config
-    try:
-        generation.validate(strict=True)
-    except ValueError:
-        generation.do_sample = True  # its temperature and top_p imply sampling
-        try:
-            generation.validate(strict=True)
-        except ValueError:
-            model.generation_config = GenerationConfig(
-                eos_token_id=generation.eos_token_id, pad_token_id=generation.pad_token_id
-            )
+    for changes in ({}, {"do_sample": True}):
+        found = copy.deepcopy(given)
+        vars(found).update(changes)
+        with contextlib.suppress(ValueError):
+            found.validate(strict=True)
+            return found
+    return GenerationConfig(eos_token_id=given.eos_token_id, pad_token_id=given.pad_token_id)
 
 
 SAMPLE = 64  # how many numbers of each weight are compared

@@ -247,6 +247,9 @@ def read_tokenizer(
     """The tokenizer at `path`, set to pad on the left. If `path` is an adapter folder without a tokenizer, it is the
     base model's tokenizer.
 
+    It decodes texts as they are, whatever its files say: with clean_up_tokenization_spaces, as in Llama 3's, the space
+    before a full stop would be lost (huggingface/transformers#35175). `save_tokenizer` writes the files' own setting.
+
     pad_token: the rule for the pad token, as in `set_pad_token`. trust_remote_code: as in `read_config`. chat_template:
     a file with a chat template that replaces the tokenizer's own.
 
@@ -259,6 +262,7 @@ def read_tokenizer(
     refuse_pointers(_tokenizer_files(Path(path)), what)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left", trust_remote_code=trust_remote_code)
+        tokenizer.clean_up_tokenization_spaces = False
         # Some invalid settings raise an exception only when the tokenizer is used.
         tokenizer.decode(tokenizer("a text").input_ids + tokenizer.all_special_ids)
         ends = tokenizer.pad_token_id, tokenizer.eos_token_id

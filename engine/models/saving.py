@@ -5,6 +5,7 @@ dim * B A is computed in float32 and cast to W's dtype.
 """
 
 import contextlib
+import copy
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -51,8 +52,10 @@ def save_model(module: Policy | Scorer, state: dict, tokenizer: PreTrainedTokeni
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: str | Path) -> None:
     """Write the tokenizer's files without subfolders. If there are several named chat templates, they are written into
-    tokenizer_config.json."""
-    tokenizer.save_pretrained(folder, save_jinja_files=not isinstance(tokenizer.chat_template, dict))
+    tokenizer_config.json. Decoded texts are cleaned up or not as the tokenizer's files said (`read_tokenizer`)."""
+    as_read = copy.copy(tokenizer)
+    as_read.clean_up_tokenization_spaces = tokenizer.init_kwargs.get("clean_up_tokenization_spaces", False)
+    as_read.save_pretrained(folder, save_jinja_files=not isinstance(tokenizer.chat_template, dict))
 
 
 def save_adapter(

@@ -227,7 +227,7 @@ def test_an_edited_card_is_kept(step, tiny, tmp_path, capfd):
 
 
 def test_a_card_that_fails_costs_no_model(tiny, tmp_path, capfd, monkeypatch):
-    def broken(run, name):
+    def broken(*_):
         raise KeyError("flags")
 
     monkeypatch.setattr(hub, "model_card", broken)

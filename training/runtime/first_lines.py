@@ -24,7 +24,7 @@ from training.config.supervised import SupervisedFlags
 from training.data.examples import NOTED, FittedRows, place_of
 from training.data.tokens import CUT, DROPPED, EMPTY, EQUAL, WHOLE, Fit
 from training.runtime.models import adapted_lines, adapted_roles, is_pretrained_critic, model_notes, most_tokens
-from training.runtime.plan import Plan, server_lines
+from training.runtime.plan import Plan, reward_writing_line, server_lines
 
 POINTS = 3
 """Number of checkpoints before a run's end that a warning advises."""
@@ -232,6 +232,7 @@ def plan_lines(args: RLHFFlags, plan: Plan) -> list[str]:
         ),
         f"ZeRO stages: {stages}; {args.dtype}{scorer}{pad_token}",
         *model_notes(args, *(f"{role}_model_name_or_path" for role in ("actor", "critic", "reward"))),
+        *reward_writing_line(args, plan),
         *adapted_lines(adapted_roles(args, plan.dialect)),
         *(f"{what}: no second copy" for what in plan.spec.shared.values()),
         *server_lines(args),
@@ -320,9 +321,7 @@ def _marked(ids: list[int], marks: list[tuple[int, str]], tokenizer, start: int 
     """The text of the token ids from position `start` on; the texts of `marks` are inserted at their positions."""
     words, told = [], 0
     for position in sorted({start, *(position for position, _ in marks), len(ids)}):
-        text = tokenizer.decode(
-            ids[:position], clean_up_tokenization_spaces=False
-        )  # all ids together: in parts, spaces would be lost
+        text = tokenizer.decode(ids[:position])  # all ids together: in parts, spaces would be lost
         words += [_shortened(text[told:])] * (position > start and len(text) > told)
         words += [word for place, word in marks if place == position]
         told = len(text)

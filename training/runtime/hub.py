@@ -41,6 +41,7 @@ from training.reporting.health import FINE
 from training.reporting.records import METRICS_FILE, RUN_FILE, git_state, read_metrics, read_run_record, versions
 from training.reporting.standard_errors import ENDINGS, with_error
 from training.reporting.summary import EVALUATED, RunSummary
+from training.runtime.models import kept_settings
 from training.runtime.output_folder import WRITTEN_FILE, Written
 from training.runtime.processes import phase
 from training.runtime.stopping import note_unwritten
@@ -232,8 +233,9 @@ class RunFacts:
         return "reward" if "pairwise_loss" in self.start["flags"] else "sft"
 
 
-def model_card(run: RunFacts, name: str) -> str:
-    """The text of the card of the model that the run saves in the folder `name` ("." for the output folder itself)."""
+def model_card(run: RunFacts, name: str, kept: str = "") -> str:
+    """The text of the card of the model that the run saves in the folder `name` ("." for the output folder itself).
+    kept: its `kept_settings`."""
     role, adapter = name.removesuffix("_adapter") if run.kind == "ppo" else run.kind, name.endswith("adapter")
     flags = run.start["flags"]
     data = hub_names(name_and_split(path)[0] for flag in DATA_FLAGS for path in _listed(flags.get(flag)))
@@ -248,7 +250,7 @@ def model_card(run: RunFacts, name: str) -> str:
         how="\n".join(_how(run)),
         held_out="\n".join(_held_out(run, averaged=role == "actor_ema")),
         loading=loading(ROLES[role].task, adapter),
-        limits="\n".join(f"- {text}" for text in _limits(run, role)),
+        limits="\n".join(f"- {text}" for text in _limits(run, role, kept)),
         made_with=_made_with(run.start.get("versions") or {}, run.start.get("git")),
     )
 
@@ -389,7 +391,9 @@ def loading(task: str | None, adapter: bool) -> str:
     return f"{text}\n\n{PADDING}" if scores else text
 
 
-def _limits(run: RunFacts, role: str) -> Iterator[str]:
+def _limits(run: RunFacts, role: str, kept: str) -> Iterator[str]:
+    if kept:
+        yield f"`generate()` follows its generation_config.json, which nothing in its training drew with: {kept}."
     if run.kind == "ppo":
         yield (
             "Scores are of this run's own reward, in its own units: they compare with this table alone, and a policy "
@@ -490,7 +494,8 @@ def add_card(folder: Path, output_dir: Path, name: str, steps: int | None = None
     """
     with _failures_noted(folder if steps is not None else output_dir / name):
         if (run := RunFacts.read(output_dir, steps)) is not None:
-            write_whole(folder / CARD, signed(model_card(run, name)))
+            kept = kept_settings(str(folder)) if (folder / "generation_config.json").is_file() else ""
+            write_whole(folder / CARD, signed(model_card(run, name, kept)))
         elif steps is not None:
             print(f"no model card: {output_dir / RUN_FILE}, which tells of the run, is not there", file=sys.stderr)
 

@@ -8,15 +8,16 @@ from pathlib import Path
 from transformers import GenerationConfig
 
 from engine.algorithms import Dialect
-from engine.errors import UserError
+from engine.errors import UserError, shortened
 from engine.models.adapter_folders import AdapterFolder, read_adapter
+from engine.models.loading import saveable
 from engine.models.lora import AdaptedModel, LoraSpec
 from engine.models.places import base_of, one_line
 from engine.models.reading import read_config
 from training.config.flags import RunFlags
 from training.config.models import LoraFlags
 from training.config.step3 import RLHFFlags
-from training.config.supervised import SupervisedFlags
+from training.config.supervised import SFTFlags, SupervisedFlags
 from training.data.tokens import stop_token_ids
 
 
@@ -27,17 +28,42 @@ def generation_stops(path: str, tokenizer, trust_remote_code: bool = False) -> t
     Raises: UserError if the generation_config is broken.
     """
     path = base_of(path, "model")
+    config = read_config(path, "model", trust_remote_code)
+    return tuple(stop_token_ids(tokenizer, _generation_config(path), config))
+
+
+def _generation_config(path: str) -> GenerationConfig | None:
+    """The generation_config of a whole model; None if it has none. Raises: UserError if it is broken."""
     try:
-        generation = GenerationConfig.from_pretrained(path)
+        return GenerationConfig.from_pretrained(path)
     except Exception as error:  # wrong values make transformers raise errors of many kinds
         if isinstance(error, OSError) and not (Path(path) / "generation_config.json").is_file():
-            generation = None
-        else:
-            raise UserError(
-                f"{path}/generation_config.json is broken ({type(error).__name__}: {one_line(error)}). Mend or remove "
-                "it."
-            ) from None
-    return tuple(stop_token_ids(tokenizer, generation, read_config(path, "model", trust_remote_code)))
+            return None
+        raise UserError(
+            f"{path}/generation_config.json is broken ({type(error).__name__}: {one_line(error)}). Mend or remove it."
+        ) from None
+
+
+HARMLESS = ("bos_token_id", "eos_token_id", "pad_token_id", "max_length", "max_new_tokens", "do_sample")
+HARMLESS += ("cache_implementation", "transformers_version")
+
+
+def kept_settings(path: str) -> str:
+    """The settings of transformers' `generate` that are saved with a model trained from the one at `path`, and that
+    nothing here draws with: "top_p 0.9, suppress_tokens [3]"; "" if there are none."""
+    path = base_of(path, "model")
+    # transformers takes the settings from config.json if there is no other file.
+    given = _generation_config(path) or GenerationConfig.from_pretrained(path, config_file_name="config.json")
+    saved = vars(saveable(given))
+    found = [
+        f"{name} {shortened(saved[name])}"
+        for name in vars(GenerationConfig())
+        if saved[name] and (saved[name] != 1 or name == "top_k") and name not in HARMLESS and name[0] != "_"
+    ]
+    if found and saved["do_sample"]:
+        on = "True" if given.do_sample else "turned on"
+        found.append(f"do_sample {on} (transformers saves no temperature, top_k or top_p without it)")
+    return ", ".join(found)
 
 
 def check_positions(config, model: str, **lengths: int) -> None:
@@ -71,8 +97,8 @@ def _positions(config) -> int | None:
 
 
 def model_notes(args: RunFlags, *flags: str) -> list[str]:
-    """A line for each setting of a model's config.json that other programs use in training or scoring. The line says
-    what this run does with the setting, and which of these flags name models that have it."""
+    """A line for each setting of a model's files that other programs use in training, scoring or generating. The line
+    says what this run does with the setting, and which of these flags name models that have it."""
     notes: dict[str, list[str]] = {}
     for flag in flags:
         path = getattr(args, flag)
@@ -81,6 +107,10 @@ def model_notes(args: RunFlags, *flags: str) -> list[str]:
         config = read_config(path, f"--{flag}", args.trust_remote_code)
         if getattr(config, "output_router_logits", False):
             note = "no balancing loss is trained with, which config.json asks for (output_router_logits)"
+            notes.setdefault(note, []).append(f"--{flag}")
+        language_model = flag.startswith("actor") or isinstance(args, SFTFlags)
+        if language_model and (kept := kept_settings(path)):
+            note = f"saved models keep settings of generate() that nothing here draws with: {kept}"
             notes.setdefault(note, []).append(f"--{flag}")
         if hasattr(config, "mean") and hasattr(config, "std"):
             used = getattr(config, "normalize_reward", False)

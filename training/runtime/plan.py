@@ -2,14 +2,23 @@
 servers answer with scores.
 """
 
+import contextlib
+import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from engine import distributed
 from engine.algorithms import Dialect, check_sizes, end_token_id, token_id
 from engine.engine_spec import EngineSpec
-from engine.errors import UserError, without_query
-from engine.models.checking import check_policy, check_rows, check_scorer, check_trunk, check_vocabularies
+from engine.errors import UserError, shortened, without_query
+from engine.models.checking import (
+    check_policy,
+    check_rows,
+    check_scorer,
+    check_trunk,
+    check_vocabularies,
+    own_tokenizer,
+)
 from engine.models.hydra import check_hydra
 from engine.models.reading import CLASSIFIER, LANGUAGE_MODEL, pad_token_line, read_config, vocabulary_size
 from engine.reward.server import FORMS, probe
@@ -23,9 +32,11 @@ from training.checkpoints.conditions import Conditions
 from training.checkpoints.resuming import AUTO, ResumePoint
 from training.config.reward import check_columns, load_functions
 from training.config.step3 import RLHFFlags
+from training.data.chat import Rendered
 from training.data.examples import Prompts, TextBlocks, prompt_fit
 from training.data.forms import PROMPTS, TEXTS
-from training.data.rows import load_rows
+from training.data.rows import Rows, load_rows
+from training.data.tokens import TextEncoder, end_of_turn
 from training.runtime.hub import check_hub
 from training.runtime.models import adapted_roles, check_positions, generation_stops, is_pretrained_critic
 from training.runtime.startup import check_run
@@ -214,6 +225,36 @@ def server_lines(args: RLHFFlags) -> list[str]:
         return []
     columns = f", with {', '.join(args.reward_url_columns)}" if args.reward_url_columns else ""
     return [f"scores from {' and '.join(map(without_query, args.reward_url))} (form {args.reward_url_form}{columns})"]
+
+
+def reward_writing_line(args: RLHFFlags, plan: Plan) -> list[str]:
+    """A warning if the reward model's own tokenizer gives other ids than the actor's to the first prompt and the end
+    of its response; [] otherwise, and if its folder has no tokenizer."""
+    path = args.reward_path
+    flag = "--reward_model_name_or_path" if args.reward_model_name_or_path else "--critic_model_name_or_path"
+    if path is None or not args.looks_at(path) or not (own := own_tokenizer(path, flag, args.trust_remote_code)):
+        return []
+    tokenizer, rows = plan.tokenizer, plan.prompts.source
+    own.chat_template = own.chat_template or tokenizer.chat_template
+    actors, scorers = _written(tokenizer, rows), []
+    with contextlib.suppress(UserError):  # its template may refuse the messages
+        scorers = _written(own, rows)
+    if actors == scorers:
+        return []
+    start = len(os.path.commonprefix([actors, scorers]))
+    shown, others = (shortened(tokenizer.decode(ids[start : start + 8])) for ids in (actors, scorers))
+    return [
+        f"WARNING: {flag} {path}: the reward model is shown texts as the actor's tokenizer writes them. Its own (chat "
+        f"template, BOS, EOS) {f'writes {others}' if scorers else 'refuses the first prompt'}, not {shown}, from token "
+        f"{start} of the first prompt and its end on: scores may differ from those that it gives by itself."
+    ]
+
+
+def _written(tokenizer, rows: Rows) -> list[int]:
+    """The ids of the first prompt, and the id that ends a response to it, by this tokenizer."""
+    prompt = replace(rows, tokenizer=tokenizer)[0]["prompt"]
+    end = end_of_turn(tokenizer) if isinstance(prompt, Rendered) else None
+    return [*TextEncoder(tokenizer).prompt(prompt), tokenizer.eos_token_id if end is None else end]
 
 
 def check_files(args: RLHFFlags, dialect: Dialect, point: ResumePoint | None) -> None:

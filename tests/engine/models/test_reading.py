@@ -11,7 +11,10 @@ import torch
 import transformers.dynamic_module_utils
 import transformers.utils.hub
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, modeling_utils
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, modeling_utils
 from transformers.integrations import hub_kernels
 
 from engine.algorithms import get_dialect
@@ -21,7 +24,7 @@ from engine.models import reading
 from engine.models.checking import check_policy, check_vocabularies
 from engine.models.loading import empty_like, load_policy
 from engine.models.reading import LANGUAGE_MODEL, pad_token_line, read_config, read_tokenizer
-from engine.models.saving import save_model
+from engine.models.saving import save_model, save_tokenizer
 from engine.rlhf_engine import RLHFEngine
 from engine.rollout.passes import check_attention
 from scripts.harness import model_damages as damages
@@ -251,6 +254,21 @@ def code_folder(tmp_path, monkeypatch):
     auto_map = {"AutoConfig": "own.TheirConfig", "AutoModelForCausalLM": "own.TheirForCausalLM"}
     damages.edit_config(path, model_type="their_own", architectures=["TheirForCausalLM"], auto_map=auto_map)
     return path
+
+
+def test_decoding_changes_no_text_and_the_saved_tokenizer_keeps_its_setting(tmp_path):
+    words = ["</s>", "do", "n't", ",", "."]
+    tokenizer = Tokenizer(WordLevel({word: number for number, word in enumerate(words)}, unk_token="</s>"))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", clean_up_tokenization_spaces=True)
+    path, ids = make_causal_lm(tmp_path / "model"), [1, 2, 3, 1, 4]
+    made.save_pretrained(path)
+    assert made.decode(ids) == "don't, do."
+    read = read_tokenizer(path, FLAG)
+    assert read.decode(ids) == "do n't , do ." and read.batch_decode([ids]) == ["do n't , do ."]
+    save_tokenizer(read, tmp_path / "saved")
+    assert AutoTokenizer.from_pretrained(tmp_path / "saved").decode(ids) == "don't, do."
+    assert read.decode(ids) == "do n't , do ."  # the tokenizer itself is as it was
 
 
 def test_without_permission_nothing_runs_and_one_message_says_so(code_folder, tmp_path):

@@ -75,6 +75,8 @@ def test_the_actors_card_says_what_the_run_was():
     assert "commit 0123abcd with changes of its own; python 3.11.7, torch 2.13.0" in text
     assert "| score | 0.250 ± 0.125 | 1.125 |  |" in model_card(ppo(), "actor_ema")
     assert dict(ModelCard(text).data.to_dict())["base_model"] == "org/sft-7b"
+    kept = "- `generate()` follows its generation_config.json, which nothing in its training drew with: "
+    assert kept not in text and kept + "top_k 5." in model_card(ppo(), "actor", "top_k 5")
 
 
 @pytest.mark.parametrize("name", ["actor", "actor_ema", "critic", "actor_adapter", "critic_pretrained"])

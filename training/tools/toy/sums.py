@@ -57,11 +57,13 @@ def accuracy(folder: Path, rows: Sequence[dict], sampled: bool, seed: int = 0) -
     """The share of right answers to prompts of equal length. sampled: whether to sample from the model's distribution
     instead of taking the most likely token."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
+    from engine.models.reading import read_tokenizer
+
     logging.disable_progress_bar()
-    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer, model = read_tokenizer(str(folder), "models"), AutoModelForCausalLM.from_pretrained(folder)
     torch.manual_seed(seed)
     prompts = torch.tensor(tokenizer([row["prompt"] for row in rows])["input_ids"])
     drawn = {"do_sample": True, "top_k": 0} if sampled else {"do_sample": False}
