@@ -205,6 +205,16 @@ def test_passes_that_are_the_actors_are_made_with_it():
     said = trained(OPENAI.override(mini_batches=2, critic_epochs=EPOCHS, critic_mini_batches=2), 8, rollouts=2)
     for role in ("actor", "critic"):
         assert getattr(said.models, role).steps == getattr(joint.models, role).steps
+    dealt = [passes for _, passes in joint.models.actor.steps]
+    assert dealt[:8] != dealt[8:], "both steps have the same mini-batches"
+
+
+def test_epochs_end_by_the_mean_of_all_ranks(monkeypatch):
+    """This rank's policy has not moved; in another's 24 tokens approxkl adds up to 24."""
+    another = torch.tensor([24.0, 24.0, 24.0])
+    monkeypatch.setattr(distributed, "data_parallel_sum", lambda own: own + another if own.shape == (3,) else own)
+    trainer = trainer_of(OPENAI.override(early_stop_kl=0.4), 8, 1)
+    assert trainer.train_actor_and_critic(batch(), 0.0, Accumulator()) == (1, 1)
 
 
 def on_rank(monkeypatch, rank: int, world: int, rows: int, mini_batches: int, key: tuple) -> list[list[int]]:

@@ -4,6 +4,7 @@ batch of two by hand.
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -78,12 +79,14 @@ BY_HAND = {
 }
 
 
-@pytest.mark.parametrize("micro_batch_size", [1, 2])
+@pytest.mark.parametrize("micro_batch_size, others, sizes", [(1, 1, [1, 1]), (2, 1, [2]), (2, 2, [1, 1])])
 @pytest.mark.parametrize("system", SYSTEMS)
-def test_a_ragged_batch_by_hand(system, micro_batch_size):
+def test_a_ragged_batch_by_hand(system, micro_batch_size, others, sizes, monkeypatch):
+    """others: the passes that another rank needs."""
+    monkeypatch.setattr("engine.packing.distributed", SimpleNamespace(largest=lambda own: max(own, others)))
     models = TableModels(BATCH)
     made = make(models, batch(), get_dialect(system).override(lam=0.5), micro_batch_size=micro_batch_size)
-    assert models.sizes == {1: [1, 1], 2: [2]}[micro_batch_size]
+    assert models.sizes == sizes
     for name, expected in BY_HAND[system].items():
         near(getattr(made, name), expected)
     assert made.policy_mask.int().tolist() == made.value_mask.int().tolist() == [[1, 1, 0], [1, 1, 1]]

@@ -141,6 +141,9 @@ def test_groups_of_valid_responses_alone():
     # 2 x 6.25 over 1, or over 2
     assert group_deviations(rewards, 3, valid).tolist() == pytest.approx([12.5**0.5] * 3 + [0.0] * 6)
     assert group_deviations(rewards, 3, valid, unbiased=False).tolist() == pytest.approx([2.5] * 3 + [0.0] * 6)
+    changed = {"rewards": rewards.unsqueeze(-1), "valid": valid, "group_size": 3}
+    advantages, _ = estimated("reinforce_baseline", **changed)
+    assert advantages[valid].flatten().tolist() == [-2.5, 2.5, 0.0]
 
 
 @pytest.mark.parametrize("function", [group_means, group_advantages, group_deviations])
@@ -159,12 +162,12 @@ def test_returns_to_go_by_hand_and_as_gae_without_values():
     torch.testing.assert_close(returns_to_go(REWARDS, 0.9), whole, rtol=0, atol=1e-5)
 
 
-def estimated(**changed) -> list[np.ndarray]:
-    """GAE's advantages and returns of responses of 9, 9, 4 and 1 tokens; rewards and values are 0 behind them."""
+def estimated(estimator: str = "gae", **changed) -> list[np.ndarray]:
+    """Its advantages and returns of responses of 9, 9, 4 and 1 tokens; rewards and values are 0 behind them."""
     mask = torch.arange(9) < torch.tensor([9, 9, 4, 1]).unsqueeze(-1)
     given = {"policy_mask": mask, "valid": mask.any(-1), "group_size": 1, "gamma": 0.9, "lam": 0.6}
-    inputs = AdvantageInputs(rewards=REWARDS * mask, values=VALUES * mask, **{**given, **changed})
-    return [column.double().numpy() for column in ESTIMATORS["gae"].compute(inputs)]
+    inputs = AdvantageInputs(**{"rewards": REWARDS * mask, "values": VALUES * mask, **given, **changed})
+    return [column.double().numpy() for column in ESTIMATORS[estimator].compute(inputs)]
 
 
 def test_decoupled_lambdas_are_two_estimates():

@@ -176,6 +176,14 @@ def test_the_ends_whatever_the_cumulative_sum_rounds_to():
     assert sample_tokens(logits, rows).max() <= 99
 
 
+def test_rare_tokens_of_a_large_vocabulary_have_shares_of_their_own():
+    """All but the first have 1e-9 each, of which float32 would round 60 to one sum."""
+    logits, tokens = torch.full((1, 150_000), math.log(1e-9)), torch.arange(1, 150_000, 9999)
+    logits[0, 0] = 0.0
+    uniforms = (1 + (tokens.double() - 0.5) * 1e-9) / (1 + 149_999e-9)  # in the middle of a token's share
+    assert torch.equal(sample_tokens(logits.expand(len(tokens), -1), uniforms), tokens)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_logits_are_widened(dtype):
     logits = torch.tensor(np.random.default_rng(5).normal(0, 2, (1, 300)), dtype=dtype)

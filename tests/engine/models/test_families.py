@@ -44,7 +44,7 @@ from tests.made import Made
 FAMILIES = ("llama", "opt", "gpt2", "gpt_neox", "bloom", "mistral", "qwen2")
 OFFSET = -0.7
 SEQUENCES = torch.tensor([[5, 9, 33, 2, 17, 40], [41, 7, 63, 22, 4, 11]])
-PROMPT = 2
+PROMPT, TEMPERATURE = 2, 0.7
 
 
 @pytest.fixture(scope="module")
@@ -60,10 +60,10 @@ def folders(tmp_path_factory):
 
 
 def hf_logprobs(folder, sequences):
-    """(B, S - 1): of each token but the first, from the model's own logits; no padding, so no mask."""
+    """(B, S - 1): of each token but the first, from the model's own logits at TEMPERATURE; no padding, so no mask."""
     with torch.no_grad():
         logits = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()(sequences).logits
-    shifted = logits[:, :-1].double()
+    shifted = logits[:, :-1].double() / TEMPERATURE
     chosen = shifted.gather(-1, sequences[:, 1:].unsqueeze(-1)).squeeze(-1)
     return (chosen - shifted.exp().sum(-1).log()).float()
 
@@ -79,7 +79,7 @@ def hf_token_scores(folder, sequences):
 @torch.no_grad()
 def logprobs_of(policy, sequences, mask=None, response=SEQUENCES.shape[1] - PROMPT):
     mask = torch.ones_like(sequences) if mask is None else mask
-    return policy(sequences, mask, position_ids(mask), response_length=response)[0]
+    return policy(sequences, mask, position_ids(mask), response_length=response, temperature=TEMPERATURE)[0]
 
 
 def probed(folder):

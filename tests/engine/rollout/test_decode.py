@@ -2,11 +2,13 @@
 ends a response; and what decoding costs: sequences times steps, memory allocated once, questions of the host.
 """
 
+import copy
 import json
 import random
 import weakref
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -262,6 +264,31 @@ def test_a_rollout_is_its_prompts_and_what_was_drawn(models, expected):
     assert rollout.response_mask.any(0).all() and (rollout.responses[~rollout.response_mask] == 9).all()
     first = rollout.select(rollout.samples == 0)
     assert answers(first) == expected["opt"] and answers(first) != answers(rollout.select(rollout.samples == 1))
+
+
+def test_a_rank_is_told_of_its_own_responses(models, expected):
+    """The prompts of the group's other rank come first."""
+    group = SimpleNamespace(size=2, place=1, all_objects=lambda own: [BATCH.select(range(5)), own])
+    told: list = []
+    Sampler(make_tokenizer(), 2, group=group).responses(
+        models["opt"], BATCH.select(range(5, 12)), SAMPLING, told.append
+    )
+    answered = [pair for rollout in told for pair in zip(rollout.indices.tolist(), answers(rollout))]
+    assert sorted(answered) == list(zip(INDICES, expected["opt"]))[5:]
+
+
+def test_a_model_answers_in_eval_mode_and_has_its_own_again_after_an_error_too(models):
+    sampler, model, modes = Sampler(make_tokenizer()), copy.deepcopy(models["opt"]).train(), []
+
+    def fail(rollout):
+        modes.append(model.training)
+        raise InterruptedError
+
+    sampler.responses(model, BATCH, SAMPLING)
+    modes.append(model.training)
+    with pytest.raises(InterruptedError):
+        sampler.responses(model, BATCH, SAMPLING, fail)
+    assert [*modes, model.training] == [True, False, True]
 
 
 STOPS_PROMPTS = ([5, 9, 33], [17], [40, 41, 42, 43], [6, 60])
