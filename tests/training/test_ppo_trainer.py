@@ -101,6 +101,19 @@ def test_a_ragged_batch_by_hand(system, micro_batch_size, others, sizes, monkeyp
     assert metrics["objective/kl"] == pytest.approx((1.5 + 2.0) / 2)
 
 
+def test_where_models_pack_real_tokens_fill_a_pass():
+    """Three rows of 4 tokens, 6 wide; a pass takes 12 tokens."""
+    table = {mark: Row([-1.0] * 3, [-1.0] * 3, [0.0] * 3, 1.0) for mark in (901, 902, 903)}
+    rollout = rollout_of([[901], [5, 5, 902], [903]], [[11, 12, 13], [11], [11, 12, 13]], PAD)
+    for padded, sizes in ((True, [2, 1]), (False, [3])):
+        models = TableModels(table)
+        trainer = untrained(models.roles(), get_dialect("default"), rollout, pad=PAD, micro_batch_size=2)
+        trainer.experience_maker.padded = trainer.learner.padded = padded
+        made = next_step(trainer).batch
+        parts = trainer.learner._micro_batches(made, torch.arange(3))
+        assert models.sizes == [len(part) for part in parts] == sizes
+
+
 # The actor's new ratios 1.1 1.3 | 0.7 1.25 1; the critic's new values 1.1 2.5 | 0.5 0.1 2.5; both clips 0.2.
 # default, with the distances from the mean in the place of A, all over DEVIATION, max(-A rho, -A clip(rho)):
 #   0.63 x 1.1 = 0.693; 1.63 x 1.3 = 2.119 (over 1.63 x 1.2); 0.78 x 0.8 = 0.624 (clipped, over 0.78 x 0.7);

@@ -277,6 +277,20 @@ def test_a_rank_is_told_of_its_own_responses(models, expected):
     assert sorted(answered) == list(zip(INDICES, expected["opt"]))[5:]
 
 
+def test_a_rank_keeps_pace_with_the_others(models, expected, monkeypatch):
+    """Another rank reads two prompts, one after the other, and draws 8 more tokens for each; this rank draws one."""
+    monkeypatch.setattr(decode, "takes_slot_masks", lambda model: True)
+    model, widths, others = models["opt"], [], iter([1, 1, 8, 1, 1, 8, 0])
+    hook = model.register_forward_pre_hook(
+        lambda _, args, named: widths.append(named["input_ids"].shape[1]), with_kwargs=True
+    )
+    sampler = Sampler(make_tokenizer(), agree=lambda own: max(own, next(others)))
+    rollout = sampler.responses(model, BATCH.select([2]), replace(SAMPLING, max_new_tokens=1))
+    hook.remove()
+    assert widths == [LENGTHS[2]] + [1] * (8 + 1 + 8) and next(others, None) is None
+    assert answers(rollout)[0][0] == expected["opt"][2][0][:1]
+
+
 def test_a_model_answers_in_eval_mode_and_has_its_own_again_after_an_error_too(models):
     sampler, model, modes = Sampler(make_tokenizer()), copy.deepcopy(models["opt"]).train(), []
 
