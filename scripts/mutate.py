@@ -59,7 +59,7 @@ def mutated(node: ast.AST) -> Iterator[ast.AST]:
                 yield _changed(node, args=[args[1], args[0], *args[2:]])
             if name in LEFT_OUT:
                 yield args[0] if args else node.func.value
-            for word in words:
+            for word in words if name != "zip" else ():
                 yield _changed(node, keywords=[other for other in words if other is not word])
 
 

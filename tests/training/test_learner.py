@@ -27,7 +27,7 @@ class NoteTaker:
     scales_loss, grad_norm = False, 1.0
 
     def __init__(self, role: str):
-        self.role, self.passes, self.steps = role, [], []
+        self.role, self.passes, self.steps, self.last = role, [], [], []
 
     def __call__(self, sequences, attention_mask, position_ids, response_length=None, **how):
         self.passes.append(sequences[:, 0].tolist())
@@ -37,6 +37,7 @@ class NoteTaker:
 
     def backward(self, loss, last):
         loss.backward()
+        self.last.append(last)
 
     def overflowed(self):
         return False
@@ -55,8 +56,9 @@ class NoteTaker:
         return self.step(lrs[self.role], overflow, skip)
 
     def step(self, lr, overflow=False, skip=False):
+        assert self.last == [False] * (len(self.last) - 1) + [True]
         self.steps.append((lr, self.passes))
-        self.passes = []
+        self.passes, self.last, self.asked = [], [], (overflow, skip)
         return True
 
 
@@ -270,6 +272,14 @@ def test_dummies_add_nothing_and_a_weight_of_0_is_none(monkeypatch):
     losses, count = MixedPretraining(NoteTaker("actor"), feed, 0.0, micro_batch_size=2).losses(0, metrics)
     assert (count, [loss.item() for loss in losses]) == (3, [0.0, 0.0, 0.0])
     assert metrics._parts["policy/lm_loss"][1] == 3 * 4  # targets of both blocks, and none of the dummy's
+
+
+def test_a_step_that_is_left_out_has_not_overflowed():
+    """In fp16 an overflow lowers the loss scale; the mean ratio, 1, is over the limit."""
+    trainer = trained(OPENAI.override(ratio_limit=0.5), 4, rollouts=1)
+    assert trainer.models.actor.asked == trainer.models.critic.asked == (False, True)
+    trainer = trained(OPENAI.override(ratio_limit=1.5), 4, rollouts=1)
+    assert trainer.models.actor.asked == trainer.models.critic.asked == (False, False)
 
 
 class BadOnRow(NoteTaker):
