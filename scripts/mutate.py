@@ -30,6 +30,7 @@ PAIRS += [(ast.And, ast.Or), (ast.Add, ast.Sub), (ast.Mult, ast.Div), (ast.BitAn
 OPERATORS = {one: other for pair in PAIRS for one, other in (pair, pair[::-1])}
 NAMES = {"max": "min", "min": "max", "any": "all", "all": "any"}
 LEFT_OUT = {"agree", "any_rank", "data_parallel_sum", "largest", "abs", "clamp", "clone", "double", "masked_fill"}
+UNSEEN = (ast.arguments, ast.Raise, ast.Assert, ast.JoinedStr)
 
 
 def _changed(node: ast.AST, **fields) -> ast.AST:
@@ -59,7 +60,7 @@ def mutated(node: ast.AST) -> Iterator[ast.AST]:
                 yield _changed(node, args=[args[1], args[0], *args[2:]])
             if name in LEFT_OUT:
                 yield args[0] if args else node.func.value
-            for word in words if name != "zip" else ():
+            for word in words:
                 yield _changed(node, keywords=[other for other in words if other is not word])
 
 

@@ -251,11 +251,6 @@ def test_every_row_comes_into_every_mini_batch_and_order_is_drawn_too(monkeypatc
     assert dealt == [on_rank(monkeypatch, 0, 1, 8, 2, (0, 0, epoch)) for epoch in range(40)]
 
 
-def test_rows_that_cannot_be_dealt_evenly_are_refused():
-    with pytest.raises(AssertionError, match="8 rows do not divide into 3"):
-        mini_batch_rows(8, 3, (0,))
-
-
 def test_dummies_add_nothing_and_a_weight_of_0_is_none(monkeypatch):
     """A rank with fewer micro-batches than others repeats its first at weight 0 and without metrics, one without rows
     the batch's first row; a text whose weight is 0, as a coefficient may make it, still reports its metrics."""

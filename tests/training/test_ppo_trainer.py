@@ -417,20 +417,3 @@ def test_trlx_steers_by_the_kl_of_prompts_too():
         near(made.measured_kl, [5 * (math.exp(0.5) - 1.5), 3 * (math.exp(0.5) - 1.5)])
         near(made.kl, [[0.5, 0.5, 0], [0.5] * 3])
     near(make(WholeTexts(BATCH), rollout, dialect.override(kl_measure="k1")).measured_kl, [1.0, 1.5])
-
-
-@pytest.mark.parametrize(
-    "width, chat_rewards, chat_advantages",
-    [
-        (4, FOUR_SLOTS[0][:4], FOUR_SLOTS[1][:4]),  # every system
-        (5, [-0.01, -0.02, -0.03, -0.04, 1.95], [1.1353, 0.1529, -0.8706, -1.9375, -3.05]),
-    ],
-)
-def test_worked_case_a_in_narrower_rows(width, chat_rewards, chat_advantages):
-    rollout = rollout_of([[901]], [[11, 12, 13, EOS]], PAD, width=width)
-    made = make(TableModels({901: WORKED}), rollout, get_dialect("deepspeed_chat"))
-    near(made.rewards, [chat_rewards], 1e-6)
-    near(made.advantages, [chat_advantages], 6e-5)
-    made = make(TableModels({901: WORKED}), rollout, get_dialect("default").override(whiten_advantages=False))
-    near(made.rewards, [FOUR_SLOTS[0][:width]], 1e-6)
-    near(made.advantages, [FOUR_SLOTS[1][:width]], 6e-5)

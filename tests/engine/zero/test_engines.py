@@ -65,6 +65,16 @@ def test_adams_first_step_moves_each_weight_by_the_learning_rate(folder, dtype, 
     assert moved.median().item() == pytest.approx(LR, rel=1e-3)
 
 
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_steps_that_are_dropped_leave_the_loss_scale(folder, monkeypatch, stage):
+    monkeypatch.setattr(get_accelerator(), "is_fp16_supported", lambda: True)
+    model = build(folder, "fp16", stage=stage)
+    scale = model.loss_scale
+    for _ in range(3):
+        assert not one_step(model, factor=1e-6) and not model.step(LR, skip=True)
+    assert model.loss_scale == scale
+
+
 def test_masters_are_the_loaded_weights_however_large_the_decay(folder):
     model = build(folder, "bf16", weight_decay=0.5)
     weights = [p.detach().float().flatten() for p in model.module.parameters()]
