@@ -24,7 +24,7 @@ from engine.rlhf_engine import EngineSpec, frozen_model
 from engine.rollout import ReplicaRollouts, decode, request
 from engine.rollout.base import SamplingConfig
 from engine.rollout.cache import SlotCache
-from engine.rollout.decode import Sampler, takes_slot_masks
+from engine.rollout.decode import Sampler, slots_of_a_row, takes_slot_masks
 from engine.zero.communication import init
 from engine.zero.config import EngineConfig
 from scripts.harness.models import BOS, EOS, PAD, POSITIONS, VOCABULARY, make_causal_lm, make_tokenizer, save_random
@@ -275,6 +275,13 @@ def test_a_rank_is_told_of_its_own_responses(models, expected):
     )
     answered = [pair for rollout in told for pair in zip(rollout.indices.tolist(), answers(rollout))]
     assert sorted(answered) == list(zip(INDICES, expected["opt"]))[5:]
+
+
+def test_slots_of_a_row_by_hand():
+    assert [slots_of_a_row(tokens, waiting) for waiting in (False, True) for tokens in (100, 1000)] == [
+        *(100 + 8, 1000 + 8),  # what is drawn past the end of a response
+        *(100 + 8 + 8 * 8, 1000 + 8 + 1000 // 4),
+    ]
 
 
 def test_a_rank_keeps_pace_with_the_others(models, expected, monkeypatch):
