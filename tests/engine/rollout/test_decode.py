@@ -130,20 +130,20 @@ def test_strings_that_end_a_response_and_a_temperature(models, family):
         assert sampled(models[family], how, rows_at_once) == expected
 
 
-@pytest.mark.parametrize("family", ("gpt2", "opt"))
-def test_the_models_last_position_may_be_used_and_none_after_it(models, family):
+@pytest.mark.parametrize("learned", ("gpt2", "opt"))
+def test_the_models_last_position_may_be_used_and_none_after_it(models, learned):
     """Models with a table of positions fail beyond it. The row that takes all of them is read in step with a row that
     joined later and has more tokens to come, so that the loop goes on past its end."""
     longest = LENGTHS.index(max(LENGTHS))
     how = replace(SAMPLING, max_new_tokens=POSITIONS - max(LENGTHS), stop_token_ids=())
-    whole = plain_answer(models[family], PROMPTS[longest], INDICES[longest], 0, how)[0]
+    whole = plain_answer(models[learned], PROMPTS[longest], INDICES[longest], 0, how)[0]
     others = tuple(token for token in range(VOCABULARY) if token not in whole)[:8]
     how = replace(how, stop_token_ids=others)
-    expected = plainly(models[family], how)
+    expected = plainly(models[learned], how)
     assert expected[longest] == (whole, False) and len(PROMPTS[longest] + whole) == POSITIONS
     assert sum(len(tokens) < 20 for tokens, _ in expected) > 3
     for rows_at_once in (None, 2):
-        assert sampled(models[family], how, rows_at_once) == expected
+        assert sampled(models[learned], how, rows_at_once) == expected
 
 
 def test_token_ids_beyond_the_vocabulary_are_not_drawn(models, expected):
@@ -271,10 +271,10 @@ def test_a_rank_is_told_of_its_own_responses(models, expected):
     group = SimpleNamespace(size=2, place=1, all_objects=lambda own: [BATCH.select(range(5)), own])
     told: list = []
     Sampler(make_tokenizer(), 2, group=group).responses(
-        models["opt"], BATCH.select(range(5, 12)), SAMPLING, told.append
+        models["llama"], BATCH.select(range(5, 12)), SAMPLING, told.append
     )
     answered = [pair for rollout in told for pair in zip(rollout.indices.tolist(), answers(rollout))]
-    assert sorted(answered) == list(zip(INDICES, expected["opt"]))[5:]
+    assert sorted(answered) == list(zip(INDICES, expected["llama"]))[5:]
 
 
 def test_slots_of_a_row_by_hand():
@@ -285,7 +285,7 @@ def test_slots_of_a_row_by_hand():
 def test_a_rank_keeps_pace_with_the_others(models, expected, monkeypatch):
     """Another rank reads two prompts, one after the other, and draws 8 more tokens for each; this rank draws one."""
     monkeypatch.setattr(decode, "takes_slot_masks", lambda model: True)
-    model, widths, others = models["opt"], [], iter([1, 1, 8, 1, 1, 8, 0])
+    model, widths, others = models["llama"], [], iter([1, 1, 8, 1, 1, 8, 0])
     hook = model.register_forward_pre_hook(
         lambda _, args, named: widths.append(named["input_ids"].shape[1]), with_kwargs=True
     )
@@ -293,11 +293,11 @@ def test_a_rank_keeps_pace_with_the_others(models, expected, monkeypatch):
     rollout = sampler.responses(model, BATCH.select([2]), replace(SAMPLING, max_new_tokens=1))
     hook.remove()
     assert widths == [LENGTHS[2]] + [1] * (8 + 1 + 8) and next(others, None) is None
-    assert answers(rollout)[0][0] == expected["opt"][2][0][:1]
+    assert answers(rollout)[0][0] == expected["llama"][2][0][:1]
 
 
 def test_a_model_answers_in_eval_mode_and_has_its_own_again_after_an_error_too(models):
-    sampler, model, modes = Sampler(make_tokenizer()), copy.deepcopy(models["opt"]).train(), []
+    sampler, model, modes = Sampler(make_tokenizer()), copy.deepcopy(models["llama"]).train(), []
 
     def fail(rollout):
         modes.append(model.training)
