@@ -33,7 +33,7 @@ class Resident(RewardSource):
     """A model that must only be asked within its `on_device` context."""
 
     def __init__(self, answer):
-        self.answer, self.present = answer, False
+        self.answer, self.present, self.prepared = answer, False, False
 
     @contextlib.contextmanager
     def on_device(self):
@@ -57,8 +57,13 @@ class Resident(RewardSource):
         """As engine.reference.Reference."""
         return steps == 0
 
+    def prepare(self, rollout: Rollout) -> None:
+        """As engine.reward.base.RewardSource."""
+        self.prepared = True
+
     def score(self, rollout: Rollout) -> Tensor:
         """As engine.reward.base.RewardSource."""
+        assert self.prepared, "the reward model was not told of all responses before it was asked"
         assert self.present, "the reward model was asked outside its on_device context"
         return self.answer(rollout)
 

@@ -237,10 +237,12 @@ def fails(times: int, then=lambda *args, **kwargs: None):
 def test_fewer_rows_are_decoded_at_once_to_the_same_responses(small_policy, monkeypatch, times):
     expected = answers(Sampler(make_tokenizer(), HALVED_ROWS).responses(small_policy.model, BATCH, SAMPLING))
     sampler = Sampler(make_tokenizer(), HALVED_ROWS)
+    freed, release = [], sampler.release_memory
+    monkeypatch.setattr(sampler, "release_memory", lambda: freed.append(release()))
     monkeypatch.setattr(Draws, "draw", fails(times, Draws.draw))
     with pytest.warns(UserWarning, match="decoded side by side do not fit on rank 0") as told:
         found = answers(sampler.responses(small_policy.model, BATCH, SAMPLING))
-    assert found == expected and len(found) == len(PROMPTS) > HALVED_ROWS
+    assert found == expected and len(found) == len(PROMPTS) > HALVED_ROWS and len(freed) == times
     halves = [(8, 4), (4, 2), (2, 1)][:times]
     assert [str(one.message) for one in told] == [
         f"{before} responses decoded side by side do not fit on rank 0 (CUDA out of memory): "

@@ -54,7 +54,7 @@ class NeverAsked:
         return self
 
 
-def pretraining_of(steps: int, rollouts: int, lr: float | None = None) -> CriticPretraining:
+def pretraining_of(steps: int, rollouts: int, lr: float | None = None, **fields) -> CriticPretraining:
     """Of the two responses, again and again."""
     tokenizer = SimpleNamespace(eos_token_id=2, get_vocab=dict)
     critic, reward = Critic(), TableModels(TABLE).roles()["reward"]
@@ -63,7 +63,7 @@ def pretraining_of(steps: int, rollouts: int, lr: float | None = None) -> Critic
     trainer = PPOTrainer(
         models=models,
         rollouts=GivenRollouts(*[rollout_of([[901], [5, 902]], [[7, 8, 2], [2]], 0)] * rollouts),
-        dialect=DIALECT,
+        dialect=DIALECT.override(**fields),
         config=PPOConfig(total_steps=9, critic_pretrain_steps=steps),
         sampling=SamplingConfig(max_new_tokens=3, pad_token_id=0, stop_token_ids=(2,)),
     )
@@ -93,13 +93,16 @@ def test_the_critic_alone_learns_what_followed_each_token():
     assert (found["scores"], found["response_length"], found["mean"]) == pytest.approx((0.5, 2.0, 0.25))
 
 
-def test_the_last_step_is_numbered_0_and_leaves_adam_as_before_its_first():
-    pretraining = pretraining_of(steps=2, rollouts=2, lr=4e-3)
+@pytest.mark.parametrize(
+    "per, rates", [("optimizer_step", [4e-3, 3e-3, 2e-3, 1e-3]), ("step", [4e-3, 4e-3, 2e-3, 2e-3])]
+)
+def test_the_last_step_is_numbered_0_and_leaves_adam_as_before_its_first(per, rates):
+    pretraining = pretraining_of(steps=2, rollouts=2, lr=4e-3, lr_per=per)
     reports = list(pretraining.fit(SimpleNamespace(prompts=prompts)))
     critic = pretraining.trainer.models.critic
     assert [report.step for report in reports] == [-1, 0] and critic.forgotten == 1
     # Four optimizer steps: the dialect's schedule, a line to 0, goes by these alone.
-    assert [lr for lr, _ in critic.steps] == pytest.approx([4e-3, 3e-3, 2e-3, 1e-3])
+    assert [lr for lr, _ in critic.steps] == pytest.approx(rates)
     assert pretraining.trainer.counters.optimizer_steps == 0 and pretraining.trainer.counters.samples == 0
 
 

@@ -4,6 +4,7 @@ batch of two by hand.
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -78,12 +79,14 @@ BY_HAND = {
 }
 
 
-@pytest.mark.parametrize("micro_batch_size", [1, 2])
+@pytest.mark.parametrize("micro_batch_size, others, sizes", [(1, 1, [1, 1]), (2, 1, [2]), (2, 2, [1, 1])])
 @pytest.mark.parametrize("system", SYSTEMS)
-def test_a_ragged_batch_by_hand(system, micro_batch_size):
+def test_a_ragged_batch_by_hand(system, micro_batch_size, others, sizes, monkeypatch):
+    """others: the passes that another rank needs."""
+    monkeypatch.setattr("engine.packing.distributed", SimpleNamespace(largest=lambda own: max(own, others)))
     models = TableModels(BATCH)
     made = make(models, batch(), get_dialect(system).override(lam=0.5), micro_batch_size=micro_batch_size)
-    assert models.sizes == {1: [1, 1], 2: [2]}[micro_batch_size]
+    assert models.sizes == sizes
     for name, expected in BY_HAND[system].items():
         near(getattr(made, name), expected)
     assert made.policy_mask.int().tolist() == made.value_mask.int().tolist() == [[1, 1, 0], [1, 1, 1]]
@@ -96,6 +99,19 @@ def test_a_ragged_batch_by_hand(system, micro_batch_size):
     metrics = step_metrics(made, get_dialect(system))
     assert metrics["objective/entropy"] == pytest.approx(9 / 5)  # not of the position behind row 0's end, which has 3
     assert metrics["objective/kl"] == pytest.approx((1.5 + 2.0) / 2)
+
+
+def test_where_models_pack_real_tokens_fill_a_pass():
+    """Three rows of 4 tokens, 6 wide; a pass takes 12 tokens."""
+    table = {mark: Row([-1.0] * 3, [-1.0] * 3, [0.0] * 3, 1.0) for mark in (901, 902, 903)}
+    rollout = rollout_of([[901], [5, 5, 902], [903]], [[11, 12, 13], [11], [11, 12, 13]], PAD)
+    for padded, sizes in ((True, [2, 1]), (False, [3])):
+        models = TableModels(table)
+        trainer = untrained(models.roles(), get_dialect("default"), rollout, pad=PAD, micro_batch_size=2)
+        trainer.experience_maker.padded = trainer.learner.padded = padded
+        made = next_step(trainer).batch
+        parts = trainer.learner._micro_batches(made, torch.arange(3))
+        assert models.sizes == [len(part) for part in parts] == sizes
 
 
 # The actor's new ratios 1.1 1.3 | 0.7 1.25 1; the critic's new values 1.1 2.5 | 0.5 0.1 2.5; both clips 0.2.
@@ -401,20 +417,3 @@ def test_trlx_steers_by_the_kl_of_prompts_too():
         near(made.measured_kl, [5 * (math.exp(0.5) - 1.5), 3 * (math.exp(0.5) - 1.5)])
         near(made.kl, [[0.5, 0.5, 0], [0.5] * 3])
     near(make(WholeTexts(BATCH), rollout, dialect.override(kl_measure="k1")).measured_kl, [1.0, 1.5])
-
-
-@pytest.mark.parametrize(
-    "width, chat_rewards, chat_advantages",
-    [
-        (4, FOUR_SLOTS[0][:4], FOUR_SLOTS[1][:4]),  # every system
-        (5, [-0.01, -0.02, -0.03, -0.04, 1.95], [1.1353, 0.1529, -0.8706, -1.9375, -3.05]),
-    ],
-)
-def test_worked_case_a_in_narrower_rows(width, chat_rewards, chat_advantages):
-    rollout = rollout_of([[901]], [[11, 12, 13, EOS]], PAD, width=width)
-    made = make(TableModels({901: WORKED}), rollout, get_dialect("deepspeed_chat"))
-    near(made.rewards, [chat_rewards], 1e-6)
-    near(made.advantages, [chat_advantages], 6e-5)
-    made = make(TableModels({901: WORKED}), rollout, get_dialect("default").override(whiten_advantages=False))
-    near(made.rewards, [FOUR_SLOTS[0][:width]], 1e-6)
-    near(made.advantages, [FOUR_SLOTS[1][:width]], 6e-5)

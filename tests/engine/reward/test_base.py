@@ -144,13 +144,14 @@ class ByPrompt(RewardSource):
         return self.scores[rollout.indices]
 
 
-def test_a_single_part_is_not_reported_twice():
+def test_a_single_part_is_not_reported_twice_and_two_are_reported():
     roles = TableModels({5: Row([-1.0], [-1.0], [0.0], 2.0)}).roles()
     algorithm = Algorithm(get_dialect("default"), pad_token_id=PAD, end_token_id=EOS)
-    for reward in (roles["reward"], CombinedReward({"model": (roles["reward"], 1.0)})):
+    one, two = (CombinedReward(dict.fromkeys(names, (roles["reward"], 1 / len(names)))) for names in ("a", "ab"))
+    for reward, parts in ((roles["reward"], {}), (one, {}), (two, {"scores_a": 1.0, "scores_b": 1.0})):
         maker = ExperienceMaker(**{**roles, "reward": reward}, algorithm=algorithm, micro_batch_size=8)
         experience = maker.make_experience(rollout_of([[5]], [[20]], PAD))
-        assert experience.scores.tolist() == [2] and experience.score_parts == {}
+        assert experience.scores.tolist() == [2] and experience.score_parts == parts
 
 
 TOKENIZER = make_tokenizer()

@@ -2,11 +2,13 @@
 ends a response; and what decoding costs: sequences times steps, memory allocated once, questions of the host.
 """
 
+import copy
 import json
 import random
 import weakref
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -22,7 +24,7 @@ from engine.rlhf_engine import EngineSpec, frozen_model
 from engine.rollout import ReplicaRollouts, decode, request
 from engine.rollout.base import SamplingConfig
 from engine.rollout.cache import SlotCache
-from engine.rollout.decode import Sampler, takes_slot_masks
+from engine.rollout.decode import Sampler, slots_of_a_row, takes_slot_masks
 from engine.zero.communication import init
 from engine.zero.config import EngineConfig
 from scripts.harness.models import BOS, EOS, PAD, POSITIONS, VOCABULARY, make_causal_lm, make_tokenizer, save_random
@@ -128,20 +130,20 @@ def test_strings_that_end_a_response_and_a_temperature(models, family):
         assert sampled(models[family], how, rows_at_once) == expected
 
 
-@pytest.mark.parametrize("family", ("gpt2", "opt"))
-def test_the_models_last_position_may_be_used_and_none_after_it(models, family):
+@pytest.mark.parametrize("learned", ("gpt2", "opt"))
+def test_the_models_last_position_may_be_used_and_none_after_it(models, learned):
     """Models with a table of positions fail beyond it. The row that takes all of them is read in step with a row that
     joined later and has more tokens to come, so that the loop goes on past its end."""
     longest = LENGTHS.index(max(LENGTHS))
     how = replace(SAMPLING, max_new_tokens=POSITIONS - max(LENGTHS), stop_token_ids=())
-    whole = plain_answer(models[family], PROMPTS[longest], INDICES[longest], 0, how)[0]
+    whole = plain_answer(models[learned], PROMPTS[longest], INDICES[longest], 0, how)[0]
     others = tuple(token for token in range(VOCABULARY) if token not in whole)[:8]
     how = replace(how, stop_token_ids=others)
-    expected = plainly(models[family], how)
+    expected = plainly(models[learned], how)
     assert expected[longest] == (whole, False) and len(PROMPTS[longest] + whole) == POSITIONS
     assert sum(len(tokens) < 20 for tokens, _ in expected) > 3
     for rows_at_once in (None, 2):
-        assert sampled(models[family], how, rows_at_once) == expected
+        assert sampled(models[learned], how, rows_at_once) == expected
 
 
 def test_token_ids_beyond_the_vocabulary_are_not_drawn(models, expected):
@@ -262,6 +264,50 @@ def test_a_rollout_is_its_prompts_and_what_was_drawn(models, expected):
     assert rollout.response_mask.any(0).all() and (rollout.responses[~rollout.response_mask] == 9).all()
     first = rollout.select(rollout.samples == 0)
     assert answers(first) == expected["opt"] and answers(first) != answers(rollout.select(rollout.samples == 1))
+
+
+def test_a_rank_is_told_of_its_own_responses(models, expected):
+    """The prompts of the group's other rank come first."""
+    group = SimpleNamespace(size=2, place=1, all_objects=lambda own: [BATCH.select(range(5)), own])
+    told: list = []
+    Sampler(make_tokenizer(), 2, group=group).responses(
+        models["llama"], BATCH.select(range(5, 12)), SAMPLING, told.append
+    )
+    answered = [pair for rollout in told for pair in zip(rollout.indices.tolist(), answers(rollout))]
+    assert sorted(answered) == list(zip(INDICES, expected["llama"]))[5:]
+
+
+def test_slots_of_a_row_by_hand():
+    slots = [slots_of_a_row(tokens, waiting) for waiting in (False, True) for tokens in (100, 1000)]
+    assert slots == [100 + 8, 1000 + 8, 100 + 8 + 8 * 8, 1000 + 8 + 1000 // 4]
+
+
+def test_a_rank_keeps_pace_with_the_others(models, expected, monkeypatch):
+    """Another rank reads two prompts, one after the other, and draws 8 more tokens for each; this rank draws one."""
+    monkeypatch.setattr(decode, "takes_slot_masks", lambda model: True)
+    model, widths, others = models["llama"], [], iter([1, 1, 8, 1, 1, 8, 0])
+    hook = model.register_forward_pre_hook(
+        lambda _, args, named: widths.append(named["input_ids"].shape[1]), with_kwargs=True
+    )
+    sampler = Sampler(make_tokenizer(), agree=lambda own: max(own, next(others)))
+    rollout = sampler.responses(model, BATCH.select([2]), replace(SAMPLING, max_new_tokens=1))
+    hook.remove()
+    assert widths == [LENGTHS[2]] + [1] * (8 + 1 + 8) and next(others, None) is None
+    assert answers(rollout)[0][0] == expected["llama"][2][0][:1]
+
+
+def test_a_model_answers_in_eval_mode_and_has_its_own_again_after_an_error_too(models):
+    sampler, model, modes = Sampler(make_tokenizer()), copy.deepcopy(models["llama"]).train(), []
+
+    def fail(rollout):
+        modes.append(model.training)
+        raise InterruptedError
+
+    sampler.responses(model, BATCH, SAMPLING)
+    modes.append(model.training)
+    with pytest.raises(InterruptedError):
+        sampler.responses(model, BATCH, SAMPLING, fail)
+    assert [*modes, model.training] == [True, False, True]
 
 
 STOPS_PROMPTS = ([5, 9, 33], [17], [40, 41, 42, 43], [6, 60])
@@ -558,26 +604,3 @@ def test_questions_for_each_token_would_be_seen(model, monkeypatch):
     monkeypatch.setattr(request, "sample_tokens", lambda *args: find(*args) if find(*args).sum() >= 0 else None)
     Sampler(make_tokenizer()).responses(model, batch([5, 9, 1]), how)
     assert asked.questions == [9, 9]
-
-
-@pytest.mark.parametrize(
-    "ask, count",
-    [
-        (lambda x: x.tolist(), 1),
-        (lambda x: x.cpu(), 1),
-        (lambda x: x.numpy(), 1),
-        (lambda x: x.sum().item(), 1),
-        (lambda x: bool(x.any()), 1),
-        (lambda x: int(x[0]), 1),
-        (lambda x: x.nonzero(), 1),
-        (lambda x: x[x > 0], 1),
-        (lambda x: torch.where(x > 0, x, 0.0), 0),
-        (lambda x: x[[1, 0]], 0),
-        (lambda x: x.cumsum(0).gather(0, x.long()), 0),
-    ],
-)
-def test_what_counts_as_a_question(ask, count):
-    numbers = torch.tensor([1.0, 0.0])
-    with HostQuestions() as meter:
-        ask(numbers)
-    assert meter.count == count

@@ -51,10 +51,11 @@ def one_step(model, factor=1.0):
     return model.overflowed()
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_adams_first_step_moves_each_weight_by_the_learning_rate(folder, dtype):
+@pytest.mark.parametrize("dtype, how", [("fp32", {}), ("bf16", {}), ("fp32", {"stage": 2, "offload": True})])
+def test_adams_first_step_moves_each_weight_by_the_learning_rate(folder, dtype, how):
     """m / (sqrt(v) + eps) is the gradient's sign at step 1; a step taken before it would make that 0.735."""
-    model = build(folder, dtype)
+    model = build(folder, dtype, **how)
+    assert not one_step(model, factor=-1.0) and not model.step(LR, skip=True)  # kept, it would leave no gradient
     before = [shard.clone() for shard in model.master_shards()]
     assert not one_step(model)
     assert model.step(LR)
@@ -62,6 +63,16 @@ def test_adams_first_step_moves_each_weight_by_the_learning_rate(folder, dtype):
     moved = moved[moved > 0]
     assert len(moved) > 1000
     assert moved.median().item() == pytest.approx(LR, rel=1e-3)
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_steps_that_are_dropped_leave_the_loss_scale(folder, monkeypatch, stage):
+    monkeypatch.setattr(get_accelerator(), "is_fp16_supported", lambda: True)
+    model = build(folder, "fp16", stage=stage)
+    scale = model.loss_scale
+    for _ in range(3):
+        assert not one_step(model, factor=1e-6) and not model.step(LR, skip=True)
+    assert model.loss_scale == scale
 
 
 def test_masters_are_the_loaded_weights_however_large_the_decay(folder):

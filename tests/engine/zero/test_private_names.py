@@ -113,4 +113,4 @@ def test_how_shards_lie(tmp_path):
     assert other["matrix"].tolist()[:7] == [8, 9, 10, 11, 12, 13, 14] and len(other["matrix"]) == 8
     assert one["number"].tolist() == [7.0] and len(other["number"]) == 1
     assert one["masters"] == other["masters"] == [("float32", 9)]
-    assert one["refreshed"] == other["refreshed"] == [float(2 * n) for n in range(15)]
+    assert one["refreshed"] == other["refreshed"] == [[float(2 * n) for n in range(15)]] * 2

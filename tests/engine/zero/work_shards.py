@@ -5,7 +5,7 @@ from torch import nn
 
 from engine.zero.config import EngineConfig, build_ds_config
 from engine.zero.engines import TrainedModel
-from engine.zero.gathering import gathered_params
+from engine.zero.gathering import copy_weights, gathered_params
 
 
 class Weights(nn.Module):
@@ -18,7 +18,7 @@ class Weights(nn.Module):
 
 
 def shards(folder: str) -> dict:
-    """This rank's shards, how its masters lie, and the matrix after all masters have been doubled."""
+    """This rank's shards, how its masters lie, and the matrix and a copy of it after all masters have been doubled."""
     config = build_ds_config(EngineConfig("actor", 3), dtype="fp32", micro_batch_size=1)
     config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
     module = Weights()
@@ -26,6 +26,8 @@ def shards(folder: str) -> dict:
     found = {name: getattr(module, name).ds_tensor.detach().clone() for name in ("matrix", "number")}
     masters = model.master_shards()
     found["masters"] = [(str(master.dtype).removeprefix("torch."), master.numel()) for master in masters]
-    with model.swapped([2 * master for master in masters]), gathered_params([module.matrix]):
-        found["refreshed"] = module.matrix.flatten().tolist()
+    with model.swapped([2 * master for master in masters]):
+        copy_weights(module, copy := Weights())
+        with gathered_params([module.matrix]):
+            found["refreshed"] = [one.matrix.flatten().tolist() for one in (module, copy)]
     return found
