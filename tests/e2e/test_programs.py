@@ -296,7 +296,6 @@ def test_the_dialect_of_deepspeed_chat(tiny, tmp_path, capfd):
         "tensorboard",
         "samples",
         "curves.png",
-        "written.json",
         "run.json",
     }
 

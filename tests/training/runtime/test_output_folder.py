@@ -35,7 +35,8 @@ def hold(folder: Path, begin, said) -> None:
     begin.wait()
     try:
         output_folder.take_lock(folder)
-        child = os.fork()
+        if (child := os.fork()) == 0:
+            time.sleep(600)
         said.send(child)
     except UserError as error:
         said.send(str(error))
