@@ -79,7 +79,7 @@ class OutputLock:
         self.folder, self.path = folder, folder / LOCK_FILE
         since = datetime.now().astimezone().isoformat(timespec="milliseconds")
         command = textwrap.shorten(shown_command(sys.argv), SHOWN_COMMAND, placeholder=" ...")
-        self.text = f"process {os.getpid()} on {socket.gethostname()} since {since}: {command}"
+        self.text = f"process {os.getpid()} on {socket.gethostname()} since {since} ({command})"
         self._made = [path for path in (folder, *folder.parents) if not path.exists()]
         try:
             folder.mkdir(parents=True, exist_ok=True)
