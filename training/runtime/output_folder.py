@@ -5,7 +5,7 @@ the process ends, however it ends, and never before: a stopped process keeps it.
 hold it. The file's text names the holder, for messages and for the ranks on other hosts (`check_shared`).
 
 Since the folder was empty when the run began, what stands in it under a name that the run writes is the run's own: a
-resumed run replaces it. Files of other names are never removed or moved, except with a model's folder that they are in.
+resumed run replaces it. Files of other names are never removed; those in a model's folder are kept in its new folder.
 """
 
 import contextlib
@@ -79,30 +79,37 @@ class OutputLock:
         self.folder, self.path = folder, folder / LOCK_FILE
         since = datetime.now().astimezone().isoformat(timespec="milliseconds")
         command = textwrap.shorten(shown_command(sys.argv), SHOWN_COMMAND, placeholder=" ...")
-        self.text = f"process {os.getpid()} on {socket.gethostname()} since {since} ({command})"
+        text = f"process {os.getpid()} on {socket.gethostname()} since {since} ({command})"
+        self.text = text.encode(errors="replace").decode()  # half characters cannot be written
+        self._descriptor: int | None = None
         self._made = [path for path in (folder, *folder.parents) if not path.exists()]
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._descriptor = self._locked()
             os.ftruncate(self._descriptor, 0)
-            os.pwrite(self._descriptor, self.text.encode(errors="replace"), 0)
+            os.pwrite(self._descriptor, self.text.encode(), 0)
         except OSError as error:
-            self._remove_made()
+            self.release()
             raise UserError(
                 f"--output_dir {folder}: nothing can be written there ({error.strerror}). Give another folder."
             ) from None
 
     def release(self) -> None:
-        """Remove the lock file, if it is still this one, and release the lock."""
-        with contextlib.suppress(OSError):
-            if os.path.samestat(os.fstat(self._descriptor), self.path.lstat()):
-                self.path.unlink()
-        os.close(self._descriptor)
-        self._remove_made()
+        """Remove the lock file, if it is still this one, release the lock, and remove folders that were made for it and
+        are empty."""
+        if self._descriptor is not None:
+            with contextlib.suppress(OSError):
+                if os.path.samestat(os.fstat(self._descriptor), self.path.lstat()):
+                    self.path.unlink()
+            os.close(self._descriptor)
+        for path in self._made:
+            with contextlib.suppress(OSError):
+                path.rmdir()
 
     def _locked(self) -> int:
         """Open the lock file and lock it; returns its descriptor."""
         while True:
+            # O_NONBLOCK: a pipe in its place must not hold the run.
             descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
             try:
                 fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -123,11 +130,6 @@ class OutputLock:
                 if os.path.samestat(os.fstat(descriptor), self.path.lstat()):
                     return descriptor
             os.close(descriptor)  # the holder before has just removed the file
-
-    def _remove_made(self) -> None:
-        for path in self._made:
-            with contextlib.suppress(OSError):
-                path.rmdir()
 
 
 PATIENCE = 35.0  # seconds for which a rank looks; NFS may cache a folder's content for 30 seconds (acdirmin)
