@@ -55,7 +55,7 @@ COMPRESS: dict[str, Callable[[bytes], bytes]] = {
     ".zst": partial(pyarrow.compress, codec="zstd", asbytes=True),
 }
 DATA = {1: "sft", 2: "pairs", 3: "prompts"}
-NOT_SPELT_OUT = ("config", "output_dir", "dry_run", "wandb_project", "overwrite_output_dir", "data_output_path")
+NOT_SPELT_OUT = ("config", "output_dir", "dry_run", "wandb_project", "data_output_path")
 LONG = 5000
 TEXTS = (
     "",
@@ -287,7 +287,7 @@ class FuzzInputs:
             words = command_line(flags)
         words += ["--output_dir", str(self.output_dir), *["--dry_run"] * (not loads)]
         if not self.output_dir.exists() and rng.random() < 0.5:
-            words.append("--overwrite_output_dir")
+            words.append("--resume=auto")
             for name, text in STALE.items():
                 (self.output_dir / name).parent.mkdir(parents=True, exist_ok=True)
                 (self.output_dir / name).write_text(text)

@@ -24,6 +24,7 @@ the message: what their libraries print depends on which rank ends first.
 import argparse
 import itertools
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -217,13 +218,15 @@ def record_runs(tree: Path, models: Path, out: Path, points: Path, only: list[st
                 runs[name] = 3, ranks, dialect_run(models, out / name, dialect, ranks, stage)
     jobs = {
         name: {
-            "words": [PROGRAMS[step], *command_line(flags), "--overwrite_output_dir"],
+            "words": [PROGRAMS[step], *command_line(flags)],
             "ranks": ranks,
             "fp16": name == "fp16",
         }
         for name, (step, ranks, flags) in runs.items()
         if chosen(name, only) and not (out / f"{name}.log").is_file()
     }
+    for name in jobs:
+        shutil.rmtree(out / name, ignore_errors=True)  # of a recording that failed
     failed = []
     for later in (False, True):  # what goes on from what others have written
         some = {name: job for name, job in jobs.items() if name.startswith(("resumed", "trunk")) == later}

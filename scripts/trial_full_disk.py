@@ -73,7 +73,7 @@ CASES = (
     Case("samples", "out/samples"),
     Case("metrics.jsonl, for one step", "out", fill=FIRST_STEP, free=LAST_STEP),
     Case("metrics.jsonl, to the end", "out", fill=FIRST_STEP),
-    Case("run.json, the lock and the list, at the start", "out", code=2, models=False),
+    Case("run.json and the lock, at the start", "out", code=2, models=False),
     Case("TensorBoard", "out/tensorboard"),
     Case("curves.png and the last samples", "out", fill=LAST_EVALUATION),
     Case("checkpoints", "out/checkpoints", flags={"save_steps": 1}, code=0),
@@ -108,7 +108,9 @@ def run(case: Case, tiny: Tiny, folder: Path) -> tuple[list[str], str]:
     try:
         if not case.fill and case.step == 3:
             fill(mounted)
-        flags = tiny.flags(case.step, output_dir=folder / "out", overwrite_output_dir=True) | case.flags
+        flags = tiny.flags(case.step, output_dir=folder / "out", resume="auto") | case.flags
+        if case.mounted.startswith("out/"):  # the folder is not empty then; this makes it a run's that has just begun
+            (folder / "out" / "run.json").write_text('{"starts": []}')
         if "data_output_path" in flags:
             flags["data_output_path"] = folder / "cache"
         if case.step == 3:

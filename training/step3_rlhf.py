@@ -70,7 +70,7 @@ def main(args: RLHFFlags) -> None:
     with phase("starting rollouts"):
         rollouts = choose_rollouts(args, plan, models)
     trainer = build_trainer(args, plan, models, rollouts)
-    resume_or_clear(args, plan, trainer)
+    resume_or_begin(args, plan, trainer)
     train(args, plan, trainer, Session(args, plan, trainer, build_evaluator(plan, trainer)))
 
 
@@ -157,23 +157,18 @@ def build_reward(args: RLHFFlags, plan: Plan, models: RLHFEngine) -> RewardSourc
     return CombinedReward(weighted, length_penalty=args.length_penalty)
 
 
-def resume_or_clear(args: RLHFFlags, plan: Plan, trainer: PPOTrainer) -> None:
-    """Restore the checkpoint that the run resumes from, if any. Remove an earlier run's files from the output folder,
-    unless the earlier run is the one that is resumed.
-
-    Called after the models are loaded: a run that fails before then leaves the earlier run's files in place.
-    """
+def resume_or_begin(args: RLHFFlags, plan: Plan, trainer: PPOTrainer) -> None:
+    """Restore the checkpoint that the run resumes from, if any, and prepare the output folder. Called after the models
+    are loaded: a run that fails before then changes nothing there."""
     if plan.resume:
         models = trainer.models
         notes = restore(plan.resume, models.trained, models.ema, models.kept_reference)
         trainer.load_state_dict(plan.resume.state)
         if distributed.is_main() and notes:
             print("\n".join(notes), flush=True)
-    resumed = plan.resume is not None and plan.resume.in_output_dir
-    begin_output_dir(args, resumed)
-    if resumed:
-        set_aside_newer(Path(args.output_dir), trainer.steps_done)
-        step_metrics.set_aside_newer_traces(Path(args.output_dir), trainer.steps_done)
+    begin_output_dir(args, plan.resume is not None and plan.resume.in_output_dir)
+    set_aside_newer(Path(args.output_dir), trainer.steps_done)
+    step_metrics.set_aside_newer_traces(Path(args.output_dir), trainer.steps_done)
 
 
 def build_evaluator(plan: Plan, trainer: PPOTrainer) -> Evaluator | None:

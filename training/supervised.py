@@ -30,7 +30,7 @@ from training.reporting.sinks import View
 from training.reporting.standard_errors import Units, gathered, metrics_text
 from training.reporting.step_metrics import TrainingArithmetic, peak_memory_gb, phase_memory
 from training.reporting.summary import seconds_by_part, time_lines
-from training.runtime import model_folders, output_folder, stopping
+from training.runtime import model_folders, stopping
 from training.runtime.hub import renew_cards
 from training.runtime.output_folder import begin_output_dir, open_writer
 from training.runtime.processes import phase, place
@@ -84,7 +84,14 @@ class SupervisedTrainer:
         self.steps_done, self.weights_are_whole = 0, True  # weights_are_whole is False while a step changes weights
         self.owed: dict | None = None
         self._epoch_batches = lru_cache(maxsize=1)(self._batches_of_epoch)
-        self._resume_or_clear(conditions)
+        self._resume_or_begin(conditions)
+        with unwritten_noted(self.output_dir / RUN_FILE):  # written first: it marks the folder as this run's
+            write_run_record(
+                self.output_dir,
+                flags=args.as_dict(),
+                ds_configs={"model": args.ds_settings()},
+                resumed=point is not None and point.in_output_dir,
+            )
         self.writer = open_writer(
             args,
             total_steps=self.total_steps,
@@ -114,10 +121,9 @@ class SupervisedTrainer:
         found = {"steps_done": self.steps_done, OWED: self.owed, BEFORE: self.before}
         return {name: value for name, value in found.items() if value is not None}
 
-    def _resume_or_clear(self, conditions: Conditions) -> None:
-        """Restore the checkpoint that the run resumes from, if any. Remove an earlier run's files from the output
-        folder, unless the earlier run is the one that is resumed. They are removed only here: the model is loaded, so
-        the start of the run will hardly fail any more."""
+    def _resume_or_begin(self, conditions: Conditions) -> None:
+        """Restore the checkpoint that the run resumes from, if any, and prepare the output folder. This is done only
+        here: the model is loaded, so the start of the run will hardly fail any more."""
         if self.point:
             restore(self.point, {"model": self.model})
             if distributed.is_main():
@@ -125,10 +131,8 @@ class SupervisedTrainer:
                 print("\n".join([*self.point.lines(), *changes]), flush=True)
             self.steps_done, state = self.point.steps_done, self.point.state
             self.owed, self.before = state.get(OWED), state.get(BEFORE)
-        resumed = self.point is not None and self.point.in_output_dir
-        begin_output_dir(self.args, resumed)
-        if resumed:
-            set_aside_newer(self.output_dir, self.steps_done)
+        begin_output_dir(self.args, self.point is not None and self.point.in_output_dir)
+        set_aside_newer(self.output_dir, self.steps_done)
 
     def _scores_so_far(self) -> dict[int, float]:
         rows = read_metrics(self.metrics_path) if self.metrics_path.is_file() else []
@@ -163,13 +167,6 @@ class SupervisedTrainer:
         check_all_written()
 
     def _fit(self) -> dict[str, float]:
-        with unwritten_noted(self.output_dir / RUN_FILE):
-            write_run_record(
-                self.output_dir,
-                flags=self.args.as_dict(),
-                ds_configs={"model": self.args.ds_settings()},
-                resumed=self.point is not None and self.point.in_output_dir,
-            )
         self.writer.hparams(self.args.as_dict())
         found = None
         if self.steps_done == 0:
@@ -195,7 +192,6 @@ class SupervisedTrainer:
     def after_step(self, metrics: dict[str, float]) -> dict[str, float] | None:
         """Log the step, evaluate and save if they are due, and end the run if a signal asked for it. Returns the
         held-out metrics if an evaluation was due, else None."""
-        output_folder.check_held()
         self.owed = {**metrics, **self.checkpoints.take_metrics()}
         reason = stopping.agreed()
         if reason:

@@ -24,10 +24,10 @@ from scripts.harness.programs import PROGRAMS, Result, command_line, snapshot
 
 STALE = {
     "metrics.jsonl": '{"step": 1, "samples": 8}\n',
-    "checkpoints/step_000001/trainer_state.json": "{}",
-    "config.json": "{}",
+    "checkpoints/step_000001.partial/trainer_state.json": "{}",
+    "run.json": '{"starts": [{}]}',
     "tensorboard/events": "x",
-}  # what an earlier run left
+}  # what a run left that was killed at its first checkpoint
 
 NO_NUMBERS = ("x", "1,5", "", " ", "0x10", "1e", "--", "ten")
 NO_WHOLE_NUMBERS = (*NO_NUMBERS, "1.5", "nan", "inf", "1e3", "9" * 5000)
@@ -110,7 +110,7 @@ YAML = (
     "seed: " + "[" * 5000,
     "seed: " + "9" * 5000,
     "x" * 10_000,
-    "overwrite_output_dir: 'no'",
+    "dry_run: 'no'",
     "data_weights: [x]",
     "data_weights: [1, 2, 3]",
     "seed: '--dtype'",
@@ -184,7 +184,7 @@ class Mistake:
 
 @dataclass(frozen=True)
 class Case:
-    """A mistake to be tried. occupied: whether an earlier run stands in the output folder, to be overwritten."""
+    """A mistake to be tried. occupied: whether the output folder holds a run that had just begun."""
 
     mistake: Mistake
     occupied: bool
@@ -199,7 +199,7 @@ class Case:
         shutil.rmtree(output_dir, ignore_errors=True)
         flags = self.world.tiny.flags(self.step, **{"output_dir": output_dir, **self.mistake.changes})
         if self.occupied:
-            flags["overwrite_output_dir"] = True
+            flags.setdefault("resume", "auto")
             for name, text in STALE.items():
                 (output_dir / name).parent.mkdir(parents=True, exist_ok=True)
                 (output_dir / name).write_text(text)

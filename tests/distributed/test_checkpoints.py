@@ -1,5 +1,6 @@
 """Checkpoints of several ranks: writes that fail, folders that ranks share, other layouts of ranks and stages."""
 
+import contextlib
 import errno
 import json
 import os
@@ -163,6 +164,10 @@ def _raised(folder: Path) -> tuple[str | None, list[str]]:
     except UserError as error:
         raised = str(error)
     left = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+    if not distributed.is_main() and raised is None:  # rank 0 still holds the folder
+        with contextlib.suppress(UserError):
+            output_folder.take_lock(folder)
+            left.append("taken")
     distributed.barrier()
     if distributed.is_main():
         output_folder.release_lock()

@@ -49,7 +49,7 @@ FILES = [
     ((1, 2, 3), {"output_dir": "{bad}/empty.jsonl/out"}, ["--output_dir", "{bad}/empty.jsonl is a file", "folder"]),
     ((1, 2, 3), {"output_dir": "~no_such_user/x"}, ["--output_dir ~no_such_user/x: no home folder"]),
     ((1, 2, 3), {"tensorboard_path": "{bad}/loop.jsonl"}, ["--tensorboard_path", "{bad}/loop.jsonl is a link that"]),
-    ((1, 2, 3), {"output_dir": "{bad}"}, ["--output_dir {bad} is not empty", "--overwrite_output_dir"]),
+    ((1, 2, 3), {"output_dir": "{bad}"}, ["--output_dir {bad} is not empty"]),
     ((1, 2, 3), {"output_dir": "{tiny}"}, ["--output_dir {tiny}: it contains --data_path {tiny}/", "apart from it"]),
     ((3,), {"resume": "{bad}/nowhere"}, ["--resume {bad}/nowhere", "no checkpoint", "--save_steps"]),
     ((3,), {"resume": "{bad}/state_alone"}, ["--resume", "{bad}/state_alone is damaged", "manifest.json is missing"]),

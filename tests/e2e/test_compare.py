@@ -167,7 +167,6 @@ BAD = {
     "greedy heat": ({"greedy": True, "temperature": 0.5}, "greedily nothing is drawn"),
     "a column": ({"reward_function": "math_verify", "answer_column": "sum"}, "asks for the column sum"),
     "a function twice": ({"reward_function": ["format", "format"]}, "format is given twice"),
-    "overwriting": ({"overwrite_output_dir": True}, "the comparison program has no use for it"),
     "a damaged point": ({"models": ["sft", "step_000007"]}, "--models step_000007: the checkpoint"),
 }
 

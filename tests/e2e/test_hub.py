@@ -91,7 +91,7 @@ def test_the_models_own_files_are_uploaded_and_nothing_else(step, tiny, tmp_path
     assert name == ID and made == {"private": True, "exist_ok": True}
     assert sent["folder_path"] == (out / "actor" if step == 3 else out) and sent["repo_id"] == ID
     assert {"README.md", "config.json", "model.safetensors", "tokenizer.json"} <= set(sent["allow_patterns"])
-    assert not {"run.json", "metrics.jsonl", "written.json"} & set(sent["allow_patterns"])
+    assert not {"run.json", "metrics.jsonl"} & set(sent["allow_patterns"])
 
 
 def test_an_upload_that_fails_leaves_the_model_and_the_command(tiny, tmp_path, capfd, uploads, monkeypatch):
@@ -106,16 +106,6 @@ def test_an_upload_that_fails_leaves_the_model_and_the_command(tiny, tmp_path, c
     words = shlex.split(again)
     assert words[:6] == ["hf", "upload", ID, str(tmp_path / "out"), ".", "--no-private"]
     assert "README.md" in words and "run.json" not in words
-
-
-@pytest.mark.parametrize("text", ["damaged", '{"files": [], "models": {}}'])
-def test_without_a_list_of_the_models_files_nothing_is_uploaded(text, tmp_path, capsys, uploads):
-    (tmp_path / "written.json").write_text(text)
-    args = type("Args", (), {"push_to_hub": True, "hub_model_id": ID, "hub_private": True, "output_dir": str(tmp_path)})
-    hub.push(args, {".": tmp_path})
-    said = capsys.readouterr().out
-    assert uploads == [] and said.startswith(f"WARNING: the model was not uploaded ({tmp_path}/written.json")
-    assert said.endswith(f"It is saved in {tmp_path}.\n")
 
 
 def test_an_adapter_of_a_local_model_is_not_uploaded(tiny, tmp_path, capfd, uploads):
@@ -193,11 +183,10 @@ def card(folder) -> str:
 
 def test_each_model_has_a_card_with_the_last_evaluation(out, tiny):
     last = json.loads((out / "metrics.jsonl").read_text().splitlines()[-1])
-    files = json.loads((out / "written.json").read_text())["models"]
     for name in ("actor", "actor_ema", "critic"):
         text = card(out / name)
         assert yaml.safe_load(text.split("---\n")[1])["library_name"] == "transformers"
-        assert str(tiny.folder) not in text and CARD in files[name] and not is_edited(out / name / CARD)
+        assert str(tiny.folder) not in text and not is_edited(out / name / CARD)
     score = re.search(r"\| score \| \S+ ± \S+ \| (\S+) ±", card(out / "actor"))
     assert float(score[1]) == pytest.approx(last["eval/score"], abs=5e-4)
     assert f"| {last['eval/ema_score']:.3f} ±" in card(out / "actor_ema")

@@ -90,7 +90,6 @@ def test_without_prompts_a_scale_is_merged_and_nothing_is_measured(tiny, trained
     before = snapshot(out / "model")
     result = merged({**paths, "scale": 0.5}, capfd)
     assert_one_message(result, [f"--output_dir {out} is not empty. Choose another folder."])
-    assert "--overwrite_output_dir" not in result.stderr
     assert snapshot(out / "model") == before
 
 
@@ -109,7 +108,7 @@ BAD = {
     ),
     "a choice that files cannot tell": ({"scales": [1.0], "scale": 1.0000001}, "are one in six digits. Give the same"),
     "no data for a KL": ({"data_path": None, "max_kl": 3.0, "known_texts_path": None}, "needs --data_path"),
-    "overwriting": ({"overwrite_output_dir": True}, "--overwrite_output_dir: the merge program has no use for it"),
+    "looking at nodes": ({"preflight": True}, "--preflight: the merge program has no use for it"),
     "no such model": ({"trained_model_name_or_path": "/nowhere"}, "--trained_model_name_or_path: there is no folder"),
 }
 

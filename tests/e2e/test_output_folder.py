@@ -1,14 +1,16 @@
-"""Output folders: what cannot be written, and what an earlier run left is overwritten on request alone."""
+"""Output folders: what cannot be written, what another run holds, and what a run has left."""
 
 import json
+import multiprocessing
 import os
+import signal
+import time
 from pathlib import Path
 
 import pytest
 
 from scripts.harness.programs import assert_one_message, metric_lines, run_here, snapshot
 from training.runtime import output_folder
-from training.runtime.processes import start_of
 
 
 def test_a_folder_that_cannot_be_written(tiny, capfd):
@@ -17,48 +19,52 @@ def test_a_folder_that_cannot_be_written(tiny, capfd):
 
 
 @pytest.mark.parametrize("step", (1, 2, 3))
-def test_another_run_is_overwritten_on_request_only(step, tiny, tmp_path, capfd):
+def test_another_run_is_left_alone_and_one_that_only_began_begins_again(step, tiny, tmp_path, capfd):
     out = tmp_path / "out"
-    first = {"enable_ema": True, "save_steps": 1, "eval_steps": 1} if step == 3 else {}
-    assert run_here(step, tiny.flags(step, output_dir=out, **first), capfd).code == 0
-    stale = [out / "checkpoints" / "step_000009" / "trainer_state.json"]
-    if step == 3:
-        stale += [out / "checkpoints" / "step_000001", out / "samples" / "step_000001.jsonl", out / "actor_ema"]
-        assert all(path.exists() for path in stale[1:])
-    own = [out / name / "mine.txt" for name in ("samples", "checkpoints/step_000010", "profile", "actor", "notes")]
-    for path in (stale[0], *own):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text('{"world_size": 1, "ema": false, "identity": {}}')
+    flags = tiny.flags(step, output_dir=out)
+    assert run_here(step, flags, capfd).code == 0
     before, steps = snapshot(out), [line["step"] for line in metric_lines(out)]
-
-    assert_one_message(run_here(step, tiny.flags(step, output_dir=out, seed=7), capfd), [f"{out} is not empty"])
-    assert snapshot(out) == before
-    # A mistake that is found only when the data are tokenised leaves the old run alone, too.
+    for changes in ({"seed": 7}, {"resume": "auto"}):
+        assert_one_message(run_here(step, {**flags, **changes}, capfd), [f"{out} is not empty. Choose another folder."])
+        assert snapshot(out) == before
+    record = json.loads((out / "run.json").read_text())
+    record["starts"][-1]["models"] = None  # as if the run had been killed while it saved its models
+    (out / "run.json").write_text(json.dumps(record))
+    (out / "mine.txt").touch()
+    # A mistake that is found only when the data are tokenised changes nothing.
     size = "per_device_generation_batch_size" if step == 3 else "per_device_train_batch_size"
-    assert run_here(step, tiny.flags(step, output_dir=out, overwrite_output_dir=True, **{size: 36}), capfd).code == 2
+    before = snapshot(out)
+    assert run_here(step, {**flags, "resume": "auto", size: 36}, capfd).code == 2
     assert snapshot(out) == before
+    assert run_here(step, {**flags, "resume": "auto"}, capfd).code == 0
+    assert [line["step"] for line in metric_lines(out)] == steps and (out / "mine.txt").is_file()
+    assert len(json.loads((out / "run.json").read_text())["starts"]) == 1
 
-    result = run_here(step, tiny.flags(step, output_dir=out, seed=7, overwrite_output_dir=True), capfd)
-    assert result.code == 0
-    assert all(path.is_file() for path in own), "a user's file was removed"
-    assert f"{out}: not this program's, and left alone: actor/mine.txt, checkpoints/step_000010/mine" in result.stdout
-    assert [line["step"] for line in metric_lines(out)] == steps
-    assert not any(path.exists() for path in stale), "what the earlier run left stands among the new run's files"
-    assert len(list((out / "tensorboard").iterdir())) == 1
+
+def hold(folder: Path, said) -> None:
+    output_folder.take_lock(folder)
+    said.send("held")
+    time.sleep(600)
 
 
 @pytest.mark.parametrize("step", (1, 2, 3))
 def test_a_folder_that_another_run_writes_into(step, tiny, tmp_path, capfd):
-    parent = os.getppid()
-    record = {**output_folder.this_process(), "pid": parent, "process_started": start_of(parent)}
-    (tmp_path / output_folder.LOCK_FILE).write_text(json.dumps(record))
-    (tmp_path / "metrics.jsonl").write_text("")
-    flags, before = tiny.flags(step, output_dir=tmp_path, overwrite_output_dir=True), snapshot(tmp_path)
-    expected = [f"--output_dir {tmp_path}: another run writes there, process {parent} on this machine"]
-    assert_one_message(run_here(step, flags, capfd), expected)
-    assert snapshot(tmp_path) == before
-    assert run_here(step, {**flags, "dry_run": True}, capfd).code == 0
-    assert snapshot(tmp_path) == before
+    forked = multiprocessing.get_context("fork")
+    heard, said = forked.Pipe(duplex=False)
+    holder = forked.Process(target=hold, args=(tmp_path, said))
+    holder.start()
+    try:
+        assert heard.recv() == "held"
+        os.kill(holder.pid, signal.SIGSTOP)
+        flags, before = tiny.flags(step, output_dir=tmp_path), snapshot(tmp_path)
+        expected = [f"--output_dir {tmp_path}: another run writes there, process {holder.pid} on"]
+        assert_one_message(run_here(step, flags, capfd), expected)
+        assert run_here(step, {**flags, "dry_run": True}, capfd).code == 0
+        assert snapshot(tmp_path) == before
+    finally:
+        holder.kill()
+        holder.join()
+    assert run_here(step, flags, capfd).code == 0
 
 
 def test_resuming_into_the_folder_of_a_third_run(tiny, bad, tmp_path, capfd):
@@ -67,7 +73,7 @@ def test_resuming_into_the_folder_of_a_third_run(tiny, bad, tmp_path, capfd):
     point = tmp_path / "one" / "checkpoints" / "step_000001"
     before = snapshot(bad)
     result = run_here(3, {**first, "output_dir": bad, "resume": point}, capfd)
-    assert_one_message(result, [f"--output_dir {bad} is not empty", "--overwrite_output_dir"])
+    assert_one_message(result, [f"--output_dir {bad} is not empty. Choose another folder"])
     assert snapshot(bad) == before
 
 
@@ -89,9 +95,11 @@ def test_links_and_what_the_run_reads_are_not_written_through(tiny, tmp_path, ca
     other.mkdir()
     for name in ("actor", "critic", "checkpoints"):
         (out / name).symlink_to(other)
-        flags = tiny.flags(3, output_dir=out, overwrite_output_dir=True)
+        (out / "run.json").write_text('{"starts": []}')
+        flags = tiny.flags(3, output_dir=out, resume="auto")
         assert_one_message(run_here(3, flags, capfd), [f"--output_dir {out}: {name} in it is a link to {other}"])
         (out / name).unlink()
+    (out / "run.json").unlink()
     assert list(out.iterdir()) == list(other.iterdir()) == []
     linked = tmp_path / "linked"
     linked.symlink_to(out)
@@ -99,7 +107,7 @@ def test_links_and_what_the_run_reads_are_not_written_through(tiny, tmp_path, ca
     assert linked.is_symlink() and (out / "model.safetensors").is_file()
     before = snapshot(tiny.folder)
     for place, how in ((tiny.folder / "sft", "is"), (tiny.folder / "sft/new", "lies in"), (tiny.folder, "contains")):
-        flags = tiny.flags(1, output_dir=place, overwrite_output_dir=True)
+        flags = tiny.flags(1, output_dir=place)
         expected = f"--output_dir {place}: it {how} --model_name_or_path {tiny.folder}/sft, which the run reads"
         if how != "contains":
             assert_one_message(run_here(1, flags, capfd), [expected])
@@ -112,7 +120,6 @@ def test_links_and_what_the_run_reads_are_not_written_through(tiny, tmp_path, ca
     "name, make, kind",
     [
         ("metrics.jsonl", Path.mkdir, "file"),
-        ("run.json", os.mkfifo, "file"),
         ("curves.png", Path.mkdir, "file"),
         ("actor", Path.touch, "folder"),
         ("checkpoints", Path.touch, "folder"),
@@ -121,10 +128,11 @@ def test_links_and_what_the_run_reads_are_not_written_through(tiny, tmp_path, ca
 )
 def test_something_of_another_kind_stands_in_the_place(tiny, tmp_path, capfd, name, make, kind):
     (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "run.json").write_text('{"starts": []}')
     make(tmp_path / "out" / name)
-    result = run_here(3, tiny.flags(3, output_dir=tmp_path / "out", overwrite_output_dir=True), capfd)
+    result = run_here(3, tiny.flags(3, output_dir=tmp_path / "out", resume="auto"), capfd)
     assert_one_message(result, [f"{name} in it is no {kind}, and the run writes one there. Move it away."])
-    assert [path.name for path in (tmp_path / "out").iterdir()] == [name]
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {name, "run.json"}
 
 
 JUDGE = """
@@ -151,5 +159,3 @@ def test_a_folder_that_is_moved_while_the_run_goes(tiny, tmp_path, capfd):
     assert [line["step"] for line in metric_lines(moved)] == [0, 1]
     for name in ("actor/config.json", "critic/config.json", "samples/after.jsonl", "curves.png", "run.json"):
         assert (out / name).is_file(), name
-    assert run_here(3, {**flags, "overwrite_output_dir": True}, capfd).code == 0  # all of it is listed there
-    assert not any(path.name.endswith(".kept") for path in out.rglob("*"))

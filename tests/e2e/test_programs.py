@@ -296,7 +296,6 @@ def test_the_dialect_of_deepspeed_chat(tiny, tmp_path, capfd):
         "tensorboard",
         "samples",
         "curves.png",
-        "written.json",
         "run.json",
     }
 
@@ -348,9 +347,9 @@ def test_the_steps_asked_for_are_recorded_on_each_rank(chain, name):
         ranges = ranges_of(chain[f"{name}/profile/{file}"])
         # 4 responses of a rank in one micro-batch: a pass of each model, then an optimizer step in each of 2 epochs.
         assert {phase: Counter(inner) for phase, inner in ranges.items()} == {
-            # The longest response has 8 tokens, the first of which comes with the prompts. Once others are read to try
-            # out the recording of single tokens.
-            "generate": Counter({"prompts": 2 if first else 1, "token": 7, "gather of weights": 1}),
+            # The longest response has 8 tokens, the first of which comes with the prompts. At first others are read:
+            # twice with a token behind them, to try the masks of single tokens; once to try out their recording.
+            "generate": Counter({"prompts": 4 if first else 1, "token": 9 if first else 7, "gather of weights": 1}),
             # The old log-probs are the sampler's: the actor is only asked about one response, to compare.
             "make_experience": Counter(
                 2 * ["policy forward", "scorer forward"]

@@ -90,7 +90,8 @@ def unfinished_in(output_dir: Path) -> list[Path]:
 
 
 def set_aside(folder: Path) -> Path:
-    """Rename a checkpoint so that --resume does not find it; returns its new path."""
+    """Rename a checkpoint or a model that the run goes on without, so that nobody takes it for the run's; returns its
+    new path."""
     names = (folder.with_name(f"{folder.name}{ABANDONED}{number}") for number in ("", *range(2, 10_000)))
     aside = next(name for name in names if not os.path.lexists(name))
     return folder.rename(aside)

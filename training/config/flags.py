@@ -145,17 +145,9 @@ class TokenizerFlags(ProgramFlags):
 
 @dataclass(kw_only=True)
 class RunFlags(TokenizerFlags):
-    """The flags that all three steps share.
+    """The flags that all three steps share."""
 
-    overwrites: whether the program has the flag --overwrite_output_dir.
-    """
-
-    overwrites: ClassVar[bool] = True
-
-    output_dir: str = flag(REQUIRED, "folder for models, metrics and checkpoints")
-    overwrite_output_dir: bool = flag(
-        False, "start although --output_dir holds files; those of an earlier run are removed"
-    )
+    output_dir: str = flag(REQUIRED, "folder for models, metrics and checkpoints: new, empty, or that of a resumed run")
     dry_run: bool = flag(
         False,
         "check everything that needs no GPU and no download, and end. Prints the command, some rows as the model "

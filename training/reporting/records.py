@@ -33,7 +33,7 @@ from training.runtime.environment import is_slurm_task
 
 RUN_FILE = "run.json"
 _starts: dict[Path, list[dict]] = {}  # what this process has written: the folder may be moved during the run
-FIELDS = {"command": str, "flags": dict, "dialect": dict, "git": dict, "versions": dict, "machine": dict}
+FIELDS = {"command": str} | dict.fromkeys(("flags", "dialect", "git", "versions", "machine", "models"), dict)
 """{field of an entry that is read again: its type}. An entry may lack any of these fields."""
 PACKAGES = ("torch", "deepspeed", "transformers", "datasets", "four-engine-rlhf")
 
@@ -86,6 +86,14 @@ def record_models(output_dir: str | Path, saved: Mapping[str, Path], step: int) 
     starts = _starts.get(path) or read_run_record(path)
     starts[-1]["models"] = {"step": step, **{name: str(place) for name, place in saved.items()}}
     _write(path, starts)
+
+
+def recorded_models(output_dir: str | Path) -> set[str]:
+    """The names of the models that the starts of a run have saved, by its run.json. Raises: UserError as
+    `read_run_record` does."""
+    path = Path(output_dir) / RUN_FILE
+    starts = read_run_record(path) if path.is_file() else _starts.get(path, [])
+    return {name for start in starts for name in start.get("models") or {}} - {"step"}
 
 
 def _write(path: Path, starts: list[dict]) -> None:

@@ -42,7 +42,7 @@ from training.reporting.records import METRICS_FILE, RUN_FILE, git_state, read_m
 from training.reporting.standard_errors import ENDINGS, with_error
 from training.reporting.summary import EVALUATED, RunSummary
 from training.runtime.models import kept_settings
-from training.runtime.output_folder import WRITTEN_FILE, Written
+from training.runtime.output_folder import model_files
 from training.runtime.processes import phase
 from training.runtime.stopping import note_unwritten
 
@@ -582,11 +582,8 @@ def push(args: HubFlags, saved: Mapping[str, Path]) -> None:
         if distributed.is_main():
             name = next(name for name in UPLOADED if name in saved)
             folder, again = saved[name], ""
-            output_dir = Path(args.output_dir)
             try:
-                files = Written.read(output_dir).models.get(name)
-                if not files:
-                    raise NotUploaded(f"{output_dir / WRITTEN_FILE} does not say which files are the model's")
+                files = model_files[folder]
                 again = f" To try again:\n  {upload_command(args, folder, files)}"
                 print(f"uploaded: {upload(args, folder, files)}", flush=True)
             except Exception as error:  # the HTTP library's own kinds, the Hub's, a file that cannot be read

@@ -27,7 +27,8 @@ from engine.models.saving import adapter_holds_all, adapter_state, merged_state,
 from engine.whole_files import PARTIAL, exchange, remove_folder, sync_tree
 from engine.zero.engines import TrainedModel
 from engine.zero.gathering import full_numel, lent_state
-from training.reporting.records import RUN_FILE, record_models
+from training.checkpoints.files import set_aside
+from training.reporting.records import RUN_FILE, record_models, recorded_models
 from training.runtime import output_folder
 from training.runtime.hub import CARD, add_card, is_edited
 from training.runtime.stopping import note_unwritten, reason_of, unwritten_noted
@@ -176,47 +177,45 @@ def _replace(write: Callable[[Path], None], output_dir: Path, name: str) -> None
         output_dir.mkdir(parents=True, exist_ok=True)
         _written(write, partial)
         files = [path.name for path in partial.iterdir()]
-        before = output_folder.list_model(output_dir, name, files)
-        if is_edited(output_dir / name / CARD):  # the user has edited the card, so it is kept
-            before = [file for file in before if file != CARD]
+        card = output_dir / name / CARD
+        if is_edited(card):
+            card.rename(output_folder.kept_place(card))
     except OSError:
         shutil.rmtree(partial, ignore_errors=True)
         raise
     if name == ".":
-        for file in set(files) - set(before):
-            if (output_dir / file).exists():
-                (output_dir / file).rename(output_folder.kept_place(output_dir / file))
         partial.replace(output_dir / output_folder.COMPLETE)
         output_folder.link_complete(output_dir)
     else:
         old = exchange(partial, output_dir / name)
         if old is not None:
-            _keep_others(old, output_dir / name, before)
-    output_folder.list_model(output_dir, name, files, only=True)
+            _keep_others(old, output_dir / name)
+    output_folder.model_files[output_dir / name] = files
 
 
-def _keep_others(old: Path, place: Path, ours: list[str]) -> None:
-    """Remove the old folder of a model whose new folder is in place. Files in it that no run wrote are moved to the new
-    folder."""
+def _keep_others(old: Path, place: Path) -> None:
+    """Remove the old folder of a model whose new folder is in place. Files in it that are no model's are moved to the
+    new folder."""
     for path in list(old.iterdir()):
-        if path.name not in ours:
-            target = place / path.name
-            path.rename(output_folder.kept_place(target) if os.path.lexists(target) else target)
+        if not output_folder.WEIGHTS.fullmatch(path.name) and not os.path.lexists(place / path.name):
+            path.rename(place / path.name)
     shutil.rmtree(old)
 
 
 def finish(output_dir: Path, saved: dict[str, Path], step: int, kept: Iterable[str] = ()) -> None:
-    """Called after all models of a run are saved. Removes the models of an earlier run, and lists the saved models in
-    run.json (rank 0 does).
+    """Called after all models of a run are saved. Lists them in run.json (rank 0 does). Models that the run saved in
+    another form, before it was resumed, are renamed to NAME.abandoned.
 
-    saved: {name: folder} of the saved models. kept: names of models that this run saved earlier, which are not removed.
+    saved: {name: folder} of the saved models. kept: names of models that this run saved earlier and that stay.
 
-    Nothing is removed if a model of this run was written to another place because the disk was full.
+    Nothing is renamed if a model was written to another place because the disk was full.
     """
     if not distributed.is_main():
         return
-    if all(place == output_dir / name for name, place in saved.items()):
-        with unwritten_noted(output_dir):
-            output_folder.remove_other_models(output_dir, {*saved, *kept})
     with unwritten_noted(output_dir / RUN_FILE):
+        if all(place == output_dir / name for name, place in saved.items()):
+            for name in recorded_models(output_dir) & {*output_folder.MODEL_FOLDERS} - {*saved, *kept}:
+                other = output_dir / ("config.json" if name == "." else name)  # without which no model can be loaded
+                if other.exists():
+                    set_aside(other)
         record_models(output_dir, saved, step)

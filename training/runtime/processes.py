@@ -1,8 +1,8 @@
 """Facts about processes: the phase and the step of this process, and what the kernel knows about processes.
 
 `place` has the phase of this process, the phase's start, the step, and the seconds spent in all phases, for messages.
-The kernel tells which processes share a space of process ids, a process's state and start time, and whether the
-launchers of this process still exist.
+The kernel tells which processes share a space of process ids, a process's state, and whether the launchers of this
+process still exist.
 """
 
 import contextlib
@@ -109,23 +109,10 @@ def this_machine() -> str | None:
 
 def state_of(pid: int) -> str | None:
     """The kernel's state of a process, such as "R", "S", or "T" if it is stopped; None if there is no such process."""
-    fields = _fields(pid)
-    return fields[0] if fields else None
-
-
-def start_of(pid: int) -> str | None:
-    """The start time of a living process, in ticks since the machine's start; None for a process that has ended."""
-    fields = _fields(pid)
-    return fields[19] if fields and fields[0] not in "ZX" else None
-
-
-def _fields(pid: int) -> list[str]:
-    """The fields of /proc/PID/stat (proc(5)) after the process's name: the state and all later ones. [] if there is no
-    such process."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]  # after the process's name: proc(5)
     except OSError:
-        return []
+        return None
 
 
 def is_another_rank(pid: int) -> bool:

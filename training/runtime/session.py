@@ -48,6 +48,15 @@ class Session:
         self.own_tokenizer = args.read_tokenizer(args.actor_model_name_or_path, "--actor_model_name_or_path")
         self.owed: dict | None = plan.resume.state.get(OWED) if plan.resume else None
         logged = trainer.steps_done - (self.owed is not None)
+        goes_on = plan.resume is not None and plan.resume.in_output_dir
+        with unwritten_noted(self.output_dir / RUN_FILE):  # written first: it marks the folder as this run's
+            write_run_record(
+                self.output_dir,
+                flags=args.as_dict(),
+                dialect=dataclasses.asdict(plan.dialect),
+                ds_configs=args.ds_configs,
+                resumed=goes_on,
+            )
         self.view = averaged_view(PPO_VIEW) if self.models.ema is not None else PPO_VIEW
         self.writer = open_writer(
             args,
@@ -55,7 +64,6 @@ class Session:
             view=self.view,
             resume_step=logged if plan.resume else None,
         )
-        goes_on = plan.resume is not None and plan.resume.in_output_dir
         self.checkpoints = Checkpoints(
             self.output_dir,
             args.schedule(),
@@ -82,17 +90,8 @@ class Session:
         return self.trainer.state_dict() | owed | before | first
 
     def begin(self) -> None:
-        """Write the run's settings into run.json and TensorBoard."""
-        flags, dialect = self.args.as_dict(), dataclasses.asdict(self.plan.dialect)
-        with unwritten_noted(self.output_dir / RUN_FILE):
-            write_run_record(
-                self.output_dir,
-                flags=flags,
-                dialect=dialect,
-                ds_configs=self.args.ds_configs,
-                resumed=self.plan.resume is not None and self.plan.resume.in_output_dir,
-            )
-        self.writer.hparams({**flags, "resolved_dialect": dialect})
+        """Write the run's settings into TensorBoard."""
+        self.writer.hparams({**self.args.as_dict(), "resolved_dialect": dataclasses.asdict(self.plan.dialect)})
 
     def before_first_step(self) -> None:
         """Evaluate before the first step, unless this was done before the run was resumed. If an earlier start ended
@@ -116,7 +115,6 @@ class Session:
 
         After the last step the models are saved before anything else is done, so that no later error can lose them.
         """
-        output_folder.check_held()
         args, step, last = self.args, report.step, report.step == self.plan.last_step
         self.owed, self._first = {**report.metrics, **self.checkpoints.take_metrics(), **self._first}, {}
         reason = stopping.agreed()
@@ -177,9 +175,7 @@ class Session:
         """Write held-out samples into a file of this name. If the file cannot be written, the run goes on."""
         path = f"samples/{name}.jsonl"
         with unwritten_noted(self.output_dir / path):
-            if distributed.is_main():
-                output_folder.announce(self.output_dir, path)
-                write_rows(self.output_dir / path, rows)
+            write_rows(self.output_dir / path, rows)
 
     def show_samples(self, report: StepReport, count: int = 4) -> None:
         """Show some of this step's responses as a table, and write the distributions of scores and lengths. count:
@@ -191,8 +187,7 @@ class Session:
 
     @phase("saving models")
     def save_models(self) -> dict[str, Path]:
-        """Write the trained models, and the actor with averaged weights if there are any, as Hugging Face folders. Then
-        remove those models of an earlier run that this run does not have."""
+        """Write the trained models, and the actor with averaged weights if there are any, as Hugging Face folders."""
         models, averaged = self.models, self.models.ema
         all_models = [*models.trained.values(), *([models.actor] if averaged is not None else [])]
         merged = model_folders.merged_wanted(self.args.save_merged, all_models, self.output_dir)
@@ -275,7 +270,6 @@ def pretrain(session: Session, pretraining: CriticPretraining, feed: PromptFeed)
 
 
 def _after_step(session: Session, pretraining: CriticPretraining, report: StepReport) -> None:
-    output_folder.check_held()
     session.owed = {**report.metrics, **session.checkpoints.take_metrics()}
     if report.step == 0:
         _save(session, pretraining, report.metrics)
@@ -309,9 +303,8 @@ def _save(session: Session, pretraining: CriticPretraining, metrics: dict[str, f
         "reward_url": list(map(without_query, args.reward_url)),
         **metrics,
     }
-    for name, folder in saved.items():
+    for folder in saved.values():
         with unwritten_noted(folder / PRETRAINING_RECORD):
-            output_folder.list_model(output_dir, name, [PRETRAINING_RECORD])
             write_whole(folder / PRETRAINING_RECORD, json.dumps(record, indent=2) + "\n")
     explained = metrics.get("critic_pretrain/explained_variance")
     told = f", explained variance {explained:.2f}" if explained is not None else ""

@@ -17,7 +17,6 @@ class MeasuringFlags(DataFlags, ABC):
     """The flags that say which prompts are answered, and how responses are drawn."""
 
     phase: ClassVar[int] = 3
-    overwrites: ClassVar[bool] = False
     program: ClassVar[str]
     """The program's name in messages."""
 
@@ -36,9 +35,8 @@ class MeasuringFlags(DataFlags, ABC):
     def validate(self) -> None:
         """Raise UserError for values that cannot work, alone or together."""
         super().validate()
-        for name in ("preflight", "overwrite_output_dir"):
-            if getattr(self, name):
-                raise UserError(f"--{name}: the {self.program} program has no use for it. Leave it out.")
+        if self.preflight:
+            raise UserError(f"--preflight: the {self.program} program has no use for it. Leave it out.")
 
     @property
     def lengths(self) -> dict[str, int]:

@@ -54,7 +54,7 @@ def test_tables_are_whole():
 def test_some_rows_as_they_should_read():
     page = PAGE.read_text()
     for row in (
-        "| `--output_dir` | text | required | folder for models, metrics and checkpoints |",
+        "| `--output_dir` | text | required | folder for models, metrics and checkpoints: new, empty, or that of",
         "| `--seed` | whole number, at least 0, at most 2147483647 | `1234` | seed of data order, new weights",
         "| `--data_path` | text, one or more | required |",
         "| `--enable_tensorboard` | true or false | `true` |",

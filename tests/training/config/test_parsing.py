@@ -28,8 +28,8 @@ from training.tools.serve.flags import ServeFlags
 
 def test_defaults_and_values():
     assert parse() == Flags(output_dir="out", size=3)
-    args = parse("--size", "4", "--rate=0.5", "--color", "blue", "--quick", "--overwrite_output_dir")
-    assert args == Flags(output_dir="out", size=4, rate=0.5, color="blue", quick=True, overwrite_output_dir=True)
+    args = parse("--size", "4", "--rate=0.5", "--color", "blue", "--quick", "--dry_run")
+    assert args == Flags(output_dir="out", size=4, rate=0.5, color="blue", quick=True, dry_run=True)
 
 
 def test_the_launchers_own_flag_is_accepted_and_not_kept():

@@ -1,22 +1,26 @@
 """A run's folder: one writer at a time; a kill at any instant of saving leaves the earlier model or the new one whole;
-folders in which a run had only begun; and a stranger's lists and links, which reach nothing outside of it.
+and folders in which a run may begin.
 """
 
+import errno
+import fcntl
 import itertools
 import json
 import multiprocessing
 import os
 import shutil
+import signal
+import socket
 import time
 from pathlib import Path
 
 import pytest
 
 from engine.errors import RunStopped, UserError
+from tests.training.config.command_lines import step3
 from training.checkpoints.files import point_folder
 from training.runtime import model_folders, output_folder, stopping
-from training.runtime.output_folder import COMPLETE, LOCK_FILE, POINTS, STALE, Written, finish_interrupted
-from training.runtime.processes import start_of
+from training.runtime.output_folder import COMPLETE, LOCK_FILE, finish_interrupted
 
 
 @pytest.fixture(autouse=True)
@@ -25,154 +29,95 @@ def given_back():
     output_folder.release_lock()
 
 
-def hold(folder: Path, begin, said, end) -> None:
-    """Run by a process of its own: take the folder when all do, say what came of it, and live to the end."""
+def hold(folder: Path, begin, said) -> None:
+    """Run by a process of its own: take the folder when all do, say what came of it, and live on, as does a process
+    that it forks."""
     begin.wait()
     try:
         output_folder.take_lock(folder)
-        said.send("taken")
+        if (child := os.fork()) == 0:
+            time.sleep(600)
+        said.send(child)
     except UserError as error:
         said.send(str(error))
-    end.wait()
+    time.sleep(600)
 
 
-def write_lock(folder: Path, **changes) -> Path:
-    """A lock as this process would write it, with these changes."""
-    path = folder / LOCK_FILE
-    path.write_text(json.dumps({"token": "another", **output_folder.this_process(), **changes}))
-    return path
-
-
-def aged(path: Path, seconds: float) -> Path:
-    os.utime(path, (time.time() - seconds,) * 2)
-    return path
-
-
-def test_of_many_at_once_one_takes_it_and_it_goes_with_a_killed_process(tmp_path):
-    """The lock that all of them find is a dead process's: they race for its removal as well."""
-    folder = tmp_path / "out"
+def test_of_many_at_once_one_takes_it_and_holds_it_stopped_too_until_it_is_killed(tmp_path):
+    """Of the forked processes none holds it. The first file is one that a killed run has left."""
+    folder, child = tmp_path / "out", None
     folder.mkdir()
-    write_lock(folder, pid=2**22 + 1)
+    (folder / LOCK_FILE).write_text("process 1 on elsewhere")
     forked = multiprocessing.get_context("fork")
-    begin, end = forked.Barrier(4), forked.Event()
+    begin = forked.Barrier(4)
     ends = [forked.Pipe(duplex=False) for _ in range(4)]
-    processes = [forked.Process(target=hold, args=(folder, begin, said, end)) for _, said in ends]
+    processes = [forked.Process(target=hold, args=(folder, begin, said)) for _, said in ends]
     try:
         for process in processes:
             process.start()
         said = [heard.recv() for heard, _ in ends]
-        assert sorted(words == "taken" for words in said) == [False, False, False, True]
-        holder = processes[said.index("taken")]
-        for words in said:
-            assert words == "taken" or f"process {holder.pid} on this machine since" in words
-        with pytest.raises(
-            UserError, match=f"--output_dir {folder}: another run writes there, process {holder.pid} on"
-        ):
+        ((place, child),) = [(place, word) for place, word in enumerate(said) if isinstance(word, int)]
+        holder = processes[place]
+        os.kill(holder.pid, signal.SIGSTOP)
+        message = (
+            f"--output_dir {folder}: another run writes there, process {holder.pid} on {socket.gethostname()} since"
+        )
+        with pytest.raises(UserError, match=message):
             output_folder.take_lock(folder)
         holder.kill()
         holder.join()
+        os.kill(child, 0)  # it lives
         output_folder.take_lock(folder)
-        assert output_folder.read_lock(folder / LOCK_FILE)["pid"] == os.getpid()
+        assert (folder / LOCK_FILE).stat().st_size > 0
     finally:
         for process in processes:
             process.kill()
             process.join()
+        if child is not None:
+            os.kill(child, signal.SIGKILL)
     assert [path.name for path in folder.iterdir()] == [LOCK_FILE]
 
 
-def test_a_number_that_another_process_has_by_now_is_no_holder(tmp_path):
-    write_lock(tmp_path, pid=os.getppid(), process_started="1")
+def test_a_file_that_the_holder_removes_meanwhile_is_not_the_lock(tmp_path, monkeypatch):
+    lockf = fcntl.lockf
+
+    def late(descriptor, how):
+        monkeypatch.setattr(fcntl, "lockf", lockf)
+        (tmp_path / LOCK_FILE).unlink()
+        lockf(descriptor, how)
+
+    monkeypatch.setattr(fcntl, "lockf", late)
     output_folder.take_lock(tmp_path)
+    assert (tmp_path / LOCK_FILE).stat().st_ino == os.fstat(output_folder._held._descriptor).st_ino
 
 
-def test_a_living_process_is_one_however_old_its_lock(tmp_path):
-    parent = os.getppid()
-    aged(write_lock(tmp_path, pid=parent, process_started=start_of(parent)), 10 * STALE)
-    with pytest.raises(UserError, match=f"process {parent} on this machine"):
-        output_folder.take_lock(tmp_path)
+def test_without_locks_the_run_goes_on_and_says_so(tmp_path, monkeypatch, capsys):
+    def none(*given):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
-
-def test_of_a_long_command_the_beginning_is_shown(tmp_path):
-    parent = os.getppid()
-    command = "training/step3_rlhf.py" + " --flag value" * 50
-    write_lock(tmp_path, pid=parent, process_started=start_of(parent), command=command)
-    with pytest.raises(UserError, match=r"\(training/step3_rlhf.py .{60,80} \.\.\.\)\. Wait for its end"):
-        output_folder.take_lock(tmp_path)
-
-
-@pytest.mark.parametrize("machine", ["another boot pid:[1]", None])
-def test_a_process_of_another_machine_lives_while_it_refreshes_the_file(tmp_path, machine):
-    path = aged(write_lock(tmp_path, machine=machine, host="node7", pid=1), STALE - 60)
-    with pytest.raises(UserError, match="process 1 on node7 since"):
-        output_folder.take_lock(tmp_path)
-    aged(path, STALE + 60)
+    monkeypatch.setattr(fcntl, "lockf", none)
     output_folder.take_lock(tmp_path)
+    assert f"WARNING: the file system of {tmp_path} has no locks (No locks available)" in capsys.readouterr().out
 
 
-def test_a_file_that_says_nothing(tmp_path):
-    (tmp_path / LOCK_FILE).touch()  # being written at this instant, as far as anyone knows
-    with pytest.raises(UserError, match="another run writes there, which one its run.lock does not say"):
+def test_a_link_in_the_place_of_the_lock_is_not_written_through(tmp_path):
+    (tmp_path / LOCK_FILE).symlink_to(tmp_path / "theirs")
+    with pytest.raises(UserError, match=r"nothing can be written there \(Too many levels of symbolic links\)"):
         output_folder.take_lock(tmp_path)
-    aged(tmp_path / LOCK_FILE, STALE + 60)
-    output_folder.take_lock(tmp_path)
-
-
-def test_a_link_to_nowhere_is_cleared_as_a_file_of_its_age(tmp_path):
-    lock = tmp_path / LOCK_FILE
-    lock.symlink_to(tmp_path / "nowhere")
-    old = time.time() - 400
-    os.utime(lock, (old, old), follow_symlinks=False)
-    output_folder.take_lock(tmp_path)
-    assert not lock.is_symlink() and not (tmp_path / "nowhere").exists()
-    output_folder.release_lock()
+    assert not (tmp_path / "theirs").exists()
 
 
 def test_giving_back_leaves_no_trace_but_what_was_written(tmp_path):
     output_folder.take_lock(tmp_path / "new" / "out")
+    passing = tmp_path / "new" / "out" / "exported"
+    (passing / "1").mkdir(parents=True)
+    output_folder.remove_with(passing)
     output_folder.release_lock()
     assert list(tmp_path.iterdir()) == []
     output_folder.take_lock(tmp_path / "new" / "out")
     (tmp_path / "new" / "out" / "metrics.jsonl").touch()
     output_folder.release_lock()
     assert [path.name for path in (tmp_path / "new" / "out").iterdir()] == ["metrics.jsonl"]
-
-
-def test_a_run_whose_folder_was_taken_over_stops_and_leaves_the_others_lock(tmp_path, monkeypatch):
-    monkeypatch.setattr(output_folder, "REFRESHED", 0.01)
-    output_folder.take_lock(tmp_path)
-    output_folder.check_held()
-    write_lock(tmp_path, host="node7", machine="another", pid=1)
-    wait(lambda: output_folder._held.taken_by is not None)
-    with pytest.raises(RunStopped, match="process 1 on node7 since .* has taken this folder over"):
-        output_folder.check_held()
-    output_folder.release_lock()
-    assert output_folder.read_lock(tmp_path / LOCK_FILE)["host"] == "node7"
-
-
-def test_a_folder_that_is_moved_is_made_again_and_held(tmp_path, monkeypatch):
-    monkeypatch.setattr(output_folder, "REFRESHED", 0.01)
-    output_folder.take_lock(tmp_path / "out")
-    (tmp_path / "out").rename(tmp_path / "moved")
-    wait(lambda: (tmp_path / "out" / LOCK_FILE).exists())
-    output_folder.check_held()
-    with pytest.raises(UserError, match="another run writes there"):
-        output_folder.OutputLock(tmp_path / "out")
-
-
-def wait(condition) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
-def test_what_is_there_for_the_time_being_goes_with_the_lock(tmp_path):
-    output_folder.take_lock(tmp_path / "out")
-    passing = tmp_path / "out" / "exported"
-    (passing / "1").mkdir(parents=True)
-    output_folder.remove_with(passing)
-    output_folder.release_lock()
-    assert not (tmp_path / "out").exists(), "which was made for the lock, and is empty again"
 
 
 OLD = {"config.json": "old", "model-00001-of-00002.safetensors": "old", "model-00002-of-00002.safetensors": "old"}
@@ -252,16 +197,6 @@ def test_every_instant(name, at_once, tmp_path):
     assert done and number > 3
     assert model_in(out / name) == NEW
     assert (out / name / "notes.txt").read_text() == "the user's"
-    assert Written.read(out).models == {name: sorted(NEW)}
-
-
-@pytest.mark.parametrize("name", ["actor", "."])
-def test_a_users_file_of_a_models_name_is_kept_beside_it(name, tmp_path):
-    (tmp_path / name).mkdir(exist_ok=True)
-    (tmp_path / name / "config.json").write_text("the user's")
-    model_folders._replace(writer(NEW), tmp_path, name)
-    assert model_in(tmp_path / name) == NEW
-    assert (tmp_path / name / "config.json.kept").read_text() == "the user's"
 
 
 @pytest.mark.parametrize("name", ["actor.partial", "actor.old", "model.partial", "model.complete"])
@@ -319,103 +254,66 @@ def test_with_no_place_at_all_it_is_tried_again_and_then_given_up(tmp_path, monk
     stopping.forget_unwritten()
 
 
-def begun(folder) -> None:
-    """What a run has written that died within its first save."""
-    output_folder.announce(folder, "metrics.jsonl", "samples/before.jsonl", output_folder.POINTS)
-    for name in ("metrics.jsonl", "samples/before.jsonl", "run.lock", "training.log"):
-        (folder / name).parent.mkdir(exist_ok=True)
+def begun(folder: Path) -> Path:
+    """The folder of a run that died within its first save."""
+    for name in ("metrics.jsonl", "samples/before.jsonl", "run.lock", "training.log", "notes/mine.txt"):
+        (folder / name).parent.mkdir(exist_ok=True, parents=True)
         (folder / name).write_text("")
+    (folder / "run.json").write_text(json.dumps({"starts": [{"models": None}]}))
     partial = point_folder(folder, 1).with_name("step_000001.partial")
     (partial / "actor").mkdir(parents=True)
     (partial / "actor" / "rank_00000.safetensors").write_bytes(b"half")
-
-
-def test_a_folder_of_a_run_that_came_to_nothing(tmp_path):
-    assert output_folder.only_begun(tmp_path)
-    begun(tmp_path)
-    assert output_folder.only_begun(tmp_path)
-
-
-def test_a_first_point_that_only_lacks_its_name_is_none_yet(tmp_path):
-    begun(tmp_path)
-    (tmp_path / "checkpoints" / "step_000001.partial" / "manifest.json").write_text("{}")
-    assert output_folder.only_begun(tmp_path)
-
-
-@pytest.mark.parametrize("name", ["notes.txt", "samples/mine.jsonl", "actor/config.json", "checkpoints/step_000001/x"])
-def test_anything_else_is_somebodys(tmp_path, name):
-    begun(tmp_path)
-    (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
-    (tmp_path / name).write_text("")
-    assert not output_folder.only_begun(tmp_path)
-
-
-def test_a_restart_point_is_no_beginning(tmp_path):
-    begun(tmp_path)
-    point = point_folder(tmp_path, 1)
-    point.mkdir(parents=True)
-    (point / "manifest.json").write_text("{}")
-    assert not output_folder.only_begun(tmp_path)
-
-
-def listed(folder, *files: str, **models: list[str]) -> None:
-    """Put a list into the folder."""
-    folder.mkdir(exist_ok=True)
-    (folder / "written.json").write_text(json.dumps({"files": files, "models": models}))
-
-
-@pytest.fixture
-def folder(tmp_path):
-    """OUT/inner -> OTHER, with a file in each that is somebody's."""
-    folder, other = tmp_path / "out", tmp_path / "other"
-    for path in (folder / "samples", other / "step_000001"):
-        path.mkdir(parents=True)
-        (path / "manifest.json").write_text('{"files": {}}')
-    (folder / "inner").symlink_to(other)
-    (folder / "checkpoints").symlink_to(other)
+    (partial / "manifest.json").write_text("{}")
     return folder
 
 
-def test_nothing_is_removed_that_a_list_names_elsewhere(tmp_path):
-    folder, theirs = tmp_path / "out", tmp_path / "theirs"
-    theirs.write_text("theirs")
-    names = [str(theirs), "../theirs", "../*", "samples/../../theirs"]
-    listed(folder, *names, **{".": names, "..": ["theirs"], str(tmp_path): ["theirs"]})
-    output_folder.remove_earlier(folder)
-    output_folder.remove_other_models(folder, kept=[])
-    assert theirs.is_file() and Written.read(folder) == Written(folder)
+def check(folder: Path, resume: str | None = "auto", **flags) -> None:
+    output_folder.check_output_dirs(step3(output_dir=str(folder), resume=resume, **flags))
 
 
-@pytest.mark.parametrize("text", ["[" * 100_000, '{"files": 1, "models": {}}', '{"files": [], "models": {"": 5}}'])
-def test_a_list_that_is_none_names_nothing(text, tmp_path):
-    (tmp_path / "written.json").write_text(text)
-    assert Written.read(tmp_path) == Written(tmp_path)
+def test_a_run_that_came_to_nothing_begins_again_on_request(tmp_path):
+    for name in ("new", "empty"):
+        (tmp_path / "empty").mkdir(exist_ok=True)
+        check(tmp_path / name, resume=None)
+    check(begun(tmp_path / "begun"))
+    args = step3(output_dir=str(tmp_path / "begun"), resume="auto")
+    output_folder.begin_output_dir(args)
+    assert not (tmp_path / "begun" / "metrics.jsonl").exists(), "its lines would be followed by the same steps'"
+    assert (tmp_path / "begun" / "notes" / "mine.txt").exists()
+    with pytest.raises(UserError, match=r"begun is not empty. Choose another folder\.$"):
+        check(tmp_path / "begun", resume=None)
 
 
-def test_nothing_is_removed_through_a_link(folder):
-    listed(
-        folder, "inner/step_000001/*", "inner/*", "samples/*", "", "**x", POINTS, inner=["step_000001/manifest.json"]
-    )
-    output_folder.remove_earlier(folder)
-    output_folder.remove_other_models(folder, kept=[])
-    assert not (folder / "samples").exists()
-    assert (folder / "inner" / "step_000001" / "manifest.json").is_file()
+def test_results_and_anything_else_are_no_beginning(tmp_path):
+    (begun(tmp_path / "done") / "run.json").write_text('{"starts": [{"models": {"step": 2, "actor": "x"}}, {}]}')
+    point_folder(begun(tmp_path / "point"), 1).mkdir()
+    (begun(tmp_path / "other") / "run.json").unlink()
+    for name in ("done", "point", "other"):
+        with pytest.raises(UserError, match="is not empty"):
+            check(tmp_path / name)
+    (begun(tmp_path / "strange") / "run.json").write_text('{"starts": [{"models": 5}]}')
+    with pytest.raises(UserError, match="no record of a run"):
+        check(tmp_path / "strange")
 
 
-def test_nothing_is_removed_that_a_manifest_names_elsewhere(folder):
-    (folder / "checkpoints").unlink()
-    point, theirs = point_folder(folder, 1), folder / "inner" / "step_000001" / "manifest.json"
-    (point / "actor").mkdir(parents=True)
-    (point / "actor" / "rank_00000.safetensors").write_text("ours")
-    (point / "critic").symlink_to(theirs.parent)
-    names = (
-        str(theirs),
-        "../../inner/step_000001/manifest.json",
-        "critic/manifest.json",
-        "actor/rank_00000.safetensors",
-    )
-    (point / "manifest.json").write_text(json.dumps({"files": dict.fromkeys(names)}))
-    listed(folder, POINTS)
-    output_folder.remove_earlier(folder)
-    assert theirs.is_file()
-    assert [path.name for path in point.iterdir()] == ["critic"]
+def test_curves_of_another_run_are_not_mixed_with(tmp_path):
+    (tmp_path / "curves" / f"{tmp_path.name}_out").mkdir(parents=True)
+    (tmp_path / "curves" / f"{tmp_path.name}_out" / "events").touch()
+    with pytest.raises(UserError, match="--tensorboard_path .*_out is not empty"):
+        check(tmp_path / "out", tensorboard_path=str(tmp_path / "curves"))
+
+
+def test_models_of_an_earlier_form_are_set_aside(tmp_path):
+    """A stranger's record names nothing outside."""
+    names = ("actor", "critic", "adapter", "mine")
+    for name in names:
+        writer(OLD)(tmp_path / "out" / name)
+    writer(OLD)(tmp_path / "theirs")
+    saved = dict.fromkeys(("actor", "critic", ".", "mine", "../theirs"), "x")
+    record = {"starts": [{"models": {"step": 2, **saved}}, {"models": None}]}
+    (tmp_path / "out" / "run.json").write_text(json.dumps(record))
+    (tmp_path / "out" / "config.json").write_text("old")
+    model_folders.finish(tmp_path / "out", {"actor": tmp_path / "out" / "actor"}, 3)
+    left = {path.name for path in (tmp_path / "out").iterdir()}
+    assert left == {"actor", "critic.abandoned", "adapter", "mine", "config.json.abandoned", "run.json"}
+    assert model_in(tmp_path / "theirs") == OLD

@@ -18,7 +18,7 @@ from scripts.harness import ROOT
 from training.runtime import watch
 from training.runtime.environment import ERROR_FILE, print_line, write_error_file
 from training.runtime.heartbeats import Reporter, Verdict
-from training.runtime.processes import is_another_rank, start_of, state_of, this_machine
+from training.runtime.processes import is_another_rank, state_of, this_machine
 from training.runtime.startup import _print_error
 
 PRINTS = """
@@ -117,19 +117,14 @@ def waited_for(condition) -> bool:
 def test_a_process_until_it_is_gone():
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     try:
-        began = start_of(process.pid)
-        ticks = os.sysconf("SC_CLK_TCK")
-        up = float(Path("/proc/uptime").read_text().split()[0])
-        assert up - 60 < int(began) / ticks <= up
-        assert start_of(os.getpid()) is not None and int(start_of(os.getpid())) <= int(began)
         process.send_signal(signal.SIGSTOP)
-        assert waited_for(lambda: state_of(process.pid) == "T") and start_of(process.pid) == began
+        assert waited_for(lambda: state_of(process.pid) == "T")
         process.kill()
-        assert waited_for(lambda: state_of(process.pid) == "Z") and start_of(process.pid) is None
+        assert waited_for(lambda: state_of(process.pid) == "Z")
     finally:
         process.kill()
         process.wait()
-    assert state_of(process.pid) is None and start_of(process.pid) is None
+    assert state_of(process.pid) is None
 
 
 def test_another_rank_is_a_process_with_the_same_words():
