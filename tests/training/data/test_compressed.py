@@ -4,6 +4,7 @@ import bz2
 import gzip
 import io
 import json
+import lzma
 import os
 import random
 import re
@@ -28,7 +29,7 @@ def zstd(content: bytes) -> bytes:
     return pyarrow.compress(content, "zstd", asbytes=True)
 
 
-COMPRESS = {".gz": gzip.compress, ".zst": zstd}
+COMPRESS = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress, ".zst": zstd}
 LINES = b"".join(b'{"text": "%d"}\n' % number for number in range(2000)) + b"\n" + b'{"text": "last"}\n'
 PARQUET = io.BytesIO()
 parquet.write_table(pyarrow.table({"text": ["a", "b"]}), PARQUET)
@@ -104,9 +105,9 @@ NOISE = random.Random(0).randbytes(3000)  # so that it is stored, and a damaged 
         (lambda content: content[:9], r"cannot be decompressed \(Truncated compressed stream\)"),
         (lambda content: content + content[:9], r"cannot be decompressed \(Truncated compressed stream\)"),
         (lambda content: content + b"oops, some more", "cannot be decompressed"),
-        (lambda _: LINES, "cannot be decompressed .* or take .(gz|zst) off its name if it is not compressed"),
+        (lambda _: LINES, "cannot be decompressed .* or take .(gz|bz2|xz|zst) off its name if it is not compressed"),
         (lambda _: b"\0" * 2000, "cannot be decompressed"),
-        (lambda _: bz2.compress(LINES), "cannot be decompressed"),
+        (lambda _: pyarrow.compress(LINES, "brotli", asbytes=True), "cannot be decompressed"),
         (lambda _: b"", "found no records"),
     ],
 )
@@ -234,12 +235,12 @@ def test_without_room_for_the_rows_of_a_parquet_file(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name, ending", [("rows.txt", ".txt"), ("rows.gz", ".gz"), ("rows.txt.gz", ".txt.gz"), ("rows.jsonl.xz", ".xz")]
+    "name, ending", [("rows.txt", ".txt"), ("rows.gz", ".gz"), ("rows.txt.gz", ".txt.gz"), ("rows.jsonl.lz4", ".lz4")]
 )
 def test_other_endings_are_told_which_there_are(tmp_path, name, ending):
     (tmp_path / name).write_bytes(gzip.compress(LINES))
     with pytest.raises(
-        UserError, match=rf"{name}: found the ending '{ending}'; .*\.parquet, with \.gz or \.zst behind"
+        UserError, match=rf"{name}: found the ending '{ending}'; .*\.parquet, with \.gz, \.bz2, \.xz, \.zst behind"
     ):
         read_records(tmp_path / name)
 
@@ -255,7 +256,7 @@ def test_endings_in_capitals_are_endings(tmp_path, ending):
 
 @pytest.mark.parametrize("ending", COMPRESS)
 def test_compressed_data_under_a_plain_name_or_twice_are_called_so(tmp_path, ending):
-    content, kind = COMPRESS[ending](LINES), {".gz": "gzip", ".zst": "zstd"}[ending]
+    content, kind = COMPRESS[ending](LINES), files.COMPRESSIONS[ending]
     path = tmp_path / "rows.jsonl"
     path.write_bytes(content)
     with pytest.raises(UserError, match=rf"rows.jsonl: holds {kind} data\. Call it rows.jsonl\{ending}, or decompress"):
@@ -278,7 +279,7 @@ def test_a_git_lfs_pointer_is_called_one(tmp_path, name, as_folder):
         open_source(str(tmp_path if as_folder else tmp_path / name))
 
 
-@pytest.mark.parametrize("name", ["data/rows.jsonl.bz2", "state.json", "data-00000-of-00001.arrow"])
+@pytest.mark.parametrize("name", ["data/rows.jsonl.lz4", "state.json", "data-00000-of-00001.arrow"])
 def test_a_git_lfs_pointer_in_a_folder_that_a_library_reads_is_called_one(tmp_path, name):
     (tmp_path / "data").mkdir()
     (tmp_path / name).write_bytes(POINTER)

@@ -30,7 +30,7 @@ from training.tools.serve.service import RequestError, Responses, Service, error
 PAGE = Path(__file__).with_name("page.html")
 STOPS, STOP_LENGTH = 16, 200
 MOST = 10_000  # largest number of items in a list
-NESTED = 100_000  # largest number of lists and objects in a body; each takes 30 times the memory of its two brackets
+NESTED = 100_000  # largest number of lists and objects, and of fields, in a body; each takes 30 times its own memory
 STRINGS = re.compile(rb'"(?:[^"\\]++|\\.?)*+"?', re.DOTALL)  # the strings of a JSON text; the last may lack its end
 NO_OBJECT = "the body is no JSON object. Send one, with Content-Type: application/json"
 SHORT = Field(max_length=MOST, fail_fast=True)  # reading ends at the first wrong item, or after MOST items
@@ -137,11 +137,11 @@ def read(form: type[Form], body: bytes) -> Form:
     to wait while a body is parsed.
     """
 
-    def nested(text: bytes) -> int:
-        return text.count(b"[") + text.count(b"{")
+    def parts(text: bytes) -> int:
+        return max(text.count(b"[") + text.count(b"{"), text.count(b":"))
 
-    if nested(body) > NESTED and nested(STRINGS.sub(b"", body)) > NESTED:  # without brackets in strings
-        raise RequestError(400, f"the body has more than {NESTED:,} lists and objects. Send less at once")
+    if parts(body) > NESTED and parts(STRINGS.sub(b"", body)) > NESTED:  # without those in strings
+        raise RequestError(400, f"the body has more than {NESTED:,} fields, or lists and objects. Send less at once")
     try:
         return form.model_validate_json(body)
     except ValidationError as error:
