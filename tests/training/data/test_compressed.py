@@ -9,7 +9,9 @@ import os
 import random
 import re
 import resource
+import subprocess
 import tempfile
+import tracemalloc
 from pathlib import Path
 
 import datasets
@@ -142,7 +144,7 @@ def test_a_small_file_that_becomes_a_huge_one_is_refused_before_it_is(tmp_path, 
     content = COMPRESS[ending](b'{"text": "' + b" " * 30_000_000)
     path.write_bytes(content)
     with pytest.raises(UserError, match=r"becomes more than 200 times as large .* decompress it and give"):
-        read_records(path)
+        open_source(str(tmp_path))  # a folder: no other library decompresses it either
     assert os.fstat(written[0]).st_size <= 200 * len(content)
     os.close(written[0])
 
@@ -197,6 +199,50 @@ def test_equal_labels_and_repetitive_chats_are_read(tmp_path):
     chats = [[{"role": "user", "content": f"{number} " + "very long " * 3_000}] for number in range(2_000)]
     parquet.write_table(pyarrow.table({"messages": chats}), path, compression="zstd")
     assert read_records(path)[1_999][1] == {"messages": chats[-1]}
+
+
+@pytest.mark.parametrize(
+    "name, content",
+    [
+        ("rows.csv", b",".join(b"n%d" % number for number in range(2000)) + b"\n" + b"a\n" * 1000),
+        ("rows.csv", b"a,b\n" + b",\n" * 100_000),
+        ("rows.json", b"[" + b"0," * 100_000 + b"0]"),
+        ("rows.jsonl", b"\n" * 200_000 + b"{}"),
+    ],
+)
+def test_small_records_take_little_more_memory_than_their_text(tmp_path, name, content):
+    (tmp_path / f"{name}.gz").write_bytes(gzip.compress(content))
+    tracemalloc.start()
+    try:
+        records = read_records(tmp_path / f"{name}.gz")
+        assert tracemalloc.get_traced_memory()[1] < 20 * len(content) + 2**20  # for parts of the files
+    finally:
+        tracemalloc.stop()
+    assert records[len(records) - 1][1] in ({"n0": "a"}, {"a": None, "b": None}, 0, {})
+
+
+@pytest.mark.parametrize("name", ["rows.json", "rows.jsonl"])
+def test_one_record_of_very_many_lists_is_refused(tmp_path, name):
+    (tmp_path / name).write_bytes(b'{"text": [' + b"[]," * 300_000 + b"[]]}")
+    with pytest.raises(UserError, match=rf"{name}.*: found more than 100,000 lists and objects"):
+        rows_of(tmp_path / name, SFT)
+
+
+def test_a_table_is_decoded_by_this_process_with_a_limit_of_memory(tmp_path, monkeypatch):
+    path, limits, built, property_ = tmp_path / "rows.parquet", resource.getrlimit(resource.RLIMIT_AS), [], None
+    parquet.write_table(pyarrow.table({f"n{number}": ["a"] for number in range(30)}), path)
+    property_ = parquet.ParquetFile.schema_arrow
+    monkeypatch.setattr(
+        parquet.ParquetFile, "schema_arrow", property(lambda self: built.append(1) or property_.fget(self))
+    )
+    monkeypatch.setattr(subprocess, "Popen", None)
+    assert (
+        len(read_records(path)) == 1 and len(built) == 1
+    )  # it takes milliseconds where there are thousands of columns
+    with path.open("rb") as file, pytest.raises(UserError, match="needs more memory than data do"):
+        with files._limited(path, file, 2**40):
+            bytearray(4 * 2**30)
+    assert resource.getrlimit(resource.RLIMIT_AS) == limits
 
 
 def test_a_saved_set_with_compressed_batches_that_become_huge_is_refused(tmp_path, monkeypatch):

@@ -52,7 +52,7 @@ class CompareRequest(BaseModel):
     renders it. models: names of the models that answer; by default all models.
     """
 
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, strict=True)
+    model_config = ConfigDict(extra="allow", allow_inf_nan=False, strict=True)  # "forbid" makes an error for each
 
     prompt: Annotated[str, Field(min_length=1)] | None = None
     messages: Annotated[list[Message], SHORT, Field(min_length=1)] | None = None
@@ -66,6 +66,8 @@ class CompareRequest(BaseModel):
 
     @model_validator(mode="after")
     def _check_together(self):
+        for name in self.model_extra:
+            raise RequestError(400, f"{name} is not supported here. Leave it out", name)
         if (self.prompt is None) == (self.messages is None):
             raise ValueError("give either prompt, a text to continue, or messages, a chat")
         return self
@@ -156,9 +158,6 @@ def _refusal(error: ValidationError) -> RequestError:
         return RequestError(400, f"the body is no JSON: {first['ctx']['error']}")
     if first["type"] == "model_type":
         return RequestError(400, NO_OBJECT)
-    if first["type"] == "extra_forbidden":
-        name = str(first["loc"][-1])
-        return RequestError(400, f"{name} is not supported here. Leave it out", name)
     # Keep names of fields and numbers of items; the other parts of `loc` are types that pydantic has tried.
     place = [
         str(part)
