@@ -40,11 +40,8 @@ from engine.files import lfs_problem, open_file
 from training.data.tables import mapped, no_room
 
 ENDINGS = (".jsonl", ".json", ".csv", ".parquet")
-COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".xz": "xz", ".zst": "zstd"}  # ending: Arrow's name
-DECOMPRESSORS = {
-    ".bz2": bz2.BZ2Decompressor,
-    ".xz": lzma.LZMADecompressor,
-}  # Arrow's fail or are not there
+COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".xz": "xz", ".zst": "zstd"}  # ending: name, Arrow's if Arrow reads it
+DECOMPRESSORS = {"bz2": bz2.BZ2Decompressor, "xz": lzma.LZMADecompressor}  # Arrow fails on empty members of bz2
 BEGINNINGS = {".gz": rb"\x1f\x8b", ".bz2": rb"BZh[1-9]1AY&", ".xz": rb"\xfd7zXZ\0", ".zst": rb"\x28\xb5\x2f\xfd"}
 LARGEST_RATIO = 200  # limit of content size / compressed size: real data stay below, repeated bytes reach over 1,000
 ALWAYS_ALLOWED = 2**26  # bytes of content that are allowed whatever the ratio
@@ -136,12 +133,12 @@ class DataFile:
 
     def _decompressed(self) -> Iterator[bytes]:
         """The decompressed content in parts of at most CHUNK bytes. All decompression of data is here."""
-        ending = compression(self.path)
+        kind = COMPRESSIONS[compression(self.path)]
         try:
-            if ending in DECOMPRESSORS:
-                yield from _content(self.file, DECOMPRESSORS[ending])
+            if kind in DECOMPRESSORS:
+                yield from _content(self.file, DECOMPRESSORS[kind])
             else:
-                stream = pyarrow.CompressedInputStream(self.file, COMPRESSIONS[ending])
+                stream = pyarrow.CompressedInputStream(self.file, kind)
                 yield from iter(lambda: stream.read(CHUNK), b"")
             self.check()  # the stream closes the file at its own end
         except (OSError, EOFError, lzma.LZMAError, pyarrow.ArrowException) as error:
@@ -559,7 +556,8 @@ def _limited(path: Path, file: IO[bytes], limit: int) -> Iterator[Callable[[pyar
 
     try:
         pyarrow.set_memory_pool(pyarrow.system_memory_pool())  # other pools reserve addresses that they do not use
-        resource.setrlimit(resource.RLIMIT_AS, (min(most, *(each for each in limits if each >= 0), most), limits[1]))
+        soft = min(each for each in (most, *limits) if each != resource.RLIM_INFINITY)
+        resource.setrlimit(resource.RLIMIT_AS, (soft, limits[1]))
         yield check
     except MemoryError:
         raise UserError(

@@ -229,19 +229,17 @@ def test_one_record_of_very_many_lists_is_refused(tmp_path, name):
 
 
 def test_a_table_is_decoded_by_this_process_with_a_limit_of_memory(tmp_path, monkeypatch):
-    path, limits, built, property_ = tmp_path / "rows.parquet", resource.getrlimit(resource.RLIMIT_AS), [], None
-    parquet.write_table(pyarrow.table({f"n{number}": ["a"] for number in range(30)}), path)
-    property_ = parquet.ParquetFile.schema_arrow
-    monkeypatch.setattr(
-        parquet.ParquetFile, "schema_arrow", property(lambda self: built.append(1) or property_.fget(self))
-    )
+    path, limits, built = tmp_path / "a.parquet", resource.getrlimit(resource.RLIMIT_AS), []
+    schema = parquet.ParquetFile.schema_arrow
+    parquet.write_table(pyarrow.table({"a": ["a"], "b": ["b"]}), path)
+    counted = property(lambda source: built.append(1) or schema.fget(source))
+    monkeypatch.setattr(parquet.ParquetFile, "schema_arrow", counted)
     monkeypatch.setattr(subprocess, "Popen", None)
-    assert (
-        len(read_records(path)) == 1 and len(built) == 1
-    )  # it takes milliseconds where there are thousands of columns
-    with path.open("rb") as file, pytest.raises(UserError, match="needs more memory than data do"):
-        with files._limited(path, file, 2**40):
-            bytearray(4 * 2**30)
+    assert read_records(path)[0][1] == {"a": "a", "b": "b"}
+    assert len(built) == 1  # each access takes milliseconds if there are thousands of columns
+    told = pytest.raises(UserError, match="needs more memory than data do")
+    with path.open("rb") as file, told, files._limited(path, file, 2**40):
+        bytearray(4 * 2**30)
     assert resource.getrlimit(resource.RLIMIT_AS) == limits
 
 
