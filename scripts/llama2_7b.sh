@@ -36,17 +36,17 @@ case "$HARDWARE" in  # what differs there
     ppo+=(--generation_batches 1 --offload --offload_reference_model --offload_reward_model)
     ;;
 1x[ah]100-80g)
-    sft+=(--gradient_accumulation_steps 8 --zero_stage 0 "${lora[@]}")
+    sft+=(--gradient_accumulation_steps 8 --zero_stage 1 "${lora[@]}")
     reward+=(--per_device_train_batch_size 4 --per_device_eval_batch_size 4 --gradient_accumulation_steps 16
-        --zero_stage 0 "${lora[@]}")
-    ppo+=(--generation_batches 8 --actor_zero_stage 0 --critic_zero_stage 0 "${both_lora[@]}")
+        --zero_stage 1 "${lora[@]}")
+    ppo+=(--generation_batches 8 --actor_zero_stage 1 --critic_zero_stage 1 "${both_lora[@]}")
     ;;
 1xv100-32g)
     sft+=(--per_device_train_batch_size 2 --per_device_eval_batch_size 2 --gradient_accumulation_steps 16
-        --zero_stage 0 "${lora[@]}")
+        --zero_stage 1 "${lora[@]}")
     reward+=(--per_device_train_batch_size 2 --per_device_eval_batch_size 2 --gradient_accumulation_steps 32
-        --zero_stage 0 --model_name_or_path "$out/sft" "${lora[@]}")
-    ppo+=(--generation_batches 8 --per_device_training_batch_size 2 --actor_zero_stage 0 --critic_zero_stage 0
+        --zero_stage 1 --model_name_or_path "$out/sft" "${lora[@]}")
+    ppo+=(--generation_batches 8 --per_device_training_batch_size 2 --actor_zero_stage 1 --critic_zero_stage 1
         --share_trunk --critic_model_name_or_path "$out/reward/adapter" "${both_lora[@]}")
     ;;
 esac

@@ -15,7 +15,7 @@ hardware 8xv100-32g 8xa100-40g 1xa100-80g 1xh100-80g
 models facebook/opt-1.3b facebook/opt-350m
 sft=(--per_device_train_batch_size 8 --per_device_eval_batch_size 8 --gradient_accumulation_steps 2 --zero_stage 2)
 reward=(--per_device_train_batch_size 8 --per_device_eval_batch_size 8 --gradient_accumulation_steps 1
-    --learning_rate 5e-5 --zero_stage 0)
+    --learning_rate 5e-5)
 ppo=(--per_device_generation_batch_size 16 --generation_batches 1 --per_device_training_batch_size 8
     --actor_zero_stage 2 --critic_zero_stage 2 --enable_ema)
 

@@ -16,7 +16,7 @@ hardware 8xv100-32g 8xa100-80g 8xh100-80g 1xa100-80g 1xh100-80g 1xv100-32g
 models facebook/opt-6.7b facebook/opt-350m
 sft=(--per_device_train_batch_size 4 --per_device_eval_batch_size 4 --gradient_accumulation_steps 4 --zero_stage 3)
 reward=(--per_device_train_batch_size 8 --per_device_eval_batch_size 8 --gradient_accumulation_steps 1
-    --learning_rate 5e-5 --zero_stage 0)
+    --learning_rate 5e-5)
 ppo=(--per_device_generation_batch_size 8 --generation_batches 2 --per_device_training_batch_size 4
     --actor_zero_stage 3 --critic_zero_stage 2 --offload_reference_model)
 
@@ -25,13 +25,13 @@ case "$HARDWARE" in  # what differs there
     ppo+=(--offload)
     ;;
 1x[ah]100-80g)
-    sft+=(--gradient_accumulation_steps 16 --zero_stage 0 "${lora[@]}")
+    sft+=(--gradient_accumulation_steps 16 --zero_stage 1 "${lora[@]}")
     reward+=(--gradient_accumulation_steps 8)
-    ppo+=(--generation_batches 8 --actor_zero_stage 0 --critic_zero_stage 0 --offload_reference_model false
+    ppo+=(--generation_batches 8 --actor_zero_stage 1 --critic_zero_stage 1 --offload_reference_model false
         "${actor_lora[@]}")
     ;;
 1xv100-32g)
-    sft+=(--gradient_accumulation_steps 16 --zero_stage 0 "${lora[@]}")
+    sft+=(--gradient_accumulation_steps 16 --zero_stage 1 "${lora[@]}")
     reward+=(--gradient_accumulation_steps 8)
     ppo+=(--generation_batches 8 --per_device_training_batch_size 2 --actor_zero_stage 2 --offload
         --offload_reference_model false "${actor_lora[@]}")

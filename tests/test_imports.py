@@ -298,7 +298,7 @@ def test_no_script_imports_a_test_and_no_test_a_script_that_is_only_a_trial():
             "from reporting import Sum",
             "reporting.Sum instead of training.reporting.Sum",
         ),
-        ("training.runtime.session", "import program", "program instead of training.program"),
+        ("training.runtime.session", "import reporting", "reporting instead of training.reporting"),
         ("training.data.order", "from . import rows", "relative import ..rows"),
         ("training.data.order", "from .rows import load_rows", "relative import .rows.load_rows"),
         ("engine.reward.new", "import importlib\nimportlib.import_module('training.data.rows')", "imports at run time"),

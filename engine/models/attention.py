@@ -59,12 +59,7 @@ class PackedRows:
         if implementation == BY_ROW:
             return {"row_lengths": filled, "row_starts": starts}
         longest = max(filled)
-        return {
-            "cu_seq_lens_q": starts,
-            "cu_seq_lens_k": starts,
-            "max_length_q": longest,
-            "max_length_k": longest,
-        }
+        return {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": longest, "max_length_k": longest}
 
     def packed(self, tensor: Tensor) -> Tensor:
         """(B, S, ...) -> (1, N, ...): the entries of the real tokens, row after row."""

@@ -245,15 +245,7 @@ def new_critic(
     tokenizer = read_tokenizer(path, what, trust_remote_code=trust_remote_code)
     pad = classifier_pad_token_id(tokenizer)
     return new_scorer(
-        path,
-        dtype,
-        pad,
-        None,
-        ds_config,
-        what,
-        trust_remote_code=trust_remote_code,
-        merge=merge,
-        attention=attention,
+        path, dtype, pad, None, ds_config, what, trust_remote_code=trust_remote_code, merge=merge, attention=attention
     )
 
 
@@ -458,16 +450,13 @@ def _expected(module: Backbone, sequences: Tensor, head: Tensor | None) -> Tenso
     if hasattr(own, "tie_word_embeddings"):  # in the engine an adapter of the head has untied it
         config.tie_word_embeddings = own.tie_word_embeddings
     with torch.random.fork_rng(devices=[sequences.device] if sequences.is_cuda else []):
-        plain: Any = (
-            type(module.model)
-            .from_pretrained(
-                module.base,
-                config=config,
-                dtype=next(module.parameters()).dtype,
-                attn_implementation=module.model.base_model.config._attn_implementation,
-            )
-            .to(sequences.device)
+        plain: Any = type(module.model).from_pretrained(
+            module.base,
+            config=config,
+            dtype=next(module.parameters()).dtype,
+            attn_implementation=module.model.base_model.config._attn_implementation,
         )
+        plain.to(sequences.device)
         adapter = module.start or module.merged
         if adapter is not None:
             peft_config = copy.copy(adapter.config)

@@ -162,11 +162,6 @@ class EngineConfig:
         "model", flags do not begin with a role."""
         return f"--{name}" if self.role == "model" else f"--{self.role}_{name}"
 
-    def check_stage(self) -> None:
-        """Raise UserError for a stage that ZeRO does not have."""
-        if self.stage not in (0, 1, 2, 3):
-            raise UserError(f"{self.flag('zero_stage')} {self.stage}: ZeRO has the stages 0, 1, 2 and 3.")
-
     def check_offload(self, flag: str = "--offload", trained: bool = True) -> None:
         """Raise UserError if `flag` contradicts the engine's file, or if the engine trains and has nothing that could
         be offloaded."""
@@ -196,7 +191,8 @@ def build_ds_config(
     Raises: UserError for a stage that does not exist, a missing or broken file, an unknown key, or settings that
         contradict each other or the flags.
     """
-    choice.check_stage()
+    if choice.stage not in (0, 1, 2, 3):
+        raise UserError(f"{choice.flag('zero_stage')} {choice.stage}: ZeRO has the stages 0, 1, 2 and 3.")
     if not trained and choice.stage in (1, 2):
         raise UserError(
             f"DeepSpeed configuration of the {choice.role}: stage {choice.stage} partitions what an "
@@ -317,12 +313,11 @@ def read_ds_file(choice: EngineConfig) -> dict:
 
 def chosen_stage(given: int | None, path: str | None, role: str, dtype: str | None, gpus: int) -> int:
     """The ZeRO stage of a model that trains: the flag's, else that of the user's file (0 if the file sets none). If
-    there is neither: 1 on one GPU in 16 bits, else 0.
+    there is neither: 1 on one GPU in 16 bits, else 0. gpus: the number of all GPUs; 0 on CPUs.
 
     On one GPU nothing is divided at stage 1, but DeepSpeed updates all weights at once, in flat buffers. At stage 0 in
     16 bits it updates them one by one, and the host waits for the GPU once a weight (DeepSpeed 0.19.8,
     runtime/fp16/unfused_optimizer.py).
-    given: the flag's value, or None. path: the user's file, or None. gpus: the number of all GPUs; 0 on CPUs.
     """
     if given is not None:
         return given
@@ -337,7 +332,7 @@ def stage_of_file(path: str, role: str) -> int | None:
         stage = json.loads(read_text(path)).get("zero_optimization", {}).get("stage")
     except (OSError, ValueError, AttributeError, RecursionError):
         return None  # build_ds_config refuses the file with a message
-    if stage is not None and stage not in (0, 1, 2, 3):
+    if stage not in (None, 0, 1, 2, 3):
         raise UserError(f"{path}: zero_optimization.stage is {stage!r} for the {role}; ZeRO has the stages 0 to 3.")
     return stage
 

@@ -164,24 +164,20 @@ def share_cores() -> None:
     """Let torch and DeepSpeed's extensions compute with as many threads as this rank has cores, unless the user has set
     OMP_NUM_THREADS; and print the number (all ranks call this together).
 
+    A rank has the cores that it may use, divided by the number of the node's ranks that may use some of them. A
+    launcher may have bound each rank to cores of its own.
+
     torchrun sets OMP_NUM_THREADS to 1 for several ranks on a node (torch/distributed/run.py), which therefore counts as
     not set. With `deepspeed` each rank would use all cores. torch and the extensions share one OpenMP runtime. It is
     loaded with torch and reads the variable at that time, so the number is changed through torch.
     """
-    given = os.environ.get("OMP_NUM_THREADS")
-    cores = own_cores()
+    given, host, cores = os.environ.get("OMP_NUM_THREADS"), socket.gethostname(), os.sched_getaffinity(0)
+    ranks = distributed.all_gather_objects((host, cores))
+    sharing = sum(there == host and bool(cores & own) for there, own in ranks)
     if given is None or (given == "1" and "TORCHELASTIC_RUN_ID" in os.environ):
-        torch.set_num_threads(cores)
+        torch.set_num_threads(max(1, len(cores) // sharing))
     if distributed.is_main():
         print(f"Adam in host memory: {torch.get_num_threads()} threads on each rank", flush=True)
-
-
-def own_cores() -> int:
-    """The number of this rank's cores: those that it may use, divided by the number of the node's ranks that may use
-    some of them (all ranks call this together). A launcher may have bound each rank to cores of its own."""
-    host, cores = socket.gethostname(), os.sched_getaffinity(0)
-    others = distributed.all_gather_objects((host, cores))
-    return max(1, len(cores) // sum(there == host and bool(cores & other) for there, other in others))
 
 
 @contextlib.contextmanager

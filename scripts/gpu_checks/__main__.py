@@ -61,7 +61,7 @@ CHECKS = [
         ranks=2,
         unseen="NCCL, partitions and their gathers, copies that ranks hold together, time-outs of groups",
     ),
-    Check("machines", _of("machine", "between_machines"), least=0),
+    Check("machines", _of("machine", "between_machines")),
 ]
 
 
@@ -106,11 +106,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     dry = os.environ.get("DRY") == "1"
     gpus = 2 if dry else gpus_that_compute()  # ranks on the CPU
     if not gpus:
+        why = subprocess.run([sys.executable, "-m", "engine.zero.gpu_support"], capture_output=True, text=True).stderr
+        print(*why.splitlines()[-1:], file=sys.stderr)
         print("error: torch finds no GPU that computes. DRY=1 goes through the checks without one.", file=sys.stderr)
         return 2
     output = args.output or ROOT / "gpu_checks" / time.strftime("%Y%m%d_%H%M%S")
-    if output.exists() and any(output.iterdir()):
-        print(f"error: --output {output} is not empty. Give a folder that is new.", file=sys.stderr)
+    if output.exists() and not (output.is_dir() and not any(output.iterdir())):
+        print(f"error: --output {output} is not an empty folder. Give one that is new.", file=sys.stderr)
         return 2
     output.mkdir(parents=True, exist_ok=True)
     slower = SLOWER if dry else 1.0
@@ -119,11 +121,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     ]
     budget = args.budget or BUDGET * slower
     scratch = Path(tempfile.mkdtemp(prefix="gpu_checks_"))
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the check under way ends, too
+    # The check under way ends with this process, also if the terminal goes; nohup has that ignored.
+    ends = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.signal(number, lambda ended_by, _: sys.exit(128 + ended_by)) for number in ends}
     try:
         outcomes = make_all(chosen, dry=dry, gpus=gpus, output=output.resolve(), scratch=scratch, budget=budget)
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, usual in before.items():
+            signal.signal(number, usual)
         if not args.keep:
             shutil.rmtree(scratch, ignore_errors=True)
     print("", *to_act_on(outcomes, dry), f"the page: {output / PAGE}", sep="\n")

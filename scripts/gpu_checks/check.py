@@ -153,7 +153,8 @@ class Trial:
             raise
         except Exception as error:
             traceback.print_exc()
-            self.expect(False, f"{name}: {type(error).__name__}: {' '.join(str(error).split())[:300]}")
+            then = "logs/ has the traceback. If a module is missing, carry its wheel, or look at PYTHONPATH"
+            self.expect(False, f"{name}: {type(error).__name__}: {' '.join(str(error).split())[:300]}", then)
 
     @contextlib.contextmanager
     def first_time(self, what: str) -> Iterator[None]:

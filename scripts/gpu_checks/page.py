@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from scripts.benchmark_report import markdown
-from scripts.gpu_checks.check import Outcome, lines_of, outcomes_of
+from scripts.gpu_checks.check import FAIL, Outcome, lines_of, outcomes_of
 
 PAGE = "findings.md"
 
@@ -29,11 +29,13 @@ class Followed:
 
 
 def to_act_on(outcomes: Sequence[Outcome], dry: bool) -> list[str]:
-    """Failures, then findings, each with what it means and what to change; and a row for each check."""
+    """Checks that did not come to their end, failures, then findings, each with what it means and what to change; and a
+    row for each check."""
     lines = ["# What scripts/check_gpu.sh found", ""]
     if dry:
         lines += ["A dry run on a CPU, with tiny models: it says nothing about a GPU.", ""]
     rows = [("check", "found", "what it means, and what to change")]
+    rows += [(found.name, f"**{found.why}**", "") for found in outcomes if found.status == FAIL and not found.done]
     for kind in ("failures", "findings"):
         rows += [
             (found.name, f"**{what}**" if kind == "failures" else what, then)

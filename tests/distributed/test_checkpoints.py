@@ -434,7 +434,7 @@ def copied(folder: str, cases: dict[str, dict]) -> dict[str, int]:
         model = build(f"{folder}/actor", config=f"{folder}/stage{case['stage']}.json", dtype="bf16", **case)
         ema, copy = EMA(model, 0.9), saving.HostCopy()
         one_step(model, ema, 0)
-        assert copy.has_room({"actor": model.shards(), "ema": ema.shards()})
+        assert copy.of({"actor": model.shards(), "ema": ema.shards()})
         found[name] = len(copy.buffer)
     return found
 

@@ -83,6 +83,8 @@ def test_no_check_touches_another(tmp_path, monkeypatch, capsys):
     assert [json.loads(line) for line in printed if line.startswith("{")] == lines_of(output)
     page = (output / "findings.md").read_text().splitlines()
     row = page.index("| misses | **a quarter is too little** | Give it a half. |")
+    for name in ("crashes", "hangs", "leaves"):  # none of which could tell a failure of its own
+        assert any(line.startswith(f"| {name} | **") for line in page[:row]), name
     assert "| misses | a third would be / better | Give it a third. |" in page[row + 1 :]  # behind all failures
     assert "| passes | pass | 0 | 0 |  |" in page or "| passes | pass | 1 | 0 |  |" in page
     assert "5 FAIL, 2 skipped, 1 pass" in page and "| needs a GPU and was left out | a graph |" in page
@@ -104,9 +106,11 @@ def test_what_a_hanging_check_started_is_ended_too(tmp_path):
     wait_until(lambda: not is_running(pid))
 
 
-def test_a_check_under_way_ends_with_the_front_door(tmp_path):
+@pytest.mark.parametrize("number", (signal.SIGTERM, signal.SIGHUP))  # HUP: a session that is cut off
+def test_a_check_under_way_ends_with_the_front_door(tmp_path, number):
     words = (
-        "import sys; from scripts.gpu_checks import __main__ as front; from scripts.gpu_checks.check import Check; "
+        "import signal, sys; signal.signal(signal.SIGHUP, signal.SIG_DFL); "
+        "from scripts.gpu_checks import __main__ as front; from scripts.gpu_checks.check import Check; "
         "front.CHECKS = [Check('hangs', 'tests.e2e.bad_checks:hangs')]; front.main(['--output', sys.argv[1]])"
     )
     output, scratch = tmp_path / "out", tmp_path / "scratch"
@@ -120,8 +124,8 @@ def test_a_check_under_way_ends_with_the_front_door(tmp_path):
         lambda: "| stage 0, s | 1.5 |" in (output / "findings.md").read_text()
     )  # the page is there before the end
     assert "| hangs | running |" in (output / "findings.md").read_text()
-    process.terminate()
-    assert process.wait(30) == 128 + signal.SIGTERM
+    process.send_signal(number)
+    assert process.wait(30) == 128 + number
     wait_until(lambda: not is_running(pid))
     assert not list(scratch.iterdir())
 
@@ -146,11 +150,18 @@ def made_here(checks: list[Check], folder: Path, budget: float = 60) -> list[Out
     return front.make_all(checks, dry=True, gpus=1, output=folder, scratch=folder, budget=budget)
 
 
-def test_a_folder_with_something_in_it_is_left_alone(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("name", (".", "found.jsonl"))
+def test_what_is_there_is_left_alone(tmp_path, monkeypatch, capsys, name):
     monkeypatch.setenv("DRY", "1")
     (tmp_path / "found.jsonl").write_text("older")
-    assert front.main(["--output", str(tmp_path)]) == 2
-    assert "is not empty" in capsys.readouterr().err and (tmp_path / "found.jsonl").read_text() == "older"
+    assert front.main(["--output", str(tmp_path / name)]) == 2
+    assert "is not an empty folder" in capsys.readouterr().err and (tmp_path / "found.jsonl").read_text() == "older"
+
+
+def test_no_check_fails_for_want_of_time_to_begin(tmp_path):
+    """A process that imports torch takes seconds."""
+    found = made_here(CHECKS, tmp_path, budget=1)
+    assert {each.status for each in found} == {"not run", "skipped"}
 
 
 def test_the_lines_for_a_rented_machine_make_each_check_once():

@@ -8,6 +8,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -454,6 +455,15 @@ def test_the_second_hardware_of_a_row_has_its_memory_and_flags(launcher, hardwar
     assert hardware.startswith(f"{count}x") and gpu_bytes(gpu) == gpu_bytes(hardware.partition("x")[2])
     for step in STEPS:
         assert flags_given(launcher, step, other, tmp_path) == flags_given(launcher, step, hardware, tmp_path)
+
+
+@pytest.mark.parametrize("launcher, hardware", sorted(key for key in rows() if key[1].startswith("1x")))
+def test_one_gpu_updates_all_weights_at_once(launcher, hardware, tmp_path):
+    """At stage 0 in 16 bits DeepSpeed updates them one by one (`chosen_stage`); the last of equal flags counts."""
+    for step in STEPS:
+        words = flags_given(launcher, step, hardware, tmp_path)
+        given = {word: value for word, value in pairwise(words) if word.endswith("zero_stage")}
+        assert "0" not in given.values()
 
 
 # Of step 3's training_scripts in DeepSpeedExamples, as they run without arguments: the flags that both have.

@@ -24,7 +24,6 @@ from pathlib import Path
 
 import psutil
 import torch
-from torch import Tensor
 
 from engine import distributed
 from engine.errors import RunStopped, UserError
@@ -115,12 +114,11 @@ class PendingPoint:
             files = {name: write_shards(self.partial / name, shards) for name, shards in self._shards.items()}
             if self._rank == 0:
                 files |= {name: write_bytes(self.partial / name, text) for name, text in self._texts.items()}
-            if self._rank == 0:
                 self._complete(files)
             else:
                 self._announce(files)
         except Exception as error:  # usually an error of the disk; the run goes on after any error
-            self.outcome = Outcome(problem=from_here(f"rank {self._rank}: {error or type(error).__name__}"))
+            self.outcome = Outcome(problem=from_here(f"rank {self._rank}: {str(error) or type(error).__name__}"))
 
     def _announce(self, files: Mapping[str, FileRecord]) -> None:
         for folder in {(self.partial / name).parent for name in files}:
@@ -161,28 +159,22 @@ class HostCopy:
     def __init__(self):
         self.buffer = torch.empty(0, dtype=torch.uint8)
 
-    def has_room(self, shards: Mapping[str, list[Shard]]) -> bool:
-        """Whether all ranks have room for a copy of their shards (all ranks call this together). A larger buffer is
-        allocated if necessary, unless it would take more than COPIES_SHARE of a rank's share of the free host memory.
-        The buffer is pinned if shards are on a GPU."""
-        values = _values(shards)
+    def of(self, shards: Mapping[str, list[Shard]]) -> dict[str, list[Shard]] | None:
+        """Copies of these shards, which overwrite the copies made before; None if a rank has no room for its copies
+        (all ranks call this together). A larger buffer is allocated if necessary, unless it would take more than
+        COPIES_SHARE of a rank's share of the free host memory. The buffer is pinned if shards are on a GPU."""
+        values = [shard.values for found in shards.values() for shard in found]
         size, free = room_of(values), COPIES_SHARE * psutil.virtual_memory().available / ranks_of_this_machine()
         if distributed.any_rank(size > len(self.buffer) + free):  # no rank allocates before all have looked
-            return False
+            return None
         if size > len(self.buffer):
             self.buffer = torch.empty(0, dtype=torch.uint8)  # frees the smaller buffer
             with contextlib.suppress(RuntimeError):  # a limit of the system is smaller
                 self.buffer = host_buffer(values)
-        return not distributed.any_rank(size > len(self.buffer))
-
-    def of(self, shards: Mapping[str, list[Shard]]) -> dict[str, list[Shard]]:
-        """Copy these shards into the buffer, over the shards that were copied before; returns the copies."""
-        copies = iter(copies_in(self.buffer, _values(shards)))
+        if distributed.any_rank(size > len(self.buffer)):
+            return None
+        copies = iter(copies_in(self.buffer, values))
         return {name: [replace(shard, values=next(copies)) for shard in found] for name, found in shards.items()}
-
-
-def _values(shards: Mapping[str, list[Shard]]) -> list[Tensor]:
-    return [shard.values for found in shards.values() for shard in found]
 
 
 def prune(output_dir: Path, keep: int, best: int | None, say: Callable[[str], None]) -> None:
@@ -311,16 +303,13 @@ class Checkpoints:
         scalars = {name: model.scalars() for name, model in self.models.items()}
         texts[STATE_FILE] = state_file(self.state(), scalars, self.conditions, self.ema is not None).encode()
         wait = wait or not self.schedule.asynchronous
-        if not wait and not self._copy.has_room(shards):
-            wait = True
-            if distributed.is_main():
-                self.say(f"step {step}: training waits for its checkpoint, as host memory has no room for a copy of it")
-        if not wait:
-            shards = self._copy.of(shards)
-        self._pending = PendingPoint(final, step, shards, texts, time.monotonic())
+        copies = None if wait else self._copy.of(shards)
+        if copies is None and not wait and distributed.is_main():
+            self.say(f"step {step}: training waits for its checkpoint, as host memory has no room for a copy of it")
+        self._pending = PendingPoint(final, step, copies or shards, texts, time.monotonic())
         self._pending.start()
         self._last_saved, self._retry_at = self._clock(), None
-        if wait:
+        if copies is None:
             self.wait()
         else:
             self._pending.held_up = time.perf_counter() - started

@@ -31,30 +31,19 @@ from engine.zero.accelerator import on_gpu
 from training.checkpoints.files import Schedule
 from training.data.forms import Form
 from training.data.rows import Rows, checked_weights, load_rows, parse_split
+from training.data.sources import name_and_split
 from training.data.tables import cache_folder
 from training.data.tokens import OVERLONG, Fit
 
 
-def flag(
-    default,
-    help: str,
-    *,
-    group: str = "",
-    adds_up: bool = False,
-    was: str = "",
-    old_values: Mapping[str, str] | None = None,
-    field: str | None = None,
-    **more,
-):
+def flag(default, help: str, *, group: str = "", adds_up: bool = False, field: str | None = None, **more):
     """A dataclass field that is a flag. A flag with the default REQUIRED must be given.
 
     group: the heading of this flag and of the flags after it, until a flag with another heading. adds_up: whether each
-    use of the flag appends to its list; if not, only the last use counts. was: the flag's former name. old_values:
-    {former value: what to use instead}. field: the field of the dialect that the flag sets. more: see `option`.
+    use of the flag appends to its list; if not, only the last use counts. field: the field of the dialect that the flag
+    sets. more: see `option`.
     """
-    return option(
-        default, help, group=group, adds_up=adds_up, was=was, old_values=old_values or {}, field=field, **more
-    )
+    return option(default, help, group=group, adds_up=adds_up, field=field, **more)
 
 
 def by_group(options: type) -> dict[str, list[dataclasses.Field]]:
@@ -258,10 +247,9 @@ class RunFlags(TokenizerFlags):
 
     def read_paths(self) -> dict[str, list[str]]:
         """{flag: the models or data sets that the run reads}."""
-        endings = ("model_name_or_path", "data_path", "dataset_name")
-        found = {name: value for name, value in self.as_dict().items() if name.endswith(endings)}
+        found = {name: value for name, value in self.as_dict().items() if name.endswith(("model_name_or_path", *DATA))}
         return {
-            name: [path for path in (value if isinstance(value, list) else [value]) if path]
+            name: [name_and_split(path)[0] for path in (value if isinstance(value, list) else [value]) if path]
             for name, value in found.items()
         }
 
@@ -303,6 +291,7 @@ def check_name(name: str, value: str) -> None:
 WRITTEN = ("output_dir", "tensorboard_path", "data_output_path")
 """Flags of folders that may not exist yet. The value of other flags is a path only if it exists, else a Hub name."""
 READ = ("_path", "_dataset_name", "config", "chat_template", "resume", "reward_function")
+DATA = ("data_path", "dataset_name")
 
 
 def make_paths_absolute(args: ProgramFlags) -> None:
@@ -326,17 +315,18 @@ def _to_be_made(value: str, name: str) -> str:
 
 
 def _if_there(value: str, name: str) -> str:
-    """Returns the absolute path if `value` names an existing file or folder, or a function in an existing file;
-    otherwise `value` unchanged."""
+    """Returns the absolute path if `value` names an existing file or folder, or a function or split in one; otherwise
+    `value` unchanged."""
     if name == "resume" and value == "auto":
         return value
-    where, colon, function = value.rpartition(":") if name == "reward_function" else (value, "", "")
+    parted = name == "reward_function" or (name.endswith(DATA) and name_and_split(value)[1])
+    where, colon, within = value.rpartition(":") if parted else (value, "", "")
     path = expanded(where, f"--{name}")
     try:
-        there = bool(where) and path.exists() and not (colon and path.is_dir())
+        there = bool(where) and path.exists() and not (name == "reward_function" and path.is_dir())
     except OSError:  # the name is too long, or a folder may not be entered
         there = False
-    return f"{path.absolute()}{colon}{function}" if there else value
+    return f"{path.absolute()}{colon}{within}" if there else value
 
 
 @dataclass(kw_only=True)
@@ -414,7 +404,7 @@ class DataFlags(RunFlags):
     data_path: list[str] = flag(
         REQUIRED,
         "data sets: names on the Hub, folders, or files (.json, .jsonl, .csv, .parquet, also compressed as .gz, "
-        ".bz2, .xz or .zst)",
+        ".bz2, .xz or .zst); NAME:SPLIT names one split of a data set",
         group="data",
     )
     data_weights: list[float] = flag(
@@ -438,8 +428,6 @@ class DataFlags(RunFlags):
         "begins with a user's turn. cut_answer: a text loses its end, and step 3 leaves a prompt out. drop: the "
         "row is left out",
         choices=OVERLONG,
-        was="overlong_prompts",
-        old_values={"truncate": "give cut_prompt."},
         resume=SAME,
     )
     data_output_path: str | None = flag(

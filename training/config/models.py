@@ -219,7 +219,6 @@ class RewardFunctionFlags(AlgorithmFlags):
         [],
         "weights in the score: one for each --reward_function, then one for the reward server; by default 1. With "
         "weight 0 a function is only measured. The reward model's weight is --reward_model_weight",
-        was="reward_function_weight",
         only_with=("reward_function", "reward_url"),
     )
     answer_column: str | None = flag(
@@ -386,12 +385,16 @@ class ModelFlags(RoleLoraFlags, ReferenceFlags, RewardServerFlags):
         None,
         "ZeRO stage of the actor (default 0, but 1 on a single GPU in 16 bits); the reference has stage 3 if the actor "
         "has, else 0",
+        least=0,
+        most=3,
         group="engines",
     )
     critic_zero_stage: int | None = flag(
         None,
         "ZeRO stage of the critic (default 0, but 1 on a single GPU in 16 bits); the reward model has stage 3 if the "
         "critic has, else 0",
+        least=0,
+        most=3,
     )
     offload: bool = flag(False, "keep optimizer states (at stage 3 also parameters) of actor and critic in host memory")
     offload_reference_model: bool = flag(False, "keep the reference in host memory while it is not used")
@@ -410,8 +413,6 @@ class ModelFlags(RoleLoraFlags, ReferenceFlags, RewardServerFlags):
     def validate(self) -> None:
         """Raise UserError for values that cannot work, by themselves or in combination."""
         super().validate()
-        for role in ("actor", "critic"):
-            EngineConfig(role, getattr(self, f"{role}_zero_stage") or 0).check_stage()
         self._check_rewards()
         for name in ("actor_dropout", "critic_dropout"):
             if getattr(self, name):

@@ -29,13 +29,6 @@ ALL_STEPS = {
     "compute_fp32_loss": OldFlag(bool, "every loss is computed in float32 anyway."),
 }
 
-OLD_BACKENDS = {
-    "hybrid": "DeepSpeed's hybrid engine cannot generate with this version of transformers. Its fused layers keep "
-    "keys and values in an argument `layer_past`, which transformers 5 no longer gives (models share one cache, "
-    "`past_key_values`), and they are CUDA kernels. Take auto or replica, which gathers the weights once per update "
-    "too."
-}
-
 SUPERVISED = {
     **ALL_STEPS,
     "disable_dropout": OldFlag(bool, "dropout is off anyway; --dropout turns it on."),

@@ -9,8 +9,7 @@ import dataclasses
 import reprlib
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 
 from engine.algorithms import Dialect
 from engine.errors import UserError, nearest_names, without_query
@@ -189,10 +188,6 @@ def _refuse_unknown(arguments_class: type[ProgramFlags], argv: Sequence[str], kn
 
 def _hint(arguments_class: type[ProgramFlags], name: str, value: str, names: Sequence[str], dashes: str) -> str:
     """A text on what the user should do about the unknown flag or key `name`."""
-    for spec in dataclasses.fields(arguments_class):
-        if name and spec.metadata["was"] == name:
-            old_value = spec.metadata["old_values"].get(value)
-            return f" It is called {dashes}{spec.name} now.{f' {value}: {old_value}' if old_value else ''}"
     sentence = arguments_class.no_flag(name, _shortened(value)) or flag_of_other_steps(arguments_class, name)
     step = step_of(arguments_class)
     if not sentence and step is not None:
@@ -290,15 +285,7 @@ def _argparse_options(spec: dataclasses.Field, hint, defaults: bool) -> dict:
             "nargs": "+",
             "action": "extend" if spec.metadata["adds_up"] else "store",
         }
-    if spec.metadata["old_values"]:
-        hint = partial(_current_value, spec.name, spec.metadata["old_values"])
     return options | {"type": hint, "choices": choices_of(spec)}
-
-
-def _current_value(name: str, old_values: Mapping[str, str], value: str) -> str:
-    if value in old_values:
-        raise UserError(f"--{name} {value}: {old_values[value]}")
-    return value
 
 
 def _truth(text: str) -> bool:

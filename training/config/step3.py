@@ -30,7 +30,6 @@ class RolloutFlags(RunFlags):
         "(--inference_tp_size), else the partitions",
         choices=ROLLOUT_BACKENDS,
         group="rollouts",
-        old_values=other_systems.OLD_BACKENDS,
     )
     decoding: str = flag(
         "auto",

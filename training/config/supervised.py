@@ -45,7 +45,9 @@ class SupervisedFlags(HubFlags, RestartFlags, ModelLoraFlags, DataFlags):
     eval_interval: int = flag(
         0, "optimizer steps between evaluations within an epoch; 0: only after each epoch", least=0
     )
-    zero_stage: int | None = flag(None, "ZeRO stage (default 0, but 1 on a single GPU in 16 bits)", group="engine")
+    zero_stage: int | None = flag(
+        None, "ZeRO stage (default 0, but 1 on a single GPU in 16 bits)", least=0, most=3, group="engine"
+    )
     offload: bool = flag(False, "keep optimizer states (at stage 3 also parameters) in host memory")
     ds_config: str | None = flag(None, "DeepSpeed JSON file, in place of one of configs/ds")
     gradient_checkpointing: bool = flag(False, "recompute activations in backward passes, to save memory")
@@ -54,7 +56,6 @@ class SupervisedFlags(HubFlags, RestartFlags, ModelLoraFlags, DataFlags):
         """Raise UserError for values that cannot work."""
         super().validate()
         self.check_rate("", self.learning_rate)
-        EngineConfig("model", self.zero_stage or 0).check_stage()
 
     def engine_config(self) -> EngineConfig:
         """The engine's settings, from the flags."""

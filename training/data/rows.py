@@ -22,7 +22,7 @@ from engine.errors import UserError
 from training.data.files import Records
 from training.data.forms import Form, alternatives
 from training.data.sources import Source, open_source
-from training.data.tables import Progress, handed_over
+from training.data.tables import Progress, handed_over, say
 
 PLACE = np.int32  # a place takes eight bytes; each rank holds the places of all rows, maybe tens of millions
 EMPTY = np.empty((0, 2), PLACE)  # no places
@@ -130,10 +130,11 @@ def load_rows(
         for part in parts:
             mixture.rows([part[:1]])[0]  # if all records are wrong, the message names the first one
     if eval_paths:
-        eval_sources = [_opened(path, form) for path in eval_paths]
+        eval_sources = [_opened(path, form, held_out=True) for path in eval_paths]
         _refuse_trained_on(sources, eval_sources)
         apart = [mixture.add(source.held_out or source.training, source.name, divide=False) for source in eval_sources]
     elif held_out:
+        _refuse_trained_on(sources, [source for source in sources if source.held_out])
         apart = [
             mixture.add(source.held_out, source.name, divide=number < len(divided))
             for number, source in enumerate(sources)
@@ -153,10 +154,15 @@ def _listed(paths: str | Sequence[str] | None) -> list[str]:
     return [paths] if isinstance(paths, str) else list(paths or [])
 
 
-def _opened(path: str, form: Form, config_name: str | None = None) -> Source:
+def _opened(path: str, form: Form, config_name: str | None = None, held_out: bool = False) -> Source:
+    """The data set, which has rows to train on, or to hold out if held_out is True. Prints what is not trained on."""
     source = open_source(path, config_name)
-    if not sum(map(len, source.training)):
+    if not held_out and source.held_out and not source.training:
+        raise UserError(f"{source.note} There is nothing else in it.")
+    if not sum(map(len, (held_out and source.held_out) or source.training)):
         raise UserError(f"{path}: found no records; it needs at least one with {alternatives(form.columns)}.")
+    if source.note and not held_out:
+        say(source.note)
     return source
 
 
@@ -225,8 +231,8 @@ def _refuse_trained_on(sources: list[Source], eval_sources: list[Source]) -> Non
     for source in eval_sources:
         if any(records.fingerprint in trained for records in source.held_out or source.training):
             raise UserError(
-                f"--eval_data_path {source.name}: these records are trained on, by --data_path. Leave it out "
-                "(some rows are then held out), or give other records."
+                f"{source.name}: its held-out records are trained on, by --data_path. Give --eval_data_path other "
+                "records, or leave it out (some rows are then held out)."
             )
 
 

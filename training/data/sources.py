@@ -1,6 +1,6 @@
 """Opens the data sets that `--data_path` names. A `Source` holds a data set's training records and held-out records.
 
-    source = open_source("Dahoas/rm-static")        # or a file, or a folder
+    source = open_source("Dahoas/rm-static")        # or a file, or a folder; "data:eval" is the split eval of data
     source.training, source.held_out                # lists of Records
 
 A name is looked for on this machine first. The Hugging Face Hub is never asked for a name that can only be a path. The
@@ -10,10 +10,13 @@ recipes train on the same texts here.
 
 import hashlib
 import json
-import tempfile
-from collections.abc import Callable, Iterable
+import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+
+import huggingface_hub
+from fsspec.utils import glob_translate
 
 from engine.errors import UserError
 from engine.models.places import can_be_hub_name
@@ -29,46 +32,68 @@ from training.data.files import (
     unread_columns,
 )
 
-HELD_OUT_SPLITS = ("test", "validation", "eval")  # the first of these splits that a data set has is held out
+HELD_OUT_SPLITS = {  # {split: words that mean it}; the first of these splits that a data set has is held out
+    "test": {"test", "testing", "held", "heldout", "holdout"},
+    "validation": {"validation", "valid", "val", "dev"},
+    "eval": {"eval", "evaluation"},
+}
+WORDS = HELD_OUT_SPLITS | {"train": {"train", "training"}}
+SHARD = re.compile(r"(.+)-\d+-of-\d+\b")  # train_sft-00000-of-00003.parquet, as `datasets` names files
+NO_DATA = {"README.md", "config.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json"}
+COLUMNS = ("messages", "conversations", "text", "prompt", "chosen", "rejected", "response", "completion")
+SHOWN = 5  # number of files that a line names
 DEEPSPEED_CHAT_FILES = "local/jsonfile"  # DeepSpeed-Chat's name for data/train.json and data/eval.json
 PROBE_SECONDS = 10
+Splits = dict[str, list[Path | Records]]  # {split: its records, or the files that hold them}
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One data set. held_out: the held-out split that the data set comes with; empty if it has none."""
+    """One data set. training: empty if the data set comes with held-out splits only. held_out: the held-out split that
+    it comes with; empty if it has none. note: a line about what is not trained on; "" if there is nothing to tell."""
 
     name: str
     training: list[Records]
     held_out: list[Records]
+    note: str = ""
 
 
-def open_source(name: str, config_name: str | None = None) -> Source:
-    """The data set of this name: a file, a folder, or a name on the Hub.
+def name_and_split(given: str) -> tuple[str, str | None]:
+    """("data", "eval") for "data:eval"; (given, None) for a name without a split, or if a file has this very name."""
+    name, _, split = given.rpartition(":")
+    named = name and re.fullmatch(r"[\w-]+", split) and not Path(given).exists()
+    return (name, split) if named else (given, None)
 
-    config_name: which configuration to read, for a data set that has several on the Hub. Raises: UserError if there is
-    no data set of this name, or if the data set cannot be read, or the Hub cannot be reached.
+
+def open_source(given: str, config_name: str | None = None) -> Source:
+    """The data set of this name: a file, a folder, or a name on the Hub; a split of it, as in "data:eval".
+
+    config_name: which configuration to read, for a data set that has several. Raises: UserError if there is no data set
+    of this name, or if the data set cannot be read, or the Hub cannot be reached.
     """
-    if not name:
+    if not given:
         raise UserError("--data_path: found an empty name; give a file, a folder, or a data set on the Hub.")
-    path = Path(name).expanduser()
+    name, asked = name_and_split(given)
+    path, unread = Path(name).expanduser(), []
     try:
         is_folder, exists = path.is_dir(), path.exists()
     except OSError as error:  # no permission to enter a folder of the path
         raise UserError(f"{name}: cannot be looked at ({error.strerror}). Check the path.") from None
     if is_folder:
-        splits = _folder_splits(path, config_name)
+        splits, unread = _folder_splits(path, config_name)
     elif name == DEEPSPEED_CHAT_FILES:
         splits = {split: [read_records(Path("data") / f"{split}.json")] for split in ("train", "eval")}
     elif exists or is_path(name):
         splits = {"train": [read_records(path)]}
     else:
         splits = _hub_splits(name, config_name)
-    training, held_out = _chosen_splits(name, splits)
+    chosen = _chosen_splits(name, asked, splits)
+    training, held_out = (_read(path, splits.get(split, [])) for split in chosen)
+    note = "" if asked else _note(name, splits, *chosen, unread)
     change = known_change(name)
     if change is not None:
         training, held_out = ([ChangedRecords(part, change, name) for part in parts] for parts in (training, held_out))
-    return Source(name, training, held_out)
+    return Source(given, training, held_out, note)
 
 
 def is_path(name: str) -> bool:
@@ -76,76 +101,146 @@ def is_path(name: str) -> bool:
     return data_ending(name) in ENDINGS or not can_be_hub_name(name)
 
 
-def _chosen_splits(name: str, splits: dict[str, list[Records]]) -> tuple[list[Records], list[Records]]:
-    """(training records, held-out records) of a data set's splits. The held-out records may be []."""
-    others = [split for split in splits if split not in HELD_OUT_SPLITS]
-    if "train" not in splits and len(others or splits) > 1:
+def split_of(name: str) -> str | None:
+    """The split of which a word in the name speaks: "eval" for eval_prompts and for testSets "test"; None without such
+    a word. A name with several words is held out."""
+    words = {re.sub("(set)?s?$", "", word.lower()) for word in re.findall("[A-Z]?[a-z]+|[A-Z]+", name)}
+    return next((split for split, known in WORDS.items() if known & words), None)
+
+
+def _chosen_splits(name: str, asked: str | None, splits: Splits) -> tuple[str | None, str | None]:
+    """(the split to train on, the split to hold out) of a data set's splits; None where there is none. asked: the only
+    split that is read."""
+    if asked is not None:
+        if asked not in splits:
+            raise UserError(f"{name}: found no split {asked}; it has {', '.join(splits)}.")
+        return asked, None
+    kinds = {split: split_of(split) for split in sorted(splits, key=len)}
+    others = [split for split in splits if kinds[split] in ("train", None)]
+    if "train" not in splits and len(others) > 1:
         raise UserError(
-            f"{name}: found the splits {', '.join(splits)}, and none is called train. Save the "
-            "one that is meant as a .jsonl or .parquet file and give that."
+            f"{name}: found the splits {', '.join(splits)}, and none is called train. Name the one that is meant: "
+            f"{name}:{others[0]}."
         )
-    training = "train" if "train" in splits else next(iter(others or splits))
-    held_out = next((split for split in HELD_OUT_SPLITS if split in splits and split != training), None)
-    return splits[training], splits[held_out] if held_out else []
+    held_out = next((split for kind in HELD_OUT_SPLITS for split in kinds if kinds[split] == kind), None)
+    return "train" if "train" in splits else next(iter(others), None), held_out
 
 
-def _folder_splits(path: Path, config_name: str | None = None) -> dict[str, list[Records]]:
-    """The splits of a folder. The folder was written by `save_to_disk`, or it holds data files. Data files are assigned
-    to splits by the rules for data-set repositories: names such as train.json and test.json, folders such as train/ and
-    test/, or a README.md that lists the files of each split."""
+def _note(name: str, splits: Splits, training: str | None, held_out: str | None, unread: list[str]) -> str:
+    """The note of a `Source`. unread: files that are in no split."""
+    unread = [split for split in splits if split not in (training, held_out)] + unread
+    files = [part.name for part in splits.get(held_out, []) if isinstance(part, Path)]
+    apart = [f"held out: {held_out} ({_few(files)})" if files else f"held out: {held_out}"]
+    told = apart * bool(files or not training) + [f"not read: {_few(unread)}"] * bool(unread)
+    return f"{name}: {'; '.join(told)}. To train on a part, name its file or split ({name}:SPLIT)." if told else ""
+
+
+def _few(names: list[str]) -> str:
+    return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN:,} more" if len(names) > SHOWN else "")
+
+
+def _read(path: Path, parts: list[Path | Records]) -> list[Records]:
+    """The records of each part of a split of the folder `path`. Raises UserError if its files are of several kinds: by
+    their endings, or by the columns of their first records."""
+    read = [read_records(part) if isinstance(part, Path) else part for part in parts]
+    kinds = {}
+    for file, records in zip(parts, read):
+        if isinstance(file, Path) and len(records) and isinstance(first := records[0][1], dict):
+            columns = [column for column in COLUMNS if column in first]
+            kind = " ".join([data_ending(file).removesuffix("l"), *columns])
+            kinds.setdefault(kind, f"{file.relative_to(path)} ({', '.join(columns)})")
+    if len(kinds) > 1:
+        raise UserError(
+            f"{path}: found files of several kinds, by endings or columns: {'; '.join(kinds.values())}. Give those "
+            "that are meant instead of the folder."
+        )
+    return read
+
+
+def _folder_splits(path: Path, config_name: str | None = None) -> tuple[Splits, list[str]]:
+    """(splits of a folder, names of files in it that are in no split). The folder was written by `save_to_disk`, or it
+    holds data files."""
+    if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
+        return _saved_splits(path), []
+    try:
+        files = [file.relative_to(path) for file in sorted(path.rglob("*"), key=str) if file.is_file()]
+        files = [file for file in files if not any(part.startswith((".", "__")) for part in file.parts)]
+        data = [file for file in files if data_ending(file) in ENDINGS and file.name not in NO_DATA]
+        if not data:
+            raise ValueError(f"no file in it ends in {', '.join(ENDINGS)}")
+        splits = _splits_of_card(path, data, config_name) or _splits_by_name(data)
+    except Exception as error:  # a README.md can make the libraries raise any kind of error
+        raise UserError(
+            f"{path}: found no data set in this folder ({_first_line(error)}). Give the files that are meant, or a "
+            "folder of .jsonl, .json, .csv or .parquet files, or one of save_to_disk."
+        ) from None
+    unread = set(files).difference(*splits.values())
+    unread = [str(file) for file in sorted(unread) if file.name not in NO_DATA and file.suffix not in ("", ".md")]
+    return {split: [path / file for file in part] for split, part in splits.items()}, unread
+
+
+def _splits_by_name(files: list[Path]) -> dict[str, list[Path]]:
+    """{split: its files}. The outermost folder with a split's word in its name decides, else the file's name. Files
+    without such a word are for training; but beside files whose words say so they are in no split."""
+    splits: dict[str | None, list[Path]] = {}
+    for file in files:
+        shard = SHARD.match(file.name)
+        named = [*map(split_of, file.parts[:-1]), shard[1] if shard else split_of(file.name.split(".")[0])]
+        splits.setdefault(next(filter(None, named), None), []).append(file)
+    unnamed = splits.pop(None, [])
+    if unnamed and "train" not in map(split_of, splits):
+        splits["train"] = unnamed
+    return splits
+
+
+def _splits_of_card(path: Path, files: list[Path], config_name: str | None) -> dict[str, list[Path]]:
+    """{split: its files} by the `configs` of the folder's README.md, as on the Hub; {} if it has none. Its patterns are
+    compared with the names of the files in the folder, so they reach no other file and no address."""
+    card = huggingface_hub.metadata_load(path / "README.md") if (path / "README.md").is_file() else None
+    configs = {config["config_name"]: config for config in (card or {}).get("configs") or []}
+    if not configs:
+        return {}
+    default = [name for name in configs if len(configs) == 1 or name == "default" or configs[name].get("default")]
+    config = configs.get(config_name or next(iter(default), None))
+    if config is None:
+        raise ValueError(f"README.md has the configurations {', '.join(configs)}")
+    folder, listed, splits = config.get("data_dir") or "", config.get("data_files"), {}
+    if listed is None:
+        return _splits_by_name([file for file in files if file.is_relative_to(folder)])
+    for each in [listed] if isinstance(listed, str) else listed:
+        split, patterns = ("train", each) if isinstance(each, str) else (each["split"], each["path"])
+        for pattern in [patterns] if isinstance(patterns, str) else patterns:
+            shown = re.compile(glob_translate(str(Path(folder, pattern))))
+            found = [file for file in files if shown.match(str(file))]
+            if not found:
+                raise ValueError(f"README.md lists {pattern}, which is the relative name of no data file in it")
+            splits.setdefault(split, []).extend(found)
+    return {split: list(dict.fromkeys(found)) for split, found in splits.items()}
+
+
+def _saved_splits(path: Path) -> Splits:
+    """The splits of a folder that `save_to_disk` wrote. Raises UserError if it is broken, or names files elsewhere."""
     import datasets
 
-    if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
-        content = hash_of_files(file for file in sorted(path.rglob("*")) if file.is_file())
-        try:
-            several = path / "dataset_dict.json"
-            for name in json.loads(several.read_text())["splits"] if several.exists() else ["."]:
-                for part in json.loads((path / name / "state.json").read_text())["_data_files"]:
-                    check_arrow(path / name / part["filename"])
-            saved = datasets.load_from_disk(str(path))
-        except UserError:
-            raise
-        except Exception as error:  # bad files can make the library raise any kind of error
-            raise UserError(
-                f"{path}: found a data set of save_to_disk that is broken ({_first_line(error)}). Save it again."
-            ) from None
-        return _dataset_splits(saved, str(path), content)
+    hashes = [bytes.fromhex(DataFile(file).hash()) for file in sorted(path.rglob("*")) if file.is_file()]
     try:
-        with tempfile.TemporaryDirectory() as unused:  # the builder asks for a cache folder, and writes nothing
-            found = datasets.load_dataset_builder(str(path.absolute()), config_name, cache_dir=unused).config.data_files
-    except Exception as error:  # any kind of error of the library; a loading script is not run
+        several = path / "dataset_dict.json"
+        for name in json.loads(several.read_text())["splits"] if several.exists() else [""]:
+            for part in json.loads((path / name / "state.json").read_text())["_data_files"]:
+                if name == ".." or "/" in name + part["filename"]:
+                    raise ValueError(f"{name}/{part['filename']} is not the name of a file in it")
+                check_arrow(path / name / part["filename"])
+        saved = datasets.load_from_disk(str(path))
+    except UserError:
+        raise
+    except Exception as error:  # bad files can make the library raise any kind of error
         raise UserError(
-            f"{path}: found no data set in this folder ({_first_line(error)}). Give a folder of .jsonl, "
-            ".json, .csv or .parquet files, one of save_to_disk, or a file."
+            f"{path}: found a data set of save_to_disk that is broken ({_first_line(error)}). Save it again."
         ) from None
-    files = {str(split): [Path(file) for file in paths] for split, paths in found.items()}
-    used = {data_ending(file) for paths in files.values() for file in paths}
-    _refuse_mixture(path, used)
-    if used.issubset(ENDINGS):
-        return {split: [read_records(file) for file in paths] for split, paths in files.items()}
-    content = hash_of_files(file for paths in files.values() for file in paths)
-    return _dataset_splits(_loaded(str(path.absolute()), config_name), str(path), content)  # .bz2, say
+    return _dataset_splits(saved, str(path), hashlib.sha256(b"".join(hashes)).hexdigest())
 
 
-def _refuse_mixture(path: Path, used: set[str]) -> None:
-    """Raise UserError if the folder has data files that would be ignored, because most files have another ending. used:
-    the files that would be read."""
-    stray = next(
-        (
-            file
-            for file in sorted(path.iterdir())
-            if data_ending(file) in set(ENDINGS) - used and file.name != "dataset_infos.json"
-        ),
-        None,
-    )
-    if stray and not (path / "README.md").exists():
-        raise UserError(
-            f"{path}: found files that end in {', '.join(sorted(used))} and also {stray.name}; the files "
-            "of a folder end alike. Give the files one by one instead of the folder."
-        )
-
-
-def _hub_splits(name: str, config_name: str | None) -> dict[str, list[Records]]:
+def _hub_splits(name: str, config_name: str | None) -> Splits:
     from huggingface_hub import HfApi, constants
 
     if not constants.HF_HUB_OFFLINE:
@@ -158,14 +253,10 @@ def _hub_splits(name: str, config_name: str | None) -> dict[str, list[Records]]:
                 "without a network, give local files, or set HF_HUB_OFFLINE=1 to read a data set that was "
                 "loaded before."
             ) from None
-    return _dataset_splits(_loaded(name, config_name), name, None)
-
-
-def _loaded(name: str, config_name: str | None = None):
     import datasets
 
     try:
-        return datasets.load_dataset(name, config_name)
+        return _dataset_splits(datasets.load_dataset(name, config_name), name, None)
     except Exception as error:  # any kind of error of the library
         raise UserError(
             f"{name}: the data set cannot be loaded ({_first_line(error)}). Check the name, or "
@@ -173,7 +264,7 @@ def _loaded(name: str, config_name: str | None = None):
         ) from None
 
 
-def _dataset_splits(loaded, name: str, content: str | None) -> dict[str, list[Records]]:
+def _dataset_splits(loaded, name: str, content: str | None) -> Splits:
     """The splits of a `Dataset` or `DatasetDict`. content: a hash of its files; None to use the library's
     fingerprint."""
     parts = loaded if isinstance(loaded, dict) else {"train": loaded}
@@ -182,14 +273,6 @@ def _dataset_splits(loaded, name: str, content: str | None) -> dict[str, list[Re
         table, fingerprint = part.data.table, f"{content or part._fingerprint} {split}"
         splits[str(split)] = [ArrowRecords(table, unread_columns(table.schema), f"{name}, split {split}", fingerprint)]
     return splits
-
-
-def hash_of_files(paths: Iterable[Path]) -> str:
-    """SHA-256 of the contents of the files, in this order, as hexadecimal digits."""
-    total = hashlib.sha256()
-    for path in paths:
-        total.update(bytes.fromhex(DataFile(path).hash()))
-    return total.hexdigest()
 
 
 def _first_line(error: Exception) -> str:

@@ -25,7 +25,7 @@ from engine.zero.communication import slots_by_host
 from training.checkpoints.conditions import fingerprints
 from training.checkpoints.resuming import ResumePoint
 from training.config.step3 import RLHFFlags
-from training.data.sources import DEEPSPEED_CHAT_FILES, is_path, open_source
+from training.data.sources import DEEPSPEED_CHAT_FILES, is_path, name_and_split, open_source
 from training.reporting.records import command_line
 from training.runtime.first_lines import changes_since, dialect_lines, plan_lines, score_lines
 from training.runtime.memory_lines import memory_lines, memory_of_one_model
@@ -104,7 +104,7 @@ def opened(data: Sequence[str], unseen: Sequence[str]) -> list[str]:
     """Open each data set that is on this machine; returns a line for each. unseen: the data sets that are not on it.
     Raises UserError if a data set cannot be used."""
     sources = [open_source(path) for path in dict.fromkeys(data) if path not in unseen]
-    return [f"data {source.name}: {sum(map(len, source.training))} records" for source in sources]
+    return [f"data {source.name}: {sum(map(len, source.training or source.held_out))} records" for source in sources]
 
 
 def unseen_models(args, *paths: str | None) -> list[str]:
@@ -117,7 +117,7 @@ def unseen_data(paths: Sequence[str]) -> list[str]:
     return [
         path
         for path in dict.fromkeys(paths)
-        if path != DEEPSPEED_CHAT_FILES and not is_path(path) and not Path(path).exists()
+        if (name := name_and_split(path)[0]) != DEEPSPEED_CHAT_FILES and not is_path(name) and not Path(name).exists()
     ]
 
 

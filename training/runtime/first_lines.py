@@ -145,6 +145,7 @@ def supervised_lines(
         f"{distributed.ranks_in_words()}",
         *supervised_schedule(args, len(examples)).lines(),
         *too_long(examples, noun, "--max_seq_len", args, tokenizer, [args.model_name_or_path]),
+        f"ZeRO stage {args.engine_config().stage}; {args.dtype}",
         *model_notes(args, "model_name_or_path"),
     ]
 
@@ -210,7 +211,9 @@ def _score_changes(dialect: Dialect, longest: int) -> list[str]:
 
 def plan_lines(args: RLHFFlags, plan: Plan) -> list[str]:
     """Lines about data, steps and engines, and examples of prompts that are too long. A dry run shows more examples."""
-    stages = ", ".join(f"{config.role} {config.stage}" for config in plan.spec.engine_configs)
+    stages = ", ".join(
+        f"{config.role} {config.stage}{' (offloaded)' if config.offload else ''}" for config in plan.spec.engine_configs
+    )
     blocks = f"; {len(plan.texts)} blocks of text for mixed pretraining" if plan.texts else ""
     scorer = ""
     if args.critic_model_name_or_path is not None and plan.dialect.critic_start != "reward_model":

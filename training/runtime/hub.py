@@ -35,9 +35,7 @@ from engine.files import read_text
 from engine.models.places import ADAPTER_CONFIG, base_of, is_adapter, one_line
 from engine.whole_files import write_whole
 from training.config.flags import HubFlags
-from training.data.files import ENDINGS as DATA_ENDINGS
-from training.data.files import data_ending
-from training.data.sources import DEEPSPEED_CHAT_FILES
+from training.data.sources import DEEPSPEED_CHAT_FILES, is_path, name_and_split
 from training.reporting.health import FINE
 from training.reporting.records import METRICS_FILE, RUN_FILE, git_state, read_metrics, read_run_record, versions
 from training.reporting.standard_errors import ENDINGS, with_error
@@ -237,7 +235,7 @@ def model_card(run: RunFacts, name: str) -> str:
     """The text of the card of the model that the run saves in the folder `name` ("." for the output folder itself)."""
     role, adapter = name.removesuffix("_adapter") if run.kind == "ppo" else run.kind, name.endswith("adapter")
     flags = run.start["flags"]
-    data = hub_names(path for flag in DATA_FLAGS for path in _listed(flags.get(flag)))
+    data = hub_names(name_and_split(path)[0] for flag in DATA_FLAGS for path in _listed(flags.get(flag)))
     start = flags.get("model_name_or_path") or flags["actor_model_name_or_path"]
     base = [] if role.startswith("critic") else hub_names([start], run.known)
     about = ROLES[role].about + (" This folder holds the adapter alone; peft loads its base with it." * adapter)
@@ -424,7 +422,7 @@ _NAME = re.compile(r"\w[\w.-]{0,95}(/\w[\w.-]{0,95})?")
 def is_hub_name(given: str) -> bool:
     """Whether the value of a flag for a model or data set, as run.json has it, is a name on the Hub."""
     found = _NAME.fullmatch(given) is not None and given != DEEPSPEED_CHAT_FILES
-    return found and data_ending(given) not in DATA_ENDINGS
+    return found and not is_path(given)
 
 
 def hub_names(given: Iterable[str], known: Mapping[str, str] | None = None) -> list[str]:
@@ -436,8 +434,8 @@ def hub_names(given: Iterable[str], known: Mapping[str, str] | None = None) -> l
 
 def publicly(given: str, what: str, known: Mapping[str, str] | None = None) -> str:
     """Markdown with what may be published about a model or a data set. what: "data" for a data set."""
-    if is_hub_name(given):
-        return f"[{given}](https://huggingface.co/{'datasets/' if what == 'data' else ''}{given})"
+    if is_hub_name(name := name_and_split(given)[0]):
+        return f"[{given}](https://huggingface.co/{'datasets/' if what == 'data' else ''}{name})"
     if known and given in known:
         name = known[given]
         return f"a local {what}, not on the Hub, which began as [{name}](https://huggingface.co/{name})"

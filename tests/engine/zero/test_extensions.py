@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -195,7 +196,11 @@ def test_the_ranks_of_a_node_share_the_cores_that_they_may_use(monkeypatch, rank
     monkeypatch.setattr(extensions.socket, "gethostname", lambda: ranks[0][0])
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: ranks[0][1])
     monkeypatch.setattr(extensions.distributed, "all_gather_objects", lambda own: [own, *ranks[1:]])
-    assert extensions.own_cores() == threads
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    number = mock.Mock()
+    monkeypatch.setattr(torch, "set_num_threads", number)
+    extensions.share_cores.__wrapped__()
+    number.assert_called_once_with(threads)
 
 
 @pytest.mark.parametrize("given, torchrun, threads", [(None, 0, 2), ("1", 0, 7), ("1", 1, 2), ("7", 1, 7)])
@@ -204,7 +209,8 @@ def test_a_number_of_threads_that_the_user_gave_stays(monkeypatch, capsys, given
     number = [7]
     monkeypatch.setattr(torch, "set_num_threads", number.append)
     monkeypatch.setattr(torch, "get_num_threads", lambda: number[-1])
-    monkeypatch.setattr(extensions, "own_cores", lambda: 2)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.setattr(extensions.distributed, "all_gather_objects", lambda own: [own])
     for name, value in (("OMP_NUM_THREADS", given), ("TORCHELASTIC_RUN_ID", "none" if torchrun else None)):
         monkeypatch.setenv(name, value) if value else monkeypatch.delenv(name, raising=False)
     extensions.share_cores.__wrapped__()

@@ -96,10 +96,17 @@ def test_what_is_copied_from_a_gpu_is_pinned_as_it_is(monkeypatch, code):
     there = [replace(shard, values=shard.values.as_subclass(OnGPU)) for shard in TinyModel().shards()]
     shards = {"actor": there}
     copy = saving.HostCopy()
-    assert copy.has_room(shards) and copy.has_room(shards)
+    assert copy.of(shards) and copy.of(shards)
     first = ("register", copy.buffer.data_ptr(), 192, 0)
     assert called == [first] and ones.call_count == (code != 0)
     assert [shard.values.tolist() for shard in copy.of(shards)["actor"]] == [[4, 5], [0, 1, 2, 3], [0] * 4]
     more = {"actor": there, "critic": there}
-    assert copy.has_room(more) and len(copy.buffer) == 2 * 192
+    assert copy.of(more) and len(copy.buffer) == 2 * 192
     assert called == [first, *[("unregister", first[1])] * (code == 0), ("register", copy.buffer.data_ptr(), 384, 0)]
+
+
+def test_an_error_without_words_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(saving, "write_shards", mock.Mock(side_effect=MemoryError))
+    run = TinyRun(tmp_path, steps=1)
+    run.train_to(1)
+    assert "rank 0: MemoryError." in run.said[-1]

@@ -293,12 +293,10 @@ def test_a_missing_end_is_one_rule():
             "--actor_lr. actor_lr is a field of the dialect. Give --actor_learning_rate 1e-5, or --set actor_lr=1e-5.",
         ),
         (("--kl_coeff", "1"), "--kl_coeff. Did you mean --kl_coef?"),
-        (("--overlong_prompts", "truncate"), "--overlong_prompts. It is called --overlong now. truncate: give cut_"),
-        (("--overlong_prompts=drop",), "--overlong_prompts. It is called --overlong now."),
         (("--name", "mine"), "--name."),
     ],
 )
-def test_a_field_of_the_dialect_or_an_old_name_that_is_no_flag(words, message):
+def test_a_field_of_the_dialect_that_is_no_flag(words, message):
     assert refusal(*words, flags_class=RLHFFlags).startswith(f"unknown flag {message}")
     if words[0] == "--kl_controller":
         assert refusal(*words, flags_class=RLHFFlags).endswith("Give --set kl_controller=adaptive.")

@@ -79,7 +79,7 @@ def test_a_folder_may_hold_compressed_files_beside_others(tmp_path):
     assert [record["text"] for part in parts for _, record in every(part)] == ["a", "b", "c"]
     assert parts[1][0][0] == f"{tmp_path}/b.jsonl.gz, line 1"
     (tmp_path / "d.csv.gz").write_bytes(gzip.compress(b"text\nd\n"))
-    with pytest.raises(UserError, match=r"found files that end in \.jsonl and also d\.csv\.gz"):
+    with pytest.raises(UserError, match=r"of several kinds.*a\.jsonl \(text\); d\.csv\.gz \(text\)"):
         open_source(str(tmp_path))
 
 
@@ -323,9 +323,8 @@ def test_a_git_lfs_pointer_is_called_one(tmp_path, name, as_folder):
         open_source(str(tmp_path if as_folder else tmp_path / name))
 
 
-@pytest.mark.parametrize("name", ["data/rows.jsonl.lz4", "state.json", "data-00000-of-00001.arrow"])
+@pytest.mark.parametrize("name", ["state.json", "data-00000-of-00001.arrow"])
 def test_a_git_lfs_pointer_in_a_folder_that_a_library_reads_is_called_one(tmp_path, name):
-    (tmp_path / "data").mkdir()
     (tmp_path / name).write_bytes(POINTER)
     if name.endswith(".arrow"):
         (tmp_path / "state.json").write_text("{}")

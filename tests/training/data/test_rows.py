@@ -99,8 +99,11 @@ def test_records_are_not_given_twice(data):
     one, copy, other = data("a.jsonl", 9), data("copy.jsonl", 9), data("b.jsonl", 9, 100)
     with pytest.raises(UserError, match=r"--data_path: .*copy.jsonl holds the same records as .*a.jsonl"):
         load(one, copy)
-    with pytest.raises(UserError, match=r"--eval_data_path .*copy.jsonl: these records are trained on"):
+    with pytest.raises(UserError, match=r"copy.jsonl: its held-out records are trained on, by --data_path"):
         load(one, other, eval_data_path=[copy])
+    folder = data("set/train.jsonl", 9), data("set/test.jsonl", 9)
+    with pytest.raises(UserError, match=r"set: its held-out records are trained on"):
+        load(str(Path(folder[0]).parent), held_out=3)
     assert len(load(one, eval_data_path=[other])[1]) == 9
 
 

@@ -9,7 +9,7 @@ import pytest
 from engine.errors import UserError
 from training.data import sources
 from training.data.files import Unread
-from training.data.sources import known_change, open_source
+from training.data.sources import known_change, name_and_split, open_source
 
 
 def lines(*texts: str) -> str:
@@ -30,6 +30,10 @@ def folder(tmp_path):
         return str(tmp_path / "set")
 
     return write
+
+
+def card(config: str) -> str:
+    return f"---\nconfigs:\n- {{config_name: {config}}}\n---\n".replace("}, {", "}\n- {")
 
 
 @pytest.mark.parametrize(
@@ -57,10 +61,73 @@ def folder(tmp_path):
         ),
     ],
 )
-def test_folders(folder, monkeypatch, tmp_path, files, training, held_out):
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "copies")
+def test_folders(folder, files, training, held_out):
     source = open_source(folder(**files))
     assert (texts_of(source.training), texts_of(source.held_out)) == (training, held_out)
+
+
+@pytest.mark.parametrize(
+    "names, training, note",
+    [  # by hand: what a person who reads the names would train on
+        (["a", "b", "eval-a"], ["a", "b"], "held out: eval (eval-a.jsonl)"),
+        (["a", "evalQuestions", "latest"], ["a", "latest"], "held out: eval (evalQuestions.jsonl)"),
+        (["train", "b"], ["train"], "not read: b.jsonl"),
+        (["train", "validation", "test"], ["train"], "held out: test (test.jsonl); not read: validation"),
+        (["train__eval", "TESTSET__train"], ["train__eval"], "held out: test (train.jsonl)"),
+        (["train_of_eval"], [], "held out: eval (train_of_eval.jsonl)"),
+        (["data__chat-0-of-1", "dev-0-of-1"], ["data__chat-0-of-1"], "held out: dev (dev-0-of-1.jsonl)"),
+        (
+            [f"b{number}" for number in range(7)] + ["train"],
+            ["train"],
+            "not read: b0.jsonl, b1.jsonl, b2.jsonl, b3.jsonl, b4.jsonl and 2 more",
+        ),
+    ],
+)
+def test_each_file_of_a_folder_is_in_a_split_or_is_named(tmp_path, names, training, note):
+    for name in names:
+        path = tmp_path / "set" / f"{name.replace('__', '/')}.jsonl"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(lines(name))
+    source = open_source(str(tmp_path / "set"))
+    assert (texts_of(source.training), source.note.split(": ", 1)[1].split(". To train")[0]) == (training, note)
+
+
+def test_files_that_no_step_can_read_are_named_and_no_code_is_run(folder):
+    path = folder(a_jsonl=lines("a"), set_py="1 / 0", b_txt="", README_md="A set.", LICENSE="", _hidden__c_csv="")
+    assert "set: not read: b.txt, set.py. To train" in open_source(path).note
+
+
+@pytest.mark.parametrize("listed", ["ftp://127.0.0.1/a.jsonl", "../set/a.jsonl", "/etc/a.jsonl", "b.jsonl", "**.jsonl"])
+def test_a_card_lists_files_below_its_folder_alone(folder, monkeypatch, listed):
+    monkeypatch.setattr("socket.socket.connect", lambda *_: pytest.fail("connected"))
+    path = folder(a_jsonl=lines("a"), README_md=card(f"default, data_files: '{listed}'"))
+    with pytest.raises(UserError, match="set: found no data set in this folder .*(README.md lists|Invalid pattern)"):
+        open_source(path)
+
+
+def test_the_configuration_of_a_card(folder):
+    cards = card("a, data_dir: x}, {config_name: b, default: true, data_files: [{split: test, path: ['y/*']}]")
+    path = folder(x__a_jsonl=lines("a"), y__b_jsonl=lines("b"), y__z__c_jsonl=lines("c"), README_md=cards)
+    assert texts_of(open_source(path).held_out) == ["b"] and texts_of(open_source(path, "a").training) == ["a"]
+    assert "held out: test (b.jsonl); not read: x/a.jsonl, y/z/c.jsonl" in open_source(path).note
+
+
+def test_a_split_is_named_behind_a_colon(tmp_path, monkeypatch):
+    part = datasets.Dataset.from_dict({"text": ["a", "b"]})
+    saved, hub = str(tmp_path / "saved"), datasets.DatasetDict(train_sft=part, test_sft=part.select([1]))
+    hub.save_to_disk(saved)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(datasets, "load_dataset", lambda name, config: {"owner/name": hub}[name])
+    for name in (saved, "owner/name"):
+        assert [texts_of(open_source(name).training), texts_of(open_source(name).held_out)] == [["a", "b"], ["b"]]
+        one = open_source(f"{name}:test_sft")
+        assert (one.name, texts_of(one.training), one.held_out) == (f"{name}:test_sft", ["b"], [])
+        with pytest.raises(UserError, match="found no split test; it has train_sft, test_sft"):
+            open_source(f"{name}:test")
+    (tmp_path / "saved:test_sft").mkdir()  # this very name
+    with pytest.raises(UserError, match="saved:test_sft: found no data set"):
+        open_source(f"{saved}:test_sft")
+    assert name_and_split("w:rows.jsonl") == ("w:rows.jsonl", None)
 
 
 def test_records_of_a_folder_are_told_with_file_and_line(folder):
@@ -107,21 +174,19 @@ def test_the_fingerprint_of_a_saved_set_is_of_its_content(tmp_path):
 @pytest.mark.parametrize(
     "name, content, reason",
     [
-        ("set.py", "open('ran', 'w')", "found no data set in this folder .Dataset scripts are no longer supported"),
-        ("dataset_infos.json", "[" * 200_000, "found no data set in this folder .maximum recursion depth"),
-        ("dataset_infos.json", "[1]", "found no data set in this folder"),
         ("README.md", "---\na: [\n---\n", "found no data set in this folder"),
+        ("README.md", "---\na: " + "[" * 20_000 + "\n---\n", "found no data set in this folder .maximum recursion"),
+        ("README.md", card("a, data_files: x.jsonl}, {config_name: b"), "found .* .README.md has the .* a, b"),
+        ("dataset_dict.json", '{"splits": ["../set"]}', "found a data set of save_to_disk that is broken"),
         ("state.json", "[" * 200_000, "found a data set of save_to_disk that is broken"),
         ("dataset_dict.json", "[1]", "found a data set of save_to_disk that is broken"),
     ],
 )
-def test_a_folder_that_the_library_cannot_make_sense_of(tmp_path, monkeypatch, folder, name, content, reason):
-    monkeypatch.chdir(tmp_path)
+def test_a_folder_that_the_library_cannot_make_sense_of(tmp_path, folder, name, content, reason):
     path = folder(train_jsonl=lines("a"))
     (tmp_path / "set" / name).write_text(content)
     with pytest.raises(UserError, match=f"{path}: {reason}"):
         open_source(path)
-    assert not (tmp_path / "ran").exists()
 
 
 def test_the_local_files_of_deepspeed_chat(tmp_path, monkeypatch):
@@ -198,14 +263,14 @@ def test_folders_that_are_no_data_set(folder, tmp_path):
     (tmp_path / "set").mkdir()
     with pytest.raises(UserError, match="set: found no data set in this folder"):
         open_source(str(tmp_path / "set"))
-    with pytest.raises(UserError, match=r"set: found files that end in \.jsonl and also c\.csv"):
+    with pytest.raises(UserError, match=r"set: found files of several kinds.*: a\.jsonl \(text\); c\.csv \(text\)"):
         open_source(folder(a_jsonl=lines("a"), b_jsonl=lines("b"), c_csv="text\na\n"))
 
 
 def test_a_data_set_without_a_training_split_is_refused(tmp_path):
     part = datasets.Dataset.from_dict({"text": ["a"]})
     datasets.DatasetDict(train_sft=part, train_prefs=part).save_to_disk(str(tmp_path / "saved"))
-    with pytest.raises(UserError, match="found the splits train_sft, train_prefs, and none is called train"):
+    with pytest.raises(UserError, match="found the splits train_sft, train_prefs, and none .*/saved:train_sft"):
         open_source(str(tmp_path / "saved"))
 
 

@@ -238,6 +238,7 @@ def test_at_the_start_of_a_run_one_row_of_each_kind_that_does_not_fit_is_shown(m
 
 def test_step_2_tells_of_the_prompts_that_it_normalises_on_too(model):
     args = flags(RewardFlags, model, max_seq_len=20, max_prompt_seq_len=5, max_answer_seq_len=POSITIONS - 6)
+    args.dtype = "bf16"
     args.overlong = "drop"
     pairs = PairExamples([{"prompt": "a", "chosen": " b", "rejected": " c"}] * 16, TOKENIZER, 20)
     prompts = Prompts([ROW, SHORT, SHORT, SHORT], TOKENIZER, 5, "drop")
@@ -245,6 +246,7 @@ def test_step_2_tells_of_the_prompts_that_it_normalises_on_too(model):
         "16 pairs (0 cut, 0 dropped), 16 held out; 1 steps on 1 rank",
         "the run: 1 step, 1 epoch; 2 evaluations; no checkpoints: a run that dies begins anew "
         "(--save_steps, --save_minutes)",
+        "ZeRO stage 0; bf16",
         "3 of 4 prompts (0 cut, 1 dropped: 25.0 %) to normalise scores on",
         "warning: 25.0 % of these 4 rows are longer than --max_prompt_seq_len 5, and were dropped; 95 % of them fit "
         "into 9. The model's positions allow --max_prompt_seq_len 6 at most: give that, if memory allows, or "

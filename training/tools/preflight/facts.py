@@ -27,7 +27,7 @@ from engine.zero.extensions import own_folder
 from training.config.flags import RunFlags
 from training.config.reward import names_file
 from training.config.step3 import RLHFFlags
-from training.data.sources import DEEPSPEED_CHAT_FILES, is_path
+from training.data.sources import DEEPSPEED_CHAT_FILES, is_path, name_and_split
 from training.data.tables import cache_folder
 from training.reporting.records import versions
 from training.runtime.memory_lines import planned_model, setting_here
@@ -330,7 +330,7 @@ def looked_at(name: str, value: str) -> Fact:
             base_of(value, f"--{name}")
             found = fingerprint(value, f"--{name}") or ""  # "" for a name on the Hub that is not downloaded yet
         elif name.endswith(("data_path", "dataset_name")):
-            found = _data(value)
+            found = _data(name_and_split(value)[0])
         elif name == "reward_function":
             where = value.rpartition(":")[0]
             found = content(Path(where)) if names_file(where) else ""

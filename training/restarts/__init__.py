@@ -1,1 +1,0 @@
-"""The former name of `training.checkpoints`, for `python -m training.restarts.export`."""
