@@ -395,8 +395,8 @@ class DataFlags(RunFlags):
 
     data_path: list[str] = flag(
         REQUIRED,
-        "data sets: names on the Hub, folders, or files (.json, .jsonl, .csv, .parquet, also compressed as .gz or "
-        ".zst); NAME:SPLIT names one split of a data set",
+        "data sets: names on the Hub, folders, or files (.json, .jsonl, .csv, .parquet, also compressed as .gz, "
+        ".bz2, .xz or .zst); NAME:SPLIT names one split of a data set",
         group="data",
     )
     data_weights: list[float] = flag(

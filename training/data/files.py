@@ -1,4 +1,4 @@
-"""Reads the records of .jsonl, .json, .csv and .parquet files, also compressed ones (.gz, .zst).
+"""Reads the records of .jsonl, .json, .csv and .parquet files, also compressed ones (COMPRESSIONS).
 
     records = read_records("reviews/sft.jsonl")
     where, record = records[0]                               # "reviews/sft.jsonl, line 1", {"text": "..."}
@@ -7,45 +7,53 @@ Each record comes with its place in the file, for messages. The loaders of the `
 they give no line numbers, guess types (a text that looks like a date becomes a date), and keep cached copies that they
 recognise by the file's time stamp.
 
-A record is read and parsed when it is asked for. Files are not mapped into memory: if a mapped file is truncated, a
-read beyond its new end kills the process. Compressed files and Parquet files give no access to a single record.
-Therefore their content is written once into a temporary file in $TMPDIR. The temporary file has no name, so it vanishes
-when the process ends for any reason. A data file that changes while it is used is refused.
+A record is parsed when it is asked for, because parsed records may take a hundred times the memory of their text. Files
+are not mapped into memory: if a mapped file is truncated, a read beyond its new end kills the process. Compressed files
+and Parquet files give no access to a single record. Therefore their content is written once into a temporary file in
+$TMPDIR. The temporary file has no name, so it vanishes when the process ends for any reason. A data file that changes
+while it is used is refused.
 """
 
+import bz2
+import contextlib
 import csv
+import errno
 import hashlib
-import io
 import json
+import lzma
 import os
 import re
-import subprocess
-import sys
+import resource
 import tempfile
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Protocol
 
 import numpy as np
 import pyarrow
-from pyarrow import parquet, types
+from pyarrow import ipc, parquet, types
 
 from engine.errors import UserError
 from engine.files import lfs_problem, open_file
 from training.data.tables import mapped, no_room
 
 ENDINGS = (".jsonl", ".json", ".csv", ".parquet")
-COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}  # ending: Arrow's name
-BEGINNINGS = {".gz": rb"\x1f\x8b", ".zst": rb"\x28\xb5\x2f\xfd"}
+COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".xz": "xz", ".zst": "zstd"}  # ending: name, Arrow's if Arrow reads it
+DECOMPRESSORS = {"bz2": bz2.BZ2Decompressor, "xz": lzma.LZMADecompressor}  # Arrow fails on empty members of bz2
+BEGINNINGS = {".gz": rb"\x1f\x8b", ".bz2": rb"BZh[1-9]1AY&", ".xz": rb"\xfd7zXZ\0", ".zst": rb"\x28\xb5\x2f\xfd"}
 LARGEST_RATIO = 200  # limit of content size / compressed size: real data stay below, repeated bytes reach over 1,000
-ALWAYS_ALLOWED = 2**28  # bytes of content that are allowed whatever the ratio
+ALWAYS_ALLOWED = 2**26  # bytes of content that are allowed whatever the ratio
 CHUNK = 2**20  # bytes
 LONGEST_TEXT = 10_000_000  # characters; a tokenizer takes 20 seconds for them, and minutes and all memory for more
 LONGEST_CELL = 2**31 - 1  # characters of a cell of a CSV file; the csv module's default limit is 131,072
-NO_BLANK = re.compile(r"[^ \t\r\n]")  # finds the beginning of a JSON value
-WORKER = Path(__file__).with_name("table_worker.py")  # decodes Parquet
+BLANKS, COMMA, END = map(re.compile, (r"[ \t\r\n]*", r"[ \t\r\n]*,[ \t\r\n]*", r"[ \t\r\n]*\]?[ \t\r\n]*"))  # of JSON
+LINE = re.compile(r"[^\r\n]*(?:\r\n?|\n)|[^\r\n]+$")  # a line of CSV
+NESTED = 100_000  # lists and objects that any JSON may have; each takes 30 times the memory of its two brackets
+MEMORY = 2 * 2**30  # bytes that decoding a table may take, beside TIMES the file's size: a file's pages may be large
+TIMES = 8
+ROWS = 1000  # number of rows of a table that are decoded at once
 
 
 class Records(Protocol):
@@ -96,6 +104,7 @@ class DataFile:
             raise UserError(
                 f"{path}: cannot be read ({error.strerror}); check the path (relative ones start from {Path.cwd()})."
             ) from None
+        self.limit = largest_content(self.file)
         self.state = self._state()
 
     def decompress(self) -> None:
@@ -105,13 +114,12 @@ class DataFile:
         Raises: UserError if the file is damaged or truncated, if its content is implausibly large, or if there is no
         room for the temporary file.
         """
-        limit, size = largest_content(self.file), 0
-        stream = pyarrow.CompressedInputStream(self.file, COMPRESSIONS[compression(self.path)])
+        size = 0
         try:
             content = tempfile.TemporaryFile()  # noqa: SIM115
-            while part := self._decompressed(stream):
+            for part in self._decompressed():
                 size += len(part)
-                if size > limit:
+                if size > self.limit:
                     raise UserError(
                         f"{self.path}: becomes more than {LARGEST_RATIO} times as large when it is decompressed, which "
                         "data hardly do. If it is what you mean, decompress it and give what comes out."
@@ -120,14 +128,20 @@ class DataFile:
             content.flush()
         except OSError as error:
             raise no_room(error.strerror) from None
-        self.check()
         self.file = content
         self.state = self._state()
 
-    def _decompressed(self, stream: pyarrow.CompressedInputStream) -> bytes:
+    def _decompressed(self) -> Iterator[bytes]:
+        """The decompressed content in parts of at most CHUNK bytes. All decompression of data is here."""
+        kind = COMPRESSIONS[compression(self.path)]
         try:
-            return stream.read(CHUNK)
-        except (OSError, pyarrow.ArrowException) as error:
+            if kind in DECOMPRESSORS:
+                yield from _content(self.file, DECOMPRESSORS[kind])
+            else:
+                stream = pyarrow.CompressedInputStream(self.file, kind)
+                yield from iter(lambda: stream.read(CHUNK), b"")
+            self.check()  # the stream closes the file at its own end
+        except (OSError, EOFError, lzma.LZMAError, pyarrow.ArrowException) as error:
             raise UserError(
                 f"{self.path}: cannot be decompressed ({str(error).removesuffix('.')}). Was its writing or fetching "
                 f"cut off? Write or fetch it again, or take {self.path.suffix} off its name if it is not compressed."
@@ -175,17 +189,33 @@ class DataFile:
             )
 
 
-class RecordList:
-    """Records that were parsed when the file was read."""
+def _content(file: IO[bytes], decompressor: Callable) -> Iterator[bytes]:
+    """The decompressed content of a file in parts of at most CHUNK bytes. decompressor: a class of `bz2` or `lzma`. The
+    files of these modules would end without an error where a second member is damaged. Raises: OSError, EOFError,
+    lzma.LZMAError."""
+    decoder, content = None, b""
+    while content := content or file.read(2**16):  # what follows a member is copied
+        decoder = decoder or decompressor()
+        yield decoder.decompress(content, CHUNK)
+        while not decoder.eof and not decoder.needs_input:
+            yield decoder.decompress(b"", CHUNK)
+        content, decoder = (decoder.unused_data, None) if decoder.eof else (b"", decoder)
+    if decoder:
+        raise EOFError("Truncated compressed stream")
 
-    def __init__(self, records: Sequence[tuple[str, object]], fingerprint: str):
-        self.records, self.fingerprint = records, fingerprint
+
+class RecordList:
+    """The records of a text that is kept in memory. starts: where the records begin in it. record: a function of a
+    record's number that gives (where, record)."""
+
+    def __init__(self, starts: array, record: Callable[[int], tuple[str, object]], fingerprint: str):
+        self.starts, self.record, self.fingerprint = starts, record, fingerprint
 
     def __len__(self) -> int:
-        return len(self.records)
+        return len(self.starts)
 
     def __getitem__(self, index: int) -> tuple[str, object]:
-        return self.records[index]
+        return self.record(range(len(self.starts))[index])
 
 
 class JsonLines:
@@ -194,22 +224,22 @@ class JsonLines:
 
     def __init__(self, file: DataFile):
         self.path, self.file, self.fingerprint = file.path, file, file.hash()
-        self.starts, blank = array("q", [0]), []  # the start of each line, and last the file's end
-        for number, line in enumerate(file.lines()):
-            self.starts.append(self.starts[-1] + len(line))
-            if line.isspace():
-                blank.append(number)
-        lines = len(self.starts) - 1
-        self.numbers = np.delete(np.arange(lines), blank) if blank else range(lines)  # numbers of lines not blank
+        self.starts, self.numbers = array("q"), array("I")  # of the lines that are not blank
+        self.end = 0
+        for number, line in enumerate(file.lines(), start=1):
+            if not line.isspace():
+                self.starts.append(self.end)
+                self.numbers.append(number)
+            self.end += len(line)
 
     def __len__(self) -> int:
         return len(self.numbers)
 
     def __getitem__(self, index: int) -> tuple[str, object]:
-        number = int(self.numbers[index])
-        start, end = self.starts[number : number + 2]
-        number += 1
-        line = _decoded(self.path, self.file.read(start, end), number)
+        number, start = self.numbers[index], self.starts[index]
+        end = self.starts[index + 1] if index + 1 < len(self) else self.end
+        line = _decoded(self.path, self.file.read(start, end).partition(b"\n")[0], number)
+        _check_brackets(f"{self.path}, line {number}", line)
         try:
             return f"{self.path}, line {number}", json.loads(line)
         except (ValueError, RecursionError) as error:  # also raised for a number with thousands of digits
@@ -328,7 +358,7 @@ def read_records(path: str | Path) -> Records:
         raise UserError(
             f"{path}: found the ending '{ending}{compression(path)}'; data files end in .jsonl (one JSON object a "
             "line), .json (a list of objects), .csv (with a line of column names) or .parquet, with "
-            f"{' or '.join(COMPRESSIONS)} behind it where they are compressed. Convert or rename the file."
+            f"{', '.join(COMPRESSIONS)} behind it where they are compressed. Convert or rename the file."
         )
     if compression(path):
         file.decompress()
@@ -343,16 +373,12 @@ def read_records(path: str | Path) -> Records:
     if ending == ".parquet":
         return _parquet(file)
     if ending == ".csv":
-        read = _csv_list
-    elif ending == ".json" and file.read(0, 4096).removeprefix(b"\xef\xbb\xbf").lstrip()[:1] != b"{":
-        read = _json_list
-    else:
+        return _csv(path, _decoded(path, file.read()), file.hash())
+    if ending == ".jsonl" or file.read(0, 4096).removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"{":
         lines = JsonLines(file)
         if ending == ".jsonl" or lines.begins_whole():
             return lines
-        read = _json_objects
-    content = file.read()
-    return RecordList(read(path, _decoded(path, content)), hashlib.sha256(content).hexdigest())
+    return _json(path, _decoded(path, file.read()), file.hash())
 
 
 def _decoded(path: Path, content: bytes, first_line: int = 1) -> str:
@@ -375,126 +401,172 @@ def _decoded(path: Path, content: bytes, first_line: int = 1) -> str:
     return text
 
 
-def _json_list(path: Path, text: str) -> list[tuple[str, object]]:
-    """(where, record) of each element of the list; [] for a file that holds only blanks."""
-    if not text.strip():
-        return []
+def _json(path: Path, text: str, fingerprint: str) -> RecordList:
+    """The records of a .json file. A file that holds only blanks has none."""
+    decode, starts, place = json.JSONDecoder().raw_decode, array("q"), BLANKS.match(text).end()
+    is_list = text.startswith("[", place)
+    between = COMMA if is_list else BLANKS
+    _check_brackets(str(path), text)
     try:
-        records = json.loads(text)
+        if not is_list and text[place : place + 1] not in ("", "{"):
+            raise UserError(
+                f"{path}, line 1: found {described(json.loads(text))}; a .json file is a list of objects. Put the "
+                "records into [ ]."
+            )
+        place = BLANKS.match(text, place + is_list).end()
+        while place < len(text) and not (is_list and not starts and text[place] == "]"):
+            starts.append(place)
+            place = decode(text, place)[1]
+            if not (found := between.match(text, place)):
+                break
+            place = found.end()
+        found = END.match(text, place)
+        if is_list and (found.end() < len(text) or "]" not in found[0]):
+            raise json.JSONDecodeError("Expecting ',' or the end of one list", text, found.end())
     except (ValueError, RecursionError) as error:
-        raise _no_json(path, text, error) from None
-    if not isinstance(records, list):
         raise UserError(
-            f"{path}, line 1: found {described(records)}; a .json file is a list of objects. Put the records into [ ]."
-        )
-    return [(f"{path}, record {number}", record) for number, record in enumerate(records, start=1)]
+            f"{path}, line {getattr(error, 'lineno', 1)}: found {quoted(_line(text, getattr(error, 'pos', 0)))}, which "
+            f"is no JSON here ({_reason(error)}). Write one list of objects, or one object a line."
+        ) from None
+
+    def record(index: int) -> tuple[str, object]:
+        return f"{path}, record {index + 1}", decode(text, starts[index])[0]
+
+    return RecordList(starts, record, fingerprint)
 
 
-def _json_objects(path: Path, text: str) -> list[tuple[str, object]]:
-    """(where, record) of each object; the objects follow each other, each on one or several lines."""
-    decoder, records, end = json.JSONDecoder(), [], 0
-    try:
-        while found := NO_BLANK.search(text, end):
-            record, end = decoder.raw_decode(text, found.start())
-            records.append((f"{path}, record {len(records) + 1}", record))
-    except (ValueError, RecursionError) as error:
-        raise _no_json(path, text, error) from None
-    return records
+def _check_brackets(where: str, text: str) -> None:
+    """Raise UserError if a text of JSON has so many lists and objects that they would take far more memory than the
+    text."""
+    if text.count("[") + text.count("{") > NESTED + len(text) // 8:
+        raise UserError(f"{where}: found more than {NESTED:,} lists and objects with hardly a text in them.")
 
 
-def _no_json(path: Path, text: str, error: Exception) -> UserError:
-    number = getattr(error, "lineno", 1)
-    return UserError(
-        f"{path}, line {number}: found {quoted(text.split(chr(10))[number - 1])}, which is no JSON "
-        f"here ({_reason(error)}). Write one list of objects, or one object a line."
-    )
+def _line(text: str, place: int) -> str:
+    """The line of the text at this place."""
+    end = text.find("\n", place)
+    return text[text.rfind("\n", 0, place) + 1 : end if end >= 0 else None]
 
 
-def _csv_list(path: Path, text: str) -> list[tuple[str, dict]]:
-    """(where, record) of each line below the header. An empty cell becomes None, since CSV cannot leave a value out."""
+def _csv(path: Path, text: str, fingerprint: str) -> RecordList:
+    """The records of the lines below the header. An empty cell becomes None, since CSV cannot leave a value out."""
     csv.field_size_limit(LONGEST_CELL)
-    reader = csv.reader(io.StringIO(text, newline=""), strict=True)
-    records, header, start = [], None, 1
+    starts, numbers, header, place, start, number = array("q"), array("I"), None, 0, 0, 1
+
+    def lines() -> Iterator[str]:
+        nonlocal place
+        for found in LINE.finditer(text):
+            place = found.end()
+            yield found[0]
+
+    reader = csv.reader(lines(), strict=True)
     try:
         for cells in reader:
-            where, start = f"{path}, line {start}", reader.line_num + 1
-            if not cells:
-                continue
-            if header is None:
+            where = f"{path}, line {number}"
+            if cells and header is None:
                 header = [cell.strip() for cell in cells]
                 _check_names(where, header)
-                continue
-            if len(cells) > len(header):
-                raise UserError(
-                    f"{where}: found {len(cells)} cells in the {len(header)} columns {', '.join(header)}. "
-                    "Put cells that hold commas or line breaks into double quotes."
-                )
-            cells += [""] * (len(header) - len(cells))
-            records.append((where, {name: cell or None for name, cell in zip(header, cells)}))
+            elif cells:
+                if len(cells) > len(header):
+                    raise UserError(
+                        f"{where}: found {len(cells)} cells in the {len(header)} columns {_named(header)}. "
+                        "Put cells that hold commas or line breaks into double quotes."
+                    )
+                starts.append(start)
+                numbers.append(number)
+            start, number = place, reader.line_num + 1
     except csv.Error as error:
-        line = text.split("\n")[start - 1]
         raise UserError(
-            f"{path}, line {start}: found {quoted(line)}, which is no CSV ({error}). Close each double "
+            f"{path}, line {number}: found {quoted(_line(text, start))}, which is no CSV ({error}). Close each double "
             "quote, and double the quotes inside of cells."
         ) from None
-    return records
+
+    def record(index: int) -> tuple[str, object]:
+        lines = (found[0] for found in LINE.finditer(text, starts[index]))
+        cells = zip(header, next(csv.reader(lines, strict=True)))
+        return f"{path}, line {numbers[index]}", {name: cell or None for name, cell in cells}
+
+    return RecordList(starts, record, fingerprint)
 
 
 def _check_names(where: str, names: list[str]) -> None:
     if len(set(names)) < len(names):
-        raise UserError(f"{where}: found the column names {', '.join(names)}; each may stand there once. Rename them.")
+        raise UserError(f"{where}: found the column names {_named(names)}; each may stand there once. Rename them.")
+
+
+def _named(names: list[str]) -> str:
+    return ", ".join(names[:20]) + (", ..." if len(names) > 20 else "")
 
 
 def _parquet(file: DataFile) -> ArrowRecords:
+    """The records of a Parquet file. It is decoded into a temporary file, since Parquet gives no access to single
+    rows."""
     fingerprint = file.hash()
     try:
-        source = parquet.ParquetFile(file.file)
-        _check_names(str(file.path), source.schema_arrow.names)
-        unread = unread_columns(source.schema_arrow)
-        columns = [name for name in source.schema_arrow.names if name not in unread]
-        table = _decoded_table(file, columns)
+        with tempfile.TemporaryFile() as copy, _limited(file.path, file.file, file.limit) as check:
+            source = parquet.ParquetFile(file.file)
+            schema = source.schema_arrow  # made anew at each access
+            _check_names(str(file.path), schema.names)
+            unread = unread_columns(schema)
+            read = pyarrow.schema([field for field in schema if field.name not in unread])
+            with ipc.new_stream(copy, read) as writer:  # Arrow's file format does not let a column's dictionary change
+                for batch in source.iter_batches(ROWS, columns=read.names, use_threads=False):
+                    check(batch)
+                    writer.write_batch(batch)
+            copy.flush()
+            table = ipc.open_stream(mapped(copy)).read_all()
     except (pyarrow.ArrowException, OSError) as error:
+        if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise no_room(os.strerror(error.errno)) from None
         raise UserError(f"{file.path}: found no Parquet that can be read ({_reason(error)}). Write it again.") from None
     file.check()  # the content that was hashed is the content that was read
     return ArrowRecords(table, unread, str(file.path), fingerprint)
 
 
-def _decoded_table(file: DataFile, columns: list[str]) -> pyarrow.Table:
-    """These columns of a Parquet file, decoded into a temporary file, since Parquet gives no access to single rows.
-
-    A process with a memory limit decodes the columns. Raises: UserError if the content is implausibly large, or if
-    there is no room for the temporary file; pyarrow.ArrowException if the file cannot be read.
-    """
-    with tempfile.TemporaryFile(buffering=0) as copy:
-        _decode_apart(file.path, file.file, copy.fileno(), columns)
-        return pyarrow.ipc.open_stream(mapped(copy)).read_all()
-
-
 def check_arrow(path: Path) -> None:
-    """Check an Arrow stream, which may be compressed. Raises: UserError if its content is implausibly large; OSError
-    for a pipe or device; pyarrow.ArrowException if the file cannot be read."""
-    with open_file(path) as file:
-        _decode_apart(path, file, None, [])
+    """Check an Arrow stream, which may be compressed. Parts that are not compressed are not even read. Raises:
+    UserError if its content is implausibly large; OSError for a pipe or device; pyarrow.ArrowException if the file
+    cannot be read."""
+    with (
+        open_file(path) as file,
+        pyarrow.memory_map(f"/proc/self/fd/{file.fileno()}") as content,
+        _limited(path, file, largest_content(file)) as check,
+    ):
+        for batch in ipc.open_stream(content, options=ipc.IpcReadOptions(use_threads=False)):
+            check(batch)
 
 
-def _decode_apart(path: Path, file: IO[bytes], copy: int | None, columns: list[str]) -> None:
-    """Have a process with a memory limit decode the file (table_worker.py). Raises the errors of `_decoded_table`."""
-    limit = largest_content(file)
-    asked = json.dumps({"file": file.fileno(), "copy": copy, "columns": columns, "limit": limit}).encode()
-    files = [file.fileno()] + ([] if copy is None else [copy])
-    done = subprocess.run([sys.executable, "-P", str(WORKER)], input=asked, capture_output=True, pass_fds=files)
-    answer = {"unreadable": "it takes Python down with it"}
-    if done.stdout:
-        answer = json.loads(done.stdout.splitlines()[-1])
-    if "unreadable" in answer:
-        raise pyarrow.ArrowInvalid(answer["unreadable"])
-    if "no_room" in answer:
-        raise no_room(answer["no_room"])
-    if answer:
+@contextlib.contextmanager
+def _limited(path: Path, file: IO[bytes], limit: int) -> Iterator[Callable[[pyarrow.RecordBatch], None]]:
+    """Limits what decoding a table takes. Yields a function that is called with each decoded batch.
+
+    A kilobyte may decode to gigabytes in one row, and neither the file's footer nor its pages tell beforehand.
+    Therefore the process may take only MEMORY + TIMES * size of the file more memory within this context. Raises:
+    UserError if it would take more, or if the batches together have more than `limit` bytes.
+    """
+    total, pool, limits = 0, pyarrow.default_memory_pool(), resource.getrlimit(resource.RLIMIT_AS)
+    taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    most = taken + MEMORY + TIMES * os.fstat(file.fileno()).st_size
+
+    def check(batch: pyarrow.RecordBatch) -> None:
+        nonlocal total
+        total += batch.nbytes
+        if total > limit:
+            raise MemoryError
+
+    try:
+        pyarrow.set_memory_pool(pyarrow.system_memory_pool())  # other pools reserve addresses that they do not use
+        soft = min(each for each in (most, *limits) if each != resource.RLIM_INFINITY)
+        resource.setrlimit(resource.RLIMIT_AS, (soft, limits[1]))
+        yield check
+    except MemoryError:
         raise UserError(
             f"{path}: becomes more than {limit >> 20:,} MB when it is decoded, or needs more memory than data do. If "
             "it is what you mean, write it as .jsonl and give that."
-        )
+        ) from None
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+        pyarrow.set_memory_pool(pool)
 
 
 def check_text(where: str, column: str, value: object, may_be_blank: bool = False) -> None:

@@ -35,8 +35,7 @@ from engine.files import read_text
 from engine.models.places import ADAPTER_CONFIG, base_of, is_adapter, one_line
 from engine.whole_files import write_whole
 from training.config.flags import HubFlags
-from training.data.files import ENDINGS as DATA_ENDINGS
-from training.data.sources import DEEPSPEED_CHAT_FILES, name_and_split
+from training.data.sources import DEEPSPEED_CHAT_FILES, is_path, name_and_split
 from training.reporting.health import FINE
 from training.reporting.records import METRICS_FILE, RUN_FILE, git_state, read_metrics, read_run_record, versions
 from training.reporting.standard_errors import ENDINGS, with_error
@@ -427,7 +426,7 @@ _NAME = re.compile(r"\w[\w.-]{0,95}(/\w[\w.-]{0,95})?")
 def is_hub_name(given: str) -> bool:
     """Whether the value of a flag for a model or data set, as run.json has it, is a name on the Hub."""
     found = _NAME.fullmatch(given) is not None and given != DEEPSPEED_CHAT_FILES
-    return found and not given.removesuffix(".gz").removesuffix(".zst").endswith(DATA_ENDINGS)
+    return found and not is_path(given)
 
 
 def hub_names(given: Iterable[str], known: Mapping[str, str] | None = None) -> list[str]:

@@ -4,11 +4,14 @@ import bz2
 import gzip
 import io
 import json
+import lzma
 import os
 import random
 import re
 import resource
+import subprocess
 import tempfile
+import tracemalloc
 from pathlib import Path
 
 import datasets
@@ -28,7 +31,7 @@ def zstd(content: bytes) -> bytes:
     return pyarrow.compress(content, "zstd", asbytes=True)
 
 
-COMPRESS = {".gz": gzip.compress, ".zst": zstd}
+COMPRESS = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress, ".zst": zstd}
 LINES = b"".join(b'{"text": "%d"}\n' % number for number in range(2000)) + b"\n" + b'{"text": "last"}\n'
 PARQUET = io.BytesIO()
 parquet.write_table(pyarrow.table({"text": ["a", "b"]}), PARQUET)
@@ -104,9 +107,9 @@ NOISE = random.Random(0).randbytes(3000)  # so that it is stored, and a damaged 
         (lambda content: content[:9], r"cannot be decompressed \(Truncated compressed stream\)"),
         (lambda content: content + content[:9], r"cannot be decompressed \(Truncated compressed stream\)"),
         (lambda content: content + b"oops, some more", "cannot be decompressed"),
-        (lambda _: LINES, "cannot be decompressed .* or take .(gz|zst) off its name if it is not compressed"),
+        (lambda _: LINES, "cannot be decompressed .* or take .(gz|bz2|xz|zst) off its name if it is not compressed"),
         (lambda _: b"\0" * 2000, "cannot be decompressed"),
-        (lambda _: bz2.compress(LINES), "cannot be decompressed"),
+        (lambda _: pyarrow.compress(LINES, "brotli", asbytes=True), "cannot be decompressed"),
         (lambda _: b"", "found no records"),
     ],
 )
@@ -141,7 +144,7 @@ def test_a_small_file_that_becomes_a_huge_one_is_refused_before_it_is(tmp_path, 
     content = COMPRESS[ending](b'{"text": "' + b" " * 30_000_000)
     path.write_bytes(content)
     with pytest.raises(UserError, match=r"becomes more than 200 times as large .* decompress it and give"):
-        read_records(path)
+        open_source(str(tmp_path))  # a folder: no other library decompresses it either
     assert os.fstat(written[0]).st_size <= 200 * len(content)
     os.close(written[0])
 
@@ -198,6 +201,48 @@ def test_equal_labels_and_repetitive_chats_are_read(tmp_path):
     assert read_records(path)[1_999][1] == {"messages": chats[-1]}
 
 
+@pytest.mark.parametrize(
+    "name, content",
+    [
+        ("rows.csv", b",".join(b"n%d" % number for number in range(2000)) + b"\n" + b"a\n" * 1000),
+        ("rows.csv", b"a,b\n" + b",\n" * 100_000),
+        ("rows.json", b"[" + b"0," * 100_000 + b"0]"),
+        ("rows.jsonl", b"\n" * 200_000 + b"{}"),
+    ],
+)
+def test_small_records_take_little_more_memory_than_their_text(tmp_path, name, content):
+    (tmp_path / f"{name}.gz").write_bytes(gzip.compress(content))
+    tracemalloc.start()
+    try:
+        records = read_records(tmp_path / f"{name}.gz")
+        assert tracemalloc.get_traced_memory()[1] < 20 * len(content) + 2**20  # for parts of the files
+    finally:
+        tracemalloc.stop()
+    assert records[len(records) - 1][1] in ({"n0": "a"}, {"a": None, "b": None}, 0, {})
+
+
+@pytest.mark.parametrize("name", ["rows.json", "rows.jsonl"])
+def test_one_record_of_very_many_lists_is_refused(tmp_path, name):
+    (tmp_path / name).write_bytes(b'{"text": [' + b"[]," * 300_000 + b"[]]}")
+    with pytest.raises(UserError, match=rf"{name}.*: found more than 100,000 lists and objects"):
+        rows_of(tmp_path / name, SFT)
+
+
+def test_a_table_is_decoded_by_this_process_with_a_limit_of_memory(tmp_path, monkeypatch):
+    path, limits, built = tmp_path / "a.parquet", resource.getrlimit(resource.RLIMIT_AS), []
+    schema = parquet.ParquetFile.schema_arrow
+    parquet.write_table(pyarrow.table({"a": ["a"], "b": ["b"]}), path)
+    counted = property(lambda source: built.append(1) or schema.fget(source))
+    monkeypatch.setattr(parquet.ParquetFile, "schema_arrow", counted)
+    monkeypatch.setattr(subprocess, "Popen", None)
+    assert read_records(path)[0][1] == {"a": "a", "b": "b"}
+    assert len(built) == 1  # each access takes milliseconds if there are thousands of columns
+    told = pytest.raises(UserError, match="needs more memory than data do")
+    with path.open("rb") as file, told, files._limited(path, file, 2**40):
+        bytearray(4 * 2**30)
+    assert resource.getrlimit(resource.RLIMIT_AS) == limits
+
+
 def test_a_saved_set_with_compressed_batches_that_become_huge_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "ALWAYS_ALLOWED", 2**24)
     datasets.Dataset.from_dict({"text": ["a"]}).save_to_disk(tmp_path)
@@ -234,12 +279,12 @@ def test_without_room_for_the_rows_of_a_parquet_file(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name, ending", [("rows.txt", ".txt"), ("rows.gz", ".gz"), ("rows.txt.gz", ".txt.gz"), ("rows.jsonl.xz", ".xz")]
+    "name, ending", [("rows.txt", ".txt"), ("rows.gz", ".gz"), ("rows.txt.gz", ".txt.gz"), ("rows.jsonl.lz4", ".lz4")]
 )
 def test_other_endings_are_told_which_there_are(tmp_path, name, ending):
     (tmp_path / name).write_bytes(gzip.compress(LINES))
     with pytest.raises(
-        UserError, match=rf"{name}: found the ending '{ending}'; .*\.parquet, with \.gz or \.zst behind"
+        UserError, match=rf"{name}: found the ending '{ending}'; .*\.parquet, with \.gz, \.bz2, \.xz, \.zst behind"
     ):
         read_records(tmp_path / name)
 
@@ -255,7 +300,7 @@ def test_endings_in_capitals_are_endings(tmp_path, ending):
 
 @pytest.mark.parametrize("ending", COMPRESS)
 def test_compressed_data_under_a_plain_name_or_twice_are_called_so(tmp_path, ending):
-    content, kind = COMPRESS[ending](LINES), {".gz": "gzip", ".zst": "zstd"}[ending]
+    content, kind = COMPRESS[ending](LINES), files.COMPRESSIONS[ending]
     path = tmp_path / "rows.jsonl"
     path.write_bytes(content)
     with pytest.raises(UserError, match=rf"rows.jsonl: holds {kind} data\. Call it rows.jsonl\{ending}, or decompress"):

@@ -30,7 +30,7 @@ from training.tools.serve.service import RequestError, Responses, Service, error
 PAGE = Path(__file__).with_name("page.html")
 STOPS, STOP_LENGTH = 16, 200
 MOST = 10_000  # largest number of items in a list
-NESTED = 100_000  # largest number of lists and objects in a body; each takes 30 times the memory of its two brackets
+NESTED = 100_000  # largest number of lists and objects, and of fields, in a body; each takes 30 times its own memory
 STRINGS = re.compile(rb'"(?:[^"\\]++|\\.?)*+"?', re.DOTALL)  # the strings of a JSON text; the last may lack its end
 NO_OBJECT = "the body is no JSON object. Send one, with Content-Type: application/json"
 SHORT = Field(max_length=MOST, fail_fast=True)  # reading ends at the first wrong item, or after MOST items
@@ -52,7 +52,7 @@ class CompareRequest(BaseModel):
     renders it. models: names of the models that answer; by default all models.
     """
 
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, strict=True)
+    model_config = ConfigDict(extra="allow", allow_inf_nan=False, strict=True)  # "forbid" makes an error for each
 
     prompt: Annotated[str, Field(min_length=1)] | None = None
     messages: Annotated[list[Message], SHORT, Field(min_length=1)] | None = None
@@ -66,6 +66,8 @@ class CompareRequest(BaseModel):
 
     @model_validator(mode="after")
     def _check_together(self):
+        for name in self.model_extra:
+            raise RequestError(400, f"{name} is not supported here. Leave it out", name)
         if (self.prompt is None) == (self.messages is None):
             raise ValueError("give either prompt, a text to continue, or messages, a chat")
         return self
@@ -137,11 +139,11 @@ def read(form: type[Form], body: bytes) -> Form:
     to wait while a body is parsed.
     """
 
-    def nested(text: bytes) -> int:
-        return text.count(b"[") + text.count(b"{")
+    def parts(text: bytes) -> int:
+        return max(text.count(b"[") + text.count(b"{"), text.count(b":"))
 
-    if nested(body) > NESTED and nested(STRINGS.sub(b"", body)) > NESTED:  # without brackets in strings
-        raise RequestError(400, f"the body has more than {NESTED:,} lists and objects. Send less at once")
+    if parts(body) > NESTED and parts(STRINGS.sub(b"", body)) > NESTED:  # without those in strings
+        raise RequestError(400, f"the body has more than {NESTED:,} fields, or lists and objects. Send less at once")
     try:
         return form.model_validate_json(body)
     except ValidationError as error:
@@ -156,9 +158,6 @@ def _refusal(error: ValidationError) -> RequestError:
         return RequestError(400, f"the body is no JSON: {first['ctx']['error']}")
     if first["type"] == "model_type":
         return RequestError(400, NO_OBJECT)
-    if first["type"] == "extra_forbidden":
-        name = str(first["loc"][-1])
-        return RequestError(400, f"{name} is not supported here. Leave it out", name)
     # Keep names of fields and numbers of items; the other parts of `loc` are types that pydantic has tried.
     place = [
         str(part)
