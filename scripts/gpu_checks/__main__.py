@@ -61,7 +61,6 @@ CHECKS = [
         ranks=2,
         unseen="NCCL, partitions and their gathers, copies that ranks hold together, time-outs of groups",
     ),
-    Check("machines", _of("machine", "between_machines")),
 ]
 
 

@@ -7,7 +7,7 @@ from torch.utils.cpp_extension import CUDA_HOME
 
 from engine.memory.gpus import data_sheet
 from engine.memory.memory_plan import gb
-from scripts.gpu_checks.check import Skipped, Trial
+from scripts.gpu_checks.check import Trial
 from training.reporting.records import versions
 
 COPIED = 1 << 30  # bytes
@@ -45,14 +45,6 @@ def look(trial: Trial) -> None:
         trial.expect(rate > 0.5 * sheet.bandwidth, f"it copies {rate / 1e9:.0f} GB/s: is another program using it?")
     product = torch.full((64, 64), 0.5, device="cuda") @ torch.full((64, 64), 2.0, device="cuda")
     trial.expect(bool((product == 64.0).all()), "its matrix products are wrong")
-
-
-def between_machines(trial: Trial) -> None:
-    """Nothing: one machine has no links to others."""
-    raise Skipped(
-        "needs several machines: ranks that find each other, hpZ, time-outs over a network; "
-        "docs/many_nodes.md says how such a run is started"
-    )
 
 
 _TOLD = ("python", "torch", "transformers", "deepspeed", "peft", "vllm")

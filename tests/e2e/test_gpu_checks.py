@@ -40,7 +40,6 @@ BY_HAND = {
     "restart",
     "quickstart",
     "vllm",
-    "machines",
 }
 
 
