@@ -29,7 +29,7 @@ from transformers.utils import import_utils
 
 from engine import distributed
 from engine.errors import UserError
-from engine.models.reading import model_class, read_config
+from engine.models.reading import head_sizes, model_class, read_config
 from engine.zero.accelerator import capability, device, on_gpu
 
 BY_ROW = "sdpa_by_row"
@@ -311,11 +311,8 @@ class Attention:
 
 def _serves(config: Any, dtype: torch.dtype) -> bool:
     """`has_kernel` for the heads of a model with this configuration."""
-    config = config.get_text_config()
-    heads = config.num_attention_heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // heads
-    kept = getattr(config, "num_key_value_heads", None) or heads
-    return getattr(config, "v_head_dim", width) == width and has_kernel(dtype, heads, kept, width)
+    heads, kept, width = head_sizes(config)
+    return getattr(config.get_text_config(), "v_head_dim", width) == width and has_kernel(dtype, heads, kept, width)
 
 
 def attention_in_words(module: Any) -> str:

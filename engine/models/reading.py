@@ -349,3 +349,11 @@ def _is_fetched(implementation: object) -> bool:
 def vocabulary_size(tokenizer: PreTrainedTokenizerBase) -> int:
     """The largest token id of the tokenizer, plus one."""
     return max(tokenizer.get_vocab().values()) + 1
+
+
+def head_sizes(config: PretrainedConfig) -> tuple[int, int, int]:
+    """(number of attention heads, number of heads that have keys and values of their own, width of a head)."""
+    config = config.get_text_config()
+    heads = config.num_attention_heads
+    kept = getattr(config, "num_key_value_heads", None) or heads
+    return heads, kept, getattr(config, "head_dim", None) or config.hidden_size // heads

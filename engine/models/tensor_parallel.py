@@ -29,6 +29,7 @@ from engine.algo.logprobs import CHUNK_ELEMENTS, token_logprobs
 from engine.distributed import RankGroup
 from engine.models.heads import LogProbHead
 from engine.models.policy import Backbone
+from engine.models.reading import head_sizes
 
 # Styles in transformers' plans. By columns: the outputs of a layer are divided among ranks. By rows: its inputs are
 # divided.
@@ -82,8 +83,7 @@ class TensorParallelPlan:
             if isinstance(end, nn.Embedding) or type(end) in (nn.Linear, LogProbHead):
                 styles[names[id(end)]] = VOCABULARY
         plan = cls(ranks, styles)
-        heads = {config.num_attention_heads, getattr(config, "num_key_value_heads", None) or config.num_attention_heads}
-        uneven = [count for count in sorted(heads) if count % ranks]
+        uneven = [count for count in sorted(head_sizes(config)[:2]) if count % ranks]
         if uneven and any(style == "colwise" and re.search(r"(q|k|query)\w*$", name) for name, style in styles.items()):
             return cls(ranks, obstacle=f"its {uneven[0]} heads cannot be divided by {ranks}")
         return cls(ranks, styles, plan._obstacle(model))

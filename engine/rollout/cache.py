@@ -8,6 +8,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from engine.models.reading import head_sizes
+
 SLOTS = 16
 
 
@@ -95,9 +97,7 @@ class SlotCache(Cache):
 def cache_bytes(model: PreTrainedModel, slots: int) -> int:
     """The number of bytes of a model's keys and values in this many slots, counted over all rows."""
     config = model.config.get_text_config()
-    heads = config.num_attention_heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // heads
-    kept = getattr(config, "num_key_value_heads", None) or heads
+    _, kept, width = head_sizes(config)
     return 2 * config.num_hidden_layers * kept * width * slots * next(model.parameters()).element_size()
 
 

@@ -18,6 +18,7 @@ from engine.distributed import RankGroup
 from engine.errors import UserError
 from engine.experience import PromptBatch, Rollout
 from engine.memory.gpus import NCCL
+from engine.models.reading import head_sizes
 from engine.models.saving import merged_weights
 from engine.rollout.base import RolloutBackend, SamplingConfig
 from engine.rollout.decode import CHECK_EVERY
@@ -247,9 +248,7 @@ def vllm_version() -> str:
 
 def check_heads(config: PretrainedConfig, name: str, tensor_parallel: int, on_cpu: bool) -> None:
     """Raise UserError if vLLM cannot compute this model's attention. name: the model's name in the message."""
-    config = config.get_text_config()
-    heads = config.num_attention_heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    heads, _, width = head_sizes(config)
     if heads % tensor_parallel:
         raise UserError(
             f"--vllm_tensor_parallel_size {tensor_parallel}: the {heads} attention heads of {name} cannot be divided "

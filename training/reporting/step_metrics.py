@@ -36,6 +36,7 @@ from engine.algorithms import Algorithm
 from engine.experience import Experience, Rollout, TrainingBatch
 from engine.memory.gpus import data_sheet
 from engine.models.policy import Backbone, Policy
+from engine.models.reading import head_sizes
 from engine.rlhf_engine import RLHFEngine
 from engine.zero.accelerator import on_gpu
 from engine.zero.engines import TrainedModel
@@ -290,7 +291,7 @@ class Cost:
         heads = getattr(config, "num_attention_heads", None)
         if any(getattr(config, name, None) for name in MIXTURES) or heads is None:
             return None
-        width = getattr(config, "head_dim", None) or config.hidden_size // heads
+        *_, width = head_sizes(config)
         trained = sum(full_shape(weight).numel() for weight in found.values() if weight.requires_grad)
         matrices = sum(full_shape(weight).numel() for weight in found.values())
         head = module.model.get_output_embeddings() if isinstance(module, Policy) else None
