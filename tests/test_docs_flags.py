@@ -27,7 +27,7 @@ PAGES = (
 )
 OTHERS = {  # of launchers, and of the programs of checkpoints/export and the simulation
     *("num_gpus", "log_level", "module", "hostfile", "master_port", "output"),
-    *("algo.kl.init_coef", "init_kl_coef", "remote_rm_url"),  # OpenRLHF's own, as examples
+    *("algo.kl.init_coef", "init_kl_coef", "reward.remote_url"),  # OpenRLHF's own, as examples
     "local",  # hf download --local-dir
 }
 
