@@ -5,6 +5,7 @@
 #
 #   scripts/quickstart.sh [OUTPUT_DIR]      by default quickstart/ in the repository; must be empty
 set -euo pipefail
+case "${1:-}" in -*) sed -n '2,/^set/{s/^# \{0,1\}//p}' "$0"; exit ;; esac
 started=$SECONDS
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 out="${1:-$root/quickstart}"

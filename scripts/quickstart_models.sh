@@ -6,6 +6,7 @@
 #
 # RANKS: 1, 2, 4 or 8.
 set -euo pipefail
+[ $# -eq 2 ] || { echo "usage: $0 OUTPUT_DIR RANKS" >&2; exit 2; }
 out="$1" ranks="$2"
 
 say() { printf '\n== %s (%d s)\n' "$1" $((SECONDS - ${started:-0})); }

@@ -7,6 +7,7 @@
 #
 # RANKS: 1, 2 or 4.
 set -euo pipefail
+[ $# -eq 2 ] || { echo "usage: $0 OUTPUT_DIR RANKS" >&2; exit 2; }
 out="$1" ranks="$2"
 
 python -m training.toy.sums make --output_dir "$out/data"

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Runs the tests, in an environment that it makes if there is none; in two processes, because many wait for what they
-# have started. Arguments go to pytest:
+# Runs the tests, in an environment that it makes if there is none; in two processes (with --quick three), because many
+# wait for what they have started. Arguments go to pytest:
 #   scripts/test.sh                    everything
 #   scripts/test.sh --quick            those of one process, in a minute and a half
 #   scripts/test.sh tests/engine/algo -k gae  some

@@ -6,6 +6,7 @@
 #
 # The folders are those of scripts/trial_reviews.sh.
 set -euo pipefail
+[ $# -ge 3 ] || { echo "usage: $0 MODEL_DIR DATA_DIR OUTPUT_DIR [SFT_EPOCHS]" >&2; exit 2; }
 model="$1" data="$2" out="$3" sft_epochs="${4:-3}"
 
 launch() { deepspeed --log_level critical --num_gpus 2 --master_port "${MASTER_PORT:-29500}" "$@"; }

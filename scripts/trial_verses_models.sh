@@ -7,6 +7,7 @@
 #
 # TEXT: what `printf 'gen1:1-rev22:21\n' | bible -f` prints (Debian's package bible-kjv).
 set -euo pipefail
+[ $# -eq 2 ] || { echo "usage: $0 TEXT OUTPUT_DIR" >&2; exit 2; }
 text="$1" out="$2"
 
 [ -e "$out/base/config.json" ] || python -m scripts.comparison.verses "$text" "$out"

@@ -1,13 +1,17 @@
 """What pages say of flags is there: ours in the programs, fields in the dialects."""
 
 import dataclasses
+import math
 import re
+import shlex
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
-from engine.algorithms import Dialect
+from engine.algorithms import Dialect, get_dialect
 from training.config import other_systems
+from training.config.algorithm import DIALECT_FLAGS
 from training.config.other_systems import HEADINGS, rows
 from training.config.parsing import STEPS, parse_flags
 from training.config.step3 import MemoryFlags, RLHFFlags
@@ -23,7 +27,7 @@ PAGES = (
 )
 OTHERS = {  # of launchers, and of the programs of checkpoints/export and the simulation
     *("num_gpus", "log_level", "module", "hostfile", "master_port", "output"),
-    *("algo.kl.init_coef", "init_kl_coef", "remote_rm_url"),  # OpenRLHF's own, as examples
+    *("algo.kl.init_coef", "init_kl_coef", "reward.remote_url"),  # OpenRLHF's own, as examples
     "local",  # hf download --local-dir
 }
 
@@ -38,16 +42,26 @@ def flags() -> set[str]:
 @pytest.mark.parametrize("page", PAGES)
 def test_flags_and_fields_are_there(page):
     text = (DOCS / f"{page}.md").read_text(encoding="utf-8")
+    text = re.sub("```text.*?```", "", text, flags=re.DOTALL)  # commands of other systems
     named = set(re.findall(r"--([a-z][\w.]+\w)", text))
     assert len(named) > 2 and named - flags() - OTHERS == set()
     fields = {name for given in re.findall(r"--set ([\w=.,` -]+)", text) for name in re.findall(r"(\w+)=", given)}
     assert fields <= {spec.name for spec in dataclasses.fields(Dialect)}
 
 
-def test_openrlhfs_defaults_are_a_command_line_that_step_3_takes():
-    text = (DOCS / "from_openrlhf.md").read_text(encoding="utf-8")
-    words = text.partition("training/step3_rlhf.py")[2].partition("```")[0].replace("\\\n", " ").split()
-    dialect = parse_flags(RLHFFlags, words, "").resolved.dialect
+def commands(page: str) -> tuple[list[list[str]], list[list[str]]]:
+    """The words of the page's commands: (those of the other system, those of step 3)."""
+    text = (DOCS / f"{page}.md").read_text(encoding="utf-8")
+    blocks = re.findall("```(text|bash)\n(.*?)```", text, flags=re.DOTALL)
+    parts = [(kind, block.partition("training/step3_rlhf.py")[2] or block) for kind, block in blocks]
+    words = [(kind, shlex.split(part.replace("\\\n", " "))) for kind, part in parts]
+    return [each for kind, each in words if kind == "text"], [each for kind, each in words if kind == "bash"]
+
+
+def test_openrlhfs_script_and_defaults_are_a_command_line_that_step_3_takes():
+    (theirs,), (words,) = commands("from_openrlhf")
+    args = parse_flags(RLHFFlags, words, "")
+    dialect = args.resolved.dialect
     assert (dialect.kl_coef, dialect.kl_in, dialect.kl_estimator) == (0.01, "reward", "k1")
     assert (dialect.advantage_estimator, dialect.lam, dialect.gamma) == ("gae", 1.0, 1.0)
     assert (dialect.ratio, dialect.loss_scope, dialect.clip_range, dialect.value_clip_range) == (
@@ -55,7 +69,64 @@ def test_openrlhfs_defaults_are_a_command_line_that_step_3_takes():
         *(0.2, 0.5),
     )
     assert (dialect.score_clip, dialect.missing_end, dialect.min_response_tokens) == (10, "none", 0)
-    assert dialect.old_logprobs == "forward" and dialect.actor_lr == 1e-6 and dialect.critic_lr == 9e-6
+    assert dialect.old_logprobs == "forward" and dialect.actor_lr == 5e-7 and dialect.critic_lr == 9e-6
+    sizes = {word: int(after) for word, after in pairwise(theirs) if after.isdigit()}
+    assert args.rows_per_rank * 8 == sizes["--rollout.batch_size"]
+    assert dialect.mini_batches == sizes["--rollout.batch_size"] / sizes["--train.batch_size"]
+    assert args.max_steps == sizes["--data.max_samples"] // sizes["--rollout.batch_size"]
+    assert dialect.warmup_steps == math.ceil(sizes["--data.max_samples"] // sizes["--train.batch_size"] * 0.03)
+    assert args.max_prompt_seq_len + args.max_answer_seq_len == sizes["--data.max_len"]
+
+
+# Defaults of PPOConfig (huggingface/trl f2cd5771, trl/experimental/ppo/ppo_config.py, trl/trainer/base_config.py), and
+# of TrainingArguments (transformers 5.23). Both betas are in one field here.
+PPO_CONFIG = {
+    "num_ppo_epochs": 4,
+    "whiten_rewards": False,
+    "kl_coef": 0.05,
+    "kl_estimator": "k1",
+    "cliprange": 0.2,
+    "cliprange_value": 0.2,
+    "vf_coef": 0.1,
+    "gamma": 1.0,
+    "lam": 0.95,
+    "temperature": 0.7,
+    "stop_token": "",  # None
+    "learning_rate": 3e-6,
+    "lr_scheduler_type": "linear",
+    "weight_decay": 0.0,
+    "warmup_steps": 0,
+    "adam_beta1": (0.9, 0.999),
+    "adam_beta2": (0.9, 0.999),
+    "adam_epsilon": 1e-8,
+}
+
+
+@pytest.mark.parametrize("name", PPO_CONFIG)
+def test_trl_ppo_has_the_defaults_of_ppo_config_in_what_the_page_names(name):
+    row = next(row for row in rows() if row.system == "TRL" and name in row.names)
+    same = row.here.startswith("the same")
+    named = [name] if same else re.findall(r"--(\w+)", row.here.replace("--set ", "--"))
+    found = {getattr(get_dialect("trl_ppo"), DIALECT_FLAGS.get(each, each)) for each in named}
+    assert found == {PPO_CONFIG[name]}
+
+
+@pytest.mark.parametrize("script", [0, 1])
+def test_a_command_of_trl_keeps_its_sizes(script):
+    theirs, ours = (each[script] for each in commands("from_trl"))
+    given = {word.lstrip("-"): after for word, after in pairwise(theirs)}
+    passes, rows = int(given["gradient_accumulation_steps"]), int(given["per_device_train_batch_size"])
+    args = parse_flags(RLHFFlags, ours, "")
+    dialect = args.resolved.dialect
+    assert args.rows_per_rank == passes * rows
+    assert (args.per_device_training_batch_size, dialect.mini_batches) == (rows, 1)  # one mini-batch: one step an epoch
+    assert args.max_steps == math.ceil(int(given["total_episodes"]) / (passes * rows * 8))
+    assert args.per_device_generation_batch_size == int(given["local_rollout_forward_batch_size"])
+    assert dialect.ppo_epochs == int(given.get("num_ppo_epochs", 4))
+    assert (dialect.missing_end, dialect.missing_end_value) == ("subtract", float(given["missing_eos_penalty"]))
+    assert dialect.truncate_token == given.get("stop_token", "")
+    assert args.max_answer_seq_len == 53 and dialect.max_grad_norm == 1
+    assert f"zero{args.actor_zero_stage}.yaml" in " ".join(theirs)
 
 
 @pytest.mark.parametrize("row", rows(), ids=lambda row: f"{row.system}-{row.names[:1]}-{row.heading}")
@@ -63,5 +134,5 @@ def test_what_a_row_names_is_of_its_steps(row):
     classes = [one for one, step in STEPS.items() if step in HEADINGS[row.heading]]
     known = {spec.name for one in classes for spec in dataclasses.fields(one)}
     assert set(re.findall(r"--([a-z]\w+)", f"{row.here} {row.remark}")) <= known | {"dry_run"}
-    said = row.here == "the same"
+    said = row.here.startswith("the same")
     assert not said or set(row.names) <= known | {spec.name for spec in dataclasses.fields(Dialect)}

@@ -306,6 +306,19 @@ def test_help(stand_ins):
     assert flags == ["python", str(ROOT / "training" / "step2_reward.py"), "--help"]
 
 
+@pytest.mark.parametrize("script", ["quickstart", "sums"])
+def test_help_of_a_script_makes_nothing(script, stand_ins, tmp_path):
+    ended = launched(stand_ins, script, "--help", VENV=str(tmp_path / "venv"))
+    assert ended.returncode == 0 and f"scripts/{script}.sh [OUTPUT_DIR]" in ended.stdout
+    assert not (tmp_path / "venv").exists()
+
+
+@pytest.mark.parametrize("script", ["quickstart_models", "sums_models", "trial_models", "trial_verses_models"])
+def test_a_script_without_its_arguments_says_which(script, stand_ins):
+    ended = launched(stand_ins, script)
+    assert ended.returncode == 2 and re.fullmatch(rf"usage: .*/{script}.sh [A-Z_ \[\]]+\n", ended.stderr)
+
+
 def test_a_wrong_flag_ends_the_dry_run(stand_ins, in_dry_run, capfd):
     words = words_of(stand_ins, "opt_13b", "3", "--dry_run", "--kl_cof", "0.1")
     code, _, said = in_dry_run(words[3:], capfd)

@@ -347,14 +347,14 @@ def test_an_unknown_value_is_answered_with_the_choices(tmp_path):
         (
             RLHFFlags,
             "--vf_coef=0.1",
-            "TRL's vf_coef: in step 3 --critic_learning_rate, --set value_factor= (policy and",
+            "TRL's vf_coef: in step 3 --set value_factor= (the critic has an optimizer of its own)",
         ),
         (RLHFFlags, "--algo.kl.init_coef", "OpenRLHF's algo.kl.init_coef: in step 3 --kl_coef."),
         (RLHFFlags, "--init_kl_coef", "OpenRLHF's init_kl_coef: in step 3 --kl_coef. trlX's method.init_kl_coef: in"),
         (RLHFFlags, "--eps_clip", "OpenRLHF's actor.eps_clip: in step 3 --clip_range."),
         (RLHFFlags, "--use_dora", "TRL's use_dora: no counterpart; instead LoRA as docs/lora.md has it."),
-        (SFTFlags, "--lora_r", "TRL's lora_r: in steps 1 and 2 --lora_dim."),
-        (RewardFlags, "--adam.lr", "OpenRLHF's adam.lr: in steps 1 and 2 --learning_rate (1e-5 here"),
+        (SFTFlags, "--lora_r", "TRL's lora_r: in steps 1 and 2 --lora_dim (16 there); the rate is --lora_l"),
+        (RewardFlags, "--adam.lr", "OpenRLHF's adam.lr: in steps 1 and 2 --learning_rate (5e-6 for SFT, 9e-6 for"),
         (RewardFlags, "--cliprange", "TRL's cliprange: in step 3 --clip_range."),
     ],
 )
