@@ -111,9 +111,9 @@ def parse_flags(
     """Fill a dataclass of flags from a command line and from the YAML file that the command line names, and validate
     it.
 
-    say: function that is called with a line for each flag that has no effect, and with one for --defaults. Raises: UserError for an unknown flag or
-    key (the message names the most similar flag), a required flag that is missing, a value of the wrong type, or a
-    value that asks for a feature that is missing here.
+    say: function that is called with a line for each flag that has no effect, and with one for --defaults. Raises:
+    UserError for an unknown flag or key (the message names the most similar flag), a required flag that is missing, a
+    value of the wrong type, or a value that asks for a feature that is missing here.
     """
     parser = _parser(arguments_class, description)
     known = [spec.name for spec in dataclasses.fields(arguments_class)] + list(arguments_class.old_flags)

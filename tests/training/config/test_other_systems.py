@@ -1,4 +1,4 @@
-"""DeepSpeed-Chat's defaults: those that the page lists, those that its programs have, and those that --defaults restores.
+"""DeepSpeed-Chat's defaults: those on the page, those of its programs, and those that --defaults restores.
 
 The page's table is checked against DeepSpeed-Chat's own files where the variable DEEPSPEED_CHAT names a copy of
 DeepSpeedExamples' applications/DeepSpeed-Chat (83757d9c).
@@ -39,7 +39,7 @@ def page_table(step: int) -> dict[str, tuple[str, str]]:
     for line in text.partition("| flag | step 1 |")[2].partition("\n\n")[0].splitlines()[2:]:
         cells = [cell.strip().replace("\\|", "|") for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
         if cells[step]:
-            found |= {name: (cells[step], cells[4]) for name in re.findall(r"--(\w+)", cells[0])}
+            found |= dict.fromkeys(re.findall(r"--(\w+)", cells[0]), (cells[step], cells[4]))
     return found
 
 
@@ -86,13 +86,16 @@ def test_the_page_says_which_defaults_differ_and_which_are_not_restored(flags_cl
         value = getattr(args, name)
         if value is None and step == 3 and name in DIALECT_FLAGS:
             value = getattr(args.resolved.dialect, DIALECT_FLAGS[name])
-        return shown(LEARNING_RATE if name.endswith("lora_learning_rate") else value)
+        if value is None and name.endswith(("_dropout", "lora_learning_rate")):
+            value = LEARNING_RATE if name.endswith("rate") else 0.0
+        return shown(value)
 
     for name, (default, here) in page_table(step).items():
         if default == "required" or name not in flags_class.__dataclass_fields__:
             continue
-        differs = here != "" and not (here.startswith("step ") and not here.startswith(f"step {step}:"))
-        assert (value_of(own, name) != default) == differs, name
+        if here.startswith("step "):
+            here = here.partition(": ")[2] if here.startswith(f"step {step}: ") else ""
+        assert (value_of(own, name) != default) == (here != ""), name
         assert (value_of(restored, name) != default) == here.startswith("always"), name
 
 
