@@ -90,10 +90,10 @@ launch() {
     if [ -n "${HOSTFILE:-}" ]; then
         command+=(--hostfile "$HOSTFILE")
         [ -z "${MASTER_ADDR:-}" ] || command+=(--master_addr "$MASTER_ADDR")
-        [ -z "${MASTER_PORT:-}" ] || command+=(--master_port "$MASTER_PORT")
         # ssh alone would wait for hours for a node that is cut off, and with it the launcher, when the ranks have ended.
         export PDSH_SSH_ARGS_APPEND="${PDSH_SSH_ARGS_APPEND:--o ServerAliveInterval=10 -o ServerAliveCountMax=3}"
     fi
+    [ -z "${MASTER_PORT:-}" ] || command+=(--master_port "$MASTER_PORT")  # two runs on one machine need two
     [ -z "${NUM_NODES:-}" ] || command+=(--num_nodes "$NUM_NODES")
     [ -z "${NUM_GPUS:-}" ] || command+=(--num_gpus "$NUM_GPUS")
     for word in "$@"; do

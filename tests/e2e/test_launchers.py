@@ -276,6 +276,7 @@ def test_settings_from_outside(stand_ins, tmp_path):
         DATA="a.jsonl b/c",
     )
     meeting = ["--master_addr", "10.0.0.1", "--master_port", "29501"]
+    assert words_of(stand_ins, "opt_1.3b", "3", MASTER_PORT="29502")[:3] == ["deepspeed", "--master_port", "29502"]
     assert words[:11] == ["deepspeed", "--hostfile", hosts, *meeting, "--num_nodes", "2", "--num_gpus", "4"]
     assert flag_of(words, "dtype") == "bf16" and flag_of(words, "output_dir") == "o/ppo"
     place = words.index("--data_path")

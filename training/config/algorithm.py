@@ -5,6 +5,7 @@ system that it follows. A flag sets a field of the dialect: --kl_coef 0.2 sets t
 flags for the moving average of the actor's weights and for a reference that follows the actor.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
@@ -196,9 +197,11 @@ class AlgorithmFlags(DataFlags):
         if self.gradient_accumulation_steps is not None:
             step = self._rows_per_optimizer_step
             if made % step:
+                batches = step // math.gcd(step, made // self.generation_batches)  # and its multiples divide
                 raise UserError(
                     f"{sizes} {step} of an optimizer step ({self.word('per_device_training_batch_size')} x "
-                    f"{self.word('gradient_accumulation_steps')})."
+                    f"{self.word('gradient_accumulation_steps')}). Change one of them: --generation_batches "
+                    f"{math.ceil(self.generation_batches / batches) * batches} makes them divide."
                 )
         elif made % dialect.mini_batches:
             raise UserError(

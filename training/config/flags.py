@@ -393,6 +393,13 @@ class DataFlags(RunFlags):
 
     phase: ClassVar[int]  # the step: 1, 2 or 3
 
+    defaults: str | None = flag(
+        None,
+        "system whose defaults replace those of this step's flags; flags that are given win "
+        "(docs/from_deepspeed_chat.md)",
+        choices=("deepspeed_chat",),
+        group="the run",
+    )
     data_path: list[str] = flag(
         REQUIRED,
         "data sets: names on the Hub, folders, or files (.json, .jsonl, .csv, .parquet, also compressed as .gz, "

@@ -32,6 +32,7 @@ ALL_STEPS = {
 SUPERVISED = {
     **ALL_STEPS,
     "disable_dropout": OldFlag(bool, "dropout is off anyway; --dropout turns it on."),
+    "eot_token": OldFlag(str, "every text ends with the tokenizer's own EOS token."),
     "print_loss": OldFlag(bool, "the progress bar shows the loss anyway."),
     "eval_iters": OldFlag(int, "all held-out rows are evaluated; --held_out gives their number."),
     "no_bf16_to_fp32_loss": OldFlag(bool, "every loss is computed in float32.", allowed=()),
@@ -66,6 +67,29 @@ STEP3 = {
     "per_device_mini_train_batch_size": OldFlag(int, "renamed: --per_device_training_batch_size.", allowed=()),
     "generation_batch_numbers": OldFlag(int, "renamed: --generation_batches.", allowed=()),
 }
+
+_ALL_STEPS_OF_DEEPSPEED_CHAT = {
+    "data_path": "Dahoas/rm-static",
+    "data_split": "2,4,4",
+    "dtype": "fp16",
+    "overlong": "cut_answer",  # tokenizer(..., truncation=True); step 3 leaves long prompts out (data_utils.py)
+}
+_SUPERVISED_OF_DEEPSPEED_CHAT = {**_ALL_STEPS_OF_DEEPSPEED_CHAT, "lr_scheduler_type": "cosine"}
+DEFAULTS: dict[str, dict[int, dict[str, object]]] = {
+    "deepspeed_chat": {
+        1: {**_SUPERVISED_OF_DEEPSPEED_CHAT, "learning_rate": 1e-3, "loss_on": "all"},
+        2: {
+            **_SUPERVISED_OF_DEEPSPEED_CHAT,
+            "learning_rate": 5e-5,
+            "pairwise_loss": "from_difference",
+            "normalization_samples": 0,
+        },
+        3: {**_ALL_STEPS_OF_DEEPSPEED_CHAT, "dialect": "deepspeed_chat", "gradient_accumulation_steps": 1},
+    }
+}
+"""{value of --defaults: {step: the flags whose defaults differ there}}. The values are those of the argument parsers in
+step*/main.py and, where these have no such flag, of the code (dschat/utils/data/data_utils.py, model/reward_model.py).
+docs/from_deepspeed_chat.md lists all defaults of the three parsers."""
 
 
 # In a wheel the pages docs/from_*.md lie in this folder; in a checkout they lie in docs/.

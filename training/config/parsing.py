@@ -16,7 +16,7 @@ from engine.errors import UserError, nearest_names, without_query
 from engine.files import read_text
 from engine.options import REQUIRED, choices_of, default_of
 from training.config.flags import OldFlag, ProgramFlags, by_group, check_name
-from training.config.other_systems import flag_of_other_systems
+from training.config.other_systems import DEFAULTS, flag_of_other_systems
 from training.config.step3 import RLHFFlags
 from training.config.supervised import RewardFlags, SFTFlags
 from training.reporting.sample_tables import visible
@@ -111,15 +111,15 @@ def parse_flags(
     """Fill a dataclass of flags from a command line and from the YAML file that the command line names, and validate
     it.
 
-    say: function that is called with a line for each flag that has no effect. Raises: UserError for an unknown flag or
-    key (the message names the most similar flag), a required flag that is missing, a value of the wrong type, or a
-    value that asks for a feature that is missing here.
+    say: function that is called with a line for each flag that has no effect, and with one for --defaults. Raises:
+    UserError for an unknown flag or key (the message names the most similar flag), a required flag that is missing, a
+    value of the wrong type, or a value that asks for a feature that is missing here.
     """
     parser = _parser(arguments_class, description)
     known = [spec.name for spec in dataclasses.fields(arguments_class)] + list(arguments_class.old_flags)
     _refuse_unknown(arguments_class, argv, known)
     argv = _negative_numbers_joined(argv)
-    words = [*_file_words(arguments_class, argv, known), *argv]
+    words = _with_defaults(arguments_class, [*_file_words(arguments_class, argv, known), *argv], say)
     found, stray = parser.parse_known_args(words)
     if stray:
         raise UserError(f"{_shortened(stray[0])!r} belongs to no flag. --help lists the flags.")
@@ -224,6 +224,18 @@ def _file_words(arguments_class: type[ProgramFlags], argv: Sequence[str], known:
             raise UserError(f"{path}, key {key}: {reprlib.repr(value)} is more than one value. --help lists the flags.")
     kept = arguments_class.not_overridden(settings, given)
     return [word for key, value in kept.items() for word in _words(path, key, value)]
+
+
+def _with_defaults(arguments_class: type[ProgramFlags], words: list[str], say: Callable[[str], None]) -> list[str]:
+    """The words of the command line and the file, after those of the defaults that --defaults names."""
+    given = vars(_parser(arguments_class, "", defaults=False).parse_known_args(words)[0])
+    if "defaults" not in given:
+        return words
+    values = DEFAULTS[given["defaults"]][arguments_class.phase]
+    kept = {name: value for name, value in arguments_class.not_overridden(values, given).items() if name not in given}
+    taken = [f"--{name}={value}" for name, value in kept.items()]
+    say(f"--defaults {given['defaults']}: {' '.join(taken).replace('=', ' ')}")
+    return [*taken, *words]
 
 
 def _words(path: str, key: str, value) -> list[str]:

@@ -36,19 +36,28 @@ def test_batch_sizes_that_divide(generated, batches, samples, micro, accumulatio
     assert args.mini_batches == mini_batches
 
 
-@pytest.mark.parametrize("generated, micro, accumulation", [(16, 5, 1), (16, 16, 2), (16, 3, 5), (12, 8, 1)])
-def test_batch_sizes_that_do_not_divide(generated, micro, accumulation):
+@pytest.mark.parametrize(
+    "generated, batches, micro, accumulation, divides",
+    [(16, 1, 5, 1, 5), (16, 1, 16, 2, 2), (16, 1, 3, 5, 15), (12, 1, 8, 1, 2), (16, 3, 16, 2, 4)],
+)
+def test_batch_sizes_that_do_not_divide(generated, batches, micro, accumulation, divides):
     told = refusal(
         "--per_device_generation_batch_size",
         str(generated),
+        "--generation_batches",
+        str(batches),
         "--per_device_training_batch_size",
         str(micro),
         "--gradient_accumulation_steps",
         str(accumulation),
         flags_class=RLHFFlags,
     )
-    assert f"each rank makes {generated} responses" in told and f"no multiple of the {micro * accumulation} " in told
+    assert (
+        f"each rank makes {generated * batches} responses" in told
+        and f"no multiple of the {micro * accumulation} " in told
+    )
     assert f"--per_device_training_batch_size {micro} x --gradient_accumulation_steps {accumulation}" in told
+    assert told.endswith(f"--generation_batches {divides} makes them divide.")
 
 
 def test_flags_that_are_not_given_leave_the_dialect_alone():
