@@ -7,6 +7,11 @@ prompt, the loss covers the response only, unless --loss_on all is given.
 """
 
 import training.runtime.import_errors  # noqa: F401  imported first, to explain imports that fail
+from training.runtime.first_look import first_look
+
+if __name__ == "__main__":
+    first_look("training.config.supervised:SFTFlags", __doc__)
+
 from engine import distributed
 from engine.algo.masked import masked_sum
 from engine.experience import position_ids
