@@ -193,7 +193,7 @@ def _refuse_unknown(arguments_class: type[ProgramFlags], argv: Sequence[str], kn
         if name.startswith("--") and value == "--":  # argparse would take it for an empty list
             raise UserError(f"{word}: -- is no value. --help lists the flags.")
     if unknown:
-        raise UserError("\n".join(unknown))
+        raise UserError(" Also ".join(unknown))
 
 
 def _hint(arguments_class: type[ProgramFlags], name: str, value: str, names: Sequence[str], dashes: str) -> str:

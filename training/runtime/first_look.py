@@ -20,7 +20,7 @@ from engine.errors import SharedError, UserError
 from training.runtime.environment import flush_all, on_several_hosts, print_error
 
 GO_ON = 3  # exit code of the forked process: the program may begin
-OURS = ("engine", "training", "yaml", "_yaml")  # imported as they are, as Python's own modules
+REAL = ("engine", "training", "psutil", "yaml")  # imported as they are, as Python's own modules
 
 
 def first_look(flags: str, description: str) -> None:
@@ -84,7 +84,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def find_spec(self, fullname, path=None, target=None):
         root = fullname.partition(".")[0]
-        if root in OURS or root in sys.stdlib_module_names:
+        if root in REAL or root in sys.stdlib_module_names:
             return None
         return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
 
