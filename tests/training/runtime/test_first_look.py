@@ -63,5 +63,5 @@ def test_a_mistake_is_told(started, program, words, told):
 
 
 def test_a_sound_command_line_goes_on_to_the_libraries(started):
-    found = started("training.step1_sft", *"--model_name_or_path a --data_path b --output_dir c".split())
+    found = started("training.step1_sft", *["--model_name_or_path", "a", "--data_path", "b", "--output_dir", "c"])
     assert found.returncode == 1 and found.stderr.endswith("ImportError: a large library is imported\n")

@@ -103,7 +103,7 @@ def table(points: Sequence[Point], chosen: float | None = None) -> str:
     widths = [max(map(len, column)) for column in zip(head, *lines, strict=True)]
     rows = ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in (head, *lines)]
     note = (
-        f"KL: nats a response, to the SFT model; ±: one standard error; bigrams: distinct pairs of words, a "
+        "KL: nats a response, to the SFT model; ±: one standard error; bigrams: distinct pairs of words, a "
         "token; known: share of words that occur in the prompts and the known texts"
     )
     return "\n".join([*(row.rstrip() for row in rows), note])
