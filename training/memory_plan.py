@@ -13,6 +13,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from training.runtime.first_look import first_look
+
+if __name__ == "__main__":
+    first_look("training.config.step3:MemoryFlags", __doc__)
+
 from engine.algorithms import Dialect
 from engine.errors import UserError
 from engine.memory import Cluster

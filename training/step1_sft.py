@@ -7,14 +7,21 @@ prompt, the loss covers the response only, unless --loss_on all is given.
 """
 
 import training.runtime.import_errors  # noqa: F401  imported first, to explain imports that fail
+from training.runtime.first_look import first_look
+
+if __name__ == "__main__":
+    first_look("training.config.supervised:SFTFlags", __doc__)
+
 from engine import distributed
 from engine.algo.masked import masked_sum
+from engine.errors import UserError
 from engine.experience import position_ids
 from engine.models.attention import attention_in_words
 from engine.models.checking import check_policy, check_rows
 from engine.models.loading import DTYPES, load_policy
 from engine.models.reading import LANGUAGE_MODEL, vocabulary_size
 from engine.rlhf_engine import wrap_trained
+from engine.rollout.passes import check_attention
 from training.checkpoints.conditions import supervised_conditions
 from training.checkpoints.resuming import ResumePoint
 from training.config.supervised import SFTFlags
@@ -140,7 +147,16 @@ def first_lines(args: SFTFlags, tokenizer, examples: SFTExamples, held_out: SFTE
     """The lines that a run prints about the data and the adapter. The arguments after `args` are the results of
     load_examples."""
     lines = supervised_lines(args, "texts", examples, held_out, tokenizer)
-    return lines + adapted_lines(adapted_model(args, scorer=False))
+    return lines + adapted_lines(adapted_model(args, scorer=False)) + recurrent_lines(args)
+
+
+def recurrent_lines(args: SFTFlags) -> list[str]:
+    """A warning if steps 2 and 3 could not draw responses from the model."""
+    try:
+        check_attention(args.model_name_or_path, "--model_name_or_path", args.trust_remote_code)
+    except UserError as error:
+        return [f"WARNING: step 3 will refuse this model, and step 2 cannot normalise with it. {error}"]
+    return []
 
 
 def check(args: SFTFlags, point: ResumePoint | None = None) -> None:

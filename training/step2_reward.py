@@ -10,8 +10,11 @@ transformers' AutoModelForSequenceClassification. The output of that class lacks
 """
 
 import training.runtime.import_errors  # noqa: F401  imported first, to explain imports that fail
+from training.runtime.first_look import first_look
 
-# isort: split
+if __name__ == "__main__":
+    first_look("training.config.supervised:RewardFlags", __doc__)
+
 import numpy as np
 import torch
 from torch import Tensor

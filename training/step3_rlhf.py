@@ -12,8 +12,11 @@ from pathlib import Path
 from typing import NoReturn
 
 import training.runtime.import_errors  # noqa: F401  imported first, to explain imports that fail
+from training.runtime.first_look import first_look
 
-# isort: split
+if __name__ == "__main__":
+    first_look("training.config.step3:RLHFFlags", __doc__)
+
 from torch.utils.data import ConcatDataset
 
 from engine import distributed

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from scripts.harness.programs import Result, assert_one_message, command_line, snapshot
 from training.runtime.startup import run
 from training.tools.merge import __main__ as merge
-from training.tools.merge.frontier import Point, best_within
+from training.tools.merge.frontier import Point, best_within, table
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +79,11 @@ def test_the_best_score_within_a_kl_is_chosen_and_never_the_sft_model():
         Point(scale, score, 0.0, kl, 0.0, 8.0, 0.5, 1.0) for scale, score, kl in ((0, 9, 0), (1, 2, 4), (2, 1, 5))
     ]
     assert [best_within(points, limit) for limit in (3.0, 4.0, 99.0)] == [None, points[1], points[1]]
+
+
+def test_the_table_prints_one_standard_error():
+    line = table([Point(0.5, 1.25, 0.068, 3.5, 0.21, 8.0, 0.5, 1.0)]).splitlines()[1]
+    assert line.split() == ["0.5", "1.250", "±", "0.068", "3.50", "±", "0.21", "8.0", "0.500", "100.0%"]
 
 
 def test_without_prompts_a_scale_is_merged_and_nothing_is_measured(tiny, trained, tmp_path, capfd):

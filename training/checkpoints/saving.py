@@ -54,7 +54,7 @@ from training.checkpoints.files import (
     write_bytes,
     write_shards,
 )
-from training.runtime.agreement import from_here
+from training.runtime.environment import from_here
 from training.runtime.processes import phase
 
 LOOKING_FOR_RANKS = 0.05  # seconds between rank 0's looks for the other ranks' files

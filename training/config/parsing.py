@@ -115,6 +115,18 @@ def parse_flags(
     UserError for an unknown flag or key (the message names the most similar flag), a required flag that is missing, a
     value of the wrong type, or a value that asks for a feature that is missing here.
     """
+    args = read_flags(arguments_class, argv, description, say)
+    args.validate()
+    return args
+
+
+def read_flags(
+    arguments_class: type[ProgramFlags],
+    argv: Sequence[str],
+    description: str,
+    say: Callable[[str], None] = lambda line: None,
+):
+    """`parse_flags` without the checks of values."""
     parser = _parser(arguments_class, description)
     known = [spec.name for spec in dataclasses.fields(arguments_class)] + list(arguments_class.old_flags)
     _refuse_unknown(arguments_class, argv, known)
@@ -128,9 +140,7 @@ def parse_flags(
     old = {name: values.pop(name) for name in arguments_class.old_flags}
     for name, value in old.items():
         _tell_old(arguments_class.old_flags[name], name, value, say)
-    args = arguments_class(**values)
-    args.validate()
-    return args
+    return arguments_class(**values)
 
 
 def _parser(arguments_class: type[ProgramFlags], description: str, defaults: bool = True) -> _Parser:
@@ -183,7 +193,7 @@ def _refuse_unknown(arguments_class: type[ProgramFlags], argv: Sequence[str], kn
         if name.startswith("--") and value == "--":  # argparse would take it for an empty list
             raise UserError(f"{word}: -- is no value. --help lists the flags.")
     if unknown:
-        raise UserError("\n".join(unknown))
+        raise UserError(" Also ".join(unknown))
 
 
 def _hint(arguments_class: type[ProgramFlags], name: str, value: str, names: Sequence[str], dashes: str) -> str:

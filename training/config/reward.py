@@ -278,12 +278,14 @@ def check_columns(functions: Mapping[str, Callable], data: Mapping[str, Prompts]
         for where, prompts in data.items():
             asked = (*signature.required, *signature.optional)
             prompts.refuse_unread(asked, f"--reward_function {given} asks {where} for")
-            row = {name: value for name, value in prompts.rows[0].items() if value is not None}
+            row = prompts.rows[0]
             if missing := signature.missing(row):
+                having = ", ".join(name if value is not None else f"{name} (null)" for name, value in row.items())
+                absent = " Null counts as absent." if row.get(missing[0], "") is None else ""
                 flag = " (--answer_column says which)" if given in BUILT_IN else ""
                 raise UserError(
                     f"--reward_function {given} asks for the column {missing[0]}{flag}, which {where} lack: they "
-                    f"have {', '.join(row)}. Add the column, or name one that is there."
+                    f"have {having}.{absent} Add the column, or name one that is there."
                 )
 
 

@@ -143,7 +143,7 @@ def matching_columns(where: str, record: object, columns: Columns) -> tuple[str,
         found = ", ".join(name if name in present else f"{name} (null)" for name in record) or "none"
         raise UserError(
             f"{where}: found the columns: {quoted(found, 400)[1:-1]}; needed: {alternatives(columns)}. "
-            f"{_remedy(record, columns)}"
+            f"{'Null counts as absent. ' * (len(present) < len(record))}{_remedy(record, columns)}"
         )
     return wanted
 

@@ -16,17 +16,11 @@ from typing import TypeVar
 
 from engine import distributed
 from engine.errors import SharedError, UserError
-from training.runtime.environment import AGENTS_STORE, on_several_hosts
+from training.runtime.environment import AGENTS_STORE, USER_ERROR, from_here
 
 LOOK_EVERY = 5.0  # seconds between looks; each opens a new connection, so that rank 0 need not hold one for each rank
 PATIENCE = 30.0  # longest wait for rank 0 in seconds; rank 0's imports may take longer than this rank's
 BETWEEN, LINGER = 0.2, 1.0  # seconds between looks while waiting, and seconds for which rank 0 then goes on serving
-USER_ERROR = 2  # the exit code of a user's mistake
-
-
-def from_here(message: str) -> str:
-    """The message, preceded by this host's name if there are several hosts: "on gpu07: there is no folder X"."""
-    return f"on {socket.gethostname()}: {message}" if on_several_hosts() else message
 
 
 def first_of(messages: Sequence[str | None], hosts: Sequence[str]) -> str | None:

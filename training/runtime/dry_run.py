@@ -48,6 +48,7 @@ def report(
         print(line)
     for what in unseen:
         print(f"not looked at: {what} (not here: misspelt, or still to be made by an earlier step or downloaded)")
+    print("engines, with gradient_accumulation_steps 1: the program itself adds up gradients, as its flag says")
     for role, ds_config in engines.items():
         print(f"engine {role}: " + json.dumps(ds_config, indent=2))
     for line in memory:

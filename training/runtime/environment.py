@@ -24,7 +24,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from engine.errors import SharedError, UserError
+from training.reporting.sample_tables import visible
 
+USER_ERROR = 2  # the exit code of a user's mistake
 AGENTS_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # "True" if torchrun serves the store
 FIRST_PORT, PORTS = 20000, 12000  # range of ports for srun, below Linux's ports of outgoing connections (from 32768)
 NODE_LISTS = ("SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NODELIST")
@@ -34,6 +36,11 @@ def on_several_hosts(environment: Mapping[str, str] = os.environ) -> bool:
     """Whether a launcher (deepspeed, torchrun, srun) has started ranks on other hosts too. False in a dry run."""
     here = environment.get("LOCAL_SIZE") or environment.get("LOCAL_WORLD_SIZE")
     return "RANK" in environment and here is not None and here != environment.get("WORLD_SIZE", here)
+
+
+def from_here(message: str) -> str:
+    """The message, preceded by this host's name if there are several hosts: "on gpu07: there is no folder X"."""
+    return f"on {socket.gethostname()}: {message}" if on_several_hosts() else message
 
 
 def own_programs_first() -> None:
@@ -244,6 +251,18 @@ def keep_printing() -> None:
             stream, Unfailing
         ):  # None: the stream was closed when the process began
             setattr(sys, name, Unfailing(stream))
+
+
+def print_error(error: UserError) -> int:
+    """Print a mistake once, on rank 0 or on the only rank that raised it; returns the exit code."""
+    if os.environ.get("RANK", "0") == "0" or not isinstance(error, SharedError):
+        text = visible(str(error))
+        message = f"error: {text if isinstance(error, SharedError) else from_here(text)}"
+        print(message, file=sys.stderr, flush=True)
+        write_error_file(message)
+    else:
+        time.sleep(5)  # the launcher kills all ranks when one ends: let the main rank print first
+    return USER_ERROR
 
 
 def flush_all(code: int) -> None:

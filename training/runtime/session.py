@@ -101,6 +101,8 @@ class Session:
             with phase("evaluating"):
                 metrics, rows = self.evaluator.run(0)
             self.write_samples("before", rows)
+            if self.models.ema is not None:
+                metrics = {**metrics, **_as_average(metrics)}  # the average starts at the actor's weights
             self.writer.log(0, 0, {**(self.owed or {}), **metrics})
             self.owed = None
         if self.owed is not None:
@@ -168,7 +170,7 @@ class Session:
             with self.models.ema.swapped():
                 averaged, rows = self.evaluator.run(self.trainer.steps_done)
             self.write_samples(f"{name}_ema", rows)
-            metrics |= {key.replace("eval/", "eval/ema_"): value for key, value in averaged.items()}
+            metrics |= _as_average(averaged)
         return metrics
 
     def write_samples(self, name: str, rows: list[dict]) -> None:
@@ -241,6 +243,11 @@ def held_out_scores(output_dir: Path) -> dict[int, float]:
     path = output_dir / METRICS_FILE
     rows = read_metrics(path) if path.is_file() else []
     return {row["step"]: row[SCORE] for row in comparable_scores(rows)}
+
+
+def _as_average(metrics: dict[str, float]) -> dict[str, float]:
+    """The metrics of an evaluation, named as those of the averaged weights."""
+    return {key.replace("eval/", "eval/ema_"): value for key, value in metrics.items()}
 
 
 def _is_due(step: int, interval: int) -> bool:

@@ -13,7 +13,6 @@ import atexit
 import logging
 import os
 import sys
-import time
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
@@ -27,8 +26,8 @@ from training.config.parsing import parse_flags
 from training.reporting.sample_tables import visible
 from training.reporting.sinks import check_wandb
 from training.runtime import environment, output_folder, stopping
-from training.runtime.agreement import USER_ERROR, MeetingPoint, from_here
-from training.runtime.environment import flush_all, keep_printing, print_line, write_error_file
+from training.runtime.agreement import MeetingPoint
+from training.runtime.environment import USER_ERROR, flush_all, from_here, keep_printing, print_error, print_line
 from training.runtime.output_folder import check_output_dirs
 from training.runtime.processes import phase
 from training.runtime.watch import ENDED_EARLY, JOINING, STOPPED, Watch, watching
@@ -51,7 +50,7 @@ def run(main: Callable, arguments_class: type, description: str, argv: Sequence[
         os.environ.update(environment.of_srun(os.environ))
         environment.check_launch()
     except UserError as error:
-        return _print_error(error)
+        return print_error(error)
     try:
         args = _parse(arguments_class, sys.argv[1:] if argv is None else argv, description)
         make_paths_absolute(args)
@@ -75,7 +74,7 @@ def run(main: Callable, arguments_class: type, description: str, argv: Sequence[
 
             return preflight.run(args)
     except UserError as error:
-        return _print_error(error)
+        return print_error(error)
     try:
         with watching(args.grace_seconds, args.timeout_minutes) as watch:
             return _in_group(main, args, watch)
@@ -106,7 +105,7 @@ def _in_group(main: Callable, args: RunFlags, watch: Watch) -> int:
     except SharedError as error:
         stopping.let_through()  # when one rank ends, a launcher asks the others to; ignore it
         watch.leave(USER_ERROR)
-        return _print_error(error)
+        return print_error(error)
     except UserError as error:
         watch.tell(visible(str(error)), USER_ERROR)
         return USER_ERROR
@@ -150,26 +149,14 @@ def _parse(arguments_class: type, argv: Sequence[str], description: str):
         raise SharedError(str(error)) from None  # all ranks were given the same flags
 
 
-def _print_error(error: UserError) -> int:
-    """Print a mistake once, on rank 0 or on the only rank that raised it; returns the exit code."""
-    if os.environ.get("RANK", "0") == "0" or not isinstance(error, SharedError):
-        text = visible(str(error))
-        message = f"error: {text if isinstance(error, SharedError) else from_here(text)}"
-        print(message, file=sys.stderr, flush=True)
-        write_error_file(message)
-    else:
-        time.sleep(5)  # the launcher kills all ranks when one ends: let the main rank print first
-    return USER_ERROR
-
-
 def _print_error_on_all_hosts(error: UserError) -> int:
     """Print a mistake in flags; returns the exit code. With several hosts, a mistake may exist on some hosts only, for
     example if a file is missing there. The other ranks learn of it through the store at which the ranks meet."""
     if not environment.on_several_hosts() or not os.environ.get("MASTER_ADDR") or not os.environ.get("MASTER_PORT"):
-        return _print_error(error)
+        return print_error(error)
     text = visible(str(error))
     if os.environ["RANK"] == "0":
-        _print_error(error)
+        print_error(error)
         MeetingPoint().announce(f"error: {text}", USER_ERROR)
     elif not MeetingPoint().announce(f"error: {from_here(text)}", USER_ERROR):
         print_line(f"error: {from_here(text)}")

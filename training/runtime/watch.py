@@ -17,8 +17,8 @@ from collections.abc import Iterator
 
 from engine import distributed
 from training.runtime import output_folder
-from training.runtime.agreement import USER_ERROR, MeetingPoint, from_here
-from training.runtime.environment import print_line, write_error_file
+from training.runtime.agreement import MeetingPoint
+from training.runtime.environment import USER_ERROR, from_here, print_line, write_error_file
 from training.runtime.heartbeats import EVERYWHERE, Monitor, Reporter, Verdict, meeting_address
 from training.runtime.processes import Launchers, is_another_rank, place
 from training.runtime.stopping import SIGNALS, Followed, Reason, StopRequest, listening

@@ -67,7 +67,7 @@ def test_negative_numbers_are_values(words):
         (["--zzzzzz", "3"], "unknown flag --zzzzzz. --help lists the flags."),
         (["--hel"], "unknown flag --hel. --help lists the flags."),
         (["--locl_rank", "3"], "unknown flag --locl_rank. --help lists the flags."),  # the launcher's
-        (["--rat", "3", "--hel"], "unknown flag --rat. Did you mean --rate?\nunknown flag --hel. --help lists"),
+        (["--rat", "3", "--hel"], "unknown flag --rat. Did you mean --rate? Also unknown flag --hel. --help lists"),
         (["stray"], "'stray' belongs to no flag. --help lists the flags."),
         (["--size", "3", "4"], "'4' belongs to no flag. --help lists the flags."),
         (["-s", "3"], "'-s' belongs to no flag. --help lists the flags."),

@@ -114,8 +114,9 @@ def test_a_column_that_the_data_lack(rules):
     functions = loaded("--reward_function", f"{rules}:right", f"{rules}:form", f"{rules}:Source")
     full = prompts(answer=42)
     check_columns(functions, {"the prompts": full, "the held-out prompts": full})
-    for lacking in (prompts(), prompts(answer=None)):
-        told = r":right asks for the column answer, which the held-out prompts lack: they have prompt\."
+    null = r"prompt, answer \(null\)\. Null counts as absent\. Add"
+    for lacking, having in ((prompts(), r"prompt\. Add"), (prompts(answer=None), null)):
+        told = f":right asks for the column answer, which the held-out prompts lack: they have {having}"
         with pytest.raises(UserError, match=told):
             check_columns(functions, {"the prompts": full, "the held-out prompts": lacking})
 

@@ -26,7 +26,7 @@ from scripts.harness.programs import Tiny, command_line
 from training import step3_rlhf
 from training.config.step3 import RLHFFlags
 from training.data.tables import Found, KnownRows, handed_over
-from training.runtime import agreement, import_errors, startup, watch
+from training.runtime import agreement, environment, import_errors, startup, watch
 from training.runtime.agreement import MeetingPoint, agreed, checked
 from training.runtime.processes import phase
 from training.runtime.watch import JOINING, Watch
@@ -299,7 +299,7 @@ def test_a_rank_that_lets_the_first_print_is_not_taken_for_one_that_was_asked_to
 
     monkeypatch.setattr(preflight, "agree", refuse)
     monkeypatch.setattr(watch, "end", lambda code, message: ended.append(code))
-    monkeypatch.setattr(startup, "time", type("Clock", (), {"sleep": staticmethod(launcher_ends_this)}))
+    monkeypatch.setattr(environment, "time", type("Clock", (), {"sleep": staticmethod(launcher_ends_this)}))
     words = command_line(Tiny(tmp_path).flags(3, output_dir=tmp_path / "out"))
     assert startup.run(step3_rlhf.main, RLHFFlags, "", words) == 2
     assert ended == []

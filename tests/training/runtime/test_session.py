@@ -16,7 +16,7 @@ from training.config.step3 import RLHFFlags
 from training.runtime import model_folders, stopping
 from training.runtime.models import PRETRAINING_RECORD, is_pretrained_critic
 from training.runtime.plan import check_files, check_models, check_vllm
-from training.runtime.session import pretrain
+from training.runtime.session import Session, pretrain
 
 
 class Notes:
@@ -160,3 +160,20 @@ def test_heads_that_it_cannot_compute_or_divide_are_told(path, monkeypatch):
     with pytest.raises(UserError, match="--vllm_tensor_parallel_size 3: the 4 attention heads of .* divides 4"):
         check_vllm(with_vllm(path, "--vllm_tensor_parallel_size", "3"))
     check_vllm(with_vllm(path, "--dry_run"))  # for other machines, it may be
+
+
+@pytest.mark.parametrize("average", (None, object()))
+def test_the_averages_curve_starts_where_the_actors_does(average):
+    logged = []
+    session = SimpleNamespace(
+        trainer=SimpleNamespace(steps_done=0),
+        args=step3(),
+        evaluator=SimpleNamespace(run=lambda step: ({"eval/score": 1.5, "eval/kl_se": 0.25}, [])),
+        models=SimpleNamespace(ema=average),
+        write_samples=lambda name, rows: None,
+        writer=SimpleNamespace(log=lambda step, samples, metrics: logged.append(metrics)),
+        owed=None,
+    )
+    Session.before_first_step(session)
+    own = {"eval/score": 1.5, "eval/kl_se": 0.25}
+    assert logged == [own if average is None else {**own, "eval/ema_score": 1.5, "eval/ema_kl_se": 0.25}]

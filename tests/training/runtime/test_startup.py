@@ -16,10 +16,9 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from engine.errors import SharedError
 from scripts.harness import ROOT
 from training.runtime import watch
-from training.runtime.environment import ERROR_FILE, print_line, write_error_file
+from training.runtime.environment import ERROR_FILE, print_error, print_line, write_error_file
 from training.runtime.heartbeats import Reporter, Verdict
 from training.runtime.processes import is_another_rank, state_of, this_machine
-from training.runtime.startup import _print_error
 
 PRINTS = """
 import sys
@@ -77,7 +76,7 @@ def test_the_report_ends_with_our_message(monkeypatch, tmp_path, capsys):
     file = tmp_path / "error.json"
     monkeypatch.setenv(ERROR_FILE, str(file))
     assert "To enable traceback" in report_of(file)
-    assert _print_error(SharedError("--max_steps -3: must be at least 1.")) == 2
+    assert print_error(SharedError("--max_steps -3: must be at least 1.")) == 2
     assert capsys.readouterr().err == "error: --max_steps -3: must be at least 1.\n"
     assert "  traceback : error: --max_steps -3: must be at least 1.\n" in report_of(file)
     assert "To enable traceback" not in report_of(file)

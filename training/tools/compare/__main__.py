@@ -17,9 +17,14 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn
 
+import training.runtime.import_errors  # noqa: F401  imported first, to explain imports that fail
+from training.runtime.first_look import first_look
+
+if __name__ == "__main__":
+    first_look("training.tools.compare.flags:CompareFlags", __doc__)
+
 import torch
 
-import training.runtime.import_errors  # noqa: F401  imported first, to explain imports that fail
 from engine import distributed
 from engine.models.reading import read_config
 from engine.reward.base import CombinedReward, RewardModel, RewardSource

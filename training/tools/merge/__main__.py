@@ -16,6 +16,11 @@ from pathlib import Path
 from typing import NoReturn
 
 import training.runtime.import_errors  # noqa: F401  imported first, to explain imports that fail
+from training.runtime.first_look import first_look
+
+if __name__ == "__main__":
+    first_look("training.tools.merge.flags:MergeFlags", __doc__)
+
 from engine import distributed
 from engine.errors import RunStopped
 from engine.models.checking import check_policy

@@ -9,7 +9,6 @@ from engine.errors import UserError
 from engine.models.weight_files import stored_name
 from engine.reward.base import CombinedReward, RewardModel, RewardSource
 from training.config.reward import MODEL, function_source, load_function, names
-from training.reporting.standard_errors import NOISE
 from training.reporting.summary import BLUE, ORANGE
 from training.tools.measuring import HeldOut, Measuring, policy_measures
 from training.tools.merge.flags import MergeFlags
@@ -91,9 +90,9 @@ def table(points: Sequence[Point], chosen: float | None = None) -> str:
         (
             f"{point.scale:g}",
             f"{point.score:.3f}",
-            f"± {NOISE * point.score_se:.3f}",
+            f"± {point.score_se:.3f}",
             f"{point.kl:.2f}".replace("-0.00", "0.00"),  # the SFT model's KL to itself is 0 up to rounding
-            f"± {NOISE * point.kl_se:.2f}",
+            f"± {point.kl_se:.2f}",
             f"{point.tokens:.1f}",
             f"{point.bigrams:.3f}",
             f"{point.known:.1%}",
@@ -104,7 +103,7 @@ def table(points: Sequence[Point], chosen: float | None = None) -> str:
     widths = [max(map(len, column)) for column in zip(head, *lines, strict=True)]
     rows = ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in (head, *lines)]
     note = (
-        f"KL: nats a response, to the SFT model; ±: {NOISE:g} standard errors; bigrams: distinct pairs of words, a "
+        "KL: nats a response, to the SFT model; ±: one standard error; bigrams: distinct pairs of words, a "
         "token; known: share of words that occur in the prompts and the known texts"
     )
     return "\n".join([*(row.rstrip() for row in rows), note])
@@ -121,7 +120,7 @@ def draw(points: Sequence[Point], path: Path) -> None:
     FigureCanvasAgg(figure)
     score, variety = figure.subplots(1, 2)
     kl = [point.kl for point in points]
-    bars = {"xerr": [NOISE * point.kl_se for point in points], "yerr": [NOISE * point.score_se for point in points]}
+    bars = {"xerr": [point.kl_se for point in points], "yerr": [point.score_se for point in points]}
     score.errorbar(kl, [point.score for point in points], **bars, color=BLUE, marker="o", linewidth=1.2, capsize=2)
     for point in points:
         score.annotate(
@@ -139,5 +138,5 @@ def draw(points: Sequence[Point], path: Path) -> None:
         axes.grid(True, color="#e6e6e6", linewidth=0.8)
         axes.set_axisbelow(True)
         axes.spines[["top", "right"]].set_visible(False)
-    figure.supxlabel(f"bars: {NOISE:g} standard errors to either side", fontsize=9, x=0.01, ha="left")
+    figure.supxlabel("bars: one standard error to either side", fontsize=9, x=0.01, ha="left")
     figure.savefig(str(path), dpi=110)

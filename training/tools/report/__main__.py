@@ -12,8 +12,6 @@ import sys
 from pathlib import Path
 
 from engine.errors import UserError
-from engine.whole_files import write_whole
-from training.tools.report.page import page, read_runs
 
 PAGE = "report.html"
 
@@ -25,6 +23,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, help=f"file to write; by default {PAGE} in the folder of a single run")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing file")
     args = parser.parse_args(arguments)
+    from engine.whole_files import write_whole  # these imports take seconds; a mistyped command line is reported first
+    from training.tools.report.page import page, read_runs
+
     try:
         output = _output(args)
         made = page(read_runs(args.runs))

@@ -12,6 +12,11 @@ import sys
 import warnings
 from collections.abc import Sequence
 
+from training.runtime.first_look import first_look
+
+if __name__ == "__main__":
+    first_look("training.tools.serve.flags:ServeFlags", __doc__)
+
 from engine.errors import UserError
 from training.config.parsing import parse_flags
 from training.reporting.sample_tables import visible
