@@ -195,18 +195,15 @@ def fixed_rope(config: Any, max_length: int | None) -> dict[str, Any]:
     rope that it is up to max_position_embeddings.
     """
     rope = getattr(config, "rope_parameters", None) or {}
-    fixed = _fixed(rope, max_length or getattr(config, "max_position_embeddings", 0))
-    return {} if fixed == rope else {"rope_parameters": fixed}
-
-
-def _fixed(rope: dict[str, Any], longest: int) -> dict[str, Any]:
     if rope.get("rope_type") == "longrope":
+        longest = max_length or config.max_position_embeddings
         kept, other = ("long", "short") if longest > rope["original_max_position_embeddings"] else ("short", "long")
         both = [name for name in ("factor", "mscale") if f"{kept}_{name}" in rope]  # PhiMoE scales by length, too
-        return rope | {f"{other}_{name}": rope[f"{kept}_{name}"] for name in both}
+        return {"rope_parameters": rope | {f"{other}_{name}": rope[f"{kept}_{name}"] for name in both}}
     if rope.get("rope_type") == "dynamic" and not rope.get("alpha"):  # HunYuan's alpha does not depend on rows
-        return {name: value for name, value in rope.items() if name != "factor"} | {"rope_type": "default"}
-    return {name: _fixed(value, longest) if isinstance(value, dict) else value for name, value in rope.items()}
+        plain = {name: value for name, value in rope.items() if name != "factor"}
+        return {"rope_parameters": plain | {"rope_type": "default"}}
+    return {}
 
 
 # {implementation: the attribute of transformers' classes that says whether a model family supports it}

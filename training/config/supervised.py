@@ -103,7 +103,6 @@ class SupervisedFlags(HubFlags, RestartFlags, ModelLoraFlags, DataFlags):
             return True
         return bool(self.eval_interval and step % self.eval_interval == 0)
 
-
     @property
     def max_length(self) -> int:
         """See RunFlags."""

@@ -114,8 +114,8 @@ def model_notes(args: RunFlags, *flags: str) -> list[str]:
         if rope.get("rope_type") == "longrope" and args.max_length is not None:
             known = rope["original_max_position_embeddings"]
             note = (
-                f"all rows have the {'long' if args.max_length > known else 'short'} factors of longrope, since rows may "
-                f"have {args.max_length} tokens (original_max_position_embeddings is {known}); saved models keep both"
+                f"longrope's {'long' if args.max_length > known else 'short'} factors in all rows, since rows may have "
+                f"{args.max_length} tokens (original_max_position_embeddings is {known}); saved models keep both"
             )
             notes.setdefault(note, []).append(f"--{flag}")
         language_model = flag.startswith("actor") or isinstance(args, SFTFlags)

@@ -8,8 +8,8 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from engine.errors import UserError
-from engine.models.checking import check_policy, check_rows, check_scorer, check_vocabularies
 from engine.models.attention import Attention
+from engine.models.checking import check_policy, check_rows, check_scorer, check_vocabularies
 from engine.models.loading import DTYPES, load_policy, load_scorer
 from engine.models.places import base_of
 from engine.models.policy import Scorer
