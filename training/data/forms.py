@@ -13,13 +13,13 @@ import json
 import os.path
 import re
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import Any
+from typing import Any, NamedTuple
 
 from engine.errors import UserError
-from training.data.chat import render, renderings, template_key
+from training.data.chat import TURNS, Turns, render, renderings, template_key
 from training.data.files import check_text, described, quoted
 from training.data.tokens import end_of_turn, opening_tokens
 
@@ -47,10 +47,16 @@ NO_BEGINNING = (
     "the chat template does not begin an answer when it is asked to (add_generation_prompt): what it puts before one "
     f"is learned as a part of it. Give {OTHER_TEMPLATE} that does"
 )
+REPEATED = (
+    "answers begin with the prompt, which steps 1 and 2 then show twice, and step 3 once. Take it off the answers "
+    "(jq -c '.prompt as $p | map_values(if . == $p then . else ltrimstr($p) end)' OLD.jsonl > NEW.jsonl), or leave out "
+    f"the column prompt, if the answers are dialogues with {TURN!r}"
+)
 
 
 class Row(dict):
-    """The checked texts of a record. notes: names of the parts of its messages that the model is not shown."""
+    """The checked texts of a record. notes: what the model may be shown otherwise than it is meant: messages that are
+    left out, special tokens within texts, repeated prompts."""
 
     def __init__(self, texts: dict, notes: tuple[str, ...] = ()):
         super().__init__(texts)
@@ -98,7 +104,7 @@ class Form:
             texts = {name: record[name] for name in names}
             for name, text in texts.items():
                 check_text(where, name, text, self.may_be_blank or (name == "prompt" and len(names) > 1))
-        return Row(self.shape(record, texts))
+        return Row(self.shape(record, texts), _notes_on_texts(texts, tokenizer) if tokenizer is not None else ())
 
 
 def _sft_row(record: dict, texts: dict[str, str]) -> dict:
@@ -313,10 +319,13 @@ def messages_as_texts(
     prompt, *dialogues = renderings(tokenizer, wanted)
     check_text(where, f"{names[0]}, by the chat template", prompt)
     notes = _notes(place, prompt, context, options.get("tools") or [], tokenizer)
+    special = _special_tokens(tokenizer)
+    notes += special.notes(special.in_messages, "a message", [message["content"] for message in context])
     texts = {"prompt": prompt}
     for (name, answer), dialogue, (_, placed, _) in zip(answered.items(), dialogues, wanted[1:], strict=True):
         _check_begins(placed, dialogue, prompt, tokenizer)
         texts[name] = _answer_text(placed, dialogue, len(prompt), answer, tokenizer)
+        notes += special.notes(special.in_messages, ANSWER, [message["content"] for message in answer])
         at_once = texts[name].lstrip().startswith((answer[0]["content"] or "").strip())
         if not begun and not at_once and render(tokenizer, context, placed, **options) == prompt:
             notes = (*notes, NO_BEGINNING)
@@ -491,6 +500,77 @@ def _notes(place: str, prompt: str, context: list[dict], tools: list, tokenizer)
             f"messages do not begin with {opening}: the chat template writes none, as apply_chat_template has it; "
             "texts get it from the tokenizer"
         )
+    return tuple(dict.fromkeys(notes))
+
+
+ANSWER = "the answer"
+
+
+class _SpecialTokens(NamedTuple):
+    """Finds special tokens that are spelt in texts: the tokenizer makes the tokens of them, as transformers does.
+
+    ends: the tokens with which an answer ends. in_texts: matches the tokens that begin, end and pad texts. in_messages:
+    matches those that the chat template writes, too. rendered: matches what only a text by a chat template has.
+    """
+
+    ends: set[str]
+    in_texts: re.Pattern
+    in_messages: re.Pattern
+    rendered: re.Pattern
+
+    def notes(self, tokens: re.Pattern, what: str, texts: list[str | None]) -> tuple[str, ...]:
+        """A note for each text in which one of the tokens is followed by further text. what: what it calls the text."""
+        found = []
+        for text in texts:
+            match = tokens.search(text or "")
+            if match and text and tokens.sub("", text[match.end() :]).strip():
+                ended = what == ANSWER and match[0] in self.ends
+                found.append(
+                    f"the special token {match[0]} is spelt inside {what}"
+                    f"{', and what follows is learned, though step 3 stops there' if ended else ''}. "
+                    "Take it out of the data or, if it is meant as text, write it with a blank in it"
+                )
+        return tuple(found)
+
+
+def _special_tokens(tokenizer) -> _SpecialTokens:
+    return _special_tokens_of(tokenizer, template_key(tokenizer))
+
+
+@functools.lru_cache(maxsize=8)
+def _special_tokens_of(tokenizer, template: str) -> _SpecialTokens:
+    if getattr(tokenizer, "split_special_tokens", False):
+        return _SpecialTokens(set(), *[_any_of([])] * 3)
+    bos, eos, mark = tokenizer.bos_token, tokenizer.eos_token, Turns(tokenizer).mark
+    ends = {eos, _closing(tokenizer, template)} - {None, ""}
+    usual = {getattr(tokenizer, f"{name}_token", None) for name in ("bos", "pad", "sep", "cls", "mask")}
+    usual = (usual - {tokenizer.unk_token, None}) | ends  # data sets write rare words as <unk>
+    added = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
+    others = added - usual - {tokenizer.unk_token}
+    written = render(tokenizer, list(TURNS)) if tokenizer.chat_template else ""
+    between_texts = [f"{eos}{blank}{bos}" for blank in ("", " ", "\n") if eos and bos and eos != bos]
+    return _SpecialTokens(
+        ends,
+        _any_of(usual),
+        _any_of(usual | {token for token in others if token in written}),
+        _any_of([*others, *between_texts, *([mark] if mark else [])]),
+    )
+
+
+def _any_of(texts: Iterable[str]) -> re.Pattern:
+    return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or "(?!)")
+
+
+def _notes_on_texts(texts: dict[str, str], tokenizer) -> tuple[str, ...]:
+    """Notes on a record of texts. A prompt or text that a chat template made may hold special tokens."""
+    special, prompt = _special_tokens(tokenizer), texts.get("prompt", "").strip()
+    answers = [text for name, text in texts.items() if name in ANSWERS]
+    notes = special.notes(special.in_texts, ANSWER, answers)
+    for name, text in texts.items():
+        if name not in ANSWERS and not special.rendered.search(text):
+            notes += special.notes(special.in_texts, f"the {name}", [text.removeprefix(tokenizer.bos_token or "")])
+    if prompt and any(text.lstrip().startswith(prompt) for text in answers):
+        notes += (REPEATED,)
     return tuple(dict.fromkeys(notes))
 
 
