@@ -504,6 +504,7 @@ def _notes(place: str, prompt: str, context: list[dict], tools: list, tokenizer)
 
 
 ANSWER = "the answer"
+KNOWN_MARKS = r"<[|\uff5c][^\s<>]{1,40}[|\uff5c]>|\[/?INST\]"  # of turns, as Qwen, Llama, DeepSeek, Mistral write them
 
 
 class _SpecialTokens(NamedTuple):
@@ -528,7 +529,7 @@ class _SpecialTokens(NamedTuple):
                 found.append(
                     f"the special token {match[0]} is spelt inside {what}"
                     f"{', and what follows is learned, though step 3 stops there' if ended else ''}. "
-                    "Take it out of the data or, if it is meant as text, write it with a blank in it"
+                    "Where it is not meant to be the token, take it out, or write it with a blank in it"
                 )
         return tuple(found)
 
@@ -549,11 +550,12 @@ def _special_tokens_of(tokenizer, template: str) -> _SpecialTokens:
     others = added - usual - {tokenizer.unk_token}
     written = render(tokenizer, list(TURNS)) if tokenizer.chat_template else ""
     between_texts = [f"{eos}{blank}{bos}" for blank in ("", " ", "\n") if eos and bos and eos != bos]
+    marks = _any_of([*others, *between_texts, *([mark] if mark else [])]).pattern
     return _SpecialTokens(
         ends,
         _any_of(usual),
         _any_of(usual | {token for token in others if token in written}),
-        _any_of([*others, *between_texts, *([mark] if mark else [])]),
+        re.compile(f"{marks}|(?!{_any_of(usual).pattern})(?:{KNOWN_MARKS})"),
     )
 
 
@@ -567,8 +569,9 @@ def _notes_on_texts(texts: dict[str, str], tokenizer) -> tuple[str, ...]:
     answers = [text for name, text in texts.items() if name in ANSWERS]
     notes = special.notes(special.in_texts, ANSWER, answers)
     for name, text in texts.items():
-        if name not in ANSWERS and not special.rendered.search(text):
-            notes += special.notes(special.in_texts, f"the {name}", [text.removeprefix(tokenizer.bos_token or "")])
+        if name not in ANSWERS:
+            told = special.notes(special.in_texts, f"the {name}", [text.removeprefix(tokenizer.bos_token or "")])
+            notes += told if told and not special.rendered.search(text) else ()
     if prompt and any(text.lstrip().startswith(prompt) for text in answers):
         notes += (REPEATED,)
     return tuple(dict.fromkeys(notes))

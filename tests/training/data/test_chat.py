@@ -213,6 +213,8 @@ USER, BOT = ({"role": role, "content": "a <|im_end|> b"} for role in ("user", "a
         (PROMPTS, {"prompt": "a <|im_end|> b"}, ["<|im_end|> is spelt inside the prompt."]),
         (SFT, {"text": "a </s> b"}, ["</s> is spelt inside the text."]),
         (SFT, {"text": "<s>a</s>"}, []),
+        (PROMPTS, {"prompt": "<|user|>\na</s>\n<|assistant|>\n"}, []),  # by another template
+        (PROMPTS, {"prompt": "<\uff5cUser\uff5c>a</s><\uff5cAssistant\uff5c>"}, []),
         (PROMPTS, {"prompt": [USER]}, ["<|im_end|> is spelt inside a message."]),
         (SFT, {"messages": [QUESTION, BOT]}, ["<|im_end|> is spelt inside the answer, and what follows is learned"]),
         (SFT, {"messages": [QUESTION, {**ANSWER, "content": "No.</s>"}]}, []),
