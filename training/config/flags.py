@@ -229,8 +229,9 @@ class RunFlags(TokenizerFlags):
 
     @property
     def max_length(self) -> int | None:
-        """The largest number of tokens of a row, prompt and response together; None if no flag limits it."""
-        return None
+        """The largest number of tokens that a row may have, prompt and response together; None if no flag says it."""
+        parts = (getattr(self, f"max_{part}_seq_len", 0) for part in ("prompt", "answer"))
+        return max(getattr(self, "max_seq_len", 0), sum(parts)) or None
 
     def counted_padding(self) -> str | None:
         """If a setting makes the run use the model's outputs at padding positions, returns a clause that names the

@@ -144,11 +144,6 @@ class RLHFFlags(HubFlags, RestartFlags, RolloutFlags, ModelFlags):
         least=1,
     )
 
-    @property
-    def max_length(self) -> int:
-        """See RunFlags."""
-        return self.max_prompt_seq_len + self.max_answer_seq_len
-
     def validate(self) -> None:
         """Raise UserError for values that cannot work, by themselves or in combination."""
         super().validate()

@@ -103,11 +103,6 @@ class SupervisedFlags(HubFlags, RestartFlags, ModelLoraFlags, DataFlags):
             return True
         return bool(self.eval_interval and step % self.eval_interval == 0)
 
-    @property
-    def max_length(self) -> int:
-        """See RunFlags."""
-        return self.max_seq_len
-
 
 @dataclass(kw_only=True)
 class SFTFlags(SupervisedFlags):
@@ -166,12 +161,6 @@ class RewardFlags(SupervisedFlags):
         """See RunFlags: one loss compares a pair up to the end of its longer response, so it uses outputs at the
         shorter one's padding."""
         return "from_difference counts numbers of padding" if self.pairwise_loss == "from_difference" else None
-
-    @property
-    def max_length(self) -> int:
-        """See RunFlags. The responses that scores are normalised on count too."""
-        normalised = self.max_prompt_seq_len + self.max_answer_seq_len if self.normalization_samples else 0
-        return max(self.max_seq_len, normalised)
 
     @property
     def sft_path(self) -> str:

@@ -319,13 +319,13 @@ def messages_as_texts(
     prompt, *dialogues = renderings(tokenizer, wanted)
     check_text(where, f"{names[0]}, by the chat template", prompt)
     notes = _notes(place, prompt, context, options.get("tools") or [], tokenizer)
-    special = _special_tokens(tokenizer)
-    notes += special.notes(special.in_messages, "a message", [message["content"] for message in context])
+    special = _special_tokens(tokenizer, template_key(tokenizer))
+    notes += special.notes(special.in_messages, "a message", (message["content"] for message in context))
     texts = {"prompt": prompt}
     for (name, answer), dialogue, (_, placed, _) in zip(answered.items(), dialogues, wanted[1:], strict=True):
         _check_begins(placed, dialogue, prompt, tokenizer)
         texts[name] = _answer_text(placed, dialogue, len(prompt), answer, tokenizer)
-        notes += special.notes(special.in_messages, ANSWER, [message["content"] for message in answer])
+        notes += special.notes(special.in_messages, ANSWER, (message["content"] for message in answer))
         at_once = texts[name].lstrip().startswith((answer[0]["content"] or "").strip())
         if not begun and not at_once and render(tokenizer, context, placed, **options) == prompt:
             notes = (*notes, NO_BEGINNING)
@@ -503,8 +503,9 @@ def _notes(place: str, prompt: str, context: list[dict], tools: list, tokenizer)
     return tuple(dict.fromkeys(notes))
 
 
-ANSWER = "the answer"
-KNOWN_MARKS = r"<[|\uff5c][^\s<>]{1,40}[|\uff5c]>|\[/?INST\]"  # of turns, as Qwen, Llama, DeepSeek, Mistral write them
+ANSWER, ENDED = "the answer", ", and what follows is learned, though step 3 stops there"
+# Marks of turns, as the templates of Qwen, Llama, DeepSeek, Mistral and Gemma write them.
+KNOWN_MARKS = r"<[|\uff5c][^\s<>]{1,40}[|\uff5c]>|\[/?INST\]|<start_of_turn>"
 
 
 class _SpecialTokens(NamedTuple):
@@ -519,59 +520,39 @@ class _SpecialTokens(NamedTuple):
     in_messages: re.Pattern
     rendered: re.Pattern
 
-    def notes(self, tokens: re.Pattern, what: str, texts: list[str | None]) -> tuple[str, ...]:
+    def notes(self, tokens: re.Pattern, what: str, texts: Iterable[str | None]) -> tuple[str, ...]:
         """A note for each text in which one of the tokens is followed by further text. what: what it calls the text."""
-        found = []
-        for text in texts:
-            match = tokens.search(text or "")
-            if match and text and tokens.sub("", text[match.end() :]).strip():
-                ended = what == ANSWER and match[0] in self.ends
-                found.append(
-                    f"the special token {match[0]} is spelt inside {what}"
-                    f"{', and what follows is learned, though step 3 stops there' if ended else ''}. "
-                    "Where it is not meant to be the token, take it out, or write it with a blank in it"
-                )
-        return tuple(found)
-
-
-def _special_tokens(tokenizer) -> _SpecialTokens:
-    return _special_tokens_of(tokenizer, template_key(tokenizer))
+        matches = (tokens.search(text or "") for text in texts)
+        return tuple(
+            f"the special token {match[0]} is spelt inside {what}{ENDED if what == ANSWER and match[0] in self.ends else ''}. "
+            "Where it is not meant to be the token, take it out, or write it with a blank in it"
+            for match in matches
+            if match and tokens.sub("", match.string[match.end() :]).strip()
+        )
 
 
 @functools.lru_cache(maxsize=8)
-def _special_tokens_of(tokenizer, template: str) -> _SpecialTokens:
-    if getattr(tokenizer, "split_special_tokens", False):
-        return _SpecialTokens(set(), *[_any_of([])] * 3)
-    bos, eos, mark = tokenizer.bos_token, tokenizer.eos_token, Turns(tokenizer).mark
-    ends = {eos, _closing(tokenizer, template)} - {None, ""}
-    usual = {getattr(tokenizer, f"{name}_token", None) for name in ("bos", "pad", "sep", "cls", "mask")}
-    usual = (usual - {tokenizer.unk_token, None}) | ends  # data sets write rare words as <unk>
-    added = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
-    others = added - usual - {tokenizer.unk_token}
+def _special_tokens(tokenizer, template: str) -> _SpecialTokens:
+    ends = {tokenizer.eos_token, _closing(tokenizer, template)} - {None, ""}
+    usual = {tokenizer.bos_token, tokenizer.pad_token} - {tokenizer.unk_token, None} | ends  # texts may have <unk>
     written = render(tokenizer, list(TURNS)) if tokenizer.chat_template else ""
-    between_texts = [f"{eos}{blank}{bos}" for blank in ("", " ", "\n") if eos and bos and eos != bos]
-    marks = _any_of([*others, *between_texts, *([mark] if mark else [])]).pattern
-    return _SpecialTokens(
-        ends,
-        _any_of(usual),
-        _any_of(usual | {token for token in others if token in written}),
-        re.compile(f"{marks}|(?!{_any_of(usual).pattern})(?:{KNOWN_MARKS})"),
+    added = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special and str(token) in written}
+    mark = re.escape(Turns(tokenizer).mark or "") or "(?!)"
+    in_texts, in_messages = (
+        re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True))) or "(?!)")
+        for tokens in (usual, usual | added)
     )
-
-
-def _any_of(texts: Iterable[str]) -> re.Pattern:
-    return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or "(?!)")
+    return _SpecialTokens(ends, in_texts, in_messages, re.compile(f"{mark}|(?!{in_texts.pattern})(?:{KNOWN_MARKS})"))
 
 
 def _notes_on_texts(texts: dict[str, str], tokenizer) -> tuple[str, ...]:
     """Notes on a record of texts. A prompt or text that a chat template made may hold special tokens."""
-    special, prompt = _special_tokens(tokenizer), texts.get("prompt", "").strip()
+    special, prompt = _special_tokens(tokenizer, template_key(tokenizer)), texts.get("prompt", "").strip()
     answers = [text for name, text in texts.items() if name in ANSWERS]
     notes = special.notes(special.in_texts, ANSWER, answers)
-    for name, text in texts.items():
-        if name not in ANSWERS:
-            told = special.notes(special.in_texts, f"the {name}", [text.removeprefix(tokenizer.bos_token or "")])
-            notes += told if told and not special.rendered.search(text) else ()
+    for name in texts.keys() - ANSWERS:
+        found = special.notes(special.in_texts, f"the {name}", [texts[name].removeprefix(tokenizer.bos_token or "")])
+        notes += found if found and not special.rendered.search(texts[name]) else ()
     if prompt and any(text.lstrip().startswith(prompt) for text in answers):
         notes += (REPEATED,)
     return tuple(dict.fromkeys(notes))

@@ -44,11 +44,6 @@ class MeasuringFlags(DataFlags, ABC):
         return {"max_prompt_seq_len": self.max_prompt_seq_len, "max_answer_seq_len": self.max_answer_seq_len}
 
     @property
-    def max_length(self) -> int:
-        """See RunFlags."""
-        return sum(self.lengths.values())
-
-    @property
     @abstractmethod
     def reward_models(self) -> Sequence[str]:
         """The paths of the reward models."""

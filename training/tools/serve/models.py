@@ -81,7 +81,7 @@ def load_models(args: ServeFlags) -> ServedModels:
         context = _check(args, paths, reward)
         models = {name: _model(args, name, path, dtype, device, context) for name, path in paths.items()}
         tokenizer = next(iter(models.values())).tokenizer if models else None
-        scorer = _scorer(args, reward, dtype, device, tokenizer, context) if reward is not None else None
+        scorer = _scorer(args, reward, dtype, device, tokenizer) if reward is not None else None
     return ServedModels(models, scorer, context)
 
 
@@ -119,9 +119,8 @@ def _model(
 ) -> ServedModel:
     what = f"--models {name}"
     tokenizer = args.read_tokenizer(path, what)
-    model = load_policy(
-        path, dtype, what=what, trust_remote_code=args.trust_remote_code, attention=Attention(max_length=context)
-    ).model
+    rows = Attention(max_length=args.max_seq_len)
+    model = load_policy(path, dtype, what=what, trust_remote_code=args.trust_remote_code, attention=rows).model
     model = model.to(device).requires_grad_(False).eval()
     pad_id, known = tokenizer.pad_token_id, vocabulary_size(tokenizer)
     try:
@@ -136,17 +135,12 @@ def _model(
 
 
 def _scorer(
-    args: ServeFlags,
-    path: str,
-    dtype: torch.dtype,
-    device: torch.device,
-    policys: PreTrainedTokenizerBase | None,
-    context: int,
+    args: ServeFlags, path: str, dtype: torch.dtype, device: torch.device, policys: PreTrainedTokenizerBase | None
 ) -> ServedScorer:
     """Load the reward model. policys: the tokenizer of a model that answers, which is used if the reward model has no
     tokenizer."""
-    attention = Attention(max_length=context)
-    scorer = load_scorer(path, dtype, what=REWARD, trust_remote_code=args.trust_remote_code, attention=attention)
+    rows = Attention(max_length=args.max_seq_len)
+    scorer = load_scorer(path, dtype, what=REWARD, trust_remote_code=args.trust_remote_code, attention=rows)
     brings_none = not any(has_tokenizer(folder) for folder in (path, base_of(path, REWARD)) if Path(folder).is_dir())
     if policys is not None and Path(path).is_dir() and brings_none:
         tokenizer = policys
