@@ -522,9 +522,9 @@ class _SpecialTokens(NamedTuple):
 
     def notes(self, tokens: re.Pattern, what: str, texts: Iterable[str | None]) -> tuple[str, ...]:
         """A note for each text in which one of the tokens is followed by further text. what: what it calls the text."""
-        matches = (tokens.search(text or "") for text in texts)
+        matches, ends = (tokens.search(text or "") for text in texts), self.ends if what == ANSWER else ()
         return tuple(
-            f"the special token {match[0]} is spelt inside {what}{ENDED if what == ANSWER and match[0] in self.ends else ''}. "
+            f"the special token {match[0]} is spelt inside {what}{ENDED if match[0] in ends else ''}. "
             "Where it is not meant to be the token, take it out, or write it with a blank in it"
             for match in matches
             if match and tokens.sub("", match.string[match.end() :]).strip()
