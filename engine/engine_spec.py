@@ -51,7 +51,7 @@ class EngineSpec:
     pad_token: the rule for the tokenizer's pad token (engine/models/reading.py).
     chat_template: a file with the tokenizer's chat template, or None.
     trust_remote_code: whether code in the models' folders may run.
-    attention: which implementation computes attention in all models.
+    attention: which implementation computes attention in all models, and the longest row, for models with longrope.
     reference, reward: the configurations of the two frozen models. By default the reference is at stage 3 if the actor
         is at stage 3, and else at stage 0. In the same way the reward model's stage follows the critic's, or the
         actor's if there is no critic.

@@ -185,6 +185,27 @@ AttentionInterface.register(BY_ROW, _attention_by_row)
 AttentionMaskInterface.register(BY_ROW, _mask_by_row)
 
 
+def fixed_rope(config: Any, max_length: int | None) -> dict[str, Any]:
+    """{"rope_parameters": settings with which a token's angles depend on its position alone}; {} if they do so already.
+
+    transformers chooses the angles of longrope (Phi-3 to Phi-4) and of dynamic NTK by the longest row of each batch
+    (modeling_rope_utils.py, `dynamic_rope_update`; #25104, #27227). A row would have other log-probs beside other rows,
+    and cached keys would keep their first angles. Here longrope's factors are those of a row of `max_length` tokens, by
+    default max_position_embeddings, for all rows (vLLM decides by its max_model_len). Dynamic NTK becomes the plain
+    rope that it is up to max_position_embeddings.
+    """
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":
+        longest = max_length or config.max_position_embeddings
+        kept, other = ("long", "short") if longest > rope["original_max_position_embeddings"] else ("short", "long")
+        both = [name for name in ("factor", "mscale") if f"{kept}_{name}" in rope]  # PhiMoE scales by length, too
+        return {"rope_parameters": rope | {f"{other}_{name}": rope[f"{kept}_{name}"] for name in both}}
+    if rope.get("rope_type") == "dynamic" and not rope.get("alpha"):  # HunYuan's alpha does not depend on rows
+        plain = {name: value for name, value in rope.items() if name != "factor"}
+        return {"rope_parameters": plain | {"rope_type": "default"}}
+    return {}
+
+
 # {implementation: the attribute of transformers' classes that says whether a model family supports it}
 _FAMILIES = {
     "sdpa": "_supports_sdpa",
@@ -206,10 +227,13 @@ class Attention:
     family supports it, else the family's plain code (eager). "cudnn" is torch's own, which may take cuDNN's kernels.
     packing: "packed" if rows go through the layers without padding, "padded" if rows keep their padding. "auto" packs
     rows if the implementation has a kernel for rows of various lengths: flash attention, and torch's own on some GPUs.
+    max_length: number of tokens of the longest row, which decides the angles of all rows (`fixed_rope`); None for the
+    model's max_position_embeddings.
     """
 
     implementation: str = "auto"
     packing: str = "auto"
+    max_length: int | None = None
 
     def prepare(self, family: Any, config: Any, dtype: torch.dtype) -> dict[str, str]:
         """Choose torch's kernels, and return the arguments that transformers gets when it creates a model (all ranks

@@ -28,7 +28,7 @@ from engine.errors import SharedError, UserError
 from engine.experience import position_ids
 from engine.host_memory import freed_memory_given_back
 from engine.models.adapter_folders import HEAD, AdapterFolder, read_adapter
-from engine.models.attention import BY_ROW, USUAL, Attention
+from engine.models.attention import USUAL, Attention, fixed_rope
 from engine.models.checking import check_policy, check_scorer, check_trunk
 from engine.models.places import base_of
 from engine.models.policy import Backbone, Policy, Scorer
@@ -73,17 +73,19 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _OUTPUTS = {"output_router_logits": False, "output_hidden_states": False, "return_dict": True}
 
 
-def as_computed(config, dropout: float = 0.0) -> tuple[Any, dict[str, Any]]:
+def as_computed(config, dropout: float = 0.0, max_length: int | None = None) -> tuple[Any, dict[str, Any]]:
     """Replace those settings of a configuration that the program decides: every dropout probability is set to
-    `dropout`, and the extra outputs of forward passes are switched off. (If a mixture of experts returns router logits,
-    it also computes a balancing loss, which is not trained here and fails for single tokens.)
+    `dropout`, the angles of positions depend on no other row (`fixed_rope`), and the extra outputs of forward passes
+    are switched off. (If a mixture of experts returns router logits, it also computes a balancing loss, which is not
+    trained here and fails for single tokens.)
 
     Returns: (the configuration, {name: replaced value}). The saved model gets the replaced values back.
     """
     drops = {name: dropout for name, value in config.to_dict().items() if "drop" in name and isinstance(value, float)}
     outputs = {name: value for name, value in _OUTPUTS.items() if hasattr(config, name)}
-    found = {name: getattr(config, name) for name in drops | outputs}
-    vars(config).update(drops | outputs)
+    changed = drops | outputs | fixed_rope(config, max_length)
+    found = {name: getattr(config, name) for name in changed}
+    vars(config).update(changed)
     return config, found
 
 
@@ -111,7 +113,7 @@ def load_policy(
 
     Raises: UserError in the cases of `check_policy`, and if weights are NaN or infinite.
     """
-    config, replaced = as_computed(check_policy(path, what, trust_remote_code), dropout)
+    config, replaced = as_computed(check_policy(path, what, trust_remote_code), dropout, attention.max_length)
     adapter, base = read_adapter(path, what), base_of(path, what)
     kind = model_class(config, LANGUAGE_MODEL, path, what, trust_remote_code)
     untied = merge and adapter is not None and adapter.changes_tied_head(config, kind)
@@ -154,7 +156,7 @@ def load_scorer(
     """
     form = check_scorer(path, what, trust_remote_code)
     adapter, base = read_adapter(path, what), base_of(path, what)
-    config, replaced = as_computed(read_config(path, what, trust_remote_code), 0.0)
+    config, replaced = as_computed(read_config(path, what, trust_remote_code), 0.0, attention.max_length)
     config.num_labels = 1
     kind = model_class(config, CLASSIFIER, path, what, trust_remote_code)
     if form == "deepspeed_chat":
@@ -210,7 +212,7 @@ def new_scorer(
 
     Raises: UserError in the cases of `check_trunk`, and if weights are NaN or infinite.
     """
-    config, replaced = as_computed(check_trunk(path, what, trust_remote_code), dropout)
+    config, replaced = as_computed(check_trunk(path, what, trust_remote_code), dropout, attention.max_length)
     take_settings(config, path, what)  # settings of a reward model's head, which is replaced
     config.num_labels, config.pad_token_id = 1, pad_token_id
     config.score_position, config.score_offset = "last", 0.0
@@ -473,7 +475,7 @@ SHORT, LONG = 5, 8  # the number of tokens of the compared row, and of the row b
 @torch.no_grad()
 def check_padding(module: Backbone, call: Callable[..., Tensor | tuple[Tensor, Tensor]], what: str) -> None:
     """Compare the results for a row alone, beside a longer row, and without padding (all ranks call this together). The
-    check is skipped for torch's own attention with padded rows, which is the usual case.
+    longer row has the last positions that the model knows.
 
     Args:
         call: the forward pass of the module within its engine.
@@ -481,19 +483,18 @@ def check_padding(module: Backbone, call: Callable[..., Tensor | tuple[Tensor, T
 
     If rows without padding give other results, the module pads rows from then on if it may (`may_pad`).
 
-    Raises: SharedError if the model attends to padding, or rows without padding give other results and were asked for.
+    Raises: SharedError if the row has other results beside the longer one, or rows without padding give other results
+        and were asked for.
     """
-    packs, name = module.packs, module.model.base_model.config._attn_implementation
-    if name == "sdpa" and not packs:
-        return
-    training = module.training
+    packs, training = module.packs, module.training
     module.eval()
     module.pack(False)
     padded = _answers(module, call, LONG)
-    if name != BY_ROW and not _same(module, padded[:1], _answers(module, call, SHORT)):
+    if not _same(module, padded[:1], _answers(module, call, SHORT)):
+        name = module.model.base_model.config._attn_implementation
         raise SharedError(
-            f"{what}: with --attn_implementation {name} this model attends to padding: a row has other results beside "
-            "a longer one than alone. Leave it out, or give sdpa or eager."
+            f"{what}: with --attn_implementation {name} a row has other results beside a longer one than alone: this "
+            "model attends to padding, or its positions depend on the other rows. Give sdpa or eager, or another model."
         )
     module.pack(packs)
     if packs and not _same(module, _answers(module, call, LONG), padded):
@@ -513,7 +514,9 @@ def _answers(module: Backbone, call: Callable, width: int) -> Tensor:
     sequences = torch.stack([row, row.flip(0)] if width == LONG else [row])[:, -width:]
     mask = torch.ones_like(sequences)
     mask[0, : width - SHORT] = 0
-    given = sequences, mask, position_ids(mask)
+    positions = position_ids(mask)
+    positions[1:] += max((getattr(module.model.config, "max_position_embeddings", None) or 0) - LONG, 0)
+    given = sequences, mask, positions
     if isinstance(module, Policy):
         return call(*given, response_length=SHORT - 1)[0]
     return call(*given)[:, -SHORT:]

@@ -225,7 +225,13 @@ class RunFlags(TokenizerFlags):
         reason = self.counted_padding()
         if reason is not None and self.packing == "packed":
             raise UserError(f"--packing packed: {reason}, of which there are none then. Leave it out, or give padded.")
-        return Attention(self.attn_implementation, self.packing if reason is None else "padded")
+        return Attention(self.attn_implementation, self.packing if reason is None else "padded", self.max_length)
+
+    @property
+    def max_length(self) -> int | None:
+        """The largest number of tokens that a row may have, prompt and response together; None if no flag says it."""
+        parts = (getattr(self, f"max_{part}_seq_len", 0) for part in ("prompt", "answer"))
+        return max(getattr(self, "max_seq_len", 0), sum(parts)) or None
 
     def counted_padding(self) -> str | None:
         """If a setting makes the run use the model's outputs at padding positions, returns a clause that names the

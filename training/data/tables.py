@@ -50,7 +50,7 @@ EACH = 1000  # the clock is read once in EACH items
 DIGEST = 64  # bytes of the hash at the beginning of a file; a multiple of 8 keeps Arrow's columns aligned
 BATCH = 10_000  # number of examples that are converted to Arrow's format at once
 IDS = pyarrow.large_list(pyarrow.int32())  # a column of token ids
-FORMAT = 5  # version of tables and files; raise it when the code makes other tables of the same rows, or other files
+FORMAT = 6  # version of tables and files; raise it when the code makes other tables of the same rows, or other files
 DAY = 86_400  # seconds
 
 

@@ -74,8 +74,10 @@ def check_positions(config, model: str, **lengths: int) -> None:
     longest, total = _positions(config), sum(lengths.values())
     if longest is not None and total > longest:
         given = " and ".join(f"--{name} {value}" for name, value in lengths.items())
+        dynamic = (getattr(config, "rope_parameters", None) or {}).get("rope_type") == "dynamic"
+        rope = " (beyond them dynamic NTK's rope makes a row's angles depend on the rows beside it)" if dynamic else ""
         raise UserError(
-            f"{given}: sequences may have {total} tokens, but {model} has {longest} positions. Lower "
+            f"{given}: sequences may have {total} tokens, but {model} has {longest} positions{rope}. Lower "
             f"{'them' if len(lengths) > 1 else 'it'}."
         )
 
@@ -107,6 +109,14 @@ def model_notes(args: RunFlags, *flags: str) -> list[str]:
         config = read_config(path, f"--{flag}", args.trust_remote_code)
         if getattr(config, "output_router_logits", False):
             note = "no balancing loss is trained with, which config.json asks for (output_router_logits)"
+            notes.setdefault(note, []).append(f"--{flag}")
+        rope = getattr(config, "rope_parameters", None) or {}
+        if rope.get("rope_type") == "longrope" and args.max_length is not None:
+            known = rope["original_max_position_embeddings"]
+            note = (
+                f"longrope's {'long' if args.max_length > known else 'short'} factors in all rows, since rows may have "
+                f"{args.max_length} tokens (original_max_position_embeddings is {known}); saved models keep both"
+            )
             notes.setdefault(note, []).append(f"--{flag}")
         language_model = flag.startswith("actor") or isinstance(args, SFTFlags)
         if language_model and (kept := kept_settings(path)):

@@ -10,6 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
     AttentionInterface,
+    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
 )
@@ -19,14 +20,24 @@ from engine.errors import SharedError, UserError
 from engine.experience import position_ids
 from engine.memory.blueprint import blueprints
 from engine.models import attention as attention_module
+from engine.models import loading
 from engine.models.attention import BY_ROW, IMPLEMENTATIONS, Attention, PackedRows, attention_in_words, has_kernel
 from engine.models.hydra import load_hydra
 from engine.models.loading import check_padding, empty_like, load_policy, load_scorer, new_critic, new_scorer
 from engine.models.lora import LoraSpec
 from engine.models.reading import CLASSIFIER, LANGUAGE_MODEL
+from engine.models.saving import save_model
 from engine.models.trunk import ScoringRole, make_trunk
 from engine.rollout.passes import takes_slot_masks
-from scripts.harness.models import PAD, VOCABULARY, make_causal_lm, make_config, make_scorer, save_random
+from scripts.harness.models import (
+    PAD,
+    VOCABULARY,
+    make_causal_lm,
+    make_config,
+    make_scorer,
+    make_tokenizer,
+    save_random,
+)
 from tests.fake_flash import FakeFlash
 from tests.fake_varlen import FakeVarlen
 
@@ -438,6 +449,47 @@ def test_a_model_that_attends_to_padding_is_refused(tmp_path):
         check_padding(module, module, "actor model")
         module.model.config._attn_implementation = "sdpa_blind"
         with pytest.raises(SharedError, match="^actor model: with --attn_implementation sdpa_blind .* attends to pad"):
+            check_padding(module, module, "actor model")
+
+
+LONGROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 40}
+LONGROPE |= {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+
+
+@pytest.mark.parametrize(
+    "rope, longest, tokens",
+    [(LONGROPE, None, 60), (LONGROPE, 41, 60), (LONGROPE, 40, 30), (DYNAMIC, None, 30)],
+)
+def test_the_longest_row_of_a_run_decides_the_angles_of_all_rows(tmp_path, rope, longest, tokens):
+    """tokens: length of the row for which transformers chooses the angles that are expected here. A row of more than 40
+    tokens has other angles than a shorter one."""
+    config = make_config("llama")
+    config.rope_parameters, config.max_position_embeddings = rope, 40 if rope is DYNAMIC else 60
+    path = save_random(AutoModelForCausalLM.from_config(config), tmp_path / "model")
+    rows = torch.randint(4, VOCABULARY, (2, 60), generator=torch.Generator().manual_seed(3))
+    plain = AutoModelForCausalLM.from_pretrained(path)
+    expected = plain(rows[:1, :tokens]).logits.log_softmax(-1)[0, :29].gather(1, rows[0, 1:30, None])[:, 0]
+    mask = torch.ones_like(rows)
+    mask[0, 30:] = 0
+    for packing in ("padded", "packed"):
+        policy = load_policy(path, torch.float32, attention=Attention("sdpa", packing, longest))
+        copy = empty_like(policy, torch.device("cpu"))  # which draws responses
+        copy.load_state_dict(policy.state_dict())
+        for module in (policy, copy):
+            found = module(rows * mask, mask, position_ids(mask), response_length=59)[0][0, :29]
+            assert torch.allclose(found, expected, atol=1e-5)
+    save_model(policy, policy.model.state_dict(), make_tokenizer(), tmp_path / "saved")
+    assert AutoConfig.from_pretrained(tmp_path / "saved").rope_parameters == plain.config.rope_parameters
+
+
+def test_angles_that_depend_on_the_rows_beside_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(loading, "fixed_rope", lambda config, max_length: {})
+    for packing in ("padded", "packed"):
+        module = load_policy(
+            long_model(tmp_path, "llama", rope_parameters=LONGROPE), torch.float32, attention=Attention("sdpa", packing)
+        )
+        with pytest.raises(SharedError, match="beside a longer one than alone.* positions depend on the other rows"):
             check_padding(module, module, "actor model")
 
 

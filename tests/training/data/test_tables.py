@@ -150,6 +150,7 @@ def test_whatever_matters_makes_another_file(tmp_path):
     ],
 )
 def test_files_are_found_by_the_names_that_they_always_had(tmp_path, monkeypatch, make, name):
+    monkeypatch.setattr(tables, "FORMAT", 5)
     monkeypatch.setattr(tables, "version", lambda library: "1")
     monkeypatch.setattr(tables, "tokenizer_hash", lambda tokenizer: "tokenizer")
     make(tmp_path)

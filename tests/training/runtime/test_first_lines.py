@@ -385,6 +385,21 @@ def test_one_line_for_each_setting_names_the_flags(tmp_path):
     assert model_notes(args, *paths) == []
 
 
+@pytest.mark.parametrize("longest, factors", [(40, "short"), (41, "long")])
+def test_the_factors_of_longrope_are_told(tmp_path, longest, factors):
+    path = Path(make_causal_lm(tmp_path))
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 40}
+    rope |= {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+    (path / "config.json").write_text(
+        json.dumps(json.loads((path / "config.json").read_text()) | {"rope_parameters": rope})
+    )
+    given = ("--model_name_or_path", str(path), "--data_path", "x", "--max_seq_len", str(longest))
+    (told,) = model_notes(parse(*given, flags_class=SFTFlags), "model_name_or_path")
+    assert told.startswith(
+        f"--model_name_or_path: longrope's {factors} factors in all rows, since rows may have {longest}"
+    )
+
+
 @pytest.mark.parametrize(
     "settings, kept",
     [

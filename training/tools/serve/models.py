@@ -8,6 +8,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from engine.errors import UserError
+from engine.models.attention import Attention
 from engine.models.checking import check_policy, check_rows, check_scorer, check_vocabularies
 from engine.models.loading import DTYPES, load_policy, load_scorer
 from engine.models.places import base_of
@@ -118,7 +119,8 @@ def _model(
 ) -> ServedModel:
     what = f"--models {name}"
     tokenizer = args.read_tokenizer(path, what)
-    model = load_policy(path, dtype, what=what, trust_remote_code=args.trust_remote_code).model
+    rows = Attention(max_length=args.max_seq_len)
+    model = load_policy(path, dtype, what=what, trust_remote_code=args.trust_remote_code, attention=rows).model
     model = model.to(device).requires_grad_(False).eval()
     pad_id, known = tokenizer.pad_token_id, vocabulary_size(tokenizer)
     try:
@@ -137,7 +139,8 @@ def _scorer(
 ) -> ServedScorer:
     """Load the reward model. policys: the tokenizer of a model that answers, which is used if the reward model has no
     tokenizer."""
-    scorer = load_scorer(path, dtype, what=REWARD, trust_remote_code=args.trust_remote_code)
+    rows = Attention(max_length=args.max_seq_len)
+    scorer = load_scorer(path, dtype, what=REWARD, trust_remote_code=args.trust_remote_code, attention=rows)
     brings_none = not any(has_tokenizer(folder) for folder in (path, base_of(path, REWARD)) if Path(folder).is_dir())
     if policys is not None and Path(path).is_dir() and brings_none:
         tokenizer = policys
