@@ -188,6 +188,14 @@ def test_the_python_example_trains(reviews):
     assert AutoModelForCausalLM.from_pretrained("out/actor").num_parameters() > 0
 
 
+SAVED_WRONGLY = """
+try:
+    models.actor.module.model.save_pretrained("wrong")
+except Exception as error:
+    print("refused:", error)
+"""
+
+
 def test_the_librarys_page_saves_and_resumes_at_zero_3_on_two_ranks(reviews):
     """The page's script, with all weights partitioned. The run that goes on from step 2 ends as the one that made all
     steps, byte by byte; and its actor has learned."""
@@ -196,7 +204,8 @@ def test_the_librarys_page_saves_and_resumes_at_zero_3_on_two_ranks(reviews):
     Path("zero3.json").write_text(json.dumps(config))
     script = example("docs/library.md")
     assert len(script.splitlines()) <= 40
-    Path("train.py").write_text(re.sub(r'(EngineConfig\("\w+", 3)\)', r'\1, path="zero3.json")', script))
+    script = re.sub(r'(EngineConfig\("\w+", 3)\)', r'\1, path="zero3.json")', script)
+    Path("train.py").write_text(script + SAVED_WRONGLY)
 
     def run() -> list[str]:
         code = ForkedProgram("train.py", [], stdout=reviews / "stdout", stderr=reviews / "stderr").wait()
@@ -210,6 +219,7 @@ def test_the_librarys_page_saves_and_resumes_at_zero_3_on_two_ranks(reviews):
     resumed = run()[len(whole) :]
 
     steps = [line for line in whole if re.match(r"\d [-\d.]+$", line)]
+    assert sum(line.startswith("refused: state_dict(), which save_pretrained calls") for line in whole) == 2
     assert len(steps) == 4 and [line for line in resumed if line in steps] == steps[2:]
     assert resumed[0].endswith("out/checkpoints/step_000002, after step 2")
     files = {path.relative_to("straight") for path in Path("straight").rglob("*") if path.is_file()}
