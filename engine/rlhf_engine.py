@@ -67,17 +67,17 @@ def check_roles(
         if spec.with_critic and spec.critic_path is None:
             check_trunk(path, what, trusted)
     scores = (spec.reward_path or spec.critic_path) if spec.with_reward_model else None
-    for path, what in {spec.reward_path: names["reward"], spec.critic_path: names["critic"]}.items():
-        if path is None or not looks_at(path):
+    for scorer, what in {spec.reward_path: names["reward"], spec.critic_path: names["critic"]}.items():
+        if scorer is None or not looks_at(scorer):
             continue
-        check_scorer(path, what, trusted)
-        if path == scores and is_pretrained_critic(path):
+        check_scorer(scorer, what, trusted)
+        if scorer == scores and is_pretrained_critic(scorer):
             raise UserError(
-                f"{what}: {path} is a pretrained critic, whose numbers say what is still to come of a text; it gives "
+                f"{what}: {scorer} is a pretrained critic, whose numbers say what is still to come of a text; it gives "
                 "no scores. Name the reward model too: --reward_model_name_or_path, or reward_path in Python."
             )
         if tokenizer is not None:
-            check_vocabularies(tokenizer, path, what, trusted)
+            check_vocabularies(tokenizer, scorer, what, trusted)
     return tokenizer
 
 

@@ -246,10 +246,9 @@ class PPOTrainer:
         """
         from training.runtime.model_folders import merged_wanted, save_forms
 
-        models, folder = self.models, Path(folder)
-        averaged = [] if models.ema is None else [models.actor]
+        models, folder, saved = self.models, Path(folder), {}
+        averaged = [models.actor] if models.ema is not None else []
         whole = merged_wanted(merged, [*models.trained.values(), *averaged], folder)
-        saved = {}
         for name, model in models.trained.items():
             saved |= save_forms(model, models.saved_tokenizer, folder, name, whole)
         if models.ema is not None:
@@ -259,10 +258,8 @@ class PPOTrainer:
 
     def save_checkpoint(self, folder: str | Path) -> Path:
         """Write all from which training goes on into `folder`/checkpoints/step_N, N being `steps_done`; returns that
-        folder (all ranks call this together, between steps). If `folder` has checkpoints of later steps, an earlier run
-        wrote them; they are renamed to step_N.abandoned.
-
-        Raises: RunStopped on all ranks if it cannot be written.
+        folder (all ranks call this together, between steps). Checkpoints of later steps, which an earlier run left in
+        `folder`, are renamed to step_N.abandoned. Raises: RunStopped on all ranks if it cannot be written.
         """
         from training.checkpoints.conditions import Conditions
         from training.checkpoints.files import Schedule, config_files
@@ -288,14 +285,12 @@ class PPOTrainer:
         return saved
 
     def load_checkpoint(self, folder: str | Path) -> Path:
-        """Go on from a checkpoint, which this method or step 3 has written: with the same number of ranks and the same
-        stages, bit by bit as if training had not been interrupted (all ranks call this together).
+        """Go on from a checkpoint of a trainer that was built in the same way, or of step 3; with the same number of
+        ranks and the same stages, bit by bit as without the interruption (all ranks call this together).
 
         folder: .../checkpoints/step_N, or the folder that holds checkpoints/, whose newest whole one is taken. Returns
-        the checkpoint's folder. The trainer has to be built as the one that saved it, and gets the same prompts.
-
-        Raises: UserError on all ranks if there is no whole checkpoint, or if it is of other models, another dialect or
-        another seed.
+        the checkpoint's folder. Raises: UserError on all ranks if there is no whole checkpoint, or if it is of other
+        models, another seed, or a dialect with which its state would be meaningless.
         """
         from training.checkpoints.conditions import Conditions
         from training.checkpoints.resuming import ResumePoint, restore
