@@ -9,7 +9,7 @@ With `EngineSpec.share_trunk` all four models are in one engine (`shared_trunk`)
 
 import copy
 import gc
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
@@ -19,6 +19,15 @@ from engine.engine_spec import EngineSpec, OptimizerSpec
 from engine.errors import UserError
 from engine.host_memory import freed_memory_given_back
 from engine.models.adapter_folders import AdapterFolder, read_adapter
+from engine.models.checking import (
+    check_attention,
+    check_policy,
+    check_rows,
+    check_scorer,
+    check_trunk,
+    check_vocabularies,
+    is_pretrained_critic,
+)
 from engine.models.hydra import check_hydra, load_hydra
 from engine.models.loading import DTYPES, check_padding, check_results, load_policy, load_scorer, new_critic
 from engine.models.lora import LoraSpec, adapt
@@ -33,6 +42,43 @@ from engine.zero.communication import init
 from engine.zero.config import EngineConfig, build_ds_config, refuse_offload_of_roles
 from engine.zero.engines import FrozenModel, FrozenRole, TrainedModel
 from engine.zero.roles import SharedModel, TrainedRole
+
+FIELDS = {role: f"{role}_path" for role in ("actor", "critic", "reward")}  # of an EngineSpec
+
+
+def check_roles(
+    spec: EngineSpec, names: Mapping[str, str] = FIELDS, looks_at: Callable[[str], bool] = lambda path: True
+):
+    """Check that the models are of the kinds that their roles need, and fit each other. No weights are loaded. Returns
+    the actor's tokenizer, or None if the actor is not looked at.
+
+    names: {role: what messages call its path}. looks_at: a function that says whether a path is looked at.
+
+    Raises: UserError if a model is not of its role's kind (`check_policy`, `check_scorer`, `check_trunk`), the actor
+    cannot generate here, the reward model is a pretrained critic, or vocabularies differ.
+    """
+    path, what, trusted, tokenizer = spec.actor_path, names["actor"], spec.trust_remote_code, None
+    if looks_at(path):
+        tokenizer = read_tokenizer(path, what, spec.pad_token, trusted, spec.chat_template)
+        check_rows(tokenizer, check_policy(path, what, trusted), path, what)
+        check_attention(path, what, trusted)
+        if spec.hydra_layers:
+            check_hydra(path, spec.hydra_layers, what, trusted)
+        if spec.with_critic and spec.critic_path is None:
+            check_trunk(path, what, trusted)
+    scores = (spec.reward_path or spec.critic_path) if spec.with_reward_model else None
+    for scorer, what in {spec.reward_path: names["reward"], spec.critic_path: names["critic"]}.items():
+        if scorer is None or not looks_at(scorer):
+            continue
+        check_scorer(scorer, what, trusted)
+        if scorer == scores and is_pretrained_critic(scorer):
+            raise UserError(
+                f"{what}: {scorer} is a pretrained critic, whose numbers say what is still to come of a text; it gives "
+                "no scores. Name the reward model too: --reward_model_name_or_path, or reward_path in Python."
+            )
+        if tokenizer is not None:
+            check_vocabularies(tokenizer, scorer, what, trusted)
+    return tokenizer
 
 
 def shared_trunk(spec: EngineSpec) -> SharedModel:
@@ -125,7 +171,7 @@ class RLHFEngine:
     actor, critic: the trained models; critic may be None.
     reference, reward: the frozen models; reward may be None.
     ema: the moving average of the actor, or None.
-    tokenizer: the actor's tokenizer.
+    tokenizer: the actor's tokenizer. saved_tokenizer: the same with its own pad token, to be saved with models.
     """
 
     def __init__(
@@ -137,10 +183,11 @@ class RLHFEngine:
         reward: RewardModel | None,
         ema: EMA | None,
         tokenizer,
+        saved_tokenizer=None,
     ):
         self.actor, self.critic = actor, critic
         self.reference, self.reward = reference, reward
-        self.ema, self.tokenizer = ema, tokenizer
+        self.ema, self.tokenizer, self.saved_tokenizer = ema, tokenizer, saved_tokenizer or tokenizer
 
     @property
     def engines(self) -> list[TrainedModel | FrozenModel]:
@@ -166,9 +213,12 @@ class RLHFEngine:
 
     @classmethod
     def from_pretrained(cls, spec: EngineSpec) -> "RLHFEngine":
-        """Load the models and build their engines. Joins the process group if this process has not joined it yet."""
+        """Load the models and build their engines. Joins the process group if this process has not joined it yet.
+
+        Raises: UserError in the cases of `check_roles` before a model is loaded, and if weights are unfit.
+        """
         init()
-        tokenizer = read_tokenizer(spec.actor_path, "actor", spec.pad_token, spec.trust_remote_code, spec.chat_template)
+        tokenizer = check_roles(spec)
         trained: Mapping[str, TrainedModel | TrainedRole]
         trained = shared_trunk(spec).roles if spec.share_trunk else _trained_models(spec)
         reference: Reference | None = None
@@ -184,6 +234,9 @@ class RLHFEngine:
             reference=reference or _moving_reference(spec, trained["actor"], ema),
             reward=reward,
             tokenizer=tokenizer,
+            saved_tokenizer=read_tokenizer(
+                spec.actor_path, "actor", trust_remote_code=spec.trust_remote_code, chat_template=spec.chat_template
+            ),
             ema=ema,
         )
 
@@ -199,8 +252,6 @@ def _moving_reference(spec: EngineSpec, actor: TrainedModel | TrainedRole, ema: 
 
 def _trained_models(spec: EngineSpec) -> Mapping[str, TrainedModel | TrainedRole]:
     """Builds the actor and, if the spec has one, the critic, each in its own engine; returns {role: trained model}."""
-    if spec.hydra_layers:
-        check_hydra(spec.actor_path, spec.hydra_layers, "actor", spec.trust_remote_code)
     load = partial(load_hydra, layers=spec.hydra_layers) if spec.hydra_layers else load_policy
     actor = trained_model(
         load,

@@ -11,13 +11,15 @@ optimizer step.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
 from engine import distributed
 from engine.algo.losses import went_too_far
 from engine.algorithms import Algorithm, Dialect, end_token_id
+from engine.errors import RunStopped
 from engine.experience import Experience, PromptBatch, TrainingBatch
 from engine.experience_maker import ExperienceMaker
 from engine.reward.base import RewardSource
@@ -230,6 +232,80 @@ class PPOTrainer:
             metrics.add_max("objective/reference_moves", moves)
         self.arithmetic.add_to(metrics, log.seconds, sampled.drawn, experience, *epochs)
         return log.end(sampled.tokens)
+
+    # The next three methods import what they use: it imports pyarrow, which starts a thread, and tests fork processes
+    # that have imported this file.
+
+    def save_models(self, folder: str | Path, merged: str = "auto") -> dict[str, Path]:
+        """Write the trained models below `folder` as Hugging Face folders with the tokenizer: actor/, critic/, and
+        actor_ema/ if there is a moving average. Models with adapters are also written as actor_adapter/ and the like.
+        Works at every ZeRO stage (all ranks call this together). Returns {name: folder}.
+
+        merged: whether models with adapters are written with the adapter merged in: "true", "false", or "auto", if the
+        disk has room. Raises: RunStopped on all ranks if nothing can be written; see `model_folders.save`.
+        """
+        from training.runtime.model_folders import merged_wanted, save_forms
+
+        models, folder, saved = self.models, Path(folder), {}
+        averaged = [models.actor] if models.ema is not None else []
+        whole = merged_wanted(merged, [*models.trained.values(), *averaged], folder)
+        for name, model in models.trained.items():
+            saved |= save_forms(model, models.saved_tokenizer, folder, name, whole)
+        if models.ema is not None:
+            with models.ema.swapped():
+                saved |= save_forms(models.actor, models.saved_tokenizer, folder, "actor_ema", whole)
+        return saved
+
+    def save_checkpoint(self, folder: str | Path) -> Path:
+        """Write all from which training goes on into `folder`/checkpoints/step_N, N being `steps_done`; returns that
+        folder (all ranks call this together, between steps). Checkpoints of later steps, which an earlier run left in
+        `folder`, are renamed to step_N.abandoned. Raises: RunStopped on all ranks if it cannot be written.
+        """
+        from training.checkpoints.conditions import Conditions
+        from training.checkpoints.files import Schedule, config_files
+        from training.checkpoints.resuming import set_aside_newer
+        from training.checkpoints.saving import Checkpoints
+
+        models, step = self.models, self.steps_done
+        checkpoints = Checkpoints(
+            Path(folder),
+            Schedule(),
+            models=models.trained,
+            ema=models.ema,
+            reference=models.kept_reference,
+            state=self.state_dict,
+            conditions=Conditions.of_trainer(self.algorithm.dialect, self.config),
+            config_files=config_files(models.trained, models.saved_tokenizer) if distributed.is_main() else {},
+            say=lambda line: None,
+        )
+        saved = checkpoints.save(step, wait=True)
+        if saved is None:
+            raise RunStopped(f"the checkpoint of step {step} cannot be written into {folder}: {checkpoints.problem}")
+        set_aside_newer(Path(folder), step)
+        return saved
+
+    def load_checkpoint(self, folder: str | Path) -> Path:
+        """Go on from a checkpoint of a trainer that was built in the same way, or of step 3; with the same number of
+        ranks and the same stages, bit by bit as without the interruption (all ranks call this together).
+
+        folder: .../checkpoints/step_N, or the folder that holds checkpoints/, whose newest whole one is taken. Returns
+        the checkpoint's folder. Raises: UserError on all ranks if there is no whole checkpoint, or if it is of other
+        models, another seed, or a dialect with which its state would be meaningless.
+        """
+        from training.checkpoints.conditions import Conditions
+        from training.checkpoints.resuming import ResumePoint, restore
+
+        models = self.models
+        point = ResumePoint.find(str(folder), str(folder), with_ema=models.ema is not None)
+        assert point is not None, "a folder was given"
+        ours, written = Conditions.of_trainer(self.algorithm.dialect, self.config), Conditions.read(point.state)
+        known = {name: value for name, value in written.identity.items() if name in ours.identity}
+        ours.check(replace(written, identity=known), point.folder)
+        notes = restore(point, models.trained, models.ema, models.kept_reference)
+        self.load_state_dict(point.state)
+        if distributed.is_main():
+            print("\n".join([*point.lines(), *ours.changes_since(written), *notes]), flush=True)
+        return point.folder
 
     def state_dict(self) -> dict:
         """The state that a checkpoint holds in addition to the models' weights and Adam moments."""

@@ -17,11 +17,10 @@ from engine.algo.masked import masked_sum
 from engine.errors import UserError
 from engine.experience import position_ids
 from engine.models.attention import attention_in_words
-from engine.models.checking import check_policy, check_rows
+from engine.models.checking import check_attention, check_policy, check_rows
 from engine.models.loading import DTYPES, load_policy
 from engine.models.reading import LANGUAGE_MODEL, vocabulary_size
 from engine.rlhf_engine import wrap_trained
-from engine.rollout.passes import check_attention
 from training.checkpoints.conditions import supervised_conditions
 from training.checkpoints.resuming import ResumePoint
 from training.config.supervised import SFTFlags

@@ -94,6 +94,23 @@ def check_trunk(path: str, what: str, trust_remote_code: bool = False):
     return config
 
 
+ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}  # kinds of layers that keep keys and values
+
+
+def check_attention(path: str, what: str, trust_remote_code: bool = False) -> None:
+    """Raise UserError, with the flag `what` in its message, if a layer of the language model at `path` keeps a
+    recurrent state instead of keys and values. The decoding loop removes rows from a batch and adds other rows, which
+    is impossible with a recurrent state."""
+    config = read_config(path, what, trust_remote_code)
+    family = model_class(config, LANGUAGE_MODEL, path, what, trust_remote_code)
+    other = set(getattr(config.get_text_config(), "layer_types", None) or []) - ATTENTION
+    if other or getattr(family, "_is_stateful", False):
+        raise UserError(
+            f"{what}: {path} is a {config.model_type} model. Some of its layers keep a recurrent state instead of "
+            "keys and values, and such models cannot generate here. Give a model that has attention layers only."
+        )
+
+
 def check_scorer(path: str, what: str, trust_remote_code: bool = False) -> str:
     """Check the reward model at `path`; returns its format. No weights are loaded.
 
@@ -236,6 +253,16 @@ def own_tokenizer(path: str, what: str, trust_remote_code: bool = False) -> PreT
     if any(has_tokenizer(folder) for folder in (path, base_of(path, what))):
         return read_tokenizer(path, what, trust_remote_code=trust_remote_code)
     return None
+
+
+PRETRAINING_RECORD = "critic_pretraining.json"
+"""A file in the folder of a pretrained critic, which records the pretraining. A reward model's folder does not have
+it."""
+
+
+def is_pretrained_critic(path: str) -> bool:
+    """Whether `path` is the folder of a critic that a run has pretrained and saved."""
+    return (Path(path) / PRETRAINING_RECORD).is_file()
 
 
 def _scorers(config) -> list[str]:

@@ -17,10 +17,8 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from engine import distributed
-from engine.errors import UserError
 from engine.experience import position_ids
 from engine.models.attention import BY_ROW
-from engine.models.reading import LANGUAGE_MODEL, model_class, read_config
 from engine.rollout.cache import SLOTS, GivenSlots, SlotCache
 from engine.trace import traced
 
@@ -45,23 +43,6 @@ def passes_of(model: nn.Module, cache: SlotCache, slot_masks: bool, decoding: st
         plain = Passes(model, cache, slot_masks)
         plain.fall_back(decoding, reason)
         return plain
-
-
-ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}  # kinds of layers that keep keys and values
-
-
-def check_attention(path: str, what: str, trust_remote_code: bool = False) -> None:
-    """Raise UserError, with the flag `what` in its message, if a layer of the language model at `path` keeps a
-    recurrent state instead of keys and values. The decoding loop removes rows from a batch and adds other rows, which
-    is impossible with a recurrent state."""
-    config = read_config(path, what, trust_remote_code)
-    family = model_class(config, LANGUAGE_MODEL, path, what, trust_remote_code)
-    other = set(getattr(config.get_text_config(), "layer_types", None) or []) - ATTENTION
-    if other or getattr(family, "_is_stateful", False):
-        raise UserError(
-            f"{what}: {path} is a {config.model_type} model. Some of its layers keep a recurrent state instead of "
-            "keys and values, and such models cannot generate here. Give a model that has attention layers only."
-        )
 
 
 def windows_of(model: PreTrainedModel) -> dict[str, int | None]:

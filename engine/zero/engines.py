@@ -12,12 +12,12 @@ from deepspeed.utils import set_z3_leaf_modules
 from torch import Tensor, nn
 
 from engine import distributed
-from engine.errors import RunStopped
+from engine.errors import RunStopped, UserError
 from engine.host_memory import copies_in, host_buffer
 from engine.trace import traced
 from engine.zero.config import decoder_layers, with_fitting_bucket, with_fitting_sizes
 from engine.zero.extensions import nothing_compiled
-from engine.zero.gathering import fill_parameters, own_hpz_groups
+from engine.zero.gathering import fill_parameters, is_available, is_partitioned, own_hpz_groups
 from engine.zero.long_batch import LongBatch
 from engine.zero.shards import Shard, ShardSource, TrainingState
 from engine.zero.stages import stage_of
@@ -111,7 +111,7 @@ class TrainedModel(LearningModel):
     """
 
     def __init__(self, module: nn.Module, ds_config: dict, optimizer: torch.optim.Optimizer, role: str = "model"):
-        _gather_by_layer(module, ds_config)
+        _prepare_stage_3(module, ds_config)
         ds_config = with_fitting_bucket(module, with_fitting_sizes(module, ds_config))
         with nothing_compiled(), own_hpz_groups(ds_config):
             self.ds_engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=ds_config)
@@ -258,7 +258,7 @@ class FrozenModel:
 
     def __init__(self, module: nn.Module, ds_config: dict, offload: bool = False, role: str = "model"):
         module.requires_grad_(False)
-        _gather_by_layer(module, ds_config)
+        _prepare_stage_3(module, ds_config)
         with own_hpz_groups(ds_config):
             self.ds_engine, *_ = deepspeed.initialize(model=module, config=with_fitting_sizes(module, ds_config))
         self.module: Any = self.ds_engine.module  # a Policy or a Scorer; engine/zero may not import these classes
@@ -358,11 +358,27 @@ def _inferred(model: TrainedModel | FrozenModel, *args, **kwargs):
     return model.ds_engine(*args, **kwargs)
 
 
-def _gather_by_layer(module: nn.Module, ds_config: dict) -> None:
+def _prepare_stage_3(module: nn.Module, ds_config: dict) -> None:
     """Make ZeRO-3 gather and free each decoder layer as a whole, with one hook per layer instead of one hook per
-    matrix. If the DeepSpeed file has a `leaf_module`, nothing is changed.
+    matrix, unless the DeepSpeed file has a `leaf_module`. Make `state_dict` refuse partitioned weights. Nothing is
+    changed at other stages.
     """
     zero = ds_config["zero_optimization"]
+    if zero.get("stage") != 3:
+        return
+    for part in (module, *module.children()):
+        part.register_state_dict_pre_hook(_refuse_partitions)
     layers = {type(layer) for layer in decoder_layers(module)}
-    if zero.get("stage") == 3 and "leaf_module" not in zero and layers:
+    if "leaf_module" not in zero and layers:
         set_z3_leaf_modules(module, list(layers))
+
+
+def _refuse_partitions(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    """Raise UserError if `state_dict` would return the empty tensors that stand for partitioned weights, which
+    `save_pretrained` and `torch.save` would write. With `keep_vars` it returns the parameters, which can be gathered.
+    """
+    if not keep_vars and any(is_partitioned(one) and not is_available(one) for one in module.parameters()):
+        raise UserError(
+            "state_dict(), which save_pretrained calls: ZeRO-3 divides these weights among the ranks, and the tensors "
+            "here are empty. PPOTrainer.save_models writes whole models, save_checkpoint what training goes on from."
+        )

@@ -155,7 +155,7 @@ def lent_state(module: nn.Module) -> Iterator[dict[str, Tensor]]:
         name: Lazy.of(tuple(full_shape(weight)), weight.dtype, partial(fill, index))
         for index, (name, weight) in enumerate(weights)
     }
-    persistent = module.state_dict().keys()
+    persistent = module.state_dict(keep_vars=True).keys()
     state |= {name: buffer.detach() for name, buffer in module.named_buffers() if name in persistent}
     try:
         yield state

@@ -1,5 +1,6 @@
 """What is installed: the environment of scripts/environment.sh, versions, the wheel, and the example of the README."""
 
+import filecmp
 import json
 import os
 import re
@@ -12,12 +13,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from engine.models.loading import new_scorer
 from engine.models.saving import save_model
 from scripts.harness import ROOT
 from scripts.harness.programs import command_line
+from scripts.harness.ranks import ForkedProgram
 from scripts.harness.weights import full_state
 from training.tools.toy import model as builtin_model
 from training.tools.toy import reviews as builtin_reviews
@@ -159,21 +161,68 @@ def test_step_3_tries_itself_from_another_folder(wheel, tiny, tmp_path):
     assert json.loads(actor)["zero_optimization"] == shipped["zero_optimization"]
 
 
-README = Path(__file__).parents[2] / "README.md"
-
-
-def test_the_python_example_trains(tmp_path, monkeypatch):
+@pytest.fixture
+def reviews(tmp_path, monkeypatch) -> Path:
+    """The working folder: data/, sft/ and reward/ as the quickstart makes them, but tiny."""
     monkeypatch.chdir(tmp_path)
     sizes = ("--sft", "50", "--pairs", "20", "--prompts", "20", "--eval_prompts", "20")
     assert builtin_reviews.main(["make", "--output_dir", "data", *sizes]) == 0
     assert builtin_model.main(["--data", "data/sft.jsonl", "--output_dir", "sft", "--hidden_size", "32"]) == 0
     scorer = new_scorer("sft", torch.float32, pad_token_id=0, seed=0)
     save_model(scorer, full_state(scorer.model), AutoTokenizer.from_pretrained("sft"), "reward")
+    return tmp_path
 
-    example = re.search(r"```python\n(.*?)```", README.read_text(), re.DOTALL).group(1)
-    Path("example.py").write_text(example)
+
+def example(page: str) -> str:
+    """The first Python code of a page."""
+    return re.search(r"```python\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), re.DOTALL).group(1)
+
+
+def test_the_python_example_trains(reviews):
+    Path("example.py").write_text(example("README.md"))
     ended = subprocess.run([sys.executable, "example.py"], capture_output=True, text=True, timeout=300)
 
     assert ended.returncode == 0, ended.stderr
     scores = [float(line.split()[-1]) for line in ended.stdout.splitlines() if line.startswith("score")]
     assert len(scores) == 3 and all(score == score for score in scores), ended.stdout
+    assert AutoModelForCausalLM.from_pretrained("out/actor").num_parameters() > 0
+
+
+SAVED_WRONGLY = """
+try:
+    models.actor.module.model.save_pretrained("wrong")
+except Exception as error:
+    print("refused:", error)
+"""
+
+
+def test_the_librarys_page_saves_and_resumes_at_zero_3_on_two_ranks(reviews):
+    """The page's script, with all weights partitioned. The run that goes on from step 2 ends as the one that made all
+    steps, byte by byte; and its actor has learned."""
+    config = json.loads((ROOT / "configs" / "ds" / "zero3.json").read_text())
+    config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
+    Path("zero3.json").write_text(json.dumps(config))
+    script = example("docs/library.md")
+    assert len(script.splitlines()) <= 40
+    script = re.sub(r'(EngineConfig\("\w+", 3)\)', r'\1, path="zero3.json")', script)
+    Path("train.py").write_text(script + SAVED_WRONGLY)
+
+    def run() -> list[str]:
+        code = ForkedProgram("train.py", [], stdout=reviews / "stdout", stderr=reviews / "stderr").wait()
+        assert code == 0, Path("stderr").read_text()
+        return Path("stdout").read_text().splitlines()
+
+    whole = run()
+    Path("out").rename("straight")
+    for step in (1, 2):
+        shutil.copytree(f"straight/checkpoints/step_00000{step}", f"out/checkpoints/step_00000{step}")
+    resumed = run()[len(whole) :]
+
+    steps = [line for line in whole if re.match(r"\d [-\d.]+$", line)]
+    assert sum(line.startswith("refused: state_dict(), which save_pretrained calls") for line in whole) == 2
+    assert len(steps) == 4 and [line for line in resumed if line in steps] == steps[2:]
+    assert resumed[0].endswith("out/checkpoints/step_000002, after step 2")
+    files = {path.relative_to("straight") for path in Path("straight").rglob("*") if path.is_file()}
+    assert files == {path.relative_to("out") for path in Path("out").rglob("*") if path.is_file()}
+    assert [str(path) for path in files if not filecmp.cmp("straight" / path, "out" / path, shallow=False)] == []
+    assert not filecmp.cmp("out/actor/model.safetensors", "sft/model.safetensors", shallow=False)

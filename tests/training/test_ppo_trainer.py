@@ -11,8 +11,10 @@ import torch
 
 from engine.algo.losses import policy_loss, value_loss
 from engine.algorithms import Algorithm, Dialect, get_dialect
-from engine.errors import RunStopped
+from engine.errors import RunStopped, UserError
 from engine.experience import Rollout, TrainingBatch
+from scripts.harness.models import make_causal_lm, make_scorer
+from tests.distributed.tiny_run import build_trainer, engine_spec
 from tests.engine.fake_models import Row, TableModels, rollout_of
 from tests.training.given_rollouts import batch_of, next_step, untrained
 from training.reporting.metrics import Accumulator
@@ -417,3 +419,26 @@ def test_trlx_steers_by_the_kl_of_prompts_too():
         near(made.measured_kl, [5 * (math.exp(0.5) - 1.5), 3 * (math.exp(0.5) - 1.5)])
         near(made.kl, [[0.5, 0.5, 0], [0.5] * 3])
     near(make(WholeTexts(BATCH), rollout, dialect.override(kl_measure="k1")).measured_kl, [1.0, 1.5])
+
+
+def test_checkpoints_of_a_trainer(tmp_path):
+    """Later ones are set aside where training went on from an earlier one; what does not fit is refused."""
+    make_causal_lm(tmp_path / "actor")
+    make_scorer(tmp_path / "reward")
+    trainer, out = build_trainer(engine_spec(str(tmp_path), 0)), tmp_path / "out"
+    for trainer.counters.steps_done in (1, 2, 3):
+        saved = trainer.save_checkpoint(out)
+    assert trainer.load_checkpoint(out) == saved == out / "checkpoints" / "step_000003"
+    assert trainer.load_checkpoint(saved.with_name("step_000001")).name == "step_000001" and trainer.steps_done == 1
+    trainer.counters.steps_done = 2
+    trainer.save_checkpoint(out)
+    names = ["step_000001", "step_000002", "step_000002.abandoned", "step_000003.abandoned"]
+    assert sorted(path.name for path in saved.parent.iterdir()) == names
+    trainer.algorithm.dialect = trainer.algorithm.dialect.override(samples_per_prompt=2)
+    with pytest.raises(UserError, match="samples_per_prompt was 1 when it was written and is 2 now"):
+        trainer.load_checkpoint(out)
+    (tmp_path / "file").touch()
+    with pytest.raises(
+        RunStopped, match=r"the checkpoint of step 2 cannot be written into .*/file: rank 0: .*Errno 20"
+    ):
+        trainer.save_checkpoint(tmp_path / "file")

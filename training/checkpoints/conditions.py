@@ -196,9 +196,14 @@ class Conditions:
             **({URL: urls, f"{URL}_form": args.reward_url_form} if urls else {}),
             **{f"--{role}_zero_stage": args.stage(role) for role in ("actor", "critic")},
         }
-        idle = set() if depends_on_total(dialect.lr_schedule) else {TOTAL_STEPS}
-        idle |= set() if dialect.micro_batches_matter else {MICRO_BATCH}
-        return cls(*_as_json(identity, settings), frozenset(idle), dialect.ranks_matter)
+        return cls(*_as_json(identity, settings), _idle(dialect), dialect.ranks_matter)
+
+    @classmethod
+    def of_trainer(cls, dialect: Dialect, config) -> "Conditions":
+        """The conditions that a PPOTrainer knows. config: its PPOConfig."""
+        identity = {"seed": config.seed, **dict(with_resume(dialect, SAME))}
+        settings = dict(with_resume(dialect, TOLD)) | {TOTAL_STEPS: config.total_steps, RANKS: distributed.world_size()}
+        return cls(*_as_json(identity, settings), _idle(dialect), dialect.ranks_matter)
 
     @classmethod
     def read(cls, state: Mapping) -> "Conditions":
@@ -306,6 +311,11 @@ class Conditions:
         if name == "kl_coef" and self.identity["kl_controller"] == "adaptive":
             return " (without effect: the adaptive coefficient goes on from where it was)"
         return ""
+
+
+def _idle(dialect: Dialect) -> frozenset[str]:
+    total = () if depends_on_total(dialect.lr_schedule) else (TOTAL_STEPS,)
+    return frozenset(total if dialect.micro_batches_matter else (*total, MICRO_BATCH))
 
 
 def frozen_identity(flags: Mapping[str, str], inputs: Mapping[str, str], args: LoraFlags) -> dict[str, object]:

@@ -248,6 +248,7 @@ class Checkpoints:
         """The newest checkpoint that is known to be whole."""
         self.scores = dict(scores or {})
         self.say = say
+        self.problem: str | None = None  # why the latest checkpoint that failed was not written
         self._pending: PendingPoint | None = None
         self._metrics: dict[str, float] = {}
         self._copy = HostCopy()
@@ -380,7 +381,7 @@ class Checkpoints:
         return max(there, key=lambda step: (there[step], step), default=None)
 
     def _failed(self, step: int, problem: str) -> None:
-        self._retry_at = self._clock() + RETRY_AFTER
+        self.problem, self._retry_at = problem, self._clock() + RETRY_AFTER
         if distributed.is_main():
             there = self.newest is not None and self.newest.is_dir()  # False if somebody has deleted it
             older = f"{self.newest} is untouched" if there else "there is none before it"

@@ -23,6 +23,7 @@ import pyarrow
 import torch
 from torch import Tensor
 
+from engine import distributed
 from engine.algo.truncation import trim_query
 from engine.errors import UserError
 from engine.experience import PromptBatch
@@ -473,17 +474,21 @@ def collate_prompts(token_lists: list[list[int]], indices: Tensor, visits: Tenso
 
 
 def prompt_batch(texts: list[str], tokenizer, visit: int = 0) -> PromptBatch:
-    """A batch of prompts made from texts, with the indices 0, 1, ...; for use from Python, without a data set.
+    """This rank's share of a step's prompts, made from texts; for use from Python, without a data set.
 
-    visit: how often these texts were answered before. With the same `visit`, the same policy gives the same responses.
-    Raises: UserError if the tokenizer makes no tokens of a text.
+    texts: the prompts of all ranks, which get the indices 0, 1, ... visit: how often these texts were answered before.
+    With the same `visit`, the same policy gives the same responses.
+    Raises: UserError if the ranks cannot have equally many texts, or the tokenizer makes no tokens of a text.
     """
-    indices, encoder = torch.arange(len(texts)), TextEncoder(tokenizer)
+    if len(texts) % distributed.data_parallel_size():
+        raise UserError(f"{len(texts)} texts cannot be divided equally among {distributed.ranks_in_words()}.")
+    indices, encoder = torch.arange(len(texts))[distributed.rank_share(len(texts))], TextEncoder(tokenizer)
     token_lists = [encoder.prompt(text) for text in texts]
     if not all(token_lists):
         number = token_lists.index([])
         raise UserError(f"prompt {number + 1}, {quoted(texts[number])}: the tokenizer makes no tokens of it.")
-    return collate_prompts(token_lists, indices, torch.full_like(indices, visit), tokenizer.pad_token_id)
+    own = [token_lists[index] for index in indices.tolist()]
+    return collate_prompts(own, indices, torch.full_like(indices, visit), tokenizer.pad_token_id)
 
 
 class TextBlocks(Sequence):

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from engine import distributed
 from engine.algorithms import NOTES, Dialect
+from engine.models.checking import is_pretrained_critic
 from engine.reward.base import sum_in_words
 from training.checkpoints.conditions import Conditions
 from training.checkpoints.files import Schedule
@@ -23,7 +24,7 @@ from training.config.step3 import RLHFFlags
 from training.config.supervised import SupervisedFlags
 from training.data.examples import NOTED, FittedRows, place_of
 from training.data.tokens import CUT, DROPPED, EMPTY, EQUAL, WHOLE, Fit
-from training.runtime.models import adapted_lines, adapted_roles, is_pretrained_critic, model_notes, most_tokens
+from training.runtime.models import adapted_lines, adapted_roles, model_notes, most_tokens
 from training.runtime.plan import Plan, reward_writing_line, server_lines
 
 POINTS = 3

@@ -130,16 +130,6 @@ def model_notes(args: RunFlags, *flags: str) -> list[str]:
     return [f"{', '.join(names)}: {note}" for note, names in notes.items()]
 
 
-PRETRAINING_RECORD = "critic_pretraining.json"
-"""A file in the folder of a pretrained critic, which records the pretraining. A reward model's folder does not have
-it."""
-
-
-def is_pretrained_critic(path: str) -> bool:
-    """Whether `path` is the folder of a critic that a run has pretrained and saved."""
-    return (Path(path) / PRETRAINING_RECORD).is_file()
-
-
 def adapted_lines(found: dict[str, AdaptedModel]) -> list[str]:
     """A line for each model with an adapter. found: {name of the model in the line: its adapter's facts}."""
     return [f"LoRA of the {name}: {model.summary()}" for name, model in found.items()]

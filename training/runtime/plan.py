@@ -11,20 +11,11 @@ from engine import distributed
 from engine.algorithms import Dialect, check_sizes, end_token_id, token_id
 from engine.engine_spec import EngineSpec
 from engine.errors import UserError, shortened, without_query
-from engine.models.checking import (
-    check_policy,
-    check_rows,
-    check_scorer,
-    check_trunk,
-    check_vocabularies,
-    own_tokenizer,
-)
-from engine.models.hydra import check_hydra
+from engine.models.checking import own_tokenizer
 from engine.models.reading import CLASSIFIER, LANGUAGE_MODEL, pad_token_line, read_config, vocabulary_size
 from engine.reward.server import FORMS, probe
-from engine.rlhf_engine import scoring_roles
+from engine.rlhf_engine import check_roles, scoring_roles
 from engine.rollout import SamplingConfig
-from engine.rollout.passes import check_attention
 from engine.rollout.vllm_rollouts import check_heads, vllm_version
 from engine.zero.accelerator import on_gpu
 from engine.zero.extensions import refuse_missing
@@ -38,7 +29,7 @@ from training.data.forms import PROMPTS, TEXTS
 from training.data.rows import Rows, load_rows
 from training.data.tokens import TextEncoder, end_of_turn
 from training.runtime.hub import check_hub
-from training.runtime.models import adapted_roles, check_positions, generation_stops, is_pretrained_critic
+from training.runtime.models import adapted_roles, check_positions, generation_stops
 from training.runtime.startup import check_run
 
 
@@ -316,37 +307,19 @@ def check_dialect(args: RLHFFlags, dialect: Dialect) -> None:
 
 def check_models(args: RLHFFlags, dialect: Dialect) -> None:
     """Check that the models are of the kinds that the flags need, and fit each other. Raises: UserError."""
-    names = [
-        name
-        for name in ("actor_model_name_or_path", "critic_model_name_or_path", "reward_model_name_or_path")
-        if getattr(args, name) is not None and args.looks_at(getattr(args, name))
-    ]
-    tokenizer, trusted = None, args.trust_remote_code
-    for name in names:
-        path = getattr(args, name)
-        if name == "actor_model_name_or_path":
-            tokenizer = args.read_tokenizer(path, f"--{name}", dialect.pad_token)
-            check_rows(tokenizer, check_policy(path, f"--{name}", trusted), path, f"--{name}")
-            check_attention(path, f"--{name}", trusted)
-            generation_stops(path, tokenizer, trusted)
-            if dialect.hydra_layers:
-                check_hydra(path, dialect.hydra_layers, f"--{name}", trusted)
-            starts_anew = dialect.critic_start == "zero_head" or args.critic_model_name_or_path is None
-            if dialect.has_critic and starts_anew:
-                check_trunk(path, f"--{name}", trusted)
-        else:
-            check_scorer(path, f"--{name}", trusted)
-            if path == args.reward_path and is_pretrained_critic(path):
-                raise UserError(
-                    f"--{name} {path}: that is a pretrained critic, whose numbers say what is still to come of a text; "
-                    "it gives no scores. Name the reward model with --reward_model_name_or_path."
-                )
-            if tokenizer is not None:
-                check_vocabularies(tokenizer, path, f"--{name}", trusted)
-        args.check_attention(path, LANGUAGE_MODEL if name.startswith("actor") else CLASSIFIER, f"--{name}")
+    flags = {role: f"--{role}_model_name_or_path" for role in ("actor", "critic", "reward")}
+    paths = {role: getattr(args, flag.removeprefix("--")) for role, flag in flags.items()}
+    reward = flags["critic" if paths["reward"] is None else "reward"]
+    tokenizer = check_roles(args.spec, flags | {"reward": reward}, args.looks_at)
+    if tokenizer is not None:
+        generation_stops(args.actor_model_name_or_path, tokenizer, args.trust_remote_code)
+    for role, path in paths.items():
+        if path is None or not args.looks_at(path):
+            continue
+        args.check_attention(path, LANGUAGE_MODEL if role == "actor" else CLASSIFIER, flags[role])
         check_positions(
-            read_config(path, f"--{name}", trusted),
-            f"--{name} {path}",
+            read_config(path, flags[role], args.trust_remote_code),
+            f"{flags[role]} {path}",
             max_prompt_seq_len=args.max_prompt_seq_len,
             max_answer_seq_len=args.max_answer_seq_len,
         )

@@ -10,8 +10,8 @@ from typing import NoReturn
 from engine import distributed
 from engine.errors import without_query
 from engine.host_memory import give_back_at
+from engine.models.checking import PRETRAINING_RECORD
 from engine.whole_files import write_whole
-from engine.zero.engines import TrainedModel
 from training.checkpoints.conditions import BEFORE, FIRST, OWED
 from training.checkpoints.files import config_files
 from training.checkpoints.saving import Checkpoints
@@ -28,7 +28,6 @@ from training.reporting.step_metrics import distributions
 from training.reporting.summary import RunSummary, plot_curves, summary_text
 from training.runtime import model_folders, output_folder, stopping
 from training.runtime.hub import push, renew_cards
-from training.runtime.models import PRETRAINING_RECORD
 from training.runtime.output_folder import open_writer
 from training.runtime.plan import Plan
 from training.runtime.processes import phase, place
@@ -44,8 +43,6 @@ class Session:
     def __init__(self, args: RLHFFlags, plan: Plan, trainer: PPOTrainer, evaluator: Evaluator | None):
         self.args, self.plan, self.trainer, self.evaluator = args, plan, trainer, evaluator
         self.output_dir, self.models = Path(args.output_dir), trainer.models
-        # This tokenizer has its own pad token, even if the run pads with another one: models' configurations name it.
-        self.own_tokenizer = args.read_tokenizer(args.actor_model_name_or_path, "--actor_model_name_or_path")
         self.owed: dict | None = plan.resume.state.get(OWED) if plan.resume else None
         logged = trainer.steps_done - (self.owed is not None)
         goes_on = plan.resume is not None and plan.resume.in_output_dir
@@ -64,6 +61,7 @@ class Session:
             view=self.view,
             resume_step=logged if plan.resume else None,
         )
+        tokenizer = self.models.saved_tokenizer
         self.checkpoints = Checkpoints(
             self.output_dir,
             args.schedule(),
@@ -72,7 +70,7 @@ class Session:
             reference=self.models.kept_reference,
             state=self.state_dict,
             conditions=plan.conditions,
-            config_files=config_files(self.models.trained, self.own_tokenizer) if distributed.is_main() else {},
+            config_files=config_files(self.models.trained, tokenizer) if distributed.is_main() else {},
             resumed=plan.resume.folder if plan.resume else None,
             scores=held_out_scores(self.output_dir) if goes_on and not plan.scores_changed else {},
             say=self.writer.write,
@@ -189,20 +187,8 @@ class Session:
 
     @phase("saving models")
     def save_models(self) -> dict[str, Path]:
-        """Write the trained models, and the actor with averaged weights if there are any, as Hugging Face folders."""
-        models, averaged = self.models, self.models.ema
-        all_models = [*models.trained.values(), *([models.actor] if averaged is not None else [])]
-        merged = model_folders.merged_wanted(self.args.save_merged, all_models, self.output_dir)
-
-        def forms(model: TrainedModel, name: str) -> dict[str, Path]:
-            return model_folders.save_forms(model, self.own_tokenizer, self.output_dir, name, merged)
-
-        saved = {}
-        for name, model in models.trained.items():
-            saved |= forms(model, name)
-        if averaged is not None:
-            with averaged.swapped():
-                saved |= forms(models.actor, "actor_ema")
+        """`PPOTrainer.save_models` into the output folder; run.json lists the saved models."""
+        saved = self.trainer.save_models(self.output_dir, self.args.save_merged)
         kept = output_folder.PRETRAINED if self.args.critic_pretrain_steps else ()
         model_folders.finish(self.output_dir, saved, self.trainer.steps_done, kept)
         return saved
@@ -295,7 +281,7 @@ def _save(session: Session, pretraining: CriticPretraining, metrics: dict[str, f
     """Save the critic as at the end of a run, with a record of its pretraining (all ranks call this)."""
     critic, output_dir = session.models.critic, session.output_dir
     merged = model_folders.merged_wanted(session.args.save_merged, [critic], output_dir)
-    saved = model_folders.save_forms(critic, session.own_tokenizer, output_dir, FOLDER, merged)
+    saved = model_folders.save_forms(critic, session.models.saved_tokenizer, output_dir, FOLDER, merged)
     if not distributed.is_main():
         return
     args, dialect = session.args, session.plan.dialect

@@ -17,7 +17,7 @@ from engine.algorithms import Algorithm, Dialect, end_token_id
 from engine.engine_spec import EngineSpec
 from engine.errors import UserError
 from engine.experience_maker import ExperienceMaker
-from engine.models.checking import check_policy, check_scorer, check_vocabularies
+from engine.models.checking import check_attention, check_policy, check_scorer, check_vocabularies
 from engine.models.checking import check_rows as check_embedding
 from engine.models.loading import load_policy, load_scorer
 from engine.models.reading import CLASSIFIER, LANGUAGE_MODEL, read_config, read_tokenizer, vocabulary_size
@@ -26,7 +26,6 @@ from engine.reference import Reference
 from engine.reward.base import RewardSource
 from engine.rlhf_engine import frozen_model
 from engine.rollout import RolloutBackend, SamplingConfig, build_rollouts
-from engine.rollout.passes import check_attention
 from engine.zero.communication import init
 from engine.zero.engines import FrozenModel
 from training.data.examples import Prompts, prompt_fit

@@ -21,12 +21,11 @@ from engine.algorithms import get_dialect
 from engine.errors import UserError
 from engine.memory.blueprint import module_on_meta
 from engine.models import reading
-from engine.models.checking import check_policy, check_vocabularies
+from engine.models.checking import check_attention, check_policy, check_vocabularies
 from engine.models.loading import empty_like, load_policy
 from engine.models.reading import LANGUAGE_MODEL, pad_token_line, read_config, read_tokenizer
 from engine.models.saving import save_model, save_tokenizer
 from engine.rlhf_engine import RLHFEngine
-from engine.rollout.passes import check_attention
 from scripts.harness import model_damages as damages
 from scripts.harness.models import (
     EOS,

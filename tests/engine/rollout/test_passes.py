@@ -28,6 +28,7 @@ from transformers import (
 
 from engine.errors import UserError
 from engine.experience import PromptBatch
+from engine.models.checking import check_attention
 from engine.rollout.cache import SlotCache
 from engine.rollout.decode import Sampler
 from engine.rollout.passes import (
@@ -37,7 +38,6 @@ from engine.rollout.passes import (
     _CudaCapture,
     _NoQuestions,
     _slots_of_shape,
-    check_attention,
     passes_of,
     rows_of_shape,
     takes_slot_masks,

@@ -264,6 +264,17 @@ def test_data_without_any_tokens_are_refused_with_the_place(tmp_path):
         prompt_batch(["a", UNSEEN], tokenizer())
 
 
+def test_each_rank_takes_its_share_of_the_texts(monkeypatch):
+    monkeypatch.setattr("engine.distributed.world_size", lambda: 2)
+    for rank, ids in enumerate([[[10], [11]], [[12], [13]]]):
+        monkeypatch.setattr("engine.distributed.rank", lambda rank=rank: rank)
+        batch = prompt_batch(["a", "b", "c", "d"], tokenizer(), visit=3)
+        assert batch.input_ids.tolist() == ids and batch.samples.tolist() == [3, 3]
+        assert batch.indices.tolist() == [2 * rank, 2 * rank + 1]
+    with pytest.raises(UserError, match="^3 texts cannot be divided equally among 2 ranks"):
+        prompt_batch(["a", "b", "c"], tokenizer())
+
+
 def test_texts_and_responses_without_tokens():
     rows = [
         {"prompt": UNSEEN, "response": "a"},  # as a text that has no prompt: what is predicted is EOS

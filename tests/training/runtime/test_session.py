@@ -9,13 +9,13 @@ from types import SimpleNamespace
 import pytest
 
 from engine.errors import EndedEarly, UserError
+from engine.models.checking import PRETRAINING_RECORD
 from scripts.harness.models import make_causal_lm
 from tests import fake_vllm
 from tests.training.config.command_lines import parse, step3
 from training.config.step3 import RLHFFlags
 from training.runtime import model_folders, stopping
-from training.runtime.models import PRETRAINING_RECORD, is_pretrained_critic
-from training.runtime.plan import check_files, check_models, check_vllm
+from training.runtime.plan import check_files, check_vllm
 from training.runtime.session import Session, pretrain
 
 
@@ -28,7 +28,7 @@ class Notes:
         self.trainer = SimpleNamespace(steps_done=done - steps)
         self.plan = SimpleNamespace(last_step=9, dialect=step3().resolved.dialect)
         self.args = step3(critic_pretrain_steps=steps)
-        self.models, self.own_tokenizer, self.output_dir = SimpleNamespace(critic="critic"), None, folder
+        self.models, self.output_dir = SimpleNamespace(critic="critic", saved_tokenizer=None), folder
         self.writer, self.checkpoints, self.view = self, self, SimpleNamespace(bar={"kl": "objective/kl"})
         self.owed, self.newest = None, None
 
@@ -117,22 +117,6 @@ def test_a_request_to_end_is_followed_at_each_border(asked, tmp_path, borders, s
     with pytest.raises(EndedEarly, match=f"after {step}, owed {{'critic_pretrain/loss': 0.5}}"):
         run(Notes(tmp_path, steps=2))
     assert (tmp_path / "critic_pretrained").exists() == (step == 0)
-
-
-def test_a_critic_is_no_reward_model(tmp_path, monkeypatch):
-    (tmp_path / PRETRAINING_RECORD).write_text("{}")
-    assert is_pretrained_critic(str(tmp_path)) and not is_pretrained_critic(str(tmp_path / "elsewhere"))
-    for name in ("check_policy", "check_rows", "check_attention", "check_trunk", "check_scorer", "check_vocabularies"):
-        monkeypatch.setattr(f"training.runtime.plan.{name}", lambda *given: None)
-    for name in ("generation_stops", "read_config", "check_positions"):
-        monkeypatch.setattr(f"training.runtime.plan.{name}", lambda *given, **named: None)
-    args = step3(critic_model_name_or_path=str(tmp_path))
-    for name in ("check_attention", "read_tokenizer"):
-        monkeypatch.setattr(type(args), name, lambda *given: None)
-    with pytest.raises(UserError, match="--critic_model_name_or_path .*: that is a pretrained critic"):
-        check_models(args, args.resolved.dialect)
-    args = step3(critic_model_name_or_path=str(tmp_path), reward_model_name_or_path="reward")
-    check_models(args, args.resolved.dialect)
 
 
 @pytest.fixture(scope="module")

@@ -9,12 +9,11 @@ from transformers import PreTrainedTokenizerBase
 
 from engine.errors import UserError
 from engine.models.attention import Attention
-from engine.models.checking import check_policy, check_rows, check_scorer, check_vocabularies
+from engine.models.checking import check_attention, check_policy, check_rows, check_scorer, check_vocabularies
 from engine.models.loading import DTYPES, load_policy, load_scorer
 from engine.models.places import base_of
 from engine.models.policy import Scorer
 from engine.models.reading import has_tokenizer, read_config, vocabulary_size
-from engine.rollout.passes import check_attention
 from engine.zero import accelerator
 from training.checkpoints.files import holds_point
 from training.data.tokens import TextEncoder
