@@ -211,12 +211,14 @@ def test_passes_that_are_the_actors_are_made_with_it():
     assert dealt[:8] != dealt[8:], "both steps have the same mini-batches"
 
 
-def test_epochs_end_by_the_mean_of_all_ranks(monkeypatch):
-    """This rank's policy has not moved; in another's 24 tokens approxkl adds up to 24."""
-    another = torch.tensor([24.0, 24.0, 24.0])
+def test_all_ranks_means_end_epochs_and_leave_a_step_out(monkeypatch):
+    """This rank's policy has not moved; in another's 24 tokens approxkl adds up to 24, and ratios to 96."""
+    another = torch.tensor([96.0, 24.0, 24.0])
     monkeypatch.setattr(distributed, "data_parallel_sum", lambda own: own + another if own.shape == (3,) else own)
-    trainer = trainer_of(OPENAI.override(early_stop_kl=0.4), 8, 1)
-    assert trainer.train_actor_and_critic(batch(), 0.0, Accumulator()) == (1, 1)
+    trainer, metrics = trainer_of(OPENAI.override(early_stop_kl=0.4, ratio_limit=2.0), 8, 1), Accumulator()
+    assert trainer.train_actor_and_critic(batch(), 0.0, metrics) == (1, 1)
+    assert trainer.models.actor.asked == (False, True)
+    assert metrics.reduce()["policy/grad_norm"] == 1.0
 
 
 def on_rank(monkeypatch, rank: int, world: int, rows: int, mini_batches: int, key: tuple) -> list[list[int]]:
@@ -255,11 +257,12 @@ def test_dummies_add_nothing_and_a_weight_of_0_is_none(monkeypatch):
     """A rank with fewer micro-batches than others repeats its first at weight 0 and without metrics, one without rows
     the batch's first row; a text whose weight is 0, as a coefficient may make it, still reports its metrics."""
     monkeypatch.setattr(distributed, "largest", lambda own: 3)
+    monkeypatch.setattr(distributed, "data_parallel_sum", lambda own: 2 * own)
     trainer, metrics = trainer_of(OPENAI, micro_batch_size=4, rollouts=1), Accumulator()
     passes = trainer.learner._passes(batch(), torch.arange(8), metrics)
     assert [(len(one.rows), one.metrics) for one in passes] == [(4, metrics), (4, metrics), (4, None)]
     assert passes[2].rows is passes[0].rows
-    assert [one.policy_weight for one in passes] == [one.value_weight for one in passes] == [1 / 24, 1 / 24, 0.0]
+    assert [one.policy_weight for one in passes] == [one.value_weight for one in passes] == [1 / 48, 1 / 48, 0.0]
     without = trainer.learner._passes(batch(), torch.arange(0), metrics)
     assert [(len(one.rows), one.policy_weight, one.metrics) for one in without] == [(1, 0.0, None)] * 3
 
