@@ -200,6 +200,7 @@ def test_a_warm_critic_and_a_cold_one_have_the_same_passes():
     trainer.counters.steps_done += 1
     trainer.train_actor_and_critic(batch(), 0.0, Accumulator())
     assert (len(trainer.models.critic.steps), len(trainer.models.actor.steps)) == (6, 1)
+    assert trainer.models.critic.steps[3][1] != trainer.models.actor.steps[0][1], "both shuffle alike"
 
 
 def test_passes_that_are_the_actors_are_made_with_it():
@@ -217,7 +218,7 @@ def test_all_ranks_means_end_epochs_and_leave_a_step_out(monkeypatch):
     monkeypatch.setattr(distributed, "data_parallel_sum", lambda own: own + another if own.shape == (3,) else own)
     trainer, metrics = trainer_of(OPENAI.override(early_stop_kl=0.4, ratio_limit=2.0), 8, 1), Accumulator()
     assert trainer.train_actor_and_critic(batch(), 0.0, metrics) == (1, 1)
-    assert trainer.models.actor.asked == (False, True)
+    assert trainer.models.actor.asked == (False, True) and trainer.counters.optimizer_steps == EPOCHS
     assert metrics.reduce()["policy/grad_norm"] == 1.0
 
 
@@ -250,6 +251,8 @@ def test_every_row_comes_into_every_mini_batch_and_order_is_drawn_too(monkeypatc
         first = sum(row in one for one, _ in dealt)
         assert 8 <= first <= 32  # 20 of 40 are to be expected, with a deviation of 3.2
     assert len({tuple(one) for one, _ in dealt}) > 30
+    (one,), (other,) = (on_rank(monkeypatch, rank, 2, 8, 1, (0,)) for rank in (0, 1))
+    assert other != [8 + row for row in one], "ranks shuffle alike"
     assert dealt == [on_rank(monkeypatch, 0, 1, 8, 2, (0, 0, epoch)) for epoch in range(40)]
 
 

@@ -17,7 +17,7 @@ from engine.rlhf_engine import EngineSpec, OptimizerSpec, frozen_model, trained_
 from engine.zero import communication, gathering
 from engine.zero.communication import init
 from engine.zero.config import EngineConfig, chosen_stage, read_ds_file
-from engine.zero.gathering import parameter_buckets
+from engine.zero.gathering import own_run, parameter_buckets
 from scripts.harness.models import make_causal_lm, make_scorer
 from tests.engine.meters import HostQuestions, LiveBytes
 from tests.engine.zero.inspecting import masters, weights
@@ -242,3 +242,15 @@ def test_a_bucket_is_never_exceeded_but_by_one_weight(monkeypatch):
     assert names() == ["ab", "c", "d", "e", "f"]
     assert names("a", "c", "f") == ["acf"]
     assert names("d", "f") == ["d", "f"]
+
+
+def test_of_5_numbers_the_last_of_4_ranks_has_none(monkeypatch):
+    """Two numbers on each of two ranks, then one and its padding, then padding alone."""
+    rows, weight = torch.tensor([[1.0, 2], [3, 4], [5, 0], [0, 0]]), torch.zeros(5)
+    monkeypatch.setattr(gathering, "_gathered_runs", lambda parameters: iter([rows]))
+    gathering._copy_bucket([("w", None)], {"w": weight})
+    parts = []
+    for rank in range(4):
+        monkeypatch.setattr(distributed, "rank", lambda: rank)
+        parts.append(own_run(SimpleNamespace(ds_tensor=SimpleNamespace(ds_numel=2), ds_numel=5)))
+    assert weight.tolist() == [1, 2, 3, 4, 5] and parts == [(0, 2), (2, 2), (4, 1), (5, 0)]
