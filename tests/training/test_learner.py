@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -59,7 +60,7 @@ class NoteTaker:
         assert self.last == [False] * (len(self.last) - 1) + [True]
         self.steps.append((lr, self.passes))
         self.passes, self.last, self.asked = [], [], (overflow, skip)
-        return True
+        return not skip
 
 
 def batch() -> TrainingBatch:
@@ -103,7 +104,7 @@ def trainer_of(dialect, micro_batch_size: int, rollouts: int, critic: NoteTaker 
         reference=None,
         reward=object(),
         trained={},
-        ema=None,
+        ema=mock.Mock(),
         tokenizer=SimpleNamespace(eos_token_id=2, decode=lambda ids: f"tokens {ids.tolist()}"),
     )
     return PPOTrainer(
@@ -198,8 +199,9 @@ def test_a_warm_critic_and_a_cold_one_have_the_same_passes():
     trainer.train_actor_and_critic(batch(), 0.0, Accumulator())
     assert (len(trainer.models.critic.steps), trainer.models.actor.steps) == (3, [])
     trainer.counters.steps_done += 1
-    trainer.train_actor_and_critic(batch(), 0.0, Accumulator())
+    trainer.train_actor_and_critic(batch(), 0.0, metrics := Accumulator())
     assert (len(trainer.models.critic.steps), len(trainer.models.actor.steps)) == (6, 1)
+    assert metrics.reduce()["policy/grad_norm"] == 1.0
     assert trainer.models.critic.steps[3][1] != trainer.models.actor.steps[0][1], "both shuffle alike"
 
 
@@ -216,10 +218,9 @@ def test_all_ranks_means_end_epochs_and_leave_a_step_out(monkeypatch):
     """This rank's policy has not moved; in another's 24 tokens approxkl adds up to 24, and ratios to 96."""
     another = torch.tensor([96.0, 24.0, 24.0])
     monkeypatch.setattr(distributed, "data_parallel_sum", lambda own: own + another if own.shape == (3,) else own)
-    trainer, metrics = trainer_of(OPENAI.override(early_stop_kl=0.4, ratio_limit=2.0), 8, 1), Accumulator()
-    assert trainer.train_actor_and_critic(batch(), 0.0, metrics) == (1, 1)
+    trainer = trainer_of(OPENAI.override(early_stop_kl=0.4, ratio_limit=2.0), 8, 1)
+    assert trainer.train_actor_and_critic(batch(), 0.0, Accumulator()) == (1, 1)
     assert trainer.models.actor.asked == (False, True) and trainer.counters.optimizer_steps == EPOCHS
-    assert metrics.reduce()["policy/grad_norm"] == 1.0
 
 
 def on_rank(monkeypatch, rank: int, world: int, rows: int, mini_batches: int, key: tuple) -> list[list[int]]:
@@ -279,8 +280,10 @@ def test_a_step_that_is_left_out_has_not_overflowed():
     """In fp16 an overflow lowers the loss scale; the mean ratio, 1, is over the limit."""
     trainer = trained(OPENAI.override(ratio_limit=0.5), 4, rollouts=1)
     assert trainer.models.actor.asked == trainer.models.critic.asked == (False, True)
+    assert not trainer.models.ema.update.called
     trainer = trained(OPENAI.override(ratio_limit=1.5), 4, rollouts=1)
     assert trainer.models.actor.asked == trainer.models.critic.asked == (False, False)
+    assert trainer.models.ema.update.call_count == EPOCHS
 
 
 class BadOnRow(NoteTaker):

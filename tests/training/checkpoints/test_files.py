@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from engine import distributed
 from engine.errors import UserError
 from tests.training.checkpoints.tiny_points import IDENTITY, TinyRun, flip_bit, write_points
 from training.checkpoints import saving
@@ -191,8 +192,12 @@ def test_auto_is_the_beginning_where_there_is_none(tmp_path):
     assert ResumePoint.find(None, str(tmp_path)) is None
 
 
-def test_going_on_from_an_older_point_sets_the_newer_ones_aside(tmp_path):
+def test_going_on_from_an_older_point_sets_the_newer_ones_aside(tmp_path, monkeypatch):
     write_points(tmp_path, 5, 6, 10)
+    with monkeypatch.context() as other:
+        other.setattr(distributed, "is_main", lambda: False)
+        set_aside_newer(tmp_path, 5)
+    assert find(tmp_path).folder.name == "step_000010"  # the main rank does it
     set_aside_newer(tmp_path, 5)
     write_points(tmp_path, 10)
     for name in ("step_000007.partial", "step_000003.pruned"):  # of a killed run
