@@ -262,8 +262,10 @@ def test_dummies_add_nothing_and_a_weight_of_0_is_none(monkeypatch):
     the batch's first row; a text whose weight is 0, as a coefficient may make it, still reports its metrics."""
     monkeypatch.setattr(distributed, "largest", lambda own: 3)
     monkeypatch.setattr(distributed, "data_parallel_sum", lambda own: 2 * own)
+    monkeypatch.setattr(distributed, "world_size", lambda: 2)
     trainer, metrics = trainer_of(OPENAI, micro_batch_size=4, rollouts=1), Accumulator()
     passes = trainer.learner._passes(batch(), torch.arange(8), metrics)
+    assert trainer.algorithm.ranks == 2
     assert [(len(one.rows), one.metrics) for one in passes] == [(4, metrics), (4, metrics), (4, None)]
     assert passes[2].rows is passes[0].rows
     assert [one.policy_weight for one in passes] == [one.value_weight for one in passes] == [1 / 48, 1 / 48, 0.0]
