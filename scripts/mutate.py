@@ -70,9 +70,7 @@ def below(node: ast.AST) -> Iterator[ast.AST]:
         if name in ("annotation", "returns", "decorator_list"):
             continue
         for child in value if isinstance(value, list) else [value]:
-            if isinstance(child, ast.AST) and not isinstance(
-                child, ast.arguments | ast.Raise | ast.Assert | ast.JoinedStr
-            ):
+            if isinstance(child, ast.AST) and not isinstance(child, UNSEEN):
                 yield child
                 yield from below(child)
 
@@ -100,6 +98,7 @@ def outcome(tree: Path, words: list[str], timeout: float) -> str:
             os.dup2(log.fileno(), 2)
             os.chdir(tree)
             sys.path.insert(0, str(tree))
+            os.environ["PYTHONPATH"] = str(tree)  # for programs that tests start
             sys.dont_write_bytecode = True  # of two mutations in one second, it would be the first one's
             os._exit(pytest.main(["-x", "-n", "0", "-p", "no:cacheprovider", *words]))
         end = time.monotonic() + timeout

@@ -12,14 +12,15 @@ class GivenRollouts(RolloutBackend):
     """Gives the rows that it was given, whatever it is asked for."""
 
     def __init__(self, *rollouts: Rollout):
-        self.rollouts = list(rollouts)
+        self.rollouts, self.released = list(rollouts), 0
 
     def generate(self, prompts: PromptBatch, sampling: SamplingConfig) -> Rollout:
         """The next rows."""
         return self.rollouts.pop(0)
 
     def release_memory(self) -> None:
-        """Nothing is held."""
+        """Counts how often it is asked to."""
+        self.released += 1
 
 
 def untrained(

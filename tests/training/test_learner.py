@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -59,7 +60,7 @@ class NoteTaker:
         assert self.last == [False] * (len(self.last) - 1) + [True]
         self.steps.append((lr, self.passes))
         self.passes, self.last, self.asked = [], [], (overflow, skip)
-        return True
+        return not skip
 
 
 def batch() -> TrainingBatch:
@@ -103,7 +104,7 @@ def trainer_of(dialect, micro_batch_size: int, rollouts: int, critic: NoteTaker 
         reference=None,
         reward=object(),
         trained={},
-        ema=None,
+        ema=mock.Mock(),
         tokenizer=SimpleNamespace(eos_token_id=2, decode=lambda ids: f"tokens {ids.tolist()}"),
     )
     return PPOTrainer(
@@ -198,8 +199,10 @@ def test_a_warm_critic_and_a_cold_one_have_the_same_passes():
     trainer.train_actor_and_critic(batch(), 0.0, Accumulator())
     assert (len(trainer.models.critic.steps), trainer.models.actor.steps) == (3, [])
     trainer.counters.steps_done += 1
-    trainer.train_actor_and_critic(batch(), 0.0, Accumulator())
+    trainer.train_actor_and_critic(batch(), 0.0, metrics := Accumulator())
     assert (len(trainer.models.critic.steps), len(trainer.models.actor.steps)) == (6, 1)
+    assert metrics.reduce()["policy/grad_norm"] == 1.0
+    assert trainer.models.critic.steps[3][1] != trainer.models.actor.steps[0][1], "both shuffle alike"
 
 
 def test_passes_that_are_the_actors_are_made_with_it():
@@ -211,12 +214,13 @@ def test_passes_that_are_the_actors_are_made_with_it():
     assert dealt[:8] != dealt[8:], "both steps have the same mini-batches"
 
 
-def test_epochs_end_by_the_mean_of_all_ranks(monkeypatch):
-    """This rank's policy has not moved; in another's 24 tokens approxkl adds up to 24."""
-    another = torch.tensor([24.0, 24.0, 24.0])
+def test_all_ranks_means_end_epochs_and_leave_a_step_out(monkeypatch):
+    """This rank's policy has not moved; in another's 24 tokens approxkl adds up to 24, and ratios to 96."""
+    another = torch.tensor([96.0, 24.0, 24.0])
     monkeypatch.setattr(distributed, "data_parallel_sum", lambda own: own + another if own.shape == (3,) else own)
-    trainer = trainer_of(OPENAI.override(early_stop_kl=0.4), 8, 1)
+    trainer = trainer_of(OPENAI.override(early_stop_kl=0.4, ratio_limit=2.0), 8, 1)
     assert trainer.train_actor_and_critic(batch(), 0.0, Accumulator()) == (1, 1)
+    assert trainer.models.actor.asked == (False, True) and trainer.counters.optimizer_steps == EPOCHS
 
 
 def on_rank(monkeypatch, rank: int, world: int, rows: int, mini_batches: int, key: tuple) -> list[list[int]]:
@@ -248,6 +252,8 @@ def test_every_row_comes_into_every_mini_batch_and_order_is_drawn_too(monkeypatc
         first = sum(row in one for one, _ in dealt)
         assert 8 <= first <= 32  # 20 of 40 are to be expected, with a deviation of 3.2
     assert len({tuple(one) for one, _ in dealt}) > 30
+    (one,), (other,) = (on_rank(monkeypatch, rank, 2, 8, 1, (0,)) for rank in (0, 1))
+    assert other != [8 + row for row in one], "ranks shuffle alike"
     assert dealt == [on_rank(monkeypatch, 0, 1, 8, 2, (0, 0, epoch)) for epoch in range(40)]
 
 
@@ -255,11 +261,14 @@ def test_dummies_add_nothing_and_a_weight_of_0_is_none(monkeypatch):
     """A rank with fewer micro-batches than others repeats its first at weight 0 and without metrics, one without rows
     the batch's first row; a text whose weight is 0, as a coefficient may make it, still reports its metrics."""
     monkeypatch.setattr(distributed, "largest", lambda own: 3)
+    monkeypatch.setattr(distributed, "data_parallel_sum", lambda own: 2 * own)
+    monkeypatch.setattr(distributed, "world_size", lambda: 2)
     trainer, metrics = trainer_of(OPENAI, micro_batch_size=4, rollouts=1), Accumulator()
     passes = trainer.learner._passes(batch(), torch.arange(8), metrics)
+    assert trainer.algorithm.ranks == 2
     assert [(len(one.rows), one.metrics) for one in passes] == [(4, metrics), (4, metrics), (4, None)]
     assert passes[2].rows is passes[0].rows
-    assert [one.policy_weight for one in passes] == [one.value_weight for one in passes] == [1 / 24, 1 / 24, 0.0]
+    assert [one.policy_weight for one in passes] == [one.value_weight for one in passes] == [1 / 48, 1 / 48, 0.0]
     without = trainer.learner._passes(batch(), torch.arange(0), metrics)
     assert [(len(one.rows), one.policy_weight, one.metrics) for one in without] == [(1, 0.0, None)] * 3
 
@@ -273,8 +282,10 @@ def test_a_step_that_is_left_out_has_not_overflowed():
     """In fp16 an overflow lowers the loss scale; the mean ratio, 1, is over the limit."""
     trainer = trained(OPENAI.override(ratio_limit=0.5), 4, rollouts=1)
     assert trainer.models.actor.asked == trainer.models.critic.asked == (False, True)
+    assert not trainer.models.ema.update.called
     trainer = trained(OPENAI.override(ratio_limit=1.5), 4, rollouts=1)
     assert trainer.models.actor.asked == trainer.models.critic.asked == (False, False)
+    assert trainer.models.ema.update.call_count == EPOCHS
 
 
 class BadOnRow(NoteTaker):

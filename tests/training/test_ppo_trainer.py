@@ -332,9 +332,9 @@ def test_old_logprobs_are_the_samplers_where_the_rollout_has_them_and_they_are_a
     forward = torch.tensor([[-1.0, -1.0, 0.0], [-2.0, -1.0, -1.0]])
     models = TableModels(BATCH)
     trainer = untrained(models.roles(), get_dialect("default"), recorded, recorded, pad=PAD, micro_batch_size=1)
-    log_ratios = trainer.experience_maker.make_experience(recorded).log_ratios
+    log_ratios = trainer.experience_maker.make_experience(recorded.select([0, 0, 1])).log_ratios
     made = next_step(trainer).batch
-    assert torch.equal(made.logprobs, drawn) and torch.equal(made.entropy, entropy)
+    assert torch.equal(made.logprobs, drawn) and torch.equal(made.entropy, entropy) and trainer.rollouts.released == 1
     near(log_ratios, [0.5, 0.25, 0.5])  # of the longest row
     assert torch.equal(make(models, batch(), get_dialect("default")).logprobs * batch().response_mask, forward)
     # deepspeed_chat counts the slot behind the end too, for which nothing was drawn

@@ -267,14 +267,13 @@ def test_a_rollout_is_its_prompts_and_what_was_drawn(models, expected):
 
 
 def test_a_rank_is_told_of_its_own_responses(models, expected):
-    """The prompts of the group's other rank come first."""
-    group = SimpleNamespace(size=2, place=1, all_objects=lambda own: [BATCH.select(range(5)), own])
-    told: list = []
-    Sampler(make_tokenizer(), 2, group=group).responses(
-        models["llama"], BATCH.select(range(5, 12)), SAMPLING, told.append
-    )
+    """The prompts of the group's other rank come first, and one of them is longer."""
+    group, told = SimpleNamespace(size=2, place=1, all_objects=lambda own: [BATCH.select(range(5)), own]), []
+    own = collate_prompts(PROMPTS[5:], torch.tensor(INDICES[5:]), torch.zeros(7, dtype=torch.int64), PAD)
+    sampler = Sampler(make_tokenizer(), 2, group=group)
+    sampler.responses(models["llama"], own, SAMPLING, told.append)
     answered = [pair for rollout in told for pair in zip(rollout.indices.tolist(), answers(rollout))]
-    assert sorted(answered) == list(zip(INDICES, expected["llama"]))[5:]
+    assert sorted(answered) == list(zip(INDICES, expected["llama"]))[5:] and sampler.rows_at_once == 2 * 2
 
 
 def test_slots_of_a_row_by_hand():

@@ -14,10 +14,10 @@ from engine import distributed
 from engine.errors import UserError
 from engine.models.loading import load_policy, load_scorer
 from engine.rlhf_engine import EngineSpec, OptimizerSpec, frozen_model, trained_model
-from engine.zero import communication, gathering
+from engine.zero import communication, gathering, stages
 from engine.zero.communication import init
 from engine.zero.config import EngineConfig, chosen_stage, read_ds_file
-from engine.zero.gathering import parameter_buckets
+from engine.zero.gathering import copy_weights, parameter_buckets, whole_weights
 from scripts.harness.models import make_causal_lm, make_scorer
 from tests.engine.meters import HostQuestions, LiveBytes
 from tests.engine.zero.inspecting import masters, weights
@@ -63,6 +63,8 @@ def test_adams_first_step_moves_each_weight_by_the_learning_rate(folder, dtype, 
     moved = moved[moved > 0]
     assert len(moved) > 1000
     assert moved.median().item() == pytest.approx(LR, rel=1e-3)
+    with model.swapped([shard.clone() for shard in before]):
+        assert model.version == 2  # of which copies see that their weights are old
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
@@ -83,8 +85,11 @@ def test_masters_are_the_loaded_weights_however_large_the_decay(folder):
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_a_gradient_that_is_not_finite_is_seen_before_the_step(folder, dtype):
+def test_a_gradient_that_is_not_finite_is_seen_before_the_step(folder, dtype, monkeypatch):
     model = build(folder, dtype)
+    with monkeypatch.context() as another:
+        another.setattr(distributed, "any_rank", lambda own: True)
+        assert one_step(model) and not model.weights_finite()
     assert one_step(model, factor=float("inf"))
     assert not model.scales_loss
 
@@ -206,7 +211,7 @@ def test_an_offloaded_model_goes_to_the_device_and_nothing_comes_back(tmp_path, 
     for _ in range(2):
         with model.on_device():
             assert torch.equal(logprobs(model), expected)
-        assert addresses() == at_home
+        assert addresses() == at_home and not model.module.training
     with LiveBytes() as meter:
         with model.on_device():
             assert set(addresses()).isdisjoint(at_home)
@@ -242,3 +247,21 @@ def test_a_bucket_is_never_exceeded_but_by_one_weight(monkeypatch):
     assert names() == ["ab", "c", "d", "e", "f"]
     assert names("a", "c", "f") == ["acf"]
     assert names("d", "f") == ["d", "f"]
+
+
+def test_of_5_numbers_the_last_of_4_ranks_has_none(monkeypatch):
+    """Two numbers on each of two ranks, then one and its padding, then padding alone. At stages 1 and 2 a rank has 4
+    numbers of two weights' 8, of which 5 are the second's."""
+    rows, module = torch.tensor([[1.0, 2], [3, 4], [5, 0], [0, 0]]), nn.ParameterDict({"w": torch.zeros(5)})
+    monkeypatch.setattr(gathering, "_gathered_runs", lambda parameters: iter([rows]))
+    monkeypatch.setattr(gathering, "_has_shard", lambda parameter: True)
+    copy_weights(module, copy := nn.ParameterDict({"w": torch.zeros(5)}))
+    assert copy.w.tolist() == dict(whole_weights(module))["w"].tolist() == [1, 2, 3, 4, 5]
+    parts, runs, pair = [], [], [nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(5))]
+    weight = SimpleNamespace(ds_tensor=SimpleNamespace(ds_numel=2), ds_numel=5)
+    for rank in range(4):
+        monkeypatch.setattr(distributed, "rank", lambda: rank)
+        parts.append([(span.start, span.offset, span.length) for span in stages._spans_of_runs([weight] * 2)])
+        runs.append([(span.start, span.offset, span.length) for span in stages._spans_within(pair, [0, 3], 4)])
+    assert parts == [[(0, 0, 2), (0, 2, 2)], [(2, 0, 2), (2, 2, 2)], [(4, 0, 1), (4, 2, 1)], []]
+    assert runs == [[(0, 0, 3), (0, 3, 1)], [(1, 0, 4)], [], []]

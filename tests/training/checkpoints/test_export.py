@@ -2,6 +2,7 @@
 
 import json
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -171,3 +172,9 @@ def test_a_merged_model_is_written_while_its_base_is_read(run, tmp_path, family,
         torch.equal(found[n], w)
         for n, w in load_policy(str(tmp_path / "base"), torch.bfloat16).model.named_parameters()
     )
+
+
+@pytest.mark.parametrize("kept, strict, path", [(["norm"], None, "."), (None, ["norm"], "."), (None, None, "no/such")])
+def test_weights_in_float32_and_on_no_disk_are_not_read_one_by_one(kept, strict, path):
+    model = SimpleNamespace(_keep_in_fp32_modules=kept, _keep_in_fp32_modules_strict=strict)
+    assert resuming.AdapterPoint._stored(SimpleNamespace(tensors={}), model, path) is None

@@ -7,18 +7,20 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from engine import distributed
 from engine.errors import UserError
 from tests.training.checkpoints.tiny_points import IDENTITY, TinyRun, flip_bit, write_points
 from training.checkpoints import saving
 from training.checkpoints import saving as module
 from training.checkpoints.conditions import Conditions
 from training.checkpoints.files import ShardFiles, damages, point_folder, points_in
-from training.checkpoints.resuming import ResumePoint, set_aside_newer
+from training.checkpoints.resuming import ResumePoint, restore, set_aside_newer
 
 
 def names(output_dir: Path) -> list[str]:
@@ -191,8 +193,12 @@ def test_auto_is_the_beginning_where_there_is_none(tmp_path):
     assert ResumePoint.find(None, str(tmp_path)) is None
 
 
-def test_going_on_from_an_older_point_sets_the_newer_ones_aside(tmp_path):
+def test_going_on_from_an_older_point_sets_the_newer_ones_aside(tmp_path, monkeypatch):
     write_points(tmp_path, 5, 6, 10)
+    with monkeypatch.context() as other:
+        other.setattr(distributed, "is_main", lambda: False)
+        set_aside_newer(tmp_path, 5)
+    assert find(tmp_path).folder.name == "step_000010"  # the main rank does it
     set_aside_newer(tmp_path, 5)
     write_points(tmp_path, 10)
     for name in ("step_000007.partial", "step_000003.pruned"):  # of a killed run
@@ -293,3 +299,10 @@ def test_nothing_there_is_said_with_what_to_do(tmp_path):
 def test_the_point_is_a_value_that_can_be_handed_to_other_ranks(tmp_path):
     point = find(*write_points(tmp_path, 5))
     assert replace(point, passed_over=("a",)).lines()[0] == "PASSED OVER: a"
+
+
+def test_an_average_that_the_checkpoint_lacks_begins_with_its_weights():
+    point = ResumePoint(Path("step_000003"), {"ema": False, "models": {}})
+    ema = SimpleNamespace(means=[torch.zeros(2)], actor=SimpleNamespace(master_shards=lambda: [torch.ones(2)]))
+    assert restore(point, {}) == []
+    assert "begins with the weights" in restore(point, {}, ema)[0] and ema.means[0].tolist() == [1, 1]

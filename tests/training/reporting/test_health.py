@@ -149,7 +149,7 @@ CASES = {
     ),
     "score fell": ("the score fell from ", ALARM, {"objective_scores": lambda t: -t}),
     "score fell a bit": ("the score fell from 0", ALARM, {"steps": 60, "objective_scores": lambda t: -0.083 * t}),
-    "score fell back": ("and fell back to ", ALARM, {"objective_scores": lambda t: 4 * t * (1 - t) + 0.2 * t}),
+    "score fell back": ("and fell back to ", ALARM, {"objective_scores": lambda t: 1.1 * t - t**2}),
     "degenerate": ("120 responses (4.7%) were degenerate", LOOK, {"rollout_degenerate": lambda t: 3.0}),
     "groups without a difference": (
         "in 60% of the groups at the end all responses scored the same, and comparing them taught nothing. By "
