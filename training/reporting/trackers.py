@@ -43,12 +43,13 @@ OPTIONS: dict[str, Callable[[str, Path, str | None], dict]] = {
 
 def check_trackers(report_to: Sequence[str]) -> None:
     """Raise UserError if the package of a tracker is not installed."""
-    names = OPTIONS.keys() & set(report_to)
+    names = [name for name in report_to if name in OPTIONS]
     if not names:
         return
     from accelerate.tracking import get_available_trackers
 
-    for name in names.difference(map(str, get_available_trackers())):
+    installed = set(map(str, get_available_trackers()))
+    for name in (name for name in names if name not in installed):
         raise UserError(
             f"--report_to {name}: the package {name} is not installed. pip install {name}, or leave {name} out."
         )
