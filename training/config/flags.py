@@ -34,6 +34,7 @@ from training.data.rows import Rows, checked_weights, load_rows, parse_split
 from training.data.sources import name_and_split
 from training.data.tables import cache_folder
 from training.data.tokens import OVERLONG, Fit
+from training.reporting.trackers import TRACKERS
 
 
 def flag(default, help: str, *, group: str = "", adds_up: bool = False, field: str | None = None, **more):
@@ -183,7 +184,7 @@ class RunFlags(TokenizerFlags):
     report_to: list[str] = flag(
         ["tensorboard"],
         "where metrics go besides metrics.jsonl: TensorBoard, and trackers, whose packages pip installs by these names",
-        choices=("tensorboard", "wandb", "mlflow", "trackio", "swanlab", "none"),
+        choices=("tensorboard", *TRACKERS, "none"),
     )
     report_project: str = flag("rlhf", "project in which trackers collect runs; in MLflow, the experiment")
     enable_tensorboard: bool = flag(True, "false takes tensorboard out of --report_to")

@@ -1,14 +1,15 @@
 """Sends a run's metrics to experiment trackers, such as Weights & Biases, through the classes of accelerate.tracking.
 
-check_trackers(["wandb"])                                    # before any work
-sink = TrackerSink("wandb", output_dir, project="films", run_name="ppo (out)")
-sink.hparams({"lr": 1e-5})
-sink.log(step, samples, metrics)
-sink.close()
+    check_trackers(["wandb"])                                    # before any work
+    sink = TrackerSink("wandb", output_dir, project="films", run_name="ppo (out)")
+    sink.log(step, samples, metrics)
+
+A sink is used like a TensorBoardSink (sinks.py).
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+import signal
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -19,46 +20,37 @@ from engine.whole_files import write_whole
 RUNS_FILE = "trackers.json"
 """The file {tracker: its id of the run} in the output folder. A resumed run continues the runs that it names."""
 
-# {tracker: (name and folder of the run, the tracker's id of the run or None) -> arguments of accelerate's class}. W&B
-# and SwanLab would record the command and the address of Git's remote, which may contain passwords and keys.
-OPTIONS: dict[str, Callable[[str, Path, str | None], dict]] = {
-    "wandb": lambda name, folder, run: {
-        "name": name,
-        "dir": str(folder),
-        "id": run,
-        "resume": "allow",
-        "settings": {"x_disable_meta": True},
-    },
-    "mlflow": lambda name, folder, run: {"run_name": name, "run_id": run},
-    "trackio": lambda name, folder, run: {"name": name, "resume": "allow" if run else "never"},
-    "swanlab": lambda name, folder, run: {
-        "name": name,
-        "log_dir": str(folder / "swanlab"),
-        "id": run,
-        "resume": "allow",
-        "settings": {"probe": {"runtime": False, "git": False}},
-    },
-}
+TRACKERS = ("wandb", "mlflow", "trackio", "swanlab")
 
 
 def check_trackers(report_to: Sequence[str]) -> None:
     """Raise UserError if the package of a tracker is not installed."""
-    names = [name for name in report_to if name in OPTIONS]
-    if not names:
-        return
-    from accelerate.tracking import get_available_trackers
+    if wanted := set(TRACKERS).intersection(report_to):
+        from accelerate.tracking import get_available_trackers
 
-    installed = set(map(str, get_available_trackers()))
-    for name in (name for name in names if name not in installed):
-        raise UserError(
-            f"--report_to {name}: the package {name} is not installed. pip install {name}, or leave {name} out."
-        )
+        for name in sorted(wanted.difference(map(str, get_available_trackers()))):
+            raise UserError(
+                f"--report_to {name}: the package {name} is not installed. pip install {name}, or leave {name} out."
+            )
+
+
+def _options(tracker: str, name: str, folder: Path, run: str | None) -> dict:
+    """Arguments of accelerate's class. name, folder: of the run. run: the tracker's id of the run that is resumed. W&B
+    and SwanLab would record the command and the address of Git's remote, which may contain passwords and keys."""
+    if tracker == "mlflow":
+        return {"run_name": name, "run_id": run}
+    if tracker == "trackio":
+        return {"name": name, "resume": "allow" if run else "never"}
+    options = {"name": name, "id": run, "resume": "allow"}
+    if tracker == "wandb":
+        return {**options, "dir": str(folder), "settings": {"x_disable_meta": True}}
+    return {**options, "log_dir": str(folder / "swanlab"), "settings": {"probe": {"runtime": False, "git": False}}}
 
 
 class TrackerSink:
     """Writes to one tracker (the main rank alone makes it). Each method may raise any exception.
 
-    name: a key of OPTIONS. project: the name under which the tracker collects runs; in MLflow, the experiment.
+    name: one of TRACKERS. project: the name under which the tracker collects runs; in MLflow, the experiment.
     """
 
     def __init__(self, name: str, folder: Path, *, project: str, run_name: str):
@@ -69,8 +61,12 @@ class TrackerSink:
         runs = json.loads(file.read_text()) if file.exists() else {}
         PartialState()  # accelerate's messages need it
         self._resumed = name in runs
-        self._tracker = LOGGER_TYPE_TO_CLASS[name](project, **OPTIONS[name](run_name, folder, runs.get(name)))
+        self._tracker = LOGGER_TYPE_TO_CLASS[name](project, **_options(name, run_name, folder, runs.get(name)))
+        on_interrupt = signal.getsignal(signal.SIGINT)
         self._tracker.start()
+        signal.signal(
+            signal.SIGINT, on_interrupt
+        )  # SwanLab would end its run at Ctrl-C, before the program's last step
         run = self._tracker.tracker
         runs[name] = run.info.run_id if name == "mlflow" else run.id
         write_whole(file, json.dumps(runs))
