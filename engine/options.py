@@ -73,10 +73,12 @@ def choices_of(spec: dataclasses.Field) -> Collection[str] | None:
 def fault(spec: dataclasses.Field, value) -> str | None:
     """The reason why an option cannot have this value, as the end of a sentence; None if it can."""
     known = choices_of(spec)
-    if known is not None and value not in known and (value is not None or default_of(spec) is not None):
-        return f"known are {', '.join(map(str, known))}."
     several = isinstance(value, (list, tuple))
-    for number in value if several else (value,):
+    values = value if several else (value,)
+    unknown = known is not None and any(one not in known for one in values)
+    if unknown and (value is not None or default_of(spec) is not None):
+        return f"known are {', '.join(map(str, known))}."
+    for number in values:
         if not isinstance(number, (int, float)):
             continue
         must = "each must be" if several and len(value) > 1 else "must be"

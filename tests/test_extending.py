@@ -11,6 +11,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from engine.algo.kl import KL_ESTIMATORS
+from engine.algo.losses import kl_loss
 from engine.algorithms import DIALECTS, ESTIMATORS, Dialect, get_dialect
 from engine.errors import UserError
 from engine.rlhf_engine import EngineSpec, RLHFEngine
@@ -47,7 +49,7 @@ def server():
 @pytest.fixture
 def extensions(folder, server, monkeypatch):
     """The page's extensions.py, imported anew; what it adds to the tables goes again."""
-    tables = (ESTIMATORS, DIALECTS, ROLLOUT_BACKENDS, STEP_METRICS)
+    tables = (ESTIMATORS, KL_ESTIMATORS, DIALECTS, ROLLOUT_BACKENDS, STEP_METRICS)
     before = [table.copy() for table in tables]
     extending.write(folder, server.url)
     monkeypatch.syspath_prepend(folder)
@@ -133,6 +135,19 @@ def test_an_estimators_needs_are_checked(extensions):
         get_dialect("default").override(advantage_estimator="opo", samples_per_prompt=4)
 
 
+def test_a_kl_estimator(extensions, folder):
+    dialect = get_dialect("default").override(kl_estimator="abs")
+    for report in two_steps(build(folder, dialect)):
+        batch = report.batch
+        penalties = ((batch.logprobs - batch.ref_logprobs).abs() * batch.policy_mask).sum(-1)
+        torch.testing.assert_close(batch.rewards.sum(-1), batch.processed_scores - 0.1 * penalties)
+    assert penalties.min() > 0
+    logprobs = torch.tensor([[-1.0, -3.0]], requires_grad=True)
+    loss = kl_loss(logprobs, torch.tensor([[-2.0, -1.0]]), torch.tensor([[True, True]]), "abs")
+    loss.backward()
+    assert loss.item() == 3.0 and logprobs.grad.tolist() == [[1.0, -1.0]]
+
+
 def test_a_dialect(extensions, folder):
     """With gamma and lambda 1 a return is the sum of the rewards to come, whatever the critic says."""
     dialect = get_dialect("monte_carlo")
@@ -213,7 +228,7 @@ def test_the_pages_loop(extensions, folder, server, monkeypatch, capsys):
 
 @pytest.mark.slow
 def test_the_pages_script(tmp_path, server):
-    """All five at once, through the command line."""
+    """All of them at once, through the command line."""
     tiny = Tiny(tmp_path)
     extending.write(tmp_path, server.url)
     flags = tiny.flags(

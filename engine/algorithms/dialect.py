@@ -11,6 +11,7 @@ from functools import partial
 
 from engine.algo.advantages import ESTIMATORS
 from engine.algo.corrections import CORRECTIONS
+from engine.algo.kl import KL_ESTIMATORS
 from engine.algo.schedules import SCHEDULES
 from engine.algorithms.checks import FieldError, check_relations
 from engine.errors import UserError, nearest
@@ -33,7 +34,7 @@ class Dialect:
     kl_estimator: str = choice(
         "k1",
         "how each token's KL is estimated: k1 = log p - log q, k2 = k1^2 / 2, k3 = exp(-k1) - 1 + k1",
-        choices=("k1", "k2", "k3"),
+        choices=KL_ESTIMATORS,
     )
     kl_in: str = choice(
         "reward",

@@ -90,7 +90,7 @@ _ROWS = (
     "--actor_zero_stage 3 and its like; where long rows have no room, give --actor_gradient_checkpointing"
 )
 _OPTIMIZER = "the optimizer is the program's, with the learning rates, betas and weight decays of its flags"
-_METRICS = "metrics are written by the program: metrics.jsonl and tensorboard/ in the output folder, --wandb_project"
+_METRICS = "metrics are written by the program: metrics.jsonl in the output folder, and --report_to"
 _POINTS = "checkpoints are the program's own (--save_steps), which ranks of any number and every ZeRO stage read"
 _ROUNDED = (
     "its numbers are rounded to 4 or 8 bits, so that a step learns another thing than old log-probs and rewards were "

@@ -352,7 +352,7 @@ def contradictions(step: int, world: BadWorld) -> Iterator[Mistake]:
         {"data_weights": 1e-9},
         {"data_weights": "inf"},
         {"data_weights": [1, 1, 1]},
-        {"wandb_project": "p", "enable_tensorboard": "false"},
+        {"report_to": "tensorbord"},
     ]
     if step == 3:
         changes += [

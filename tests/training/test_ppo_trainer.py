@@ -194,6 +194,28 @@ def test_degenerate_rows_are_masked_and_counted(system, pad, learned):
     assert torch.equal(made.returns[2], alone.returns[0])
 
 
+@pytest.mark.parametrize(
+    "system, pad, hidden", [("deepspeed_chat", EOS, 0.2), ("deepspeed_chat", PAD, 0.0), ("default", EOS, None)]
+)
+def test_tokens_that_only_the_sampler_saw_are_counted(system, pad, hidden):
+    """EOS is BOS, too: 2 of 10 tokens. The EOS at the end counts for nothing, since no token follows it."""
+    rollout = rollout_of([[EOS, 901], [EOS, 5, 902]], [[11, EOS], [11, 12, 13]], pad)
+    trainer = untrained(TableModels(BATCH).roles(), get_dialect(system), rollout, pad=pad)
+    assert next_step(trainer).metrics.get("rollout/hidden_tokens") == hidden
+
+
+@pytest.mark.parametrize(
+    "system, truncate_token, ended, after",
+    [("trl_ppo", "", 0.5, 0.25), ("trl_ppo", "eos", 0.5, None), ("deepspeed_chat_2023", "", None, None)],
+)
+def test_tokens_after_eos_are_counted_where_the_dialect_draws_on(system, truncate_token, ended, after):
+    row = Row([-1.0] * 4, [-1.5] * 4, [1.0, 2, 3, 4], 2.0)
+    rollout = rollout_of([[901], [902]], [[11, EOS, 12, 13], [11, 12, 13, 14]], PAD)
+    dialect = get_dialect(system).override(truncate_token=truncate_token, old_logprobs="forward")
+    metrics = next_step(untrained(TableModels({901: row, 902: row}).roles(), dialect, rollout, pad=PAD)).metrics
+    assert (metrics.get("rollout/eos_rate"), metrics.get("rollout/after_eos")) == (ended, after)
+
+
 # The worked case: delta = 0.1 .. 0.6, V = 1 .. 6, beta 0.1, s = 2, gamma 1, lambda 0.95, no whitening.
 WORKED = Row(
     logprobs=[-1.0] * 6, ref_logprobs=[-1.1, -1.2, -1.3, -1.4, -1.5, -1.6], values=[1.0, 2, 3, 4, 5, 6], score=2.0

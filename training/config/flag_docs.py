@@ -152,7 +152,9 @@ def _default(spec: dataclasses.Field) -> str:
         return "required"
     if spec.metadata.get("field"):
         return f"the dialect's (`{getattr(Dialect(), spec.metadata['field'])}`)"
-    return "" if value is None or value == [] else f"`{str(value).lower() if isinstance(value, bool) else value}`"
+    if isinstance(value, list):
+        value = " ".join(map(str, value)) or None
+    return "" if value is None else f"`{str(value).lower() if isinstance(value, bool) else value}`"
 
 
 if __name__ == "__main__":

@@ -34,6 +34,7 @@ from training.data.rows import Rows, checked_weights, load_rows, parse_split
 from training.data.sources import name_and_split
 from training.data.tables import cache_folder
 from training.data.tokens import OVERLONG, Fit
+from training.reporting.trackers import TRACKERS
 
 
 def flag(default, help: str, *, group: str = "", adds_up: bool = False, field: str | None = None, **more):
@@ -180,16 +181,18 @@ class RunFlags(TokenizerFlags):
         "(flash attention; torch's own on most GPUs since A100, in bf16 or fp16, from torch 2.11), else padded",
         choices=PACKING,
     )
-    enable_tensorboard: bool = flag(True, "write curves, tables and histograms for TensorBoard")
+    report_to: list[str] = flag(
+        ["tensorboard"],
+        "where metrics go besides metrics.jsonl: TensorBoard, and trackers, whose packages pip installs by these names",
+        choices=("tensorboard", *TRACKERS, "none"),
+    )
+    report_project: str = flag("rlhf", "project in which trackers collect runs; in MLflow, the experiment")
+    enable_tensorboard: bool = flag(True, "false takes tensorboard out of --report_to")
     tensorboard_path: str | None = flag(
         None,
         "folder in which this run's TensorBoard files get a subfolder; by default they are in OUTPUT_DIR/tensorboard",
     )
-    wandb_project: str | None = flag(
-        None,
-        "Weights & Biases project that gets the same curves, tables and histograms (pip install wandb)",
-        only_with="enable_tensorboard=true",
-    )
+    wandb_project: str | None = flag(None, "adds wandb to --report_to, with this name in place of --report_project")
     grace_seconds: float = flag(
         25.0,
         "seconds in which a run has to finish its step, save and end after TERM, Ctrl-C or the end of its "
@@ -212,6 +215,13 @@ class RunFlags(TokenizerFlags):
         super().validate()
         if self.preflight and self.dry_run:
             raise UserError("--preflight looks at the nodes of a run, and --dry_run at its flags: give one of them.")
+
+    @property
+    def reports(self) -> list[str]:
+        """TensorBoard and the trackers that get the run's metrics."""
+        left_out = {"none"} if self.enable_tensorboard else {"none", "tensorboard"}
+        names = [*self.report_to, *(["wandb"] if self.wandb_project else [])]
+        return [name for name in dict.fromkeys(names) if name not in left_out]
 
     @property
     def gpus(self) -> int:

@@ -304,6 +304,7 @@ def _argparse_options(spec: dataclasses.Field, hint, defaults: bool) -> dict:
     if typing.get_origin(hint) is list:
         return options | {
             "type": typing.get_args(hint)[0],
+            "choices": choices_of(spec),
             "nargs": "+",
             "action": "extend" if spec.metadata["adds_up"] else "store",
         }

@@ -489,13 +489,19 @@ def sampler_apart(rows: Sequence[Mapping]) -> Finding | None:
     seen = f"the sampler's log-probs ended {gap:.3g} nats a token from the actor's"
     if kl is not None and lowest is not None and highest is not None:
         seen += f" (KL {kl:.2g}), with ratios from {lowest:.2g} to {highest:.3g}, {far:.1%} of them outside 0.5 to 2"
-    return Finding(
-        ALARM if far > ANOTHER else LOOK,
-        seen,
+    advice = (
         "Rounding explains hundredths of a nat: see that the sampler has the actor's weights, and try --dtype fp32 or "
         "another --rollout_backend. Have old log-probs come from a forward pass (--old_logprobs forward), and weigh "
-        "what was drawn by the ratios (--set correction=token_truncate).",
+        "what was drawn by the ratios (--set correction=token_truncate)."
     )
+    hidden = at_end(rows, "rollout/hidden_tokens")
+    if hidden:
+        advice = (
+            "The dialect hides the pad token from the actor, also where it is BOS or EOS in a prompt "
+            f"({hidden:.1%} of the tokens that the sampler read). If the tokenizer has a pad token of its own, give "
+            "--set pad_token=tokenizer; else --set length_rule=sampled."
+        )
+    return Finding(ALARM if far > ANOTHER else LOOK, seen, advice)
 
 
 much_cut = by_ends(
@@ -554,12 +560,29 @@ length_shrank = by_ends(
     advice="See in samples/ whether the reward model pays for brevity alone. If so, balance lengths among its training "
     "pairs, or raise --kl_coef.",
 )
-few_ever_ended = by_ends(  # needs no trend: one step is enough to see it
-    "rollout/eos_rate",
-    ill=lambda first, last: max(first, last) < FEW_ENDED,
-    seen="{last:.0%} of responses ended by themselves at the end, the others hit the limit",
-    advice="They did not from the start: raise --max_answer_seq_len, and see that the SFT data ends with EOS.",
-)
+
+
+def _few_ended(rows: Sequence[Mapping], last: float, advice: str) -> Finding:
+    """The finding that only the share `last` of the responses ended by themselves. advice: what to try if the dialect
+    ends responses at EOS."""
+    if not having(rows, "rollout/after_eos"):
+        seen = f"{last:.0%} of responses ended by themselves at the end, the others hit the limit"
+        return Finding(LOOK, seen, advice)
+    return Finding(
+        LOOK,
+        f"{last:.0%} of responses contained EOS at the end",
+        "The dialect draws on after EOS, and scores and learns what follows, so that nothing rewards an end: --set "
+        "truncate_token=eos ends the response there.",
+    )
+
+
+def few_ever_ended(rows: Sequence[Mapping]) -> Finding | None:
+    """Hardly any response ever ended by itself. This needs no trend: one step is enough to see it."""
+    first, last = at_start(rows, "rollout/eos_rate"), at_end(rows, "rollout/eos_rate")
+    if first is None or last is None or max(first, last) >= FEW_ENDED:
+        return None
+    advice = "They did not from the start: raise --max_answer_seq_len, and see that the SFT data ends with EOS."
+    return _few_ended(rows, last, advice)
 
 
 def few_ended(rows: Sequence[Mapping]) -> Finding | None:
@@ -574,12 +597,11 @@ def few_ended(rows: Sequence[Mapping]) -> Finding | None:
     halved = last < ENDED_KEPT * first and first - last > NOISE * error
     if last >= FEW_ENDED and not halved:
         return None
-    return Finding(
-        LOOK,
-        f"{last:.0%} of responses ended by themselves at the end, the others hit the limit",
+    advice = (
         f"At the start {first:.0%} did: see in samples/ whether the reward model pays for going on; raise "
-        "--max_answer_seq_len, or try --missing_eos_penalty.",
+        "--max_answer_seq_len, or try --missing_eos_penalty."
     )
+    return _few_ended(rows, last, advice)
 
 
 def degenerate(rows: Sequence[Mapping]) -> Finding | None:

@@ -1,6 +1,5 @@
-"""Writes a run's metrics to metrics.jsonl, the terminal and TensorBoard. Weights & Biases gets TensorBoard's data.
+"""Writes a run's metrics to metrics.jsonl, the terminal, TensorBoard, and other trackers (trackers.py).
 
-    check_wandb(project)                                         # before any work
     writer = MetricWriter(output_dir, total_steps=200, view=PPO_VIEW)
     writer.hparams({"lr": 1e-5, "dialect": "default"})
     writer.log(step, samples, metrics.reduce())
@@ -16,8 +15,8 @@ runs of steps 1, 2 and 3 together: sections of the same title are merged, and so
 every run that has it.
 """
 
+import contextlib
 import dataclasses
-import importlib.util
 import json
 import math
 import os
@@ -26,7 +25,7 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from io import FileIO
@@ -36,13 +35,17 @@ import torch
 from tqdm import tqdm
 
 from engine.distributed import is_main
-from engine.errors import UserError
+from engine.errors import without_query
+from engine.models.places import one_line
 from engine.whole_files import write_whole
 from training.reporting.records import METRICS_FILE, read_lines, read_metrics
 from training.reporting.sample_tables import MIN_WIDTH, samples_markdown, samples_table
 from training.reporting.standard_errors import NOISE
+from training.reporting.trackers import TrackerSink, flattened
 from training.runtime.processes import place
 from training.runtime.stopping import note_unwritten, note_written
+
+TENSORBOARD = "tensorboard"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,7 +198,8 @@ class MetricWriter:
     """Writes to all sinks of a run on the main rank; does nothing on the other ranks.
 
     output_dir: the folder of metrics.jsonl, and of tensorboard/ unless `tensorboard_dir` names another folder.
-    wandb_project: the W&B project that gets a copy of TensorBoard's curves (call check_wandb first).
+    report_to: "tensorboard" and names of trackers (trackers.py). One that fails gets nothing more, and the run goes on,
+        because metrics.jsonl has all metrics. project: the trackers' project.
     """
 
     def __init__(
@@ -205,32 +209,27 @@ class MetricWriter:
         total_steps: int,
         resume_step: int | None = None,
         view: View = PPO_VIEW,
-        tensorboard: bool = True,
+        report_to: Sequence[str] = (TENSORBOARD,),
         tensorboard_dir: str | Path | None = None,
-        wandb_project: str | None = None,
+        project: str = "rlhf",
     ):
-        self._file = self._bar = self._wandb = self._clock = None
-        self._tensorboard: TensorBoardSink | None = None
+        self._file = self._bar = self._clock = None
+        self._sinks: dict[str, TensorBoardSink | TrackerSink] = {}
         if not is_main():
             return
         output_dir = Path(output_dir)
         self._clock = WallClock(redone=seconds_after(output_dir / METRICS_FILE, resume_step))
         self._file = JsonlSink(output_dir / METRICS_FILE, resume_step=resume_step)
         name = run_name(output_dir)
-        if wandb_project is not None:
-            import wandb
-
-            # Called before the SummaryWriter is made, because W&B copies only writers that are made later. `dir` is the
-            # folder of W&B's own files.
-            self._wandb = wandb.init(project=wandb_project, name=name, dir=str(output_dir), sync_tensorboard=True)
         self._tensorboard_dir = Path(tensorboard_dir or output_dir / "tensorboard")
-        if tensorboard:
-            try:
-                self._tensorboard = TensorBoardSink(
-                    self._tensorboard_dir, view=view, name=name, resume_step=resume_step
-                )
-            except Exception as error:
-                note_unwritten(self._tensorboard_dir, error)
+        for sink in report_to:
+            with self._noted(sink):
+                if sink == TENSORBOARD:
+                    self._sinks[sink] = TensorBoardSink(
+                        self._tensorboard_dir, view=view, name=name, resume_step=resume_step
+                    )
+                else:
+                    self._sinks[sink] = TrackerSink(sink, output_dir, project=project, run_name=name)
         self.count(total_steps, shown=view.bar, first_step=max(0, resume_step or 0))
 
     def log(self, step: int, samples: int, metrics: Mapping[str, float]) -> None:
@@ -242,7 +241,7 @@ class MetricWriter:
         if self._file and self._bar:
             self._file.log(step, samples, metrics)
             self._bar.log(step, samples, metrics)
-        self._to_tensorboard(lambda sink: sink.log(step, samples, metrics))
+        self._to_sinks(lambda sink: sink.log(step, samples, metrics))
 
     def count(self, total_steps: int, *, shown: Mapping[str, str], **how) -> None:
         """Begin a new progress bar of `total_steps` steps. The other arguments are those of `ProgressBar`."""
@@ -262,18 +261,16 @@ class MetricWriter:
         if self._bar:
             width = max(MIN_WIDTH, min(160, shutil.get_terminal_size().columns))
             self._bar.write(f"samples, step {step}\n{samples_table(rows, width)}\n")
-        self._to_tensorboard(lambda sink: sink.text(step, "samples", samples_markdown(rows)))
+        self._to_sinks(lambda sink: sink.samples(step, rows))
 
     def histogram(self, step: int, tag: str, values: torch.Tensor) -> None:
         """Write the distribution of `values` to TensorBoard. Only the main rank's `values` are written; gather the
         values of all ranks before, if they count too."""
-        self._to_tensorboard(lambda sink: sink.histogram(step, tag, values))
+        self._to_sinks(lambda sink: sink.histogram(step, tag, values))
 
     def hparams(self, settings: Mapping) -> None:
-        """Write the run's settings to TensorBoard and W&B. A nested setting gets the name outer/inner."""
-        if self._wandb:
-            self._wandb.config.update(dict(settings), allow_val_change=True)
-        self._to_tensorboard(lambda sink: sink.hparams(settings))
+        """Write the run's settings. A nested setting gets the name outer/inner."""
+        self._to_sinks(lambda sink: sink.hparams(settings))
 
     def write(self, text: str) -> None:
         """Print `text` on the main rank without breaking the progress bar."""
@@ -281,48 +278,37 @@ class MetricWriter:
             self._bar.write(text)
 
     def close(self) -> None:
-        """Flush buffered data, and end the progress bar and the W&B run."""
+        """Flush buffered data, and end the progress bar and the trackers' runs."""
         if self._file and self._bar:
             self._file.close()
             self._bar.close()
-        self._to_tensorboard(lambda sink: sink.close())
-        if self._wandb:
-            self._wandb.finish()
+        self._to_sinks(lambda sink: sink.close())
 
-    def _to_tensorboard(self, write: Callable[["TensorBoardSink"], None]) -> None:
-        """Write to TensorBoard. After an error nothing more is written to TensorBoard; the run goes on, because missing
-        curves are no reason to end it."""
-        if self._tensorboard is not None:
-            try:
-                write(self._tensorboard)
-            except Exception as error:  # also any error of the library's thread
-                self._tensorboard = None
+    def _to_sinks(self, write: Callable[["TensorBoardSink | TrackerSink"], None]) -> None:
+        for name, sink in list(self._sinks.items()):
+            with self._noted(name):
+                write(sink)
+
+    @contextlib.contextmanager
+    def _noted(self, name: str) -> Iterator[None]:
+        """If the block raises an error, also one of a library's thread, print it, and write nothing more to this
+        sink."""
+        try:
+            yield
+        except Exception as error:
+            self._sinks.pop(name, None)
+            if name == TENSORBOARD:
                 note_unwritten(self._tensorboard_dir, error)
+            else:  # not `note_unwritten`, which would make the run's end a failure
+                reason = without_query(one_line(error))
+                told = f"WARNING: {name} gets no more metrics ({reason}). The run goes on; metrics.jsonl has them all."
+                print(told, file=sys.stderr, flush=True)
 
 
 def run_name(output_dir: Path) -> str:
     """The run's name in comparisons: "FOLDER (PARENT)" for the output folder PARENT/FOLDER."""
     folder = output_dir.resolve()
     return f"{folder.name} ({folder.parent.name})"
-
-
-def check_wandb(project: str | None, *, tensorboard: bool = True) -> None:
-    """Raise UserError if a project is given but W&B cannot be used, because it is not installed or TensorBoard is
-    switched off."""
-    if project is None:
-        return
-    if not project.strip():
-        raise UserError(f"--wandb_project {project!r}: give the project a name.")
-    spec = importlib.util.find_spec("wandb")
-    if spec is None or spec.origin is None:  # no origin: found W&B's folder wandb/, no package
-        raise UserError(
-            f"--wandb_project {project}: the package wandb is not installed. pip install wandb, or leave the flag out."
-        )
-    if not tensorboard:
-        raise UserError(
-            f"--wandb_project {project}: W&B takes over what is written for TensorBoard, which is switched "
-            "off. Switch it on, or leave the flag out."
-        )
 
 
 # metrics.jsonl.
@@ -436,9 +422,9 @@ class TensorBoardSink:
                 for bound, end in zip(_bounds(name), (value - margin, value + margin)):
                     self._writer.add_scalar(bound, end, step)
 
-    def text(self, step: int, tag: str, markdown: str) -> None:
-        """Write a text. TensorBoard's TEXT tab shows it above the texts of earlier steps."""
-        self._writer.add_text(tag, markdown, step)
+    def samples(self, step: int, rows: Sequence[Mapping]) -> None:
+        """Write sampled responses as a table. TensorBoard's TEXT tab shows it above the tables of earlier steps."""
+        self._writer.add_text("samples", samples_markdown(rows), step)
 
     def histogram(self, step: int, tag: str, values: torch.Tensor) -> None:
         """Write the distribution of the finite values; write nothing if no value is finite."""
@@ -521,18 +507,6 @@ def _print_unless_tensorboards(failure: threading.ExceptHookArgs) -> None:
     library raises the thread's error."""
     if type(failure.thread).__module__ != "tensorboard.summary.writer.event_file_writer":
         threading.__excepthook__(failure)
-
-
-def flattened(settings: Mapping, prefix: str = "") -> dict[str, bool | int | float | str]:
-    """Settings as one flat dict: a nested setting gets the name outer/inner, lists become texts, and settings that are
-    None are left out."""
-    flat = {}
-    for name, value in settings.items():
-        if isinstance(value, Mapping):
-            flat |= flattened(value, f"{prefix}{name}/")
-        elif value is not None:
-            flat[prefix + name] = value if isinstance(value, (bool, int, float, str)) else str(value)
-    return flat
 
 
 # Time and progress.

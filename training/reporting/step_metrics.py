@@ -32,6 +32,7 @@ from engine import distributed
 from engine.algo.corrections import bounded, importance_ratios
 from engine.algo.kl import kl_estimate
 from engine.algo.rewards import groups_alike
+from engine.algo.truncation import kept_positions
 from engine.algorithms import Algorithm
 from engine.experience import Experience, Rollout, TrainingBatch
 from engine.memory.gpus import data_sheet
@@ -168,7 +169,11 @@ def add_objective(metrics: Accumulator, batch: TrainingBatch, algorithm: Algorit
     if dialect.overlong_buffer:
         metrics.add("objective/overlong_penalty", algorithm.overlong_penalties(mask.sum(-1)).sum(), count)
     metrics.add("rollout/response_length", tokens, count)
-    metrics.add("rollout/eos_rate", rollout.ended.sum(), count)
+    if dialect.sampling != "without_eos" or dialect.truncate_token:
+        metrics.add("rollout/eos_rate", rollout.ended.sum(), count)
+    if dialect.sampling == "fixed" and not dialect.truncate_token and algorithm.end_token_id is not None:
+        after = mask & ~kept_positions(torch.where(mask, rollout.responses, -1), algorithm.end_token_id)
+        metrics.add("rollout/after_eos", after.sum(), tokens)
     masked = ~rollout.ended if dialect.mask_truncated else torch.zeros_like(rollout.ended)
     metrics.add_sum("rollout/degenerate", (~batch.policy_mask.any(-1) & ~masked).sum())
     if dialect.samples_per_prompt > 1:
@@ -223,6 +228,14 @@ def add_parts(metrics: Accumulator, experience: Experience) -> None:
         metrics.add(f"reward/{name}", reward.sum(), len(reward))
     if experience.log_ratios is not None and len(experience.log_ratios):
         add_sampler_distance(metrics, experience.log_ratios)
+
+
+def add_hidden_tokens(metrics: Accumulator, drawn: Rollout, learned: Rollout) -> None:
+    """Add the share of the tokens which the sampler read, and which the dialect's attention mask hides from the models
+    although others follow them. drawn: the sampler's rollout. learned: the same with the dialect's mask."""
+    followed = learned.attention_mask.flip(1).cumsum(1).flip(1) > 0
+    hidden = (drawn.attention_mask > learned.attention_mask) & followed
+    metrics.add("rollout/hidden_tokens", hidden.sum(), drawn.attention_mask.sum())
 
 
 def add_sampler_distance(metrics: Accumulator, log_ratios: Tensor) -> None:

@@ -32,6 +32,7 @@ from training.config.flags import RunFlags
 from training.reporting.records import METRICS_FILE, RUN_FILE, recorded_models
 from training.reporting.sinks import MetricWriter, View
 from training.reporting.step_metrics import PROFILE
+from training.reporting.trackers import RUNS_FILE
 from training.runtime.agreement import checked
 from training.runtime.stopping import reason_of
 
@@ -256,8 +257,8 @@ def _check_names(output_dir: Path) -> None:
     """Raise UserError if a path to which the run writes is of the wrong kind: a folder where the run writes a file, a
     file where it makes a folder, a pipe, or a link. A link may lead to another run's files, and two links may lead to
     the same folder."""
-    folders = (*MODEL_FOLDERS[:-1], "samples", CHECKPOINTS, PROFILE, "tensorboard", "wandb")
-    for name in (*folders, METRICS_FILE, RUN_FILE, "curves.png"):
+    folders = (*MODEL_FOLDERS[:-1], "samples", CHECKPOINTS, PROFILE, "tensorboard", "wandb", "swanlab")
+    for name in (*folders, METRICS_FILE, RUN_FILE, RUNS_FILE, "curves.png"):
         path = output_dir / name
         kind = "folder" if name in folders else "file"
         if path.exists() and not (path.is_dir() if name in folders else path.is_file()):
@@ -306,8 +307,9 @@ def begin_output_dir(args: RunFlags, resumed: bool = False) -> None:
 def _begin(folder: Path, resumed: bool) -> None:
     try:
         finish_interrupted(folder)
-        if not resumed:  # the file of a run that begins again
-            (folder / METRICS_FILE).unlink(missing_ok=True)
+        if not resumed:  # the files of a run that begins again
+            for name in (METRICS_FILE, RUNS_FILE):
+                (folder / name).unlink(missing_ok=True)
     except OSError as error:
         raise UserError(
             f"--output_dir {folder}: {error.filename or folder} cannot be made ready ({reason_of(error)}). Run the "
@@ -365,9 +367,9 @@ def open_writer(args: RunFlags, *, total_steps: int, view: View, resume_step: in
         total_steps=total_steps,
         resume_step=resume_step,
         view=view,
-        tensorboard=args.enable_tensorboard,
+        report_to=args.reports,
         tensorboard_dir=tensorboard_dir(args),
-        wandb_project=args.wandb_project,
+        project=args.wandb_project or args.report_project,
     )
 
 

@@ -24,7 +24,7 @@ from engine.errors import EndedEarly, RunStopped, SharedError, UserError
 from training.config.flags import RunFlags, make_paths_absolute
 from training.config.parsing import parse_flags
 from training.reporting.sample_tables import visible
-from training.reporting.sinks import check_wandb
+from training.reporting.trackers import check_trackers
 from training.runtime import environment, output_folder, stopping
 from training.runtime.agreement import MeetingPoint
 from training.runtime.environment import USER_ERROR, flush_all, from_here, keep_printing, print_error, print_line
@@ -207,7 +207,7 @@ def _quiet_transformers() -> None:
 
 
 def check_run(args: RunFlags, resumed: bool = False) -> None:
-    """The first checks of all three training steps: the machine, the output folders, and Weights & Biases.
+    """The first checks of all three training steps: the machine, the output folders, and trackers.
 
     resumed: whether the output folder holds the run that is resumed. Raises: UserError.
     """
@@ -217,5 +217,5 @@ def check_run(args: RunFlags, resumed: bool = False) -> None:
         reason = why_not(args.dtype)
         if reason is not None:
             raise UserError(f"--dtype {args.dtype}: {reason}")
-    check_wandb(args.wandb_project, tensorboard=args.enable_tensorboard)
+    check_trackers(args.reports)
     check_output_dirs(args, resumed)

@@ -43,6 +43,13 @@ def test_a_limit_that_cuts_every_response_is_told_of_runs_of_any_length(steps):
     assert "They did not from the start: raise --max_answer_seq_len" in finding.advice
 
 
+@pytest.mark.parametrize("rate", [lambda t: 0.0, lambda t: 0.9 - 0.8 * t])
+def test_a_dialect_that_draws_on_after_eos_is_named(rate):
+    finding = the_finding(run(rollout_eos_rate=rate, rollout_after_eos=lambda t: 0.2))
+    assert finding.seen.endswith("% of responses contained EOS at the end")
+    assert "--set truncate_token=eos" in finding.advice and "SFT" not in finding.advice
+
+
 def test_a_score_that_did_not_rise_is_told_with_the_noise_that_it_was_measured_by():
     rows = run(10, objective_scores=None)
     for row, score in zip(rows[1:], [0.0, 0.2, 0.0, 0.2, 0.0, 0.2, 0.0, 0.2, 0.2, 0.2], strict=True):
@@ -304,6 +311,10 @@ def test_a_sampler_that_is_not_the_actor_is_told(steps):
     )
     another = the_finding(run(steps, **apart | {"rollout_ratio_far": lambda t: 0.2}))
     assert another.severity == ALARM and "20.0% of them" in another.seen
+    assert "has the actor's weights" in finding.advice
+    pads = the_finding(run(steps, **apart | {"rollout_hidden_tokens": lambda t: 0.03}))
+    assert "3.0% of the tokens" in pads.advice and "--set pad_token=tokenizer" in pads.advice
+    assert "weights" not in pads.advice
     # A KL that is negative is one of its signs.
     both = the_finding(run(steps, **apart | {"objective_kl": lambda t: -2.0}))
     assert both.severity == ALARM and "With it: KL to the reference ended at -2 nats" in both.seen

@@ -172,7 +172,7 @@ def test_what_passed_since_the_line_before(now):
 
 def test_the_lines_of_a_run_that_goes_on_have_the_time_of_the_steps_that_are_done_again(now, tmp_path):
     now(110.0)
-    writer = MetricWriter(tmp_path, total_steps=3, tensorboard=False)
+    writer = MetricWriter(tmp_path, total_steps=3, report_to=())
     for step in (1, 2, 3):
         now(110.0 + step * 4)
         writer.log(step, step, {})
@@ -181,7 +181,7 @@ def test_the_lines_of_a_run_that_goes_on_have_the_time_of_the_steps_that_are_don
     now(150.0)
     processes.place.take_seconds()  # as in a new process
     now(155.0)
-    writer = MetricWriter(tmp_path, total_steps=3, tensorboard=False, resume_step=1)
+    writer = MetricWriter(tmp_path, total_steps=3, report_to=(), resume_step=1)
     now(156.0)
     assert writer.take_time() == {"time/wall": 14.0, "time/start": 5.0, "time/redone": 8.0}
     writer.close()

@@ -1,14 +1,11 @@
-"""The sinks: valid JSON lines, exact truncation on resume, everything on the main rank, W&B before TensorBoard, whose
-events are not doubled; and what cannot be written is told once and makes the run's end a failure.
+"""The sinks: valid JSON lines, exact truncation on resume, everything on the main rank, TensorBoard, whose events
+are not doubled; and what cannot be written is told once and makes the run's end a failure.
 """
 
 import contextlib
-import importlib.machinery
 import json
 import re
 import resource
-import sys
-import types
 
 import pytest
 import torch
@@ -17,7 +14,7 @@ from engine.errors import RunStopped, UserError
 from scripts.harness.programs import metric_lines
 from training.reporting import records, sinks
 from training.reporting.records import read_lines
-from training.reporting.sinks import JsonlSink, MetricWriter, TensorBoardSink, check_wandb, flattened, truncate_after
+from training.reporting.sinks import JsonlSink, MetricWriter, TensorBoardSink, flattened, truncate_after
 from training.runtime import stopping
 from training.runtime.stopping import check_all_written
 
@@ -99,7 +96,7 @@ def test_writer_writes_everything_on_the_main_rank(tmp_path, capsys):
 
 
 def test_writer_without_tensorboard(tmp_path):
-    writer = MetricWriter(tmp_path, total_steps=2, tensorboard=False)
+    writer = MetricWriter(tmp_path, total_steps=2, report_to=())
     writer.hparams({})
     writer.samples(1, [])
     writer.close()
@@ -127,88 +124,6 @@ def test_events_go_where_they_are_wanted(tmp_path):
     assert "objective/kl" in events_in(tmp_path / "elsewhere").Tags()["scalars"]
 
 
-@pytest.fixture
-def wandb(monkeypatch):
-    """A stand-in for the package, and what was asked of it, in order."""
-    calls = []
-
-    class Config:
-        def update(self, settings, **options):
-            calls.append(("config", settings))
-
-    class Run:
-        config = Config()
-
-        def finish(self):
-            calls.append(("finish",))
-
-    def init(**options):
-        calls.append(("init", options))
-        return Run()
-
-    module = types.ModuleType("wandb")
-    module.init = init
-    module.__spec__ = importlib.machinery.ModuleSpec("wandb", None, origin="stand-in")
-    monkeypatch.setitem(sys.modules, "wandb", module)
-    monkeypatch.setattr(sinks, "TensorBoardSink", lambda *_, **__: calls.append(("TensorBoard",)) or FakeTensorBoard())
-    return calls
-
-
-class FakeTensorBoard:
-    def log(self, *_):
-        pass
-
-    def hparams(self, *_):
-        pass
-
-    def close(self):
-        pass
-
-
-def test_wandb_listens_before_tensorboard_writes_and_is_told_the_settings(tmp_path, wandb):
-    writer = MetricWriter(tmp_path / "out" / "ppo", total_steps=2, wandb_project="films")
-    writer.hparams({"lr": 1e-5, "resolved_dialect": {"lam": 0.95}})
-    writer.log(1, 64, METRICS)
-    writer.close()
-    assert wandb == [
-        (
-            "init",
-            {"project": "films", "name": "ppo (out)", "dir": str(tmp_path / "out" / "ppo"), "sync_tensorboard": True},
-        ),
-        ("TensorBoard",),
-        ("config", {"lr": 1e-5, "resolved_dialect": {"lam": 0.95}}),
-        ("finish",),
-    ]
-
-
-def test_wandb_is_left_alone_unless_asked_for_and_on_other_ranks(tmp_path, wandb, monkeypatch):
-    MetricWriter(tmp_path, total_steps=2).close()
-    monkeypatch.setattr("training.reporting.sinks.is_main", lambda: False)
-    MetricWriter(tmp_path, total_steps=2, wandb_project="films").close()
-    assert wandb == [("TensorBoard",)]
-
-
-def test_what_wandb_lacks_is_told_before_any_work(wandb):
-    check_wandb("films")
-    check_wandb(None, tensorboard=False)
-    with pytest.raises(UserError, match="--wandb_project films.*TensorBoard, which is switched off"):
-        check_wandb("films", tensorboard=False)
-    with pytest.raises(UserError, match="--wandb_project ' ': give the project a name"):
-        check_wandb(" ")
-
-
-def test_wandb_that_is_not_installed(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "path", [str(tmp_path)])
-    monkeypatch.delitem(sys.modules, "wandb", raising=False)
-    with pytest.raises(UserError, match="--wandb_project films: .* not installed. pip install wandb"):
-        check_wandb("films")
-    (tmp_path / "wandb").mkdir()  # W&B's own folder of logs: Python could import it, and it is no package
-    importlib.invalidate_caches()
-    with pytest.raises(UserError, match="not installed"):
-        check_wandb("films")
-    check_wandb(None)
-
-
 def events_in(log_dir):
     """What TensorBoard reads from a folder."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -230,7 +145,7 @@ def test_what_came_after_the_restart_step_is_hidden(tmp_path):
     first.close()
     second = _sink(tmp_path, resume_step=2)
     second.log(3, 30, {"policy/loss": 9.0})
-    second.text(3, "samples", "| a |")
+    second.samples(3, [{"prompt": "a", "response": "b"}])
     second.histogram(3, "advantages", torch.tensor([1.0, float("nan"), 3.0]))
     second.histogram(3, "nothing", torch.zeros(0))
     second.close()

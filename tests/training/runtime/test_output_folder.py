@@ -276,9 +276,11 @@ def test_a_run_that_came_to_nothing_begins_again_on_request(tmp_path):
         (tmp_path / "empty").mkdir(exist_ok=True)
         check(tmp_path / name, resume=None)
     check(begun(tmp_path / "begun"))
+    (tmp_path / "begun" / "trackers.json").write_text('{"wandb": "a"}')
     args = step3(output_dir=str(tmp_path / "begun"), resume="auto")
     output_folder.begin_output_dir(args)
     assert not (tmp_path / "begun" / "metrics.jsonl").exists(), "its lines would be followed by the same steps'"
+    assert not (tmp_path / "begun" / "trackers.json").exists(), "the new run would continue its runs"
     assert (tmp_path / "begun" / "notes" / "mine.txt").exists()
     with pytest.raises(UserError, match=r"begun is not empty. Choose another folder\.$"):
         check(tmp_path / "begun", resume=None)
