@@ -153,7 +153,7 @@ def misfit(value: Any, kind: Any, name: str = "it") -> str | None:
     if not isinstance(value, type(kind) if isinstance(kind, dict | list) else kind):
         return f"{name} is {shortened(value)}"
     parts: list[tuple] = []
-    if isinstance(kind, dict):
+    if isinstance(kind, dict) and isinstance(value, dict):
         parts = [(value.get(key), kind.get(key, kind.get(str)), key) for key in (value if str in kind else kind)]
     elif isinstance(kind, list):
         if len(kind) not in (1, len(value)):
