@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from engine.errors import UserError
+from engine.errors import UserError, shortened
 
 KINDS = {
     stat.S_IFIFO: "it is a pipe, which can be read once only",
@@ -67,6 +67,18 @@ def _require_file(mode: int, path: str | Path) -> None:
     kind = KINDS.get(stat.S_IFMT(mode))
     if kind is not None:
         raise OSError(errno.EINVAL, kind, str(path))
+
+
+@contextlib.contextmanager
+def rust_panics() -> Iterator[None]:
+    """Within this context a panic in a library written in Rust (tokenizers) is raised as RuntimeError. pyo3 raises it
+    as a BaseException, which no `except Exception` catches; its class cannot be imported."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise RuntimeError(str(error)) from None
 
 
 @contextlib.contextmanager
@@ -126,6 +138,28 @@ def parsed_json(text: str | bytes) -> Any:
         return json.loads(text)
     except RecursionError:
         raise ValueError("brackets within brackets, too deep") from None
+
+
+def misfit(value: Any, kind: Any, name: str = "it") -> str | None:
+    """What is wrong with a JSON value that should be of a kind, in words that begin with its name; None if it fits.
+
+    kind: a type, or a union of types; [kind] for a list of any length, and [kind, kind, ...] for one of this length;
+    {str: kind} for an object with any names, and {name: kind, ...} for one with at least these names. A name that is
+    absent counts as null. A tuple has alternatives: the last one's fault is told.
+    """
+    if isinstance(kind, tuple):
+        faults = [misfit(value, each, name) for each in kind]
+        return None if None in faults else faults[-1]
+    if not isinstance(value, type(kind) if isinstance(kind, dict | list) else kind):
+        return f"{name} is {shortened(value)}"
+    parts: list[tuple] = []
+    if isinstance(kind, dict) and isinstance(value, dict):
+        parts = [(value.get(key), kind.get(key, kind.get(str)), key) for key in (value if str in kind else kind)]
+    elif isinstance(kind, list):
+        if len(kind) not in (1, len(value)):
+            return f"{name} has {len(value)} items, not {len(kind)}"
+        parts = [(each, kind[number % len(kind)], number) for number, each in enumerate(value)]
+    return next((fault for each, inner, key in parts if (fault := misfit(each, inner, f"{name}.{key}"))), None)
 
 
 def unique_names(pairs: list[tuple[str, object]]) -> dict[str, object]:

@@ -33,7 +33,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from engine.algorithms.dialect import Dialect
 from engine.errors import UserError, shortened
-from engine.files import read_text, refuse_pointers
+from engine.files import read_text, refuse_pointers, rust_panics
 from engine.models.places import base_of, one_line, require_model
 from engine.models.weight_files import file_names, mapped_tensors, weight_files, weights_folder
 
@@ -261,10 +261,11 @@ def read_tokenizer(
         path = base_of(path, what)
     refuse_pointers(_tokenizer_files(Path(path)), what)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left", trust_remote_code=trust_remote_code)
-        tokenizer.clean_up_tokenization_spaces = False
-        # Some invalid settings raise an exception only when the tokenizer is used.
-        tokenizer.decode(tokenizer("a text").input_ids + tokenizer.all_special_ids)
+        with rust_panics():
+            tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left", trust_remote_code=trust_remote_code)
+            tokenizer.clean_up_tokenization_spaces = False
+            # Some invalid settings raise an exception only when the tokenizer is used.
+            tokenizer.decode(tokenizer("a text").input_ids + tokenizer.all_special_ids)
         ends = tokenizer.pad_token_id, tokenizer.eos_token_id
     except Exception as error:  # transformers may raise anything for broken files
         _refuse_code(error, path, what)

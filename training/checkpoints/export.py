@@ -35,6 +35,7 @@ from engine.models.places import ADAPTER_CONFIG, is_adapter
 from engine.whole_files import file_order, sync
 from training.checkpoints.files import CONFIG, EMA, PARTIAL, ShardFiles, write_bytes, write_tensors
 from training.checkpoints.resuming import OF_MODELS, AdapterPoint, ResumePoint
+from training.runtime.environment import keep_printing
 from training.runtime.hub import add_card
 
 FLOATS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -226,6 +227,7 @@ def _write_config(source: Path, dtype: str | None, folder: Path, left_out: Seque
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the export that the command line describes; returns the exit code."""
+    keep_printing()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("point", help="a checkpoint, or the output folder of a run")
     parser.add_argument("output", help="a folder that is not there, or empty")

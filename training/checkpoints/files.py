@@ -39,7 +39,7 @@ from transformers import PreTrainedTokenizerBase
 
 from engine import distributed
 from engine.errors import UserError
-from engine.files import parsed_json
+from engine.files import misfit, parsed_json
 from engine.models.saving import adapter_files, save_model
 from engine.whole_files import DTYPES, write_safetensors
 from engine.zero.engines import TrainedModel
@@ -179,14 +179,16 @@ class ShardFiles:
         for path in paths:
             try:
                 self._open(path)
-            except (SafetensorError, KeyError, ValueError, AttributeError) as error:
+            except (SafetensorError, KeyError, ValueError) as error:
                 raise UserError(f"{path}: no file of a checkpoint ({error}). Use another checkpoint.") from None
         for runs in self._runs.values():
             runs.sort(key=lambda run: run.start)
 
     def _open(self, path: Path) -> None:
         file = safe_open(str(path), framework="pt", device="cpu")
-        shapes = parsed_json(file.metadata()["shapes"])
+        shapes = parsed_json((file.metadata() or {})["shapes"])
+        if fault := misfit(shapes, {str: [int]}, "shapes"):
+            raise ValueError(fault)
         self._shapes.update({name: tuple(shape) for name, shape in shapes.items()})
         for key in file.keys():
             name, _, start = key.rpartition("@")
@@ -237,6 +239,9 @@ READ_AT_ONCE = 1 << 24  # number of bytes that are read at a time
 LARGEST = 1 << 26  # largest size of a manifest in bytes: enough for hundreds of thousands of files
 
 
+MANIFESTS = {"format": object, "step": int, "files": {str: [int, str]}, "digest": str}  # see `misfit`
+
+
 class Damage(Exception):
     """Raised for a damaged checkpoint. Its text describes the damage."""
 
@@ -272,9 +277,8 @@ class Manifest:
         try:
             if path.stat().st_size > LARGEST:
                 raise Damage(f"{MANIFEST} is too large for one")
-            content = json.loads(path.read_bytes())
-            digest = content.pop("digest")
-            if digest != _digest(content):
+            content = parsed_json(path.read_bytes())
+            if misfit(content, MANIFESTS) or content.pop("digest") != _digest(content):
                 raise Damage(f"{MANIFEST} is not as it was written")
             if content["format"] != FORMAT:
                 raise UserError(
@@ -284,7 +288,7 @@ class Manifest:
             return cls(content["step"], {name: FileRecord(*record) for name, record in content["files"].items()})
         except OSError as error:
             raise Damage(f"{MANIFEST} cannot be read ({error.strerror})") from None
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        except ValueError:
             raise Damage(f"{MANIFEST} is not as it was written") from None
 
 

@@ -17,7 +17,7 @@ from transformers.pytorch_utils import Conv1D
 
 from engine import distributed
 from engine.errors import UserError
-from engine.files import parsed_json, without_links
+from engine.files import misfit, parsed_json, without_links
 from engine.lazy import Lazy
 from engine.models.adapter_folders import CLASSIFIER, HEAD, PREFIX, AdapterFolder, read_adapter
 from engine.models.adapters import is_factor, merged, update
@@ -32,7 +32,7 @@ from engine.models.weight_files import stored_name, tensors_of, weight_files, we
 from engine.reference import EMA
 from engine.whole_files import file_order, remove_folder
 from engine.zero.engines import TrainedModel
-from training.checkpoints.conditions import Conditions
+from training.checkpoints.conditions import BEFORE, CONTENTS, FIRST, FROZEN, OWED, Conditions
 from training.checkpoints.files import (
     AUTO,
     CONFIG,
@@ -49,7 +49,23 @@ from training.checkpoints.files import (
 from training.checkpoints.files import EMA as EMA_FOLDER
 from training.runtime.agreement import SharedError, checked
 
-STATE_FIELDS = {"steps_done": int, "models": dict, "ema": bool, "identity": dict, "settings": dict}
+NUMBER, ABSENT = int | float, type(None)
+STATE = {
+    "steps_done": int,
+    "models": {str: {"adam_steps": int, "loss_scale": {str: NUMBER}}},
+    "ema": bool,
+    "identity": dict,
+    "settings": dict,
+    OWED: (ABSENT, {str: NUMBER | None}),
+    BEFORE: (ABSENT, {str: [NUMBER]}),
+    FIRST: (ABSENT, [str]),
+}
+"""The kind of a checkpoint's state in all three steps; see `misfit`."""
+OF_STEP_3 = {
+    **dict.fromkeys(("optimizer_steps", "samples", "prompt_batches"), int),
+    "kl": dict,
+    "score_scale": {"totals": [NUMBER, NUMBER, NUMBER]},
+}
 SHOWN = 3  # number of damaged files that a message names
 
 
@@ -153,12 +169,22 @@ def _newest_whole_before(damaged: Path) -> Path | None:
 def _read(path: Path, with_ema: bool) -> dict:
     """The content of the state file of a whole checkpoint."""
     try:
-        state = parsed_json(path.read_text())
-        missing = [name for name, kind in STATE_FIELDS.items() if not isinstance(state.get(name), kind)]
-    except (ValueError, AttributeError, OSError) as error:
+        state = parsed_json(path.read_text(encoding="utf-8"))
+        if not (fault := misfit(state, STATE, "state")):
+            kl = state["identity"].get("kl_controller")
+            hashes = [name for name in state["settings"] if name.startswith(CONTENTS)]
+            frozen = [name for name in state["identity"] if name.startswith(FROZEN)]
+            kinds: dict = {
+                "settings": dict.fromkeys(hashes, str | None),
+                "identity": dict.fromkeys(frozen, str | None),
+            }
+            if kl is not None:
+                kinds |= OF_STEP_3 | ({"kl": {"value": NUMBER}} if kl == "adaptive" else {})
+            fault = misfit(state, kinds, "state")
+        if fault:
+            raise ValueError(fault)
+    except (ValueError, OSError) as error:
         raise UserError(f"--resume: {path} is broken ({error}). Use an earlier checkpoint.") from None
-    if missing:
-        raise UserError(f"--resume: {path} has no {', '.join(missing)}. Use an earlier checkpoint.")
     if state["ema"] and not with_ema:
         raise UserError(
             f"--resume {path.parent}: it has a moving average, which would be lost. Give --enable_ema, as when the "
@@ -192,7 +218,9 @@ def restore(
     lines that say so are returned. Raises: UserError if the checkpoint holds other models.
     """
     for name, model in models.items():
-        model.load_shards(ShardFiles(Path(point.folder) / name), point.state["models"].get(name, {}))
+        if name not in point.state["models"]:
+            raise UserError(f"--resume {point.folder}: it has no {name}. Use an earlier checkpoint.")
+        model.load_shards(ShardFiles(Path(point.folder) / name), point.state["models"][name])
     if reference is not None:
         reference.load_shards(ShardFiles(point.folder / REFERENCE))
     if ema is None:

@@ -29,7 +29,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from engine.errors import UserError
+from engine.errors import UserError, shortened
+from engine.files import rust_panics
 from training.data.chat import TURNS, Rendered, Turns, render
 
 PARALLEL = "TOKENIZERS_PARALLELISM"  # the tokenizers library reads this environment variable in each call
@@ -191,7 +192,14 @@ def _all_cores() -> Iterator[None]:
 def _encode(tokenizer, text):
     """The ids of a text, or of each text of a list, without special tokens and without warnings about the length."""
     nothing_else = {"return_attention_mask": False, "return_token_type_ids": False}
-    return tokenizer(text, add_special_tokens=False, verbose=False, **nothing_else)["input_ids"]
+    try:
+        with rust_panics():  # a tokenizer's regex may give up at some texts
+            return tokenizer(text, add_special_tokens=False, verbose=False, **nothing_else)["input_ids"]
+    except RuntimeError as error:
+        raise UserError(
+            f"the tokenizer of {tokenizer.name_or_path or 'the model'} fails at {shortened(text)} ({error}). Use "
+            "another one, or leave the text out."
+        ) from None
 
 
 def padded(token_lists: list[list[int]], pad_id: int, left: bool = False) -> tuple[Tensor, Tensor]:

@@ -26,15 +26,16 @@ import torch
 
 from engine import distributed
 from engine.errors import UserError, shortened, shown_command
-from engine.files import parsed_json
+from engine.files import misfit, parsed_json
 from engine.whole_files import write_whole
 from engine.zero.accelerator import on_gpu
 from training.runtime.environment import is_slurm_task
 
 RUN_FILE = "run.json"
 _starts: dict[Path, list[dict]] = {}  # what this process has written: the folder may be moved during the run
-FIELDS = {"command": str} | dict.fromkeys(("flags", "dialect", "git", "versions", "machine", "models"), dict)
-"""{field of an entry that is read again: its type}. An entry may lack any of these fields."""
+OBJECTS = ("flags", "dialect", "git", "versions", "machine", "models")
+FIELDS = {"command": str | None} | dict.fromkeys(OBJECTS, dict | None)
+"""The kind of an entry's fields that are read again; see `misfit`."""
 PACKAGES = ("torch", "deepspeed", "transformers", "datasets", "four-engine-rlhf")
 
 
@@ -107,12 +108,8 @@ def read_run_record(path: str | Path) -> list[dict]:
     record."""
     try:
         starts = parsed_json(Path(path).read_text(encoding="utf-8"))["starts"]
-        if not isinstance(starts, list) or not all(isinstance(start, dict) for start in starts):
-            raise TypeError("starts is no list of objects")
-        for start in starts:
-            wrong = next((name for name, kind in FIELDS.items() if not isinstance(start.get(name), kind | None)), None)
-            if wrong is not None:
-                raise TypeError(f"{wrong} is {shortened(start[wrong])}")
+        if fault := misfit(starts, [FIELDS], "starts"):
+            raise TypeError(fault)
     except (ValueError, KeyError, TypeError) as error:  # ValueError: no JSON, or no text
         raise UserError(f"{path}: no record of a run ({error}); move it away to go on") from error
     return starts

@@ -27,6 +27,7 @@ from training.checkpoints.resuming import ResumePoint
 from training.config.step3 import RLHFFlags
 from training.data.sources import DEEPSPEED_CHAT_FILES, is_path, name_and_split, open_source
 from training.reporting.records import command_line
+from training.runtime.environment import keep_printing
 from training.runtime.first_lines import changes_since, dialect_lines, plan_lines, score_lines
 from training.runtime.memory_lines import memory_lines, memory_of_one_model
 from training.runtime.plan import check_server, make_plan
@@ -200,6 +201,7 @@ def _program(word: str) -> str:
 
 def main(words: Sequence[str]) -> int:
     """Make a dry run of the command; returns the exit code of its program."""
+    keep_printing()
     place = next((place for place, word in enumerate(words) if _program(word) in PROGRAMS), None)
     if place is None:
         print(

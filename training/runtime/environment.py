@@ -219,7 +219,8 @@ ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # torchrun sets this variable for its ra
 
 
 class Unfailing:
-    """A stream whose `write` and `flush` never raise an error. Text that cannot be written is lost."""
+    """A stream whose `write` and `flush` never raise an error. Text that cannot be written is lost. Control characters
+    are written as escapes (`harmless`), since names of files, models and columns may be a stranger's."""
 
     def __init__(self, stream):
         self.stream, self.lost = stream, False
@@ -227,10 +228,11 @@ class Unfailing:
     def write(self, text: str) -> int:
         """Write the text if this is possible."""
         try:
-            return self.stream.write(text)
+            bar = text.startswith("\r")  # a progress bar, which begins its line again
+            self.stream.write("\r" * bar + harmless(text[bar:]))
         except (OSError, ValueError):  # ValueError: the stream was closed
             self.lost = True
-            return len(text)
+        return len(text)
 
     def flush(self) -> None:
         """Flush the stream if this is possible."""
@@ -244,7 +246,8 @@ class Unfailing:
 
 
 def keep_printing() -> None:
-    """Replace standard output and standard error, so that printing never raises an error from now on."""
+    """Replace standard output and standard error, so that from now on printing never raises an error, and never writes
+    a control character. Each program calls this first."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is not None and not isinstance(

@@ -32,12 +32,13 @@ ALONE = (
 @dataclass
 class Place:
     """What this process is doing. phase: the present phase. step: the number of the step that is being made, from 1; 0
-    before the first step. since: time.time() at the beginning of the phase. changed: function that is called at the
-    beginning of each phase."""
+    before the first step. since, entered: time.time() and time.monotonic() at the beginning of the phase; setting the
+    clock changes only the former. changed: function that is called at the beginning of each phase."""
 
     phase: str = OUTSIDE
     step: int = 0
     since: float = field(default_factory=time.time)
+    entered: float = field(default_factory=time.monotonic)
     changed: Callable[[], None] = field(default=lambda: None)
     _seconds: dict[str, float] = field(default_factory=dict)
     _counted: float = field(default_factory=time.monotonic)
@@ -45,7 +46,7 @@ class Place:
     def enter(self, phase: str) -> None:
         """Begin the phase with this name."""
         self._count()
-        self.phase, self.since = phase, time.time()
+        self.phase, self.since, self.entered = phase, time.time(), time.monotonic()
         self.changed()
 
     def take_seconds(self) -> dict[str, float]:

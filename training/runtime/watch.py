@@ -172,7 +172,7 @@ class Watch:
             if distributed.is_main():
                 self._meeting_point.let_others_hear()
             leave_now(code)
-        if time.time() - place.since > self.timeout_minutes * 60:
+        if time.monotonic() - place.entered > self.timeout_minutes * 60:
             where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
             end(
                 STOPPED,

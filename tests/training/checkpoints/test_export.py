@@ -39,7 +39,7 @@ class TinyPolicy:
         return [*halves, Shard("frozen/model.places", (3,), 0, self.buffer)]
 
     def scalars(self) -> dict:
-        return {}
+        return {"adam_steps": 0, "loss_scale": {}}
 
 
 @pytest.fixture
@@ -150,7 +150,7 @@ class TinyLora:
         return [Shard(f"weights/model.{n}", tuple(f.shape), 0, f.reshape(-1)) for n, f in factors.items()]
 
     def scalars(self) -> dict:
-        return {}
+        return {"adam_steps": 0, "loss_scale": {}}
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "opt", "gpt_neox", "bloom"])

@@ -29,7 +29,7 @@ class TinyModel:
 
     def scalars(self) -> dict:
         """A step count."""
-        return {"adam_steps": {"matrix": 3}}
+        return {"adam_steps": 3, "loss_scale": {}}
 
 
 class TinyRun:

@@ -1,5 +1,6 @@
 """What the programs make of the environment that they are started in, by srun among others."""
 
+import io
 import os
 import shutil
 import socket
@@ -13,6 +14,7 @@ from engine.errors import UserError
 from scripts.harness import free_port
 from training.runtime.environment import (
     AGENTS_STORE,
+    Unfailing,
     check_port,
     first_host,
     of_srun,
@@ -181,3 +183,11 @@ def test_the_node_of_each_task_is_told_where_they_fill_one_after_the_other():
     assert slurm_hosts({**tasks, "SLURM_DISTRIBUTION": "cyclic"}) == {}
     assert slurm_hosts(step) == {}
     assert slurm_hosts({"SLURM_STEP_NODELIST": "gpu07"}) == {}
+
+
+def test_printed_text_has_no_control_characters_and_a_progress_bar_begins_its_line_again():
+    stream = io.StringIO()
+    printed = Unfailing(stream)
+    print("x\x1b[2J\u202e\x9b\r\udcff.json", file=printed)
+    printed.write("\r10%\x1b")
+    assert stream.getvalue() == "x\\x1b[2J\\u202e\\x9b\\r\\udcff.json\n\r10%\\x1b"

@@ -12,12 +12,14 @@ import sys
 from pathlib import Path
 
 from engine.errors import UserError
+from training.runtime.environment import keep_printing
 
 PAGE = "report.html"
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Write the report that the command line asks for; returns the exit code."""
+    keep_printing()
     parser = argparse.ArgumentParser(prog="python -m training.report", description=__doc__.splitlines()[0])
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="output folders of step 1, 2 or 3")
     parser.add_argument("--output", type=Path, help=f"file to write; by default {PAGE} in the folder of a single run")

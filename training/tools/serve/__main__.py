@@ -20,6 +20,7 @@ if __name__ == "__main__":
 from engine.errors import UserError
 from training.config.parsing import parse_flags
 from training.reporting.sample_tables import visible
+from training.runtime.environment import keep_printing
 from training.runtime.startup import leave, quiet_libraries
 from training.tools.serve.flags import ServeFlags
 
@@ -28,6 +29,7 @@ NEEDED = ("fastapi", "uvicorn")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the service with the flags of the command line until it is ended; returns the exit code."""
+    keep_printing()
     try:
         args = parse_flags(ServeFlags, sys.argv[1:] if argv is None else argv, __doc__.splitlines()[0])
         check_installed()

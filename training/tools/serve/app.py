@@ -237,7 +237,7 @@ def _add_page(app: FastAPI) -> None:
 def _add_comparison(app: FastAPI, service: Service) -> None:
     @app.put("/")
     async def compare(request: Request) -> Response:
-        body = _comparison(await request.body(), _is_json(request))
+        body = _comparison(await request.body(), _content_type(request))
         names = list(dict.fromkeys(body.models or service.models))
         if not names:
             raise RequestError(404, "this service has no models that answer; it was started with a reward model alone")
@@ -259,14 +259,17 @@ def _add_comparison(app: FastAPI, service: Service) -> None:
             return JSONResponse({**asked, "seed": seed, **found})
 
 
-def _is_json(request: Request) -> bool:
-    return request.headers.get("content-type", "").partition(";")[0].strip().lower().endswith("json")
+def _content_type(request: Request) -> str:
+    return request.headers.get("content-type", "").partition(";")[0].strip().lower()
 
 
-def _comparison(body: bytes, is_json: bool) -> CompareRequest:
-    """Parse the body of PUT /: a JSON object; or a JSON string or plain text, which is then the prompt."""
+def _comparison(body: bytes, kind: str) -> CompareRequest:
+    """Parse the body of PUT /: a JSON object; or a JSON string or plain text, which is then the prompt.
+
+    A body that begins with { is JSON too, unless it is sent as text/plain: `curl -d` calls everything a form.
+    """
     try:
-        if not is_json:
+        if not (kind.endswith("json") or (kind != "text/plain" and body.lstrip().startswith(b"{"))):
             body = json.dumps({"prompt": body.decode("utf-8")}).encode()
         elif body.lstrip()[:1] == b'"':
             body = json.dumps({"prompt": json.loads(body)}).encode()
@@ -400,7 +403,7 @@ def _add_scores(app: FastAPI, service: Service) -> None:
     async def body_of(form: type[Form], request: Request) -> Form:
         """Read the body of a request. Its content type must be JSON: a browser lets web pages of any origin send bodies
         of some other types."""
-        if not _is_json(request):
+        if not _content_type(request).endswith("json"):
             raise RequestError(400, NO_OBJECT)
         return read(form, await request.body())
 

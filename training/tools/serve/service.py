@@ -110,8 +110,11 @@ class Service:
 
     async def encoded(self, encode: Callable[[], Found]) -> Found:
         """Call `encode` in another thread, so that it does not block other requests; returns its result. encode:
-        function that turns texts into tokens."""
-        return await asyncio.get_running_loop().run_in_executor(self._texts, encode)
+        function that turns texts into tokens. Raises: RequestError if the tokenizer fails at a text."""
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._texts, encode)
+        except UserError as error:
+            raise RequestError(400, str(error)) from None
 
     async def rendered(self, model: ServedModel, messages: list[dict]) -> str:
         """The prompt that a model's chat template makes of messages, with the beginning of the answer's turn. Raises:

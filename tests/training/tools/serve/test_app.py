@@ -264,3 +264,10 @@ def test_of_a_long_name_the_beginning_is_told(service, body):
 def test_a_body_that_a_page_of_any_origin_may_send_is_not_read_as_json(service):
     status, answer, _ = service.request("POST", "/v1/scores", {"items": []}, {"Content-Type": "text/plain"})
     assert status == 400 and "Content-Type: application/json" in answer["error"]["message"]
+
+
+@pytest.mark.parametrize("kind, is_prompt", [("application/x-www-form-urlencoded", False), ("text/plain", True)])
+def test_curls_json_is_read_unless_it_is_sent_as_plain_text(service, kind, is_prompt):
+    body = '{"prompt": "w05", "max_tokens": 2}'
+    _, found, _ = service.request("PUT", "/", body, {"Content-Type": kind})
+    assert found["prompt"] == (body if is_prompt else "w05")
