@@ -75,8 +75,8 @@ def fault(spec: dataclasses.Field, value) -> str | None:
     known = choices_of(spec)
     several = isinstance(value, (list, tuple))
     values = value if several else (value,)
-    unknown = known is not None and any(one not in known for one in values)
-    if unknown and (value is not None or default_of(spec) is not None):
+    may_be_none = value is None and default_of(spec) is None
+    if known is not None and not may_be_none and any(one not in known for one in values):
         return f"known are {', '.join(map(str, known))}."
     for number in values:
         if not isinstance(number, (int, float)):

@@ -362,7 +362,7 @@ def test_a_prompt_may_be_empty_only_where_something_follows_it(write_rows):
             b'{"prompt": "a", "answer": "b", "response": null}',
             SFT,
             r"line 1: found the columns: prompt, answer, response \(null\); "
-            rf"needed: {SFT_NEEDS} Rename",
+            rf"needed: {SFT_NEEDS} Null counts as absent. Rename",
         ),
         (b'{"text": 5}', SFT, r"line 1, column text: found a number \('5'\); needed a string"),
         (b'{"text": ["a"]}', SFT, r"line 1, column text: found a list"),
