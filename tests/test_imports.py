@@ -224,7 +224,7 @@ def test_tests_and_scripts_look_into_deepspeed_by_the_tests_of_engine_zero_alone
     assert breaches == {}
 
 
-PRODUCT = ("harness", "benchmark_", "comparison", "compare_dialects", "gpu_checks", "simulation")
+PRODUCT = ("harness", "benchmark_", "comparison", "compare_dialects", "gpu_checks")
 
 
 def test_no_script_imports_a_test_and_no_test_a_script_that_is_only_a_trial():
