@@ -19,7 +19,7 @@ from itertools import takewhile
 from typing import Any
 
 from engine.errors import UserError
-from training.data.chat import render, renderings, template_key
+from training.data.chat import render, template_key
 from training.data.files import check_text, described, quoted
 from training.data.tokens import end_of_turn, opening_tokens
 
@@ -300,21 +300,18 @@ def messages_as_texts(
     begun = context[-1] if names[0] == "prompt" and context[-1]["role"] == "assistant" else None
     asked = {"continue_final_message": True} if begun else {"add_generation_prompt": True}
     place = f"{where}, column {names[0]}"
-    wanted = [(context, place, {**asked, **options})]
-    answered = followed if answers else {}
-    for name, answer in answered.items():
+    prompt = render(tokenizer, context, place, **asked, **options)
+    check_text(where, f"{names[0]}, by the chat template", prompt)
+    notes = _notes(place, prompt, context, options.get("tools") or [], tokenizer)
+    texts = {"prompt": prompt}
+    for name, answer in followed.items() if answers else ():
         placed = f"{where}, column {name if name in names else names[0]}"
         _check_is_answer(placed, answer)
         whole = [*context, *answer]
         if begun:
             content = (begun["content"] or "") + (answer[0]["content"] or "")
             whole = [*context[:-1], {**begun, **answer[0], "content": content}, *answer[1:]]
-        wanted.append((whole, placed, options))
-    prompt, *dialogues = renderings(tokenizer, wanted)
-    check_text(where, f"{names[0]}, by the chat template", prompt)
-    notes = _notes(place, prompt, context, options.get("tools") or [], tokenizer)
-    texts = {"prompt": prompt}
-    for (name, answer), dialogue, (_, placed, _) in zip(answered.items(), dialogues, wanted[1:], strict=True):
+        dialogue = render(tokenizer, whole, placed, **options)
         _check_begins(placed, dialogue, prompt, tokenizer)
         texts[name] = _answer_text(placed, dialogue, len(prompt), answer, tokenizer)
         at_once = texts[name].lstrip().startswith((answer[0]["content"] or "").strip())
