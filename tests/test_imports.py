@@ -28,8 +28,8 @@ LAYERS = [
     ["engine.experience_maker"],
     ["training"],
 ]
-# Nothing of the loop imports a tool; --preflight runs one, and docs/flags.md lists their flags.
-TOOLS, CALLERS_OF_TOOLS = "training.tools", ("training.runtime.startup", "training.config.flag_docs")
+# Nothing of the loop imports a tool; docs/flags.md lists their flags.
+TOOLS, CALLERS_OF_TOOLS = "training.tools", ("training.config.flag_docs",)
 FOR_ALL = "engine.errors"  # imports nothing of ours; everything but the pure math may import it
 OWNERS = {
     "torch.distributed": "engine.distributed",
