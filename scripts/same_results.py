@@ -6,38 +6,49 @@
 
 `record` writes a folder for each training run: the quickstart's step 3; three steps of every dialect with 1 and 2 ranks
 at ZeRO stages 0 and 3 (real partitions: the thresholds below which DeepSpeed keeps small weights gathered are 0); what
-no dialect has (`variants`), restarts among it; and steps 1 and 2. And JSON files: `data` (fingerprints, held-out rows,
-order and ids of the quickstart's data, of --data, and of dialogues under two chat templates), and exit codes and words
-of the command lines of scripts/same_results_answers.py: bad_input, damaged_models, damaged_points, faults, launchers
-(with --dry_run, DeepSpeed's JSON by role, and the memory planner's tables).
+no dialect has (`variants`), restarts among it; and steps 1 and 2. And data.json: fingerprints, held-out rows, order and
+ids of the quickstart's data, of --data, and of dialogues under two chat templates.
 
 `--models` is a folder of scripts/quickstart_models.sh, the same for both; run both on one machine. What is there is not
-recorded again; `--only lora faults` records what has one of these texts in its name. `--points OUT/before` has restarts
+recorded again; `--only lora bf16` records what has one of these texts in its name. `--points OUT/before` has restarts
 go on from the checkpoint that another version wrote.
 
 `compare` reads metrics.jsonl apart from times and memory, the samples, every weight that was saved, config.json of the
-models, dialect and DeepSpeed's configurations in run.json, and the JSON files. Exit code 1 where something differs.
-Of answers, measured seconds, ports, process ids and addresses are left out, and of several ranks all but the lines of
-the message: what their libraries print depends on which rank ends first.
+models, dialect and DeepSpeed's configurations in run.json, and data.json. Exit code 1 where something differs.
 """
 
 import argparse
+import contextlib
+import gc
+import hashlib
+import importlib
 import itertools
 import json
+import os
+import re
+import runpy
 import shutil
+import signal
+import socket
+import subprocess
 import sys
+import tempfile
+import traceback
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 from safetensors.torch import load_file
-
-sys.path.insert(
-    0, str(Path(__file__).resolve().parents[1])
-)  # for scripts/ and what they share, which are not installed
-
-from engine.algorithms import DIALECTS, get_dialect
-from scripts.same_results_answers import ANSWERS, PROGRAMS, command_line, inside, launched, recorded, working_folder
+from transformers import AutoTokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.append(str(ROOT))  # behind PYTHONPATH: `inside` runs another version
+
+from engine.algorithms import DIALECTS, get_dialect  # noqa: E402
+
+PROGRAMS = {1: "training/step1_sft.py", 2: "training/step2_reward.py", 3: "training/step3_rlhf.py"}
+SECONDS = 600  # for one command line
+AT_ONCE = 2
 SETTINGS = {
     "openai": ["query_start=", "query_end=", "truncate_token=eos", "truncate_after=0"],
     "grpo": ["samples_per_prompt=4"],
@@ -245,6 +256,16 @@ def record_runs(tree: Path, models: Path, out: Path, points: Path, only: list[st
         sys.exit(f"failed: {', '.join(failed)}")
 
 
+def command_line(flags: dict) -> list[str]:
+    """The words of a command line: None leaves a flag out, True gives it bare, a list gives it several values."""
+    words = []
+    for name, value in flags.items():
+        if value is not None:
+            values = [] if value is True else value if isinstance(value, list) else [value]
+            words += [f"--{name}", *map(str, values)]
+    return words
+
+
 def write_texts(models: Path, path: Path) -> list[str]:
     """Texts of the quickstart's step 1, also as a file of mixed pretraining."""
     texts = [row["prompt"] + row["response"] for row in lines(models / "data" / "sft.jsonl")]
@@ -253,7 +274,7 @@ def write_texts(models: Path, path: Path) -> list[str]:
 
 
 def data_jobs(models: Path, data: Path | None, folder: Path) -> dict[str, dict]:
-    """What is asked of data sets: by name, a job of scripts/same_results_inside.py."""
+    """What is asked of data sets: by name, a job of `data`."""
     texts = write_texts(models, folder / "texts.jsonl")
     lengths = {"text": "max_length", "pair": "max_length", "prompt": "max_prompt_length"}
     lengths |= {"pretraining text": "block_length"}
@@ -285,17 +306,148 @@ def data_jobs(models: Path, data: Path | None, folder: Path) -> dict[str, dict]:
     return jobs
 
 
+@contextlib.contextmanager
+def working_folder() -> Iterator[Path]:
+    """A folder that is removed; its path is always as long, as messages cut what is too long for them."""
+    with tempfile.TemporaryDirectory(prefix="records_", ignore_cleanup_errors=True) as name:
+        yield Path(name)
+
+
+def inside(tree: Path, what: str, jobs: dict[str, dict], folder: Path) -> dict[str, dict]:
+    """What `programs` or `data` finds of these jobs, in a process that imports the version at `tree`."""
+    if not jobs:
+        return {}
+    files = [folder / "jobs.json", folder / "results.json"]
+    files[0].write_text(json.dumps(jobs))
+    here = folder / "here"  # where relative names mean nothing
+    here.mkdir(exist_ok=True)
+    cached = environment(tree) | {"XDG_CACHE_HOME": str(folder / "cache")}
+    subprocess.run([sys.executable, __file__, "inside", what, *files], cwd=here, env=cached, check=True)
+    return json.loads(files[1].read_text())
+
+
+def launched(tree: Path, ranks: int, words: list[str]) -> dict:
+    """How a program of the version ends by DeepSpeed's launcher."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    command = ["deepspeed", "--log_level", "critical", "--num_gpus", str(ranks), "--master_port", port, *words]
+    ended = subprocess.run(command, cwd=tree, env=environment(tree), capture_output=True, text=True)
+    return {"code": ended.returncode, "stdout": ended.stdout, "stderr": ended.stderr}
+
+
+def environment(tree: Path) -> dict[str, str]:
+    """What a version's programs run in."""
+    fixed = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    return {**os.environ, **fixed, "PYTHONPATH": str(tree)}
+
+
+def programs(jobs: dict[str, dict]) -> dict[str, dict]:
+    """By name, the exit code and what was printed. A job: {"words": ["training/step3_rlhf.py", "--seed", ...], "fp16":
+    whether the CPU is to pass for one that has fp16}."""
+    for step in ("step1_sft", "step2_reward", "step3_rlhf"):
+        importlib.import_module(f"training.{step}")
+    gc.freeze()
+    printed = Path(tempfile.mkdtemp())
+    results, running = {}, {}
+    waiting = list(jobs.items())
+    while waiting or running:
+        if waiting and len(running) < AT_ONCE:
+            name, job = waiting.pop(0)
+            files = [printed / f"{len(waiting)}.{stream}" for stream in ("out", "err")]
+            process = os.fork()
+            if process == 0:
+                _run(job, files)
+            running[process] = name, files
+            continue
+        process, status = os.wait()
+        name, files = running.pop(process)
+        code = os.waitstatus_to_exitcode(status)
+        print(f"{len(results) + 1} of {len(jobs)}, code {code}: {name[:100]}", file=sys.stderr, flush=True)
+        stdout, stderr = (file.read_text(errors="backslashreplace") for file in files)
+        results[name] = {"code": code, "stdout": stdout, "stderr": stderr}
+    shutil.rmtree(printed)
+    return results
+
+
+def _run(job: dict, files: list[Path]) -> None:
+    """Be the process of a command line."""
+    code = 1
+    try:
+        os.setsid()
+        signal.alarm(SECONDS)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        for number, file in enumerate(files, start=1):
+            os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT), number)
+        if job.get("fp16"):
+            cpu = importlib.import_module("deepspeed.accelerator.cpu_accelerator").CPU_Accelerator
+            cpu.is_fp16_supported = lambda self: True  # which is slow, but right
+        warnings.filterwarnings("ignore", module="runpy")  # that it runs what is imported already
+        sys.argv = [str(Path(os.environ["PYTHONPATH"]) / job["words"][0]), *job["words"][1:]]
+        runpy.run_path(sys.argv[0], run_name="__main__")
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def named(name: str):
+    """What is defined by this name in training/ or engine/ of the version that is recorded, wherever it stands."""
+    tree = Path(os.environ["PYTHONPATH"])
+    definition = re.compile(rf"^(class|def) {name}\b", re.MULTILINE)
+    for path in (path for folder in ("training", "engine") for path in sorted((tree / folder).rglob("*.py"))):
+        if definition.search(path.read_text()):
+            return getattr(importlib.import_module(".".join(path.relative_to(tree).with_suffix("").parts)), name)
+    raise SystemExit(f"no {name} in {tree}: name in scripts/same_results.py what stands for it")
+
+
+def data(jobs: dict[str, dict]) -> dict[str, dict]:
+    """By name, fingerprints, held-out rows, ids and orders. A job: {"model": folder, "form": its name, "template": chat
+    template, "rows": arguments of load_rows, "examples": arguments of the class that makes examples of the rows}."""
+    load_rows, batches, order = named("load_rows"), named("epoch_batches"), named("PromptOrder")
+    form_class = named("Form")
+    found = vars(sys.modules[form_class.__module__]).values()
+    forms = {form.name: form for form in found if isinstance(form, form_class)}
+    classes = {"text": "SFTExamples", "pair": "PairExamples", "prompt": "Prompts", "pretraining text": "TextBlocks"}
+    results = {}
+    for name, job in jobs.items():
+        tokenizer = AutoTokenizer.from_pretrained(job["model"])
+        tokenizer.chat_template = job.get("template")
+        parts = load_rows(form=forms[job["form"]], tokenizer=tokenizer, seed=1234, **job["rows"])
+        examples = [named(classes[job["form"]])(rows, tokenizer, **job["examples"]) for rows in parts if len(rows)]
+        size, visited = len(examples[0]), order(len(examples[0]), 24, 1234)
+        results[name] = {
+            "fingerprints": [rows.fingerprint for rows in parts],
+            "held out": [parts[1].where(index) for index in range(len(parts[1]))],
+            "sizes": [len(part) for part in examples],
+            "first ids": [part[index] for part in examples for index in range(min(3, len(part)))],
+            "all ids": [hashlib.sha256(json.dumps(list(part)).encode()).hexdigest() for part in examples],
+            "batches": {
+                f"epoch {epoch}, rank {rank} of {world}": _hashed(
+                    [list(map(int, ids)) for ids in batches(size, 8 // world, epoch, 1234, rank, world)]
+                )
+                for epoch in (0, 1)
+                for rank, world in ((0, 1), (0, 2), (1, 2))
+            },
+            "visits": {step: [x.tolist() for x in visited.batch(step)] for step in (0, 1, size // 24, 3 * size // 24)},
+        }
+    return results
+
+
+def _hashed(batches: list[list[int]]) -> list:
+    """The first batches, how many there are, and a hash of all."""
+    return [*batches[:4], len(batches), hashlib.sha256(json.dumps(batches).encode()).hexdigest()]
+
+
 def record(tree: Path, models: Path, out: Path, points: Path, data: Path | None, only: list[str]) -> None:
     """Write into `out` all that is chosen and not there yet."""
     out.mkdir(parents=True, exist_ok=True)
     if data is None:
         print("no --data: only the quickstart's are read")
-    for answer in ANSWERS:
-        path = out / f"{answer}.json"
-        if chosen(answer, only) and not path.is_file():
-            found = recorded(answer, tree)
-            path.write_text(json.dumps(found, indent=1))
-            print(f"{answer}: {len(found)} command lines", flush=True)
     if chosen("data", only) and not (out / "data.json").is_file():
         with working_folder() as folder:
             found = inside(tree, "data", data_jobs(models, data, folder), folder)
@@ -413,4 +565,9 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    if sys.argv[1:2] == ["inside"]:
+        what, asked, answered = sys.argv[2:]
+        found = {"programs": programs, "data": data}[what](json.loads(Path(asked).read_text()))
+        Path(answered).write_text(json.dumps(found, indent=1))
+    else:
+        sys.exit(main())

@@ -13,7 +13,7 @@
 # One core a task, which is SLURM's default, is too few for --offload and for tokenising. The output folder has to be on
 # a file system that all nodes see. --resume auto is added to the flags. If a rank dies, the job begins again from the
 # newest point at most MAX_RESTARTS times (3 by default, counted over the whole job). With --preflight among the flags
-# the nodes are looked at, and the job ends.
+# the nodes are compared, and the job ends.
 #SBATCH --signal=USR1@120
 #SBATCH --requeue
 #SBATCH --open-mode=append

@@ -293,7 +293,7 @@ FAULTS = {
     "disk full": Fault(disk_full, ("CHECKPOINT NOT WRITTEN", "on node-b"), midway=True, code=0),
     "caches full": Fault(caches_full, code=0),
     "no ninja": Fault(without_ninja, ("on node-b", "ninja"), extension=EXTENSION),
-    "no model": Fault(without_model, ("on node-b", "sft")),
+    "no model": Fault(without_model, ("node-b", "sft")),
     "another deepspeed": Fault(other_deepspeed, ("node-b", "deepspeed", OTHER)),
     "import error": Fault(broken_import, ("on node-b", "ImportError")),
 }

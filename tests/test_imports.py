@@ -28,8 +28,8 @@ LAYERS = [
     ["engine.experience_maker"],
     ["training"],
 ]
-# Nothing of the loop imports a tool; --preflight runs one, and docs/flags.md lists their flags.
-TOOLS, CALLERS_OF_TOOLS = "training.tools", ("training.runtime.startup", "training.config.flag_docs")
+# Nothing of the loop imports a tool; docs/flags.md lists their flags.
+TOOLS, CALLERS_OF_TOOLS = "training.tools", ("training.config.flag_docs",)
 FOR_ALL = "engine.errors"  # imports nothing of ours; everything but the pure math may import it
 OWNERS = {
     "torch.distributed": "engine.distributed",
@@ -224,7 +224,7 @@ def test_tests_and_scripts_look_into_deepspeed_by_the_tests_of_engine_zero_alone
     assert breaches == {}
 
 
-PRODUCT = ("harness", "benchmark_", "comparison", "compare_dialects", "gpu_checks", "simulation")
+PRODUCT = ("harness", "benchmark_", "comparison", "compare_dialects", "gpu_checks")
 
 
 def test_no_script_imports_a_test_and_no_test_a_script_that_is_only_a_trial():

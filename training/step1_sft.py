@@ -54,6 +54,8 @@ def main(args: SFTFlags) -> None:
     conditions = supervised_conditions(args, data, args.total_steps(len(examples)), tokenizer)
     if point:
         agreed(lambda: point.check(conditions, args.total_steps(len(examples))))
+    if args.preflight:
+        return
     ds_config = args.ds_settings()
     module = load_policy(
         args.model_name_or_path,

@@ -69,6 +69,8 @@ def main(args: RewardFlags) -> None:
     conditions = supervised_conditions(args, data, args.total_steps(len(examples)), tokenizer)
     if point:
         agreed(lambda: point.check(conditions, args.total_steps(len(examples))))
+    if args.preflight:
+        return
     ds_config = args.ds_settings()
     pad = classifier_pad_token_id(tokenizer)
     module = new_scorer(

@@ -66,6 +66,8 @@ def main(args: RLHFFlags) -> None:
             agreed(lambda: check_server(args, plan))
     if distributed.is_main():
         print(first_lines(args, plan, changed), flush=True)
+    if args.preflight:
+        return
     with phase("loading models"):
         models = RLHFEngine.from_pretrained(plan.spec)
     if distributed.is_main():

@@ -1,13 +1,29 @@
 """What the tests of whole programs share."""
 
+import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from engine.zero.communication import init
-from scripts.harness.bad_world import BadWorld
 from scripts.harness.programs import Tiny
+
+ROW = {"prompt": "w04", "response": "w05", "chosen": "w06", "rejected": "w07"}
+LINE = json.dumps(ROW) + "\n"
+BAD_FILES = {
+    "empty.jsonl": "",
+    "broken.jsonl": LINE * 2 + "prompt: 3\n" + LINE * 24,
+    "other_column.jsonl": LINE + json.dumps({"question": "w04", "answer": "w05"}) + "\n" + LINE * 24,
+    "three.jsonl": LINE * 3,
+    "number.jsonl": (json.dumps({**ROW, "prompt": 7, "chosen": 7}) + "\n") * 24,
+    "unknown_key.json": '{"zero_optimisation": {"stage": 2}}',
+    "stage2.json": '{"zero_optimization": {"stage": 2}}',
+    "clipping.json": '{"gradient_clipping": 5}',
+    "state_alone/trainer_state.json": "{}",
+}
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -35,12 +51,30 @@ def tiny(tmp_path_factory) -> Tiny:
 
 
 @pytest.fixture(scope="session")
-def world(tiny, tmp_path_factory) -> BadWorld:
-    """Files and folders that do not work."""
-    return BadWorld(tmp_path_factory.mktemp("bad"), tiny)
+def bad(tiny, tmp_path_factory) -> Path:
+    """A folder of data, models and configurations that do not work."""
+    folder = tmp_path_factory.mktemp("bad")
+    for name, text in BAD_FILES.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
+    (folder / "loop.jsonl").symlink_to("loop.jsonl")
 
+    def copied(role: str, name: str, **config) -> Path:
+        """A copy of one of tiny's models, with these values in config.json."""
+        model = Path(shutil.copytree(tiny.folder / role, folder / f"{role}_{name}"))
+        file = model / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | config))
+        return model
 
-@pytest.fixture
-def bad(world) -> Path:
-    """Where they are."""
-    return world.folder
+    def resized(model: Path, weight: str, change) -> None:
+        weights = load_file(model / "model.safetensors")
+        save_file(weights | {weight: change(weights[weight])}, model / "model.safetensors", metadata={"format": "pt"})
+
+    (copied("sft", "no_weights") / "model.safetensors").unlink()
+    for role in ("sft", "reward"):
+        tokenizer = copied(role, "other_tokenizer") / "tokenizer.json"
+        tokenizer.write_text(tokenizer.read_text().replace("w63", "w64"))
+    resized(copied("reward", "two_labels", num_labels=2), "score.weight", lambda head: head.repeat(2, 1))
+    few = copied("reward", "few_words", vocab_size=48)
+    resized(few, "transformer.wte.weight", lambda embeddings: embeddings[:48].clone())
+    return folder

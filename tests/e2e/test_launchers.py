@@ -17,7 +17,6 @@ from engine import distributed
 from engine.memory import Cluster, MemoryPlan, plan
 from engine.memory.gpus import gpu_bytes
 from scripts.harness import ROOT
-from scripts.simulation.scaling import configuration
 from training import memory_plan
 from training.config.parsing import parse_flags
 from training.config.step3 import MemoryFlags, RLHFFlags
@@ -391,6 +390,52 @@ def test_a_slurm_job_starts_a_step_or_a_launcher(given, started, tmp_path):
 PAGE = ROOT / "docs" / "memory.md"
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]  # a Llama's, as step 2 has them
 ROW = re.compile(r"^#   (\S+)(?: or (\S+))? +(\S.*?) {2,}(\d+) GB \((\w+)\), (\d+) GB$", re.MULTILINE)
+
+
+LLAMA = {  # meta-llama/Llama-2-*: width, feed-forward width, layers, heads, heads of keys and values
+    "llama-2-7b": (4096, 11008, 32, 32, 32),
+    "llama-2-13b": (5120, 13824, 40, 40, 40),
+    "llama-2-70b": (8192, 28672, 80, 64, 8),
+}
+OPT = {  # facebook/opt-*: width, feed-forward width, layers, heads
+    "opt-350m": (1024, 4096, 24, 16),
+    "opt-1.3b": (2048, 8192, 24, 32),
+    "opt-6.7b": (4096, 16384, 32, 32),
+    "opt-13b": (5120, 20480, 40, 40),
+    "opt-30b": (7168, 28672, 48, 56),
+    "opt-66b": (9216, 36864, 64, 72),
+}
+
+
+def configuration(name: str) -> dict:
+    """config.json of a published model, as far as shapes follow from it."""
+    if name in LLAMA:
+        width, middle, layers, heads, kept = LLAMA[name]
+        return {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "hidden_size": width,
+            "intermediate_size": middle,
+            "num_hidden_layers": layers,
+            "num_attention_heads": heads,
+            "num_key_value_heads": kept,
+            "vocab_size": 32000,
+            "max_position_embeddings": 4096,
+            "tie_word_embeddings": False,
+        }
+    width, middle, layers, heads = OPT[name]
+    return {
+        "architectures": ["OPTForCausalLM"],
+        "model_type": "opt",
+        "hidden_size": width,
+        "ffn_dim": middle,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "vocab_size": 50272,
+        "max_position_embeddings": 2048,
+        "word_embed_proj_dim": 512 if name == "opt-350m" else width,
+        "do_layer_norm_before": name != "opt-350m",
+    }
 
 
 def rows() -> dict[tuple[str, str], re.Match]:

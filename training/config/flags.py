@@ -156,8 +156,8 @@ class RunFlags(TokenizerFlags):
     )
     preflight: bool = flag(
         False,
-        "check all nodes of the run, started with the run's own command, and end: versions, GPUs, memory, disks, "
-        "models, data, bandwidth. Prints a table and which node is at fault; the exit code is 0 if none is, else 2",
+        "start the run's ranks on all nodes, check all that is checked before models are loaded (versions, the output "
+        "folder, models, data), and end; the exit code is 0 if all nodes are fit, else 2",
     )
     seed: int = flag(1234, "seed of data order, new weights and sampling", least=0, most=2**31 - 1, resume=SAME)
     dtype: str | None = flag(

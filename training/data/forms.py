@@ -19,7 +19,7 @@ from itertools import takewhile
 from typing import Any, NamedTuple
 
 from engine.errors import UserError
-from training.data.chat import TURNS, Turns, render, renderings, template_key
+from training.data.chat import TURNS, Turns, render, template_key
 from training.data.files import check_text, described, quoted
 from training.data.tokens import end_of_turn, opening_tokens
 
@@ -306,23 +306,20 @@ def messages_as_texts(
     begun = context[-1] if names[0] == "prompt" and context[-1]["role"] == "assistant" else None
     asked = {"continue_final_message": True} if begun else {"add_generation_prompt": True}
     place = f"{where}, column {names[0]}"
-    wanted = [(context, place, {**asked, **options})]
-    answered = followed if answers else {}
-    for name, answer in answered.items():
+    prompt = render(tokenizer, context, place, **asked, **options)
+    check_text(where, f"{names[0]}, by the chat template", prompt)
+    notes = _notes(place, prompt, context, options.get("tools") or [], tokenizer)
+    special = _special_tokens(tokenizer, template_key(tokenizer))
+    notes += special.notes(special.in_messages, "a message", (message["content"] for message in context))
+    texts = {"prompt": prompt}
+    for name, answer in followed.items() if answers else ():
         placed = f"{where}, column {name if name in names else names[0]}"
         _check_is_answer(placed, answer)
         whole = [*context, *answer]
         if begun:
             content = (begun["content"] or "") + (answer[0]["content"] or "")
             whole = [*context[:-1], {**begun, **answer[0], "content": content}, *answer[1:]]
-        wanted.append((whole, placed, options))
-    prompt, *dialogues = renderings(tokenizer, wanted)
-    check_text(where, f"{names[0]}, by the chat template", prompt)
-    notes = _notes(place, prompt, context, options.get("tools") or [], tokenizer)
-    special = _special_tokens(tokenizer, template_key(tokenizer))
-    notes += special.notes(special.in_messages, "a message", (message["content"] for message in context))
-    texts = {"prompt": prompt}
-    for (name, answer), dialogue, (_, placed, _) in zip(answered.items(), dialogues, wanted[1:], strict=True):
+        dialogue = render(tokenizer, whole, placed, **options)
         _check_begins(placed, dialogue, prompt, tokenizer)
         texts[name] = _answer_text(placed, dialogue, len(prompt), answer, tokenizer)
         notes += special.notes(special.in_messages, ANSWER, (message["content"] for message in answer))

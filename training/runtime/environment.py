@@ -162,27 +162,6 @@ def first_host(nodes: str) -> str:
     return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first.group() if first else "")
 
 
-def slurm_hosts(environment: Mapping[str, str]) -> dict[int, str]:
-    """{number of a task: its node} for all tasks of the SLURM step. This assumes srun's default distribution, block,
-    which fills one node after the other. {} if srun did not start this process, or if SLURM's variables do not tell the
-    nodes."""
-    names = next((environment[name] for name in NODE_LISTS if environment.get(name)), "")
-    if not is_slurm_task(environment) or not names or "cyclic" in environment.get("SLURM_DISTRIBUTION", ""):
-        return {}
-    try:
-        tasks = _tasks_by_node(environment)
-    except UserError:
-        return {}
-    hosts = []
-    for part in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", names):  # SLURM's notation: "gpu[07-09,12],login1"
-        start, numbers, end = re.fullmatch(r"([^\[]*)(?:\[([^\]]*)\])?(.*)", part).groups()
-        for run in numbers.split(",") if numbers else ():
-            first, _, last = run.partition("-")
-            hosts += [f"{start}{number:0{len(first)}d}{end}" for number in range(int(first), int(last or first) + 1)]
-        hosts += [] if numbers else [part]
-    return dict(enumerate(host for host, count in zip(hosts, tasks, strict=False) for _ in range(count)))
-
-
 def _tasks_by_node(environment: Mapping[str, str]) -> list[int]:
     """The number of tasks of the SLURM step on each node. SLURM writes [8, 8, 8, 4] as "8(x3),4"."""
     text = _given(environment, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")

@@ -69,10 +69,6 @@ def run(main: Callable, arguments_class: type, description: str, argv: Sequence[
             return 0
         environment.check_meeting_point()
         environment.check_gpus()
-        if args.preflight:
-            from training.tools.preflight import preflight
-
-            return preflight.run(args)
     except UserError as error:
         return print_error(error)
     try:
@@ -85,18 +81,20 @@ def run(main: Callable, arguments_class: type, description: str, argv: Sequence[
 def _in_group(main: Callable, args: RunFlags, watch: Watch) -> int:
     """Join the process group and call `main(args)`; returns the exit code."""
     from engine.zero.communication import init
+    from training.runtime import nodes  # imports torch
 
-    exchange = None
     try:
         with phase(JOINING):
-            if environment.on_several_hosts():
-                from training.tools.preflight import preflight
-
-                exchange = preflight.agree(args)
+            several = environment.on_several_hosts()
+            store = nodes.roll_call(args.timeout_minutes * 60) if several else None
             init(COLLECTIVES)
             watch.join()
-            del exchange  # it serves the store until all ranks have joined
+            del store  # rank 0 has served it until all ranks have joined
+        if several:
+            nodes.check_nodes(args)
         main(args)
+        if args.preflight and distributed.is_main():
+            print("preflight: all ranks are fit for this run", flush=True)
         return _left_together(0, watch)
     except EndedEarly as end:
         if distributed.is_main():

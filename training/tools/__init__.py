@@ -1,1 +1,1 @@
-"""Further programs beside the three training steps. The steps import only tools/preflight."""
+"""Further programs beside the three training steps. The steps import none of them."""

@@ -26,11 +26,10 @@ from scripts.harness.programs import Tiny, command_line
 from training import step3_rlhf
 from training.config.step3 import RLHFFlags
 from training.data.tables import Found, KnownRows, handed_over
-from training.runtime import agreement, environment, import_errors, startup, watch
+from training.runtime import agreement, environment, import_errors, nodes, startup, watch
 from training.runtime.agreement import MeetingPoint, agreed, checked
 from training.runtime.processes import phase
 from training.runtime.watch import JOINING, Watch
-from training.tools.preflight import preflight
 
 ERROR = ("error: on gpu2: rank 1 sees no GPU", 2)
 
@@ -290,14 +289,14 @@ def test_a_rank_that_lets_the_first_print_is_not_taken_for_one_that_was_asked_to
         monkeypatch.setenv(name, value)
     ended, pause = [], time.sleep
 
-    def refuse(args):
+    def refuse(patience):
         raise SharedError("the nodes of this run do not fit together: gpu02: has torch 2.12.1, the others 2.13.0.")
 
     def launcher_ends_this(seconds: float) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         pause(1.0)
 
-    monkeypatch.setattr(preflight, "agree", refuse)
+    monkeypatch.setattr(nodes, "roll_call", refuse)
     monkeypatch.setattr(watch, "end", lambda code, message: ended.append(code))
     monkeypatch.setattr(environment, "time", type("Clock", (), {"sleep": staticmethod(launcher_ends_this)}))
     words = command_line(Tiny(tmp_path).flags(3, output_dir=tmp_path / "out"))

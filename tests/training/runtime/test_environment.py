@@ -20,7 +20,6 @@ from training.runtime.environment import (
     of_srun,
     on_several_hosts,
     own_programs_first,
-    slurm_hosts,
 )
 
 
@@ -174,15 +173,6 @@ def test_the_first_host(nodes, first):
 def test_what_cannot_be_is_refused(environment, told):
     with pytest.raises(UserError, match=told.replace("(", r"\(")):
         of_srun(environment)
-
-
-def test_the_node_of_each_task_is_told_where_they_fill_one_after_the_other():
-    step = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_STEP_NODELIST": "gpu[07-08,12],big-1-ib"}
-    tasks = {**step, "SLURM_STEP_TASKS_PER_NODE": "2(x2),1(x2)"}
-    assert slurm_hosts(tasks) == {0: "gpu07", 1: "gpu07", 2: "gpu08", 3: "gpu08", 4: "gpu12", 5: "big-1-ib"}
-    assert slurm_hosts({**tasks, "SLURM_DISTRIBUTION": "cyclic"}) == {}
-    assert slurm_hosts(step) == {}
-    assert slurm_hosts({"SLURM_STEP_NODELIST": "gpu07"}) == {}
 
 
 def test_printed_text_has_no_control_characters_and_a_progress_bar_begins_its_line_again():

@@ -69,7 +69,6 @@ class Service:
         self.open: set[Generation] = set()  # the responses that requests wait for
         # One thread only, because a TextEncoder caches its last results.
         self._texts = ThreadPoolExecutor(1, "texts")
-        self._templates = ThreadPoolExecutor(1, "templates")  # another thread, since a template may take seconds
         self.worker = Worker({name: model.decoder for name, model in self.models.items()}, self.scorer, rows)
 
     def start(self) -> None:
@@ -80,7 +79,6 @@ class Service:
         """Stop the thread that computes. Responses that are being drawn stay unfinished."""
         self.worker.stop()
         self._texts.shutdown()
-        self._templates.shutdown(wait=False, cancel_futures=True)
 
     def abort(self) -> None:
         """End all unfinished responses with an error. The requests for them are answered with this error."""
@@ -121,7 +119,7 @@ class Service:
         RequestError."""
         rendering = functools.partial(render, model.tokenizer, messages, "messages", add_generation_prompt=True)
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._templates, rendering)
+            return await self.encoded(rendering)
         except UserError as error:
             raise RequestError(400, str(error), "messages") from None
 
