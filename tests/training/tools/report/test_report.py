@@ -197,7 +197,7 @@ def test_refusals(tmp_path, capsys):
         ("samples/after.jsonl", DEEP + b"\n", "line 1: is no sample"),
         ("metrics.jsonl", DEEP + b"\n", "line 1: no JSON (brackets within brackets, too deep)"),
         ("metrics.jsonl", b"1" * 5000 + b"\n", "line 1: no JSON"),
-        ("run.json", b'{"starts": 3}', "starts is no list of objects"),
+        ("run.json", b'{"starts": 3}', "starts is 3"),
         ("run.json", b'{"starts": [{"flags": [1]}]}', "flags is [1]"),
     ],
 )

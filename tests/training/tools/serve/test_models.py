@@ -48,7 +48,7 @@ class Weights:
         ]
 
     def scalars(self) -> dict:
-        return {}
+        return {"adam_steps": 0, "loss_scale": {}}
 
 
 def make_point(folder: Path, model: str) -> Path:
