@@ -15,7 +15,7 @@ from pathlib import Path
 
 from engine.algorithms import Dialect
 from engine.errors import UserError
-from engine.memory import Cluster
+from engine.memory.workload import Cluster
 from engine.memory.changes import GPUS_OF_A_NODE, Setting, fewest_gpus, largest
 from engine.memory.gpus import gpu_bytes
 from engine.memory.memory_plan import as_json, table

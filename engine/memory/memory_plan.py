@@ -35,11 +35,9 @@ class MemoryPlan:
     """The bytes at each moment of a step, of loading and of saving. The step is not the first one, so Adam's moments
     exist.
 
-    copies: a text that says which models compute with whole copies.
+    copies: a text that says how responses are drawn.
     adam: the number of bytes of Adam's moments on the device; they do not exist before the first optimizer step.
     engines: {role: engine}.
-    training: the number of bytes on the device that training adds at its peak, not counting the loaded engines, copies,
-        keys and values.
     checkpoints: a text that says how checkpoints are written; empty if none are written while training goes on.
     """
 
@@ -48,7 +46,6 @@ class MemoryPlan:
     copies: str
     adam: int = 0
     engines: Mapping[str, ZeroMemory] = field(default_factory=dict)
-    training: int = 0
     checkpoints: str = ""
 
     @property
@@ -140,7 +137,7 @@ def table(plan: MemoryPlan, title: str) -> str:
 def _last_lines(plan: MemoryPlan) -> list[str]:
     lines = [f"peak: {plan.peak.name}"]
     if plan.copies:
-        lines.append(f"copies of weights: {plan.copies}")
+        lines.append(f"rollouts: {plan.copies}")
     if plan.checkpoints:
         lines.append(f"checkpoints: {plan.checkpoints}")
     if plan.cluster.on_gpu:

@@ -1,7 +1,6 @@
 """Manages the LoRA adapters within a model, and chooses the adapter that computes."""
 
 import warnings
-from collections import Counter
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -38,12 +37,6 @@ class Adapters:
         }
         self.merged: frozenset[str] = frozenset()
 
-    def within(self, model: nn.Module) -> "Adapters":
-        """Inject adapters with the same configurations into another model of this architecture. The caller still has to
-        fill in the new factors."""
-        inject(model, self.configs)
-        return Adapters(model, self.own, self.configs, self.frozen)
-
     def take(self, role: str | None) -> None:
         """Compute in this role until the next call. None: in the role `own`.
 
@@ -58,30 +51,6 @@ class Adapters:
         for name, layer in self.layers.items():
             # peft's own setter would freeze inactive adapters
             layer._active_adapter = [] if name in self.merged else names
-
-    @torch.no_grad()
-    def merge(self) -> None:
-        """Add the updates of the role `own` to the matrices, rounded to the matrices' dtype. The role then computes
-        without the factors.
-
-        Call this only for an unpartitioned copy of a model in eval mode, because it overwrites the matrices. A matrix
-        that is tied to another module's weight is not merged.
-        """
-        uses = Counter(weight for part in self.model.modules() for weight in part.parameters(recurse=False))
-        for name, layer in self.layers.items():
-            weight = layer.get_base_layer().weight
-            if uses[weight] == 1 and self.own in layer.lora_A:
-                a, b = layer.lora_A[self.own].weight, layer.lora_B[self.own].weight
-                weight.copy_(merged(weight, update(a, b, layer.scaling[self.own], layer.fan_in_fan_out)))
-                self.merged |= {name}
-        self.take(None)
-
-    def unmerge(self) -> list[str]:
-        """Compute with the factors again. Returns the names, within the model, of the merged matrices, which the caller
-        has to restore."""
-        names, self.merged = [f"{name}.base_layer.weight" for name in self.merged], frozenset()
-        self.take(None)
-        return names
 
     @torch.no_grad()
     def merged_matrix(

@@ -1,7 +1,5 @@
 """A model divided among two ranks draws the tokens that the whole one draws, and says the same of given ones."""
 
-import warnings
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -18,20 +16,18 @@ from transformers import (
 )
 
 from engine import distributed
-from engine.copies import TensorParallelCopies
-from engine.experience import Rollout
+from engine.copies import ActorCopy
 from engine.memory.passes import LiveBytes
-from engine.models.loading import empty_like, load_policy, load_scorer
+from engine.models.loading import load_policy
 from engine.models.tensor_parallel import bare_model
 from engine.rlhf_engine import RLHFEngine
-from engine.rollout import ReplicaRollouts, build_rollouts
+from engine.rollout import ReplicaRollouts
 from engine.rollout.base import SamplingConfig
 from engine.zero.gathering import full_numel, whole_weights
 from scripts.harness.models import EOS, PAD, make_causal_lm, make_config, make_scorer, make_tokenizer, save_random
 from scripts.harness.ranks import run_ranks
-from tests.distributed.tiny_run import DIALECT, engine_spec, prompt_batch
+from tests.distributed.tiny_run import engine_spec, prompt_batch
 from tests.distributed.work_rollouts import _by_key
-from training.ppo_trainer import PPOConfig, PPOTrainer
 
 
 def engine(module, stage: int) -> SimpleNamespace:
@@ -55,8 +51,8 @@ def partitions(folder: str, config: str, ranks: int, sampling: SamplingConfig) -
     weights at once."""
     models = RLHFEngine.from_pretrained(engine_spec(folder, 3, config=config, actor="deep"))
     actor = models.actor
-    copies = TensorParallelCopies(ranks)
-    backends = ReplicaRollouts(actor, make_tokenizer(), copies=copies), ReplicaRollouts(actor, make_tokenizer())
+    copies = ActorCopy(actor, ranks)
+    backends = ReplicaRollouts(actor, make_tokenizer(), copy=copies), ReplicaRollouts(actor, make_tokenizer())
     bare = bare_model(actor.module)  # on the meta device, where bytes are none
     prompts, answers, peaks = prompt_batch([distributed.rank(), 5 + distributed.rank()]), [], []
     for step in range(2):
@@ -71,56 +67,14 @@ def partitions(folder: str, config: str, ranks: int, sampling: SamplingConfig) -
             mock.patch("engine.zero.gathering.GATHER_BUCKET", 1),
             LiveBytes() as live,
         ):
-            copies.of(actor)
+            copies.module()
         peaks.append(live.peak.total())
         answers.append([dict(_by_key(backend.generate(prompts, sampling))) for backend in backends])
     with LiveBytes() as live:
         for _, weight in whole_weights(actor.module):  # of one bucket
             del weight
     peaks.append(live.peak.total())
-    found = {"experience": _judged(models, ranks, sampling), "no memory": _without_memory(models, sampling)}
-    return found | {"answers": answers, "peaks": peaks, "whole": 4 * sum(map(full_numel, actor.module.parameters()))}
-
-
-def _judged(models: RLHFEngine, ranks: int, sampling: SamplingConfig) -> dict:
-    """What copies that ranks hold together say of a rollout, and what the engines themselves do, by the names of
-    Experience's fields."""
-    rollouts = build_rollouts(
-        "replica", models.actor, models.tokenizer, others=models.engines, tensor_parallel=ranks, decoding="auto"
-    )
-    assert all(isinstance(model.copies, TensorParallelCopies) for model in models.engines), rollouts.why
-    trainer = PPOTrainer(
-        models=models, rollouts=rollouts, dialect=DIALECT, sampling=sampling, config=PPOConfig(total_steps=1)
-    )
-    indices = [2 * distributed.rank() + number for number in range(2)]
-    rollout = rollouts.generate(prompt_batch(indices), replace(sampling, logprob_temperature=None))
-    shared = trainer.experience_maker.make_experience(rollout)
-    for model in models.engines:
-        model.copies = None
-    own = trainer.experience_maker.make_experience(rollout)
-    names = ("logprobs", "entropy", "ref_logprobs", "values", "scores")
-    return {name: (getattr(shared, name), getattr(own, name)) for name in names}
-
-
-def _without_memory(models: RLHFEngine, sampling: SamplingConfig) -> dict:
-    """What is answered, and warned of, where rank 1 has no memory for the actor's copy; and by the copy."""
-
-    def empty(module, device):
-        if distributed.rank() == 1:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
-        return empty_like(module, device)
-
-    prompts = prompt_batch([3 + distributed.rank()])
-    backends = [build_rollouts("replica", models.actor, models.tokenizer) for _ in range(2)]
-    expected = dict(_by_key(backends[0].generate(prompts, sampling)))
-    with mock.patch("engine.copies.empty_like", empty), warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        found = [dict(_by_key(backends[1].generate(prompts, sampling))) for _ in range(2)]
-    return {
-        "answers": (expected, *found),
-        "told": [str(one.message) for one in told if "does not fit" in str(one.message)],
-        "copies": models.actor.copies,
-    }
+    return {"answers": answers, "peaks": peaks, "whole": 4 * sum(map(full_numel, actor.module.parameters()))}
 
 
 def families(folders: dict[str, tuple[str, str]], ranks: int, sampling: SamplingConfig) -> dict[str, dict]:
@@ -131,34 +85,18 @@ def families(folders: dict[str, tuple[str, str]], ranks: int, sampling: Sampling
 
 @torch.no_grad()
 def _family(policy: str, scorer: str, ranks: int, sampling: SamplingConfig, indices: list[int]) -> dict:
-    model, judge = load_policy(policy, torch.float32), load_scorer(scorer, torch.float32)
-    together, alone = TensorParallelCopies(ranks), ReplicaRollouts(engine(model, 0), make_tokenizer())
-    rollouts = ReplicaRollouts(engine(model, 3), make_tokenizer(), 2, together)
+    model = load_policy(policy, torch.float32)
+    actor, alone = engine(model, 3), ReplicaRollouts(engine(model, 0), make_tokenizer())
+    together = ActorCopy(actor, ranks)
+    rollouts = ReplicaRollouts(actor, make_tokenizer(), 2, together)
     prompts = prompt_batch(indices).repeat(2)
     rollout, expected = rollouts.generate(prompts, sampling), alone.generate(prompts, sampling)
-    part = together.of(rollouts.actor)
-    numbers = [sum(p.numel() for p in module.model.parameters()) for module in (part, model)]
-    found = {
+    numbers = [sum(p.numel() for p in module.model.parameters()) for module in (together.module(), model)]
+    return {
         "answers": [dict(_by_key(each)) for each in (rollout, expected)],
         "sampled logprobs": [each.logprobs for each in (rollout, expected)],
         "numbers": numbers,
-        "logprobs": [_policy(module, expected) for module in (part, model)],
     }
-    inputs = expected.sequences, expected.attention_mask, expected.position_ids
-    return {**found, "scores": [module(*inputs) for module in (together.of(engine(judge, 3)), judge)]}
-
-
-def _policy(module, rollout: Rollout) -> torch.Tensor:
-    return torch.stack(
-        module(
-            rollout.sequences,
-            rollout.attention_mask,
-            rollout.position_ids,
-            response_length=rollout.response_length,
-            temperature=0.7,
-            with_entropy=True,
-        )
-    )
 
 
 RANKS, LAYERS = 2, 20
@@ -223,11 +161,9 @@ def test_two_ranks_with_halves_are_one_model(found, family):
     for rank in found["families"]:
         together, alone = rank[family]["answers"]
         assert together == alone and len(together) >= 4
-        for name in ("sampled logprobs", "logprobs", "scores"):
+        for name in ("sampled logprobs",):
             ours, whole = rank[family][name]
             assert ours.shape == whole.shape and torch.allclose(ours, whole, atol=2e-5), name
-    shapes = [rank[family]["scores"][1].shape for rank in found["families"]]
-    assert shapes[0] != shapes[1]
 
 
 def test_a_rank_holds_half_of_the_weights_and_a_bucket(found):
@@ -257,20 +193,3 @@ def test_partitions_fill_it_before_and_after_an_optimizer_step(found):
     for rank in found["partitions"]:
         before, after = rank["answers"]
         assert before[0] == before[1] and after[0] == after[1] and before[0] != after[0]
-
-
-def test_all_models_make_experience_so(found):
-    for rank in found["partitions"]:
-        for name, (together, own) in rank["experience"].items():
-            assert together.shape == own.shape and torch.allclose(together, own, atol=5e-5), name
-
-
-def test_a_copy_for_which_a_rank_has_no_memory_is_done_without(found):
-    for number, rank in enumerate(found["partitions"]):
-        expected, *answers = rank["no memory"]["answers"]
-        assert answers == [expected] * 2 and rank["no memory"]["copies"] is None
-        told = (
-            "a copy of the actor does not fit (CUDA out of memory on rank 1, when it was made): it computes through "
-            "its partitions from now on"
-        )
-        assert rank["no memory"]["told"] == ([told] if number == 0 else [])

@@ -27,7 +27,7 @@ UNEVEN_STOPS = (tuple(range(64)), (-1,))  # of each rank
 
 
 def everything(
-    folder: str, stage: int, config: str, samplings: dict[str, SamplingConfig], moving: SamplingConfig, needed: int
+    folder: str, stage: int, config: str, samplings: dict[str, SamplingConfig], moving: SamplingConfig, needed: tuple[int, int]
 ) -> dict[str, dict]:
     """What the five functions below return, by their names. needed: bytes of copies, of a cache for 90 tokens,
     and of a rank's gradients."""
@@ -58,10 +58,14 @@ def _answers(engine: RLHFEngine, samplings: dict[str, SamplingConfig]) -> dict:
     return found
 
 
-def _choices(engine: RLHFEngine, sampling: SamplingConfig, needed: int) -> dict[str, dict]:
+def _choices(engine: RLHFEngine, sampling: SamplingConfig, needed: tuple[int, int]) -> dict[str, dict]:
     """What "auto" takes where only rank 1 has little memory free, and what it answers."""
     found = {}
-    for name, free in {"much": needed / 0.3, "middling": needed / 0.6, "little": needed / 2}.items():
+    for name, free in {
+        "much": needed[0] / 0.6 + needed[1],
+        "middling": needed[0] / 0.8 + needed[1],
+        "little": needed[1],
+    }.items():
         own = int(free) if distributed.rank() == 1 else 10**12
         with mock.patch("engine.zero.accelerator.free_memory", lambda: own):
             rollouts = build_rollouts(
@@ -76,7 +80,7 @@ def _choices(engine: RLHFEngine, sampling: SamplingConfig, needed: int) -> dict[
         found[name] = {
             "backend": type(rollouts).__name__,
             "why": rollouts.why,
-            "between_steps": rollouts.copies.between_steps if name != "little" else None,
+            "between_steps": rollouts.copy.between_steps if name != "little" else None,
             "answers": dict(_by_key(rollouts.generate(prompt_batch(_share(list(range(8)))), sampling))),
         }
     return found

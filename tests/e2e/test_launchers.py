@@ -14,7 +14,9 @@ from pathlib import Path
 import pytest
 
 from engine import distributed
-from engine.memory import Cluster, MemoryPlan, plan
+from engine.memory.memory_plan import MemoryPlan
+from engine.memory.planning import plan
+from engine.memory.workload import Cluster
 from engine.memory.gpus import gpu_bytes
 from scripts.harness import ROOT
 from training import memory_plan

@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 
-from engine.memory import Cluster
+from engine.memory.workload import Cluster
 from engine.memory.changes import Setting
 from engine.models.lora import LoraSpec
 from tests.engine.memory.configurations import POLICY, SCORER, WORKLOAD, llama, spec_of

@@ -33,6 +33,7 @@ from engine.algo.corrections import bounded, importance_ratios
 from engine.algo.kl import kl_estimate
 from engine.algo.rewards import groups_alike
 from engine.algorithms import Algorithm
+from engine.errors import RunStopped
 from engine.experience import Experience, Rollout, TrainingBatch
 from engine.memory.gpus import data_sheet
 from engine.models.policy import Backbone, Policy
@@ -44,6 +45,16 @@ from engine.zero.gathering import full_shape
 from training.reporting.metrics import Accumulator
 from training.runtime import processes
 from training.runtime.stopping import unwritten_noted
+
+
+LESS_MEMORY = {
+    "generate": "a smaller --per_device_generation_batch_size, --inference_tp_size, by which ranks hold the actor's copy "
+    "together, or --rollout_backend zero3, which is slow",
+    "make_experience": "a smaller --per_device_training_batch_size",
+    "train": "--replicas_between_steps free, --actor_gradient_checkpointing --critic_gradient_checkpointing, or a "
+    "smaller --per_device_training_batch_size",
+}
+"""{phase of a step: flags with which the phase takes less memory}."""
 
 
 class PhaseMemory:
@@ -87,6 +98,24 @@ class PhaseMemory:
 
 
 phase_memory = PhaseMemory()
+
+
+@contextlib.contextmanager
+def memory_measured(say: Callable[[str], None]) -> Iterator[None]:
+    """Measure the peak memory of each phase of the step that is made within this block, on the main rank's GPU, and
+    print it. CPUs have no peak counters."""
+    if not distributed.is_main() or not on_gpu():
+        yield
+        return
+    phase_memory.counting = True
+    try:
+        yield
+    finally:
+        phase_memory.counting = False
+    sizes = ", ".join(f"{phase} {size / 1e9:.1f}" for phase, size in phase_memory.bytes.items())
+    say(f"memory, GB of rank 0 at each phase's peak: {sizes} (planned: training/memory_plan.py)")
+
+
 """The PhaseMemory of this process."""
 
 
@@ -118,7 +147,13 @@ class StepLog:
         """
         with phase_memory.phase(name), record_function(name), processes.phase(name):
             started = _now()
-            yield
+            try:
+                yield
+            except torch.OutOfMemoryError as error:
+                first = str(error).split(". ")[0]
+                raise RunStopped(
+                    f"{first} on rank {distributed.rank()}, in the phase {name}. Give {LESS_MEMORY[name]}."
+                ) from error
             self.seconds[name] = self.seconds.get(name, 0.0) + _now() - started
 
     def end(self, tokens: Tensor) -> dict[str, float]:

@@ -12,7 +12,9 @@ import pytest
 
 from engine.engine_spec import EngineSpec, OptimizerSpec
 from engine.errors import UserError
-from engine.memory import PHASES, Cluster, plan
+from engine.memory.memory_plan import PHASES
+from engine.memory.planning import plan
+from engine.memory.workload import Cluster
 from engine.memory.blueprint import blueprints
 from engine.memory.gpus import reserved
 from engine.memory.memory_plan import table

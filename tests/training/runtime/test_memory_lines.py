@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from engine.errors import UserError
-from engine.memory import Cluster, MemoryPlan, Moment
+from engine.memory.memory_plan import MemoryPlan, Moment
+from engine.memory.workload import Cluster
 from engine.memory.zero_memory import Bytes
 from engine.rollout import ROLLOUT_BACKENDS
 from tests.training.config.command_lines import step3
