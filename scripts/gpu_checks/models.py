@@ -12,11 +12,11 @@ from typing import TextIO
 from unittest import mock
 
 import torch
+from engine.memory.copies import UNPLANNED
 from transformers import OPTConfig, PretrainedConfig
 
 from engine.algorithms import get_dialect
 from engine.experience import PromptBatch
-from engine.memory.copies import UNPLANNED
 from engine.memory.planning import plan
 from engine.memory.workload import Cluster, Workload
 from engine.models.attention import Attention

@@ -82,7 +82,9 @@ def one_run(folder: str, output: str, resumed: bool = False, steps: int = STEPS,
         "weights": {role: weights(model) for role, model in models.trained.items()},
         "engines": [model.role for model in models.engines],
         "bytes": sum(parameter_bytes(model) for model in models.engines),
-        "copies": [sum(p.numel() for p in one.parameters()) for one in (trainer.rollouts.copy._module,) if one is not None],
+        "copies": [
+            sum(p.numel() for p in one.parameters()) for one in (trainer.rollouts.copy._module,) if one is not None
+        ],
         "steps": {role: model.scalars()["adam_steps"] for role, model in models.trained.items()},
         "judged": judged(models, rollout),
     }

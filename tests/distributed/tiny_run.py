@@ -10,12 +10,12 @@ import torch
 
 from engine import distributed
 from engine.algorithms import Dialect
+from engine.copies import ActorCopy
 from engine.experience import PromptBatch
 from engine.reward.base import RewardSource
 from engine.rlhf_engine import EngineSpec, RLHFEngine
 from engine.rollout import SamplingConfig, build_rollouts
 from engine.zero.config import EngineConfig
-from engine.copies import ActorCopy
 from scripts.harness.models import PAD, VOCABULARY
 from training.checkpoints.conditions import Conditions
 from training.checkpoints.files import Schedule, config_files

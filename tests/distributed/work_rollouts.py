@@ -27,7 +27,12 @@ UNEVEN_STOPS = (tuple(range(64)), (-1,))  # of each rank
 
 
 def everything(
-    folder: str, stage: int, config: str, samplings: dict[str, SamplingConfig], moving: SamplingConfig, needed: tuple[int, int]
+    folder: str,
+    stage: int,
+    config: str,
+    samplings: dict[str, SamplingConfig],
+    moving: SamplingConfig,
+    needed: tuple[int, int],
 ) -> dict[str, dict]:
     """What the five functions below return, by their names. needed: bytes of copies, of a cache for 90 tokens,
     and of a rank's gradients."""

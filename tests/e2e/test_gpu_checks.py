@@ -15,10 +15,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from engine.memory.copies import CopyNeed, place_copies
 from torch.autograd import DeviceType
 from transformers import AutoModelForCausalLM
 
-from engine.memory.copies import CopyNeed, place_copies
 from engine.memory.gpus import DataSheet, Link, data_sheet
 from scripts.gpu_checks import __main__ as front
 from scripts.gpu_checks import attention, decoding, ppo

@@ -5,8 +5,8 @@ import warnings
 
 import pytest
 
-from engine.memory.workload import Cluster
 from engine.memory.changes import Setting
+from engine.memory.workload import Cluster
 from engine.models.lora import LoraSpec
 from tests.engine.memory.configurations import POLICY, SCORER, WORKLOAD, llama, spec_of
 from training.memory_plan import main

@@ -46,7 +46,6 @@ from training.reporting.metrics import Accumulator
 from training.runtime import processes
 from training.runtime.stopping import unwritten_noted
 
-
 LESS_MEMORY = {
     "generate": "a smaller --per_device_generation_batch_size, --inference_tp_size, by which ranks hold the actor's copy "
     "together, or --rollout_backend zero3, which is slow",

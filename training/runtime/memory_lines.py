@@ -9,11 +9,10 @@ from engine import distributed
 from engine.algorithms import Dialect
 from engine.engine_spec import EngineSpec
 from engine.errors import UserError
-from engine.memory.memory_plan import MemoryPlan
-from engine.memory.workload import Cluster, Workload
 from engine.memory.changes import Setting, what_fits
-from engine.memory.memory_plan import table, verdict
+from engine.memory.memory_plan import MemoryPlan, table, verdict
 from engine.memory.planning import OneModel, plan_one_model
+from engine.memory.workload import Cluster, Workload
 from engine.zero.accelerator import on_gpu, ranks_of_this_machine
 from training.config.flags import RunFlags
 from training.config.step3 import RLHFFlags

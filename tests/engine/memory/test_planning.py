@@ -12,13 +12,11 @@ import pytest
 
 from engine.engine_spec import EngineSpec, OptimizerSpec
 from engine.errors import UserError
-from engine.memory.memory_plan import PHASES
-from engine.memory.planning import plan
-from engine.memory.workload import Cluster
 from engine.memory.blueprint import blueprints
 from engine.memory.gpus import reserved
-from engine.memory.memory_plan import table
-from engine.memory.planning import OneModel, plan_one_model
+from engine.memory.memory_plan import PHASES, table
+from engine.memory.planning import OneModel, plan, plan_one_model
+from engine.memory.workload import Cluster
 from engine.memory.zero_memory import Bytes, bucket_numbers
 from engine.models.lora import LoraSpec
 from engine.zero.config import EngineConfig

@@ -4,9 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from engine.memory.copies import CopyNeed
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
-from engine.memory.copies import CopyNeed
 from engine.models.policy import Policy, Scorer
 from engine.rollout import ReplicaRollouts, Zero3Rollouts, build_rollouts
 from scripts.harness.models import make_tokenizer
