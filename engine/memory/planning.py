@@ -122,20 +122,22 @@ class Planner:
         return (device, host + averages) if self.averages.on_host else (device + averages, host)
 
     def _placing(self) -> tuple[Bytes, Placing]:
-        load, actor, nothing = self.workload, self.engines["actor"], Bytes()
+        load, actor = self.workload, self.engines["actor"]
         if load.backend in ("vllm", "zero3"):
-            return nothing, Placing(load.backend, load.between_steps, "as asked")
-        asked = load.group or (1 if load.backend == "replica" or self.cluster.room is None else None)
-        sizes = copies_bytes(actor.model.module, self.cluster.gpus, asked) if actor.stage == 3 else {1: 0}
-        placing = Placing("replica", load.between_steps, "as asked", asked or 1)
-        if load.backend == "auto" and (room := self.cluster.room) is not None:
+            return Bytes(), Placing(1, load.between_steps, f"by {load.backend}")
+        room = self.cluster.room if load.backend == "auto" else None
+        sizes = {1: 0}
+        if actor.stage == 3:
+            asked = load.group or (None if room is not None else 1)
+            sizes = copies_bytes(actor.model.module, self.cluster.gpus, asked)
+        placing = Placing(min(sizes), load.between_steps, "as asked")
+        if room is not None:
             gradients = sum(
                 one.model.width * one.model.trains // (self.cluster.world if one.stage >= 2 else 1)
                 for one in self.engines.values()
             )
             placing = placed(sizes, self.cache.total, room - self.rest.total - gradients, load.between_steps)
-        copied = placing.backend == "replica"
-        return nothing.add("copies", "weights", sizes[placing.ranks]) if copied else nothing, placing
+        return Bytes().add("copies", "weights", sizes[placing.ranks]), placing
 
     @property
     def _kept(self) -> Bytes:
@@ -185,7 +187,6 @@ class Planner:
 
     def _experience(self) -> None:
         always = [self.rest, self.cache, self.copy, self.vllm]
-        passes = self.workload.scoring_passes
         for role in ("actor", "reference", "critic", "reward"):
             host = self._host(role)
             if host is None:
@@ -199,7 +200,7 @@ class Planner:
                 )
             played = None if role == host or moving else role
             needed = _kinds(role, scoring_pass(engine.model, self.workload.rows, played))
-            kept = Kept(weights=passes > 1 and self._fits(engine, always))
+            kept = Kept(weights=self._fits(engine, always))
             whole = Bytes() if self._lent(role, 0) else engine.gathered(kept=kept)
             self._moment(
                 "experience", f"{role} computes", [*always, needed, whole, engine.on_device()], [self.host_rest]

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 
 from engine import distributed
 from engine.copies import ActorCopy, Model, copies_bytes
+from engine.errors import UserError
 from engine.rollout.backends import ReplicaRollouts, Zero3Rollouts
 from engine.rollout.base import RolloutBackend
 from engine.rollout.cache import cache_bytes
@@ -34,8 +35,8 @@ def build_rollouts(
     tensor_parallel: int | None = None,
     sampler: str = "keyed",
 ) -> RolloutBackend:
-    """The rollout backend with this name. "auto" takes "replica" if the actor's copy fits in memory (`placed`), else
-    "zero3". The backend's attribute `why` explains the choice.
+    """The rollout backend with this name. "auto" is "replica", with a copy on as many ranks as `placed` says. The
+    backend's attribute `why` explains the choice.
 
     Args:
         actor: a model, or a role in a shared engine.
@@ -48,7 +49,8 @@ def build_rollouts(
 
     A user's own backend gets only the actor and the tokenizer.
 
-    Raises: KeyError if no backend has this name. UserError if the actor cannot be divided among that many ranks.
+    Raises: KeyError if no backend has this name. UserError if the actor cannot be divided among that many ranks, or if
+    "auto" finds no room for its copy.
     """
     make, actor = ROLLOUT_BACKENDS[name], actor.host
     if make is not None:
@@ -56,23 +58,26 @@ def build_rollouts(
     models = [actor, *(model for model in others if model is not actor)]
     if name == "vllm":
         return _vllm_rollouts(models, tokenizer, rows_at_once or 1, row_length, tensor_parallel or 1, sampler)
-    partitioned, most = actor.stage == 3, accelerator.ranks_of_this_machine()
-    placing = Placing(name, between_steps, "as asked", (partitioned and tensor_parallel) or 1)
-    if name != "zero3":
-        asked = 1 if name == "replica" else None
-        sizes = copies_bytes(actor.module, most, tensor_parallel or asked) if partitioned else {1: 0}
-        if name == "auto":
-            cache = cache_bytes(actor.module.model, (rows_at_once or 1) * slots_of_a_row(row_length, waiting=True))
-            free = -distributed.largest(-accelerator.free_memory()) - sum(map(_later, models))
-            placing = placed(sizes, cache, free, between_steps)
-    if placing.backend == "zero3":
-        how, reason = "plain", "ZeRO's hooks fetch each layer"
+    if name == "zero3":
         rollouts: RolloutBackend = Zero3Rollouts(actor, tokenizer, rows_at_once)
-    else:
-        actor.copy = copy = ActorCopy(actor, placing.ranks, placing.between_steps)
-        how, reason = _decoding(copy, decoding)
-        rollouts = ReplicaRollouts(actor, tokenizer, rows_at_once, copy, how, row_length)
-    rollouts.why = f"rollouts by {placing.backend}: {placing.why}; decoding {how}: {reason}"
+        rollouts.why = "rollouts by zero3: as asked; decoding plain: ZeRO's hooks fetch each layer"
+        return rollouts
+    most, placing = accelerator.ranks_of_this_machine(), Placing(tensor_parallel or 1, between_steps, "as asked")
+    asked = tensor_parallel or (1 if name == "replica" else None)
+    sizes = copies_bytes(actor.module, most, asked) if actor.stage == 3 else {1: 0}
+    if name == "auto":
+        cache = cache_bytes(actor.module.model, (rows_at_once or 1) * slots_of_a_row(row_length, waiting=True))
+        free = -distributed.largest(-accelerator.free_memory()) - sum(map(_later, models))
+        placing = placed(sizes, cache, free, between_steps)
+        if not placing.fits:
+            raise UserError(
+                f"--rollout_backend auto: {placing.why}. Give a smaller --per_device_generation_batch_size, more ranks "
+                "on each machine, or --rollout_backend zero3, which gathers each layer for each token and is slow."
+            )
+    actor.copy = copy = ActorCopy(actor, placing.ranks if actor.stage == 3 else 1, placing.between_steps)
+    how, reason = _decoding(copy, decoding)
+    rollouts = ReplicaRollouts(actor, tokenizer, rows_at_once, copy, how, row_length)
+    rollouts.why = f"rollouts by replica: {placing.why}; decoding {how}: {reason}"
     return rollouts
 
 

@@ -2,6 +2,7 @@
 gathered once for all passes, and gradients are reduced once."""
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -82,9 +83,22 @@ class LongInference:
         if not self._named or distributed.world_size() == 1 or (copy is None and not self._decided()):
             yield
             return
-        whole = dict(copy.named_parameters(remove_duplicate=False) if copy else whole_weights(self.module))
-        with held(self._named, whole):
+        with held(self._named, dict(copy.named_parameters(remove_duplicate=False)) if copy else self._gathered()):
             yield
+
+    def _gathered(self) -> dict[str, Tensor]:
+        """The whole weights, as parts of one tensor for each dtype. The memory of one large tensor can be used again
+        for that of the next model, while many small ones would leave gaps."""
+        sizes: Counter[torch.dtype] = Counter()
+        for one in self._named.values():
+            sizes[one.dtype] += one.ds_numel
+        flat = {dtype: torch.empty(size, dtype=dtype, device=distributed.device()) for dtype, size in sizes.items()}
+        whole = {}
+        for name, weight in whole_weights(self.module, self._named):
+            rest = flat[weight.dtype]
+            whole[name] = rest[: weight.numel()].view_as(weight).copy_(weight)
+            flat[weight.dtype] = rest[weight.numel() :]
+        return whole
 
     def _decided(self) -> bool:
         if self._fits is None:

@@ -47,8 +47,8 @@ from training.runtime import processes
 from training.runtime.stopping import unwritten_noted
 
 LESS_MEMORY = {
-    "generate": "a smaller --per_device_generation_batch_size, --inference_tp_size, by which ranks hold the actor's copy "
-    "together, or --rollout_backend zero3, which is slow",
+    "generate": "a smaller --per_device_generation_batch_size, or --inference_tp_size, by which several ranks hold the "
+    "actor's copy together",
     "make_experience": "a smaller --per_device_training_batch_size",
     "train": "--replicas_between_steps free, --actor_gradient_checkpointing --critic_gradient_checkpointing, or a "
     "smaller --per_device_training_batch_size",
