@@ -1,4 +1,4 @@
-"""The actor's copy computes what the actor does, with its adapter merged, and is filled again when the actor has learned."""
+"""The actor's copy computes what the actor does, with its adapter merged, and is filled again after an update."""
 
 from types import SimpleNamespace
 from unittest import mock
