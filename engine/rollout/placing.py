@@ -3,9 +3,10 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-# Fractions of the memory that is free when gradients and Adam's moments have been set aside. KEPT: what the copy, keys
-# and values may take to stay while models train. MOST: what they may take to be made at all.
-KEPT, MOST = 0.7, 0.9
+# Fractions of the memory that is free when gradients and Adam's moments have been set aside. MOST: what the copy, keys
+# and values may take; the rest is for activations, gathered layers and fragments. KEPT: what they may take to stay while
+# models train.
+KEPT, MOST = 0.6, 0.75
 
 
 @dataclass(frozen=True, slots=True)
