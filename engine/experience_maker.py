@@ -145,11 +145,11 @@ class ExperienceMaker:
             compared = pieces[-1].select(slice(-COMPARED_ROWS, None))
             log_ratios = _log_ratios(self._policy(compared)[0], compared)
         else:
-            with self.actor.inferring(len(asked)):
+            with self.actor.inferring():
                 by_piece, entropies = zip(*map(self._policy, asked), strict=True)
             logprobs, entropy = of_responses(by_piece), of_responses(entropies)
             log_ratios = _log_ratios(logprobs, learned)
-        with self.reference.on_device(), self.reference.model.inferring(len(asked)):
+        with self.reference.on_device(), self.reference.inferring():
             references = [self.reference.ref_logprobs(piece, self.temperature) for piece in asked]
         prompt_kl = torch.zeros(len(learned), device=logprobs.device)
         if dialect.measures_prompts:
@@ -185,12 +185,12 @@ class ExperienceMaker:
         critic = self.critic
         if critic is None:
             return None
-        with critic.inferring(len(pieces)):
+        with critic.inferring():
             by_token = [critic(piece.sequences, piece.attention_mask, piece.position_ids) for piece in pieces]
         return joined([values[:, piece.prompt_length - 1 : -1] for values, piece in zip(by_token, pieces, strict=True)])
 
     def _scores(self, pieces: list[Rollout], joined: Join) -> Scores:
-        with self.reward.on_device(), self.reward.inferring(len(pieces)):
+        with self.reward.on_device(), self.reward.inferring():
             by_piece = [self.reward.parts(piece) for piece in pieces]
         said = {name: joined([part[name] for part in by_piece]) for name in by_piece[0]}
         weights = self.reward.weights()

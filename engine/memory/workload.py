@@ -57,11 +57,6 @@ class Workload:
         node."""
         return {"vllm": self.parts, "replica": self.group or 1}.get(self.backend, 1)
 
-    @property
-    def scoring_passes(self) -> int:
-        """The number of passes in which each model computes the experience of a step."""
-        return -(-self.responses // self.micro_batch)
-
     def mini_batches_of(self, role: str) -> int:
         """The number of optimizer steps of this model in each epoch."""
         return self.critic_passes[1] if role == "critic" and self.critic_passes else self.mini_batches

@@ -21,7 +21,6 @@ class Adapters:
     own: the role that trains.
     configs: {role: peft's configuration of the role's adapter}.
     frozen: the other roles that have an adapter; all remaining roles compute without an adapter.
-    merged: the names of the layers whose matrices now contain the merged adapter of the role `own`.
     """
 
     def __init__(
@@ -35,7 +34,6 @@ class Adapters:
         self.layers: dict[str, Any] = {
             name: layer for name, layer in model.named_modules() if isinstance(layer, LoraLayer)
         }
-        self.merged: frozenset[str] = frozenset()
 
     def take(self, role: str | None) -> None:
         """Compute in this role until the next call. None: in the role `own`.
@@ -43,14 +41,10 @@ class Adapters:
         The role stays chosen after the forward pass, because with activation checkpointing the backward pass has to
         compute the same activations again.
         """
-        assert not self.merged or role in (None, self.own), (
-            f"asked to be the {role}, with the {self.own}'s updates merged"
-        )
         role = role or self.own
         names = [role] if role == self.own or role in self.frozen else []
-        for name, layer in self.layers.items():
-            # peft's own setter would freeze inactive adapters
-            layer._active_adapter = [] if name in self.merged else names
+        for layer in self.layers.values():
+            layer._active_adapter = names  # peft's own setter would freeze inactive adapters
 
     @torch.no_grad()
     def merged_matrix(

@@ -86,8 +86,8 @@ class RewardSource(Protocol):
         """A context in which the source's weights are on the device. By default entering it does nothing."""
         return contextlib.nullcontext()
 
-    def inferring(self, passes: int) -> contextlib.AbstractContextManager:
-        """A context for this many calls of `parts`. By default entering it does nothing."""
+    def inferring(self) -> contextlib.AbstractContextManager:
+        """A context for several calls of `parts`. By default entering it does nothing."""
         return contextlib.nullcontext()
 
 
@@ -290,9 +290,9 @@ class RewardModel(RewardSource):
         """A context in which the weights are on the device."""
         return self.model.on_device()
 
-    def inferring(self, passes: int):
-        """A context in which the weights are gathered once for these passes."""
-        return self.model.inferring(passes)
+    def inferring(self):
+        """A context in which the weights are gathered once."""
+        return self.model.inferring()
 
 
 def sum_in_words(terms: Sequence[tuple[str, float]], length_penalty: float = 0.0) -> str:
@@ -354,11 +354,11 @@ class CombinedReward(RewardSource):
             source.prepare(rollout)
 
     @contextlib.contextmanager
-    def inferring(self, passes: int) -> Iterator[None]:
+    def inferring(self) -> Iterator[None]:
         """A context in which the weights of all sources are gathered once."""
         with contextlib.ExitStack() as stack:
             for source, _ in self.sources.values():
-                stack.enter_context(source.inferring(passes))
+                stack.enter_context(source.inferring())
             yield
 
     @contextlib.contextmanager

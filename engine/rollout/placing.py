@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 # Fractions of the memory that is free when gradients and Adam's moments have been set aside. MOST: what the copy, keys
-# and values may take; the rest is for activations, gathered layers and fragments. KEPT: what they may take to stay while
-# models train.
+# and values may take; the rest is for activations, gathered layers and fragments. KEPT: what they may take to stay
+# while models train.
 KEPT, MOST = 0.6, 0.75
 
 

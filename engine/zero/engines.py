@@ -136,10 +136,10 @@ class TrainedModel(LearningModel):
         """The module's forward pass."""
         return self.ds_engine(*args, **kwargs)
 
-    def inferring(self, passes: int) -> contextlib.AbstractContextManager:
-        """A context for this many forward passes without gradients (all ranks enter it together). At stage 3, if memory
-        allows, weights are gathered once for all of them, or not at all if the copy has them."""
-        return self.long_inference.of(passes, self._lent())
+    def inferring(self) -> contextlib.AbstractContextManager:
+        """A context for forward passes without gradients (all ranks enter it together). At stage 3, if memory allows,
+        weights are gathered once for all of them, or not at all if the copy has them."""
+        return self.long_inference.of(self._lent())
 
     def _lent(self) -> nn.Module | None:
         return None if self.copy is None else self.copy.holding()
@@ -285,9 +285,9 @@ class FrozenModel:
         """The module's forward pass."""
         return self.ds_engine(*args, **kwargs)
 
-    def inferring(self, passes: int) -> contextlib.AbstractContextManager:
+    def inferring(self) -> contextlib.AbstractContextManager:
         """As TrainedModel.inferring."""
-        return self.long_inference.of(passes)
+        return self.long_inference.of()
 
     def take(self, fetch: Callable[[str], Tensor]) -> None:
         """Replace the weights (all ranks call this together, outside `on_device` if the weights are offloaded). fetch:
@@ -334,9 +334,9 @@ class HostedRole:
         """The forward pass of the host's module in this role."""
         return self.host(*args, role=self.role, **kwargs)
 
-    def inferring(self, passes: int) -> contextlib.AbstractContextManager:
+    def inferring(self) -> contextlib.AbstractContextManager:
         """As TrainedModel.inferring."""
-        return self.host.inferring(passes)
+        return self.host.inferring()
 
     def on_device(self) -> contextlib.AbstractContextManager:
         """Does nothing: the weights of a trained model are always on the device."""

@@ -78,8 +78,8 @@ class LongInference:
         self._fits: bool | None = None  # None until the first passes
 
     @contextlib.contextmanager
-    def of(self, passes: int, copy: nn.Module | None = None) -> Iterator[None]:
-        """A context for `passes` forward passes (all ranks enter it together). copy: as in `held`."""
+    def of(self, copy: nn.Module | None = None) -> Iterator[None]:
+        """A context for forward passes (all ranks enter it together). copy: as in `LongBatch.of`."""
         if not self._named or distributed.world_size() == 1 or (copy is None and not self._decided()):
             yield
             return

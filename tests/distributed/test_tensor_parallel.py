@@ -1,4 +1,4 @@
-"""A model divided among two ranks draws the tokens that the whole one draws, and says the same of given ones."""
+"""An actor divided among two ranks draws the tokens that the whole one draws."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -6,14 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
-from transformers import (
-    MixtralConfig,
-    MixtralForCausalLM,
-    MixtralForSequenceClassification,
-    OPTConfig,
-    OPTForCausalLM,
-    OPTForSequenceClassification,
-)
+from transformers import MixtralConfig, MixtralForCausalLM, OPTConfig, OPTForCausalLM
 
 from engine import distributed
 from engine.copies import ActorCopy
@@ -24,7 +17,7 @@ from engine.rlhf_engine import RLHFEngine
 from engine.rollout import ReplicaRollouts
 from engine.rollout.base import SamplingConfig
 from engine.zero.gathering import full_numel, whole_weights
-from scripts.harness.models import EOS, PAD, make_causal_lm, make_config, make_scorer, make_tokenizer, save_random
+from scripts.harness.models import EOS, PAD, make_causal_lm, make_config, make_tokenizer, save_random
 from scripts.harness.ranks import run_ranks
 from tests.distributed.tiny_run import engine_spec, prompt_batch
 from tests.distributed.work_rollouts import _by_key
@@ -36,7 +29,7 @@ def engine(module, stage: int) -> SimpleNamespace:
 
 
 def everything(
-    folders: dict[str, tuple[str, str]], folder: str, config: str, ranks: int, sampling: SamplingConfig
+    folders: dict[str, str], folder: str, config: str, ranks: int, sampling: SamplingConfig
 ) -> dict[str, dict]:
     """What both functions below return, by their names."""
     return {
@@ -51,8 +44,8 @@ def partitions(folder: str, config: str, ranks: int, sampling: SamplingConfig) -
     weights at once."""
     models = RLHFEngine.from_pretrained(engine_spec(folder, 3, config=config, actor="deep"))
     actor = models.actor
-    copies = ActorCopy(actor, ranks)
-    backends = ReplicaRollouts(actor, make_tokenizer(), copy=copies), ReplicaRollouts(actor, make_tokenizer())
+    copy = ActorCopy(actor, ranks)
+    backends = ReplicaRollouts(actor, make_tokenizer(), copy=copy), ReplicaRollouts(actor, make_tokenizer())
     bare = bare_model(actor.module)  # on the meta device, where bytes are none
     prompts, answers, peaks = prompt_batch([distributed.rank(), 5 + distributed.rank()]), [], []
     for step in range(2):
@@ -67,7 +60,7 @@ def partitions(folder: str, config: str, ranks: int, sampling: SamplingConfig) -
             mock.patch("engine.zero.gathering.GATHER_BUCKET", 1),
             LiveBytes() as live,
         ):
-            copies.module()
+            copy.module()
         peaks.append(live.peak.total())
         answers.append([dict(_by_key(backend.generate(prompts, sampling))) for backend in backends])
     with LiveBytes() as live:
@@ -77,14 +70,14 @@ def partitions(folder: str, config: str, ranks: int, sampling: SamplingConfig) -
     return {"answers": answers, "peaks": peaks, "whole": 4 * sum(map(full_numel, actor.module.parameters()))}
 
 
-def families(folders: dict[str, tuple[str, str]], ranks: int, sampling: SamplingConfig) -> dict[str, dict]:
-    """{family: (policy, scorer)} -> {family: what the group of `ranks` computes, and what each rank does alone}."""
+def families(folders: dict[str, str], ranks: int, sampling: SamplingConfig) -> dict[str, dict]:
+    """{family: folder} -> {family: what the group of `ranks` computes, and what each rank does alone}."""
     indices = list(range(2 * distributed.world_size() + 1))[distributed.rank_share(2 * distributed.world_size() + 1)]
-    return {name: _family(*paths, ranks, sampling, indices) for name, paths in folders.items()}
+    return {name: _family(path, ranks, sampling, indices) for name, path in folders.items()}
 
 
 @torch.no_grad()
-def _family(policy: str, scorer: str, ranks: int, sampling: SamplingConfig, indices: list[int]) -> dict:
+def _family(policy: str, ranks: int, sampling: SamplingConfig, indices: list[int]) -> dict:
     model = load_policy(policy, torch.float32)
     actor, alone = engine(model, 3), ReplicaRollouts(engine(model, 0), make_tokenizer())
     together = ActorCopy(actor, ranks)
@@ -107,24 +100,21 @@ FAMILIES = ("llama", "qwen2", "gpt_neox", "opt", "narrow opt", "mixtral")
 TIED = ("qwen2", "opt")
 
 
-def experts(folder: Path, kind, seed: int) -> str:
+def experts(folder: Path) -> str:
     """A mixture of four experts in each layer, two of which read a token."""
-    settings = make_config("mistral").to_dict() | {"num_local_experts": 4, "num_labels": 1, "sliding_window": None}
+    settings = make_config("mistral").to_dict() | {"num_local_experts": 4, "sliding_window": None}
     known = {name: value for name, value in settings.items() if name != "model_type"}
-    return save_random(kind(MixtralConfig(**known)), folder, seed=seed)
+    return save_random(MixtralForCausalLM(MixtralConfig(**known)), folder)
 
 
-def narrow(folder: Path, kind, seed: int) -> str:
+def narrow(folder: Path) -> str:
     """An OPT as that of 350M is: word vectors of half the width, norms behind the sums."""
     settings = make_config("opt", tied=True).to_dict() | {"word_embed_proj_dim": 16, "do_layer_norm_before": False}
-    known = {name: value for name, value in settings.items() if name != "model_type"} | {"num_labels": 1}
-    return save_random(kind(OPTConfig(**known)), folder, seed=seed)
+    known = {name: value for name, value in settings.items() if name != "model_type"}
+    return save_random(OPTForCausalLM(OPTConfig(**known)), folder)
 
 
-MADE = {
-    "mixtral": (experts, MixtralForCausalLM, MixtralForSequenceClassification),
-    "narrow opt": (narrow, OPTForCausalLM, OPTForSequenceClassification),
-}
+MADE = {"mixtral": experts, "narrow opt": narrow}
 
 
 @pytest.fixture(scope="module")
@@ -133,15 +123,11 @@ def found(tmp_path_factory, folder) -> dict[str, list[dict]]:
     models = tmp_path_factory.mktemp("families")
     folders = {}
     for name in FAMILIES:
-        policy, scorer = models / name / "policy", models / name / "scorer"
         if name in MADE:
-            make, *kinds = MADE[name]
-            for seed, (place, kind) in enumerate(zip((policy, scorer), kinds, strict=True)):
-                make(place, kind, seed)
+            MADE[name](models / name)
         else:
-            make_causal_lm(policy, name, tied=name in TIED)
-            make_scorer(scorer, name, offset=-0.3)
-        folders[name] = str(policy), str(scorer)
+            make_causal_lm(models / name, name, tied=name in TIED)
+        folders[name] = str(models / name)
     make_causal_lm(Path(folder) / "deep", "llama", layers=LAYERS)
     ranks = run_ranks(
         "tests.distributed.test_tensor_parallel:everything",
@@ -161,9 +147,8 @@ def test_two_ranks_with_halves_are_one_model(found, family):
     for rank in found["families"]:
         together, alone = rank[family]["answers"]
         assert together == alone and len(together) >= 4
-        for name in ("sampled logprobs",):
-            ours, whole = rank[family][name]
-            assert ours.shape == whole.shape and torch.allclose(ours, whole, atol=2e-5), name
+        ours, whole = rank[family]["sampled logprobs"]
+        assert ours.shape == whole.shape and torch.allclose(ours, whole, atol=2e-5)
 
 
 def test_a_rank_holds_half_of_the_weights_and_a_bucket(found):

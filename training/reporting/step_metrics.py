@@ -97,6 +97,7 @@ class PhaseMemory:
 
 
 phase_memory = PhaseMemory()
+"""The PhaseMemory of this process."""
 
 
 @contextlib.contextmanager
@@ -113,9 +114,6 @@ def memory_measured(say: Callable[[str], None]) -> Iterator[None]:
         phase_memory.counting = False
     sizes = ", ".join(f"{phase} {size / 1e9:.1f}" for phase, size in phase_memory.bytes.items())
     say(f"memory, GB of rank 0 at each phase's peak: {sizes} (planned: training/memory_plan.py)")
-
-
-"""The PhaseMemory of this process."""
 
 
 USUAL_RATIOS = (0.5, 2.0)  # range of (actor's probability / sampler's probability); tokens outside of it are counted
