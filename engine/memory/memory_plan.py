@@ -1,13 +1,12 @@
 """The number of bytes that a run takes on one GPU and its host, by phase, role and kind, and whether GPU and host have
 enough memory. The plan can be printed as a table or as JSON."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 from engine.memory.gpus import FRAGMENTS, reserved
 from engine.memory.workload import Cluster
-from engine.memory.zero_memory import KINDS, Bytes, ZeroMemory
+from engine.memory.zero_memory import KINDS, Bytes
 
 PHASES = ("load", "generate", "experience", "train", "save")
 ROLES = ("model", "actor", "critic", "reference", "reward", "ema", "copies")
@@ -36,16 +35,12 @@ class MemoryPlan:
     exist.
 
     copies: a text that says how responses are drawn.
-    adam: the number of bytes of Adam's moments on the device; they do not exist before the first optimizer step.
-    engines: {role: engine}.
     checkpoints: a text that says how checkpoints are written; empty if none are written while training goes on.
     """
 
     moments: tuple[Moment, ...]
     cluster: Cluster
     copies: str
-    adam: int = 0
-    engines: Mapping[str, ZeroMemory] = field(default_factory=dict)
     checkpoints: str = ""
 
     @property

@@ -102,8 +102,6 @@ class Planner:
             tuple(self.moments),
             self.cluster,
             self.placing.why,
-            adam=self.rest.total - self._at_rest(stepped=False)[0].total,
-            engines=self.engines,
             checkpoints=self.checkpoints,
         )
 
@@ -322,7 +320,7 @@ class OneModel:
 
 
 def plan_one_model(one: OneModel, cluster: Cluster) -> MemoryPlan:
-    """The memory plan of loading, training and saving one model. Raises: UserError, as `engine.memory.plan` does."""
+    """The memory plan of loading, training and saving one model. Raises: UserError, as `plan` does."""
     model = one.blueprint
     ds_config = build_ds_config(one.engine, dtype=one.dtype, micro_batch_size=one.rows)
     zero = zero_settings(with_fitting_sizes(model.module, ds_config))
@@ -353,4 +351,4 @@ def plan_one_model(one: OneModel, cluster: Cluster) -> MemoryPlan:
         Moment("train", "the optimizer's step", rest + engine.held + step, host + step_host, Bytes()),
         Moment("save", "the model is written", rest + saved, host, tensor),
     )
-    return MemoryPlan(moments, cluster, "", engines={"model": engine}, checkpoints=checkpoints)
+    return MemoryPlan(moments, cluster, "", checkpoints=checkpoints)

@@ -142,15 +142,9 @@ class StepLog:
         The phase is a range in traces, `phase_memory` measures its peak memory, and messages of the watch thread name
         it.
         """
-        with phase_memory.phase(name), record_function(name), processes.phase(name):
+        with _flags_named(name), phase_memory.phase(name), record_function(name), processes.phase(name):
             started = _now()
-            try:
-                yield
-            except torch.OutOfMemoryError as error:
-                first = str(error).split(". ")[0]
-                raise RunStopped(
-                    f"{first} on rank {distributed.rank()}, in the phase {name}. Give {LESS_MEMORY[name]}."
-                ) from error
+            yield
             self.seconds[name] = self.seconds.get(name, 0.0) + _now() - started
 
     def end(self, tokens: Tensor) -> dict[str, float]:
@@ -165,6 +159,19 @@ class StepLog:
         self.metrics.add("rollout/tokens_per_second", generated, self.seconds["generate"])
         self.metrics.add_max("memory/peak_gb", peak_memory_gb())
         return self.metrics.reduce()
+
+
+@contextlib.contextmanager
+def _flags_named(phase: str) -> Iterator[None]:
+    """If memory runs out within this block, end the run with a message that names this rank, the phase, and flags with
+    which it takes less."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        first = str(error).split(". ")[0]
+        raise RunStopped(
+            f"{first} on rank {distributed.rank()}, in the phase {phase}. Give {LESS_MEMORY[phase]}."
+        ) from error
 
 
 def _now() -> float:
