@@ -11,11 +11,10 @@ from torch import Tensor
 
 from engine.algo.kl import measured_kl
 from engine.algorithms import Algorithm
-from engine.copies import together
 from engine.experience import Experience, Rollout
 from engine.packing import micro_batches
 from engine.reference import Reference
-from engine.reward.base import RewardModel, RewardSource
+from engine.reward.base import RewardSource
 from engine.zero.engines import TrainedModel
 
 # If the sampler's log-probs are used, the actor still computes this number of responses on each rank, for comparison.
@@ -146,14 +145,12 @@ class ExperienceMaker:
             compared = pieces[-1].select(slice(-COMPARED_ROWS, None))
             log_ratios = _log_ratios(self._policy(compared)[0], compared)
         else:
-            by_piece, entropies = zip(*together(self.actor, lambda: list(map(self._policy, asked))), strict=True)
+            with self.actor.inferring():
+                by_piece, entropies = zip(*map(self._policy, asked), strict=True)
             logprobs, entropy = of_responses(by_piece), of_responses(entropies)
             log_ratios = _log_ratios(logprobs, learned)
-        with self.reference.on_device():
-            references = together(
-                getattr(self.reference, "model", None),
-                lambda: [self.reference.ref_logprobs(piece, self.temperature) for piece in asked],
-            )
+        with self.reference.on_device(), self.reference.inferring():
+            references = [self.reference.ref_logprobs(piece, self.temperature) for piece in asked]
         prompt_kl = torch.zeros(len(learned), device=logprobs.device)
         if dialect.measures_prompts:
             prompt_kl = joined([self._prompt_kl(*part) for part in zip(pieces, by_piece, references, strict=True)])
@@ -188,15 +185,13 @@ class ExperienceMaker:
         critic = self.critic
         if critic is None:
             return None
-        by_token = together(
-            critic, lambda: [critic(piece.sequences, piece.attention_mask, piece.position_ids) for piece in pieces]
-        )
+        with critic.inferring():
+            by_token = [critic(piece.sequences, piece.attention_mask, piece.position_ids) for piece in pieces]
         return joined([values[:, piece.prompt_length - 1 : -1] for values, piece in zip(by_token, pieces, strict=True)])
 
     def _scores(self, pieces: list[Rollout], joined: Join) -> Scores:
-        model = self.reward.model if isinstance(self.reward, RewardModel) else None  # other sources may run collectives
-        with self.reward.on_device():
-            by_piece = together(model, lambda: [self.reward.parts(piece) for piece in pieces])
+        with self.reward.on_device(), self.reward.inferring():
+            by_piece = [self.reward.parts(piece) for piece in pieces]
         said = {name: joined([part[name] for part in by_piece]) for name in by_piece[0]}
         weights = self.reward.weights()
         parts = {name: weights.get(name, 1.0) * part for name, part in said.items()}

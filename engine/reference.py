@@ -94,6 +94,10 @@ class Reference:
         """A context in which the reference's weights are on the device (all ranks enter it together)."""
         return self.model.on_device()
 
+    def inferring(self) -> contextlib.AbstractContextManager:
+        """A context for several calls of `ref_logprobs`, as TrainedModel.inferring."""
+        return self.model.inferring()
+
     def after_step(self, steps: int) -> None:
         """To be called after each PPO step (all ranks call this together). steps: the number of PPO steps so far. For a
         frozen model nothing happens."""

@@ -74,7 +74,7 @@ def build_ours(setting: Setting, args: argparse.Namespace) -> Ours:
             decoding=args.decoding,
         )
         for name in reversed(args.rollout_backend)
-    }  # the first is the last to lend its copies
+    }  # the first is the last to lend its copy
     backends = {name: built[name] for name in args.rollout_backend}
     dialect = get_dialect("default").override(
         ppo_epochs=1, actor_lr=1e-6, critic_lr=1e-6, old_logprobs=args.old_logprobs

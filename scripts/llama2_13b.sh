@@ -2,10 +2,10 @@
 # Llama-2 13B with a Llama-2 7B reward model.
 #
 #   HARDWARE                  what trains in step 3                planned: needed of a GPU (highest phase), a node's host
-#   8xa100-80g or 8xh100-80g  all weights                          80 GB (train), 275 GB
-#   16xa100-40g               all weights, states on the host      39 GB (train), 334 GB
-#   8xa100-40g                adapters                             38 GB (train), 5 GB
-#   8xv100-32g                adapters                             31 GB (experience), 5 GB
+#   8xa100-80g or 8xh100-80g  all weights                          75 GB (train), 275 GB
+#   16xa100-40g               all weights, states on the host      34 GB (train), 334 GB
+#   8xa100-40g                adapters                             30 GB (train), 5 GB
+#   8xv100-32g                adapters                             28 GB (experience), 5 GB
 #
 #   scripts/llama2_13b.sh 1      supervised fine-tuning; then 2, the reward model; then 3, PPO
 #   HARDWARE=16xa100-40g scripts/llama2_13b.sh 3 --dry_run      another row; --dry_run only looks

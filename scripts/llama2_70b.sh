@@ -2,8 +2,8 @@
 # Llama-2 70B with a Llama-2 7B reward model.
 #
 #   HARDWARE                    what trains in step 3                planned: needed of a GPU (highest phase), a node's host
-#   64xa100-80g or 64xh100-80g  all weights                          77 GB (train), 133 GB
-#   8xa100-80g or 8xh100-80g    adapters                             73 GB (train), 12 GB
+#   64xa100-80g or 64xh100-80g  all weights                          74 GB (train), 133 GB
+#   8xa100-80g or 8xh100-80g    adapters                             77 GB (train), 12 GB
 #
 #   scripts/llama2_70b.sh 1      supervised fine-tuning; then 2, the reward model; then 3, PPO
 #   HARDWARE=8xa100-80g scripts/llama2_70b.sh 3 --dry_run      another row; --dry_run only looks

@@ -4,7 +4,7 @@
 #   HARDWARE                  what trains in step 3                planned: needed of a GPU (highest phase), a node's host
 #   8xa100-80g or 8xh100-80g  all weights                          77 GB (train), 174 GB
 #   8xa100-40g                all weights, states on the host      35 GB (train), 454 GB
-#   16xv100-32g               all weights, states on the host      28 GB (train), 227 GB
+#   16xv100-32g               all weights, states on the host      21 GB (train), 227 GB
 #   1xa100-80g or 1xh100-80g  adapters                             38 GB (train), 14 GB
 #   1xv100-32g                adapters on one trunk                25 GB (train), 14 GB
 #

@@ -2,10 +2,10 @@
 # OPT 13B with a 350M reward model.
 #
 #   HARDWARE                  what trains in step 3                planned: needed of a GPU (highest phase), a node's host
-#   8xa100-80g or 8xh100-80g  all weights                          71 GB (train), 184 GB
+#   8xa100-80g or 8xh100-80g  all weights                          67 GB (experience), 184 GB
 #   16xv100-32g               all weights, states on the host      26 GB (train), 225 GB
 #   8xa100-40g                adapters                             31 GB (train), 7 GB
-#   8xv100-32g                adapters                             30 GB (train), 7 GB
+#   8xv100-32g                adapters                             28 GB (experience), 7 GB
 #
 #   scripts/opt_13b.sh 1      supervised fine-tuning; then 2, the reward model; then 3, PPO
 #   HARDWARE=16xv100-32g scripts/opt_13b.sh 3 --dry_run      another row; --dry_run only looks

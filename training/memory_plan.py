@@ -20,10 +20,10 @@ if __name__ == "__main__":
 
 from engine.algorithms import Dialect
 from engine.errors import UserError
-from engine.memory import Cluster
 from engine.memory.changes import GPUS_OF_A_NODE, Setting, fewest_gpus, largest
 from engine.memory.gpus import gpu_bytes
 from engine.memory.memory_plan import as_json, table
+from engine.memory.workload import Cluster
 from engine.models.places import base_of
 from engine.models.reading import read_config
 from training.config.parsing import parse_flags

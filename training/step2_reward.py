@@ -273,7 +273,6 @@ def score_statistics(
         tokenizer,
         rows_at_once=args.per_device_eval_batch_size,
         row_length=args.max_prompt_seq_len + args.max_answer_seq_len,
-        training=0,
     )
     sampling = SamplingConfig(
         max_new_tokens=args.max_answer_seq_len,

@@ -40,7 +40,6 @@ from training.reporting.standard_errors import without_scores
 from training.runtime import dry_run, stopping
 from training.runtime.agreement import agreed, checked
 from training.runtime.first_lines import first_lines
-from training.runtime.memory_lines import memory_compared, training_bytes
 from training.runtime.output_folder import begin_output_dir, check_shared
 from training.runtime.plan import Plan, check_files, check_server, make_plan
 from training.runtime.processes import phase, place
@@ -81,8 +80,6 @@ def main(args: RLHFFlags) -> None:
 
 def choose_rollouts(args: RLHFFlags, plan: Plan, models: RLHFEngine) -> RolloutBackend:
     """Choose the backend that draws responses from the actor. Prints which backend was chosen and why."""
-    decides = args.rollout_backend == "auto" and distributed.is_main()
-    training = distributed.broadcast_object(training_bytes(args, plan.dialect) if decides else "it is not asked for")
     rollouts = build_rollouts(
         args.rollout_backend,
         models.actor,
@@ -94,7 +91,6 @@ def choose_rollouts(args: RLHFFlags, plan: Plan, models: RLHFEngine) -> RolloutB
         decoding=args.decoding,
         tensor_parallel=args.vllm_tensor_parallel_size if args.rollout_backend == "vllm" else args.inference_tp_size,
         sampler=args.vllm_sampler,
-        training=training,
     )
     if distributed.is_main():
         print(rollouts.why or f"rollouts by {args.rollout_backend}", flush=True)
@@ -219,9 +215,7 @@ def train(args: RLHFFlags, plan: Plan, trainer: PPOTrainer, session: Session) ->
             pretrain(session, pretraining, prompt_feed(args, plan, args.seed ^ SEED))
         session.before_first_step()
         feed = prompt_feed(args, plan, args.seed)
-        first_step: contextlib.AbstractContextManager = memory_compared(
-            args, plan.dialect, resumed=plan.resume is not None, say=session.writer.write
-        )
+        first_step: contextlib.AbstractContextManager = step_metrics.memory_measured(session.writer.write)
         with stopping.at_borders():
             while trainer.steps_done < plan.last_step:
                 place.step = trainer.steps_done + 1

@@ -4,9 +4,3 @@ planned = plan(spec, Workload(prompt=256, response=256, generated=16, responses=
 planned.phases["train"]["actor"]["optimizer"]     # bytes on one GPU, at the phase's peak
 planned.fits
 """
-
-from engine.memory.memory_plan import PHASES, MemoryPlan, Moment
-from engine.memory.planning import plan
-from engine.memory.workload import Cluster, Workload
-
-__all__ = ["PHASES", "Cluster", "MemoryPlan", "Moment", "Workload", "plan"]

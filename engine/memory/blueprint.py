@@ -10,7 +10,6 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from engine.copies import architecture
 from engine.engine_spec import EngineSpec
 from engine.errors import UserError
 from engine.models.adapter_folders import AdapterFolder, read_adapter
@@ -66,15 +65,6 @@ class Blueprint:
         return sum(map(sum, self.groups))
 
     @cached_property
-    def unmerged(self) -> int:
-        """The number of elements that are gathered to unmerge the adapter of a whole copy: the elements of the adapted
-        matrices and of the trained parameters. Without adapters, all elements of the model count."""
-        named = list(self.module.named_parameters())
-        if not any(".base_layer." in name for name, _ in named):
-            return self.numbers
-        return sum(weight.numel() for name, weight in named if weight.requires_grad or ".base_layer.weight" in name)
-
-    @cached_property
     def largest(self) -> int:
         """The number of elements of the largest parameter."""
         return max(parameter.numel() for parameter in self.module.parameters())
@@ -120,11 +110,6 @@ class Blueprint:
             yield
         finally:
             stack._modules = whole
-
-    @cached_property
-    def architecture(self) -> object:
-        """A value to compare: two models with equal values can use the same copy, one after the other."""
-        return architecture(self.module)
 
 
 def _units(module: nn.Module, kinds: set[str]) -> Iterable[int]:

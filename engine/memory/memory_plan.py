@@ -1,13 +1,12 @@
 """The number of bytes that a run takes on one GPU and its host, by phase, role and kind, and whether GPU and host have
 enough memory. The plan can be printed as a table or as JSON."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 from engine.memory.gpus import FRAGMENTS, reserved
 from engine.memory.workload import Cluster
-from engine.memory.zero_memory import KINDS, Bytes, ZeroMemory
+from engine.memory.zero_memory import KINDS, Bytes
 
 PHASES = ("load", "generate", "experience", "train", "save")
 ROLES = ("model", "actor", "critic", "reference", "reward", "ema", "copies")
@@ -35,20 +34,13 @@ class MemoryPlan:
     """The bytes at each moment of a step, of loading and of saving. The step is not the first one, so Adam's moments
     exist.
 
-    copies: a text that says which models compute with whole copies.
-    adam: the number of bytes of Adam's moments on the device; they do not exist before the first optimizer step.
-    engines: {role: engine}.
-    training: the number of bytes on the device that training adds at its peak, not counting the loaded engines, copies,
-        keys and values.
+    copies: a text that says how responses are drawn.
     checkpoints: a text that says how checkpoints are written; empty if none are written while training goes on.
     """
 
     moments: tuple[Moment, ...]
     cluster: Cluster
     copies: str
-    adam: int = 0
-    engines: Mapping[str, ZeroMemory] = field(default_factory=dict)
-    training: int = 0
     checkpoints: str = ""
 
     @property
@@ -140,7 +132,7 @@ def table(plan: MemoryPlan, title: str) -> str:
 def _last_lines(plan: MemoryPlan) -> list[str]:
     lines = [f"peak: {plan.peak.name}"]
     if plan.copies:
-        lines.append(f"copies of weights: {plan.copies}")
+        lines.append(f"rollouts: {plan.copies}")
     if plan.checkpoints:
         lines.append(f"checkpoints: {plan.checkpoints}")
     if plan.cluster.on_gpu:

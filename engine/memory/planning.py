@@ -5,15 +5,13 @@ need. The models are built on the meta device.
 without rollouts.
 """
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
-from functools import cached_property
+from collections.abc import Iterable
+from dataclasses import dataclass
 
-from engine.copies import divided_bytes, group_sizes, why_no_group
+from engine.copies import copies_bytes
 from engine.engine_spec import EngineSpec, OptimizerSpec
 from engine.host_memory import COPIES_SHARE
 from engine.memory.blueprint import Blueprint, blueprints, built
-from engine.memory.copies import UNPLANNED, Copies, CopyNeed, copies_bytes, copies_together, place_copies
 from engine.memory.memory_plan import MemoryPlan, Moment, gb
 from engine.memory.passes import Rows, decoding_passes, scoring_pass, training_pass
 from engine.memory.workload import Cluster, Workload
@@ -23,8 +21,9 @@ from engine.models.lora import LoraSpec
 from engine.models.reading import CLASSIFIER, LANGUAGE_MODEL
 from engine.rollout.cache import cache_bytes
 from engine.rollout.decode import slots_of_a_row
+from engine.rollout.placing import Placing, placed
 from engine.zero.config import EngineConfig, build_ds_config, with_fitting_sizes, zero_settings
-from engine.zero.long_batch import NOTHING_KEPT, Kept
+from engine.zero.long_batch import KEPT, Kept
 
 
 def plan(spec: EngineSpec, workload: Workload, cluster: Cluster) -> MemoryPlan:
@@ -40,8 +39,8 @@ class Planner:
     """Makes the memory plan of a run.
 
     engines: {role: engine}.
-    needs: the memory that a whole copy of each engine's model takes.
-    copies: which models have a copy.
+    placing: how responses are drawn.
+    copy: the bytes of the actor's copy.
     kept: {role of the engine: what is kept whole between the passes of an optimizer step}; filled while the plan is
         made.
     """
@@ -67,13 +66,11 @@ class Planner:
             self.cache = Bytes()
         self.moments: list[Moment] = []
         self.kept: dict[str, Kept] = {}
-        self._divided: dict[int, tuple[Mapping[int, int], str | None]] = {}
         self.rest, self.host_rest = self._at_rest()
         written = sum((engine.written for engine in self.engines.values()), self.averages.written)
         copy, self.checkpoints = checkpoint_copy(load.checkpoints, written, self.rest, self.host_rest, self.cluster)
         self.host_rest = self.host_rest + copy
-        self.training = self._training()
-        self.copies = self._copies()
+        self.copy, self.placing = self._placing()
 
     def _engine(self, role: str) -> ZeroMemory:
         spec, model = self.spec, self.models[role]
@@ -104,10 +101,7 @@ class Planner:
         return MemoryPlan(
             tuple(self.moments),
             self.cluster,
-            self.copies.why,
-            adam=self.rest.total - self._at_rest(stepped=False)[0].total,
-            engines=self.engines,
-            training=self.training,
+            self.placing.why,
             checkpoints=self.checkpoints,
         )
 
@@ -125,97 +119,35 @@ class Planner:
         averages = self.averages.bytes
         return (device, host + averages) if self.averages.on_host else (device + averages, host)
 
-    @cached_property
-    def needs(self) -> list[CopyNeed]:
-        """The memory that a whole copy of each model takes, listed in the order of the engines."""
-        needs = []
-        for role, engine in self.engines.items():
-            model = engine.model
-            gradients = model.width * model.trains // (self.cluster.world if engine.stage >= 2 else 1)
-            moments = engine.at_rest(stepped=True)[0].total - engine.at_rest(stepped=False)[0].total
-            needs.append(
-                CopyNeed(role, engine.stage, model.architecture, model.width * model.numbers, gradients + moments)
+    def _placing(self) -> tuple[Bytes, Placing]:
+        load, actor = self.workload, self.engines["actor"]
+        if load.backend in ("vllm", "zero3"):
+            return Bytes(), Placing(1, load.between_steps, f"by {load.backend}")
+        room = self.cluster.room if load.backend == "auto" else None
+        sizes = {1: 0}
+        if actor.stage == 3:
+            asked = load.group or (None if room is not None else 1)
+            sizes = copies_bytes(actor.model.module, self.cluster.gpus, asked)
+        placing = Placing(min(sizes), load.between_steps, "as asked")
+        if room is not None:
+            gradients = sum(
+                one.model.width * one.model.trains // (self.cluster.world if one.stage >= 2 else 1)
+                for one in self.engines.values()
             )
-        return needs
-
-    def _copies(self) -> Copies:
-        needs, between_steps = self.needs, self.workload.between_steps
-        if self.workload.backend != "auto":
-            chosen = tuple(range(len(needs))) if self.workload.backend == "replica" else ()
-            if chosen and (ranks := self.workload.group or 1) > 1:
-                return copies_together(needs, ranks, between_steps, self._divide)
-            why = {"vllm": "the actor's, in vLLM", "zero3": "none"}.get(self.workload.backend, "as asked")
-            return Copies(chosen, why, between_steps=between_steps)
-        room = self.cluster.room
-        if room is None:
-            why = "of all models that are partitioned, as it is not known what memory there is"
-            return Copies(tuple(range(len(needs))), why, between_steps=between_steps)
-        loaded, _ = self._at_rest(stepped=False)
-        free = room - loaded.total
-        training = self.training if self.cluster.on_gpu else UNPLANNED  # a run does the same
-        placed = place_copies(needs, self.cache.total, free, between_steps, self._divide, training)
-        partitioned = any(need.stage == 3 for need in needs)
-        return replace(
-            placed, why=placed.why + (why_no_group(self.cluster.gpus, self.workload.group) if partitioned else "")
-        )
-
-    def _training(self) -> int:
-        """The number of bytes that training adds on a device at its peak, not counting the loaded engines, copies, keys
-        and values. The number assumes that no weights stay gathered between passes, even if there is room for them."""
-        self.copies = Copies((), "", between_steps="free")
-        self._train(keeps=False)
-        peak = max(moment.device.total for moment in self.moments)
-        self.moments.clear()
-        return peak - self._at_rest(stepped=False)[0].total
-
-    def _divide(self, place: int) -> tuple[Mapping[int, int], str | None]:
-        """(`CopyNeed.divided`, `CopyNeed.obstacle`) for the model with this index. `place_copies` gets this function as
-        `divide`."""
-        if place not in self._divided:
-            role, model = list(self.models.items())[place]
-            sizes = group_sizes(self.cluster.gpus, self.workload.group)
-            self._divided[place] = divided_bytes(model.module, sizes, role == "actor")
-        return self._divided[place]
-
-    def _copy_bytes(self, roles: Iterable[str]) -> Bytes:
-        """The bytes of the copies that exist after these models have computed."""
-        copies = self.copies
-        whole = [self.needs[place] for place in copies.models if self.needs[place].role in roles]
-        divided = [place for place in copies.divided if self.needs[place].role in roles]
-        parts = {self.needs[place].kind: self._divide(place)[0][copies.ranks] for place in divided}
-        return Bytes().add("copies", "weights", copies_bytes(whole, copies.shared) + sum(parts.values()))
-
-    def _copied(self, role: str, generates: bool = False) -> bool:
-        """Whether a model computes without ZeRO's hooks: with a copy or, at stages 0 to 2, with its own module.
-
-        generates: whether the model draws responses. A divided copy with a merged adapter can only draw responses.
-        """
-        place, plain = list(self.engines).index(role), self.models[role].module.adapters is None
-        divided = place in self.copies.divided and (plain or generates)
-        return divided or place in self.copies.models or self.engines[role].stage < 3
-
-    def _lent(self, role: str) -> bool:
-        """Whether all passes of an optimizer step read the weights from the model's copy. This needs a copy that no
-        other model has overwritten since it was filled."""
-        place, copies = list(self.engines).index(role), self.copies
-        alone = (
-            not copies.shared or [self.needs[other].kind for other in copies.models].count(self.needs[place].kind) == 1
-        )
-        updates = max(map(self.workload.updates_of, ("actor", "critic") if self.spec.share_trunk else (role,)))
-        return place in copies.models and alone and copies.kept(place) and updates == 1
-
-    @property
-    def _kept_roles(self) -> list[str]:
-        return [role for place, role in enumerate(self.engines) if self.copies.kept(place)]
+            placing = placed(sizes, self.cache.total, room - self.rest.total - gradients, load.between_steps)
+        return Bytes().add("copies", "weights", sizes[placing.ranks]), placing
 
     @property
     def _kept(self) -> Bytes:
-        """The bytes of the copies, keys and values that are kept during training. On GPUs vLLM sleeps during training
-        and holds no memory."""
-        copies = self._copy_bytes(self._kept_roles)
-        if self.copies.between_steps == "keep":
-            copies = copies + self.cache
-        return copies if self.cluster.on_gpu else copies + self.vllm
+        """The bytes of the copy, keys and values that are kept during training. On GPUs vLLM sleeps during training and
+        holds no memory."""
+        kept = self.copy + self.cache if self.placing.between_steps == "keep" else Bytes()
+        return kept if self.cluster.on_gpu else kept + self.vllm
+
+    def _lent(self, role: str, updates: int) -> bool:
+        """Whether this many optimizer steps' passes read the weights from the actor's copy."""
+        plain = self.models["actor"].module.adapters is None and self.placing.ranks == 1
+        return role == "actor" and bool(self.copy.total) and plain and updates <= 1
 
     def _bucket(self, role: str, numbers: int) -> Bytes:
         """The bytes of the buffers that gathering `numbers` elements needs, one bucket at a time."""
@@ -244,20 +176,15 @@ class Planner:
             self._moment("generate", "vLLM takes weights", [self.rest, self.vllm, bucket], [self.host_rest])
             self._moment("generate", "vLLM draws responses", [self.rest, self.vllm, passes], [self.host_rest])
             return
-        copies = self._copy_bytes({"actor", *self._kept_roles})
-        always, host = [self.rest, self.cache, copies], [self.host_rest]
-        if self._copied("actor", True) and self.engines["actor"].stage == 3:
-            lora, bucket = self.spec.actor_lora, self._bucket("actor", self.models["actor"].numbers)
-            filled = [*always, bucket]
-            if lora is not None and lora.only and self.copies.between_steps == "keep":
-                # Frozen models are copied only once, in the first step, when most other memory is not allocated yet.
-                filled = [self._at_rest(stepped=False)[0], self._copy_bytes(["actor"]), bucket]
-            self._moment("generate", "the actor's copy is filled", filled, host)
-        whole = Bytes() if self._copied("actor", True) else self.engines["actor"].gathered(ahead=False)
+        always, host = [self.rest, self.cache, self.copy], [self.host_rest]
+        if self.copy.total:
+            bucket = self._bucket("actor", self.models["actor"].numbers)
+            self._moment("generate", "the actor's copy is filled", [*always, bucket], host)
+        whole = Bytes() if self.copy.total else self.engines["actor"].gathered(ahead=False)
         self._moment("generate", "responses are drawn", [*always, passes, whole], host)
 
     def _experience(self) -> None:
-        always = [self.rest, self.cache, self._copy_bytes(self.engines), self.vllm]
+        always = [self.rest, self.cache, self.copy, self.vllm]
         for role in ("actor", "reference", "critic", "reward"):
             host = self._host(role)
             if host is None:
@@ -269,17 +196,18 @@ class Planner:
                 self._moment(
                     "experience", "the reference takes the actor's place", [*always, device], [self.host_rest, on_host]
                 )
-            if self._copied(host) and (role == host or moving) and engine.stage == 3:
-                # The actor's copy generated with its adapter merged, and is unmerged now. The critic's copy may be new.
-                numbers = engine.model.unmerged if role == "actor" else engine.model.numbers
-                filled = [*always, self._bucket(host, numbers)]
-                self._moment("experience", f"the {role}'s copy is filled", filled, [self.host_rest])
             played = None if role == host or moving else role
             needed = _kinds(role, scoring_pass(engine.model, self.workload.rows, played))
-            whole = Bytes() if self._copied(host) else engine.gathered()
+            kept = Kept(weights=self._fits(engine, always))
+            whole = Bytes() if self._lent(role, 0) else engine.gathered(kept=kept)
             self._moment(
                 "experience", f"{role} computes", [*always, needed, whole, engine.on_device()], [self.host_rest]
             )
+
+    def _fits(self, engine: ZeroMemory, held: list[Bytes]) -> bool:
+        """Whether an engine's whole weights stay gathered for all passes that compute experience."""
+        room = self.cluster.room
+        return room is None or engine.model.width * engine.model.numbers <= KEPT * (room - sum(held, Bytes()).total)
 
     def _host(self, role: str) -> str | None:
         """The role whose engine computes this role; None if the run does not have this role."""
@@ -288,8 +216,8 @@ class Planner:
             host = "actor"
         return host if host in self.engines else None
 
-    def _train(self, keeps: bool = True) -> None:
-        moved = self._copy_bytes(self.engines) if self.copies.between_steps == "host" else Bytes()
+    def _train(self) -> None:
+        moved = self.copy if self.placing.between_steps == "host" else Bytes()
         always, host_bytes = [self.rest, self._kept], [self.host_rest, moved]
         held = Bytes()
         trained = {role: host for role in ("critic", "actor") if (host := self._host(role)) is not None}
@@ -299,9 +227,10 @@ class Planner:
             needed = _kinds(role, training_pass(engine.model, self.workload.rows, played, self.cluster.gpu_bytes))
             # In an engine with several roles, the gradients of an earlier role count like those of an earlier pass.
             made = passes if host not in list(trained.values())[: list(trained).index(role)] else passes + 1
-            kept = self.kept[host] = self._kept_whole(engine, passes, needed, held) if keeps else NOTHING_KEPT
-            whole = Bytes() if self._lent(host) else engine.gathered(backward=True, kept=kept)
-            if kept.weights and not self._lent(host):  # in the first pass they are fetched as usual
+            kept = self.kept[host] = self._kept_whole(engine, passes, needed, held)
+            lent = self._lent(host, self.workload.updates_of(role)) and self.placing.between_steps == "keep"
+            whole = Bytes() if lent else engine.gathered(backward=True, kept=kept)
+            if kept.weights and not lent:  # in the first pass they are fetched as usual
                 first = [*always, held, needed, engine.in_backward(1), engine.gathered(backward=True)]
                 self._moment("train", f"{role}'s first pass", first, host_bytes)
             backward = [*always, held, needed, engine.in_backward(made, kept), whole]
@@ -391,7 +320,7 @@ class OneModel:
 
 
 def plan_one_model(one: OneModel, cluster: Cluster) -> MemoryPlan:
-    """The memory plan of loading, training and saving one model. Raises: UserError, as `engine.memory.plan` does."""
+    """The memory plan of loading, training and saving one model. Raises: UserError, as `plan` does."""
     model = one.blueprint
     ds_config = build_ds_config(one.engine, dtype=one.dtype, micro_batch_size=one.rows)
     zero = zero_settings(with_fitting_sizes(model.module, ds_config))
@@ -422,4 +351,4 @@ def plan_one_model(one: OneModel, cluster: Cluster) -> MemoryPlan:
         Moment("train", "the optimizer's step", rest + engine.held + step, host + step_host, Bytes()),
         Moment("save", "the model is written", rest + saved, host, tensor),
     )
-    return MemoryPlan(moments, cluster, "", engines={"model": engine}, checkpoints=checkpoints)
+    return MemoryPlan(moments, cluster, "", checkpoints=checkpoints)

@@ -1,7 +1,6 @@
 """Manages the LoRA adapters within a model, and chooses the adapter that computes."""
 
 import warnings
-from collections import Counter
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -22,7 +21,6 @@ class Adapters:
     own: the role that trains.
     configs: {role: peft's configuration of the role's adapter}.
     frozen: the other roles that have an adapter; all remaining roles compute without an adapter.
-    merged: the names of the layers whose matrices now contain the merged adapter of the role `own`.
     """
 
     def __init__(
@@ -36,13 +34,6 @@ class Adapters:
         self.layers: dict[str, Any] = {
             name: layer for name, layer in model.named_modules() if isinstance(layer, LoraLayer)
         }
-        self.merged: frozenset[str] = frozenset()
-
-    def within(self, model: nn.Module) -> "Adapters":
-        """Inject adapters with the same configurations into another model of this architecture. The caller still has to
-        fill in the new factors."""
-        inject(model, self.configs)
-        return Adapters(model, self.own, self.configs, self.frozen)
 
     def take(self, role: str | None) -> None:
         """Compute in this role until the next call. None: in the role `own`.
@@ -50,38 +41,10 @@ class Adapters:
         The role stays chosen after the forward pass, because with activation checkpointing the backward pass has to
         compute the same activations again.
         """
-        assert not self.merged or role in (None, self.own), (
-            f"asked to be the {role}, with the {self.own}'s updates merged"
-        )
         role = role or self.own
         names = [role] if role == self.own or role in self.frozen else []
-        for name, layer in self.layers.items():
-            # peft's own setter would freeze inactive adapters
-            layer._active_adapter = [] if name in self.merged else names
-
-    @torch.no_grad()
-    def merge(self) -> None:
-        """Add the updates of the role `own` to the matrices, rounded to the matrices' dtype. The role then computes
-        without the factors.
-
-        Call this only for an unpartitioned copy of a model in eval mode, because it overwrites the matrices. A matrix
-        that is tied to another module's weight is not merged.
-        """
-        uses = Counter(weight for part in self.model.modules() for weight in part.parameters(recurse=False))
-        for name, layer in self.layers.items():
-            weight = layer.get_base_layer().weight
-            if uses[weight] == 1 and self.own in layer.lora_A:
-                a, b = layer.lora_A[self.own].weight, layer.lora_B[self.own].weight
-                weight.copy_(merged(weight, update(a, b, layer.scaling[self.own], layer.fan_in_fan_out)))
-                self.merged |= {name}
-        self.take(None)
-
-    def unmerge(self) -> list[str]:
-        """Compute with the factors again. Returns the names, within the model, of the merged matrices, which the caller
-        has to restore."""
-        names, self.merged = [f"{name}.base_layer.weight" for name in self.merged], frozenset()
-        self.take(None)
-        return names
+        for layer in self.layers.values():
+            layer._active_adapter = names  # peft's own setter would freeze inactive adapters
 
     @torch.no_grad()
     def merged_matrix(

@@ -50,13 +50,6 @@ class HydraPolicy(Policy):
         if any(is_partitioned(parameter) for parameter in first.parameters()):
             first.register_forward_pre_hook(ask_for_gradient)
 
-    def with_model(self, model: nn.Module) -> "HydraPolicy":
-        """A HydraPolicy with the settings of this one, for another model of the same architecture."""
-        other = HydraPolicy(model, self.replaced, layers=self.layers)
-        other.pack(self.packs)
-        other.direct_head = self.direct_head
-        return other
-
     def forward(self, *args, role: str | None = None, **kwargs):
         """As in Policy. With the role "reference" the results are those of the model before training."""
         with self._copies_in_place() if role == "reference" else contextlib.nullcontext():

@@ -128,15 +128,6 @@ def load_policy(
     return _started(Policy(model, replaced), base, adapter, merge, attention)
 
 
-def empty_like(module: Policy | Scorer, device: torch.device) -> Policy | Scorer:
-    """An unpartitioned, frozen module of the same architecture and dtype. The caller still has to fill in its
-    weights."""
-    dtype = next(module.parameters()).dtype
-    with torch.device(device):
-        model = type(module.model)._from_config(module.model.config, dtype=dtype)
-    return module.with_model(model).to(device).requires_grad_(False).eval()
-
-
 def load_scorer(
     path: str,
     dtype: torch.dtype,

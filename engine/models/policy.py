@@ -7,7 +7,7 @@ are computed in chunks, so that only one chunk of logits is in memory at a time.
 """
 
 import inspect
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -52,21 +52,6 @@ class Backbone(nn.Module):
         self.replaced = replaced or {}
         # Some families (BLOOM, for example) take no position ids, and compute positions from the attention mask.
         self._takes_positions = "position_ids" in inspect.signature(model.base_model.forward).parameters
-
-    def with_model(self, model: PreTrainedModel) -> Self:
-        """A module of this class with the same settings and adapters, around another model of the same architecture."""
-        other = type(self)(model, self.replaced)
-        other.pack(self.packs)
-        if self.adapters is not None:
-            other.adapters = self.adapters.within(model)
-        return other
-
-    def take_settings_of(self, other) -> None:
-        """Copy the settings that affect the module's results, other than weights, from another module of the same
-        architecture.
-
-        This method is called when a module gets the weights of another model.
-        """
 
     def pack(self, packs: bool) -> None:
         """Set whether rows go through the layers without padding."""
@@ -127,13 +112,6 @@ class Policy(Backbone):
         self.direct_head = type(head) in (nn.Linear, LogProbHead)
         if self.direct_head:
             head.__class__ = LogProbHead  # in place, so that parameter names do not change
-
-    def with_model(self, model: PreTrainedModel) -> Self:
-        """A Policy with the settings of this one, including the result of the probe, for another model of the same
-        architecture."""
-        other = super().with_model(model)
-        other.direct_head = self.direct_head
-        return other
 
     @traced("policy forward")
     def forward(
@@ -264,18 +242,6 @@ class Scorer(Backbone):
         """Keep a frozen copy of the present head. With this copy the module computes as `role` (all ranks call this
         together)."""
         self.kept_heads[role] = whole_copy(self.model.score).requires_grad_(False)
-
-    def with_model(self, model: PreTrainedModel) -> Self:
-        """A Scorer with the settings, adapters and kept heads of this one, for another model of the same
-        architecture."""
-        other = super().with_model(model)
-        for role in self.kept_heads:
-            other.keep_head(role)
-        return other
-
-    def take_settings_of(self, other: "Scorer") -> None:
-        """Copy the offset of another Scorer of the same architecture."""
-        self.offset = other.offset
 
     @traced("scorer forward")
     def forward(

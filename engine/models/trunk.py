@@ -64,20 +64,6 @@ class Trunk(Policy):
         reference."""
         return self.scorers.get(role, self)
 
-    def with_model(self, model: PreTrainedModel) -> "Trunk":
-        """A Trunk with the settings of this one, but with new adapters and heads, around another model of the same
-        architecture."""
-        scorers = {
-            role: Scorer(_classifier(model, own.model.config, type(own.model)), own.replaced)
-            for role, own in self.scorers.items()
-        }
-        other = Trunk(model, self.replaced, scorers)
-        other.direct_head = self.direct_head
-        other.pack(self.packs)
-        assert self.adapters is not None
-        other.give_adapters(self.adapters.configs)
-        return other
-
     def pack(self, packs: bool) -> None:
         """As Backbone.pack, for all roles."""
         super().pack(packs)

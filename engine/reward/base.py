@@ -86,6 +86,10 @@ class RewardSource(Protocol):
         """A context in which the source's weights are on the device. By default entering it does nothing."""
         return contextlib.nullcontext()
 
+    def inferring(self) -> contextlib.AbstractContextManager:
+        """A context for several calls of `parts`. By default entering it does nothing."""
+        return contextlib.nullcontext()
+
 
 def keys_of(rollout: Rollout) -> list[tuple[int, int]]:
     """A key for each response: (index of the prompt, number of the prompt's sample). It is unique within a PPO step."""
@@ -286,6 +290,10 @@ class RewardModel(RewardSource):
         """A context in which the weights are on the device."""
         return self.model.on_device()
 
+    def inferring(self):
+        """A context in which the weights are gathered once."""
+        return self.model.inferring()
+
 
 def sum_in_words(terms: Sequence[tuple[str, float]], length_penalty: float = 0.0) -> str:
     """The formula of a CombinedReward as a text: "0.5 reward model + 0.5 right - 0.01 a token".
@@ -344,6 +352,14 @@ class CombinedReward(RewardSource):
         """Call `prepare` of each source."""
         for source, _ in self.sources.values():
             source.prepare(rollout)
+
+    @contextlib.contextmanager
+    def inferring(self) -> Iterator[None]:
+        """A context in which the weights of all sources are gathered once."""
+        with contextlib.ExitStack() as stack:
+            for source, _ in self.sources.values():
+                stack.enter_context(source.inferring())
+            yield
 
     @contextlib.contextmanager
     def on_device(self) -> Iterator[None]:

@@ -1,14 +1,11 @@
 """The decoding loop. It reads each prompt once, then draws one token at a time for every row of the batch. Waiting
 prompts take the rows of responses that have ended."""
 
-import warnings
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
 
-from engine import distributed
-from engine.copies import first_sentence
 from engine.distributed import RankGroup
 from engine.experience import PromptBatch, Rollout
 from engine.rollout.base import SamplingConfig
@@ -18,14 +15,10 @@ from engine.rollout.request import Draws, Ends, Request, Schedule, prompts_of_gr
 
 Finished = Callable[[Rollout], None] | None
 CHECK_EVERY = 8  # the host reads drawn tokens once per this number of tokens
-HALVINGS = 3  # how often rows_at_once may be halved when memory runs out; below an eighth, little is gained
 
 
 class Sampler:
     """Draws responses from models of one architecture, and keeps the cache's memory from call to call.
-
-    If memory runs out, the number of rows decoded at once is halved, up to HALVINGS times; this is possible only if no
-    other rank waits for this rank's forward passes. Random numbers are keyed, so the drawn tokens stay the same.
 
     Args:
         rows_at_once: the number of responses decoded at the same time; None for all.
@@ -52,7 +45,6 @@ class Sampler:
         self.tokenizer, self.decoding, self.group = tokenizer, decoding, group or RankGroup(1)
         self.rows_at_once = rows_at_once and rows_at_once * self.group.size
         self.agree = agree or (lambda number: number)
-        self._halvings_left = HALVINGS if agree is None and self.group.size == 1 else 0
         # In inference mode small models take a tenth less time per token, but ZeRO's hooks do not work in it.
         self.context = torch.no_grad if agree else torch.inference_mode
         self.cache = SlotCache()
@@ -72,32 +64,9 @@ class Sampler:
         training = model.training
         model.eval()
         try:
-            while (rollout := self._or_fewer_rows(model, prompts, sampling, finished)) is None:
-                pass
-            return rollout
+            return self._responses(model, prompts, sampling, finished)
         finally:
             model.train(training)
-
-    def _or_fewer_rows(
-        self, model: nn.Module, prompts: PromptBatch, sampling: SamplingConfig, finished: Finished
-    ) -> Rollout | None:
-        """One response for each row of the prompts. If memory runs out, this method halves rows_at_once and returns
-        None, and the caller tries again."""
-        rows = min(self.rows_at_once or len(prompts), len(prompts))
-        try:
-            return self._responses(model, prompts, sampling, finished)
-        except torch.OutOfMemoryError as error:
-            if not self._halvings_left or rows == 1:
-                raise
-            message = first_sentence(error)
-        self.release_memory()
-        self.rows_at_once, self._halvings_left = rows // 2, self._halvings_left - 1
-        warnings.warn(
-            f"{rows} responses decoded side by side do not fit on rank {distributed.rank()} ({message}): from now on "
-            f"{rows // 2} are decoded",
-            stacklevel=3,
-        )
-        return None
 
     def _responses(
         self, model: nn.Module, prompts: PromptBatch, sampling: SamplingConfig, finished: Finished

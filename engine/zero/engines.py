@@ -18,7 +18,7 @@ from engine.trace import traced
 from engine.zero.config import decoder_layers, with_fitting_bucket, with_fitting_sizes
 from engine.zero.extensions import nothing_compiled
 from engine.zero.gathering import fill_parameters, is_available, is_partitioned, own_hpz_groups
-from engine.zero.long_batch import LongBatch
+from engine.zero.long_batch import LongBatch, LongInference
 from engine.zero.shards import Shard, ShardSource, TrainingState
 from engine.zero.stages import stage_of
 
@@ -28,16 +28,11 @@ an unusual batch, and DeepSpeed's hysteresis does not lower the scale at the fir
 the model's numbers are too large for fp16."""
 
 
-class Copies(Protocol):
-    """The interface of `engine.copies.PlainCopies`: copies of modules, without ZeRO's hooks, that compute in place of a
-    TrainedModel or FrozenModel."""
+class Copy(Protocol):
+    """The interface of `engine.copies.ActorCopy`."""
 
-    def inferred(self, model: Any, *args, **kwargs) -> Any:
-        """The result of a copy's forward pass without gradients; None if there is too little memory for a copy (all
-        ranks call this together)."""
-
-    def holding(self, model: Any) -> nn.Module | None:
-        """The copy that holds the model's current weights; None if no copy does."""
+    def holding(self) -> nn.Module | None:
+        """The copy if it holds the model's current weights, whole; otherwise None."""
 
 
 class LearningModel:
@@ -117,9 +112,9 @@ class TrainedModel(LearningModel):
             self.ds_engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=ds_config)
         self.module: Any = self.ds_engine.module  # a Policy or a Scorer; engine/zero may not import these classes
         self.role = role  # for messages and traces
-        self.copies: Copies | None = None  # if set, copies compute passes without gradients
+        self.copy: Copy | None = None  # its weights stand in for the partitions while they are the same
         self.stage = self.ds_engine.zero_optimization_stage()
-        self.version = 0  # increases when the weights change, so that copies know whether they are up to date
+        self.version = 0  # increases when the weights change, so that a copy knows whether it is up to date
         self.grad_norm = 0.0  # gradient norm of the latest step, before clipping
         self.scales_loss = self.ds_engine.fp16_enabled()
         """Whether the loss is scaled (fp16). With a loss scale overflows are normal, and not a reason to stop."""
@@ -127,6 +122,7 @@ class TrainedModel(LearningModel):
         self._overflows_at_floor = 0  # the number of overflows in a row that left the loss scale unchanged
         self.state = TrainingState(self.module, self._by_stage)
         _, sums = self.ds_engine.get_data_types()
+        self.long_inference = LongInference(self.module)
         self.long_batch = LongBatch(self.module, role, self._by_stage.forget_gradients, sums)
         self._passes = 0  # backward passes since the last step
         self.ds_engine.train()
@@ -137,8 +133,16 @@ class TrainedModel(LearningModel):
         return self
 
     def __call__(self, *args, **kwargs):
-        """The module's forward pass. If gradients are off and `copies` is set, a copy computes this pass."""
-        return self.ds_engine(*args, **kwargs) if torch.is_grad_enabled() else _inferred(self, *args, **kwargs)
+        """The module's forward pass."""
+        return self.ds_engine(*args, **kwargs)
+
+    def inferring(self) -> contextlib.AbstractContextManager:
+        """A context for forward passes without gradients (all ranks enter it together). At stage 3, if memory allows,
+        weights are gathered once for all of them, or not at all if the copy has them."""
+        return self.long_inference.of(self._lent())
+
+    def _lent(self) -> nn.Module | None:
+        return None if self.copy is None else self.copy.holding()
 
     def on_device(self) -> contextlib.AbstractContextManager:
         """Does nothing: the weights of a trained model are always on the device."""
@@ -148,8 +152,7 @@ class TrainedModel(LearningModel):
         """A context for this many forward and backward passes before the next optimizer step (all ranks enter it
         together). At stage 3, if memory allows, weights are gathered once for all passes, and gradients are reduced in
         the last pass only (`LongBatch`)."""
-        copy = None if self.copies is None else self.copies.holding(self)
-        return self.long_batch.of(passes, not self._passes, copy)
+        return self.long_batch.of(passes, not self._passes, self._lent())
 
     @traced("{0.role} backward")
     def backward(self, loss: Tensor, last: bool) -> None:
@@ -263,7 +266,8 @@ class FrozenModel:
             self.ds_engine, *_ = deepspeed.initialize(model=module, config=with_fitting_sizes(module, ds_config))
         self.module: Any = self.ds_engine.module  # a Policy or a Scorer; engine/zero may not import these classes
         self.role = role  # for messages and traces
-        self.copies: Copies | None = None
+        self.copy: Copy | None = None
+        self.long_inference = LongInference(self.module)
         self.stage = self.ds_engine.zero_optimization_stage()
         self.version = 0  # increases when `take` changes the weights
         self.ds_engine.eval()
@@ -278,8 +282,12 @@ class FrozenModel:
 
     @torch.no_grad()
     def __call__(self, *args, **kwargs):
-        """The module's forward pass. If `copies` is set, a copy computes this pass."""
-        return _inferred(self, *args, **kwargs)
+        """The module's forward pass."""
+        return self.ds_engine(*args, **kwargs)
+
+    def inferring(self) -> contextlib.AbstractContextManager:
+        """As TrainedModel.inferring."""
+        return self.long_inference.of()
 
     def take(self, fetch: Callable[[str], Tensor]) -> None:
         """Replace the weights (all ranks call this together, outside `on_device` if the weights are offloaded). fetch:
@@ -323,9 +331,12 @@ class HostedRole:
         return self.host.stage
 
     def __call__(self, *args, **kwargs):
-        """The forward pass of the host's module in this role. If gradients are off and the host has `copies`, a copy
-        computes this pass."""
+        """The forward pass of the host's module in this role."""
         return self.host(*args, role=self.role, **kwargs)
+
+    def inferring(self) -> contextlib.AbstractContextManager:
+        """As TrainedModel.inferring."""
+        return self.host.inferring()
 
     def on_device(self) -> contextlib.AbstractContextManager:
         """Does nothing: the weights of a trained model are always on the device."""
@@ -344,18 +355,8 @@ class FrozenRole(HostedRole):
 
     @torch.no_grad()
     def __call__(self, *args, **kwargs):
-        """The forward pass of the host's module in this role. If the host has `copies`, a copy computes this pass."""
+        """The forward pass of the host's module in this role."""
         return super().__call__(*args, **kwargs)
-
-
-def _inferred(model: TrainedModel | FrozenModel, *args, **kwargs):
-    """The result of a forward pass without gradients. The model's copy computes it if there is one, else the engine."""
-    if model.copies is not None:
-        result = model.copies.inferred(model, *args, **kwargs)
-        if result is not None:
-            return result
-        model.copies = None
-    return model.ds_engine(*args, **kwargs)
 
 
 def _prepare_stage_3(module: nn.Module, ds_config: dict) -> None:

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 from engine import distributed
 from engine.lazy import Lazy
-from engine.trace import traced
 
 GATHER_BUCKET = 1 << 26  # parameters gathered at a time: 256 MiB in float32
 
@@ -164,32 +163,6 @@ def lent_state(module: nn.Module) -> Iterator[dict[str, Tensor]]:
             distributed.broadcast_object(None)
 
 
-@traced("gather of weights")
-@torch.no_grad()
-def copy_weights(source: nn.Module, target: nn.Module, names: Collection[str] | None = None) -> None:
-    """Copy the weights of `source` into `target`, an unpartitioned module of the same architecture (all ranks call this
-    together).
-
-    Each bucket needs one collective call, because a rank joins its partitions before it sends them. With DeepSpeed's
-    GatheredParameters, all ranks would first have to agree on each parameter.
-
-    names: the parameters to copy; None for all.
-    """
-    parameters, buffers = dict(target.named_parameters()), dict(target.named_buffers())
-    there = {name for name, _ in source.named_parameters()}
-    assert there == parameters.keys(), f"not of one architecture: {sorted(there ^ parameters.keys())[:4]}"
-    for bucket in parameter_buckets(source, names):
-        partitioned = [(name, parameter) for name, parameter in bucket if _has_shard(parameter)]
-        if partitioned:
-            _copy_bucket(partitioned, parameters)
-        others = [(name, parameter) for name, parameter in bucket if not _has_shard(parameter)]
-        with gathered_params([parameter for _, parameter in others]):
-            for name, parameter in others:
-                parameters[name].copy_(parameter)
-    for name, buffer in source.named_buffers():
-        buffers[name].copy_(buffer)
-
-
 @torch.no_grad()
 def whole_weights(source: nn.Module, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
     """An iterator over (name, full weight) of a module's parameters. Every rank gets the weights on its device,
@@ -211,34 +184,6 @@ def whole_weights(source: nn.Module, names: Collection[str] | None = None) -> It
         del runs  # frees the numbers before the next bucket is gathered
 
 
-def try_bucket(source: nn.Module, names: Collection[str] | None = None, whole: bool = False) -> None:
-    """Allocate the memory that gathering the largest bucket needs, and give it back to torch's allocator. A rank with
-    too little memory thus fails here, before the ranks exchange anything.
-
-    Args:
-        names: the parameters to gather; None for all.
-        whole: whether `whole_weights` will gather; it allocates each weight, while `copy_weights` fills existing
-            tensors.
-
-    Raises: torch.OutOfMemoryError.
-    """
-    buckets = ([p for _, p in bucket if _has_shard(p)] for bucket in parameter_buckets(source, names))
-    needs = [(_bucket_needs(bucket, whole), bucket[0].dtype) for bucket in buckets if bucket]
-    if needs:
-        sizes, dtype = max(needs, key=lambda need: sum(need[0]))
-        taken = [torch.empty(size, dtype=dtype, device=distributed.device()) for size in sizes]
-        del taken
-
-
-def _bucket_needs(bucket: list[Any], whole: bool) -> tuple[int, int]:
-    """(the number of elements that a rank receives, the number of further elements that it allocates). The further
-    elements are those that the rank sends, and later those of the largest weight. A bucket of one parameter needs no
-    memory for a weight, because the weight is a view of the received elements."""
-    sent = sum(parameter.ds_tensor.ds_numel for parameter in bucket)
-    made = max(map(full_numel, bucket)) if whole and len(bucket) > 1 else 0
-    return sent * distributed.world_size(), max(sent, made)
-
-
 def _has_shard(parameter: Any) -> bool:
     """Whether this rank holds its partition of a parameter in the usual form: in memory, not quantized, and one of
     world_size equal partitions."""
@@ -249,17 +194,6 @@ def _has_shard(parameter: Any) -> bool:
         and shard.numel() == shard.ds_numel
         and shard.ds_numel == -(-parameter.ds_numel // distributed.world_size())
     )
-
-
-def _copy_bucket(bucket: list[tuple[str, Any]], targets: Mapping[str, Tensor]) -> None:
-    runs = _gathered_runs([parameter for _, parameter in bucket])
-    for (name, _), column in zip(bucket, runs):
-        target, size = targets[name].view(-1), column.shape[1]
-        full = len(target) // size  # the partitions without padding; one strided copy writes them
-        target[: full * size].view(full, size).copy_(column[:full])
-        rest = target[full * size :]
-        if len(rest):
-            rest.copy_(column[full, : len(rest)])
 
 
 def _gathered_runs(parameters: list[Any]) -> Iterator[Tensor]:

@@ -2,16 +2,17 @@
 gathered once for all passes, and gradients are reduced once."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from engine import distributed
 from engine.zero import accelerator
-from engine.zero.gathering import is_available, is_partitioned, stand_in
+from engine.zero.gathering import is_available, is_partitioned, stand_in, whole_weights
 
 USED, KEPT = 0.8, 0.4
 """Fractions of the free memory. USED: the fraction for passes, kept weights and kept gradients together, if the memory
@@ -47,6 +48,65 @@ def what_to_keep(weights: int, gradients: int, passes: int | None, free: int) ->
     return Kept(weights <= room, weights + gradients <= room)
 
 
+def partitioned(module: nn.Module) -> dict[str, Any]:
+    """{name: parameter} of the parameters that ZeRO-3 manages."""
+    return {name: one for name, one in module.named_parameters() if is_partitioned(one)}
+
+
+@contextlib.contextmanager
+def held(named: dict[str, Any], whole: Mapping[str, Tensor]) -> Iterator[None]:
+    """Within this context parameters stay gathered once a forward pass has gathered them. whole: full weights that
+    stand in for them. DeepSpeed frees a parameter only when no module uses it."""
+    for name, parameter in named.items():
+        if name in whole and not is_available(parameter):
+            stand_in(parameter, whole[name])
+        parameter.ds_active_sub_modules.add(_LONG_BATCH)
+    try:
+        yield
+    finally:
+        for parameter in named.values():
+            parameter.ds_active_sub_modules.discard(_LONG_BATCH)
+            if is_available(parameter) and not parameter.ds_persist:
+                parameter.partition()
+
+
+class LongInference:
+    """Keeps the weights of a module at stage 3 gathered for several forward passes without gradients."""
+
+    def __init__(self, module: nn.Module):
+        self.module, self._named = module, partitioned(module)
+        self._fits: bool | None = None  # None until the first passes
+
+    @contextlib.contextmanager
+    def of(self, copy: nn.Module | None = None) -> Iterator[None]:
+        """A context for forward passes (all ranks enter it together). copy: as in `LongBatch.of`."""
+        if not self._named or distributed.world_size() == 1 or (copy is None and not self._decided()):
+            yield
+            return
+        with held(self._named, dict(copy.named_parameters(remove_duplicate=False)) if copy else self._gathered()):
+            yield
+
+    def _gathered(self) -> dict[str, Tensor]:
+        """The whole weights, as parts of one tensor for each dtype. The memory of one large tensor can be used again
+        for that of the next model, while many small ones would leave gaps."""
+        sizes: Counter[torch.dtype] = Counter()
+        for one in self._named.values():
+            sizes[one.dtype] += one.ds_numel
+        flat = {dtype: torch.empty(size, dtype=dtype, device=distributed.device()) for dtype, size in sizes.items()}
+        whole = {}
+        for name, weight in whole_weights(self.module, self._named):
+            rest = flat[weight.dtype]
+            whole[name] = rest[: weight.numel()].view_as(weight).copy_(weight)
+            flat[weight.dtype] = rest[weight.numel() :]
+        return whole
+
+    def _decided(self) -> bool:
+        if self._fits is None:
+            free = -distributed.largest(-accelerator.free_memory())
+            self._fits = sum(one.ds_numel * one.element_size() for one in self._named.values()) <= KEPT * free
+        return self._fits
+
+
 class LongBatch:
     """Keeps the weights of a module at stage 3 gathered from the first forward pass to the last backward pass, and adds
     up gradients on each rank, so that they are reduced in the last pass only.
@@ -67,7 +127,7 @@ class LongBatch:
     def __init__(self, module: nn.Module, role: str, empty_gradients: Callable[[], None], sums: torch.dtype):
         self.role, self.empty_gradients, self.sums = role, empty_gradients, sums
         self.kept: Kept | None = None  # None until `_decided` is called
-        self._named: dict[str, Any] = {name: one for name, one in module.named_parameters() if is_partitioned(one)}
+        self._named = partitioned(module)
         self._parameters = list(self._named.values())
         self._left = 0  # the number of remaining backward passes; the last one reduces gradients
         self._passes: int | None = None  # the measured number of bytes of a pass; None if not measured
@@ -84,13 +144,13 @@ class LongBatch:
             return
         with contextlib.ExitStack() as kept:
             if copy is not None:
-                kept.enter_context(self._held(copy))
+                kept.enter_context(held(self._named, dict(copy.named_parameters(remove_duplicate=False))))
             if passes > 1 and self.kept is None and accelerator.on_gpu() and self._passes is None:
                 kept.enter_context(self._measured())
             elif passes > 1:
                 self.kept = self.kept or self._decided()
                 if self.kept.weights and copy is None:
-                    kept.enter_context(self._held())
+                    kept.enter_context(held(self._named, {}))
                 if self.kept.gradients:
                     kept.enter_context(self._summed(passes, first))
             yield
@@ -101,21 +161,6 @@ class LongBatch:
         if self._left:
             self._left -= 1
             self._say_ready(not self._left)
-
-    @contextlib.contextmanager
-    def _held(self, copy: nn.Module | None = None) -> Iterator[None]:
-        whole = {} if copy is None else dict(copy.named_parameters(remove_duplicate=False))
-        for name, parameter in self._named.items():
-            if name in whole and not is_available(parameter):
-                stand_in(parameter, whole[name])
-            parameter.ds_active_sub_modules.add(_LONG_BATCH)
-        try:
-            yield
-        finally:
-            for parameter in self._parameters:
-                parameter.ds_active_sub_modules.discard(_LONG_BATCH)
-                if is_available(parameter) and not parameter.ds_persist:
-                    parameter.partition()
 
     @contextlib.contextmanager
     def _summed(self, passes: int, first: bool) -> Iterator[None]:

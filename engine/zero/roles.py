@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from engine import distributed
 from engine.trace import traced
-from engine.zero.engines import Copies, HostedRole, LearningModel, TrainedModel
+from engine.zero.engines import HostedRole, LearningModel, TrainedModel
 from engine.zero.shards import Master, Shard, TrainingState, scaled_gradients
 
 
@@ -108,11 +108,6 @@ class TrainedRole(HostedRole, LearningModel):
     def version(self) -> int:
         """The host's version, which increases when the weights of any role change."""
         return self.host.version
-
-    @property
-    def copies(self) -> Copies | None:
-        """The host's copies."""
-        return self.host.copies
 
     @property
     def scales_loss(self) -> bool:

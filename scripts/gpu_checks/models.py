@@ -16,9 +16,6 @@ from transformers import OPTConfig, PretrainedConfig
 
 from engine.algorithms import get_dialect
 from engine.experience import PromptBatch
-from engine.memory.copies import UNPLANNED
-from engine.memory.planning import plan
-from engine.memory.workload import Cluster, Workload
 from engine.models.attention import Attention
 from engine.rlhf_engine import EngineSpec, RLHFEngine
 from engine.rollout import SamplingConfig, build_rollouts
@@ -141,7 +138,6 @@ def new_trainer(
         row_length=2 * tokens,
         between_steps=between_steps,
         decoding="auto",
-        training=training_bytes(trial, engine_spec, count, tokens),
     )
     ends = tuple(range(4, 4 + engine.actor.module.model.config.vocab_size // tokens)) if ragged else ()
     return PPOTrainer(
@@ -151,18 +147,6 @@ def new_trainer(
         config=PPOConfig(total_steps=1000, micro_batch_size=MICRO_BATCH, first_kl_bound=None, padded=not engine.packs),
         sampling=sampling(tokens, ends=ends),
     )
-
-
-def training_bytes(trial: Trial, spec: EngineSpec, count: int, tokens: int) -> int | str:
-    """What training takes beside the engines, as the planner tells it a run (training/runtime/memory_lines.py)."""
-    work = Workload(prompt=tokens, response=tokens, generated=count, responses=count, micro_batch=MICRO_BATCH)
-    gpu = None if trial.dry else torch.cuda.mem_get_info()[1]
-    try:
-        planned = plan(spec, work, Cluster(gpus=1, nodes=1, gpu=gpu, host=None, on_gpu=not trial.dry))
-    except Exception as error:  # a run does without, too
-        trial.expect(False, f"the memory of training was not planned: {type(error).__name__}: {error}")
-        return UNPLANNED
-    return UNPLANNED if trial.dry else planned.training
 
 
 def rows(trial: Trial) -> int:

@@ -27,6 +27,7 @@ import time
 from dataclasses import asdict, dataclass
 
 import psutil
+import torch
 from safetensors.torch import save_file
 
 from engine import distributed
@@ -46,8 +47,9 @@ WRITING = "writing beside training"
 class Fault:
     """A signal that a process gets when a rank enters a phase of a step.
 
-    up: 0 for the rank itself, 1 for what started it, 2 for what started that. signal: "error" for an exception, None
-    where something else is done to the rank then, which waits for it.
+    up: 0 for the rank itself, 1 for what started it, 2 for what started that. signal: "error" for an exception,
+    "memory" for one that says that memory has run out, None where something else is done to the rank then, which waits
+    for it.
     """
 
     phase: str
@@ -60,6 +62,8 @@ class Fault:
         """Do it, to this process or to one above it."""
         if self.signal == "error":
             raise ArithmeticError("made up")
+        if self.signal == "memory":
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
         time.sleep(0.3)  # in the middle of the phase
         if self.signal is not None:
             processes = [psutil.Process(), *psutil.Process().parents()]

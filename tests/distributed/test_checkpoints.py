@@ -20,7 +20,8 @@ from safetensors.torch import load_file
 from engine import distributed
 from engine.errors import UserError
 from engine.experience import position_ids
-from engine.memory import Cluster, Workload, plan
+from engine.memory.planning import plan
+from engine.memory.workload import Cluster, Workload
 from engine.models.hydra import load_hydra
 from engine.models.loading import load_policy
 from engine.models.lora import LoraSpec

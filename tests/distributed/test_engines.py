@@ -1,20 +1,19 @@
-"""Engines of several models on two ranks, and the whole copies that they generate with."""
+"""Engines of several models on two ranks, the actor's copy that generates, and whole weights for experience."""
 
 import gc
 import weakref
 from unittest import mock
 
+import deepspeed
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from engine import distributed
 from engine.experience import Rollout
 from engine.rlhf_engine import RLHFEngine
-from engine.rollout import RolloutBackend, build_rollouts
-from engine.rollout.cache import cache_bytes
-from engine.rollout.choice import copy_need
-from engine.rollout.decode import slots_of_a_row
+from engine.rollout import build_rollouts
+from engine.zero.gathering import is_available
+from engine.zero.long_batch import LongInference
 from scripts.harness.models import make_causal_lm
 from scripts.harness.ranks import run_ranks
 from tests.distributed import plain
@@ -86,28 +85,19 @@ def test_partitioned_hydras_train_their_top_and_refer_to_the_untouched_model(hyd
             assert torch.equal(found["after"][name], before) != moves or ("bias" in name and moves), name
 
 
-MODES = ("keep", "free", "host", "others freed")
+MODES = ("keep", "free", "host")
+FIELDS = ("logprobs", "entropy", "ref_logprobs", "values", "scores")
 
 
 def between_steps(folder: str, stage: int, config: str) -> dict[str, dict]:
-    """For each mode of WholeCopies, and where the actor's are kept and others' freed, one after the other with the same
-    engines: what happened in two steps and around them."""
+    """For each mode of ActorCopy, one after the other with the same engines: what happened in two steps and around
+    them."""
     engine = RLHFEngine.from_pretrained(engine_spec(folder, stage, config=config))
     return {mode: _events(engine, mode) for mode in MODES}
 
 
-def _rollouts(engine: RLHFEngine, mode: str) -> RolloutBackend:
-    if mode != "others freed":
-        return build_rollouts("replica", engine.actor, engine.tokenizer, others=engine.engines, between_steps=mode)
-    free, cache = 10**9, cache_bytes(engine.actor.module.model, slots_of_a_row(0, waiting=True))
-    actor, critic = (copy_need(model).size for model in (engine.actor, engine.critic))
-    training = int(0.9 * free) - cache - actor - critic // 2
-    with mock.patch("engine.zero.accelerator.free_memory", lambda: free):
-        return build_rollouts("auto", engine.actor, engine.tokenizer, others=engine.engines, training=training)
-
-
 def _events(engine: RLHFEngine, mode: str) -> dict:
-    rollouts = _rollouts(engine, mode)
+    rollouts = build_rollouts("replica", engine.actor, engine.tokenizer, others=engine.engines, between_steps=mode)
     trainer = PPOTrainer(
         models=engine,
         rollouts=rollouts,
@@ -117,7 +107,6 @@ def _events(engine: RLHFEngine, mode: str) -> dict:
     )
     feed, fills, answers = TinyPrompts(8), {}, {}
     prompts = feed.prompts(0)
-    own = _judged_without_copies(engine, trainer, rollouts.generate(prompts, SAMPLING))
 
     def counted(event: str, act):
         with counted_fills() as count:
@@ -131,47 +120,55 @@ def _events(engine: RLHFEngine, mode: str) -> dict:
     counted("a step", lambda: trainer.step(prompts))
     for event in ("evaluation", "evaluation again"):
         answers[event] = dict(_by_key(counted(event, generate)))
-    rests = _rest(rollouts)
+    rest = _rest(rollouts)
     answers["after a rest"] = dict(_by_key(counted("after a rest", generate)))
     weights = masters(engine.actor)
     counted("a step with what is held", lambda: trainer.step(prompts))
     counted("the next step", lambda: trainer.step(feed.prompts(1)))
     rollout = counted("generation", generate)
     trainer.experience_maker.micro_batch_size = 1  # several passes of each model
-    with mock.patch("engine.distributed.any_rank", wraps=distributed.any_rank) as asked:
-        counted("judging", lambda: trainer.experience_maker.make_experience(rollout))
-    counted("judging again", lambda: trainer.experience_maker.make_experience(rollout))
     return {
         "fills": fills,
-        "agreements": asked.call_count,
         "answers": answers,
         "weights": weights,
-        "rest with an actor": rests,
-        "own": own,
-        "rest with all": _rest(rollouts),
+        "rest": rest,
+        "whole": _judged(engine, trainer, rollout, fits=True),
+        "partitioned": _judged(engine, trainer, rollout, fits=False),
     }
 
 
-def _judged_without_copies(engine: RLHFEngine, trainer: PPOTrainer, rollout: Rollout) -> dict:
-    """What copies say of a rollout, and what the engines themselves do, by the names of Experience's fields."""
-    lent = trainer.experience_maker.make_experience(rollout)
-    copies = [model.copies for model in engine.engines]
-    for model in engine.engines:
-        model.copies = None
-    own = trainer.experience_maker.make_experience(rollout)
-    for model, given in zip(engine.engines, copies, strict=True):
-        model.copies = given
-    return {
-        name: (getattr(lent, name), getattr(own, name))
-        for name in ("logprobs", "entropy", "ref_logprobs", "values", "scores")
-    }
+def _judged(engine: RLHFEngine, trainer: PPOTrainer, rollout: Rollout, fits: bool) -> dict:
+    """What the models say of a rollout, by the names of Experience's fields; whose weights were gathered whole for
+    that, and how often ZeRO gathered a layer's. fits: whether there is memory for whole weights, the copy's too."""
+    copy, whole, gathers = engine.actor.copy, [], []
+    roles = {id(model.long_inference): model.role for model in engine.engines}
+    backend, gathered = deepspeed.comm.comm.cdb, LongInference._gathered
+    gather = backend.all_gather_function
+
+    def watched(inference: LongInference) -> dict:
+        whole.append(roles[id(inference)])
+        return gathered(inference)
+
+    def counted(*args, **kwargs):
+        gathers.append(None)
+        return gather(*args, **kwargs)
+
+    engine.actor.copy = copy if fits else None
+    with (
+        mock.patch.object(LongInference, "_decided", lambda inference: fits),
+        mock.patch.object(LongInference, "_gathered", watched),
+        mock.patch.object(backend, "all_gather_function", counted),
+    ):
+        experience = trainer.experience_maker.make_experience(rollout)
+    engine.actor.copy = copy
+    left = sum(is_available(p) for model in engine.engines for p in model.module.parameters())
+    found = {name: getattr(experience, name) for name in FIELDS}
+    return found | {"gathered whole": whole, "gathers of layers": len(gathers), "left whole": left}
 
 
 def _rest(rollouts) -> dict:
-    """Bytes of the copies before and after a rest, and how many layers the cache has memory for then."""
-    modules = [module for copies in (rollouts.copies, *rollouts.others) for module in copies._modules.values()]
-    parameters = [weakref.ref(p) for module in modules for p in module.parameters()]
-    del modules
+    """Bytes of the copy before and after a rest, and how many layers the cache has memory for then."""
+    parameters = [weakref.ref(p) for p in rollouts.copy.module().parameters()]
 
     def alive() -> int:
         found = [parameter() for parameter in parameters]
@@ -183,18 +180,15 @@ def _rest(rollouts) -> dict:
     return {"before": before, "after": alive(), "cache": len(rollouts.sampler.cache.layers)}
 
 
-# Actor and reference take turns in one module, critic and reward model in another. So a whole step fills four times,
-# and once less where the actor's weights are still held from a generation before it.
+# A copy is filled where the weights have changed since it was filled, or where it was freed in a rest.
 FILLS = {
-    "a step": 4,
+    "a step": 1,
     "evaluation": 1,
     "evaluation again": 0,
     "after a rest": 0,
-    "a step with what is held": 3,
-    "the next step": 4,
+    "a step with what is held": 0,
+    "the next step": 1,
     "generation": 1,
-    "judging": 3,
-    "judging again": 4,
 }
 
 
@@ -205,36 +199,21 @@ def ranks(folder) -> list[dict]:
     )
 
 
-@pytest.fixture(scope="module")
-def sizes(folder) -> tuple[int, int]:
-    """Bytes of the actor and of the reward model in float32."""
-    models = plain.policy(folder), plain.critic(folder)
-    return tuple(sum(4 * p.numel() for p in model.parameters()) for model in models)
-
-
 @pytest.mark.parametrize("mode", MODES)
-def test_what_is_filled_how_often(ranks, mode):
+def test_the_copy_is_filled_how_often(ranks, mode):
     for rank in ranks:
         assert rank[mode]["fills"] == FILLS | {"after a rest": int(mode == "free")}
 
 
-def test_ranks_agree_on_memory_once_a_fill_and_once_a_model(ranks):
-    """The actor's copy, which has just generated, makes its passes; reference, critic and reward model are gathered
-    first."""
-    assert [rank["keep"]["agreements"] for rank in ranks] == [1 + 3 * 2] * 2
-
-
 @pytest.mark.parametrize("mode", MODES)
-def test_what_stays_after_a_rest(ranks, sizes, mode):
-    """A step ends with a rest: where copies are given back, the one that an evaluation made is all there is then."""
-    after = {"free": 0, "others freed": sizes[0]}.get(mode, sum(sizes))
+def test_what_stays_after_a_rest(ranks, folder, mode):
+    size = sum(4 * p.numel() for p in plain.policy(folder).parameters())
     for rank in ranks:
-        alone, all_copies = rank[mode]["rest with an actor"], rank[mode]["rest with all"]
-        assert alone["before"] == max(after, sizes[0])
-        assert all_copies["before"] == sum(sizes)
-        for rest in (alone, all_copies):
-            assert rest["after"] == after
-            assert rest["cache"] == (2 if mode in ("keep", "others freed") else 0)
+        assert rank[mode]["rest"] == {
+            "before": size,
+            "after": 0 if mode == "free" else size,
+            "cache": 2 if mode == "keep" else 0,
+        }
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -248,15 +227,22 @@ def test_answers_are_the_same_after_a_rest(ranks, folder, mode):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_copies_say_what_the_engines_say(ranks, mode):
+def test_whole_weights_are_gathered_once_for_all_passes_and_say_what_partitions_say(ranks, mode):
+    """The actor's are those of its copy, unless that moves to host memory between steps."""
+    actors = ["actor"] if mode == "host" else []
     for rank in ranks:
-        for name, (lent, own) in rank[mode]["own"].items():
-            torch.testing.assert_close(lent, own, rtol=0, atol=1e-5, msg=name)
+        whole, partitioned = rank[mode]["whole"], rank[mode]["partitioned"]
+        assert whole["gathered whole"] == [*actors, "reference", "critic", "reward"]
+        assert partitioned["gathered whole"] == [] and whole["gathers of layers"] == 0
+        assert partitioned["gathers of layers"] >= 4 * 4 * 2  # models, passes of one row each, layers
+        assert whole["left whole"] == partitioned["left whole"] == 0
+        for name in FIELDS:
+            torch.testing.assert_close(whole[name], partitioned[name], rtol=0, atol=1e-5, msg=name)
 
 
-def test_the_four_models_have_moved_apart(ranks):
-    """Or it would not show whose weights a copy holds."""
-    judged = ranks[0]["free"]["own"]
-    assert (judged["logprobs"][0] - judged["ref_logprobs"][0]).abs().max() > 1e-3
-    before, after = ranks[0]["keep"]["own"], ranks[0]["host"]["own"]
-    assert (before["values"][0].sum() - after["values"][0].sum()).abs() > 1e-3
+def test_actor_and_critic_have_moved(ranks):
+    """Or it would not show whose weights are whole."""
+    judged = ranks[0]["free"]["whole"]
+    assert (judged["logprobs"] - judged["ref_logprobs"]).abs().max() > 1e-3
+    before, after = ranks[0]["keep"]["whole"], ranks[0]["host"]["whole"]
+    assert (before["values"].sum() - after["values"].sum()).abs() > 1e-3

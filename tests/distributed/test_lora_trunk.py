@@ -77,12 +77,12 @@ def one_run(folder: str, output: str, resumed: bool = False, steps: int = STEPS,
         found["metrics"].append(timeless(report.metrics))
         if report.step == SAVED_AFTER and resumed:
             save_point(output, models, trainer.state_dict())
-    rollout = report.batch.rollout
+    rollout, copy = report.batch.rollout, trainer.rollouts.copy._module
     found |= {
         "weights": {role: weights(model) for role, model in models.trained.items()},
         "engines": [model.role for model in models.engines],
         "bytes": sum(parameter_bytes(model) for model in models.engines),
-        "copies": [sum(p.numel() for p in copy.parameters()) for copy in trainer.rollouts.copies._modules.values()],
+        "copied": sum(p.numel() for p in copy.parameters()) if copy is not None else 0,
         "steps": {role: model.scalars()["adam_steps"] for role, model in models.trained.items()},
         "judged": judged(models, rollout),
     }
@@ -191,7 +191,7 @@ def test_one_trunk_is_all_that_is_held(ranks, folder, run):
         found = rank[run]
         assert found["engines"] == ["trunk"] and rank["two"]["engines"] == ["actor", "critic"]
         assert found["bytes"] == TRUNK * 4 / (2 if stage_3 else 1)
-        assert found["copies"] == ([TRUNK] if stage_3 else [])
+        assert found["copied"] == (LAYERS + HEAD if stage_3 else 0)  # the actor's alone, its factors merged
         for name, tensor in found["weights"]["actor"].items():
             if ".lora_" not in name:
                 assert torch.equal(tensor, stored[name.replace(".base_layer", "")]), name

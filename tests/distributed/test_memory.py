@@ -10,7 +10,9 @@ import torch
 
 from engine.engine_spec import EngineSpec
 from engine.experience import PromptBatch
-from engine.memory import Cluster, MemoryPlan, Workload, plan
+from engine.memory.memory_plan import MemoryPlan
+from engine.memory.planning import plan
+from engine.memory.workload import Cluster, Workload
 from engine.models.lora import LoraSpec
 from engine.rlhf_engine import RLHFEngine
 from engine.rollout import SamplingConfig, build_rollouts

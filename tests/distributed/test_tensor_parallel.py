@@ -1,37 +1,26 @@
-"""A model divided among two ranks draws the tokens that the whole one draws, and says the same of given ones."""
+"""An actor divided among two ranks draws the tokens that the whole one draws."""
 
-import warnings
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
-from transformers import (
-    MixtralConfig,
-    MixtralForCausalLM,
-    MixtralForSequenceClassification,
-    OPTConfig,
-    OPTForCausalLM,
-    OPTForSequenceClassification,
-)
+from transformers import MixtralConfig, MixtralForCausalLM, OPTConfig, OPTForCausalLM
 
 from engine import distributed
-from engine.copies import TensorParallelCopies
-from engine.experience import Rollout
+from engine.copies import ActorCopy
 from engine.memory.passes import LiveBytes
-from engine.models.loading import empty_like, load_policy, load_scorer
+from engine.models.loading import load_policy
 from engine.models.tensor_parallel import bare_model
 from engine.rlhf_engine import RLHFEngine
-from engine.rollout import ReplicaRollouts, build_rollouts
+from engine.rollout import ReplicaRollouts
 from engine.rollout.base import SamplingConfig
 from engine.zero.gathering import full_numel, whole_weights
-from scripts.harness.models import EOS, PAD, make_causal_lm, make_config, make_scorer, make_tokenizer, save_random
+from scripts.harness.models import EOS, PAD, make_causal_lm, make_config, make_tokenizer, save_random
 from scripts.harness.ranks import run_ranks
-from tests.distributed.tiny_run import DIALECT, engine_spec, prompt_batch
+from tests.distributed.tiny_run import engine_spec, prompt_batch
 from tests.distributed.work_rollouts import _by_key
-from training.ppo_trainer import PPOConfig, PPOTrainer
 
 
 def engine(module, stage: int) -> SimpleNamespace:
@@ -40,7 +29,7 @@ def engine(module, stage: int) -> SimpleNamespace:
 
 
 def everything(
-    folders: dict[str, tuple[str, str]], folder: str, config: str, ranks: int, sampling: SamplingConfig
+    folders: dict[str, str], folder: str, config: str, ranks: int, sampling: SamplingConfig
 ) -> dict[str, dict]:
     """What both functions below return, by their names."""
     return {
@@ -55,8 +44,8 @@ def partitions(folder: str, config: str, ranks: int, sampling: SamplingConfig) -
     weights at once."""
     models = RLHFEngine.from_pretrained(engine_spec(folder, 3, config=config, actor="deep"))
     actor = models.actor
-    copies = TensorParallelCopies(ranks)
-    backends = ReplicaRollouts(actor, make_tokenizer(), copies=copies), ReplicaRollouts(actor, make_tokenizer())
+    copy = ActorCopy(actor, ranks)
+    backends = ReplicaRollouts(actor, make_tokenizer(), copy=copy), ReplicaRollouts(actor, make_tokenizer())
     bare = bare_model(actor.module)  # on the meta device, where bytes are none
     prompts, answers, peaks = prompt_batch([distributed.rank(), 5 + distributed.rank()]), [], []
     for step in range(2):
@@ -71,94 +60,36 @@ def partitions(folder: str, config: str, ranks: int, sampling: SamplingConfig) -
             mock.patch("engine.zero.gathering.GATHER_BUCKET", 1),
             LiveBytes() as live,
         ):
-            copies.of(actor)
+            copy.module()
         peaks.append(live.peak.total())
         answers.append([dict(_by_key(backend.generate(prompts, sampling))) for backend in backends])
     with LiveBytes() as live:
         for _, weight in whole_weights(actor.module):  # of one bucket
             del weight
     peaks.append(live.peak.total())
-    found = {"experience": _judged(models, ranks, sampling), "no memory": _without_memory(models, sampling)}
-    return found | {"answers": answers, "peaks": peaks, "whole": 4 * sum(map(full_numel, actor.module.parameters()))}
+    return {"answers": answers, "peaks": peaks, "whole": 4 * sum(map(full_numel, actor.module.parameters()))}
 
 
-def _judged(models: RLHFEngine, ranks: int, sampling: SamplingConfig) -> dict:
-    """What copies that ranks hold together say of a rollout, and what the engines themselves do, by the names of
-    Experience's fields."""
-    rollouts = build_rollouts(
-        "replica", models.actor, models.tokenizer, others=models.engines, tensor_parallel=ranks, decoding="auto"
-    )
-    assert all(isinstance(model.copies, TensorParallelCopies) for model in models.engines), rollouts.why
-    trainer = PPOTrainer(
-        models=models, rollouts=rollouts, dialect=DIALECT, sampling=sampling, config=PPOConfig(total_steps=1)
-    )
-    indices = [2 * distributed.rank() + number for number in range(2)]
-    rollout = rollouts.generate(prompt_batch(indices), replace(sampling, logprob_temperature=None))
-    shared = trainer.experience_maker.make_experience(rollout)
-    for model in models.engines:
-        model.copies = None
-    own = trainer.experience_maker.make_experience(rollout)
-    names = ("logprobs", "entropy", "ref_logprobs", "values", "scores")
-    return {name: (getattr(shared, name), getattr(own, name)) for name in names}
-
-
-def _without_memory(models: RLHFEngine, sampling: SamplingConfig) -> dict:
-    """What is answered, and warned of, where rank 1 has no memory for the actor's copy; and by the copy."""
-
-    def empty(module, device):
-        if distributed.rank() == 1:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
-        return empty_like(module, device)
-
-    prompts = prompt_batch([3 + distributed.rank()])
-    backends = [build_rollouts("replica", models.actor, models.tokenizer) for _ in range(2)]
-    expected = dict(_by_key(backends[0].generate(prompts, sampling)))
-    with mock.patch("engine.copies.empty_like", empty), warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        found = [dict(_by_key(backends[1].generate(prompts, sampling))) for _ in range(2)]
-    return {
-        "answers": (expected, *found),
-        "told": [str(one.message) for one in told if "does not fit" in str(one.message)],
-        "copies": models.actor.copies,
-    }
-
-
-def families(folders: dict[str, tuple[str, str]], ranks: int, sampling: SamplingConfig) -> dict[str, dict]:
-    """{family: (policy, scorer)} -> {family: what the group of `ranks` computes, and what each rank does alone}."""
+def families(folders: dict[str, str], ranks: int, sampling: SamplingConfig) -> dict[str, dict]:
+    """{family: folder} -> {family: what the group of `ranks` computes, and what each rank does alone}."""
     indices = list(range(2 * distributed.world_size() + 1))[distributed.rank_share(2 * distributed.world_size() + 1)]
-    return {name: _family(*paths, ranks, sampling, indices) for name, paths in folders.items()}
+    return {name: _family(path, ranks, sampling, indices) for name, path in folders.items()}
 
 
 @torch.no_grad()
-def _family(policy: str, scorer: str, ranks: int, sampling: SamplingConfig, indices: list[int]) -> dict:
-    model, judge = load_policy(policy, torch.float32), load_scorer(scorer, torch.float32)
-    together, alone = TensorParallelCopies(ranks), ReplicaRollouts(engine(model, 0), make_tokenizer())
-    rollouts = ReplicaRollouts(engine(model, 3), make_tokenizer(), 2, together)
+def _family(policy: str, ranks: int, sampling: SamplingConfig, indices: list[int]) -> dict:
+    model = load_policy(policy, torch.float32)
+    actor, alone = engine(model, 3), ReplicaRollouts(engine(model, 0), make_tokenizer())
+    together = ActorCopy(actor, ranks)
+    rollouts = ReplicaRollouts(actor, make_tokenizer(), 2, together)
     prompts = prompt_batch(indices).repeat(2)
     rollout, expected = rollouts.generate(prompts, sampling), alone.generate(prompts, sampling)
-    part = together.of(rollouts.actor)
-    numbers = [sum(p.numel() for p in module.model.parameters()) for module in (part, model)]
-    found = {
+    numbers = [sum(p.numel() for p in module.model.parameters()) for module in (together.module(), model)]
+    return {
         "answers": [dict(_by_key(each)) for each in (rollout, expected)],
         "sampled logprobs": [each.logprobs for each in (rollout, expected)],
         "numbers": numbers,
-        "logprobs": [_policy(module, expected) for module in (part, model)],
     }
-    inputs = expected.sequences, expected.attention_mask, expected.position_ids
-    return {**found, "scores": [module(*inputs) for module in (together.of(engine(judge, 3)), judge)]}
-
-
-def _policy(module, rollout: Rollout) -> torch.Tensor:
-    return torch.stack(
-        module(
-            rollout.sequences,
-            rollout.attention_mask,
-            rollout.position_ids,
-            response_length=rollout.response_length,
-            temperature=0.7,
-            with_entropy=True,
-        )
-    )
 
 
 RANKS, LAYERS = 2, 20
@@ -169,24 +100,21 @@ FAMILIES = ("llama", "qwen2", "gpt_neox", "opt", "narrow opt", "mixtral")
 TIED = ("qwen2", "opt")
 
 
-def experts(folder: Path, kind, seed: int) -> str:
+def experts(folder: Path) -> str:
     """A mixture of four experts in each layer, two of which read a token."""
-    settings = make_config("mistral").to_dict() | {"num_local_experts": 4, "num_labels": 1, "sliding_window": None}
+    settings = make_config("mistral").to_dict() | {"num_local_experts": 4, "sliding_window": None}
     known = {name: value for name, value in settings.items() if name != "model_type"}
-    return save_random(kind(MixtralConfig(**known)), folder, seed=seed)
+    return save_random(MixtralForCausalLM(MixtralConfig(**known)), folder)
 
 
-def narrow(folder: Path, kind, seed: int) -> str:
+def narrow(folder: Path) -> str:
     """An OPT as that of 350M is: word vectors of half the width, norms behind the sums."""
     settings = make_config("opt", tied=True).to_dict() | {"word_embed_proj_dim": 16, "do_layer_norm_before": False}
-    known = {name: value for name, value in settings.items() if name != "model_type"} | {"num_labels": 1}
-    return save_random(kind(OPTConfig(**known)), folder, seed=seed)
+    known = {name: value for name, value in settings.items() if name != "model_type"}
+    return save_random(OPTForCausalLM(OPTConfig(**known)), folder)
 
 
-MADE = {
-    "mixtral": (experts, MixtralForCausalLM, MixtralForSequenceClassification),
-    "narrow opt": (narrow, OPTForCausalLM, OPTForSequenceClassification),
-}
+MADE = {"mixtral": experts, "narrow opt": narrow}
 
 
 @pytest.fixture(scope="module")
@@ -195,15 +123,11 @@ def found(tmp_path_factory, folder) -> dict[str, list[dict]]:
     models = tmp_path_factory.mktemp("families")
     folders = {}
     for name in FAMILIES:
-        policy, scorer = models / name / "policy", models / name / "scorer"
         if name in MADE:
-            make, *kinds = MADE[name]
-            for seed, (place, kind) in enumerate(zip((policy, scorer), kinds, strict=True)):
-                make(place, kind, seed)
+            MADE[name](models / name)
         else:
-            make_causal_lm(policy, name, tied=name in TIED)
-            make_scorer(scorer, name, offset=-0.3)
-        folders[name] = str(policy), str(scorer)
+            make_causal_lm(models / name, name, tied=name in TIED)
+        folders[name] = str(models / name)
     make_causal_lm(Path(folder) / "deep", "llama", layers=LAYERS)
     ranks = run_ranks(
         "tests.distributed.test_tensor_parallel:everything",
@@ -223,11 +147,8 @@ def test_two_ranks_with_halves_are_one_model(found, family):
     for rank in found["families"]:
         together, alone = rank[family]["answers"]
         assert together == alone and len(together) >= 4
-        for name in ("sampled logprobs", "logprobs", "scores"):
-            ours, whole = rank[family][name]
-            assert ours.shape == whole.shape and torch.allclose(ours, whole, atol=2e-5), name
-    shapes = [rank[family]["scores"][1].shape for rank in found["families"]]
-    assert shapes[0] != shapes[1]
+        ours, whole = rank[family]["sampled logprobs"]
+        assert ours.shape == whole.shape and torch.allclose(ours, whole, atol=2e-5)
 
 
 def test_a_rank_holds_half_of_the_weights_and_a_bucket(found):
@@ -257,20 +178,3 @@ def test_partitions_fill_it_before_and_after_an_optimizer_step(found):
     for rank in found["partitions"]:
         before, after = rank["answers"]
         assert before[0] == before[1] and after[0] == after[1] and before[0] != after[0]
-
-
-def test_all_models_make_experience_so(found):
-    for rank in found["partitions"]:
-        for name, (together, own) in rank["experience"].items():
-            assert together.shape == own.shape and torch.allclose(together, own, atol=5e-5), name
-
-
-def test_a_copy_for_which_a_rank_has_no_memory_is_done_without(found):
-    for number, rank in enumerate(found["partitions"]):
-        expected, *answers = rank["no memory"]["answers"]
-        assert answers == [expected] * 2 and rank["no memory"]["copies"] is None
-        told = (
-            "a copy of the actor does not fit (CUDA out of memory on rank 1, when it was made): it computes through "
-            "its partitions from now on"
-        )
-        assert rank["no memory"]["told"] == ([told] if number == 0 else [])

@@ -10,12 +10,12 @@ import torch
 
 from engine import distributed
 from engine.algorithms import Dialect
+from engine.copies import ActorCopy
 from engine.experience import PromptBatch
 from engine.reward.base import RewardSource
 from engine.rlhf_engine import EngineSpec, RLHFEngine
 from engine.rollout import SamplingConfig, build_rollouts
 from engine.zero.config import EngineConfig
-from engine.zero.gathering import copy_weights
 from scripts.harness.models import PAD, VOCABULARY
 from training.checkpoints.conditions import Conditions
 from training.checkpoints.files import Schedule, config_files
@@ -131,10 +131,11 @@ def load_point(output: str | Path, models: RLHFEngine) -> dict:
 def counted_fills() -> Iterator[list]:
     """Within this context the list, which is given, grows by an entry each time that a copy is filled."""
     fills: list = []
+    fill = ActorCopy._fill
 
-    def copy(*args, **kwargs) -> None:
+    def counted(copy) -> None:
         fills.append(None)
-        copy_weights(*args, **kwargs)
+        fill(copy)
 
-    with mock.patch("engine.copies.copy_weights", copy):
+    with mock.patch("engine.copies.ActorCopy._fill", counted):
         yield fills

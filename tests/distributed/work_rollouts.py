@@ -6,6 +6,7 @@ from unittest import mock
 import pytest
 
 from engine import distributed
+from engine.errors import UserError
 from engine.experience import Rollout
 from engine.rlhf_engine import RLHFEngine
 from engine.rollout import ReplicaRollouts, Zero3Rollouts, build_rollouts
@@ -27,14 +28,18 @@ UNEVEN_STOPS = (tuple(range(64)), (-1,))  # of each rank
 
 
 def everything(
-    folder: str, stage: int, config: str, samplings: dict[str, SamplingConfig], moving: SamplingConfig, needed: int
+    folder: str,
+    stage: int,
+    config: str,
+    samplings: dict[str, SamplingConfig],
+    moving: SamplingConfig,
+    free: dict[str, int],
 ) -> dict[str, dict]:
-    """What the five functions below return, by their names. needed: bytes of copies, of a cache for 90 tokens,
-    and of a rank's gradients."""
+    """What the five functions below return, by their names. free: as in `_choices`."""
     engine = RLHFEngine.from_pretrained(engine_spec(folder, stage, config=config))
     return {
         "answers": _answers(engine, samplings),
-        "choices": _choices(engine, moving, needed),
+        "choices": _choices(engine, moving, free),
         "vllm": _by_vllm(engine, moving),
         "gathers": gathers(folder, stage, config, moving),
         "uneven": uneven(folder, stage, config, moving),
@@ -58,25 +63,28 @@ def _answers(engine: RLHFEngine, samplings: dict[str, SamplingConfig]) -> dict:
     return found
 
 
-def _choices(engine: RLHFEngine, sampling: SamplingConfig, needed: int) -> dict[str, dict]:
-    """What "auto" takes where only rank 1 has little memory free, and what it answers."""
+def _choices(engine: RLHFEngine, sampling: SamplingConfig, free: dict[str, int]) -> dict[str, dict]:
+    """What "auto" takes where only rank 1 has this many bytes free, and what it answers; or what it is refused with."""
     found = {}
-    for name, free in {"much": needed / 0.3, "middling": needed / 0.6, "little": needed / 2}.items():
-        own = int(free) if distributed.rank() == 1 else 10**12
-        with mock.patch("engine.zero.accelerator.free_memory", lambda: own):
-            rollouts = build_rollouts(
-                "auto",
-                engine.actor,
-                engine.tokenizer,
-                others=engine.engines,
-                rows_at_once=3,
-                row_length=30,
-                decoding="auto",
-            )
+    for name, least in free.items():
+        own = least if distributed.rank() == 1 else 10**12
+        try:
+            with mock.patch("engine.zero.accelerator.free_memory", lambda: own):
+                rollouts = build_rollouts(
+                    "auto",
+                    engine.actor,
+                    engine.tokenizer,
+                    others=engine.engines,
+                    rows_at_once=3,
+                    row_length=30,
+                    decoding="auto",
+                )
+        except UserError as error:
+            found[name] = {"refused": str(error)}
+            continue
         found[name] = {
-            "backend": type(rollouts).__name__,
             "why": rollouts.why,
-            "between_steps": rollouts.copies.between_steps if name != "little" else None,
+            "chosen": (rollouts.copy.group.size, rollouts.copy.between_steps),
             "answers": dict(_by_key(rollouts.generate(prompt_batch(_share(list(range(8)))), sampling))),
         }
     return found

@@ -9,6 +9,7 @@ from scripts.harness.faults import STEPS, FaultyRun
 from scripts.harness.kills import KillTrial, random_instants
 from scripts.harness.programs import by_deepspeed, metric_lines
 from scripts.harness.step3_rlhf import Fault
+from training.reporting.step_metrics import LESS_MEMORY
 
 KILL_STEPS = 3
 
@@ -37,6 +38,16 @@ def test_a_run_comes_to_its_end_though_a_rank_failed_and_a_rank_died(tiny, tmp_p
     assert "in phase generate of step 4 (since " in died[0]
     assert [line["step"] for line in metric_lines(run.out)] == list(range(STEPS + 1))
     assert (run.out / "actor" / "model.safetensors").is_file()
+    assert run.processes() == []
+
+
+def test_memory_that_runs_out_on_one_rank_ends_the_run_with_the_flags_that_help(tiny, tmp_path):
+    run = FaultyRun(tmp_path / "run", tiny, by_deepspeed)
+    ended = run.run(Fault("train", 2, rank=1, signal="memory"))
+    assert ended.code == 1 and "Traceback" not in ended.stderr, ended.stderr
+    told = f"stopped: CUDA out of memory on rank 1, in the phase train. Give {LESS_MEMORY['train']}."
+    assert ended.stderr.count("stopped: ") == ended.stderr.count(told) == 1, ended.stderr
+    assert [line["step"] for line in metric_lines(run.out)] == [0, 1]
     assert run.processes() == []
 
 

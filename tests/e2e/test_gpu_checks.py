@@ -18,17 +18,16 @@ import torch
 from torch.autograd import DeviceType
 from transformers import AutoModelForCausalLM
 
-from engine.memory.copies import CopyNeed, place_copies
 from engine.memory.gpus import DataSheet, Link, data_sheet
 from scripts.gpu_checks import __main__ as front
 from scripts.gpu_checks import attention, decoding, ppo
 from scripts.gpu_checks.__main__ import CHECKS
-from scripts.gpu_checks.check import Check, Outcome, Skipped, Trial, lines_of, make, outcomes_of, peaks
-from scripts.gpu_checks.copies import LEVELS, figures_of
+from scripts.gpu_checks.check import Check, Outcome, Trial, lines_of, make, outcomes_of, peaks
+from scripts.gpu_checks.copies import figures_of
 from scripts.gpu_checks.decoding import TokenTimes, in_dtype
 from scripts.gpu_checks.models import metrics_of, prompts, random_models
 from tests.e2e.bad_checks import is_running
-from training.runtime.memory_lines import comparison
+from training.reporting import step_metrics
 
 PROGRAM = Path(__file__).resolve().parents[2] / "scripts" / "check_gpu.sh"
 # Without a GPU these do what others do, or run programs that other tests run. DRY=1 makes them all.
@@ -199,30 +198,13 @@ def test_data_sheets_go_by_torchs_names(name, expected):
     assert data_sheet(name) == expected
 
 
-def test_each_amount_of_memory_calls_for_other_copies():
-    # In quarters of all weights: a model has 1, of float32; actor and critic get gradients of 1 and moments of 2 more.
-    # A check of 34 million parameters has keys and values of 0.8.
-    needs = [
-        CopyNeed(role, 3, role in ("actor", "reference"), 1000, gradients)
-        for role, gradients in (("actor", 3000), ("critic", 3000), ("reference", 0), ("reward", 0))
-    ]
-    for expected, sizes in LEVELS.items():
-        found = place_copies(needs, 800, int(sizes * 4000), "keep")
-        if expected == "partitions":
-            assert not found.models
-        else:
-            assert len(found.models) == 4 and found.shared == (expected != "own")
-            assert found.between_steps == ("free" if expected == "shared, given back" else "keep")
-
-
-def test_planned_bytes_are_read_off_step_3():
-    gpu = (
-        "start\nmemory, planned / measured GB of rank 0 at each phase's peak: generate 1.2 / 1.3, experience 10.1 / 9.9"
-    )
-    assert figures_of(gpu) == {"generate": (1.2, 1.3), "experience": (10.1, 9.9)}
-    unplanned = comparison(SimpleNamespace(rollout_backend="nobody's"), {"train": 5}, lambda: None, resumed=False)
-    with pytest.raises(Skipped, match="not planned"):
-        figures_of(unplanned)
+def test_measured_bytes_are_read_off_step_3(monkeypatch):
+    monkeypatch.setattr(step_metrics, "on_gpu", lambda: True)
+    monkeypatch.setattr(step_metrics.phase_memory, "bytes", {"generate": 12e8, "make_experience": 99e8, "train": 101e8})
+    said = ["start"]
+    with step_metrics.memory_measured(said.append):
+        pass
+    assert figures_of("\n".join(said)) == {"generate": 1.2, "make_experience": 9.9, "train": 10.1}
     assert figures_of("nothing of the kind") == {}
 
 

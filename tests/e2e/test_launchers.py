@@ -14,8 +14,10 @@ from pathlib import Path
 import pytest
 
 from engine import distributed
-from engine.memory import Cluster, MemoryPlan, plan
 from engine.memory.gpus import gpu_bytes
+from engine.memory.memory_plan import MemoryPlan
+from engine.memory.planning import plan
+from engine.memory.workload import Cluster
 from scripts.harness import ROOT
 from training import memory_plan
 from training.config.parsing import parse_flags

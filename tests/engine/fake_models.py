@@ -68,6 +68,20 @@ class Resident(RewardSource):
         return self.answer(rollout)
 
 
+class Asked:
+    """A function that stands for a trained model."""
+
+    def __init__(self, function):
+        self.function = function
+
+    def __call__(self, *args, **kwargs):
+        return self.function(*args, **kwargs)
+
+    def inferring(self) -> contextlib.AbstractContextManager:
+        """As engine.zero.engines.TrainedModel."""
+        return contextlib.nullcontext()
+
+
 class _Models:
     """The four roles; subclasses say what they answer. `sizes` and `temperatures` tell what was asked of them."""
 
@@ -78,8 +92,8 @@ class _Models:
     def roles(self) -> dict:
         """The arguments actor, critic, reference and reward of ExperienceMaker."""
         return {
-            "actor": self.actor,
-            "critic": self.critic,
+            "actor": Asked(self.actor),
+            "critic": Asked(self.critic),
             "reference": Resident(self.reference),
             "reward": Resident(self.reward),
         }

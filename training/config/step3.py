@@ -27,7 +27,7 @@ class RolloutFlags(RunFlags):
         "how responses are generated. replica: with a whole copy of the actor on each rank, gathered once per "
         "update. zero3: through the actor's ZeRO-3 partitions. vllm: by vLLM in these processes (has to be "
         "installed). auto: a whole copy if it fits in memory, else a copy that several ranks hold together "
-        "(--inference_tp_size), else the partitions",
+        "(--inference_tp_size); the run ends at its start if none fits",
         choices=ROLLOUT_BACKENDS,
         group="rollouts",
     )
@@ -40,16 +40,15 @@ class RolloutFlags(RunFlags):
     )
     replicas_between_steps: str = flag(
         "keep",
-        "what happens to the whole copies of models while actor and critic train: they stay (keep), their memory "
-        "is freed (free), or they move to host memory (host)",
+        "what happens to the actor's copy while actor and critic train: it stays (keep), its memory is freed (free), "
+        "or it moves to host memory (host)",
         choices=("keep", "free", "host"),
         only_with=COPIES,
     )
     inference_tp_size: int | None = flag(
         None,
-        "number of neighbouring ranks of a node that hold one copy of a model together, each with a part of every "
-        "matrix (tensor parallelism). --rollout_backend replica always divides its copies so; auto does so only if no "
-        "whole copy fits on a rank, by default among as few ranks as possible, and never with 1",
+        "number of neighbouring ranks of a node that hold the actor's copy together, each with a part of every matrix "
+        "(tensor parallelism); by default as few as have room for it (auto), or 1 (replica)",
         least=1,
         only_with="rollout_backend=auto|replica",
     )

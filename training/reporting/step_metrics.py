@@ -34,6 +34,7 @@ from engine.algo.kl import kl_estimate
 from engine.algo.rewards import groups_alike
 from engine.algo.truncation import kept_positions
 from engine.algorithms import Algorithm
+from engine.errors import RunStopped
 from engine.experience import Experience, Rollout, TrainingBatch
 from engine.memory.gpus import data_sheet
 from engine.models.policy import Backbone, Policy
@@ -45,6 +46,15 @@ from engine.zero.gathering import full_shape
 from training.reporting.metrics import Accumulator
 from training.runtime import processes
 from training.runtime.stopping import unwritten_noted
+
+LESS_MEMORY = {
+    "generate": "a smaller --per_device_generation_batch_size, or --inference_tp_size, by which several ranks hold the "
+    "actor's copy together",
+    "make_experience": "a smaller --per_device_training_batch_size",
+    "train": "--replicas_between_steps free, --actor_gradient_checkpointing --critic_gradient_checkpointing, or a "
+    "smaller --per_device_training_batch_size",
+}
+"""{phase of a step: flags with which the phase takes less memory}."""
 
 
 class PhaseMemory:
@@ -91,6 +101,22 @@ phase_memory = PhaseMemory()
 """The PhaseMemory of this process."""
 
 
+@contextlib.contextmanager
+def memory_measured(say: Callable[[str], None]) -> Iterator[None]:
+    """Measure the peak memory of each phase of the step that is made within this block, on the main rank's GPU, and
+    print it. CPUs have no peak counters."""
+    if not distributed.is_main() or not on_gpu():
+        yield
+        return
+    phase_memory.counting = True
+    try:
+        yield
+    finally:
+        phase_memory.counting = False
+    sizes = ", ".join(f"{phase} {size / 1e9:.1f}" for phase, size in phase_memory.bytes.items())
+    say(f"memory, GB of rank 0 at each phase's peak: {sizes} (planned: training/memory_plan.py)")
+
+
 USUAL_RATIOS = (0.5, 2.0)  # range of (actor's probability / sampler's probability); tokens outside of it are counted
 
 # A function that adds sums and counts of this rank's batch to one or more metrics. All ranks call it.
@@ -117,7 +143,7 @@ class StepLog:
         The phase is a range in traces, `phase_memory` measures its peak memory, and messages of the watch thread name
         it.
         """
-        with phase_memory.phase(name), record_function(name), processes.phase(name):
+        with _flags_named(name), phase_memory.phase(name), record_function(name), processes.phase(name):
             started = _now()
             yield
             self.seconds[name] = self.seconds.get(name, 0.0) + _now() - started
@@ -134,6 +160,19 @@ class StepLog:
         self.metrics.add("rollout/tokens_per_second", generated, self.seconds["generate"])
         self.metrics.add_max("memory/peak_gb", peak_memory_gb())
         return self.metrics.reduce()
+
+
+@contextlib.contextmanager
+def _flags_named(phase: str) -> Iterator[None]:
+    """If memory runs out within this block, end the run with a message that names this rank, the phase, and flags with
+    which it takes less."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        first = str(error).split(". ")[0]
+        raise RunStopped(
+            f"{first} on rank {distributed.rank()}, in the phase {phase}. Give {LESS_MEMORY[phase]}."
+        ) from error
 
 
 def _now() -> float:

@@ -29,7 +29,6 @@ from training.data.sources import DEEPSPEED_CHAT_FILES, is_path, name_and_split,
 from training.reporting.records import command_line
 from training.runtime.environment import keep_printing
 from training.runtime.first_lines import changes_since, dialect_lines, plan_lines, score_lines
-from training.runtime.memory_lines import memory_lines, memory_of_one_model
 from training.runtime.plan import check_server, make_plan
 from training.runtime.startup import leave, run
 
@@ -73,6 +72,8 @@ def report_supervised(args, first_lines: Callable[[], list[str]]) -> None:
     checked = opened(data, unseen)
     if not unseen:
         checked += first_lines()
+    from training.runtime.memory_lines import memory_of_one_model  # the planner; a run does not import it
+
     report(checked, unseen, {"model": args.ds_settings()}, memory_of_one_model(args))
 
 
@@ -95,6 +96,8 @@ def report_rlhf(args: RLHFFlags, dialect: Dialect, changed: dict, point: ResumeP
             f"{without_query(url)} gives one text the score {score:g}"
             for url, score in check_server(args, plan).items()
         ]
+    from training.runtime.memory_lines import memory_lines  # the planner; a run does not import it
+
     report(checked, unseen, args.ds_configs, memory_lines(args, dialect))
 
 

@@ -1,7 +1,6 @@
-"""Prints the memory that a run will take on this machine, and compares the plan with the measured memory."""
+"""The memory that a run will take on this machine, for --dry_run and training/memory_plan.py."""
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import psutil
 import torch
@@ -10,17 +9,14 @@ from engine import distributed
 from engine.algorithms import Dialect
 from engine.engine_spec import EngineSpec
 from engine.errors import UserError
-from engine.memory import Cluster, MemoryPlan, Workload
 from engine.memory.changes import Setting, what_fits
-from engine.memory.copies import UNPLANNED
-from engine.memory.memory_plan import gb, table, verdict
+from engine.memory.memory_plan import MemoryPlan, table, verdict
 from engine.memory.planning import OneModel, plan_one_model
-from engine.rollout import ROLLOUT_BACKENDS
+from engine.memory.workload import Cluster, Workload
 from engine.zero.accelerator import on_gpu, ranks_of_this_machine
 from training.config.flags import RunFlags
 from training.config.step3 import RLHFFlags
 from training.config.supervised import RewardFlags, SupervisedFlags
-from training.reporting.step_metrics import phase_memory
 
 
 def workload(args: RLHFFlags, dialect: Dialect) -> Workload:
@@ -56,59 +52,6 @@ def this_cluster() -> Cluster:
 def setting_here(args: RLHFFlags, dialect: Dialect) -> Setting:
     """The planner's setting for step 3 on machines like this one."""
     return Setting(args.spec, workload(args, dialect), this_cluster())
-
-
-def training_bytes(args: RLHFFlags, dialect: Dialect) -> int | str:
-    """The number of bytes that training takes on a rank in addition to the loaded engines, for `build_rollouts`; or a
-    text that says why it is not known. On CPUs no memory is planned. An error in the planning does not end the run."""
-    if not on_gpu():
-        return UNPLANNED
-    try:
-        with torch.random.fork_rng(devices=[]):  # the planning must not change the run's random numbers
-            return setting_here(args, dialect).planned().training
-    except Exception as error:  # any error: the run does not need the plan
-        return f"what training takes is not known ({' '.join(str(error).split()) or type(error).__name__})"
-
-
-@contextlib.contextmanager
-def memory_compared(args: RLHFFlags, dialect: Dialect, resumed: bool, say: Callable[[str], None]) -> Iterator[None]:
-    """Measure the peak memory of each phase of the step that is made within this block, on the main rank's GPU, and
-    print a line with planned and measured memory.
-
-    resumed: whether the run was resumed; if so, Adam has its moments already before the step. An error in the planning
-    does not end the run. On CPUs, which have no peak counters, nothing is measured or planned.
-    """
-    if not distributed.is_main() or not on_gpu():
-        yield
-        return
-    phase_memory.counting = True
-    try:
-        yield
-    finally:
-        phase_memory.counting = False
-    say(comparison(args, phase_memory.bytes, lambda: setting_here(args, dialect).planned(), resumed))
-
-
-def comparison(args: RLHFFlags, measured: dict[str, int], make: Callable[[], MemoryPlan], resumed: bool) -> str:
-    """A line with the planned and the measured GB of a GPU, at the peak of each phase. measured: {phase of the step:
-    bytes}."""
-    names = {"generate": "generate", "make_experience": "experience", "train": "train"}  # {phase: its name in the plan}
-    counted = {names[phase]: size for phase, size in measured.items() if phase in names}
-    try:
-        if ROLLOUT_BACKENDS[args.rollout_backend] is not None:
-            raise UserError(f"--rollout_backend {args.rollout_backend} is your own")
-        with torch.random.fork_rng(devices=[]):  # the planning must not change the run's random numbers
-            plan = make()
-    except Exception as error:  # any error: the run does not need the plan
-        why = " ".join(str(error).split()) or type(error).__name__
-        figures = ", ".join(f"{phase} {gb(size)}" for phase, size in counted.items())
-        return f"memory, measured GB of rank 0 at each phase's peak: {figures}; not planned: {why}"
-    planned = {phase: plan.peak_of(phase).device.total for phase in counted}
-    if not resumed:  # Adam has no moments until the first optimizer step
-        planned |= {phase: size - plan.adam for phase, size in planned.items() if phase != "train"}
-    figures = ", ".join(f"{phase} {gb(planned[phase])} / {gb(size)}" for phase, size in counted.items())
-    beyond = "; --reward_function's own is in what is measured alone" if args.reward_function else ""
-    return f"memory, planned / measured GB of rank 0 at each phase's peak: {figures}{beyond}"
 
 
 def memory_lines(args: RLHFFlags, dialect: Dialect) -> list[str]:

@@ -131,7 +131,6 @@ class Measuring:
             rows_at_once=self.args.per_device_eval_batch_size,
             row_length=self.args.max_prompt_seq_len + self.args.max_answer_seq_len,
             decoding=decoding,
-            training=0,
         )
 
     def evaluator_of(

@@ -5,7 +5,7 @@ from pathlib import Path
 from transformers import LlamaConfig
 
 from engine.engine_spec import EngineSpec
-from engine.memory import Workload
+from engine.memory.workload import Workload
 from engine.zero.config import EngineConfig
 
 WIDTH, MIDDLE, LAYERS, HEADS, VOCABULARY = 64, 176, 3, 4, 1000

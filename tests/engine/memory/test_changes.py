@@ -4,8 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from engine.memory import Cluster, changes
+from engine.memory import changes
 from engine.memory.changes import Setting, fewest_gpus, largest, what_fits
+from engine.memory.workload import Cluster
 from engine.models.lora import LoraSpec
 from tests.engine.memory.configurations import WORKLOAD, spec_of
 

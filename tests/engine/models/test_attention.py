@@ -2,6 +2,8 @@
 Sequences without padding: log-probs, values and gradients are those of padded ones, for less arithmetic.
 """
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,6 +17,7 @@ from transformers import (
     AutoModelForSequenceClassification,
 )
 
+from engine.copies import ActorCopy
 from engine.engine_spec import EngineSpec
 from engine.errors import SharedError, UserError
 from engine.experience import position_ids
@@ -23,7 +26,7 @@ from engine.models import attention as attention_module
 from engine.models import loading
 from engine.models.attention import BY_ROW, IMPLEMENTATIONS, Attention, PackedRows, attention_in_words, has_kernel
 from engine.models.hydra import load_hydra
-from engine.models.loading import check_padding, empty_like, load_policy, load_scorer, new_critic, new_scorer
+from engine.models.loading import check_padding, load_policy, load_scorer, new_critic, new_scorer
 from engine.models.lora import LoraSpec
 from engine.models.reading import CLASSIFIER, LANGUAGE_MODEL
 from engine.models.saving import save_model
@@ -48,7 +51,7 @@ def implementation(made) -> str:
     return made.model.base_model.config._attn_implementation
 
 
-def test_a_model_is_made_with_the_attention_that_was_asked_for_and_copies_have_it_too(tmp_path):
+def test_a_model_is_made_with_the_attention_that_was_asked_for_and_a_copy_has_it_too(tmp_path):
     path, scorer = make_causal_lm(tmp_path / "sft", "llama"), make_scorer(tmp_path / "reward", "llama")
     made = [
         load_policy(path, torch.float32, attention=EAGER),
@@ -56,8 +59,8 @@ def test_a_model_is_made_with_the_attention_that_was_asked_for_and_copies_have_i
         load_scorer(scorer, torch.float32, attention=EAGER),
         new_scorer(path, torch.float32, PAD, 1, attention=EAGER),
     ]
-    copies = [empty_like(one, torch.device("cpu")) for one in made]
-    assert [implementation(one) for one in made + copies] == ["eager"] * 8
+    copies = [ActorCopy(SimpleNamespace(module=one, stage=3, version=0)).module() for one in made[:2]]
+    assert [implementation(one) for one in made + copies] == ["eager"] * 6
     assert implementation(load_policy(path, torch.float32)) == "sdpa"
     spec = EngineSpec(actor_path=str(path), critic_path=str(scorer), attention=EAGER)
     assert {role: implementation(one.module) for role, one in blueprints(spec).items()} == dict.fromkeys(
@@ -372,7 +375,7 @@ def test_cudnns_attention_is_refused_where_it_has_no_effect(tmp_path, monkeypatc
     asked.check(path, LANGUAGE_MODEL, "bf16", "--actor")
 
 
-def test_copies_hydras_and_sliding_windows_pack_too(tmp_path):
+def test_hydras_and_sliding_windows_pack_too(tmp_path):
     path, reward = make_causal_lm(tmp_path / "sft", "mistral"), make_scorer(tmp_path / "rm", "mistral", offset=0.3)
     sequences, mask, width = ragged([5, 9, 30])
     given = sequences, mask, position_ids(mask)
@@ -388,12 +391,10 @@ def test_copies_hydras_and_sliding_windows_pack_too(tmp_path):
                 if hasattr(part, "sliding_window"):
                     part.sliding_window = 4
         other.direct_head = False  # as of models that change their logits
-        copy = empty_like(scorer, torch.device("cpu"))
-        copy.load_state_dict(scorer.state_dict())
-        assert copy.packs == scorer.packs == hydra.packs == (attention.packing == "packed")
+        assert scorer.packs == hydra.packs == (attention.packing == "packed")
         policies = [one(*given, response_length=width)[0][counted] for one in (hydra, other)]
         policies.append(hydra(*given, response_length=width, role="reference")[0][counted])
-        return [*policies, scorer(*given)[mask.bool()], copy(*given)[mask.bool()]]
+        return [*policies, scorer(*given)[mask.bool()]]
 
     for found, expected in zip(said(PACKED), said(PADDED), strict=True):
         assert torch.allclose(found, expected, atol=1e-5)
@@ -474,8 +475,7 @@ def test_the_longest_row_of_a_run_decides_the_angles_of_all_rows(tmp_path, rope,
     mask[0, 30:] = 0
     for packing in ("padded", "packed"):
         policy = load_policy(path, torch.float32, attention=Attention("sdpa", packing, longest))
-        copy = empty_like(policy, torch.device("cpu"))  # which draws responses
-        copy.load_state_dict(policy.state_dict())
+        copy = ActorCopy(SimpleNamespace(module=policy, stage=3, version=0)).module()  # which draws responses
         for module in (policy, copy):
             found = module(rows * mask, mask, position_ids(mask), response_length=59)[0][0, :29]
             assert torch.allclose(found, expected, atol=1e-5)

@@ -5,6 +5,7 @@ each system runs with; code in a model's folder, which runs where that is allowe
 import builtins
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,11 +19,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.integrations import hub_kernels
 
 from engine.algorithms import get_dialect
+from engine.copies import ActorCopy
 from engine.errors import UserError
 from engine.memory.blueprint import module_on_meta
 from engine.models import reading
 from engine.models.checking import check_attention, check_policy, check_vocabularies
-from engine.models.loading import empty_like, load_policy
+from engine.models.loading import load_policy
 from engine.models.reading import LANGUAGE_MODEL, pad_token_line, read_config, read_tokenizer
 from engine.models.saving import save_model, save_tokenizer
 from engine.rlhf_engine import RLHFEngine
@@ -107,7 +109,8 @@ def test_the_default_of_a_family_counts_where_config_json_is_silent(tmp_path):
 def test_whatever_is_built_has_the_head_and_it_is_saved(tmp_path):
     folder = make_folder(tmp_path, tie_word_embeddings=True)
     policy = load_policy(str(folder), torch.float32)
-    for module in (empty_like(policy, torch.device("cpu")), module_on_meta(str(folder), LANGUAGE_MODEL, "fp32", "")):
+    copy = ActorCopy(SimpleNamespace(module=policy, stage=3, version=0)).module()
+    for module in (copy, module_on_meta(str(folder), LANGUAGE_MODEL, "fp32", "")):
         assert "lm_head.weight" in dict(module.model.named_parameters())
     save_model(policy, full_state(policy.model), read_tokenizer(str(folder), "model"), tmp_path / "saved")
     assert json.loads((tmp_path / "saved" / "config.json").read_text())["tie_word_embeddings"] is False
@@ -318,7 +321,7 @@ def test_with_permission_it_computes_is_copied_checked_and_saved_with_its_code(c
     tokens = torch.arange(4, 14).view(1, 10)
     with torch.no_grad():
         torch.testing.assert_close(policy.model(tokens).logits, plain.model(tokens).logits)
-    copy = empty_like(policy, torch.device("cpu"))
+    copy = ActorCopy(SimpleNamespace(module=policy, stage=3, version=0)).module()
     assert type(copy.model) is type(policy.model)
     save_model(policy, full_state(policy.model), make_tokenizer(), tmp_path / "saved")
     again = load_policy(str(tmp_path / "saved"), torch.float32, trust_remote_code=True)

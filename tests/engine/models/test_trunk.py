@@ -1,18 +1,19 @@
 """One trunk: each of its roles computes what a model of its own would."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from engine.copies import ActorCopy
 from engine.engine_spec import EngineSpec
 from engine.errors import UserError
 from engine.experience import position_ids
-from engine.models.loading import empty_like, load_policy, load_scorer
+from engine.models.loading import load_policy, load_scorer
 from engine.models.lora import LoraSpec
 from engine.models.trunk import Trunk, make_trunk, owner
 from engine.rlhf_engine import scoring_roles
-from engine.zero.gathering import copy_weights
 from scripts.harness.models import make_adapter, make_causal_lm, make_scorer
 
 SEQUENCES = torch.arange(4, 20).view(2, 8)
@@ -60,10 +61,8 @@ def test_roles_compute_what_models_of_their_own_do(family, tmp_path):
     for role in found:
         assert torch.equal(moved[role], found[role]) == (role in ("reference", "reward")), role
 
-    copy = empty_like(trunk, torch.device("cpu"))
-    copy_weights(trunk, copy)
-    for role, tensor in answers(copy).items():
-        assert torch.equal(tensor, moved[role]), role
+    copy = ActorCopy(SimpleNamespace(module=trunk, stage=3, version=0)).module()
+    torch.testing.assert_close(copy(*INPUTS, response_length=5)[0], moved["actor"], **CLOSE)
 
 
 @torch.no_grad()
@@ -78,10 +77,8 @@ def test_the_actor_may_have_an_adapter_where_the_others_have_none(tmp_path):
     head.copy_(torch.linspace(-0.1, 0.1, head.numel()).view(head.shape))
     after = answers(trunk)
     assert {role for role in after if not torch.equal(after[role], before[role])} == {"actor"}
-    merged = empty_like(trunk, torch.device("cpu"))
-    copy_weights(trunk, merged)
-    merged.adapters.merge()
-    torch.testing.assert_close(merged(*INPUTS, response_length=5)[0], after["actor"], **CLOSE)
+    copy = ActorCopy(SimpleNamespace(module=trunk, stage=3, version=0)).module()
+    torch.testing.assert_close(copy(*INPUTS, response_length=5)[0], after["actor"], **CLOSE)
 
 
 @torch.no_grad()

@@ -6,9 +6,11 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
-from engine.memory.copies import CopyNeed
+from engine.copies import copies_bytes
+from engine.errors import UserError
 from engine.models.policy import Policy, Scorer
 from engine.rollout import ReplicaRollouts, Zero3Rollouts, build_rollouts
+from engine.rollout.placing import KEPT, MOST, placed
 from scripts.harness.models import make_tokenizer
 
 ROLES = ("actor", "critic", "reference", "reward model")
@@ -17,13 +19,10 @@ WIDTH, VOCABULARY, LAYERS, HEADS, KEPT_HEADS = 16, 100, 2, 4, 2
 LAYER = 2 * WIDTH * WIDTH + 2 * WIDTH * WIDTH // 2 + 3 * WIDTH * 24 + 2 * WIDTH
 TRUNK = VOCABULARY * WIDTH + LAYERS * LAYER + WIDTH
 POLICY, SCORER = TRUNK + VOCABULARY * WIDTH, TRUNK + WIDTH
-OWN = 2 * 4 * (POLICY + SCORER)  # bytes: a copy of each of the four models
-COPIES = OWN // 2  # actor and reference share one module, critic and reward model another
+GRADIENTS = 4 * (POLICY + SCORER)  # bytes, of actor and critic, on one rank
 ROWS, LENGTH = 3, 20
-UNKNOWN = "what training takes is not known, so no more than 0.4 of the free may stay"
 SLOTS = LENGTH + 8 + 64  # of a row: what is drawn between two looks, and room for prompts that wait
-GRADIENTS = COPIES  # of actor and critic, on one rank
-LATER = GRADIENTS + 4 * ROWS * SLOTS * 2 * LAYERS * KEPT_HEADS * WIDTH // HEADS
+CACHE = 4 * ROWS * SLOTS * 2 * LAYERS * KEPT_HEADS * WIDTH // HEADS
 
 
 def config() -> LlamaConfig:
@@ -47,7 +46,7 @@ def engines(stage: int) -> list[SimpleNamespace]:
     for module in frozen:
         module.requires_grad_(False)
     found = [
-        SimpleNamespace(stage=stage, module=module, role=role, copies=None)
+        SimpleNamespace(stage=stage, module=module, role=role, copy=None)
         for role, module in zip(ROLES, (*learning, *frozen), strict=True)
     ]
     for engine in found:
@@ -63,90 +62,59 @@ def chosen(models: list, free: float, monkeypatch, **how):
 
 
 @pytest.mark.parametrize("stage", (0, 1, 2))
-def test_whole_weights_generate_as_they_are(monkeypatch, stage):
-    """And keys and values stay while training, of which nothing is known, only where they and the gradients leave most
-    of the memory free."""
+def test_whole_weights_generate_as_they_are_however_little_is_free(monkeypatch, stage):
     models = engines(stage)
-    for free, between_steps, given_back in (
-        (LATER / 0.4 + 4, "keep", ""),
-        (LATER / 0.4 - 4, "free", f"; keys and values, 0.00 GB, are given back while training: {UNKNOWN}"),
-    ):
-        rollouts = chosen(models, free, monkeypatch)
-        assert type(rollouts) is ReplicaRollouts and rollouts.copies.between_steps == between_steps
-        why = f"rollouts by replica: no weights are partitioned, so the models' own modules compute{given_back}"
-        assert rollouts.why == f"{why}; decoding plain: as asked"
-    assert chosen(models, 1, monkeypatch, between_steps="host").copies.between_steps == "host"
+    for free, between_steps in ((CACHE / KEPT + 4, "keep"), (CACHE / KEPT - 4, "free"), (1, "free")):
+        rollouts = chosen(models, GRADIENTS + free, monkeypatch)
+        assert type(rollouts) is ReplicaRollouts and rollouts.copy.between_steps == between_steps
+    assert chosen(models, 1, monkeypatch, between_steps="host").copy.between_steps == "host"
 
 
 @pytest.mark.parametrize("between_steps, when_tight", [("keep", "free"), ("free", "free"), ("host", "host")])
-def test_free_memory_decides_over_copies_of_partitioned_weights(monkeypatch, between_steps, when_tight):
-    """Copies, cache and gradients may take 0.2 of it if each model has its own copy, 0.4 if models share them and they
-    stay while training, or the actor's does, 0.8 if they do not; with less than that for all, some have none."""
-    needed, models = COPIES + LATER, engines(3)
+def test_the_actors_copy_stays_with_much_free_memory_and_is_refused_with_little(monkeypatch, between_steps, when_tight):
+    needed, models = 4 * POLICY + CACHE, engines(3)
 
     def choice(free):
-        rollouts = chosen(models, free, monkeypatch, between_steps=between_steps)
-        assert rollouts.sampler.rows_at_once == ROWS
-        if all(model.copies is None for model in models):
-            return type(rollouts), None, None
-        others = models[1].copies or rollouts.copies
-        return type(rollouts), (rollouts.copies.between_steps, others.between_steps), rollouts.copies.shared
+        rollouts = chosen(models, GRADIENTS + free, monkeypatch, between_steps=between_steps)
+        assert rollouts.sampler.rows_at_once == ROWS and models[0].copy is rollouts.copy
+        assert all(model.copy is None for model in models[1:])
+        return rollouts.copy.between_steps
 
-    both = (between_steps, between_steps)
-    assert choice(100 * needed) == choice((OWN + LATER) / 0.2 + 8) == (ReplicaRollouts, both, False)
-    assert choice((OWN + LATER) / 0.2 - 8) == choice(needed / 0.4 + 4) == (ReplicaRollouts, both, True)
-    actors = (4 * POLICY + LATER) / 0.4
-    assert choice(needed / 0.4 - 4) == choice(actors + 4) == (ReplicaRollouts, (between_steps, when_tight), True)
-    assert choice(actors - 4) == choice(needed / 0.8 + 4) == (ReplicaRollouts, (when_tight, when_tight), True)
-    choice(needed / 0.8 - 4)
-    assert 0 < sum(model.copies is not None for model in models) < len(models)
-    smallest = 4 * SCORER + LATER
-    assert choice(smallest / 0.8 - 4) == choice(0) == (Zero3Rollouts, None, None)
+    assert choice(100 * needed) == choice(needed / KEPT + 8) == between_steps
+    assert choice(needed / KEPT - 8) == choice(needed / MOST + 8) == when_tight
+    with pytest.raises(UserError, match="a copy, keys and values take 0.00 of 0.0 GB free beside .*or --rollout_backe"):
+        choice(needed / MOST - 8)
 
 
-def test_the_reason_names_the_sizes(monkeypatch):
-    models = engines(3)
-    monkeypatch.setattr("engine.rollout.choice.copy_need", lambda model: need(model.role, 1_500_000_000, 0))
-    monkeypatch.setattr("engine.rollout.choice.cache_bytes", lambda model, slots: 1_000_000_000)
-    room = "with keys, values and gradients, of {} GB free on each rank"
-    for free, why in (
-        (40e9, "replica: a whole copy of each model takes 7.00 GB " + room.format("40.0")),
-        (20e9, "replica: a whole copy for models of one shape takes 4.00 GB " + room.format("20.0")),
-        (
-            8e9,
-            "replica: a whole copy for models of one shape takes 4.00 GB "
-            + room.format("8.0")
-            + f", and but for the actor's is given back while training: {UNKNOWN}",
-        ),
-        (
-            6e9,
-            "replica: a whole copy for models of one shape takes 4.00 GB "
-            + room.format("6.0")
-            + f", and is given back while training: {UNKNOWN}",
-        ),
-        (
-            2e9,
-            "zero3: whole copies would take 4.00 GB "
-            + room.format("2.0")
-            + f"; keys and values, 1.00 GB, are given back while training: {UNKNOWN}",
-        ),
-    ):
-        assert chosen(models, free, monkeypatch).why == f"rollouts by {why}; decoding plain: as asked"
+GB = 10**9
 
 
-def test_copies_are_for_all_models_and_by_zero3_for_none(monkeypatch):
-    models = engines(3)
-    rollouts = chosen(models, 1e12, monkeypatch)
-    assert all(model.copies is rollouts.copies for model in models)
-    models = engines(3)
-    chosen(models, 1, monkeypatch)
-    assert all(model.copies is None for model in models)
+@pytest.mark.parametrize(
+    "free, ranks, between_steps, fits",
+    [
+        (250, 1, "keep", True),  # 150 of 250 are 0.6
+        (200, 1, "free", True),  # 0.75
+        (150, 2, "keep", True),  # one rank's 150 are too much; half the copy and 10 are 0.53
+        (110, 2, "free", True),  # 0.73
+        (80, 4, "keep", True),  # 35 and 10 are 0.56
+        (61, 4, "free", True),  # 0.74
+        (59, 4, "free", False),  # 0.76
+    ],
+)
+def test_the_fewest_ranks_that_can_hold_a_70b_actor(free, ranks, between_steps, fits):
+    """140 GB of weights in 16 bits, 10 GB of keys and values on each rank."""
+    found = placed({1: 140 * GB, 2: 70 * GB, 4: 35 * GB}, 10 * GB, free * GB)
+    assert (found.ranks, found.between_steps, found.fits) == (ranks, between_steps, fits)
+    held = 140 // ranks + 10
+    where = f"a copy, keys and values on {ranks} ranks" if ranks > 1 else "a copy, keys and values"
+    assert found.why.startswith(f"{where} take {held}.00 of {free}.0 GB free beside gradients and moments")
+    assert found.why.endswith("and are given back while training") == (fits and between_steps == "free")
 
 
 def test_a_backend_that_was_asked_for_is_taken(monkeypatch):
     monkeypatch.setattr("engine.zero.accelerator.free_memory", lambda: 1)
     for name, kind, plain in (
-        ("replica", ReplicaRollouts, "copies, keys and values do not stay between steps"),
+        ("replica", ReplicaRollouts, "the copy, keys and values do not stay between steps"),
         ("zero3", Zero3Rollouts, "ZeRO's hooks fetch each layer"),
     ):
         rollouts = build_rollouts(name, engines(3)[0], make_tokenizer(), between_steps="host", decoding="auto")
@@ -155,124 +123,27 @@ def test_a_backend_that_was_asked_for_is_taken(monkeypatch):
         build_rollouts("none such", engines(3)[0], make_tokenizer())
 
 
-GIVEN_BACK = "plain: copies, keys and values do not stay between steps"
-
-
 @pytest.mark.parametrize(
-    "training, gpu, asked, told",
+    "free, gpu, asked, told",
     [
-        (10, False, "auto", "recorded: auto on CPUs"),
-        (10, True, "auto", "graphs: auto on GPUs"),
-        (10, True, "recorded", "recorded: as asked"),
-        (87, True, "auto", "graphs: auto on GPUs"),
-        (88, True, "auto", GIVEN_BACK),
-        (88, False, "recorded", GIVEN_BACK),
-        (88, False, "plain", "plain: as asked"),
+        (100, False, "auto", "recorded: auto on CPUs"),
+        (100, True, "auto", "graphs: auto on GPUs"),
+        (100, True, "recorded", "recorded: as asked"),
+        (4, True, "auto", "plain: the copy, keys and values do not stay between steps"),
+        (4, False, "plain", "plain: as asked"),
     ],
 )
-def test_how_tokens_are_decoded_is_told_and_why(monkeypatch, training, gpu, asked, told):
-    """Beside 10 GB of training all copies stay, beside 87 the actor's of 1.5 with 1 of keys and values, beside 88 none:
-    of 100 free 0.9 are counted on."""
-    monkeypatch.setattr("engine.rollout.choice.copy_need", lambda model: need(model.role, 1_500_000_000, 0))
-    monkeypatch.setattr("engine.rollout.choice.cache_bytes", lambda model, slots: 1_000_000_000)
+def test_how_tokens_are_decoded_is_told_and_why(monkeypatch, free, gpu, asked, told):
+    monkeypatch.setattr("engine.rollout.choice.copies_bytes", lambda *_: {1: 3 * GB // 2})
+    monkeypatch.setattr("engine.rollout.choice.cache_bytes", lambda model, slots: GB)
     monkeypatch.setattr("engine.zero.accelerator.on_gpu", lambda: gpu)
-    models = engines(3)
-    rollouts = chosen(models, 100e9, monkeypatch, decoding=asked, training=training * 10**9)
+    rollouts = chosen(engines(3), free * GB, monkeypatch, decoding=asked)
     assert rollouts.why.endswith(f"; decoding {told}")
     assert rollouts.sampler.decoding == told.split(":")[0]
 
 
-def test_the_actors_copy_stays_alone_and_all_are_released(monkeypatch):
-    """1.5 GB and 1 of keys and values beside 87 of training are in 0.9 of 100 GB free, and no other copy is."""
-    monkeypatch.setattr("engine.rollout.choice.copy_need", lambda model: need(model.role, 1_500_000_000, 0))
-    monkeypatch.setattr("engine.rollout.choice.cache_bytes", lambda model, slots: 1_000_000_000)
-    models, released = engines(3), []
-    rollouts = chosen(models, 100e9, monkeypatch, training=87 * 10**9)
-    actor, critic, reference, reward = (model.copies for model in models)
-    assert actor is reference is rollouts.copies and critic is reward and critic is not actor
-    assert (actor.between_steps, critic.between_steps) == ("keep", "free")
-    for name, copies in (("actor", actor), ("critic", critic)):
-        monkeypatch.setattr(copies, "release_memory", lambda name=name: released.append(name))
-    rollouts.release_memory()
-    assert released == ["actor", "critic"]
-
-
-def need(role: str, size: int, gradients: int) -> CopyNeed:
-    """Of actor and reference, which are of one architecture, or critic and reward model."""
-    return CopyNeed(role, 3, role in ("actor", "reference"), size, gradients)
-
-
-BIG, SMALL = ["actor", "reference"], ["critic", "reward model"]
-
-
-@pytest.mark.parametrize(
-    "free, copied, between_steps, why",
-    [
-        (250e9, BIG + SMALL, "free", "replica: {one} takes 172.00 GB {room}, {back}"),
-        (
-            200e9,
-            BIG,
-            "free",
-            "replica: {one} takes 158.00 GB {room}, {back}; so it is with actor and reference, "
-            "while critic and reward model compute through partitions: with all models it would be "
-            "172.00 GB",
-        ),
-        (
-            190e9,
-            SMALL,
-            "keep",
-            "zero3: {one} takes 32.00 GB {room}; so it is with critic and reward model, while actor and "
-            "reference compute through partitions: with all models it would be 172.00 GB",
-        ),
-        (
-            64e9,
-            SMALL,
-            "free",
-            "zero3: {one} takes 32.00 GB {room}, {back}; so it is with critic and reward model, "
-            "while actor and reference compute through partitions: with all models it would be 172.00 GB",
-        ),
-        (
-            39e9,
-            [],
-            "free",
-            "zero3: whole copies would take 172.00 GB {room}; keys and values, 2.00 GB, are given back while training: "
-            + UNKNOWN,
-        ),
-    ],
-)
-def test_a_model_too_large_for_a_copy_denies_no_other_its_own(monkeypatch, free, copied, between_steps, why):
-    """Actor and reference of 70B in 16 bits, critic and reward model of 7B; 2 GB of keys and values, 4 of gradients for
-    each. By hand: 0.8 of free memory must hold 140 + 18 for the large ones' copy, 14 + 18 for the small ones', 172 for
-    both."""
-    sizes = dict.fromkeys(BIG, 140_000_000_000) | dict.fromkeys(SMALL, 14_000_000_000)
-    monkeypatch.setattr(
-        "engine.rollout.choice.copy_need", lambda model: need(model.role, sizes[model.role], 4_000_000_000)
-    )
-    monkeypatch.setattr("engine.rollout.choice.cache_bytes", lambda model, slots: 2_000_000_000)
-    models = engines(3)
-    rollouts = chosen(models, free, monkeypatch)
-    assert {model.role for model in models if model.copies is rollouts.copies} == set(copied)
-    assert all(model.copies is None for model in models if model.role not in copied)
-    assert type(rollouts) is (ReplicaRollouts if "actor" in copied else Zero3Rollouts)
-    assert rollouts.copies.between_steps == between_steps
-    words = {
-        "one": "a whole copy for models of one shape",
-        "back": f"and is given back while training: {UNKNOWN}",
-        "room": f"with keys, values and gradients, of {free / 1e9:.1f} GB free on each rank",
-    }
-    assert rollouts.why == f"rollouts by {why.format(**words)}; decoding plain: as asked"
-
-
-def test_copies_of_small_models_are_released_by_a_backend_without_one(monkeypatch):
-    """The trainer tells the backend alone."""
-    rollouts = build_rollouts("zero3", engines(3)[0], make_tokenizer())
-    released = []
-    monkeypatch.setattr(rollouts.copies, "release_memory", lambda: released.append(True))
-    rollouts.release_memory()
-    assert released == [True]
-
-
-def test_the_size_of_copies_is_that_of_their_parameters():
+def test_the_size_of_a_copy_is_that_of_its_parameters():
     policy, scorer = (model.module for model in engines(3)[:2])
     assert [sum(p.numel() for p in module.parameters()) for module in (policy, scorer)] == [POLICY, SCORER]
+    assert copies_bytes(policy, 1) == {1: 4 * POLICY}
     assert torch.float32.itemsize == 4

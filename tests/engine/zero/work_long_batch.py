@@ -9,7 +9,7 @@ import deepspeed
 import torch
 
 from engine import distributed
-from engine.copies import WholeCopies
+from engine.copies import ActorCopy
 from engine.experience import TrainingBatch
 from engine.zero.engines import TrainedModel
 from engine.zero.gathering import is_available
@@ -45,10 +45,11 @@ def steps(folder: str, batch: TrainingBatch, dtypes: list[str]) -> dict[tuple[st
 
 def _copied(trainer: PPOTrainer, batch: TrainingBatch) -> dict[str, dict]:
     """A step while copies hold the weights, "copied", and the one after it, whose weights they do not hold, "stale"."""
-    models, copies, found = [trainer.models.actor, trainer.models.critic], WholeCopies(shared=False), {}
+    models, found = [trainer.models.actor, trainer.models.critic], {}
     for model in models:
-        model.long_batch.kept, model.copies = Kept(), copies
-    held = [copies.of(model) for model in models]
+        model.long_batch.kept = Kept()
+    models[0].copy = ActorCopy(models[0])
+    held = [models[0].copy.module()]
     before = [[weight.clone() for weight in copy.parameters()] for copy in held]
     for name in ("copied", "stale"):
         with counted() as calls:

@@ -5,7 +5,7 @@ from torch import nn
 
 from engine.zero.config import EngineConfig, build_ds_config
 from engine.zero.engines import TrainedModel
-from engine.zero.gathering import copy_weights, gathered_params
+from engine.zero.gathering import gathered_params, whole_weights
 
 
 class Weights(nn.Module):
@@ -27,7 +27,7 @@ def shards(folder: str) -> dict:
     masters = model.master_shards()
     found["masters"] = [(str(master.dtype).removeprefix("torch."), master.numel()) for master in masters]
     with model.swapped([2 * master for master in masters]):
-        copy_weights(module, copy := Weights())
+        whole = dict(whole_weights(module))["matrix"].flatten().tolist()
         with gathered_params([module.matrix]):
-            found["refreshed"] = [one.matrix.flatten().tolist() for one in (module, copy)]
+            found["refreshed"] = [module.matrix.flatten().tolist(), whole]
     return found

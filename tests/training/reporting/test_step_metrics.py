@@ -7,7 +7,7 @@ What stands in a trace of a real run is looked at in tests/e2e/test_programs.py.
 import contextlib
 import gzip
 import json
-from dataclasses import replace
+from dataclasses import fields, replace
 from types import SimpleNamespace
 
 import pytest
@@ -15,15 +15,24 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from engine.errors import UserError
+from engine.errors import RunStopped, UserError
 from engine.experience import position_ids
 from engine.models.hydra import load_hydra
 from engine.models.loading import load_policy, load_scorer
 from engine.models.lora import LoraSpec, adapt
 from engine.trace import traced
 from scripts.harness.models import make_causal_lm, make_scorer
+from training.config.step3 import RLHFFlags
 from training.reporting.metrics import Accumulator
-from training.reporting.step_metrics import Arithmetic, Cost, Profiler, TrainingArithmetic, set_aside_newer_traces
+from training.reporting.step_metrics import (
+    LESS_MEMORY,
+    Arithmetic,
+    Cost,
+    Profiler,
+    StepLog,
+    TrainingArithmetic,
+    set_aside_newer_traces,
+)
 from training.runtime.plan import check_profile_steps
 
 SMALL = Cost(matrices=100, trained=60, passed=60, attention=8, head=10, head_trained=0)
@@ -209,3 +218,13 @@ def test_steps_that_the_run_does_not_train(steps, first, last, told):
 def test_steps_that_the_run_trains():
     check_profile_steps([], 4, 3)
     check_profile_steps([3, 1, 3], 1, 3)
+
+
+@pytest.mark.parametrize("phase", LESS_MEMORY)
+def test_memory_that_runs_out_in_a_phase_is_told_with_flags_of_step_3(phase):
+    with pytest.raises(RunStopped) as stopped, StepLog().phase(phase):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has ...")
+    told = str(stopped.value)
+    assert told == f"CUDA out of memory on rank 0, in the phase {phase}. Give {LESS_MEMORY[phase]}."
+    flags = {word.strip(",.").removeprefix("--") for word in told.split() if word.startswith("--")}
+    assert flags and flags <= {field.name for field in fields(RLHFFlags)}

@@ -182,8 +182,7 @@ class Answering(Measuring):
 
     def _policy(self, model: Model) -> FrozenModel:
         """An engine with this model's weights. The previous model's engine is freed first."""
-        for one in (self.reference, *self.scorers):
-            one.copies = None  # they may refer to the weights of the engine that is freed
+        self.reference.copy = None  # it holds the weights once more
         gc.collect()
         if on_gpu():
             torch.cuda.empty_cache()
