@@ -107,26 +107,15 @@ def parse_flags(
     argv: Sequence[str],
     description: str,
     say: Callable[[str], None] = lambda line: None,
+    validate: bool = True,
 ):
     """Fill a dataclass of flags from a command line and from the YAML file that the command line names, and validate
     it.
 
     say: function that is called with a line for each flag that has no effect, and with one for --defaults. Raises:
     UserError for an unknown flag or key (the message names the most similar flag), a required flag that is missing, a
-    value of the wrong type, or a value that asks for a feature that is missing here.
+    value of the wrong type, or, if it validates, a value that asks for a feature that is missing here.
     """
-    args = read_flags(arguments_class, argv, description, say)
-    args.validate()
-    return args
-
-
-def read_flags(
-    arguments_class: type[ProgramFlags],
-    argv: Sequence[str],
-    description: str,
-    say: Callable[[str], None] = lambda line: None,
-):
-    """`parse_flags` without the checks of values."""
     parser = _parser(arguments_class, description)
     known = [spec.name for spec in dataclasses.fields(arguments_class)] + list(arguments_class.old_flags)
     _refuse_unknown(arguments_class, argv, known)
@@ -140,7 +129,10 @@ def read_flags(
     old = {name: values.pop(name) for name in arguments_class.old_flags}
     for name, value in old.items():
         _tell_old(arguments_class.old_flags[name], name, value, say)
-    return arguments_class(**values)
+    args = arguments_class(**values)
+    if validate:
+        args.validate()
+    return args
 
 
 def _parser(arguments_class: type[ProgramFlags], description: str, defaults: bool = True) -> _Parser:

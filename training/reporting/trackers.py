@@ -62,11 +62,9 @@ class TrackerSink:
         PartialState()  # accelerate's messages need it
         self._resumed = name in runs
         self._tracker = LOGGER_TYPE_TO_CLASS[name](project, **_options(name, run_name, folder, runs.get(name)))
-        on_interrupt = signal.getsignal(signal.SIGINT)
+        on_interrupt = signal.getsignal(signal.SIGINT)  # SwanLab would end its run at Ctrl-C, before the last step
         self._tracker.start()
-        signal.signal(
-            signal.SIGINT, on_interrupt
-        )  # SwanLab would end its run at Ctrl-C, before the program's last step
+        signal.signal(signal.SIGINT, on_interrupt)
         run = self._tracker.tracker
         runs[name] = run.info.run_id if name == "mlflow" else run.id
         write_whole(file, json.dumps(runs))

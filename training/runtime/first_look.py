@@ -10,6 +10,7 @@ would give: the tables have their names, and none of their functions is called. 
 are checked later, with the libraries (training/config/parsing.py).
 """
 
+import contextlib
 import importlib
 import importlib.abc
 import importlib.machinery
@@ -40,13 +41,10 @@ def first_look(flags: str, description: str) -> None:
             os._exit(code)
         return
     code = GO_ON
-    try:
+    with contextlib.suppress(BaseException):  # whatever it is, the program itself will meet it and report it
         code = _look(*flags.split(":"), description)
-    except BaseException:  # whatever it is, the program itself will meet it and report it
-        code = GO_ON
-    finally:
-        flush_all(code)
-        os._exit(code)
+    flush_all(code)
+    os._exit(code)
 
 
 def _look(module: str, name: str, description: str) -> int:
@@ -55,7 +53,7 @@ def _look(module: str, name: str, description: str) -> int:
     parsing = importlib.import_module("training.config.parsing")
     flags = getattr(importlib.import_module(module), name)
     try:
-        parsing.read_flags(flags, sys.argv[1:], description.splitlines()[0])
+        parsing.parse_flags(flags, sys.argv[1:], description.splitlines()[0], validate=False)
     except UserError as error:
         return print_error(SharedError(str(error)))  # all ranks were given the same flags
     except SystemExit:  # argparse has printed the help
@@ -79,7 +77,7 @@ def _empty(name: str) -> _StandIn:
     return _StandIn(name, (), {})
 
 
-class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+class _Finder(importlib.abc.Loader):
     """Finds, for every module of another library, a module of empty classes."""
 
     def find_spec(self, fullname, path=None, target=None):

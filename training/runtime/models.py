@@ -74,10 +74,8 @@ def check_positions(config, model: str, **lengths: int) -> None:
     longest, total = _positions(config), sum(lengths.values())
     if longest is not None and total > longest:
         given = " and ".join(f"--{name} {value}" for name, value in lengths.items())
-        dynamic = (getattr(config, "rope_parameters", None) or {}).get("rope_type") == "dynamic"
-        rope = " (beyond them dynamic NTK's rope makes a row's angles depend on the rows beside it)" if dynamic else ""
         raise UserError(
-            f"{given}: sequences may have {total} tokens, but {model} has {longest} positions{rope}. Lower "
+            f"{given}: sequences may have {total} tokens, but {model} has {longest} positions. Lower "
             f"{'them' if len(lengths) > 1 else 'it'}."
         )
 
