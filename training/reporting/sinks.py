@@ -267,7 +267,7 @@ class MetricWriter:
     def histogram(self, step: int, tag: str, values: torch.Tensor) -> None:
         """Write the distribution of `values` to TensorBoard. Only the main rank's `values` are written; gather the
         values of all ranks before, if they count too."""
-        self._to_sinks(lambda sink: sink.histogram(step, tag, values))
+        self._to_sinks(lambda sink: isinstance(sink, TensorBoardSink) and sink.histogram(step, tag, values))
 
     def hparams(self, settings: Mapping) -> None:
         """Write the run's settings. A nested setting gets the name outer/inner."""
@@ -285,7 +285,7 @@ class MetricWriter:
             self._bar.close()
         self._to_sinks(lambda sink: sink.close())
 
-    def _to_sinks(self, write: Callable[["TensorBoardSink | TrackerSink"], None]) -> None:
+    def _to_sinks(self, write: Callable[["TensorBoardSink | TrackerSink"], object]) -> None:
         for name, sink in list(self._sinks.items()):
             with self._noted(name):
                 write(sink)

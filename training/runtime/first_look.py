@@ -4,10 +4,9 @@ answered at once.
     if __name__ == "__main__":
         first_look("training.config.step3:RLHFFlags", __doc__)
 
-The flags' choices are tables of the library (advantage estimators, rollout backends, ...), whose functions need torch.
-So the look is taken in a forked process, in which an empty class stands for whatever a library other than Python's own
-would give: the tables have their names, and none of their functions is called. Flags are only parsed here; their values
-are checked later, with the libraries (training/config/parsing.py).
+The flags' choices are tables of the library (advantage estimators, ...), whose functions need torch. So the look is
+taken in a forked process, in which an empty class stands for whatever other libraries would give: the tables have their
+names, and none of their functions is called. The flags' values are checked later, with the libraries.
 """
 
 import contextlib
@@ -25,11 +24,10 @@ REAL = ("engine", "training", "psutil", "yaml")  # imported as they are, as Pyth
 
 
 def first_look(flags: str, description: str) -> None:
-    """End the program if its command line asks for help (code 0) or cannot be parsed (code 2).
+    """End the program if its command line asks for help (code 0) or cannot be parsed (code 2). With several hosts
+    nothing is done: a mistake may be one host's alone, and telling the others needs torch.
 
     flags: the dataclass of the program's flags, as MODULE:CLASS. description: the program's docstring.
-
-    With several hosts nothing is done: a mistake may be one host's alone, and telling the others needs torch.
     """
     if on_several_hosts() or "SLURM_PROCID" in os.environ:
         return
