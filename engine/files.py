@@ -151,7 +151,8 @@ def misfit(value: Any, kind: Any, name: str = "it") -> str | None:
     if isinstance(kind, tuple):
         faults = [misfit(value, each, name) for each in kind]
         return None if None in faults else faults[-1]
-    if not isinstance(value, type(kind) if isinstance(kind, dict | list) else kind):
+    fits = isinstance(value, type(kind) if isinstance(kind, dict | list) else kind)
+    if not fits or (isinstance(value, int) and not -(2**63) <= value < 2**63):  # numpy takes no larger one
         return f"{name} is {shortened(value)}"
     parts: list[tuple] = []
     if isinstance(kind, dict) and isinstance(value, dict):
