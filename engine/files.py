@@ -79,7 +79,9 @@ def rust_panics() -> Iterator[None]:
     except BaseException as error:
         if type(error).__name__ != "PanicException":
             raise
-        raise UserError(f"a tokenizer fails ({error}). Use another one, or leave out the text at which it fails.") from None
+        raise UserError(
+            f"a tokenizer fails ({error}). Use another one, or leave out the text at which it fails."
+        ) from None
 
 
 @contextlib.contextmanager
