@@ -71,14 +71,17 @@ def _require_file(mode: int, path: str | Path) -> None:
 
 @contextlib.contextmanager
 def rust_panics() -> Iterator[None]:
-    """Within this context a panic in a library written in Rust (tokenizers) is raised as RuntimeError. pyo3 raises it
-    as a BaseException, which no `except Exception` catches; its class cannot be imported."""
+    """Within this context a panic in a library written in Rust (tokenizers, where a regex gives up at a text) is raised
+    as UserError. pyo3 raises it as a BaseException, which no `except Exception` catches; its class cannot be
+    imported."""
     try:
         yield
     except BaseException as error:
         if type(error).__name__ != "PanicException":
             raise
-        raise RuntimeError(str(error)) from None
+        raise UserError(
+            f"a tokenizer fails ({error}). Use another one, or leave out the text at which it fails."
+        ) from None
 
 
 @contextlib.contextmanager
@@ -150,7 +153,8 @@ def misfit(value: Any, kind: Any, name: str = "it") -> str | None:
     if isinstance(kind, tuple):
         faults = [misfit(value, each, name) for each in kind]
         return None if None in faults else faults[-1]
-    if not isinstance(value, type(kind) if isinstance(kind, dict | list) else kind):
+    fits = isinstance(value, type(kind) if isinstance(kind, dict | list) else kind)
+    if not fits or (isinstance(value, int) and not -(2**63) <= value < 2**63):  # numpy takes no larger one
         return f"{name} is {shortened(value)}"
     parts: list[tuple] = []
     if isinstance(kind, dict) and isinstance(value, dict):

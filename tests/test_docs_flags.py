@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.algorithms import Dialect, get_dialect
+from engine.algorithms import Dialect
 from training.config import other_systems
-from training.config.algorithm import DIALECT_FLAGS
 from training.config.other_systems import HEADINGS, rows
 from training.config.parsing import STEPS, parse_flags
 from training.config.step3 import MemoryFlags, RLHFFlags
@@ -76,39 +75,6 @@ def test_openrlhfs_script_and_defaults_are_a_command_line_that_step_3_takes():
     assert args.max_steps == sizes["--data.max_samples"] // sizes["--rollout.batch_size"]
     assert dialect.warmup_steps == math.ceil(sizes["--data.max_samples"] // sizes["--train.batch_size"] * 0.03)
     assert args.max_prompt_seq_len + args.max_answer_seq_len == sizes["--data.max_len"]
-
-
-# Defaults of PPOConfig (huggingface/trl f2cd5771, trl/experimental/ppo/ppo_config.py, trl/trainer/base_config.py), and
-# of TrainingArguments (transformers 5.23). Both betas are in one field here.
-PPO_CONFIG = {
-    "num_ppo_epochs": 4,
-    "whiten_rewards": False,
-    "kl_coef": 0.05,
-    "kl_estimator": "k1",
-    "cliprange": 0.2,
-    "cliprange_value": 0.2,
-    "vf_coef": 0.1,
-    "gamma": 1.0,
-    "lam": 0.95,
-    "temperature": 0.7,
-    "stop_token": "",  # None
-    "learning_rate": 3e-6,
-    "lr_scheduler_type": "linear",
-    "weight_decay": 0.0,
-    "warmup_steps": 0,
-    "adam_beta1": (0.9, 0.999),
-    "adam_beta2": (0.9, 0.999),
-    "adam_epsilon": 1e-8,
-}
-
-
-@pytest.mark.parametrize("name", PPO_CONFIG)
-def test_trl_ppo_has_the_defaults_of_ppo_config_in_what_the_page_names(name):
-    row = next(row for row in rows() if row.system == "TRL" and name in row.names)
-    same = row.here.startswith("the same")
-    named = [name] if same else re.findall(r"--(\w+)", row.here.replace("--set ", "--"))
-    found = {getattr(get_dialect("trl_ppo"), DIALECT_FLAGS.get(each, each)) for each in named}
-    assert found == {PPO_CONFIG[name]}
 
 
 @pytest.mark.parametrize("script", [0, 1])

@@ -28,7 +28,7 @@ from engine.models.places import base_of
 from engine.models.reading import read_config
 from training.config.parsing import parse_flags
 from training.config.step3 import MemoryFlags
-from training.runtime.environment import keep_printing
+from training.runtime.environment import program
 from training.runtime.memory_lines import change_lines, workload
 from training.runtime.models import adapted_roles, check_positions
 
@@ -36,16 +36,12 @@ OLDER = ("v100", "t4")  # GPUs without bf16, which compute in fp16
 BATCHES = ("per_device_generation_batch_size", "per_device_training_batch_size")
 
 
+@program
 def main(argv: Sequence[str] | None = None) -> int:
     """Plan the run that the command line describes; returns the exit code."""
-    keep_printing()
-    try:
-        args = parse_flags(MemoryFlags, sys.argv[1:] if argv is None else argv, __doc__.splitlines()[0])
-        args.dtype = args.dtype or ("fp16" if args.gpu.lower().startswith(OLDER) else "bf16")
-        return report(args)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    args = parse_flags(MemoryFlags, sys.argv[1:] if argv is None else argv, __doc__.splitlines()[0])
+    args.dtype = args.dtype or ("fp16" if args.gpu.lower().startswith(OLDER) else "bf16")
+    return report(args)
 
 
 def report(args: MemoryFlags) -> int:

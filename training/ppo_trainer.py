@@ -240,11 +240,8 @@ class PPOTrainer:
 
     def save_models(self, folder: str | Path, merged: str = "auto") -> dict[str, Path]:
         """Write the trained models below `folder` as Hugging Face folders with the tokenizer: actor/, critic/, and
-        actor_ema/ if there is a moving average. Models with adapters are also written as actor_adapter/ and the like.
-        Works at every ZeRO stage (all ranks call this together). Returns {name: folder}.
-
-        merged: whether models with adapters are written with the adapter merged in: "true", "false", or "auto", if the
-        disk has room. Raises: RunStopped on all ranks if nothing can be written; see `model_folders.save`.
+        actor_ema/ if there is a moving average, or actor_adapter/ and the like (all ranks call this together, at any
+        ZeRO stage). Returns {name: folder}. merged: see `merged_wanted`. Raises: RunStopped; see `model_folders.save`.
         """
         from training.runtime.model_folders import merged_wanted, save_forms
 
@@ -287,12 +284,9 @@ class PPOTrainer:
         return saved
 
     def load_checkpoint(self, folder: str | Path) -> Path:
-        """Go on from a checkpoint of a trainer that was built in the same way, or of step 3; with the same number of
-        ranks and the same stages, bit by bit as without the interruption (all ranks call this together).
-
-        folder: .../checkpoints/step_N, or the folder that holds checkpoints/, whose newest whole one is taken. Returns
-        the checkpoint's folder. Raises: UserError on all ranks if there is no whole checkpoint, or if it is of other
-        models, another seed, or a dialect with which its state would be meaningless.
+        """Go on from a checkpoint of a trainer that was built in the same way, or of step 3 (all ranks call this
+        together). folder: .../checkpoints/step_N, or the folder that holds checkpoints/, whose newest whole one is
+        taken. Returns the checkpoint's folder. Raises: UserError on all ranks if none is whole, or it does not fit.
         """
         from training.checkpoints.conditions import Conditions
         from training.checkpoints.resuming import ResumePoint, restore

@@ -71,6 +71,8 @@ def meanings(names: list[str], width: int) -> str:
 
 def main(words: list[str], width: int = 160) -> str:
     """The text to print for dialects with these names; raises UserError for an unknown name."""
+    if {"-h", "--help"} & set(words):
+        return f"{(__doc__ or '').strip()}\n\ndialects: {', '.join(DIALECTS)}"
     dialects = [get_dialect(word) for word in dict.fromkeys(words or DIALECTS)]
     names = fields_to_show(dialects)
     return f"{render(names, dialects, width)}\n\n{meanings(names, width)}" if names else "no field differs"

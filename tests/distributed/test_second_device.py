@@ -71,6 +71,11 @@ def test_the_sampler_waits_once_in_8_tokens(families):
             }
 
 
+def test_the_rows_that_move_are_sent_once():
+    [seen] = run_ranks("tests.distributed.work_second_device:a_row_that_moves", world=1)
+    assert seen["copies"] == {"engine/rollout/cache.py Batch.move": 1} and not seen["mixed"] and not seen["waits"]
+
+
 # Of the second step of each dialect, for 8 responses of 12 tokens a rank in micro-batches of 4, at stage 0 with at most
 # two epochs, mini-batches and responses to a prompt. U: updates; M: models that are updated.
 GROUPS = [

@@ -1,14 +1,12 @@
 """The commands into which the pages docs/from_*.md turn scripts of other systems, run with tiny models.
 
-Paths, lengths and the number of steps are changed, and nothing else. How many optimizer steps TRL makes was counted in
-its own PPOTrainer (huggingface/trl f2cd5771, accelerate 1.15), on tiny models.
+Paths, lengths and the number of steps are changed, and nothing else.
 """
 
 import pytest
 
 from scripts.harness.programs import command_line, metric_lines, run_words
 from tests.test_docs_flags import commands
-from training import learner
 
 COMMANDS = [
     (page, number) for page in ("from_trl", "from_openrlhf", "from_trlx") for number in range(len(commands(page)[1]))
@@ -19,20 +17,6 @@ COMMANDS = [
 def prompts(tiny):
     """A file with enough prompts for a step of these scripts, beside the held-out ones."""
     return tiny.write("many_prompts", [{"prompt": f"w{i % 60 + 4:02d} w{i % 7 + 4:02d}"} for i in range(300)])
-
-
-@pytest.fixture
-def passes(monkeypatch):
-    """The number of passes of each optimizer step, of actor and critic."""
-    made = {"actor": [], "critic": []}
-    plain = learner.accumulate_gradients
-
-    def counted(model, losses, number, last=True):
-        made[model.role].append(number)
-        return plain(model, losses, number, last)
-
-    monkeypatch.setattr(learner, "accumulate_gradients", counted)
-    return made
 
 
 @pytest.mark.parametrize("page, number", COMMANDS)
@@ -46,27 +30,3 @@ def test_a_ported_command_trains(page, number, tiny, prompts, tmp_path, monkeypa
     sizes = {"max_steps": 1, "max_prompt_seq_len": 6, "max_answer_seq_len": 8, "dtype": "fp32"}
     assert run_words(3, words + command_line(here | sizes)) == 0
     assert [line["step"] for line in metric_lines(tmp_path / "out")] == [0, 1]
-
-
-@pytest.mark.parametrize(
-    "rows, accumulation, mini_batches, epoch",
-    [(2, 4, 1, [4]), (2, 4, 2, [4]), (4, 2, 4, [2, 2]), (8, 1, 4, [1, 1, 1, 1])],
-    # TRL: 1 optimizer step after 4 passes of 2 rows; the same; 2 after 2 passes of 2; 4 after a pass of 2
-)
-def test_an_epoch_has_as_many_optimizer_steps_as_in_trl(
-    rows, accumulation, mini_batches, epoch, tiny, prompts, tmp_path, passes
-):
-    together = rows * accumulation
-    flags = tiny.flags(
-        3,
-        data_path=prompts,
-        output_dir=tmp_path / "out",
-        dialect="trl_ppo",
-        max_steps=1,
-        ppo_epochs=2,
-        per_device_generation_batch_size=together,
-        per_device_training_batch_size=min(rows, together // mini_batches),
-        gradient_accumulation_steps=accumulation,
-    )
-    assert run_words(3, command_line(flags)) == 0
-    assert passes == {"actor": 2 * epoch, "critic": 2 * epoch}

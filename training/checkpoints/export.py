@@ -35,7 +35,7 @@ from engine.models.places import ADAPTER_CONFIG, is_adapter
 from engine.whole_files import file_order, sync
 from training.checkpoints.files import CONFIG, EMA, PARTIAL, ShardFiles, write_bytes, write_tensors
 from training.checkpoints.resuming import OF_MODELS, AdapterPoint, ResumePoint
-from training.runtime.environment import keep_printing
+from training.runtime.environment import program
 from training.runtime.hub import add_card
 
 FLOATS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -225,9 +225,9 @@ def _write_config(source: Path, dtype: str | None, folder: Path, left_out: Seque
         write_bytes(folder / path.name, data)
 
 
+@program
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the export that the command line describes; returns the exit code."""
-    keep_printing()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("point", help="a checkpoint, or the output folder of a run")
     parser.add_argument("output", help="a folder that is not there, or empty")
@@ -240,11 +240,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = vars(parser.parse_args(argv))
     logging.set_verbosity_error()  # a base without a score head is no problem: the checkpoint has it
     logging.disable_progress_bar()
-    try:
-        print(f"written: {export(given.pop('point'), given.pop('output'), **given)}")
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    print(f"written: {export(given.pop('point'), given.pop('output'), **given)}")
     return 0
 
 

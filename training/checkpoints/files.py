@@ -239,9 +239,6 @@ READ_AT_ONCE = 1 << 24  # number of bytes that are read at a time
 LARGEST = 1 << 26  # largest size of a manifest in bytes: enough for hundreds of thousands of files
 
 
-MANIFESTS = {"format": object, "step": int, "files": {str: [int, str]}, "digest": str}  # see `misfit`
-
-
 class Damage(Exception):
     """Raised for a damaged checkpoint. Its text describes the damage."""
 
@@ -278,7 +275,7 @@ class Manifest:
             if path.stat().st_size > LARGEST:
                 raise Damage(f"{MANIFEST} is too large for one")
             content = parsed_json(path.read_bytes())
-            if misfit(content, MANIFESTS) or content.pop("digest") != _digest(content):
+            if content.pop("digest") != _digest(content):
                 raise Damage(f"{MANIFEST} is not as it was written")
             if content["format"] != FORMAT:
                 raise UserError(
@@ -288,7 +285,7 @@ class Manifest:
             return cls(content["step"], {name: FileRecord(*record) for name, record in content["files"].items()})
         except OSError as error:
             raise Damage(f"{MANIFEST} cannot be read ({error.strerror})") from None
-        except ValueError:
+        except (ValueError, TypeError, KeyError, AttributeError):
             raise Damage(f"{MANIFEST} is not as it was written") from None
 
 

@@ -6,10 +6,12 @@ to another step or another system, the error says what to use instead; otherwise
 
 import argparse
 import dataclasses
+import re
 import reprlib
 import types
 import typing
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from engine.algorithms import Dialect
 from engine.errors import UserError, nearest_names, without_query
@@ -107,26 +109,15 @@ def parse_flags(
     argv: Sequence[str],
     description: str,
     say: Callable[[str], None] = lambda line: None,
+    validate: bool = True,
 ):
     """Fill a dataclass of flags from a command line and from the YAML file that the command line names, and validate
     it.
 
     say: function that is called with a line for each flag that has no effect, and with one for --defaults. Raises:
     UserError for an unknown flag or key (the message names the most similar flag), a required flag that is missing, a
-    value of the wrong type, or a value that asks for a feature that is missing here.
+    value of the wrong type, or, if it validates, a value that asks for a feature that is missing here.
     """
-    args = read_flags(arguments_class, argv, description, say)
-    args.validate()
-    return args
-
-
-def read_flags(
-    arguments_class: type[ProgramFlags],
-    argv: Sequence[str],
-    description: str,
-    say: Callable[[str], None] = lambda line: None,
-):
-    """`parse_flags` without the checks of values."""
     parser = _parser(arguments_class, description)
     known = [spec.name for spec in dataclasses.fields(arguments_class)] + list(arguments_class.old_flags)
     _refuse_unknown(arguments_class, argv, known)
@@ -140,7 +131,10 @@ def read_flags(
     old = {name: values.pop(name) for name in arguments_class.old_flags}
     for name, value in old.items():
         _tell_old(arguments_class.old_flags[name], name, value, say)
-    return arguments_class(**values)
+    args = arguments_class(**values)
+    if validate:
+        args.validate()
+    return args
 
 
 def _parser(arguments_class: type[ProgramFlags], description: str, defaults: bool = True) -> _Parser:
@@ -155,11 +149,7 @@ def _parser(arguments_class: type[ProgramFlags], description: str, defaults: boo
     if arguments_class.old_flags:
         group = parser.add_argument_group("DeepSpeed-Chat's flags that have nothing left to do")
     for name, old in arguments_class.old_flags.items():
-        options = (
-            {"nargs": "?", "const": True, "type": _truth, "metavar": "true|false"}
-            if old.kind is bool
-            else {"type": old.kind}
-        )
+        options: dict[str, Any] = _TRUTH if old.kind is bool else {"type": old.kind}
         group.add_argument(
             f"--{name}", default=None if defaults else argparse.SUPPRESS, help=old.instead.replace("%", "%%"), **options
         )
@@ -265,24 +255,19 @@ def _words(path: str, key: str, value) -> list[str]:
     return [f"--{key}", *texts]
 
 
+NEGATIVE = re.compile(r"-(inf|nan|[\d.]+(e[-+]?\d+)?)", re.IGNORECASE)
+
+
 def _negative_numbers_joined(argv: Sequence[str]) -> list[str]:
     """The words with `--flag -1e-5` joined to `--flag=-1e-5`: argparse takes a negative number with an exponent for a
     flag."""
     words = []
     for word in argv:
-        if words and words[-1].startswith("--") and "=" not in words[-1] and _is_negative_number(word):
+        if words and words[-1].startswith("--") and "=" not in words[-1] and NEGATIVE.fullmatch(word):
             words[-1] += f"={word}"
         else:
             words.append(word)
     return words
-
-
-def _is_negative_number(word: str) -> bool:
-    try:
-        float(word)
-    except ValueError:
-        return False
-    return word.startswith("-")
 
 
 def _argparse_options(spec: dataclasses.Field, hint, defaults: bool) -> dict:
@@ -300,7 +285,7 @@ def _argparse_options(spec: dataclasses.Field, hint, defaults: bool) -> dict:
         hint = next(kind for kind in typing.get_args(hint) if kind is not type(None))
     if hint is bool:
         # Without a value the flag means true. With the value false it can undo what a file or a script has set.
-        return options | {"type": _truth, "metavar": "true|false", "nargs": "?", "const": True}
+        return options | _TRUTH
     if typing.get_origin(hint) is list:
         return options | {
             "type": typing.get_args(hint)[0],
@@ -315,3 +300,6 @@ def _truth(text: str) -> bool:
     if text.lower() not in ("true", "false"):
         raise argparse.ArgumentTypeError(f"{text!r} is neither true nor false")
     return text.lower() == "true"
+
+
+_TRUTH = {"type": _truth, "metavar": "true|false", "nargs": "?", "const": True}

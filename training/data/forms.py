@@ -16,10 +16,10 @@ import shlex
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import Any, NamedTuple
+from typing import Any
 
 from engine.errors import UserError
-from training.data.chat import TURNS, Turns, render, template_key
+from training.data.chat import TURNS, render, template_key
 from training.data.files import check_text, described, quoted
 from training.data.tokens import end_of_turn, opening_tokens
 
@@ -56,7 +56,7 @@ REPEATED = (
 
 class Row(dict):
     """The checked texts of a record. notes: what the model may be shown otherwise than it is meant: messages that are
-    left out, special tokens within texts, repeated prompts."""
+    left out, special tokens within answers and messages, repeated prompts."""
 
     def __init__(self, texts: dict, notes: tuple[str, ...] = ()):
         super().__init__(texts)
@@ -309,8 +309,7 @@ def messages_as_texts(
     prompt = render(tokenizer, context, place, **asked, **options)
     check_text(where, f"{names[0]}, by the chat template", prompt)
     notes = _notes(place, prompt, context, options.get("tools") or [], tokenizer)
-    special = _special_tokens(tokenizer, template_key(tokenizer))
-    notes += special.notes(special.in_messages, "a message", (message["content"] for message in context))
+    notes += _spelt(tokenizer, "a message", (message["content"] for message in context))
     texts = {"prompt": prompt}
     for name, answer in followed.items() if answers else ():
         placed = f"{where}, column {name if name in names else names[0]}"
@@ -322,7 +321,7 @@ def messages_as_texts(
         dialogue = render(tokenizer, whole, placed, **options)
         _check_begins(placed, dialogue, prompt, tokenizer)
         texts[name] = _answer_text(placed, dialogue, len(prompt), answer, tokenizer)
-        notes += special.notes(special.in_messages, ANSWER, (message["content"] for message in answer))
+        notes += _spelt(tokenizer, ANSWER, (message["content"] for message in answer))
         at_once = texts[name].lstrip().startswith((answer[0]["content"] or "").strip())
         if not begun and not at_once and render(tokenizer, context, placed, **options) == prompt:
             notes = (*notes, NO_BEGINNING)
@@ -500,59 +499,38 @@ def _notes(place: str, prompt: str, context: list[dict], tools: list, tokenizer)
     return tuple(dict.fromkeys(notes))
 
 
-ANSWER, ENDED = "the answer", ", and what follows is learned, though step 3 stops there"
-# Marks of turns, as the templates of Qwen, Llama, DeepSeek, Mistral and Gemma write them.
-KNOWN_MARKS = r"<[|\uff5c][^\s<>]{1,40}[|\uff5c]>|\[/?INST\]|<start_of_turn>"
-
-
-class _SpecialTokens(NamedTuple):
-    """Finds special tokens that are spelt in texts: the tokenizer makes the tokens of them, as transformers does.
-
-    ends: the tokens with which an answer ends. in_texts: matches the tokens that begin, end and pad texts. in_messages:
-    matches those that the chat template writes, too. rendered: matches what only a text by a chat template has.
-    """
-
-    ends: set[str]
-    in_texts: re.Pattern
-    in_messages: re.Pattern
-    rendered: re.Pattern
-
-    def notes(self, tokens: re.Pattern, what: str, texts: Iterable[str | None]) -> tuple[str, ...]:
-        """A note for each text in which one of the tokens is followed by further text. what: what it calls the text."""
-        matches, ends = (tokens.search(text or "") for text in texts), self.ends if what == ANSWER else ()
-        return tuple(
-            f"the special token {match[0]} is spelt inside {what}{ENDED if match[0] in ends else ''}. "
-            "Where it is not meant to be the token, take it out, or write it with a blank in it"
-            for match in matches
-            if match and tokens.sub("", match.string[match.end() :]).strip()
-        )
+ANSWER = "the answer"
 
 
 @functools.lru_cache(maxsize=8)
-def _special_tokens(tokenizer, template: str) -> _SpecialTokens:
+def _special_tokens(tokenizer, template: str) -> tuple[set[str], re.Pattern]:
+    """(the tokens with which an answer ends, a pattern of all that begin, end and pad texts or are the template's)."""
     ends = {tokenizer.eos_token, _closing(tokenizer, template)} - {None, ""}
     usual = {tokenizer.bos_token, tokenizer.pad_token} - {tokenizer.unk_token, None} | ends  # texts may have <unk>
     written = render(tokenizer, list(TURNS)) if tokenizer.chat_template else ""
     added = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special and str(token) in written}
-    mark = re.escape(Turns(tokenizer).mark or "") or "(?!)"
-    in_texts, in_messages = (
-        re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True))) or "(?!)")
-        for tokens in (usual, usual | added)
+    tokens = sorted(usual | added, key=len, reverse=True)
+    return ends, re.compile("|".join(map(re.escape, tokens)) or "(?!)")
+
+
+def _spelt(tokenizer, what: str, texts: Iterable[str | None]) -> tuple[str, ...]:
+    """A note for each text in which a special token is followed by further text: the tokenizer makes the token of it.
+    what: what the note calls the text."""
+    ends, tokens = _special_tokens(tokenizer, template_key(tokenizer))
+    return tuple(
+        f"the special token {match[0]} is spelt inside {what}"
+        f"{', and what follows is learned, though step 3 stops there' * (what == ANSWER and match[0] in ends)}. "
+        "Where it is not meant to be the token, take it out, or write it with a blank in it"
+        for match in (tokens.search(text or "") for text in texts)
+        if match and tokens.sub("", match.string[match.end() :]).strip()
     )
-    return _SpecialTokens(ends, in_texts, in_messages, re.compile(f"{mark}|(?!{in_texts.pattern})(?:{KNOWN_MARKS})"))
 
 
 def _notes_on_texts(texts: dict[str, str], tokenizer) -> tuple[str, ...]:
-    """Notes on a record of texts. A prompt or text that a chat template made may hold special tokens."""
-    special, prompt = _special_tokens(tokenizer, template_key(tokenizer)), texts.get("prompt", "").strip()
-    answers = [text for name, text in texts.items() if name in ANSWERS]
-    notes = special.notes(special.in_texts, ANSWER, answers)
-    for name in texts.keys() - ANSWERS:
-        found = special.notes(special.in_texts, f"the {name}", [texts[name].removeprefix(tokenizer.bos_token or "")])
-        notes += found if found and not special.rendered.search(texts[name]) else ()
-    if prompt and any(text.lstrip().startswith(prompt) for text in answers):
-        notes += (REPEATED,)
-    return tuple(dict.fromkeys(notes))
+    """Notes on a record's answers. Its prompt or text may be one that a chat template made, with special tokens."""
+    prompt, answers = texts.get("prompt", "").strip(), [text for name, text in texts.items() if name in ANSWERS]
+    repeated = (REPEATED,) if prompt and any(text.lstrip().startswith(prompt) for text in answers) else ()
+    return tuple(dict.fromkeys((*_spelt(tokenizer, ANSWER, answers), *repeated)))
 
 
 def _tool_names(tools: list[dict]) -> list[str]:

@@ -193,13 +193,12 @@ def _encode(tokenizer, text):
     """The ids of a text, or of each text of a list, without special tokens and without warnings about the length."""
     nothing_else = {"return_attention_mask": False, "return_token_type_ids": False}
     try:
-        with rust_panics():  # a tokenizer's regex may give up at some texts
+        with rust_panics():
             return tokenizer(text, add_special_tokens=False, verbose=False, **nothing_else)["input_ids"]
-    except RuntimeError as error:
-        raise UserError(
-            f"the tokenizer of {tokenizer.name_or_path or 'the model'} fails at {shortened(text)} ({error}). Use "
-            "another one, or leave the text out."
-        ) from None
+    except UserError as error:
+        for each in () if isinstance(text, str) else text:
+            _encode(tokenizer, each)  # raises an error that names the text
+        raise UserError(f"{tokenizer.name_or_path}, text {shortened(text)}: {error}") from None
 
 
 def padded(token_lists: list[list[int]], pad_id: int, left: bool = False) -> tuple[Tensor, Tensor]:

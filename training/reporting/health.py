@@ -565,15 +565,14 @@ length_shrank = by_ends(
 def _few_ended(rows: Sequence[Mapping], last: float, advice: str) -> Finding:
     """The finding that only the share `last` of the responses ended by themselves. advice: what to try if the dialect
     ends responses at EOS."""
-    if not having(rows, "rollout/after_eos"):
-        seen = f"{last:.0%} of responses ended by themselves at the end, the others hit the limit"
-        return Finding(LOOK, seen, advice)
-    return Finding(
-        LOOK,
-        f"{last:.0%} of responses contained EOS at the end",
-        "The dialect draws on after EOS, and scores and learns what follows, so that nothing rewards an end: --set "
-        "truncate_token=eos ends the response there.",
-    )
+    seen = f"{last:.0%} of responses ended by themselves at the end, the others hit the limit"
+    if having(rows, "rollout/after_eos"):
+        seen = f"{last:.0%} of responses contained EOS at the end"
+        advice = (
+            "The dialect draws on after EOS, and scores and learns what follows, so that nothing rewards an end: --set "
+            "truncate_token=eos ends the response there."
+        )
+    return Finding(LOOK, seen, advice)
 
 
 def few_ever_ended(rows: Sequence[Mapping]) -> Finding | None:

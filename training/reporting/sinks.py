@@ -42,6 +42,7 @@ from training.reporting.records import METRICS_FILE, read_lines, read_metrics
 from training.reporting.sample_tables import MIN_WIDTH, samples_markdown, samples_table
 from training.reporting.standard_errors import NOISE
 from training.reporting.trackers import TrackerSink, flattened
+from training.runtime.environment import print_line
 from training.runtime.processes import place
 from training.runtime.stopping import note_unwritten, note_written
 
@@ -266,7 +267,7 @@ class MetricWriter:
     def histogram(self, step: int, tag: str, values: torch.Tensor) -> None:
         """Write the distribution of `values` to TensorBoard. Only the main rank's `values` are written; gather the
         values of all ranks before, if they count too."""
-        self._to_sinks(lambda sink: sink.histogram(step, tag, values))
+        self._to_sinks(lambda sink: isinstance(sink, TensorBoardSink) and sink.histogram(step, tag, values))
 
     def hparams(self, settings: Mapping) -> None:
         """Write the run's settings. A nested setting gets the name outer/inner."""
@@ -284,7 +285,7 @@ class MetricWriter:
             self._bar.close()
         self._to_sinks(lambda sink: sink.close())
 
-    def _to_sinks(self, write: Callable[["TensorBoardSink | TrackerSink"], None]) -> None:
+    def _to_sinks(self, write: Callable[["TensorBoardSink | TrackerSink"], object]) -> None:
         for name, sink in list(self._sinks.items()):
             with self._noted(name):
                 write(sink)
@@ -300,9 +301,10 @@ class MetricWriter:
             if name == TENSORBOARD:
                 note_unwritten(self._tensorboard_dir, error)
             else:  # not `note_unwritten`, which would make the run's end a failure
-                reason = without_query(one_line(error))
-                told = f"WARNING: {name} gets no more metrics ({reason}). The run goes on; metrics.jsonl has them all."
-                print(told, file=sys.stderr, flush=True)
+                why = without_query(one_line(error))
+                print_line(
+                    f"WARNING: {name} gets no more metrics ({why}). The run goes on; metrics.jsonl has them all."
+                )
 
 
 def run_name(output_dir: Path) -> str:
@@ -368,10 +370,8 @@ class JsonlSink:
             if self._path.exists() and self._path.stat().st_ino == os.fstat(before.fileno()).st_ino:
                 return before
             self._file = None
-            print(
-                f"WARNING: {self._path.parent} was moved or deleted. The run goes on in a new folder of this name.",
-                file=sys.stderr,
-                flush=True,
+            print_line(
+                f"WARNING: {self._path.parent} was moved or deleted. The run goes on in a new folder of this name."
             )
             before.seek(0)
             self._unwritten = before.read() + self._unwritten

@@ -1,18 +1,11 @@
 """Sends a run's metrics to experiment trackers, such as Weights & Biases, through the classes of accelerate.tracking.
-
-    check_trackers(["wandb"])                                    # before any work
-    sink = TrackerSink("wandb", output_dir, project="films", run_name="ppo (out)")
-    sink.log(step, samples, metrics)
-
-A sink is used like a TensorBoardSink (sinks.py).
+A sink is used like a TensorBoardSink (sinks.py), but gets no histograms, which accelerate's classes lack.
 """
 
 import json
 import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-
-import torch
 
 from engine.errors import UserError
 from engine.whole_files import write_whole
@@ -62,11 +55,9 @@ class TrackerSink:
         PartialState()  # accelerate's messages need it
         self._resumed = name in runs
         self._tracker = LOGGER_TYPE_TO_CLASS[name](project, **_options(name, run_name, folder, runs.get(name)))
-        on_interrupt = signal.getsignal(signal.SIGINT)
+        on_interrupt = signal.getsignal(signal.SIGINT)  # SwanLab would end its run at Ctrl-C, before the last step
         self._tracker.start()
-        signal.signal(
-            signal.SIGINT, on_interrupt
-        )  # SwanLab would end its run at Ctrl-C, before the program's last step
+        signal.signal(signal.SIGINT, on_interrupt)
         run = self._tracker.tracker
         runs[name] = run.info.run_id if name == "mlflow" else run.id
         write_whole(file, json.dumps(runs))
@@ -81,9 +72,6 @@ class TrackerSink:
         """Write sampled responses as a table; of the trackers, only W&B has tables."""
         if rows and hasattr(self._tracker, "log_table"):
             self._tracker.log_table("samples", list(rows[0]), [list(row.values()) for row in rows], step=step)
-
-    def histogram(self, step: int, tag: str, values: torch.Tensor) -> None:
-        """Does nothing: accelerate's classes have no histograms."""
 
     def hparams(self, settings: Mapping) -> None:
         """Write the settings of a new run. Those of a resumed run stay: MLflow refuses to change them."""

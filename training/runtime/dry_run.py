@@ -27,7 +27,7 @@ from training.checkpoints.resuming import ResumePoint
 from training.config.step3 import RLHFFlags
 from training.data.sources import DEEPSPEED_CHAT_FILES, is_path, name_and_split, open_source
 from training.reporting.records import command_line
-from training.runtime.environment import keep_printing
+from training.runtime.environment import program
 from training.runtime.first_lines import changes_since, dialect_lines, plan_lines, score_lines
 from training.runtime.plan import check_server, make_plan
 from training.runtime.startup import leave, run
@@ -202,22 +202,16 @@ def _program(word: str) -> str:
     return path.stem if path.suffix == ".py" else word.removeprefix("training.")
 
 
+@program
 def main(words: Sequence[str]) -> int:
     """Make a dry run of the command; returns the exit code of its program."""
-    keep_printing()
     place = next((place for place, word in enumerate(words) if _program(word) in PROGRAMS), None)
     if place is None:
-        print(
-            f"error: no program in {shown_command(words)!r}. Put `python -m training.runtime.dry_run` before a whole "
-            f"command with one of {', '.join(f'{name}.py' for name in PROGRAMS)}.",
-            file=sys.stderr,
+        raise UserError(
+            f"no program in {shown_command(words)!r}. Put `python -m training.runtime.dry_run` before a whole "
+            f"command with one of {', '.join(f'{name}.py' for name in PROGRAMS)}."
         )
-        return 2
-    try:
-        world, local = _processes(words[:place])
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    world, local = _processes(words[:place])
     os.environ |= {"WORLD_SIZE": str(world), "LOCAL_SIZE": str(local)}
     name = _program(words[place])
     module = importlib.import_module(f"training.{name}")

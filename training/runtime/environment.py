@@ -13,6 +13,7 @@ that cannot be printed is lost.
 
 import contextlib
 import errno
+import functools
 import json
 import os
 import re
@@ -20,7 +21,7 @@ import socket
 import sys
 import sysconfig
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from engine.errors import SharedError, UserError
@@ -245,6 +246,20 @@ def print_error(error: UserError) -> int:
     else:
         time.sleep(5)  # the launcher kills all ranks when one ends: let the main rank print first
     return USER_ERROR
+
+
+def program(main: Callable[..., int]) -> Callable[..., int]:
+    """The main function of a program of one process, which prints mistakes and then returns exit code 2."""
+
+    @functools.wraps(main)
+    def run(*args, **kwargs) -> int:
+        keep_printing()
+        try:
+            return main(*args, **kwargs)
+        except UserError as error:
+            return print_error(error)
+
+    return run
 
 
 def flush_all(code: int) -> None:

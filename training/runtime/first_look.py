@@ -4,12 +4,12 @@ answered at once.
     if __name__ == "__main__":
         first_look("training.config.step3:RLHFFlags", __doc__)
 
-The flags' choices are tables of the library (advantage estimators, rollout backends, ...), whose functions need torch.
-So the look is taken in a forked process, in which an empty class stands for whatever a library other than Python's own
-would give: the tables have their names, and none of their functions is called. Flags are only parsed here; their values
-are checked later, with the libraries (training/config/parsing.py).
+The flags' choices are tables of the library (advantage estimators, ...), whose functions need torch. So the look is
+taken in a forked process, in which an empty class stands for whatever other libraries would give: the tables have their
+names, and none of their functions is called. The flags' values are checked later, with the libraries.
 """
 
+import contextlib
 import importlib
 import importlib.abc
 import importlib.machinery
@@ -24,11 +24,10 @@ REAL = ("engine", "training", "psutil", "yaml")  # imported as they are, as Pyth
 
 
 def first_look(flags: str, description: str) -> None:
-    """End the program if its command line asks for help (code 0) or cannot be parsed (code 2).
+    """End the program if its command line asks for help (code 0) or cannot be parsed (code 2). With several hosts
+    nothing is done: a mistake may be one host's alone, and telling the others needs torch.
 
     flags: the dataclass of the program's flags, as MODULE:CLASS. description: the program's docstring.
-
-    With several hosts nothing is done: a mistake may be one host's alone, and telling the others needs torch.
     """
     if on_several_hosts() or "SLURM_PROCID" in os.environ:
         return
@@ -40,13 +39,10 @@ def first_look(flags: str, description: str) -> None:
             os._exit(code)
         return
     code = GO_ON
-    try:
+    with contextlib.suppress(BaseException):  # whatever it is, the program itself will meet it and report it
         code = _look(*flags.split(":"), description)
-    except BaseException:  # whatever it is, the program itself will meet it and report it
-        code = GO_ON
-    finally:
-        flush_all(code)
-        os._exit(code)
+    flush_all(code)
+    os._exit(code)
 
 
 def _look(module: str, name: str, description: str) -> int:
@@ -55,7 +51,7 @@ def _look(module: str, name: str, description: str) -> int:
     parsing = importlib.import_module("training.config.parsing")
     flags = getattr(importlib.import_module(module), name)
     try:
-        parsing.read_flags(flags, sys.argv[1:], description.splitlines()[0])
+        parsing.parse_flags(flags, sys.argv[1:], description.splitlines()[0], validate=False)
     except UserError as error:
         return print_error(SharedError(str(error)))  # all ranks were given the same flags
     except SystemExit:  # argparse has printed the help
@@ -79,7 +75,7 @@ def _empty(name: str) -> _StandIn:
     return _StandIn(name, (), {})
 
 
-class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+class _Finder(importlib.abc.Loader):
     """Finds, for every module of another library, a module of empty classes."""
 
     def find_spec(self, fullname, path=None, target=None):

@@ -74,10 +74,8 @@ def check_positions(config, model: str, **lengths: int) -> None:
     longest, total = _positions(config), sum(lengths.values())
     if longest is not None and total > longest:
         given = " and ".join(f"--{name} {value}" for name, value in lengths.items())
-        dynamic = (getattr(config, "rope_parameters", None) or {}).get("rope_type") == "dynamic"
-        rope = " (beyond them dynamic NTK's rope makes a row's angles depend on the rows beside it)" if dynamic else ""
         raise UserError(
-            f"{given}: sequences may have {total} tokens, but {model} has {longest} positions{rope}. Lower "
+            f"{given}: sequences may have {total} tokens, but {model} has {longest} positions. Lower "
             f"{'them' if len(lengths) > 1 else 'it'}."
         )
 
@@ -106,26 +104,24 @@ def model_notes(args: RunFlags, *flags: str) -> list[str]:
         path = getattr(args, flag)
         if path is None or not args.looks_at(path):
             continue
-        config = read_config(path, f"--{flag}", args.trust_remote_code)
+        config, found = read_config(path, f"--{flag}", args.trust_remote_code), []
         if getattr(config, "output_router_logits", False):
-            note = "no balancing loss is trained with, which config.json asks for (output_router_logits)"
-            notes.setdefault(note, []).append(f"--{flag}")
+            found.append("no balancing loss is trained with, which config.json asks for (output_router_logits)")
         rope = getattr(config, "rope_parameters", None) or {}
         if rope.get("rope_type") == "longrope" and args.max_length is not None:
             known = rope["original_max_position_embeddings"]
-            note = (
+            found.append(
                 f"longrope's {'long' if args.max_length > known else 'short'} factors in all rows, since rows may have "
                 f"{args.max_length} tokens (original_max_position_embeddings is {known}); saved models keep both"
             )
-            notes.setdefault(note, []).append(f"--{flag}")
         language_model = flag.startswith("actor") or isinstance(args, SFTFlags)
         if language_model and (kept := kept_settings(path)):
-            note = f"saved models keep settings of generate() that nothing here draws with: {kept}"
-            notes.setdefault(note, []).append(f"--{flag}")
+            found.append(f"saved models keep settings of generate() that nothing here draws with: {kept}")
         if hasattr(config, "mean") and hasattr(config, "std"):
             used = getattr(config, "normalize_reward", False)
             note = "scores are (score - mean) / std" if used else "scores stay without mean and std"
-            note += f" of config.json (OpenRLHF's normalize_reward is {str(used).lower()})"
+            found.append(f"{note} of config.json (OpenRLHF's normalize_reward is {str(used).lower()})")
+        for note in found:
             notes.setdefault(note, []).append(f"--{flag}")
     return [f"{', '.join(names)}: {note}" for note, names in notes.items()]
 

@@ -21,6 +21,7 @@ from typing import NoReturn
 
 from engine import distributed
 from engine.errors import EndedEarly, RunStopped, SharedError, UserError
+from engine.files import rust_panics
 from training.config.flags import RunFlags, make_paths_absolute
 from training.config.parsing import parse_flags
 from training.reporting.sample_tables import visible
@@ -65,7 +66,8 @@ def run(main: Callable, arguments_class: type, description: str, argv: Sequence[
         args.dtype = args.dtype or natural_dtype()
         if args.dry_run:
             if distributed.is_main():
-                main(args)
+                with rust_panics():
+                    main(args)
             return 0
         environment.check_meeting_point()
         environment.check_gpus()
@@ -92,7 +94,8 @@ def _in_group(main: Callable, args: RunFlags, watch: Watch) -> int:
             del store  # rank 0 has served it until all ranks have joined
         if several:
             nodes.check_nodes(args)
-        main(args)
+        with rust_panics():
+            main(args)
         if args.preflight and distributed.is_main():
             print("preflight: all ranks are fit for this run", flush=True)
         return _left_together(0, watch)

@@ -470,3 +470,10 @@ def test_the_command_prints_and_refuses():
     refused = run("openai", "opeanai")
     assert refused.returncode == 2 and refused.stdout == "" and len(refused.stderr.splitlines()) == 1
     assert "'opeanai': known are default, deepspeed_chat," in refused.stderr
+
+
+@pytest.mark.parametrize("flag", ["-h", "--help"])
+def test_help_says_how_the_command_is_called(flag):
+    text = main([flag])
+    assert "python -m engine.algorithms deepspeed_chat openai" in text
+    assert text.endswith(", ".join(DIALECTS))

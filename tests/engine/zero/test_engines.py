@@ -17,7 +17,7 @@ from engine.rlhf_engine import EngineSpec, OptimizerSpec, frozen_model, trained_
 from engine.zero import communication, gathering, stages
 from engine.zero.communication import init
 from engine.zero.config import EngineConfig, chosen_stage, read_ds_file
-from engine.zero.gathering import parameter_buckets, whole_weights
+from engine.zero.gathering import fill_parameters, is_available, parameter_buckets, whole_weights
 from scripts.harness.models import make_causal_lm, make_scorer
 from tests.engine.meters import HostQuestions, LiveBytes
 from tests.engine.zero.inspecting import masters, weights
@@ -247,6 +247,28 @@ def test_a_bucket_is_never_exceeded_but_by_one_weight(monkeypatch):
     assert names() == ["ab", "c", "d", "e", "f"]
     assert names("a", "c", "f") == ["acf"]
     assert names("d", "f") == ["d", "f"]
+
+
+def test_what_stays_gathered_is_gathered_anew_when_masters_change(folder, tmp_path):
+    path = tmp_path / "vectors_stay.json"
+    path.write_text(json.dumps({"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 40}}))
+    model = build(folder, "fp32", stage=3, path=str(path))
+    assert not one_step(model) and model.step(LR)
+    stays, before = model.ds_engine.optimizer.persistent_parameters, weights(model)
+    assert stays and all(map(is_available, stays))
+    with model.swapped([2 * shard for shard in model.master_shards()]):
+        assert all(map(is_available, stays))
+        assert all(torch.equal(weight, 2 * before[name]) for name, weight in weights(model).items())
+
+
+def test_the_main_rank_alone_fetches_weights_and_whole_ones_outlive_their_gathering(folder, monkeypatch):
+    spec = EngineSpec(actor_path="", critic_path="")
+    module = frozen_model(load_policy, folder, EngineConfig("reference", 3), spec).module.model
+    fill_parameters(module, lambda name: torch.tensor(0.5))
+    monkeypatch.setattr(gathering, "_has_shard", lambda parameter: False)  # as of weights that are stored quantized
+    assert all(weight.numel() and (weight == 0.5).all() for _, weight in list(whole_weights(module)))
+    monkeypatch.setattr(distributed, "is_main", lambda: False)
+    fill_parameters(module, pytest.fail)
 
 
 def test_of_5_numbers_the_last_of_4_ranks_has_none(monkeypatch):

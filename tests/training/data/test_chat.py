@@ -197,19 +197,10 @@ USER, BOT = ({"role": role, "content": "a <|im_end|> b"} for role in ("user", "a
 @pytest.mark.parametrize(
     "form, record, told",
     [
-        (
-            SFT,
-            {"prompt": "a", "response": "b </s> c"},
-            ["</s> is spelt inside the answer, and what follows is learned"],
-        ),
+        (SFT, {"prompt": "a", "response": "b </s> c"}, ["</s> is spelt inside the answer, and what follows"]),
         (SFT, {"prompt": "a", "response": "b<|im_end|>\n</s> "}, []),  # its end
         (SFT, {"prompt": "a", "response": "b <s> <unk> c"}, ["<s> is spelt inside the answer."]),
-        (SFT, {"prompt": "a </s> b", "response": "c"}, ["</s> is spelt inside the prompt."]),
-        (PROMPTS, {"prompt": "a <|im_end|> b"}, ["<|im_end|> is spelt inside the prompt."]),
-        (SFT, {"text": "a </s> b"}, ["</s> is spelt inside the text."]),
-        (SFT, {"text": "<s>a</s>"}, []),
-        (PROMPTS, {"prompt": "<|user|>\na</s>\n<|assistant|>\n"}, []),  # by another template
-        (PROMPTS, {"prompt": "<\uff5cUser\uff5c>a</s><\uff5cAssistant\uff5c>"}, []),
+        (SFT, {"prompt": "<|user|>\na</s>\n<|assistant|>\n", "response": "b"}, []),  # by another template
         (PROMPTS, {"prompt": [USER]}, ["<|im_end|> is spelt inside a message."]),
         (SFT, {"messages": [QUESTION, BOT]}, ["<|im_end|> is spelt inside the answer, and what follows is learned"]),
         (SFT, {"messages": [QUESTION, {**ANSWER, "content": "No.</s>"}]}, []),
@@ -221,19 +212,6 @@ USER, BOT = ({"role": role, "content": "a <|im_end|> b"} for role in ("user", "a
 def test_special_tokens_and_prompts_within_texts_are_told(form, record, told):
     notes = form.row("here", record, tokenizer_of(CHATML_LINES, adds_bos=False)).notes
     assert len(notes) == len(told) and all(words in note for words, note in zip(told, notes))
-
-
-@pytest.mark.parametrize("template", TEMPLATES)
-def test_texts_that_a_template_has_made_are_no_mistakes(template):
-    tokenizer, dialogue = tokenizer_of(TEMPLATES[template]), [QUESTION, ANSWER, QUESTION, ANSWER]
-    whole = str(chat.render(tokenizer, dialogue))
-    prompt = str(chat.render(tokenizer, dialogue[:3], add_generation_prompt=True))
-    for form, record in (
-        (SFT, {"text": whole}),
-        (SFT, {"prompt": prompt, "response": whole.removeprefix(prompt).removesuffix("Bye!")}),
-        (PROMPTS, {"prompt": prompt}),
-    ):
-        assert not form.row("here", record, tokenizer).notes
 
 
 @pytest.mark.parametrize("names", [("human", "gpt"), ("User", "model"), ("user", "bot")])

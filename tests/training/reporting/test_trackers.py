@@ -103,12 +103,6 @@ def test_a_tracker_that_fails_is_left_and_the_run_goes_on(tmp_path, calls, monke
     check_all_written()  # metrics.jsonl has everything, so the run's end is no failure
 
 
-def test_other_ranks_start_no_tracker(tmp_path, calls, monkeypatch):
-    monkeypatch.setattr("training.reporting.sinks.is_main", lambda: False)
-    MetricWriter(tmp_path, total_steps=2, report_to=["wandb"]).close()
-    assert calls == []
-
-
 def test_a_package_that_is_not_installed_is_named_before_any_work(monkeypatch):
     monkeypatch.setattr(accelerate.tracking, "_available_trackers", ["tensorboard", "wandb"])
     check_trackers(["tensorboard", "wandb"])

@@ -12,14 +12,14 @@ import sys
 from pathlib import Path
 
 from engine.errors import UserError
-from training.runtime.environment import keep_printing
+from training.runtime.environment import program
 
 PAGE = "report.html"
 
 
+@program
 def main(arguments: list[str] | None = None) -> int:
     """Write the report that the command line asks for; returns the exit code."""
-    keep_printing()
     parser = argparse.ArgumentParser(prog="python -m training.report", description=__doc__.splitlines()[0])
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="output folders of step 1, 2 or 3")
     parser.add_argument("--output", type=Path, help=f"file to write; by default {PAGE} in the folder of a single run")
@@ -32,12 +32,8 @@ def main(arguments: list[str] | None = None) -> int:
         output = _output(args)
         made = page(read_runs(args.runs))
         write_whole(output, made)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
     except OSError as error:
-        print(f"error: {error.filename or args.output}: {error.strerror or error}", file=sys.stderr)
-        return 2
+        raise UserError(f"{error.filename or args.output}: {error.strerror or error}") from None
     print(f"{output}: {len(made.encode()) / 1e6:.2f} MB")
     return 0
 

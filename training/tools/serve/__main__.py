@@ -19,24 +19,19 @@ if __name__ == "__main__":
 
 from engine.errors import UserError
 from training.config.parsing import parse_flags
-from training.reporting.sample_tables import visible
-from training.runtime.environment import keep_printing
+from training.runtime.environment import program
 from training.runtime.startup import leave, quiet_libraries
 from training.tools.serve.flags import ServeFlags
 
 NEEDED = ("fastapi", "uvicorn")
 
 
+@program
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the service with the flags of the command line until it is ended; returns the exit code."""
-    keep_printing()
-    try:
-        args = parse_flags(ServeFlags, sys.argv[1:] if argv is None else argv, __doc__.splitlines()[0])
-        check_installed()
-        return run(args)
-    except UserError as error:
-        print(f"error: {visible(str(error))}", file=sys.stderr, flush=True)
-        return 2
+    args = parse_flags(ServeFlags, sys.argv[1:] if argv is None else argv, __doc__.splitlines()[0])
+    check_installed()
+    return run(args)
 
 
 def check_installed() -> None:

@@ -22,6 +22,7 @@ import torch
 
 from engine.errors import UserError
 from engine.experience import position_ids
+from engine.files import rust_panics
 from training.data.chat import render
 from training.data.tokens import padded
 from training.reporting.sample_tables import visible
@@ -110,7 +111,7 @@ class Service:
         """Call `encode` in another thread, so that it does not block other requests; returns its result. encode:
         function that turns texts into tokens. Raises: RequestError if the tokenizer fails at a text."""
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._texts, encode)
+            return await asyncio.get_running_loop().run_in_executor(self._texts, rust_panics()(encode))
         except UserError as error:
             raise RequestError(400, str(error)) from None
 
@@ -276,9 +277,10 @@ class Worker:
 
     def _turn(self, decoder: Decoder, joining: list[Generation]) -> None:
         try:
-            decoder.step()
-            if joining:
-                decoder.join(joining)
+            with rust_panics():
+                decoder.step()
+                if joining:
+                    decoder.join(joining)
         except Exception:  # no error may end the service: only these responses fail
             traceback.print_exc(file=sys.stderr)
             for generation in joining:

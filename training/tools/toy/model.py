@@ -16,6 +16,7 @@ from pathlib import Path
 from engine.errors import UserError
 from training.data.forms import Form
 from training.data.rows import load_rows
+from training.runtime.environment import program
 from training.runtime.startup import quiet_libraries
 from training.tools.toy.reviews import refuse_non_empty
 
@@ -106,6 +107,7 @@ def make_base(args: argparse.Namespace) -> None:
     print(f"{args.output_dir}: {model.num_parameters():,} parameters, {len(tokenizer)} tokens")
 
 
+@program
 def main(arguments: Sequence[str] | None = None) -> int:
     """Make the model that the command line describes; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m training.toy.model", description=__doc__.splitlines()[0])
@@ -117,12 +119,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--hidden_size", type=int, default=64)
     parser.add_argument("--num_layers", type=int, default=3)
     parser.add_argument("--num_heads", type=int, default=4)
-    args = parser.parse_args(arguments)
-    try:
-        make_base(args)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    make_base(parser.parse_args(arguments))
     return 0
 
 

@@ -20,6 +20,7 @@ from engine.errors import UserError
 from training.data.forms import Form
 from training.data.rows import load_rows
 from training.reporting.variety import distinct_bigrams
+from training.runtime.environment import program
 from training.tools.toy.grammar import EITHER, derive, pattern
 
 SAMPLES = Form("sample", (("prompt", "response"),), lambda record, texts: texts, may_be_blank=True)
@@ -159,6 +160,7 @@ def run_judge(args: argparse.Namespace) -> None:
         print(f"distinct bigrams of the first {count} responses, second file to first: {ratio}")
 
 
+@program
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m training.toy.reviews", description=__doc__.splitlines()[0])
@@ -174,11 +176,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     judge_parser.add_argument("files", type=Path, nargs="+", help="JSON lines with prompt and response")
     judge_parser.set_defaults(run=run_judge)
     args = parser.parse_args(arguments)
-    try:
-        args.run(args)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    args.run(args)
     return 0
 
 

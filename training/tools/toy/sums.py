@@ -18,6 +18,7 @@ from pathlib import Path
 from engine.errors import UserError
 from training.data.forms import PROMPTS
 from training.data.rows import load_rows
+from training.runtime.environment import program
 from training.runtime.startup import quiet_libraries
 from training.tools.toy.reviews import refuse_non_empty
 
@@ -88,6 +89,7 @@ def run_accuracy(args: argparse.Namespace) -> None:
         print(f"| {name} | {greedy:.1%} | {sampled:.1%} |", flush=True)
 
 
+@program
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m training.toy.sums", description=__doc__.splitlines()[0])
@@ -104,11 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     table.add_argument("--data", type=Path, required=True, help="JSON lines with prompt and answer")
     table.set_defaults(run=run_accuracy)
     args = parser.parse_args(arguments)
-    try:
-        args.run(args)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    args.run(args)
     return 0
 
 
