@@ -103,6 +103,7 @@ class Planner:
             self.cluster,
             self.placing.why,
             checkpoints=self.checkpoints,
+            placed=self.placing.fits,
         )
 
     def _moment(
