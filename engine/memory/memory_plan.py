@@ -36,12 +36,14 @@ class MemoryPlan:
 
     copies: a text that says how responses are drawn.
     checkpoints: a text that says how checkpoints are written; empty if none are written while training goes on.
+    placed: whether `--rollout_backend auto` finds room for the actor's copy; if not, it refuses the run.
     """
 
     moments: tuple[Moment, ...]
     cluster: Cluster
     copies: str
     checkpoints: str = ""
+    placed: bool = True
 
     @property
     def names(self) -> list[str]:
@@ -97,14 +99,14 @@ class MemoryPlan:
 
     @property
     def fits(self) -> bool | None:
-        """Whether GPU and host have enough memory. If only one of the two memory sizes is known, only this one is
-        compared; None if neither is known."""
+        """Whether GPU and host have enough memory, and `auto` finds room for the actor's copy. If only one of the two
+        memory sizes is known, only this one is compared; None if neither is known."""
         known = [
             needed <= there
             for needed, there in ((self.needed, self.cluster.gpu), (self.host_peak, self.cluster.host))
             if there is not None
         ]
-        return all(known) if known else None
+        return self.placed and all(known) if known else None
 
 
 def table(plan: MemoryPlan, title: str) -> str:

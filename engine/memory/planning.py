@@ -103,6 +103,7 @@ class Planner:
             self.cluster,
             self.placing.why,
             checkpoints=self.checkpoints,
+            placed=self.placing.fits,
         )
 
     def _moment(
@@ -147,7 +148,8 @@ class Planner:
     def _lent(self, role: str, updates: int) -> bool:
         """Whether this many optimizer steps' passes read the weights from the actor's copy."""
         plain = self.models["actor"].module.adapters is None and self.placing.ranks == 1
-        return role == "actor" and bool(self.copy.total) and plain and updates <= 1
+        stays = self.placing.between_steps != "host"
+        return role == "actor" and bool(self.copy.total) and plain and stays and updates <= 1
 
     def _bucket(self, role: str, numbers: int) -> Bytes:
         """The bytes of the buffers that gathering `numbers` elements needs, one bucket at a time."""
@@ -198,8 +200,11 @@ class Planner:
                 )
             played = None if role == host or moving else role
             needed = _kinds(role, scoring_pass(engine.model, self.workload.rows, played))
-            kept = Kept(weights=self._fits(engine, always))
-            whole = Bytes() if self._lent(role, 0) else engine.gathered(kept=kept)
+            kept, lent = Kept(weights=self._fits(engine, always)), self._lent(role, 0)
+            whole = Bytes() if lent else engine.gathered(kept=kept)
+            if kept.weights and not lent and engine.stage == 3 and self.cluster.world > 1:
+                filled = [*always, whole, self._bucket(host, engine.model.numbers), engine.on_device()]
+                self._moment("experience", f"{role}'s weights are gathered", filled, [self.host_rest])
             self._moment(
                 "experience", f"{role} computes", [*always, needed, whole, engine.on_device()], [self.host_rest]
             )

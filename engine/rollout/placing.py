@@ -36,4 +36,4 @@ def placed(copies: Mapping[int, int], cache: int, free: int, between_steps: str 
             given_back = between_steps == "keep" and copy + cache > KEPT * free
             more = ", and are given back while training" if given_back else ""
             return Placing(ranks, "free" if given_back else between_steps, why + more)
-    return Placing(ranks, "free", why, fits=False)
+    return Placing(ranks, "free", f"{why}, and may take {MOST:.0%} of that", fits=False)

@@ -4,7 +4,6 @@ import gc
 import weakref
 from unittest import mock
 
-import deepspeed
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -19,7 +18,7 @@ from scripts.harness.ranks import run_ranks
 from tests.distributed import plain
 from tests.distributed.tiny_run import DIALECT, SAMPLING, TinyPrompts, counted_fills, engine_spec, prompt_tokens
 from tests.distributed.work_rollouts import _by_key
-from tests.engine.zero.inspecting import masters
+from tests.engine.zero.inspecting import counted_gathers, masters
 from tests.plain_sampling import plain_answer
 from training.ppo_trainer import PPOConfig, PPOTrainer
 
@@ -140,24 +139,18 @@ def _events(engine: RLHFEngine, mode: str) -> dict:
 def _judged(engine: RLHFEngine, trainer: PPOTrainer, rollout: Rollout, fits: bool) -> dict:
     """What the models say of a rollout, by the names of Experience's fields; whose weights were gathered whole for
     that, and how often ZeRO gathered a layer's. fits: whether there is memory for whole weights, the copy's too."""
-    copy, whole, gathers = engine.actor.copy, [], []
+    copy, whole, gathered = engine.actor.copy, [], LongInference._gathered
     roles = {id(model.long_inference): model.role for model in engine.engines}
-    backend, gathered = deepspeed.comm.comm.cdb, LongInference._gathered
-    gather = backend.all_gather_function
 
     def watched(inference: LongInference) -> dict:
         whole.append(roles[id(inference)])
         return gathered(inference)
 
-    def counted(*args, **kwargs):
-        gathers.append(None)
-        return gather(*args, **kwargs)
-
     engine.actor.copy = copy if fits else None
     with (
         mock.patch.object(LongInference, "_decided", lambda inference: fits),
         mock.patch.object(LongInference, "_gathered", watched),
-        mock.patch.object(backend, "all_gather_function", counted),
+        counted_gathers() as gathers,
     ):
         experience = trainer.experience_maker.make_experience(rollout)
     engine.actor.copy = copy

@@ -233,6 +233,11 @@ def test_the_actors_copy_is_given_back_where_it_takes_most_of_what_is_free(path)
         planned = plan(spec_of(path, 3), WORKLOAD, Cluster(gpus=2, gpu=reserved(2) + int(free)))
         copies = {phase: of_role(planned, phase, "copies").get("weights", 0) for phase in PHASES[1:]}
         assert copies == {"generate": copy, "experience": copy, "train": kept, "save": kept}, share
+    for share, placed in ((0.74, True), (0.76, False)):  # of a copy that no ranks may hold together
+        gpu = reserved(2) + int(rest + gradients + (copy + cache) / share)
+        planned = plan(spec_of(path, 3), dataclasses.replace(WORKLOAD, group=1), Cluster(gpus=2, gpu=gpu))
+        assert planned.placed == placed and planned.copies.endswith("may take 75% of that") == (not placed)
+        assert not dataclasses.replace(planned, cluster=Cluster(gpus=2, gpu=10**12), placed=False).fits
 
 
 FACTORS = LAYERS * 2 * (4 * (WIDTH + WIDTH) + 3 * (WIDTH + MIDDLE))  # of rank 2: projections, MLP

@@ -1,5 +1,9 @@
 """What engines hold, for tests: full weights, float32 masters, Adam's moments, gradients, what stands partitioned."""
 
+import contextlib
+from collections.abc import Iterator
+from unittest import mock
+
 import deepspeed
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
@@ -110,3 +114,18 @@ def hpz_groups(module: nn.Module) -> set[int | None]:
 def second_copies(module: nn.Module) -> int:
     """Of how many parameters this rank holds its share of a second copy."""
     return sum(parameter.ds_secondary_tensor is not None for parameter in module.parameters())
+
+
+@contextlib.contextmanager
+def counted_gathers() -> Iterator[list]:
+    """Within this context the list, which is given, grows by an entry each time that DeepSpeed gathers weights."""
+    gathers: list = []
+    backend = deepspeed.comm.comm.cdb
+    gather = backend.all_gather_function
+
+    def counted(*args, **kwargs):
+        gathers.append(None)
+        return gather(*args, **kwargs)
+
+    with mock.patch.object(backend, "all_gather_function", counted):
+        yield gathers
