@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from engine import distributed
+from engine.trace import traced
 from engine.zero import accelerator
 from engine.zero.gathering import is_available, is_partitioned, stand_in, whole_weights
 
@@ -86,6 +87,7 @@ class LongInference:
         with held(self._named, dict(copy.named_parameters(remove_duplicate=False)) if copy else self._gathered()):
             yield
 
+    @traced("gather of weights")
     def _gathered(self) -> dict[str, Tensor]:
         """The whole weights, as parts of one tensor for each dtype. The memory of one large tensor can be used again
         for that of the next model, while many small ones would leave gaps."""

@@ -341,8 +341,7 @@ def test_the_steps_asked_for_are_recorded_on_each_rank(chain, name):
         assert told.count(f"step {step} recorded: {chain[name]}/profile/step_00000{step}_rank*.json.gz") == 1
     assert "ui.perfetto.dev" in told and "profiler_start" not in told
     for file in recorded:
-        # The weights of actor and critic have moved since the step before; a process's first step needs all copies,
-        # unless an evaluation came before it.
+        # An evaluation comes before a process's first step, unless it is resumed.
         first = name == "resumed" and file.startswith("step_000003")
         ranges = ranges_of(chain[f"{name}/profile/{file}"])
         # 4 responses of a rank in one micro-batch: a pass of each model, then an optimizer step in each of 2 epochs.
@@ -352,9 +351,7 @@ def test_the_steps_asked_for_are_recorded_on_each_rank(chain, name):
             "generate": Counter({"prompts": 4 if first else 1, "token": 9 if first else 7, "gather of weights": 1}),
             # The old log-probs are the sampler's: the actor is only asked about one response, to compare.
             "make_experience": Counter(
-                2 * ["policy forward", "scorer forward"]
-                + ["reference", "reward model"]
-                + (3 if first else 1) * ["gather of weights"]
+                2 * ["policy forward", "scorer forward"] + ["reference", "reward model"] + 3 * ["gather of weights"]
             ),
             "train": Counter(
                 2

@@ -7,12 +7,10 @@ from types import SimpleNamespace
 import pytest
 
 from engine.errors import RunStopped
-from engine.memory.changes import Setting
 from engine.reward.base import CombinedReward, RewardSource
 from engine.reward.function import FunctionReward
 from tests.training.config.command_lines import step3
 from training import step3_rlhf
-from training.runtime import memory_lines
 from training.step3_rlhf import build_reward, choose_rollouts, exact_sampler
 
 
@@ -70,28 +68,6 @@ def test_old_log_probs_of_another_sampler_are_told(monkeypatch, capsys, dtype, c
     assert exact_sampler(args, rollouts) == (dtype == "fp32" and computes_as_actor)
     first, *others = capsys.readouterr().out.splitlines()
     assert first == rollouts.why and [line[:34] for line in others] == ["old log-probs are the sampler's, a"] * told
-
-
-@pytest.mark.parametrize("backend, planned", [("auto", True), ("replica", False)])
-def test_auto_is_told_what_training_takes_by_the_plan(monkeypatch, backend, planned):
-    """Or why there is no plan, which ends nothing."""
-    given = []
-    rollouts = SimpleNamespace(why="rollouts by a stand-in", computes_as_actor=True)
-    monkeypatch.setattr(step3_rlhf, "build_rollouts", lambda *args, training, **_: given.append(training) or rollouts)
-    args = step3(rollout_backend=backend)
-    plan = SimpleNamespace(dialect=args.resolved.dialect)
-
-    def choose() -> int | str:
-        choose_rollouts(args, plan, SimpleNamespace(actor=None, tokenizer=None, engines=[]))
-        return given.pop()
-
-    assert choose() == ("what training takes is not known" if planned else "it is not asked for")  # on CPUs
-    monkeypatch.setattr(memory_lines, "on_gpu", lambda: True)
-    told = choose()  # there is no such model
-    assert (isinstance(told, str) and told.startswith("what training takes is not known (")) == planned
-    monkeypatch.setattr(memory_lines, "this_cluster", lambda: None)
-    monkeypatch.setattr(Setting, "planned", lambda setting: SimpleNamespace(training=12345))
-    assert (choose() == 12345) == planned
 
 
 OWN_PROGRAM = """

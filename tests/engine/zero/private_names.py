@@ -44,7 +44,7 @@ PRIVATE_NAMES = (
     PrivateName(
         _PARTITIONS,
         "ds_tensor",
-        "filling whole copies with one collective call a bucket",
+        "gathering whole weights with one collective call a bucket",
         "GatheredParameters, which has all ranks compare notes on each parameter first",
     ),
     PrivateName(f"{_PARTITIONS}.ZeroParamStatus", "AVAILABLE", "the status of what is gathered", "as for ds_status"),

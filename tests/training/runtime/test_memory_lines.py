@@ -1,5 +1,5 @@
-"""The line of planned and measured memory, of plans written down by hand; what a dry run counts, and what it says where
-it is used wrongly. Whole dry runs: tests/e2e/test_launchers.py.
+"""The line of measured memory; what a dry run counts, and what it says where it is used wrongly. Whole dry runs:
+tests/e2e/test_launchers.py.
 """
 
 import os
