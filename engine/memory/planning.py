@@ -166,6 +166,7 @@ class Planner:
             (read, reading), (making, loading) = engine.reading, engine.loading
             self._moment("load", f"{role} is read", [device, read], [host, reading])
             self._moment("load", f"{role} is loaded", [device, on_device, making], [host, on_host, loading])
+            self._moment("load", f"{role} is checked", [device, on_device, engine.gathered()], [host, on_host])
             device, host = device + on_device, host + on_host
         if self.averages.bytes.total:
             device, host = self._at_rest(stepped=False)
