@@ -221,7 +221,7 @@ def test_its_dry_run_is_right(size, step, stand_ins, in_dry_run, tmp_path, capfd
 def test_a_dry_run_through_the_shell(tmp_path):
     """Nothing stands in: as a user has it, with models and data that are here."""
     environment = {
-        **os.environ,
+        **{name: value for name, value in os.environ.items() if name != "MASTER_PORT"},
         "PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin",
         "NUM_GPUS": "2",
         "OUT": str(tmp_path / "out"),
