@@ -514,8 +514,8 @@ def _answers(module: Backbone, call: Callable, width: int) -> Tensor:
 
 
 def _same(module: Backbone, found: Tensor, expected: Tensor) -> bool:
-    """Whether the results `found` equal `expected` on all ranks, within the rounding of the weights' dtype. NaN counts as
-    equal to NaN: the first step tells of it."""
+    """Whether the results `found` equal `expected` on all ranks, within the rounding of the weights' dtype. NaN equals
+    NaN here: the first step tells of it."""
     largest = float(expected.nan_to_num().abs().max().clamp(min=1.0))
     tolerance = torch.finfo(next(module.parameters()).dtype).eps ** 0.5 * largest
     return not distributed.any_rank(not torch.allclose(found, expected, rtol=0, atol=tolerance, equal_nan=True))
