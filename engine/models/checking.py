@@ -134,7 +134,9 @@ def check_scorer(path: str, what: str, trust_remote_code: bool = False) -> str:
         check_trunk(adapter.base, what, trust_remote_code)
     pad, rows = adapter.settings().get("pad_token_id"), getattr(config.get_text_config(), "vocab_size", None)
     if pad is not None and rows is not None and pad >= rows:
-        raise UserError(f"{adapter.label} has the pad token {pad} in its {SCORE}, and its model knows {rows}. Mend it.")
+        raise UserError(
+            f"{adapter.label} has the pad token {pad} in its {SCORE}, its model knows {rows} tokens. Set one of these."
+        )
     _check_fit(adapter, config, kind)
     return form
 

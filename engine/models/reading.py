@@ -59,7 +59,7 @@ def model_class(config: PretrainedConfig, kind: str, path: str, what: str, trust
         except Exception as error:  # the folder's code may raise anything
             raise UserError(
                 f"{what}: {path} names {own} as its class, and importing it raised {type(error).__name__}: "
-                f"{str(error)[:300]}. Mend the folder's code."
+                f"{str(error)[:300]}. Fix the folder's code."
             ) from None
     family = type(config)
     # transformers has causal classes for BERT and similar models too, but these models were trained on masked words.
@@ -192,7 +192,8 @@ def read_config(path: str, what: str, trust_remote_code: bool = False):
         _refuse_code(error, path, what)
         if Path(path).is_dir():
             raise UserError(
-                f"{what}: {path}/config.json describes no model ({one_line(error)}). Mend it, or give another model."
+                f"{what}: {path}/config.json describes no model ({one_line(error)}). Correct it, or give another "
+                "model."
             ) from None
         raise UserError(
             f"{what}: no model at {path!r} ({one_line(error)}). Give a Hugging Face folder or hub name."
@@ -295,7 +296,7 @@ def read_chat_template(path: str) -> str:
         render_jinja_template([], chat_template=text)  # there are no dialogues, so the template is compiled but not run
     except Exception as error:  # Jinja may raise anything for a broken template
         line = f", line {error.lineno}" if isinstance(error, TemplateSyntaxError) else ""
-        raise UserError(f"{what}{line}: no valid Jinja ({one_line(error)}). Mend the template.") from None
+        raise UserError(f"{what}{line}: no valid Jinja ({one_line(error)}). Correct the template.") from None
     return text
 
 

@@ -114,7 +114,7 @@ def gain_and_offset(config, path: str, what: str) -> tuple[float, float]:
     if not numbers or std <= 0:
         raise UserError(
             f"{what}: {path}/config.json has normalize_reward, with mean {mean!r} and std {std!r}: these are to be a "
-            "number and a positive one. Mend them, or set normalize_reward to false."
+            "number and a positive one. Correct them, or set normalize_reward to false."
         )
     return 1 / std, -mean / std
 

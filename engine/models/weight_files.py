@@ -400,7 +400,7 @@ def check_headers(found: Mapping[str, Header], path: str, config: PretrainedConf
     except Exception as error:  # transformers may raise anything for sizes that contradict each other
         raise UserError(
             f"{what}: no model can be built from {path}/config.json ({type(error).__name__}: "
-            f"{one_line(error)[:300]}). Mend it, or write the model again."
+            f"{one_line(error)[:300]}). Correct config.json, or save the model again."
         ) from None
     weights = tuple(name for name in misfit.left_over if not _is_computed(name, found))
     replace(misfit, left_over=weights).refuse(path, what)

@@ -135,7 +135,9 @@ class AgreedReward(RewardSource):
         on one rank."""
         made, problem = _called(partial(source, tokenizer))
         stop_together(
-            problem and f"{problem} as it was made", name, "It is made of the tokenizer, once on each rank. Mend it."
+            problem and f"{problem} as it was made",
+            name,
+            "It is made of the tokenizer, once on each rank. Fix its constructor.",
         )
         return cls(made, name)
 
@@ -158,7 +160,7 @@ class AgreedReward(RewardSource):
         if type(self.source).prepare is RewardSource.prepare:
             return
         _, problem = _called(partial(self.source.prepare, rollout))
-        stop_together(problem, self.name, "It is told which responses come next. Mend it.")
+        stop_together(problem, self.name, "It is told which responses come next. Fix its method prepare.")
 
     def on_device(self) -> contextlib.AbstractContextManager:
         """The source's context."""
@@ -170,7 +172,7 @@ class AgreedReward(RewardSource):
         if problem is None:  # an object of a user's class may raise when its attributes are read
             wrong, raised = _called(partial(_misshapen, parts, len(rollout)))
             problem = wrong or raised
-        stop_together(problem, self.name, "Its score gives one number a response, a tensor (B,). Mend it.")
+        stop_together(problem, self.name, "Have its score return one number a response, a tensor (B,).")
         return {name: values.float() for name, values in parts.items()}
 
 

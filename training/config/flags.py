@@ -283,8 +283,7 @@ def _as_shown(value):
 def check_name(name: str, value: str) -> None:
     """Raise UserError for a text that cannot be the name of a file, model or data set."""
     if not value.strip():
-        what = "no name of a file or folder" if name.endswith(("_dir", "_path", "config")) else "no name of anything"
-        raise UserError(f"--{name} {value!r}: {what}. Leave the flag out, or give one.")
+        raise UserError(f"--{name} {value!r}: this is blank. Leave the flag out, or give a name.")
     if re.search(
         "[\0-\x1f\x7f\ud800-\udc7f\udd00-\udfff]", value
     ):  # \udc80 to \udcff stand for bytes that are no UTF-8
@@ -366,7 +365,7 @@ class HubFlags(RunFlags):
         except HFValidationError as error:
             raise UserError(f"{given}: no name of the Hub ({error}). Give OWNER/NAME.") from None
         if "/" not in self.hub_model_id:
-            raise UserError(f"{given}: whose it is to be does not stand there. Give OWNER/NAME.")
+            raise UserError(f"{given}: the owner is missing. Give OWNER/NAME.")
 
 
 @dataclass(kw_only=True)

@@ -264,7 +264,9 @@ def check_format(pattern: str | None) -> None:
     try:
         re.compile(pattern or "")
     except re.error as error:
-        raise UserError(f"--response_format {pattern}: is no regular expression ({error}). Mend it.") from None
+        raise UserError(
+            f"--response_format {pattern}: is no regular expression ({error}). Correct the pattern."
+        ) from None
 
 
 @dataclass(kw_only=True)

@@ -149,7 +149,7 @@ def _import_failed(error: BaseException, module: str, what: str) -> str:
     place = f"{frames[-1].filename}, line {frames[-1].lineno}"
     if isinstance(error, SyntaxError):
         place = f"{error.filename}, line {error.lineno}"
-    return f"{what}: importing {module} raised {type(error).__name__}: {str(error)[:300]} ({place}). Mend the module."
+    return f"{what}: importing {module} raised {type(error).__name__}: {str(error)[:300]} ({place}). Fix the module."
 
 
 def _check_parameters(function: Callable, what: str) -> None:

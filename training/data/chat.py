@@ -10,7 +10,7 @@ from jinja2 import TemplateError
 
 from engine.errors import UserError
 
-REMEDY = "Mend chat_template in its tokenizer_config.json (or chat_template.jinja), or give --chat_template FILE."
+REMEDY = "Correct chat_template in its tokenizer_config.json (or chat_template.jinja), or give --chat_template FILE."
 # The dialogue with which a template is tried.
 TURNS = ({"role": "user", "content": "the-question"}, {"role": "assistant", "content": "the-reply"})
 
@@ -36,8 +36,8 @@ def render(tokenizer, messages: list[dict], where: str = "", **options) -> Rende
         return Rendered(tokenizer.apply_chat_template(messages, tokenize=False, **options))
     except TemplateError as error:
         raise UserError(
-            f"{place}the tokenizer's chat template refuses these messages ({_line(error)}). Mend the record or take it "
-            "out."
+            f"{place}the tokenizer's chat template refuses these messages ({_line(error)}). Correct the record or "
+            "take it out."
         ) from None
     except Exception as error:  # a template's mistakes may raise anything
         raise UserError(

@@ -583,7 +583,7 @@ def check_text(where: str, column: str, value: object, may_be_blank: bool = Fals
     elif re.search("[\ud800-\udfff]", value):
         problem = f"found half a surrogate pair in {quoted(value)}; needed complete characters"
     if problem:
-        raise UserError(f"{where}, column {column}: {problem}. Mend the record or take it out.")
+        raise UserError(f"{where}, column {column}: {problem}. Correct the record or take it out.")
 
 
 def described(value: object) -> str:

@@ -189,7 +189,7 @@ def _check_depth(where: str, record: object) -> None:
         level = [value for value in values if isinstance(value, (dict, list))]
         if not level:
             return
-    raise UserError(f"{where}: found more than {DEEPEST} lists within lists. Mend the record or take it out.")
+    raise UserError(f"{where}: found more than {DEEPEST} lists within lists. Correct the record or take it out.")
 
 
 def _split_dialogues(where: str, record: dict) -> dict[str, str]:
@@ -334,14 +334,14 @@ def _checked(where: str, column: str, messages: object) -> list[dict]:
     if not isinstance(messages, list) or not messages:
         raise UserError(
             f"{where}, column {column}: found {described(messages)}; needed a list of messages, each with "
-            "role and content. Mend the record or take it out."
+            "role and content. Correct the record or take it out."
         )
     found = []
     for number, message in enumerate(messages, start=1):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise UserError(
                 f"{where}, column {column}, message {number}: found {described(message)}; needed an object "
-                "with role and content. Mend the record or take it out."
+                "with role and content. Correct the record or take it out."
             )
         if message.get("content") is not None or not message.get("tool_calls"):
             check_text(where, f"{column}, message {number}, content", message.get("content"), may_be_blank=True)
@@ -385,8 +385,8 @@ def _shared_turns(where: str, chosen: list[dict], rejected: list[dict]) -> tuple
     if count == 0 and chosen[0]["role"] != "assistant":
         raise UserError(
             f"{where}, columns chosen and rejected: they differ in their first message ({described(chosen[0])} and "
-            f"{described(rejected[0])}); without a column prompt they are dialogues with the same beginning. Mend the "
-            "record or take it out."
+            f"{described(rejected[0])}); without a column prompt they are dialogues with the same beginning. Correct "
+            "the record or take it out."
         )
     while count > 0 and not chosen[count]["role"] == rejected[count]["role"] == "assistant":
         count -= 1
@@ -402,7 +402,7 @@ def _options(where: str, record: dict) -> dict:
         if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
             raise UserError(
                 f"{where}, column tools: found {described(tools)}; needed a list of objects (JSON schemas), or that as "
-                "a JSON text. Mend the record or take it out."
+                "a JSON text. Correct the record or take it out."
             )
         options["tools"] = tools
     if others:
@@ -410,7 +410,7 @@ def _options(where: str, record: dict) -> dict:
             found = described(others) if not isinstance(others, dict) else ", ".join(wrong)
             raise UserError(
                 f"{where}, column chat_template_kwargs: found {found}; needed an object of arguments that the chat "
-                "template itself knows, such as enable_thinking. Mend the record or take it out."
+                "template itself knows, such as enable_thinking. Correct the record or take it out."
             )
         options |= {name: value for name, value in others.items() if value is not None}
     return options
@@ -427,7 +427,7 @@ def _check_is_answer(place: str, answer: list[dict]) -> None:
     if not answer or answer[0]["role"] != "assistant":
         raise UserError(
             f"{place}: found {described(answer)}, which is no answer to the messages before: it does not begin with a "
-            "message of the assistant. Mend the record or take it out."
+            "message of the assistant. Correct the record or take it out."
         )
     if answer[-1]["role"] != "assistant":
         raise UserError(

@@ -40,7 +40,7 @@ def _generation_config(path: str) -> GenerationConfig | None:
         if isinstance(error, OSError) and not (Path(path) / "generation_config.json").is_file():
             return None
         raise UserError(
-            f"{path}/generation_config.json is broken ({type(error).__name__}: {one_line(error)}). Mend or remove it."
+            f"{path}/generation_config.json is broken ({type(error).__name__}: {one_line(error)}). Fix or remove it."
         ) from None
 
 

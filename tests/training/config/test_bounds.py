@@ -173,7 +173,7 @@ def test_offload_needs_something_to_offload():
             "--offload_reward_model: there is no reward model beside --reward_function.",
         ),
         (("--missing_eos_penalty", "nan"), "--missing_eos_penalty nan: must be finite."),
-        (("--tensorboard_path", " "), "--tensorboard_path ' ': no name of a file or folder."),
+        (("--tensorboard_path", " "), "--tensorboard_path ' ': this is blank."),
         (("--actor_learning_rate", "inf"), "--actor_learning_rate inf: must be finite."),
         (("--seed", str(2**31)), f"--seed {2**31}: must be at most {2**31 - 1}."),
         (

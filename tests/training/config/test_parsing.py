@@ -296,7 +296,7 @@ def test_a_file_without_a_template_is_refused_by_one_message(tmp_path, flags_cla
 
 def test_a_folder_and_a_name_that_is_none():
     assert "Is a directory" in refusal("--chat_template", str(Path(__file__).parent))
-    assert "no name of anything" in refusal("--chat_template", " ")
+    assert "this is blank" in refusal("--chat_template", " ")
 
 
 def test_it_is_the_same_flag_everywhere():

@@ -272,7 +272,7 @@ def test_a_file_of_another_name_that_cannot_be_imported(module, tmp_path, source
     (tmp_path / "bad-rules.py").write_bytes(source)
     for _ in range(2):
         with pytest.raises(
-            UserError, match="--reward_function bad-rules.py:f: importing bad-rules.py raised .*Mend the"
+            UserError, match="--reward_function bad-rules.py:f: importing bad-rules.py raised .*Fix the"
         ):
             load_function("bad-rules.py:f")
 

@@ -388,7 +388,7 @@ def encoder(template) -> TextEncoder:
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_broken_template(name):
     template, message = BROKEN[name]
-    with pytest.raises(UserError, match=rf"the chat template of the model {message}.*\. Mend chat_template in its"):
+    with pytest.raises(UserError, match=rf"the chat template of the model {message}.*\. Correct chat_template in its"):
         encoder(template)
 
 
@@ -421,7 +421,10 @@ def dialogue_file(tmp_path, content: str):
 @pytest.mark.parametrize(
     "then, message",
     [
-        ("{{ raise_exception('no z') }}", r"line 1, column messages: .*refuses these messages \(no z\)\. Mend the rec"),
+        (
+            "{{ raise_exception('no z') }}",
+            r"line 1, column messages: .*refuses these messages \(no z\)\. Correct the rec",
+        ),
         ("{{ 1 + 'a' }}", r"line 1, column messages: the chat template of the model fails with these messages \(unsup"),
     ],
 )

@@ -505,7 +505,7 @@ def test_lists_within_lists(tmp_path, name):
         return tmp_path / name
 
     assert list(rows_of(write(90), PROMPTS)[0]) == ["prompt", "more"]
-    with pytest.raises(UserError, match=re.escape(": found more than 100 lists within lists. Mend")):
+    with pytest.raises(UserError, match=re.escape(": found more than 100 lists within lists. Correct")):
         rows_of(write(150), PROMPTS)
     for depth in (850, 900, 950, 1000, 100_000):
         with pytest.raises(UserError, match="lists within lists|too deep"):

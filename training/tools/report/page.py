@@ -141,7 +141,7 @@ def _sample_rows(path: Path) -> list[dict]:
                 raise TypeError
             rows.append({name: row[name] for name in SHOWN})
         except (ValueError, KeyError, TypeError):
-            raise UserError(f"{path}, line {number}: is no sample. Mend the file, or move it away.") from None
+            raise UserError(f"{path}, line {number}: is no sample. Correct the file, or move it away.") from None
     return rows
 
 
