@@ -192,8 +192,7 @@ def read_config(path: str, what: str, trust_remote_code: bool = False):
         _refuse_code(error, path, what)
         if Path(path).is_dir():
             raise UserError(
-                f"{what}: {path}/config.json describes no model ({one_line(error)}). Correct it, or give another "
-                "model."
+                f"{what}: {path}/config.json describes no model ({one_line(error)}). Correct it, or give another model."
             ) from None
         raise UserError(
             f"{what}: no model at {path!r} ({one_line(error)}). Give a Hugging Face folder or hub name."
