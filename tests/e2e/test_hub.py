@@ -160,7 +160,7 @@ def whoami_once(self):
         ({"hub_model_id": None}, ["--push_to_hub needs --hub_model_id"]),
         ({"push_to_hub": None}, ["--hub_model_id someone/tiny needs --push_to_hub"]),
         ({"hub_model_id": "a b/c"}, ["--hub_model_id a b/c: no name of the Hub"]),
-        ({"hub_model_id": "alone"}, ["--hub_model_id alone: whose it is to be"]),
+        ({"hub_model_id": "alone"}, ["--hub_model_id alone: the owner is missing"]),
     ],
 )
 def test_names_and_flags_that_do_not_go_together(change, expected, tiny, tmp_path, capfd):
