@@ -216,6 +216,8 @@ def variants(models: Path, out: Path, points: Path) -> dict[str, tuple[int, int,
 
 def record_runs(tree: Path, models: Path, out: Path, points: Path, only: list[str]) -> None:
     """Train everything with the version at `tree`; ends the program where a run failed."""
+    from scripts.harness.programs import command_line  # not by `inside`, which imports another version
+
     config = json.loads((ROOT / "configs" / "ds" / "zero3.json").read_text())
     config["zero_optimization"] |= dict.fromkeys(THRESHOLDS, 0)
     (out / "zero3.json").write_text(json.dumps(config, indent=2))
@@ -254,16 +256,6 @@ def record_runs(tree: Path, models: Path, out: Path, points: Path, only: list[st
                 print(name, flush=True)
     if failed:
         sys.exit(f"failed: {', '.join(failed)}")
-
-
-def command_line(flags: dict) -> list[str]:
-    """The words of a command line: None leaves a flag out, True gives it bare, a list gives it several values."""
-    words = []
-    for name, value in flags.items():
-        if value is not None:
-            values = [] if value is True else value if isinstance(value, list) else [value]
-            words += [f"--{name}", *map(str, values)]
-    return words
 
 
 def write_texts(models: Path, path: Path) -> list[str]:

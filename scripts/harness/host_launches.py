@@ -1,5 +1,4 @@
-"""A program of the project on two hosts: a rank on each, by one of the three launchers, and how that ended; or several
-ranks on each, without a launcher."""
+"""A program of the project on two hosts: a rank on each, by one of the three launchers, and how that ended."""
 
 import json
 import os
@@ -19,7 +18,6 @@ PORT, JOB = 29500, 4711
 BY_PDSH = ("OMP_NUM_THREADS", "DS_ACCELERATOR", "HF_HUB_OFFLINE", "XDG_CACHE_HOME", "TMPDIR", "WATCH")
 BY_LAUNCHERS = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE")
 INTERVAL = 0.1  # seconds between looks
-PATIENCE = 900.0  # seconds of one run without a launcher
 TORCHRUN = "torch.distributed.elastic.multiprocessing.errors.ChildFailedError"
 
 

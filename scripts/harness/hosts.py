@@ -157,13 +157,6 @@ class TwoHosts:
         network = str(Path(f"/proc/{self._anchors[name].pid}/ns/net").readlink())
         return [pid for pid in processes_in(network) if pid not in own and _name_of(pid) != "sshd"]
 
-    def shape(self, bits_per_s: float, delay_s: float) -> None:
-        """Make the link so fast and so late, from now on. Raises: RuntimeError where it began without a shape and the
-        kernel cannot give it one."""
-        if isinstance(self._link, Cable) and not kernel_delays(self.inside, self.names[0]):
-            raise RuntimeError("this kernel has no netem: give TwoHosts a Link at the start, and a relay carries it")
-        self._link.shape(Link(bits_per_s, delay_s))
-
     def cut(self) -> None:
         """Drop all packets in both directions, silently."""
         self._link.cut()
