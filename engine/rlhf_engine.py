@@ -211,6 +211,12 @@ class RLHFEngine:
         """Whether rows go through all models without padding."""
         return all(engine.module.packs for engine in self.engines)
 
+    def destroy(self) -> None:
+        """Release the memory of all models, which cannot be used afterwards. Without this call hooks of DeepSpeed keep
+        weights and optimizer states in memory until the process ends; at stage 3 it keeps the partitions anyway."""
+        for engine in self.engines:
+            engine.ds_engine.destroy()
+
     @classmethod
     def from_pretrained(cls, spec: EngineSpec) -> "RLHFEngine":
         """Load the models and build their engines. Joins the process group if this process has not joined it yet.

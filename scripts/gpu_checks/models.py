@@ -112,6 +112,7 @@ def new_trainer(
     backend: str = "auto",
     between_steps: str = "keep",
     packing: str = "auto",
+    micro_batch: int = MICRO_BATCH,
     **spec,
 ) -> PPOTrainer:
     """Four engines at this stage, and a trainer that draws `count` responses of `tokens` tokens, in a dry run 4 of 8.
@@ -144,7 +145,7 @@ def new_trainer(
         models=engine,
         rollouts=rollouts,
         dialect=DIALECT,
-        config=PPOConfig(total_steps=1000, micro_batch_size=MICRO_BATCH, first_kl_bound=None, padded=not engine.packs),
+        config=PPOConfig(total_steps=1000, micro_batch_size=micro_batch, first_kl_bound=None, padded=not engine.packs),
         sampling=sampling(tokens, ends=ends),
     )
 

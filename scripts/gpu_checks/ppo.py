@@ -20,13 +20,14 @@ from scripts.gpu_checks.models import MICRO_BATCH, new_trainer, prompts, sizes_h
 from training.ppo_trainer import PPOTrainer
 
 # {name: settings of new_trainer}. The first is what a run on one GPU does if nothing is asked for.
-USUAL, PADDED = "stage 1", "stage 1, padded"
+USUAL, PADDED, LARGER = "stage 1", "stage 1, padded", "stage 1, 32 rows a micro-batch"
 SETTINGS: dict[str, dict] = {
     USUAL: {"stage": 1},
     "stage 1, equal lengths": {"stage": 1, "ragged": False},  # as docs/performance.md counts a step
-    "stage 3": {"stage": 3},
+    LARGER: {"stage": 1, "micro_batch": 32},
     "stage 0": {"stage": 0},
     PADDED: {"stage": 1, "packing": "padded"},
+    "stage 3": {"stage": 3},  # the last, because DeepSpeed keeps its partitions
 }
 ROWS, LENGTH, STEPS = 64, 256, 3  # of a step; the longest prompt, and the longest response; of a setting
 PHASES = {"generate": "generate", "make_experience": "experience", "train": "train"}
@@ -44,6 +45,7 @@ def at_stages(trial: Trial) -> None:
     trial.tell({"models": f"{size} and {critic_size}"})
     first, seconds = {}, {}
     for name, setting in SETTINGS.items():
+        trainer = None
         with trial.part(name):
             if not trial.dry:
                 torch.cuda.reset_peak_memory_stats()
@@ -75,6 +77,8 @@ def at_stages(trial: Trial) -> None:
                     profiled(trial, trainer)
             if name == PADDED and trial.needs_gpu("steps with cuDNN's attention"):
                 with_cudnn(trial, trainer, seconds[name])
+        if trainer is not None:
+            trainer.models.destroy()
         trainer = None
         steps.give_back()
     slower(trial, seconds)
@@ -146,6 +150,7 @@ def slower(trial: Trial, seconds: dict[str, float]) -> None:
     least = seconds[USUAL]
     trial.tell({f"{name}, s a step": round(taken, 3) for name, taken in seconds.items()})
     for name, then in (
+        (LARGER, "Raise --per_device_training_batch_size: a micro-batch is too small for this GPU."),
         (PADDED, "--packing padded is faster: engine/models/attention.py should not take varlen on this GPU."),
         ("stage 0", "--actor_zero_stage 0 is faster: let chosen_stage in engine/zero/config.py choose it."),
     ):
