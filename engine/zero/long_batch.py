@@ -81,7 +81,7 @@ class LongInference:
     @contextlib.contextmanager
     def of(self, copy: nn.Module | None = None) -> Iterator[None]:
         """A context for forward passes (all ranks enter it together). copy: as in `LongBatch.of`."""
-        if not self._named or distributed.world_size() == 1 or (copy is None and not self._decided()):
+        if not self._named or (copy is None and not self._decided()):
             yield
             return
         with held(self._named, dict(copy.named_parameters(remove_duplicate=False)) if copy else self._gathered()):
@@ -141,7 +141,7 @@ class LongBatch:
         first: whether these are the first passes of an optimizer step. copy: an unpartitioned module with the same
         weights, which do not change within this context; or None.
         """
-        if distributed.world_size() == 1 or not self._parameters:
+        if not self._parameters:
             yield
             return
         with contextlib.ExitStack() as kept:
