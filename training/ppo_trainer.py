@@ -10,7 +10,7 @@ engine/algorithms/algorithm.py, and engine/algo/ for the formulas. `Learner.upda
 optimizer step.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -238,10 +238,15 @@ class PPOTrainer:
     # The next three methods import what they use: it imports pyarrow, which starts a thread, and tests fork processes
     # that have imported this file.
 
-    def save_models(self, folder: str | Path, merged: str = "auto") -> dict[str, Path]:
+    def save_models(
+        self,
+        folder: str | Path,
+        merged: str = "auto",
+        written: Callable[[str, Path], None] = lambda name, folder: None,
+    ) -> dict[str, Path]:
         """Write the trained models below `folder` as Hugging Face folders with the tokenizer: actor/, critic/, and
         actor_ema/ if there is a moving average, or actor_adapter/ and the like (all ranks call this together, at any
-        ZeRO stage). Returns {name: folder}. merged: see `merged_wanted`. Raises: RunStopped; see `model_folders.save`.
+        ZeRO stage). Returns {name: folder}. merged: see `merged_wanted`. written: see `model_folders.save`.
         """
         from training.runtime.model_folders import merged_wanted, save_forms
 
@@ -249,10 +254,10 @@ class PPOTrainer:
         averaged = [models.actor] if models.ema is not None else []
         whole = merged_wanted(merged, [*models.trained.values(), *averaged], folder)
         for name, model in models.trained.items():
-            saved |= save_forms(model, models.saved_tokenizer, folder, name, whole)
+            saved |= save_forms(model, models.saved_tokenizer, folder, name, whole, written=written)
         if models.ema is not None:
             with models.ema.swapped():
-                saved |= save_forms(models.actor, models.saved_tokenizer, folder, "actor_ema", whole)
+                saved |= save_forms(models.actor, models.saved_tokenizer, folder, "actor_ema", whole, written=written)
         return saved
 
     def save_checkpoint(self, folder: str | Path) -> Path:

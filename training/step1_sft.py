@@ -6,6 +6,10 @@ A record has either the field `text`, or a prompt and a response (docs/data.md l
 prompt, the loss covers the response only, unless --loss_on all is given.
 """
 
+from collections.abc import Sequence
+from functools import partial
+from typing import NoReturn
+
 import training.runtime.import_errors  # noqa: F401  imported first, to explain imports that fail
 from training.runtime.first_look import first_look
 
@@ -28,11 +32,11 @@ from training.data.examples import SFTBatch, SFTExamples, collate_sft, sft_fit
 from training.data.forms import SFT
 from training.reporting.guards import conclude, of_sft
 from training.reporting.metrics import Accumulator
-from training.reporting.records import read_metrics
 from training.reporting.sinks import SFT_VIEW
 from training.reporting.standard_errors import Estimate, Units, change_text, value_text, with_errors
 from training.runtime import dry_run
 from training.runtime.agreement import agreed, checked
+from training.runtime.callbacks import Callback, Callbacks
 from training.runtime.first_lines import supervised_lines
 from training.runtime.hub import check_hub, push
 from training.runtime.models import adapted_lines, adapted_model, check_positions, generation_stops
@@ -42,18 +46,20 @@ from training.runtime.stopping import saved_models_named
 from training.supervised import SupervisedTrainer
 
 
-def main(args: SFTFlags) -> None:
+def main(args: SFTFlags, callbacks: Sequence[Callback] = ()) -> None:
     """Check flags and data, load the model, train it, save it."""
+    called = Callbacks(callbacks)
     point = ResumePoint.find(args.resume, args.output_dir)
     checked(lambda: check(args, point))
     if args.dry_run:
-        dry_run.report_supervised(args, lambda: first_lines(args, *load_examples(args)))
+        dry_run.report_supervised(args, lambda: first_lines(args, *load_examples(args)), called)
         return
     check_shared(args.output_dir)
     tokenizer, examples, held_out, data = agreed(lambda: load_examples(args))
     conditions = supervised_conditions(args, data, args.total_steps(len(examples)), tokenizer)
     if point:
         agreed(lambda: point.check(conditions, args.total_steps(len(examples))))
+    called.planned(args, None)
     if args.preflight:
         return
     ds_config = args.ds_settings()
@@ -102,6 +108,8 @@ def main(args: SFTFlags) -> None:
         tokenizer=tokenizer,
         conditions=conditions,
         point=point,
+        callbacks=called,
+        judge=lambda rows: of_sft(rows, vocabulary_size(tokenizer)),
     )
     if distributed.is_main():
         print(*first_lines(args, tokenizer, examples, held_out), attention_in_words(module), sep="\n", flush=True)
@@ -110,8 +118,7 @@ def main(args: SFTFlags) -> None:
         trainer.end(
             f"held-out perplexity {value_text(found, 'eval/perplexity')} a token{change_text(found, 'eval/perplexity')}"
         )
-    vocabulary = vocabulary_size(tokenizer)
-    conclude(lambda: of_sft(read_metrics(trainer.metrics_path), vocabulary), args.output_dir)
+    conclude(trainer.verdict, args.output_dir)
     push(args, trainer.saved)
 
 
@@ -174,5 +181,10 @@ def check(args: SFTFlags, point: ResumePoint | None = None) -> None:
         adapted_model(args, scorer=False)
 
 
+def program(callbacks: Sequence[Callback] = ()) -> NoReturn:
+    """Run this step with the flags of this process's command line, and end the process."""
+    leave(run(partial(main, callbacks=callbacks), SFTFlags, __doc__.splitlines()[0]))
+
+
 if __name__ == "__main__":
-    leave(run(main, SFTFlags, __doc__.splitlines()[0]))
+    program()

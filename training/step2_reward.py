@@ -9,6 +9,10 @@ transformers' AutoModelForSequenceClassification. The output of that class lacks
 `score_offset` of config.json to get the score.
 """
 
+from collections.abc import Sequence
+from functools import partial
+from typing import NoReturn
+
 import training.runtime.import_errors  # noqa: F401  imported first, to explain imports that fail
 from training.runtime.first_look import first_look
 
@@ -42,11 +46,11 @@ from training.data.order import epoch_permutation
 from training.data.rows import load_rows
 from training.reporting.guards import conclude, of_reward
 from training.reporting.metrics import Accumulator
-from training.reporting.records import read_metrics
 from training.reporting.sinks import REWARD_VIEW, ProgressBar
 from training.reporting.standard_errors import Estimate, Units, chance_text, change_text, value_text, with_errors
 from training.runtime import dry_run
 from training.runtime.agreement import agreed, checked
+from training.runtime.callbacks import Callback, Callbacks
 from training.runtime.first_lines import supervised_lines, warnings
 from training.runtime.hub import check_hub, push
 from training.runtime.models import adapted_lines, adapted_model, check_positions, generation_stops
@@ -57,18 +61,20 @@ from training.runtime.stopping import saved_models_named
 from training.supervised import SupervisedTrainer
 
 
-def main(args: RewardFlags) -> None:
+def main(args: RewardFlags, callbacks: Sequence[Callback] = ()) -> None:
     """Check flags and data, load the model, train it, normalise its scores, save it."""
+    called = Callbacks(callbacks)
     point = ResumePoint.find(args.resume, args.output_dir)
     checked(lambda: check(args, point))
     if args.dry_run:
-        dry_run.report_supervised(args, lambda: first_lines(args, *load_examples(args)))
+        dry_run.report_supervised(args, lambda: first_lines(args, *load_examples(args)), called)
         return
     check_shared(args.output_dir)
     tokenizer, examples, held_out, prompts, data = agreed(lambda: load_examples(args))
     conditions = supervised_conditions(args, data, args.total_steps(len(examples)), tokenizer)
     if point:
         agreed(lambda: point.check(conditions, args.total_steps(len(examples))))
+    called.planned(args, None)
     if args.preflight:
         return
     ds_config = args.ds_settings()
@@ -88,7 +94,7 @@ def main(args: RewardFlags) -> None:
     model = wrap_trained(
         module, ds_config, args.engine_config(), args.optimizer(), args.gradient_checkpointing, args.lora()
     )
-    trainer = RewardTrainer(model, args, examples, held_out, tokenizer, conditions, point)
+    trainer = RewardTrainer(model, args, examples, held_out, tokenizer, conditions, point, called)
     if distributed.is_main():
         print(
             *first_lines(args, tokenizer, examples, held_out, prompts), attention_in_words(module), sep="\n", flush=True
@@ -103,7 +109,7 @@ def main(args: RewardFlags) -> None:
             f"held-out pair accuracy {value_text(found, 'eval/accuracy')}{change_text(found, 'eval/accuracy')}; "
             f"margin {value_text(found, 'eval/margin')} before normalisation{advice}"
         )
-    conclude(lambda: of_reward(read_metrics(trainer.metrics_path)), args.output_dir)
+    conclude(trainer.verdict, args.output_dir)
     push(args, trainer.saved)
 
 
@@ -119,6 +125,7 @@ class RewardTrainer(SupervisedTrainer):
         tokenizer,
         conditions: Conditions,
         point: ResumePoint | None,
+        callbacks: Callback,
     ):
         super().__init__(
             model,
@@ -135,6 +142,8 @@ class RewardTrainer(SupervisedTrainer):
             tokenizer=tokenizer,
             conditions=conditions,
             point=point,
+            callbacks=callbacks,
+            judge=of_reward,
         )
 
     def _scores(self, batch: PairBatch) -> tuple[Tensor, Tensor]:
@@ -388,5 +397,10 @@ def check(args: RewardFlags, point: ResumePoint | None = None) -> None:
             )
 
 
+def program(callbacks: Sequence[Callback] = ()) -> NoReturn:
+    """Run this step with the flags of this process's command line, and end the process."""
+    leave(run(partial(main, callbacks=callbacks), RewardFlags, __doc__.splitlines()[0]))
+
+
 if __name__ == "__main__":
-    leave(run(main, RewardFlags, __doc__.splitlines()[0]))
+    program()

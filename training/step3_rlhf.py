@@ -8,6 +8,8 @@ profile/), metrics.jsonl, tensorboard/, samples/, curves.png and checkpoints/.
 """
 
 import contextlib
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -39,6 +41,7 @@ from training.reporting.guards import rounding_bound
 from training.reporting.standard_errors import without_scores
 from training.runtime import dry_run, stopping
 from training.runtime.agreement import agreed, checked
+from training.runtime.callbacks import Callback, Callbacks
 from training.runtime.first_lines import first_lines
 from training.runtime.output_folder import begin_output_dir, check_shared
 from training.runtime.plan import Plan, check_files, check_server, make_plan
@@ -48,13 +51,14 @@ from training.runtime.startup import leave, run
 from training.runtime.stopping import saved_models_named
 
 
-def main(args: RLHFFlags) -> None:
+def main(args: RLHFFlags, callbacks: Sequence[Callback] = ()) -> None:
     """Check flags and data, build the models, train them, print the result."""
+    called = Callbacks(callbacks)
     dialect, changed = args.resolved.dialect, args.resolved.changed
     point = ResumePoint.find(args.resume, args.output_dir, with_ema=args.keeps_average)
     checked(lambda: check_files(args, dialect, point))
     if args.dry_run:
-        dry_run.report_rlhf(args, dialect, changed, point)
+        dry_run.report_rlhf(args, dialect, changed, point, called)
         return
     check_shared(args.output_dir)
     with phase("reading data"):
@@ -65,6 +69,7 @@ def main(args: RLHFFlags) -> None:
             agreed(lambda: check_server(args, plan))
     if distributed.is_main():
         print(first_lines(args, plan, changed), flush=True)
+    called.planned(args, plan)
     if args.preflight:
         return
     with phase("loading models"):
@@ -75,7 +80,7 @@ def main(args: RLHFFlags) -> None:
         rollouts = choose_rollouts(args, plan, models)
     trainer = build_trainer(args, plan, models, rollouts)
     resume_or_begin(args, plan, trainer)
-    train(args, plan, trainer, Session(args, plan, trainer, build_evaluator(plan, trainer)))
+    train(args, plan, trainer, Session(args, plan, trainer, build_evaluator(plan, trainer), called))
 
 
 def choose_rollouts(args: RLHFFlags, plan: Plan, models: RLHFEngine) -> RolloutBackend:
@@ -229,10 +234,10 @@ def train(args: RLHFFlags, plan: Plan, trainer: PPOTrainer, session: Session) ->
     session.judge()
 
 
-def program() -> NoReturn:
+def program(callbacks: Sequence[Callback] = ()) -> NoReturn:
     """Run step 3 with the flags of this process's command line, and end the process. Scripts that extend the library
     call this too."""
-    leave(run(main, RLHFFlags, __doc__.splitlines()[0]))
+    leave(run(partial(main, callbacks=callbacks), RLHFFlags, __doc__.splitlines()[0]))
 
 
 if __name__ == "__main__":

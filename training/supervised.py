@@ -23,7 +23,8 @@ from training.checkpoints.saving import Checkpoints, last_good_named
 from training.config.supervised import SupervisedFlags
 from training.data.order import EpochBatches, epoch_batches
 from training.learner import accumulate_gradients
-from training.reporting.guards import stop_unless_weights_finite
+from training.ppo_trainer import StepReport
+from training.reporting.guards import Verdict, stop_unless_weights_finite
 from training.reporting.metrics import Accumulator
 from training.reporting.records import METRICS_FILE, RUN_FILE, read_metrics, write_run_record
 from training.reporting.sinks import View
@@ -31,6 +32,7 @@ from training.reporting.standard_errors import Units, gathered, metrics_text
 from training.reporting.step_metrics import TrainingArithmetic, peak_memory_gb, phase_memory
 from training.reporting.summary import seconds_by_part, time_lines
 from training.runtime import model_folders, stopping
+from training.runtime.callbacks import Callback
 from training.runtime.hub import renew_cards
 from training.runtime.output_folder import begin_output_dir, open_writer
 from training.runtime.processes import phase, place
@@ -52,6 +54,7 @@ class SupervisedTrainer:
         view: the metrics that the charts show.
         conditions: the data and settings that a resumed run must have in common with its checkpoint.
         point: the checkpoint to resume from, or None.
+        judge: the rows of metrics.jsonl -> the verdict on the run.
     """
 
     def __init__(
@@ -71,7 +74,11 @@ class SupervisedTrainer:
         tokenizer,
         conditions: Conditions,
         point: ResumePoint | None,
+        callbacks: Callback,
+        judge: Callable[[list[dict]], Verdict],
     ):
+        self.callbacks, self.judge = callbacks, judge
+        self.verdict: Verdict | None = None
         self.model, self.args, self.tokenizer, self.point = model, args, tokenizer, point
         self.saved: dict[str, Path] = {}  # folders of the saved model, after the last step
         self.arithmetic = TrainingArithmetic(model)
@@ -152,18 +159,28 @@ class SupervisedTrainer:
         """Write the model into the output folder. edit: called with {name: weight} before the weights are written; it
         may change them."""
         merged = model_folders.merged_wanted(self.args.save_merged, [self.model], self.output_dir)
-        self.saved |= model_folders.save_forms(self.model, self.tokenizer, self.output_dir, ".", merged, edit)
+        self.saved |= model_folders.save_forms(
+            self.model, self.tokenizer, self.output_dir, ".", merged, edit, self.written
+        )
         model_folders.finish(self.output_dir, self.saved, self.total_steps)
 
+    def written(self, name: str, folder: Path) -> None:
+        """Called on rank 0 when the model was written into the folder."""
+        self.callbacks.saved(name, folder, self)
+
     def end(self, line: str) -> None:
-        """Print how long the run's phases took, then `line`, which states the run's result. Raises: RunStopped if a
-        file could not be written."""
+        """Print how long the run's phases took, then `line`, which states the run's result; judge the run. Raises:
+        RunStopped if a file could not be written."""
         if distributed.is_main():
             with unwritten_noted("the time"):
                 seconds = seconds_by_part([*read_metrics(self.metrics_path), self.writer.take_time()])
                 print("\n".join(time_lines(f"{self.total_steps} steps", seconds)), flush=True)
             print(line, flush=True)
             renew_cards(self.output_dir, self.saved)
+        self.verdict = distributed.broadcast_object(
+            self.judge(read_metrics(self.metrics_path)) if distributed.is_main() else None
+        )
+        self.callbacks.ended(self)
         check_all_written()
 
     def _fit(self) -> dict[str, float]:
@@ -180,19 +197,27 @@ class SupervisedTrainer:
         with stopping.at_borders():
             while self.steps_done < self.total_steps:
                 place.step = self.steps_done + 1
-                metrics = self.optimizer_step(self.steps_done + 1, self.batches(self.steps_done))
+                batches = self.batches(self.steps_done)
+                metrics = self.optimizer_step(self.steps_done + 1, batches)
                 self.steps_done += 1
                 self.weights_are_whole = True
-                found = self.after_step(metrics) or found
+                found = self.after_step(StepReport(self.steps_done, self.samples, metrics, batches)) or found
         self.checkpoints.wait()
         if not self.saved:
             self.save()
         return found or self.held_out_metrics()  # a resumed run may have had no step left to train
 
-    def after_step(self, metrics: dict[str, float]) -> dict[str, float] | None:
+    @property
+    def samples(self) -> int:
+        """How many examples the finished steps have learned from, over all ranks."""
+        size = self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps
+        return self.steps_done * size * distributed.data_parallel_size()
+
+    def after_step(self, report: StepReport) -> dict[str, float] | None:
         """Log the step, evaluate and save if they are due, and end the run if a signal asked for it. Returns the
         held-out metrics if an evaluation was due, else None."""
-        self.owed = {**metrics, **self.checkpoints.take_metrics()}
+        self.callbacks.after_step(report)
+        self.owed = {**report.metrics, **self.checkpoints.take_metrics()}
         reason = stopping.agreed()
         if reason:
             self.end_early(reason)
@@ -213,9 +238,7 @@ class SupervisedTrainer:
             epoch = f"epoch {self.steps_done // self.steps_per_epoch}"
             where = epoch if self.steps_done % self.steps_per_epoch == 0 else f"step {self.steps_done}"
             self.writer.write(f"{where}: {metrics_text(found)}")
-        size = self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps
-        samples = self.steps_done * size * distributed.data_parallel_size()
-        self.writer.log(self.steps_done, samples, {**(self.owed or {}), **(found or {})})
+        self.writer.log(self.steps_done, self.samples, {**(self.owed or {}), **(found or {})})
         self.owed = None
         return found
 

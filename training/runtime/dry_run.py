@@ -27,6 +27,7 @@ from training.checkpoints.resuming import ResumePoint
 from training.config.step3 import RLHFFlags
 from training.data.sources import DEEPSPEED_CHAT_FILES, is_path, name_and_split, open_source
 from training.reporting.records import command_line
+from training.runtime.callbacks import Callback
 from training.runtime.environment import program
 from training.runtime.first_lines import changes_since, dialect_lines, plan_lines, score_lines
 from training.runtime.plan import check_server, make_plan
@@ -36,12 +37,12 @@ PROGRAMS = {"step1_sft": "SFTFlags", "step2_reward": "RewardFlags", "step3_rlhf"
 
 
 def report(
-    checked: Sequence[str], unseen: Sequence[str], engines: Mapping[str, dict], memory: Sequence[str] = ()
+    checked: Sequence[str], unseen: Sequence[str], engines: Mapping[str, dict], last: Callable[[], None]
 ) -> None:
     """Print what was found.
 
     checked: lines about what was checked. unseen: models and data that were not checked, because they are not on this
-    machine. engines: {engine: its DeepSpeed configuration}. memory: lines about the memory that the run takes.
+    machine. engines: {engine: its DeepSpeed configuration}. last: called before the last line; callbacks print there.
     """
     print("command\n  " + _command())
     for line in checked:
@@ -51,12 +52,11 @@ def report(
     print("engines, with gradient_accumulation_steps 1: the program itself adds up gradients, as its flag says")
     for role, ds_config in engines.items():
         print(f"engine {role}: " + json.dumps(ds_config, indent=2))
-    for line in memory:
-        print(line)
+    last()
     print("dry run: nothing was loaded or written", flush=True)
 
 
-def report_supervised(args, first_lines: Callable[[], list[str]]) -> None:
+def report_supervised(args, first_lines: Callable[[], list[str]], callbacks: Callback) -> None:
     """Print the report of step 1 or 2. first_lines: function that reads the data, and returns the lines that a run
     would print first."""
     models, data = (
@@ -74,10 +74,16 @@ def report_supervised(args, first_lines: Callable[[], list[str]]) -> None:
         checked += first_lines()
     from training.runtime.memory_lines import memory_of_one_model  # the planner; a run does not import it
 
-    report(checked, unseen, {"model": args.ds_settings()}, memory_of_one_model(args))
+    def last() -> None:
+        print(*memory_of_one_model(args), sep="\n")
+        callbacks.planned(args, None)
+
+    report(checked, unseen, {"model": args.ds_settings()}, last)
 
 
-def report_rlhf(args: RLHFFlags, dialect: Dialect, changed: dict, point: ResumePoint | None) -> None:
+def report_rlhf(
+    args: RLHFFlags, dialect: Dialect, changed: dict, point: ResumePoint | None, callbacks: Callback
+) -> None:
     """Print the report of step 3.
 
     changed: {field of the dialect that a flag changed: (the dialect's value, the flag's value)}. point: the checkpoint
@@ -89,6 +95,7 @@ def report_rlhf(args: RLHFFlags, dialect: Dialect, changed: dict, point: ResumeP
     data = [*args.data_path, *args.eval_data_path, *filter(None, [args.unsupervised_dataset_name])]
     unseen += unseen_data(data)
     checked = [dialect_lines(dialect, changed), *score_lines(args, dialect), *opened(data, unseen)]
+    plan = None
     if not unseen:
         plan = make_plan(args, dialect, point, fingerprints(args))
         checked += [*plan_lines(args, plan), *changes_since(plan)]
@@ -98,7 +105,11 @@ def report_rlhf(args: RLHFFlags, dialect: Dialect, changed: dict, point: ResumeP
         ]
     from training.runtime.memory_lines import memory_lines  # the planner; a run does not import it
 
-    report(checked, unseen, args.ds_configs, memory_lines(args, dialect))
+    def last() -> None:
+        print(*memory_lines(args, dialect), sep="\n")
+        callbacks.planned(args, plan)
+
+    report(checked, unseen, args.ds_configs, last)
 
 
 def _listed(value: str | list[str] | None) -> list[str]:

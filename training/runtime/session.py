@@ -27,6 +27,7 @@ from training.reporting.standard_errors import comparable_scores
 from training.reporting.step_metrics import distributions
 from training.reporting.summary import RunSummary, plot_curves, summary_text
 from training.runtime import model_folders, output_folder, stopping
+from training.runtime.callbacks import Callback
 from training.runtime.hub import push, renew_cards
 from training.runtime.output_folder import open_writer
 from training.runtime.plan import Plan
@@ -40,7 +41,10 @@ class Session:
     """What a run does before, between and after its steps. The methods are called in this order: `begin`,
     `before_first_step`, `after_step` with the report of each step, `end`, `judge`."""
 
-    def __init__(self, args: RLHFFlags, plan: Plan, trainer: PPOTrainer, evaluator: Evaluator | None):
+    def __init__(
+        self, args: RLHFFlags, plan: Plan, trainer: PPOTrainer, evaluator: Evaluator | None, callbacks: Callback
+    ):
+        self.callbacks, self.verdict = callbacks, None
         self.args, self.plan, self.trainer, self.evaluator = args, plan, trainer, evaluator
         self.output_dir, self.models = Path(args.output_dir), trainer.models
         self.owed: dict | None = plan.resume.state.get(OWED) if plan.resume else None
@@ -80,6 +84,15 @@ class Session:
         )  # added to the next step's metrics
         self.saved: dict[str, Path] = {}  # {name: folder} of the saved models; filled after the last step
 
+    @property
+    def steps_done(self) -> int:
+        """How many steps are done; negative until the critic's pretraining is done."""
+        return self.trainer.steps_done
+
+    def written(self, name: str, folder: Path) -> None:
+        """Called on rank 0 when a model was written into the folder."""
+        self.callbacks.saved(name, folder, self)
+
     def state_dict(self) -> dict:
         """The state that a checkpoint holds in addition to the models."""
         owed = {OWED: self.owed} if self.owed is not None else {}
@@ -115,6 +128,7 @@ class Session:
 
         After the last step the models are saved before anything else is done, so that no later error can lose them.
         """
+        self.callbacks.after_step(report)
         args, step, last = self.args, report.step, report.step == self.plan.last_step
         self.owed, self._first = {**report.metrics, **self.checkpoints.take_metrics(), **self._first}, {}
         reason = stopping.agreed()
@@ -188,13 +202,13 @@ class Session:
     @phase("saving models")
     def save_models(self) -> dict[str, Path]:
         """`PPOTrainer.save_models` into the output folder; run.json lists the saved models."""
-        saved = self.trainer.save_models(self.output_dir, self.args.save_merged)
+        saved = self.trainer.save_models(self.output_dir, self.args.save_merged, self.written)
         kept = output_folder.PRETRAINED if self.args.critic_pretrain_steps else ()
         model_folders.finish(self.output_dir, saved, self.trainer.steps_done, kept)
         return saved
 
     def end(self) -> None:
-        """Save the models if `after_step` has not saved them, draw the curves, print the summary.
+        """Save the models if `after_step` has not saved them, draw the curves, print the summary, judge the run.
 
         Raises: RunStopped if something could not be written.
         """
@@ -214,13 +228,17 @@ class Session:
                 page = f"all of it as a page to send: python -m training.report {self.output_dir}"
                 print(f"\n{summary_text(summary)}\n\n{page}", flush=True)
             renew_cards(self.output_dir, self.saved)
+        prompts, metrics = len(self.evaluator.prompts) if self.evaluator else 0, self.output_dir / METRICS_FILE
+        self.verdict = distributed.broadcast_object(
+            of_ppo(read_metrics(metrics), prompts) if distributed.is_main() else None
+        )
+        self.callbacks.ended(self)
         check_all_written()
 
     def judge(self) -> None:
         """Print the verdict on the run, and upload the actor if --push_to_hub is given. Raises: RunStopped if the
         verdict is BROKEN."""
-        prompts = len(self.evaluator.prompts) if self.evaluator else 0
-        conclude(lambda: of_ppo(read_metrics(self.output_dir / METRICS_FILE), prompts), self.args.output_dir)
+        conclude(self.verdict, self.args.output_dir)
         push(self.args, self.saved)
 
 
@@ -263,6 +281,7 @@ def pretrain(session: Session, pretraining: CriticPretraining, feed: PromptFeed)
 
 
 def _after_step(session: Session, pretraining: CriticPretraining, report: StepReport) -> None:
+    session.callbacks.after_step(report)
     session.owed = {**report.metrics, **session.checkpoints.take_metrics()}
     if report.step == 0:
         _save(session, pretraining, report.metrics)
@@ -281,7 +300,8 @@ def _save(session: Session, pretraining: CriticPretraining, metrics: dict[str, f
     """Save the critic as at the end of a run, with a record of its pretraining (all ranks call this)."""
     critic, output_dir = session.models.critic, session.output_dir
     merged = model_folders.merged_wanted(session.args.save_merged, [critic], output_dir)
-    saved = model_folders.save_forms(critic, session.models.saved_tokenizer, output_dir, FOLDER, merged)
+    tokenizer, written = session.models.saved_tokenizer, session.written
+    saved = model_folders.save_forms(critic, tokenizer, output_dir, FOLDER, merged, written=written)
     if not distributed.is_main():
         return
     args, dialect = session.args, session.plan.dialect

@@ -270,13 +270,13 @@ def test_without_held_out_prompts_the_training_curves_are_judged(scores, kl, kin
 
 
 def test_last_words(capsys):
-    conclude(Verdict, "out")
+    conclude(Verdict(), "out")
     assert capsys.readouterr().out == "done: saved in out\n"
-    conclude(lambda: Verdict(Kind.WORSE, ("It fell.",)), "out")
+    conclude(Verdict(Kind.WORSE, ("It fell.",)), "out")
     said = capsys.readouterr().out
     assert said.startswith("WARNING: ") and "saved in out.\n  It fell.\n" in said and "done" not in said
     with pytest.raises(RunStopped, match=r"broken the model[^\n]*saved in out\.\n  It fell\."):
-        conclude(lambda: Verdict(Kind.BROKEN, ("It fell.",)), "out")
+        conclude(Verdict(Kind.BROKEN, ("It fell.",)), "out")
 
 
 BEFORE = {"score": [1.0, 3.0], "length": [1.0, 2.0], "bonus": [0.0, 1.0], "kl": [0.0, 2.0], "new_words": [0.0, 0.0]}

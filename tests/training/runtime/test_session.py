@@ -15,6 +15,7 @@ from tests import fake_vllm
 from tests.training.config.command_lines import parse, step3
 from training.config.step3 import RLHFFlags
 from training.runtime import model_folders, stopping
+from training.runtime.callbacks import Callback
 from training.runtime.plan import check_files, check_vllm
 from training.runtime.session import Session, pretrain
 
@@ -30,7 +31,7 @@ class Notes:
         self.args = step3(critic_pretrain_steps=steps)
         self.models, self.output_dir = SimpleNamespace(critic="critic", saved_tokenizer=None), folder
         self.writer, self.checkpoints, self.view = self, self, SimpleNamespace(bar={"kl": "objective/kl"})
-        self.owed, self.newest = None, None
+        self.owed, self.newest, self.callbacks, self.written = None, None, Callback(), None
 
     @property
     def steps_done(self):
@@ -71,7 +72,7 @@ def asked(monkeypatch, tmp_path) -> list:
     monkeypatch.setattr(stopping, "agreed", lambda: reasons.pop(0) if reasons else None)
     monkeypatch.setattr(model_folders, "merged_wanted", lambda choice, models, folder: True)
     saved = {"critic_pretrained": tmp_path / "critic_pretrained"}
-    monkeypatch.setattr(model_folders, "save_forms", lambda *given: saved[given[3]].mkdir() or saved)
+    monkeypatch.setattr(model_folders, "save_forms", lambda *given, **_: saved[given[3]].mkdir() or saved)
     return reasons
 
 
@@ -101,7 +102,7 @@ def test_a_link_in_the_place_of_the_record_is_not_written_through(asked, tmp_pat
     folder = tmp_path / "critic_pretrained"
     folder.mkdir()
     (folder / PRETRAINING_RECORD).symlink_to(tmp_path / "theirs")
-    monkeypatch.setattr(model_folders, "save_forms", lambda *given: {folder.name: folder})
+    monkeypatch.setattr(model_folders, "save_forms", lambda *given, **_: {folder.name: folder})
     run(Notes(tmp_path, steps=1))
     assert json.loads((folder / PRETRAINING_RECORD).read_text())["steps"] == 1
     assert (tmp_path / "theirs").read_text() == "theirs"
