@@ -175,7 +175,7 @@ def program(step: int, **flags: object) -> str:
     printed = _Copied(sys.stdout)
     with (
         mock.patch("engine.distributed.shutdown"),
-        mock.patch("training.runtime.session.plot_curves"),
+        mock.patch("training.reporting.summary.plot_curves"),
         contextlib.redirect_stdout(printed),
         contextlib.redirect_stderr(printed),
     ):

@@ -65,7 +65,7 @@ def run_words(step: int, words: list[str]) -> int:
     longer than the steps, is an empty file; ranks that are forked or launched draw it.
     """
     module, flags_class = PROGRAMS[step]
-    picture = mock.patch("training.runtime.session.plot_curves", lambda _, png: Path(png).write_bytes(b""))
+    picture = mock.patch("training.reporting.summary.plot_curves", lambda _, png: Path(png).write_bytes(b""))
     with mock.patch("engine.distributed.shutdown"), picture:
         return run(module.main, flags_class, module.__doc__, words)
 

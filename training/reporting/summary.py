@@ -22,8 +22,9 @@ import numpy as np
 
 from engine.errors import UserError
 from training.reporting.health import Finding, health
-from training.reporting.records import read_metrics
+from training.reporting.records import METRICS_FILE, read_metrics
 from training.reporting.standard_errors import ENDINGS, NOISE, scored_otherwise, with_error, within_noise
+from training.runtime.stopping import unwritten_noted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -455,3 +456,17 @@ def smooth(values: np.ndarray) -> np.ndarray:
     """The centred moving average over a window of a tenth of the values. At both ends the window is shorter."""
     half = len(values) // 20
     return np.array([values[max(0, i - half) : i + half + 1].mean() for i in range(len(values))])
+
+
+def tell_result(output_dir: Path, saved: Mapping[str, Path], since: Mapping[str, float]) -> None:
+    """Draw the curves of a run of step 3 and print its summary (one process calls this). since: the time since the last
+    line of metrics.jsonl, as metrics."""
+    metrics, curves = output_dir / METRICS_FILE, output_dir / "curves.png"
+    with unwritten_noted(curves):
+        plot_curves(metrics, curves)
+    with unwritten_noted("the summary"):
+        summary = RunSummary.from_metrics(
+            read_metrics(metrics), since=since, saved=saved, curves=curves if curves.exists() else None
+        )
+        page = f"all of it as a page to send: python -m training.report {output_dir}"
+        print(f"\n{summary_text(summary)}\n\n{page}", flush=True)
