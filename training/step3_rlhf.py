@@ -241,4 +241,6 @@ def program(callbacks: Sequence[Callback] = ()) -> NoReturn:
 
 
 if __name__ == "__main__":
-    program()
+    from training.tools import cards
+
+    program(callbacks=(cards.Cards(), cards.Upload()))

@@ -33,7 +33,6 @@ from training.reporting.step_metrics import TrainingArithmetic, peak_memory_gb, 
 from training.reporting.summary import seconds_by_part, time_lines
 from training.runtime import model_folders, stopping
 from training.runtime.callbacks import Callback
-from training.runtime.hub import renew_cards
 from training.runtime.output_folder import begin_output_dir, open_writer
 from training.runtime.processes import phase, place
 from training.runtime.stopping import check_all_written, unwritten_noted
@@ -176,7 +175,6 @@ class SupervisedTrainer:
                 seconds = seconds_by_part([*read_metrics(self.metrics_path), self.writer.take_time()])
                 print("\n".join(time_lines(f"{self.total_steps} steps", seconds)), flush=True)
             print(line, flush=True)
-            renew_cards(self.output_dir, self.saved)
         self.verdict = distributed.broadcast_object(
             self.judge(read_metrics(self.metrics_path)) if distributed.is_main() else None
         )

@@ -26,7 +26,7 @@ from engine.errors import UserError
 from scripts.comparison.entries import TRL, Entry, program, step3_words
 from scripts.comparison.frontier import Point
 from scripts.comparison.tasks import HELD_OUT, ROOT, Task
-from training.checkpoints.export import export
+from training.tools.export import export
 from training.checkpoints.files import CHECKPOINTS
 from training.reporting.records import METRICS_FILE, read_metrics
 

@@ -194,7 +194,6 @@ def _content(path: Path) -> str:
 
 
 COMPLETE = "model.complete"  # a whole model that is being moved into the output folder itself; see model_folders.py
-KEPT = ".kept"  # the ending that is added to the name of a user's file if the run needs the name
 PRETRAINED = ("critic_pretrained", "critic_pretrained_adapter")
 MODEL_FOLDERS = (
     *("actor", "critic", "actor_ema", "actor_adapter", "critic_adapter", "actor_ema_adapter"),
@@ -371,11 +370,3 @@ def open_writer(args: RunFlags, *, total_steps: int, view: View, resume_step: in
         tensorboard_dir=tensorboard_dir(args),
         project=args.wandb_project or args.report_project,
     )
-
-
-def kept_place(path: Path) -> Path:
-    """The path to which a user's file is moved if the run needs its name: NAME.kept; if this exists, NAME.kept.kept and
-    so on."""
-    while os.path.lexists(path := path.with_name(path.name + KEPT)):
-        pass
-    return path

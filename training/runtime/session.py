@@ -28,7 +28,6 @@ from training.reporting.step_metrics import distributions
 from training.reporting.summary import RunSummary, plot_curves, summary_text
 from training.runtime import model_folders, output_folder, stopping
 from training.runtime.callbacks import Callback
-from training.runtime.hub import push, renew_cards
 from training.runtime.output_folder import open_writer
 from training.runtime.plan import Plan
 from training.runtime.processes import phase, place
@@ -227,7 +226,6 @@ class Session:
                 )
                 page = f"all of it as a page to send: python -m training.report {self.output_dir}"
                 print(f"\n{summary_text(summary)}\n\n{page}", flush=True)
-            renew_cards(self.output_dir, self.saved)
         prompts, metrics = len(self.evaluator.prompts) if self.evaluator else 0, self.output_dir / METRICS_FILE
         self.verdict = distributed.broadcast_object(
             of_ppo(read_metrics(metrics), prompts) if distributed.is_main() else None
@@ -236,10 +234,8 @@ class Session:
         check_all_written()
 
     def judge(self) -> None:
-        """Print the verdict on the run, and upload the actor if --push_to_hub is given. Raises: RunStopped if the
-        verdict is BROKEN."""
+        """Print the verdict on the run. Raises: RunStopped if the verdict is BROKEN."""
         conclude(self.verdict, self.args.output_dir)
-        push(self.args, self.saved)
 
 
 def held_out_scores(output_dir: Path) -> dict[int, float]:

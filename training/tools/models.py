@@ -14,7 +14,7 @@ from engine import distributed
 from engine.errors import SharedError, UserError
 from engine.files import expanded
 from engine.models.places import ADAPTER_CONFIG
-from training.checkpoints.export import export
+from training.tools.export import export
 from training.checkpoints.files import CONFIG, holds_point, points_in, step_of
 from training.checkpoints.resuming import ResumePoint
 from training.runtime.agreement import checked

@@ -16,7 +16,7 @@ from engine.zero.shards import Shard
 from scripts.harness.models import make_causal_lm
 from tests.training.checkpoints.tiny_points import TinyRun, flip_bit
 from training.checkpoints import resuming
-from training.checkpoints.export import INDEX, main
+from training.tools.export import INDEX, main
 from training.checkpoints.files import damages
 
 CONFIG = {"dtype": "bfloat16", "model_type": "gpt2", "vocab_size": 3}
