@@ -52,8 +52,8 @@ from scripts.harness.programs import (
     write_partitioned,
 )
 from training import step3_rlhf
-from training.tools.export import export
 from training.checkpoints.resuming import ResumePoint
+from training.tools.export import export
 
 NAMES = ("llama", "mistral", "mixtral", "qwen2", "gemma2", "phi", "gpt2", "gpt_neox", "opt", "falcon")
 MOST_OFF = 1e-5

@@ -47,24 +47,23 @@ from training.runtime.processes import phase
 from training.runtime.stopping import note_unwritten
 
 CARD = "README.md"
-ROLES = {  # {model: (title, tags, task on the Hub, what a reader has to know)}
-    "sft": ("A supervised fine-tuned language model", ["sft"], "text-generation", ""),
+ROLES = {  # {model: (title, tags, task on the Hub)}
+    "sft": ("A supervised fine-tuned language model", ["sft"], "text-generation"),
     "reward": (
-        *("A reward model", ["reward-model"], "text-classification"),
-        "The score is the classifier's output at the last token that is not padding, plus `score_offset`.",
+        "A reward model, whose score is its output plus `score_offset`",
+        ["reward-model"],
+        "text-classification",
     ),
-    "actor": ("A language model trained by PPO", ["ppo"], "text-generation", "Scores are of this run's own reward."),
-    "actor_ema": (
-        *("A language model trained by PPO: the moving average of its weights", ["ppo"], "text-generation"),
-        "Scores are of this run's own reward.",
-    ),
-    "critic": ("A critic of PPO", ["ppo", "critic"], None, "It gives no scores: it is no reward model."),
-    "critic_pretrained": ("A critic, pretrained before the first step of PPO", ["ppo", "critic"], None, ""),
-    "merged": (
-        *("A language model on the line through its SFT model and what was trained from it", ["merge"]),
-        *("text-generation", ""),
-    ),
+    "actor": ("A language model trained by PPO", ["ppo"], "text-generation"),
+    "actor_ema": ("A language model trained by PPO: the moving average of its weights", ["ppo"], "text-generation"),
+    "critic": ("A critic of PPO, which gives no scores: it is no reward model", ["ppo", "critic"], None),
+    "critic_pretrained": ("A critic, pretrained before the first step of PPO", ["ppo", "critic"], None),
+    "merged": ("A merge of a language model with what was trained from it", ["merge"], "text-generation"),
 }
+LIMITS = (
+    "Scores are of this run's own reward. The licence and the limits of the models and data that it was made from are "
+    "its own, too."
+)
 MODEL_FLAGS = {
     "model_name_or_path": "started from",
     "actor_model_name_or_path": "SFT model",
@@ -131,7 +130,7 @@ def merge_card(source: Mapping, versions: Mapping[str, str | None], git: Mapping
 
 def _card(role: str, adapter: bool, base: Sequence[str], datasets: Sequence[str], parts: Mapping[str, str]) -> str:
     """The text of a card. base, datasets: names on the Hub. parts: {heading: text}."""
-    title, tags, task, note = ROLES[role]
+    title, tags, task = ROLES[role]
     data = ModelCardData(
         library_name="peft" if adapter else "transformers",
         tags=["rlhf", *tags, *["lora"] * adapter],
@@ -140,9 +139,8 @@ def _card(role: str, adapter: bool, base: Sequence[str], datasets: Sequence[str]
         base_model_relation=None if not base else "merge" if role == "merged" else "adapter" if adapter else "finetune",
         datasets=list(datasets) or None,
     )
-    note = f"{note} The licence and the limits of the models and data that it was made from are its own, too.".strip()
     text = "\n\n".join(f"## {head}\n\n{part}" for head, part in parts.items())
-    return f"---\n{data.to_yaml()}\n---\n\n# {title}{', LoRA adapter' * adapter}\n\n{note}\n\n{text}\n"
+    return f"---\n{data.to_yaml()}\n---\n\n# {title}{', LoRA adapter' * adapter}\n\n{LIMITS}\n\n{text}\n"
 
 
 def _held_out(rows: Sequence[Mapping], kind: str, averaged: str) -> str:
@@ -306,8 +304,8 @@ def check_hub(args: HubFlags) -> None:
         refused = isinstance(error, HfHubHTTPError) and error.response.status_code in (401, 403)
         if refused or isinstance(error, LocalTokenNotFoundError | OfflineModeIsEnabled):
             raise UserError(
-                f"--push_to_hub to {args.hub_model_id} cannot work ({one_line(error)}). Log in with `hf auth login` or set "
-                "HF_TOKEN, or leave --push_to_hub out."
+                f"--push_to_hub to {args.hub_model_id} cannot work ({one_line(error)}). Log in with `hf auth login` or "
+                "set HF_TOKEN, or leave --push_to_hub out."
             ) from None
         print(f"the Hub cannot be asked now ({one_line(error)}); the upload is tried at the end", flush=True)
 
