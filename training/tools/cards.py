@@ -50,7 +50,7 @@ CARD = "README.md"
 ROLES = {  # {model: (title, tags, task on the Hub)}
     "sft": ("A supervised fine-tuned language model", ["sft"], "text-generation"),
     "reward": (
-        "A reward model, whose score is its output plus `score_offset`",
+        "A reward model; its score is the output plus `score_offset`",
         ["reward-model"],
         "text-classification",
     ),
