@@ -63,12 +63,10 @@ def command_line(flags: dict) -> list[str]:
 def run_words(step: int, words: list[str]) -> int:
     """The exit code of the program of this step, run in this process.
 
-    The process group is kept, because DeepSpeed cannot go on with a second one. The picture of the curves, which takes
-    longer than the steps, is an empty file; ranks that are forked or launched draw it.
+    The process group is kept, because DeepSpeed cannot go on with a second one.
     """
     module, flags_class = PROGRAMS[step]
-    picture = mock.patch("training.runtime.session.plot_curves", lambda _, png: Path(png).write_bytes(b""))
-    with mock.patch("engine.distributed.shutdown"), picture:
+    with mock.patch("engine.distributed.shutdown"):
         return run(partial(module.main, callbacks=(Cards(), Upload())), flags_class, module.__doc__, words)
 
 

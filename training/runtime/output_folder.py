@@ -257,7 +257,7 @@ def _check_names(output_dir: Path) -> None:
     file where it makes a folder, a pipe, or a link. A link may lead to another run's files, and two links may lead to
     the same folder."""
     folders = (*MODEL_FOLDERS[:-1], "samples", CHECKPOINTS, PROFILE, "tensorboard", "wandb", "swanlab")
-    for name in (*folders, METRICS_FILE, RUN_FILE, RUNS_FILE, "curves.png"):
+    for name in (*folders, METRICS_FILE, RUN_FILE, RUNS_FILE):
         path = output_dir / name
         kind = "folder" if name in folders else "file"
         if path.exists() and not (path.is_dir() if name in folders else path.is_file()):

@@ -25,7 +25,7 @@ from training.reporting.records import METRICS_FILE, RUN_FILE, read_metrics, wri
 from training.reporting.sinks import PPO_VIEW, averaged_view
 from training.reporting.standard_errors import comparable_scores
 from training.reporting.step_metrics import distributions
-from training.reporting.summary import RunSummary, plot_curves, summary_text
+from training.reporting.summary import RunSummary, summary_text
 from training.runtime import model_folders, output_folder, stopping
 from training.runtime.callbacks import Callback
 from training.runtime.output_folder import open_writer
@@ -207,24 +207,18 @@ class Session:
         return saved
 
     def end(self) -> None:
-        """Save the models if `after_step` has not saved them, draw the curves, print the summary, judge the run.
+        """Save the models if `after_step` has not saved them, print the summary, judge the run.
 
         Raises: RunStopped if something could not be written.
         """
         if not self.saved:  # a run that resumes from the checkpoint of its last step makes no step
             self.saved |= self.save_models()
         if distributed.is_main():
-            metrics, curves = self.output_dir / METRICS_FILE, self.output_dir / "curves.png"
-            with unwritten_noted(curves):
-                plot_curves(metrics, curves)
             with unwritten_noted("the summary"):
                 summary = RunSummary.from_metrics(
-                    read_metrics(metrics),
-                    since=self.writer.take_time(),
-                    saved=self.saved,
-                    curves=curves if curves.exists() else None,
+                    read_metrics(self.output_dir / METRICS_FILE), since=self.writer.take_time(), saved=self.saved
                 )
-                page = f"all of it as a page to send: python -m training.report {self.output_dir}"
+                page = f"curves and samples as a page to send: python -m training.report {self.output_dir}"
                 print(f"\n{summary_text(summary)}\n\n{page}", flush=True)
         prompts, metrics = len(self.evaluator.prompts) if self.evaluator else 0, self.output_dir / METRICS_FILE
         self.verdict = distributed.broadcast_object(

@@ -227,8 +227,8 @@ def test_a_sampler_that_is_not_the_actor_is_told(steps):
     finding = the_finding(run(steps, **apart))
     assert finding.severity == LOOK
     assert finding.seen == (
-        "the sampler's log-probs ended 0.06 nats a token from the actor's, and 0.0% of the tokens had a ratio outside 0.5 "
-        "to 2"
+        "the sampler's log-probs ended 0.06 nats a token from the actor's, and 0.0% of the tokens had a ratio outside "
+        "0.5 to 2"
     )
     another = the_finding(run(steps, **apart | {"rollout_ratio_far": lambda t: 0.2}))
     assert another.severity == ALARM and "20.0% of the tokens" in another.seen
