@@ -51,7 +51,6 @@ from training.runtime import dry_run
 from training.runtime.agreement import agreed, checked
 from training.runtime.callbacks import Callback, Callbacks
 from training.runtime.first_lines import supervised_lines, warnings
-from training.runtime.hub import check_hub
 from training.runtime.loop import Run
 from training.runtime.models import adapted_lines, adapted_model, check_positions, generation_stops
 from training.runtime.output_folder import check_shared
@@ -354,7 +353,6 @@ def first_lines(args: RewardFlags, plan: SupervisedPlan) -> list[str]:
 def check(args: RewardFlags, point: ResumePoint | None = None) -> None:
     """Check files, models and machine before anything large is loaded. Raises: UserError."""
     check_run(args, resumed=point is not None and point.in_output_dir)
-    check_hub(args)
     args.ds_settings()
     if args.looks_at(args.model_name_or_path):
         config = check_trunk(args.model_name_or_path, "--model_name_or_path", args.trust_remote_code)
@@ -386,4 +384,6 @@ def program(callbacks: Sequence[Callback] = ()) -> NoReturn:
 
 
 if __name__ == "__main__":
-    program()
+    from training.tools import cards
+
+    program(callbacks=(cards.Cards(), cards.Upload()))

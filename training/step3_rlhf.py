@@ -4,7 +4,7 @@
         --data_path prompts.jsonl --output_dir out --actor_zero_stage 3 --critic_zero_stage 3 --dtype bf16
 
 Step 3 writes into the output folder: actor/ (and, depending on the flags, actor_ema/, critic/, critic_pretrained/ and
-profile/), metrics.jsonl, tensorboard/, samples/, curves.png and checkpoints/.
+profile/), metrics.jsonl, tensorboard/, samples/ and checkpoints/.
 """
 
 import contextlib
@@ -220,4 +220,6 @@ def program(callbacks: Sequence[Callback] = ()) -> NoReturn:
 
 
 if __name__ == "__main__":
-    program()
+    from training.tools import cards
+
+    program(callbacks=(cards.Cards(), cards.Upload()))

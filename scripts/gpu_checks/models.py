@@ -164,9 +164,9 @@ PROGRAMS = {
 def program(step: int, **flags: object) -> str:
     """Run the program of this step with these flags; returns what it printed, errors included.
 
-    A flag that is True stands alone, a list gives several values. Nothing is written for TensorBoard and no curves are
-    drawn, for which a machine that fetches nothing may lack packages. The process group is kept, because DeepSpeed
-    cannot go on with a second one. Raises: RuntimeError for an exit code that is not 0.
+    A flag that is True stands alone, a list gives several values. Nothing is written for TensorBoard, for which a
+    machine that fetches nothing may lack packages. The process group is kept, because DeepSpeed cannot go on with a
+    second one. Raises: RuntimeError for an exit code that is not 0.
     """
     from training.runtime.startup import run  # needs pyarrow, which most checks do without
 
@@ -175,7 +175,6 @@ def program(step: int, **flags: object) -> str:
     printed = _Copied(sys.stdout)
     with (
         mock.patch("engine.distributed.shutdown"),
-        mock.patch("training.reporting.summary.plot_curves"),
         contextlib.redirect_stdout(printed),
         contextlib.redirect_stderr(printed),
     ):

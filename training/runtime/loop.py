@@ -29,7 +29,6 @@ from training.reporting.sinks import View
 from training.reporting.step_metrics import set_aside_newer_traces
 from training.runtime import model_folders, output_folder, stopping
 from training.runtime.callbacks import Callback
-from training.runtime.hub import push, renew_cards
 from training.runtime.output_folder import begin_output_dir, open_writer
 from training.runtime.processes import phase, place
 from training.runtime.stopping import check_all_written, saved_models_named, unwritten_noted
@@ -294,10 +293,8 @@ class Run:
         with saved_models_named(self.saved):
             if distributed.is_main():
                 tell(self)
-                renew_cards(self.output_dir, self.saved)
             rows = read_metrics(self.output_dir / METRICS_FILE) if distributed.is_main() else []
             self.verdict = distributed.broadcast_object(judge(rows) if distributed.is_main() else None)
             self.callbacks.ended(self)
             check_all_written()
         conclude(self.verdict, self.args.output_dir)
-        push(self.args, self.saved)

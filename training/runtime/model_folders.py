@@ -30,7 +30,6 @@ from engine.zero.gathering import full_numel, lent_state
 from training.checkpoints.files import set_aside
 from training.reporting.records import RUN_FILE, record_models, recorded_models
 from training.runtime import output_folder
-from training.runtime.hub import CARD, add_card, is_edited
 from training.runtime.stopping import note_unwritten, reason_of, unwritten_noted
 
 Written = Callable[[str, Path], None]
@@ -128,7 +127,6 @@ def save(
 
                 def write(folder: Path) -> None:
                     saves(model.module, state, tokenizer, folder)
-                    add_card(folder, output_dir, name)
                     written(name, folder)
 
                 place = _save_somewhere(write, output_dir, name, size)
@@ -184,9 +182,6 @@ def _replace(write: Callable[[Path], None], output_dir: Path, name: str) -> None
         output_dir.mkdir(parents=True, exist_ok=True)
         _written(write, partial)
         files = [path.name for path in partial.iterdir()]
-        card = output_dir / name / CARD
-        if is_edited(card):
-            card.rename(output_folder.kept_place(card))
     except OSError:
         shutil.rmtree(partial, ignore_errors=True)
         raise

@@ -31,7 +31,6 @@ from training.data.examples import FittedRows, Prompts, TextBlocks, prompt_fit
 from training.data.forms import PROMPTS, TEXTS
 from training.data.rows import Rows, load_rows
 from training.data.tokens import TextEncoder, end_of_turn
-from training.runtime.hub import check_hub
 from training.runtime.models import adapted_roles, check_positions, generation_stops
 from training.runtime.startup import check_run
 
@@ -304,7 +303,6 @@ def check_files(args: RLHFFlags, point: ResumePoint | None) -> None:
     None. Raises: UserError."""
     dialect = args.resolved.dialect
     check_run(args, resumed=point is not None and point.in_output_dir)
-    check_hub(args)
     check_engines(args)
     check_vllm(args)
     load_functions(args)

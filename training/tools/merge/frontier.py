@@ -1,15 +1,13 @@
 """Measures the merged policy at each scale on held-out prompts (score, KL to the SFT model, variety), and presents the
-results as a table and a picture."""
+results as a table."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from engine.errors import UserError
 from engine.models.weight_files import stored_name
 from engine.reward.base import CombinedReward, RewardModel, RewardSource
 from training.config.reward import MODEL, function_source, load_function, names
-from training.reporting.summary import BLUE, ORANGE
 from training.tools.measuring import HeldOut, Measuring, policy_measures
 from training.tools.merge.flags import MergeFlags
 from training.tools.merge.weights import MergedWeights
@@ -107,36 +105,3 @@ def table(points: Sequence[Point], chosen: float | None = None) -> str:
         "token; known: share of words that occur in the prompts and the known texts"
     )
     return "\n".join([*(row.rstrip() for row in rows), note])
-
-
-def draw(points: Sequence[Point], path: Path) -> None:
-    """Write a PNG with two plots over KL: the score, and the variety; each has a point for each scale."""
-    # pyplot is not used, because it has global state and may open windows. The import takes a second, and only one rank
-    # needs it, so it is done here.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(12, 5), layout="constrained", facecolor="white")
-    FigureCanvasAgg(figure)
-    score, variety = figure.subplots(1, 2)
-    kl = [point.kl for point in points]
-    bars = {"xerr": [point.kl_se for point in points], "yerr": [point.score_se for point in points]}
-    score.errorbar(kl, [point.score for point in points], **bars, color=BLUE, marker="o", linewidth=1.2, capsize=2)
-    for point in points:
-        score.annotate(
-            f"{point.scale:g}", (point.kl, point.score), textcoords="offset points", xytext=(6, -11), fontsize=9
-        )
-    score.set_ylabel("score")
-    score.set_title("score against KL, by scale", loc="left", fontweight="bold")
-    variety.plot(kl, [point.bigrams for point in points], color=BLUE, marker="o", label="distinct bigrams, a token")
-    variety.plot(kl, [point.known for point in points], color=ORANGE, marker="o", label="share of known words")
-    variety.set_ylim(bottom=0.0)
-    variety.legend(frameon=False)
-    variety.set_title("variety", loc="left", fontweight="bold")
-    for axes in (score, variety):
-        axes.set_xlabel("KL to the SFT model, nats a response")
-        axes.grid(True, color="#e6e6e6", linewidth=0.8)
-        axes.set_axisbelow(True)
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.supxlabel("bars: one standard error to either side", fontsize=9, x=0.01, ha="left")
-    figure.savefig(str(path), dpi=110)
