@@ -38,15 +38,14 @@ from training.reporting.guards import of_ppo, rounding_bound
 from training.reporting.sinks import PPO_VIEW, averaged_view
 from training.reporting.standard_errors import without_scores
 from training.reporting.summary import tell_result
-from training.runtime import dry_run
-from training.runtime.agreement import agreed, checked
+from training.runtime import launch
 from training.runtime.callbacks import Callback, Callbacks
-from training.runtime.first_lines import first_lines
 from training.runtime.loop import Run
 from training.runtime.output_folder import check_shared
 from training.runtime.plan import Plan, check_files, check_server, make_plan
 from training.runtime.processes import phase
-from training.runtime.startup import leave, run
+from training.runtime.ranks import agreed, checked
+from training.runtime.start_report import first_lines, report_dry_run
 
 
 def main(args: RLHFFlags, callbacks: Sequence[Callback] = ()) -> None:
@@ -56,7 +55,7 @@ def main(args: RLHFFlags, callbacks: Sequence[Callback] = ()) -> None:
     point = ResumePoint.find(args.resume, args.output_dir, with_ema=args.keeps_average)
     checked(lambda: check_files(args, point))
     if args.dry_run:
-        dry_run.report_rlhf(args, point, called)
+        report_dry_run(args, point, called)
         return
     check_shared(args.output_dir)
     with phase("reading data"):
@@ -216,10 +215,10 @@ def build_evaluator(plan: Plan, trainer: PPOTrainer) -> Evaluator | None:
 def program(callbacks: Sequence[Callback] = ()) -> NoReturn:
     """Run step 3 with the flags of this process's command line, and end the process. Scripts that extend the library
     call this too."""
-    leave(run(partial(main, callbacks=callbacks), RLHFFlags, __doc__.splitlines()[0]))
+    launch.leave(launch.run(partial(main, callbacks=callbacks), RLHFFlags, __doc__.splitlines()[0]))
 
 
 if __name__ == "__main__":
-    from training.tools import cards
+    from training import tools
 
-    program(callbacks=(cards.Cards(), cards.Upload()))
+    program(tools.callbacks())

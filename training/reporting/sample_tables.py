@@ -12,6 +12,8 @@ import itertools
 import unicodedata
 from collections.abc import Mapping, Sequence
 
+from training.runtime.environment import visible
+
 MAX_LINES = 4
 """The largest number of text lines in a row of the terminal's table; longer texts are cut."""
 GAP = "  "
@@ -57,11 +59,6 @@ def samples_markdown(rows: Sequence[Mapping]) -> str:
 
 def _unbroken(text: str) -> str:
     return f"<pre>{text}</pre>" if text else ""
-
-
-def visible(text: str) -> str:
-    """`text` in one line. Newlines, tabs and unprintable characters are shown as escapes: \\n, \\t, \\x1b."""
-    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
 def _escape_markdown(text: str) -> str:
