@@ -67,7 +67,7 @@ def test_the_best_within_a_kl_is_saved_and_the_frontier_written(tiny, trained, t
     note = json.loads((chosen / "model" / "merged_from.json").read_text())
     assert note["scale"] == best and note["measured"]["kl"] == pytest.approx(points[best]["kl"], abs=1e-5)
     card = (chosen / "model" / "README.md").read_text()
-    assert f"| score | {note['measured']['score']:.3f} ± " in card and str(tiny.folder) not in card
+    assert f"score {note['measured']['score']:.3f} ± " in card and str(tiny.folder) not in card
     one, other = (load_file(f"{path}/model.safetensors") for path in (tiny.folder / "sft", trained))
     model = AutoModelForCausalLM.from_pretrained(chosen / "model").state_dict()
     for name, tensor in one.items():
