@@ -159,17 +159,7 @@ class PPOTrainer:
             experience = self.experience_maker.make_experience(sampled.rollout, sampled.scores)
             self.rollouts.release_memory()
             self.guards.check_experience(step, experience)
-            rollout = experience.rollout
-            positions = algorithm.positions(rollout.responses, rollout.response_mask)
-            scores = algorithm.process_scores(experience.scores, rollout.ended, rollout.response_mask)
-            rewards = algorithm.compute_rewards(
-                experience.logprobs, experience.ref_logprobs, scores, positions, kl_coef
-            )
-            values = algorithm.kept_values(experience.values, positions)
-            advantages, returns = algorithm.compute_advantages(rewards, values, positions.masks)
-            batch = algorithm.training_batch(
-                experience, positions, scores, rewards, values, advantages, returns, kl_coef
-            )
+            batch = batch_to_learn(algorithm, experience, kl_coef)
         steered_kl, kl = mean_kls(batch)
         self.guards.check_kl(step, kl)
         with log.phase("train"):
@@ -320,6 +310,17 @@ class PPOTrainer:
         self.counters.load_state_dict(state)
         self.kl_controller.load_state_dict(state["kl"])
         self.algorithm.score_scale.load_state_dict(state["score_scale"])
+
+
+def batch_to_learn(algorithm: Algorithm, experience: Experience, kl_coef: float) -> TrainingBatch:
+    """From scores to advantages: all that the losses use of this rank's responses."""
+    rollout = experience.rollout
+    positions = algorithm.positions(rollout.responses, rollout.response_mask)
+    scores = algorithm.process_scores(experience.scores, rollout.ended, rollout.response_mask)
+    rewards = algorithm.compute_rewards(experience.logprobs, experience.ref_logprobs, scores, positions, kl_coef)
+    values = algorithm.kept_values(experience.values, positions)
+    advantages, returns = algorithm.compute_advantages(rewards, values, positions.masks)
+    return algorithm.training_batch(experience, positions, scores, rewards, values, advantages, returns, kl_coef)
 
 
 def mean_kls(batch: TrainingBatch) -> tuple[float, float]:

@@ -39,7 +39,7 @@ def put_weights(models: RLHFEngine, sft: dict[str, Tensor], folder: str, scale: 
 
 def main(args: RLHFFlags, job: dict) -> None:
     """Judge the SFT model and all policies of a job."""
-    plan = agreed(lambda: make_plan(args, args.resolved.dialect, None))
+    plan = agreed(lambda: make_plan(args, None))
     models = RLHFEngine.from_pretrained(plan.spec)
     rollouts = choose_rollouts(args, plan, models)
     evaluator = build_evaluator(plan, build_trainer(args, plan, models, rollouts))

@@ -24,7 +24,7 @@ from scripts.harness.programs import MACHINE, Result, Tiny, forked, metric_lines
 from training.checkpoints.files import points_in, rank_file
 from training.reporting.standard_errors import ENDINGS
 from training.reporting.step_metrics import phase_memory
-from training.supervised import SupervisedTrainer
+from training.supervised import HeldOutExamples, SupervisedTrainer
 
 STEPS, EVALUATED = 4, 8
 EVERY_STEP = {
@@ -298,14 +298,14 @@ def test_peaks_of_memory_begin_anew_before_the_first_optimizer_step(tiny, tmp_pa
     order = []
     monkeypatch.setattr(phase_memory, "begin", lambda: order.append("begin"))
 
-    def noted(name: str):
-        method = getattr(SupervisedTrainer, name)
-        return lambda trainer, *args: order.append(name) or method(trainer, *args)
+    def noted(kind: type, name: str):
+        method = getattr(kind, name)
+        monkeypatch.setattr(kind, name, lambda self, *args: order.append(name) or method(self, *args))
 
-    for name in ("held_out_metrics", "optimizer_step"):
-        monkeypatch.setattr(SupervisedTrainer, name, noted(name))
+    noted(HeldOutExamples, "evaluate")
+    noted(SupervisedTrainer, "optimizer_step")
     assert run_here(1, tiny.flags(1, output_dir=tmp_path / "out", max_steps=2), capfd).code == 0
-    assert order == ["held_out_metrics", "begin", "optimizer_step", "optimizer_step", "held_out_metrics"]
+    assert order == ["evaluate", "begin", "optimizer_step", "optimizer_step", "evaluate"]
 
 
 @pytest.mark.parametrize("name", DAMAGES)

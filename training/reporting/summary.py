@@ -16,7 +16,9 @@ from datetime import timedelta
 from pathlib import Path
 
 from training.reporting.health import Finding, health
+from training.reporting.records import METRICS_FILE, read_metrics
 from training.reporting.standard_errors import ENDINGS, NOISE, scored_otherwise, with_error, within_noise
+from training.runtime.stopping import unwritten_noted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,3 +213,12 @@ def time_lines(what: str, parts: Mapping[str, float]) -> list[str]:
         label = (BEFORE | BETWEEN).get(name, name)
         lines.append(f"  {label:<22}{seconds:>10.1f} s{seconds / total if total else 0.0:>12.1%}")
     return lines
+
+
+def tell_result(output_dir: Path, saved: Mapping[str, Path], since: Mapping[str, float]) -> None:
+    """Print the summary of a run of step 3 (one process calls this). since: the time since the last line of
+    metrics.jsonl, as metrics."""
+    with unwritten_noted("the summary"):
+        summary = RunSummary.from_metrics(read_metrics(output_dir / METRICS_FILE), since=since, saved=saved)
+        page = f"curves and samples as a page to send: python -m training.report {output_dir}"
+        print(f"\n{summary_text(summary)}\n\n{page}", flush=True)

@@ -19,18 +19,18 @@ from pathlib import Path
 
 import torch
 
-from engine.algorithms import Dialect
 from engine.errors import UserError, shown_command, without_query
 from engine.zero.communication import slots_by_host
 from training.checkpoints.conditions import fingerprints
 from training.checkpoints.resuming import ResumePoint
 from training.config.step3 import RLHFFlags
+from training.config.supervised import SupervisedFlags
 from training.data.sources import DEEPSPEED_CHAT_FILES, is_path, name_and_split, open_source
 from training.reporting.records import command_line
 from training.runtime.callbacks import Callback
 from training.runtime.environment import program
 from training.runtime.first_lines import changes_since, dialect_lines, plan_lines, score_lines
-from training.runtime.plan import check_server, make_plan
+from training.runtime.plan import SupervisedPlan, check_server, make_plan
 from training.runtime.startup import leave, run
 
 PROGRAMS = {"step1_sft": "SFTFlags", "step2_reward": "RewardFlags", "step3_rlhf": "RLHFFlags"}
@@ -56,9 +56,14 @@ def report(
     print("dry run: nothing was loaded or written", flush=True)
 
 
-def report_supervised(args, first_lines: Callable[[], list[str]], callbacks: Callback) -> None:
-    """Print the report of step 1 or 2. first_lines: function that reads the data, and returns the lines that a run
-    would print first."""
+def report_supervised(
+    args: SupervisedFlags,
+    make_plan: Callable[[], SupervisedPlan],
+    first_lines: Callable[[SupervisedPlan], list[str]],
+    callbacks: Callback,
+) -> None:
+    """Print the report of step 1 or 2. make_plan: function that reads the data. first_lines: function that returns the
+    lines that a run would print first."""
     models, data = (
         [
             path
@@ -69,26 +74,22 @@ def report_supervised(args, first_lines: Callable[[], list[str]], callbacks: Cal
         for ending in ("model_name_or_path", "data_path")
     )
     unseen = unseen_models(args, *models) + unseen_data(data)
-    checked = opened(data, unseen)
+    checked, plan = opened(data, unseen), None
     if not unseen:
-        checked += first_lines()
+        plan = make_plan()
+        checked += first_lines(plan)
     from training.runtime.memory_lines import memory_of_one_model  # the planner; a run does not import it
 
     def last() -> None:
         print(*memory_of_one_model(args), sep="\n")
-        callbacks.planned(args, None)
+        callbacks.planned(args, plan)
 
     report(checked, unseen, {"model": args.ds_settings()}, last)
 
 
-def report_rlhf(
-    args: RLHFFlags, dialect: Dialect, changed: dict, point: ResumePoint | None, callbacks: Callback
-) -> None:
-    """Print the report of step 3.
-
-    changed: {field of the dialect that a flag changed: (the dialect's value, the flag's value)}. point: the checkpoint
-    from which the run resumes, or None.
-    """
+def report_rlhf(args: RLHFFlags, point: ResumePoint | None, callbacks: Callback) -> None:
+    """Print the report of step 3. point: the checkpoint from which the run resumes, or None."""
+    dialect, changed = args.resolved.dialect, args.resolved.changed
     unseen = unseen_models(
         args, args.actor_model_name_or_path, args.critic_model_name_or_path, args.reward_model_name_or_path
     )
@@ -97,7 +98,7 @@ def report_rlhf(
     checked = [dialect_lines(dialect, changed), *score_lines(args, dialect), *opened(data, unseen)]
     plan = None
     if not unseen:
-        plan = make_plan(args, dialect, point, fingerprints(args))
+        plan = make_plan(args, point, fingerprints(args))
         checked += [*plan_lines(args, plan), *changes_since(plan)]
         checked += [
             f"{without_query(url)} gives one text the score {score:g}"

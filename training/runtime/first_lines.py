@@ -25,7 +25,7 @@ from training.config.supervised import SupervisedFlags
 from training.data.examples import NOTED, FittedRows, place_of
 from training.data.tokens import CUT, DROPPED, EMPTY, EQUAL, WHOLE, Fit
 from training.runtime.models import adapted_lines, adapted_roles, model_notes, most_tokens
-from training.runtime.plan import Plan, reward_writing_line, server_lines
+from training.runtime.plan import Plan, SupervisedPlan, reward_writing_line, server_lines
 
 POINTS = 3
 """Number of checkpoints before a run's end that a warning advises."""
@@ -137,15 +137,15 @@ def warnings(rows: FittedRows, flag: str, args: DataFlags, models: Sequence[str 
     return rows.warnings(flag, limit, args.overlong, lambda: most_tokens(args, models, beside))
 
 
-def supervised_lines(
-    args: SupervisedFlags, noun: str, examples: FittedRows, held_out: FittedRows, tokenizer
-) -> list[str]:
+def supervised_lines(args: SupervisedFlags, noun: str, plan: SupervisedPlan) -> list[str]:
     """The first lines of step 1 or 2. noun: what the lines call the examples. A dry run shows more examples."""
+    examples, held_out = plan.examples, plan.held_out
     return [
+        *changes_since(plan),
         f"{counted(examples, noun, held_out)}; {args.total_steps(len(examples))} steps on "
         f"{distributed.ranks_in_words()}",
         *supervised_schedule(args, len(examples)).lines(),
-        *too_long(examples, noun, "--max_seq_len", args, tokenizer, [args.model_name_or_path]),
+        *too_long(examples, noun, "--max_seq_len", args, plan.tokenizer, [args.model_name_or_path]),
         f"ZeRO stage {args.engine_config().stage}; {args.dtype}",
         *model_notes(args, "model_name_or_path"),
     ]
@@ -157,9 +157,9 @@ def supervised_schedule(args: SupervisedFlags, examples: int) -> RunSchedule:
     return RunSchedule(total, total / an_epoch, args.schedule(), lambda step: args.evaluates(step, examples))
 
 
-def first_lines(args: RLHFFlags, plan: Plan, changed: dict) -> str:
-    """All first lines of step 3. changed: as in dialect_lines."""
-    lines = [dialect_lines(plan.dialect, changed), *score_lines(args, plan.dialect)]
+def first_lines(args: RLHFFlags, plan: Plan) -> str:
+    """All first lines of step 3."""
+    lines = [dialect_lines(plan.dialect, args.resolved.changed), *score_lines(args, plan.dialect)]
     return "\n".join([*lines, *plan_lines(args, plan), *changes_since(plan)])
 
 
@@ -270,7 +270,7 @@ def run_schedule(args: RLHFFlags, plan: Plan) -> RunSchedule:
     return RunSchedule(plan.last_step, epochs, args.schedule(), evaluates if plan.held_out is not None else None)
 
 
-def changes_since(plan: Plan) -> list[str]:
+def changes_since(plan: Plan | SupervisedPlan) -> list[str]:
     """Lines that name the checkpoint from which the run resumes, and each setting that has changed since."""
     if plan.resume is None:
         return []

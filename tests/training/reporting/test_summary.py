@@ -9,12 +9,12 @@ import pytest
 
 from engine.errors import RunStopped, UserError
 from tests.training.reporting.metric_rows import ROWS, write
+from training.reporting.evaluation import PromptEvaluations
 from training.reporting.guards import Kind, Verdict, conclude, of_ppo, of_reward, of_sft
 from training.reporting.health import Finding, health
 from training.reporting.records import read_metrics
 from training.reporting.standard_errors import Estimate, paired, with_errors, without_scores
 from training.reporting.summary import RunSummary, summary_text
-from training.runtime.session import held_out_scores
 
 
 def test_read_metrics_gives_nan_for_null_and_leaves_out_a_half_written_line(tmp_path):
@@ -328,4 +328,5 @@ def test_a_curve_of_scores_does_not_fall_where_the_reward_changed(drop):
 
 def test_scores_of_before_count_for_no_best_point_and_no_rise(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in changed_run()))
-    assert held_out_scores(tmp_path) == {20: 0.6, 30: 0.5}
+    evaluations = PromptEvaluations(None, None, tmp_path, last_step=30, every=10)
+    assert evaluations.scores(read_metrics(tmp_path / "metrics.jsonl")) == {20: 0.6, 30: 0.5}
