@@ -162,10 +162,6 @@ def _kl_told(args: CompareFlags) -> str:
 def content(comparison: Comparison) -> dict:
     """All results as JSON values."""
     args, each = comparison.args, comparison.args.num_samples_per_prompt
-    scores = {
-        reward: histogram([[sample.scores[reward] for sample in comparison.samples[name]] for name in comparison.names])
-        for reward in comparison.rewards
-    }
 
     def interval(found: Interval) -> dict:
         return {**dataclasses.asdict(found), "differs": found.differs}
@@ -193,10 +189,6 @@ def content(comparison: Comparison) -> dict:
                 "name": model.name,
                 "path": model.given,
                 **dataclasses.asdict(comparison.measures[model.name]),
-                "histograms": {
-                    reward: {"edges": edges, "counts": counts[comparison.names.index(model.name)]}
-                    for reward, (edges, counts) in scores.items()
-                },
             }
             for model in comparison.models
         ],
