@@ -61,8 +61,8 @@ ROLES = {  # {model: (title, tags, task on the Hub)}
     "merged": ("A merge of a language model with what was trained from it", ["merge"], "text-generation"),
 }
 LIMITS = (
-    "Scores are of the reward of its own training. The licence and the limits of the models and data that it was made from are "
-    "its own, too."
+    "Scores are of the reward of its own training. The licence and the limits of the models and data that it was made "
+    "from are its own, too."
 )
 MODEL_FLAGS = {
     "model_name_or_path": "started from",
