@@ -109,7 +109,7 @@ def test_identical_models_are_even_and_rewards_stand_side_by_side(tiny, models, 
     assert found["rewards"] == ["reward", "words"]
     for pair in found["pairs"]:
         if pair["model"] == "same":  # which took the place of other weights in one engine
-            even = {"value": 0.5, "low": 0.5, "high": 0.5, "p": 1.0, "null": 0.5, "differs": False}
+            even = {"value": 0.5, "low": 0.5, "high": 0.5, "null": 0.5, "differs": False}
             assert pair["win_rate"] == even and pair["ties"] == 9 and pair["difference"]["value"] == 0.0
     for sample in found["samples"]:
         first, same = sample["responses"]["sft"], sample["responses"]["same"]

@@ -20,7 +20,6 @@ import dataclasses
 import json
 import math
 import os
-import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,7 +35,7 @@ from engine.errors import without_query
 from engine.models.places import one_line
 from engine.whole_files import write_whole
 from training.reporting.records import METRICS_FILE, read_lines, read_metrics
-from training.reporting.sample_tables import MIN_WIDTH, samples_markdown, samples_table
+from training.reporting.sample_tables import samples_markdown, samples_text
 from training.reporting.standard_errors import NOISE
 from training.reporting.trackers import TrackerSink
 from training.runtime.environment import print_line
@@ -236,8 +235,7 @@ class MetricWriter:
     def samples(self, step: int, rows: Sequence[Mapping]) -> None:
         """Show sampled responses: rows with `prompt`, `response`, `score`, `kl`."""
         if self._bar:
-            width = max(MIN_WIDTH, min(160, shutil.get_terminal_size().columns))
-            self._bar.write(f"samples, step {step}\n{samples_table(rows, width)}\n")
+            self._bar.write(f"samples, step {step}\n{samples_text(rows)}\n")
         self._to_sinks(lambda sink: sink.samples(step, rows))
 
     def histogram(self, step: int, tag: str, values: torch.Tensor) -> None:

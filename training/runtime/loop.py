@@ -26,7 +26,6 @@ from training.learner import StepReport
 from training.reporting.guards import Verdict, conclude
 from training.reporting.records import METRICS_FILE, RUN_FILE, read_metrics, write_run_record
 from training.reporting.sinks import View
-from training.reporting.step_metrics import set_aside_newer_traces
 from training.runtime import model_folders, output_folder, stopping
 from training.runtime.callbacks import Callback
 from training.runtime.output_folder import begin_output_dir, open_writer
@@ -124,7 +123,6 @@ class Run:
         self._restore()
         begin_output_dir(args, goes_on)
         set_aside_newer(self.output_dir, self.steps_done)
-        set_aside_newer_traces(self.output_dir, self.steps_done)
         dialect = dataclasses.asdict(plan.dialect) if plan.dialect is not None else None
         self._settings = args.as_dict() | ({"resolved_dialect": dialect} if dialect is not None else {})
         with unwritten_noted(self.output_dir / RUN_FILE):  # written first: it marks the folder as this run's

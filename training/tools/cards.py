@@ -61,8 +61,8 @@ ROLES = {  # {model: (title, tags, task on the Hub)}
     "merged": ("A merge of a language model with what was trained from it", ["merge"], "text-generation"),
 }
 LIMITS = (
-    "Scores are of this run's own reward. The licence and the limits of the models and data that it was made from are "
-    "its own, too."
+    "Scores are of the reward of its own training. The licence and the limits of the models and data that it was made "
+    "from are its own, too."
 )
 MODEL_FLAGS = {
     "model_name_or_path": "started from",
@@ -96,7 +96,7 @@ def model_card(start: Mapping, rows: Sequence[Mapping], name: str) -> str:
     data = [(DATA_FLAGS[flag], path) for flag, paths in given.items() for path in paths]
     last, settings = rows[-1] if rows else {}, {**flags, **dialect}
     how = {"dialect": f"`{dialect['name']}`"} if dialect else {}
-    how |= {"steps": last.get("step", 0), "responses" if dialect else "examples": last.get("samples", 0)}
+    how |= {"steps": max(last.get("step", 0), 0), "responses" if dialect else "examples": last.get("samples", 0)}
     how |= {"ranks": f"{machine['world_size']}, {machine['accelerator']}"}
     how |= {f"`{name}`": settings[name] for name in SHOWN if settings.get(name) not in (None, 0)}
     parts = {

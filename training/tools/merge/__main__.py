@@ -95,7 +95,7 @@ def measure(args: MergeFlags, sft: dict, trained: Sequence[dict]) -> list[Point]
     """Measure the merged model at each scale; prints and writes the measurements (all ranks call this)."""
     with phase("reading data"):
         tokenizer = args.read_tokenizer(args.sft_model_name_or_path, SFT)
-        held_out = agreed(lambda: read_held_out(args, tokenizer, args.known_texts_path))
+        held_out = agreed(lambda: read_held_out(args, tokenizer))
     with phase("loading models"):
         frontier = Frontier(args, held_out)
     points, folder = [], Path(args.output_dir)

@@ -8,7 +8,7 @@ from engine.errors import UserError
 from engine.models.weight_files import stored_name
 from engine.reward.base import CombinedReward, RewardModel, RewardSource
 from training.config.reward import MODEL, function_source, load_function, names
-from training.tools.measuring import HeldOut, Measuring, policy_measures
+from training.tools.measuring import HeldOut, Measuring
 from training.tools.merge.flags import MergeFlags
 from training.tools.merge.weights import MergedWeights
 
@@ -19,7 +19,7 @@ class Point:
     KL.
 
     kl: KL to the SFT model, in nats per response. bigrams: number of distinct pairs of neighbouring words, divided by
-    the number of tokens. known: share of words that occur in the prompts or in the known texts.
+    the number of tokens.
     """
 
     scale: float
@@ -29,7 +29,6 @@ class Point:
     kl_se: float
     tokens: float
     bigrams: float
-    known: float
 
 
 class Frontier(Measuring):
@@ -69,9 +68,16 @@ class Frontier(Measuring):
             )
         self.policy.take(lambda name: weights[names[name]])
         metrics, rows = self.evaluator.run(1)
-        found = policy_measures(metrics, rows, self.held_out.known)
-        known, bigrams = found.pop("known_words"), found.pop("distinct_bigrams")
-        return Point(scale=weights.scale, bigrams=bigrams, known=known, **found), rows
+        point = Point(
+            scale=weights.scale,
+            score=metrics["eval/score"],
+            score_se=metrics.get("eval/score_se", 0.0),
+            kl=metrics["eval/kl"],
+            kl_se=metrics.get("eval/kl_se", 0.0),
+            tokens=metrics["eval/response_length"],
+            bigrams=metrics["eval/distinct_bigrams"] / max(sum(row["tokens"] for row in rows), 1),
+        )
+        return point, rows
 
 
 def best_within(points: Iterable[Point], max_kl: float) -> Point | None:
@@ -83,7 +89,7 @@ def best_within(points: Iterable[Point], max_kl: float) -> Point | None:
 
 def table(points: Sequence[Point], chosen: float | None = None) -> str:
     """A text table with a line for each scale; the line of `chosen` is marked."""
-    head = ("scale", "score", "", "KL", "", "tokens", "bigrams", "known", "")
+    head = ("scale", "score", "", "KL", "", "tokens", "bigrams", "")
     lines = [
         (
             f"{point.scale:g}",
@@ -93,15 +99,11 @@ def table(points: Sequence[Point], chosen: float | None = None) -> str:
             f"± {point.kl_se:.2f}",
             f"{point.tokens:.1f}",
             f"{point.bigrams:.3f}",
-            f"{point.known:.1%}",
             "saved" if point.scale == chosen else "the SFT model" if point.scale == 0.0 else "",
         )
         for point in points
     ]
     widths = [max(map(len, column)) for column in zip(head, *lines, strict=True)]
     rows = ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in (head, *lines)]
-    note = (
-        "KL: nats a response, to the SFT model; ±: one standard error; bigrams: distinct pairs of words, a "
-        "token; known: share of words that occur in the prompts and the known texts"
-    )
+    note = "KL: nats a response, to the SFT model; ±: one standard error; bigrams: distinct pairs of words, a token"
     return "\n".join([*(row.rstrip() for row in rows), note])
