@@ -6,7 +6,7 @@ from setuptools import find_packages, setup
 
 MATH = ["math-verify>=0.9,<0.10"]
 SERVE = ["fastapi>=0.165,<0.166", "uvicorn>=0.54,<0.55"]
-TEST = ["pytest>=9.0,<10", "pytest-xdist>=3.8,<4", "setuptools>=77", *MATH, *SERVE]
+TEST = ["pytest>=9.0,<10", "pytest-xdist>=3.8,<4", "setuptools>=77", "matplotlib>=3.10,<4", *MATH, *SERVE]
 LINT = ["ruff>=0.17,<0.18", "mypy>=2.4,<3"]
 # What vLLM 0.32 asks for, said again: else pip fetches the newest torch with all of CUDA before it reads that.
 BESIDE_VLLM = ["torch==2.13.*", "transformers>=5.17,<5.20", "setuptools>=78.1.1,<81"]
@@ -48,7 +48,6 @@ setup(
         "pyyaml>=6,<7",
         "jinja2>=3.1,<4",
         "peft>=0.21,<0.22",
-        "matplotlib>=3.10,<4",
         "tqdm>=4.66,<5",
         "numpy>=2.0,<3",
         "psutil>=5.9,<8",

@@ -52,8 +52,8 @@ from scripts.harness.programs import (
     write_partitioned,
 )
 from training import step3_rlhf
-from training.checkpoints.export import export
 from training.checkpoints.resuming import ResumePoint
+from training.tools.export import export
 
 NAMES = ("llama", "mistral", "mixtral", "qwen2", "gemma2", "phi", "gpt2", "gpt_neox", "opt", "falcon")
 MOST_OFF = 1e-5
@@ -405,7 +405,7 @@ def try_programs(family: str, form: str, folder: Path) -> list[bool]:
         near("step 3", out / "actor")
         near("step 3, average", out / "actor_ema")
         for words in ([], ["--ema"]):
-            program("training.checkpoints.export", out, folder / f"exported{''.join(words)}", *words)
+            program("training.export", out, folder / f"exported{''.join(words)}", *words)
             near(f"export {' '.join(words)}", folder / f"exported{''.join(words)}")
         # An actor that differs from the SFT model, so that there is something to merge.
         shutil.copytree(out / "actor", folder / "moved")

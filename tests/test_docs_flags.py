@@ -24,7 +24,7 @@ PAGES = (
     *("guide", "sharing", "compare", "serve", "reward_server"),
     *("from_deepspeed_chat", "from_llamafactory", "from_trl", "from_trlx", "from_openrlhf"),
 )
-OTHERS = {  # of launchers, and of the program of checkpoints/export
+OTHERS = {  # of launchers, and of the program of tools/export
     *("num_gpus", "log_level", "module", "hostfile", "master_port", "output", "local_rank"),
     *("algo.kl.init_coef", "init_kl_coef", "reward.remote_url"),  # OpenRLHF's own, as examples
     "local",  # hf download --local-dir

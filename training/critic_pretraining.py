@@ -15,18 +15,27 @@ Source: Yuan et al. 2025, "What's behind PPO's collapse in long-CoT? Value optim
 2503.01491), "value pretraining": the critic learns the Monte-Carlo returns of responses of the fixed SFT policy.
 """
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 
 from engine import distributed
 from engine.algorithms import Algorithm
+from engine.errors import without_query
 from engine.experience import PromptBatch, TrainingBatch
+from engine.models.checking import PRETRAINING_RECORD
+from engine.whole_files import write_whole
 from training.group_sampling import PromptFeed
 from training.learner import Counters, Learner, mini_batch_rows
-from training.ppo_trainer import PPOTrainer, StepReport
+from training.ppo_trainer import PPOTrainer, StepReport, batch_to_learn
 from training.reporting.guards import stop_unless_finite, stop_unless_weights_finite
 from training.reporting.metrics import Accumulator
 from training.reporting.step_metrics import add_advantages
+from training.runtime import model_folders
+from training.runtime.loop import Run
+from training.runtime.output_folder import PRETRAINED
+from training.runtime.processes import phase
+from training.runtime.stopping import unwritten_noted
 
 SEED = 0xC817C  # XORed with the run's seed, so that the pretraining and the PPO steps share no random numbers
 OF_RESPONSES = ("scores", "response_length")
@@ -103,18 +112,12 @@ class CriticPretraining:
 
     def _batch(self, prompts: PromptBatch) -> TrainingBatch:
         """Draw a response to each prompt; returns the responses with their scores, values and returns."""
-        trainer, algorithm = self.trainer, self.algorithm
+        trainer = self.trainer
         rollout = trainer.rollouts.generate(prompts, self.sampling)
         experience = trainer.experience_maker.make_experience(rollout, policies=False)
         trainer.rollouts.release_memory()
         stop_unless_finite(self.counters.step, experience, trainer.models.tokenizer)
-        rollout = experience.rollout
-        positions = algorithm.positions(rollout.responses, rollout.response_mask)
-        scores = algorithm.process_scores(experience.scores, rollout.ended, rollout.response_mask)
-        rewards = algorithm.compute_rewards(experience.logprobs, experience.ref_logprobs, scores, positions, 0.0)
-        values = algorithm.kept_values(experience.values, positions)
-        advantages, returns = algorithm.compute_advantages(rewards, values, positions.masks)
-        return algorithm.training_batch(experience, positions, scores, rewards, values, advantages, returns, 0.0)
+        return batch_to_learn(self.algorithm, experience, kl_coef=0.0)
 
     def _train(self, batch: TrainingBatch, metrics: Accumulator) -> None:
         """Make the critic's optimizer steps on this batch, as many as in a PPO step."""
@@ -125,3 +128,53 @@ class CriticPretraining:
                 self.learner.update(batch, rows, metrics, actor=False, critic=True)
                 counters.optimizer_steps += 1
         stop_unless_weights_finite(counters.step, {"critic": self.trainer.models.critic})
+
+
+def pretrain(run: Run, pretraining: CriticPretraining, feed: PromptFeed) -> None:
+    """Make the remaining steps of the critic's pretraining within a run, and save the critic."""
+    writer = run.writer
+    shown = {"loss": "critic_pretrain/loss", "explained variance": "critic_pretrain/explained_variance"}
+    writer.count(
+        pretraining.steps,
+        shown=shown,
+        first_step=pretraining.steps_done,
+        unit="critic pretraining step",
+        below=pretraining.steps,
+    )
+
+    def step() -> StepReport:
+        report = pretraining.step(feed.prompts(pretraining.steps_done))
+        if report.step == 0:
+            save_critic(run, pretraining, report.metrics)
+        return report
+
+    run.train(step, 0, "pretraining the critic")
+    writer.count(run.plan.last_step, shown=run.view.bar)
+
+
+@phase("saving models")
+def save_critic(run: Run, pretraining: CriticPretraining, metrics: dict[str, float]) -> None:
+    """Save the critic as at the end of a run, with a record of its pretraining (all ranks call this)."""
+    critic, tokenizer = run.models.critic, run.models.saved_tokenizer
+    merged = model_folders.merged_wanted(run.args.save_merged, [critic], run.output_dir)
+    saved = model_folders.save_forms(critic, tokenizer, run.output_dir, PRETRAINED[0], merged, written=run.written)
+    if not distributed.is_main():
+        return
+    args, dialect = run.args, run.plan.dialect
+    record = {
+        "steps": pretraining.steps,
+        "learning_rate": args.critic_pretrain_learning_rate or dialect.critic_lr,
+        "gamma": dialect.gamma,
+        "actor": args.actor_model_name_or_path,
+        "critic": args.critic_model_name_or_path,
+        "reward_model": args.reward_path,
+        "reward_function": args.reward_function,
+        "reward_url": list(map(without_query, args.reward_url)),
+        **metrics,
+    }
+    for folder in saved.values():
+        with unwritten_noted(folder / PRETRAINING_RECORD):
+            write_whole(folder / PRETRAINING_RECORD, json.dumps(record, indent=2) + "\n")
+    explained = metrics.get("critic_pretrain/explained_variance")
+    told = f", explained variance {explained:.2f}" if explained is not None else ""
+    run.writer.write(f"critic pretrained in {pretraining.steps} steps{told}: {', '.join(map(str, saved.values()))}")

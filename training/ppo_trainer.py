@@ -10,7 +10,7 @@ engine/algorithms/algorithm.py, and engine/algo/ for the formulas. `Learner.upda
 optimizer step.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -26,7 +26,7 @@ from engine.reward.base import RewardSource
 from engine.rlhf_engine import RLHFEngine
 from engine.rollout.base import RolloutBackend, SamplingConfig
 from training.group_sampling import GroupSampler, PromptFeed, Sampled
-from training.learner import Counters, Learner, MixedPretraining, TextFeed, mini_batch_rows
+from training.learner import Counters, Learner, MixedPretraining, StepReport, TextFeed, mini_batch_rows
 from training.reporting.guards import Guards
 from training.reporting.metrics import Accumulator
 from training.reporting.step_metrics import STEP_METRICS, Arithmetic, StepLog, StepMetric, add_hidden_tokens, add_parts
@@ -65,17 +65,6 @@ class PPOConfig:
     first_kl_bound: float | None = None
     exact_sampler: bool = True
     padded: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class StepReport:
-    """The report of a finished step. step: the step's number, from 1. samples: number of responses drawn in the run so
-    far, over all ranks. batch: this rank's batch, from which the models learned."""
-
-    step: int
-    samples: int
-    metrics: dict[str, float]
-    batch: TrainingBatch
 
 
 class PPOTrainer:
@@ -159,17 +148,7 @@ class PPOTrainer:
             experience = self.experience_maker.make_experience(sampled.rollout, sampled.scores)
             self.rollouts.release_memory()
             self.guards.check_experience(step, experience)
-            rollout = experience.rollout
-            positions = algorithm.positions(rollout.responses, rollout.response_mask)
-            scores = algorithm.process_scores(experience.scores, rollout.ended, rollout.response_mask)
-            rewards = algorithm.compute_rewards(
-                experience.logprobs, experience.ref_logprobs, scores, positions, kl_coef
-            )
-            values = algorithm.kept_values(experience.values, positions)
-            advantages, returns = algorithm.compute_advantages(rewards, values, positions.masks)
-            batch = algorithm.training_batch(
-                experience, positions, scores, rewards, values, advantages, returns, kl_coef
-            )
+            batch = batch_to_learn(algorithm, experience, kl_coef)
         steered_kl, kl = mean_kls(batch)
         self.guards.check_kl(step, kl)
         with log.phase("train"):
@@ -238,10 +217,15 @@ class PPOTrainer:
     # The next three methods import what they use: it imports pyarrow, which starts a thread, and tests fork processes
     # that have imported this file.
 
-    def save_models(self, folder: str | Path, merged: str = "auto") -> dict[str, Path]:
+    def save_models(
+        self,
+        folder: str | Path,
+        merged: str = "auto",
+        written: Callable[[str, Path], None] = lambda name, folder: None,
+    ) -> dict[str, Path]:
         """Write the trained models below `folder` as Hugging Face folders with the tokenizer: actor/, critic/, and
         actor_ema/ if there is a moving average, or actor_adapter/ and the like (all ranks call this together, at any
-        ZeRO stage). Returns {name: folder}. merged: see `merged_wanted`. Raises: RunStopped; see `model_folders.save`.
+        ZeRO stage). Returns {name: folder}. merged: see `merged_wanted`. written: see `model_folders.save`.
         """
         from training.runtime.model_folders import merged_wanted, save_forms
 
@@ -249,10 +233,10 @@ class PPOTrainer:
         averaged = [models.actor] if models.ema is not None else []
         whole = merged_wanted(merged, [*models.trained.values(), *averaged], folder)
         for name, model in models.trained.items():
-            saved |= save_forms(model, models.saved_tokenizer, folder, name, whole)
+            saved |= save_forms(model, models.saved_tokenizer, folder, name, whole, written=written)
         if models.ema is not None:
             with models.ema.swapped():
-                saved |= save_forms(models.actor, models.saved_tokenizer, folder, "actor_ema", whole)
+                saved |= save_forms(models.actor, models.saved_tokenizer, folder, "actor_ema", whole, written=written)
         return saved
 
     def save_checkpoint(self, folder: str | Path) -> Path:
@@ -315,6 +299,17 @@ class PPOTrainer:
         self.counters.load_state_dict(state)
         self.kl_controller.load_state_dict(state["kl"])
         self.algorithm.score_scale.load_state_dict(state["score_scale"])
+
+
+def batch_to_learn(algorithm: Algorithm, experience: Experience, kl_coef: float) -> TrainingBatch:
+    """From scores to advantages: all that the losses use of this rank's responses."""
+    rollout = experience.rollout
+    positions = algorithm.positions(rollout.responses, rollout.response_mask)
+    scores = algorithm.process_scores(experience.scores, rollout.ended, rollout.response_mask)
+    rewards = algorithm.compute_rewards(experience.logprobs, experience.ref_logprobs, scores, positions, kl_coef)
+    values = algorithm.kept_values(experience.values, positions)
+    advantages, returns = algorithm.compute_advantages(rewards, values, positions.masks)
+    return algorithm.training_batch(experience, positions, scores, rewards, values, advantages, returns, kl_coef)
 
 
 def mean_kls(batch: TrainingBatch) -> tuple[float, float]:

@@ -6,6 +6,10 @@ A record has either the field `text`, or a prompt and a response (docs/data.md l
 prompt, the loss covers the response only, unless --loss_on all is given.
 """
 
+from collections.abc import Sequence
+from functools import partial
+from typing import NoReturn
+
 import training.runtime.import_errors  # noqa: F401  imported first, to explain imports that fail
 from training.runtime.first_look import first_look
 
@@ -21,41 +25,43 @@ from engine.models.checking import check_attention, check_policy, check_rows
 from engine.models.loading import DTYPES, load_policy
 from engine.models.reading import LANGUAGE_MODEL, vocabulary_size
 from engine.rlhf_engine import wrap_trained
-from training.checkpoints.conditions import supervised_conditions
 from training.checkpoints.resuming import ResumePoint
 from training.config.supervised import SFTFlags
 from training.data.examples import SFTBatch, SFTExamples, collate_sft, sft_fit
 from training.data.forms import SFT
-from training.reporting.guards import conclude, of_sft
+from training.reporting.guards import of_sft
 from training.reporting.metrics import Accumulator
-from training.reporting.records import read_metrics
 from training.reporting.sinks import SFT_VIEW
 from training.reporting.standard_errors import Estimate, Units, change_text, value_text, with_errors
-from training.runtime import dry_run
-from training.runtime.agreement import agreed, checked
-from training.runtime.first_lines import supervised_lines
-from training.runtime.hub import check_hub, push
+from training.runtime import launch
+from training.runtime.callbacks import Callback, Callbacks
+from training.runtime.loop import Run
 from training.runtime.models import adapted_lines, adapted_model, check_positions, generation_stops
 from training.runtime.output_folder import check_shared
-from training.runtime.startup import check_run, leave, run
-from training.runtime.stopping import saved_models_named
-from training.supervised import SupervisedTrainer
+from training.runtime.plan import SupervisedPlan
+from training.runtime.ranks import agreed, checked
+from training.runtime.start_report import report_supervised_dry_run, supervised_lines
+from training.supervised import HeldOutExamples, SupervisedTrainer, tell_result, train
 
 
-def main(args: SFTFlags) -> None:
-    """Check flags and data, load the model, train it, save it."""
+def main(args: SFTFlags, callbacks: Sequence[Callback] = ()) -> None:
+    """The order of a run, from flags to the saved model. All ranks call this, in their process group."""
+    # 1. What can be wrong is found before the model is loaded.
+    called = Callbacks(callbacks)
     point = ResumePoint.find(args.resume, args.output_dir)
     checked(lambda: check(args, point))
     if args.dry_run:
-        dry_run.report_supervised(args, lambda: first_lines(args, *load_examples(args)))
+        report_supervised_dry_run(args, lambda: make_plan(args, point), partial(first_lines, args), called)
         return
     check_shared(args.output_dir)
-    tokenizer, examples, held_out, data = agreed(lambda: load_examples(args))
-    conditions = supervised_conditions(args, data, args.total_steps(len(examples)), tokenizer)
-    if point:
-        agreed(lambda: point.check(conditions, args.total_steps(len(examples))))
+    plan = agreed(lambda: make_plan(args, point))
+    if distributed.is_main():
+        print(*first_lines(args, plan), sep="\n", flush=True)
+    called.planned(args, plan)
     if args.preflight:
         return
+
+    # 2. The engine, and what is learned and measured with it.
     ds_config = args.ds_settings()
     module = load_policy(
         args.model_name_or_path,
@@ -66,6 +72,8 @@ def main(args: SFTFlags) -> None:
         args.trust_remote_code,
         attention=args.attention,
     )
+    if distributed.is_main():
+        print(attention_in_words(module), flush=True)
     model = wrap_trained(
         module, ds_config, args.engine_config(), args.optimizer(), args.gradient_checkpointing, args.lora()
     )
@@ -83,36 +91,33 @@ def main(args: SFTFlags) -> None:
         metrics.add("train/loss", total, batch.loss_mask.sum())
         return total
 
-    def evaluate(batch: SFTBatch) -> dict:
+    def measure(batch: SFTBatch) -> dict:
         nats = -masked_sum(logprobs(batch).double(), batch.loss_mask, dim=-1)
         return {"nats": nats, "tokens": batch.loss_mask.sum(-1)}
 
-    trainer = SupervisedTrainer(
+    def collate(rows) -> SFTBatch:
+        return collate_sft(rows, plan.tokenizer.pad_token_id)
+
+    def count(batch: SFTBatch) -> int:
+        return int(batch.loss_mask.sum())
+
+    trainer = SupervisedTrainer(model, args=args, plan=plan, collate=collate, loss=loss, count=count)
+    held_out = HeldOutExamples(
         model,
         args=args,
-        examples=examples,
-        held_out=held_out,
-        loss=loss,
-        evaluate=evaluate,
-        held_out_score=lambda metrics: -metrics["eval/loss"],
+        plan=plan,
+        collate=collate,
+        measure=measure,
         summarize=held_out_loss,
-        collate=lambda rows: collate_sft(rows, tokenizer.pad_token_id),
-        count=lambda batch: int(batch.loss_mask.sum()),
-        view=SFT_VIEW,
-        tokenizer=tokenizer,
-        conditions=conditions,
-        point=point,
+        score=lambda metrics: -metrics["eval/loss"],
     )
-    if distributed.is_main():
-        print(*first_lines(args, tokenizer, examples, held_out), attention_in_words(module), sep="\n", flush=True)
-    with saved_models_named(trainer.saved):
-        found = trainer.fit()
-        trainer.end(
-            f"held-out perplexity {value_text(found, 'eval/perplexity')} a token{change_text(found, 'eval/perplexity')}"
-        )
-    vocabulary = vocabulary_size(tokenizer)
-    conclude(lambda: of_sft(read_metrics(trainer.metrics_path), vocabulary), args.output_dir)
-    push(args, trainer.saved)
+
+    # 3. The steps.
+    run = Run(args, plan, trainer, held_out, SFT_VIEW, called)
+    found = train(run, trainer, held_out)
+    perplexity = f"{value_text(found, 'eval/perplexity')} a token{change_text(found, 'eval/perplexity')}"
+    vocabulary = vocabulary_size(plan.tokenizer)
+    run.end(partial(tell_result, line=f"held-out perplexity {perplexity}"), lambda rows: of_sft(rows, vocabulary))
 
 
 def held_out_loss(units: Units, before: Units | None) -> dict[str, float]:
@@ -128,26 +133,21 @@ def held_out_loss(units: Units, before: Units | None) -> dict[str, float]:
     return with_errors(estimates(units), before and estimates(before))
 
 
-def load_examples(args: SFTFlags) -> tuple:
-    """(tokenizer, training examples, held-out examples, fingerprints of both).
-
-    Raises: UserError for data that cannot be used; no model is loaded yet.
-    """
+def make_plan(args: SFTFlags, point: ResumePoint | None) -> SupervisedPlan:
+    """Read the data and make the run's plan. Raises: UserError; no model is loaded yet."""
     tokenizer = args.read_tokenizer(args.model_name_or_path, "--model_name_or_path")
     stops = generation_stops(args.model_name_or_path, tokenizer, args.trust_remote_code)
     fit = sft_fit(tokenizer, args.max_seq_len, args.loss_on, args.overlong, stops)
     parts = args.load_rows(SFT, tokenizer, fit, held_out=args.held_out, undivided=args.sft_only_data_path)
-    examples, held_out = (
+    examples = [
         SFTExamples(rows, tokenizer, args.max_seq_len, args.loss_on, args.cache, args.overlong, stops) for rows in parts
-    )
-    args.steps_per_epoch(len(examples))
-    return tokenizer, examples, held_out, [rows.fingerprint for rows in parts]
+    ]
+    return SupervisedPlan.of(args, point, tokenizer, examples, [rows.fingerprint for rows in parts])
 
 
-def first_lines(args: SFTFlags, tokenizer, examples: SFTExamples, held_out: SFTExamples, *_) -> list[str]:
-    """The lines that a run prints about the data and the adapter. The arguments after `args` are the results of
-    load_examples."""
-    lines = supervised_lines(args, "texts", examples, held_out, tokenizer)
+def first_lines(args: SFTFlags, plan: SupervisedPlan) -> list[str]:
+    """The lines that a run prints before the model is loaded."""
+    lines = supervised_lines(args, "texts", plan)
     return lines + adapted_lines(adapted_model(args, scorer=False)) + recurrent_lines(args)
 
 
@@ -162,8 +162,7 @@ def recurrent_lines(args: SFTFlags) -> list[str]:
 
 def check(args: SFTFlags, point: ResumePoint | None = None) -> None:
     """Check files, model and machine before anything large is loaded. Raises: UserError."""
-    check_run(args, resumed=point is not None and point.in_output_dir)
-    check_hub(args)
+    launch.check_run(args, resumed=point is not None and point.in_output_dir)
     args.ds_settings()
     if args.looks_at(args.model_name_or_path):
         config = check_policy(args.model_name_or_path, "--model_name_or_path", args.trust_remote_code)
@@ -174,5 +173,12 @@ def check(args: SFTFlags, point: ResumePoint | None = None) -> None:
         adapted_model(args, scorer=False)
 
 
+def program(callbacks: Sequence[Callback] = ()) -> NoReturn:
+    """Run this step with the flags of this process's command line, and end the process."""
+    launch.leave(launch.run(partial(main, callbacks=callbacks), SFTFlags, __doc__.splitlines()[0]))
+
+
 if __name__ == "__main__":
-    leave(run(main, SFTFlags, __doc__.splitlines()[0]))
+    from training import tools
+
+    program(tools.callbacks())

@@ -9,6 +9,10 @@ transformers' AutoModelForSequenceClassification. The output of that class lacks
 `score_offset` of config.json to get the score.
 """
 
+from collections.abc import Sequence
+from functools import partial
+from typing import NoReturn
+
 import training.runtime.import_errors  # noqa: F401  imported first, to explain imports that fail
 from training.runtime.first_look import first_look
 
@@ -33,46 +37,49 @@ from engine.rlhf_engine import frozen_model, wrap_trained
 from engine.rollout import SamplingConfig, build_rollouts
 from engine.zero.config import EngineConfig
 from engine.zero.engines import FrozenModel, TrainedModel
-from training.checkpoints.conditions import Conditions, supervised_conditions
 from training.checkpoints.resuming import ResumePoint
 from training.config.supervised import RewardFlags
 from training.data.examples import PairBatch, PairExamples, Prompts, collate_pairs, collate_prompts, pair_fit
 from training.data.forms import PAIRS, PROMPTS
 from training.data.order import epoch_permutation
 from training.data.rows import load_rows
-from training.reporting.guards import conclude, of_reward
+from training.reporting.guards import of_reward
 from training.reporting.metrics import Accumulator
-from training.reporting.records import read_metrics
 from training.reporting.sinks import REWARD_VIEW, ProgressBar
 from training.reporting.standard_errors import Estimate, Units, chance_text, change_text, value_text, with_errors
-from training.runtime import dry_run
-from training.runtime.agreement import agreed, checked
-from training.runtime.first_lines import supervised_lines, warnings
-from training.runtime.hub import check_hub, push
+from training.runtime import launch
+from training.runtime.callbacks import Callback, Callbacks
+from training.runtime.loop import Run
 from training.runtime.models import adapted_lines, adapted_model, check_positions, generation_stops
 from training.runtime.output_folder import check_shared
+from training.runtime.plan import SupervisedPlan
 from training.runtime.processes import phase
-from training.runtime.startup import check_run, leave, run
+from training.runtime.ranks import agreed, checked
+from training.runtime.start_report import report_supervised_dry_run, supervised_lines, warnings
 from training.runtime.stopping import saved_models_named
-from training.supervised import SupervisedTrainer
+from training.supervised import HeldOutExamples, SupervisedTrainer, tell_result, train
 
 
-def main(args: RewardFlags) -> None:
-    """Check flags and data, load the model, train it, normalise its scores, save it."""
+def main(args: RewardFlags, callbacks: Sequence[Callback] = ()) -> None:
+    """The order of a run, from flags to the saved model. All ranks call this, in their process group."""
+    # 1. What can be wrong is found before the model is loaded.
+    called = Callbacks(callbacks)
     point = ResumePoint.find(args.resume, args.output_dir)
     checked(lambda: check(args, point))
     if args.dry_run:
-        dry_run.report_supervised(args, lambda: first_lines(args, *load_examples(args)))
+        report_supervised_dry_run(args, lambda: make_plan(args, point), partial(first_lines, args), called)
         return
     check_shared(args.output_dir)
-    tokenizer, examples, held_out, prompts, data = agreed(lambda: load_examples(args))
-    conditions = supervised_conditions(args, data, args.total_steps(len(examples)), tokenizer)
-    if point:
-        agreed(lambda: point.check(conditions, args.total_steps(len(examples))))
+    plan = agreed(lambda: make_plan(args, point))
+    if distributed.is_main():
+        print(*first_lines(args, plan), sep="\n", flush=True)
+    called.planned(args, plan)
     if args.preflight:
         return
+
+    # 2. The engine, and what is learned and measured with it.
     ds_config = args.ds_settings()
-    pad = classifier_pad_token_id(tokenizer)
+    pad = classifier_pad_token_id(plan.tokenizer)
     module = new_scorer(
         args.model_name_or_path,
         DTYPES[args.dtype],
@@ -81,88 +88,81 @@ def main(args: RewardFlags) -> None:
         ds_config,
         "--model_name_or_path",
         args.dropout,
-        starting_scale(args, tokenizer, prompts, pad) if args.normalize_before and not point else 1.0,
+        starting_scale(args, plan.tokenizer, plan.prompts, pad) if args.normalize_before and not point else 1.0,
         args.trust_remote_code,
         attention=args.attention,
     )
+    if distributed.is_main():
+        print(attention_in_words(module), flush=True)
     model = wrap_trained(
         module, ds_config, args.engine_config(), args.optimizer(), args.gradient_checkpointing, args.lora()
     )
-    trainer = RewardTrainer(model, args, examples, held_out, tokenizer, conditions, point)
-    if distributed.is_main():
-        print(
-            *first_lines(args, tokenizer, examples, held_out, prompts), attention_in_words(module), sep="\n", flush=True
-        )
     module.model.config.score_offset = 0.0
-    with saved_models_named(trainer.saved):  # if normalisation fails, the message names the saved model
-        found = trainer.fit()
-        normalize(args, trainer, prompts)
-        chance = chance_text(found, "eval/accuracy", 0.5)
-        advice = f"{chance}: step 3 would follow noise; docs/metrics_steps_1_2.md says what to try" if chance else ""
-        trainer.end(
-            f"held-out pair accuracy {value_text(found, 'eval/accuracy')}{change_text(found, 'eval/accuracy')}; "
-            f"margin {value_text(found, 'eval/margin')} before normalisation{advice}"
-        )
-    conclude(lambda: of_reward(read_metrics(trainer.metrics_path)), args.output_dir)
-    push(args, trainer.saved)
 
-
-class RewardTrainer(SupervisedTrainer):
-    """Trains a reward model on pairs of responses."""
-
-    def __init__(
-        self,
-        model: TrainedModel,
-        args: RewardFlags,
-        examples: PairExamples,
-        held_out: PairExamples,
-        tokenizer,
-        conditions: Conditions,
-        point: ResumePoint | None,
-    ):
-        super().__init__(
-            model,
-            args=args,
-            examples=examples,
-            held_out=held_out,
-            loss=self._loss,
-            evaluate=lambda batch: {"margin": self._margins(self._scores(batch)[1])},
-            held_out_score=lambda metrics: metrics["eval/accuracy"],
-            summarize=held_out_pairs,
-            collate=lambda pairs: collate_pairs(pairs, tokenizer.pad_token_id),
-            count=lambda batch: len(batch.first_difference),
-            view=REWARD_VIEW,
-            tokenizer=tokenizer,
-            conditions=conditions,
-            point=point,
-        )
-
-    def _scores(self, batch: PairBatch) -> tuple[Tensor, Tensor]:
+    def scores_of(batch: PairBatch) -> tuple[Tensor, Tensor]:
         """(scores of all tokens, (2B, S); scores of the sequences, (2B,)). The B chosen responses come first, then the
         B rejected ones."""
-        token_scores = self.model(batch.sequences, batch.attention_mask, position_ids(batch.attention_mask))
-        return token_scores, self.model.module.sequence_scores(token_scores, batch.sequences, batch.attention_mask)
+        token_scores = model(batch.sequences, batch.attention_mask, position_ids(batch.attention_mask))
+        return token_scores, model.module.sequence_scores(token_scores, batch.sequences, batch.attention_mask)
 
-    def _loss(self, batch: PairBatch, metrics: Accumulator) -> Tensor:
-        token_scores, scores = self._scores(batch)
-        if self.args.pairwise_loss == "last_token":
-            total = pairwise_loss(*scores.chunk(2))
-        else:
-            slots = torch.arange(batch.sequences.shape[1], device=batch.sequences.device)
-            either = batch.attention_mask.bool().view(2, -1, len(slots)).any(0)
-            total = pairwise_loss_from_difference(
-                *token_scores.chunk(2), either & (slots >= batch.first_difference.unsqueeze(1))
-            )
-        metrics.add("train/pair_loss", total, self.count(batch))
-        margins = self._margins(scores)
-        metrics.add("train/accuracy", (margins > 0).sum(), len(margins))
-        everywhere = torch.ones_like(margins, dtype=torch.bool)
-        metrics.add_moments(margins, everywhere, mean="train/margin", std="train/margin_std")
+    def loss(batch: PairBatch, metrics: Accumulator) -> Tensor:
+        token_scores, scores = scores_of(batch)
+        total = pairs_loss(args.pairwise_loss, batch, token_scores, scores)
+        add_pairs(metrics, total, scores)
         return total
 
-    def _margins(self, scores: Tensor) -> Tensor:
-        """(B,): for each pair, the score of the chosen response minus the score of the rejected one. scores: (2B,)."""
-        return (scores[: len(scores) // 2] - scores[len(scores) // 2 :]).detach()
+    def collate(pairs) -> PairBatch:
+        return collate_pairs(pairs, plan.tokenizer.pad_token_id)
+
+    def count(batch: PairBatch) -> int:
+        return len(batch.first_difference)
+
+    trainer = SupervisedTrainer(model, args=args, plan=plan, collate=collate, loss=loss, count=count)
+    held_out = HeldOutExamples(
+        model,
+        args=args,
+        plan=plan,
+        collate=collate,
+        measure=lambda batch: {"margin": margins_of(scores_of(batch)[1])},
+        summarize=held_out_pairs,
+        score=lambda metrics: metrics["eval/accuracy"],
+    )
+
+    # 3. The steps, and the normalisation of the scores.
+    run = Run(args, plan, trainer, held_out, REWARD_VIEW, called)
+    found = train(run, trainer, held_out)
+    with saved_models_named(run.saved):  # if normalisation fails, the message names the saved model
+        normalize(args, run, model, plan)
+    chance = chance_text(found, "eval/accuracy", 0.5)
+    advice = f"{chance}: step 3 would follow noise; docs/metrics_steps_1_2.md says what to try" if chance else ""
+    accuracy = f"{value_text(found, 'eval/accuracy')}{change_text(found, 'eval/accuracy')}"
+    margin = f"{value_text(found, 'eval/margin')} before normalisation{advice}"
+    run.end(partial(tell_result, line=f"held-out pair accuracy {accuracy}; margin {margin}"), of_reward)
+
+
+def pairs_loss(form: str, batch: PairBatch, token_scores: Tensor, scores: Tensor) -> Tensor:
+    """The sum of the loss over B pairs, a scalar. form: the value of --pairwise_loss. token_scores: (2B, S). scores:
+    (2B,). The chosen responses come first."""
+    if form == "last_token":
+        return pairwise_loss(*scores.chunk(2))
+    positions = torch.arange(batch.sequences.shape[1], device=batch.sequences.device)
+    either = batch.attention_mask.bool().view(2, -1, len(positions)).any(0)
+    counted = either & (positions >= batch.first_difference.unsqueeze(1))
+    return pairwise_loss_from_difference(*token_scores.chunk(2), counted)
+
+
+def add_pairs(metrics: Accumulator, total: Tensor, scores: Tensor) -> None:
+    """Add the metrics of B pairs. total: the sum of their loss. scores: (2B,), the chosen responses first."""
+    margins = margins_of(scores)
+    metrics.add("train/pair_loss", total, len(margins))
+    metrics.add("train/accuracy", (margins > 0).sum(), len(margins))
+    everywhere = torch.ones_like(margins, dtype=torch.bool)
+    metrics.add_moments(margins, everywhere, mean="train/margin", std="train/margin_std")
+
+
+def margins_of(scores: Tensor) -> Tensor:
+    """(B,): for each pair, the score of the chosen response minus the score of the rejected one. scores: (2B,)."""
+    return (scores[: len(scores) // 2] - scores[len(scores) // 2 :]).detach()
 
 
 def held_out_pairs(units: Units, before: Units | None) -> dict[str, float]:
@@ -189,14 +189,12 @@ def held_out_pairs(units: Units, before: Units | None) -> dict[str, float]:
 # Normalisation of the scores.
 
 
-def normalize(args: RewardFlags, trainer: "RewardTrainer", prompts: Prompts | None) -> None:
+def normalize(args: RewardFlags, run: Run, model: TrainedModel, plan: SupervisedPlan) -> None:
     """Normalise the scores and save the model again: its head is scaled and `score_offset` is set, so that the scores
-    of the SFT model's responses have mean 0 and variance 1. prompts: the prompts to which the SFT model samples these
-    responses; None for no normalisation."""
-    model, tokenizer = trainer.model, trainer.tokenizer
-    if prompts is None:
+    of the SFT model's responses to `plan.prompts` have mean 0 and variance 1. Does nothing without such prompts."""
+    if plan.prompts is None:
         return
-    mean, variance = score_statistics(args, model, tokenizer, prompts)
+    mean, variance = score_statistics(args, model, plan.tokenizer, plan.prompts)
     gain, offset = variance**-0.5, -mean * variance**-0.5
     if distributed.is_main():
         print(
@@ -205,7 +203,7 @@ def normalize(args: RewardFlags, trainer: "RewardTrainer", prompts: Prompts | No
             flush=True,
         )
     model.module.model.config.score_offset = offset
-    trainer.save(edit=lambda state: state.update({"score.weight": state["score.weight"] * gain}))
+    run.save_models(edit=lambda state: state.update({"score.weight": state["score.weight"] * gain}))
 
 
 def starting_scale(args: RewardFlags, tokenizer, prompts: Prompts, pad_token_id: int | None) -> float:
@@ -330,29 +328,21 @@ def normalization_prompts(args: RewardFlags, tokenizer) -> Prompts:
 # Before a model is loaded: reading data, checks, and the first printed lines.
 
 
-def load_examples(args: RewardFlags) -> tuple:
-    """(tokenizer, training pairs, held-out pairs, prompts for normalisation or None, fingerprints of the pairs).
-
-    Raises: UserError for data that cannot be used; no model is loaded yet.
-    """
+def make_plan(args: RewardFlags, point: ResumePoint | None) -> SupervisedPlan:
+    """Read the data and make the run's plan. Raises: UserError; no model is loaded yet."""
     tokenizer = args.read_tokenizer(args.model_name_or_path, "--model_name_or_path")
     stops = generation_stops(args.sft_path, tokenizer, args.trust_remote_code)
     fit = pair_fit(tokenizer, args.max_seq_len, args.overlong, stops)
     parts = args.load_rows(PAIRS, tokenizer, fit, held_out=args.held_out)
-    examples, held_out = (
-        PairExamples(rows, tokenizer, args.max_seq_len, args.cache, args.overlong, stops) for rows in parts
-    )
-    args.steps_per_epoch(len(examples))
+    examples = [PairExamples(rows, tokenizer, args.max_seq_len, args.cache, args.overlong, stops) for rows in parts]
+    args.steps_per_epoch(len(examples[0]))  # raises for too few pairs, before prompts are read
     prompts = normalization_prompts(args, tokenizer) if args.normalization_samples else None
-    return tokenizer, examples, held_out, prompts, [rows.fingerprint for rows in parts]
+    return SupervisedPlan.of(args, point, tokenizer, examples, [rows.fingerprint for rows in parts], prompts)
 
 
-def first_lines(
-    args: RewardFlags, tokenizer, examples: PairExamples, held_out: PairExamples, prompts: Prompts | None, *_
-) -> list[str]:
-    """The lines that a run prints about the data and the adapter. The arguments after `args` are the results of
-    load_examples."""
-    lines = supervised_lines(args, "pairs", examples, held_out, tokenizer)
+def first_lines(args: RewardFlags, plan: SupervisedPlan) -> list[str]:
+    """The lines that a run prints before the model is loaded."""
+    lines, prompts = supervised_lines(args, "pairs", plan), plan.prompts
     if prompts is not None and (prompts.cut or prompts.dropped):
         lines.append(f"{prompts.told('prompts')} to normalise scores on")
         lines += warnings(prompts, "--max_prompt_seq_len", args, [args.sft_path], args.max_answer_seq_len)
@@ -361,8 +351,7 @@ def first_lines(
 
 def check(args: RewardFlags, point: ResumePoint | None = None) -> None:
     """Check files, models and machine before anything large is loaded. Raises: UserError."""
-    check_run(args, resumed=point is not None and point.in_output_dir)
-    check_hub(args)
+    launch.check_run(args, resumed=point is not None and point.in_output_dir)
     args.ds_settings()
     if args.looks_at(args.model_name_or_path):
         config = check_trunk(args.model_name_or_path, "--model_name_or_path", args.trust_remote_code)
@@ -388,5 +377,12 @@ def check(args: RewardFlags, point: ResumePoint | None = None) -> None:
             )
 
 
+def program(callbacks: Sequence[Callback] = ()) -> NoReturn:
+    """Run this step with the flags of this process's command line, and end the process."""
+    launch.leave(launch.run(partial(main, callbacks=callbacks), RewardFlags, __doc__.splitlines()[0]))
+
+
 if __name__ == "__main__":
-    leave(run(main, RewardFlags, __doc__.splitlines()[0]))
+    from training import tools
+
+    program(tools.callbacks())

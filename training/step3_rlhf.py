@@ -4,10 +4,12 @@
         --data_path prompts.jsonl --output_dir out --actor_zero_stage 3 --critic_zero_stage 3 --dtype bf16
 
 Step 3 writes into the output folder: actor/ (and, depending on the flags, actor_ema/, critic/, critic_pretrained/ and
-profile/), metrics.jsonl, tensorboard/, samples/, curves.png and checkpoints/.
+profile/), metrics.jsonl, tensorboard/, samples/ and checkpoints/.
 """
 
 import contextlib
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -21,52 +23,54 @@ from torch.utils.data import ConcatDataset
 
 from engine import distributed
 from engine.models.attention import attention_in_words
-from engine.reward.base import CombinedReward, RewardSource
-from engine.reward.server import ServerReward
 from engine.rlhf_engine import RLHFEngine
 from engine.rollout import RolloutBackend, build_rollouts
 from training.checkpoints.conditions import BEFORE, FIRST, fingerprints
-from training.checkpoints.resuming import ResumePoint, restore, set_aside_newer
-from training.checkpoints.saving import last_good_named
-from training.config.reward import MODEL, SERVER, function_source, score_parts
+from training.checkpoints.resuming import ResumePoint
+from training.config.reward import build_reward
 from training.config.step3 import RLHFFlags
-from training.critic_pretraining import SEED, CriticPretraining
+from training.critic_pretraining import SEED, CriticPretraining, pretrain
 from training.data.order import ShuffledPrompts, ShuffledTexts
-from training.ppo_trainer import PPOConfig, PPOTrainer
+from training.ppo_trainer import PPOConfig, PPOTrainer, StepReport
 from training.reporting import step_metrics
-from training.reporting.evaluation import Evaluator
-from training.reporting.guards import rounding_bound
+from training.reporting.evaluation import Evaluator, PromptEvaluations, sample_rows
+from training.reporting.guards import of_ppo, rounding_bound
+from training.reporting.sinks import PPO_VIEW, averaged_view
 from training.reporting.standard_errors import without_scores
-from training.runtime import dry_run, stopping
-from training.runtime.agreement import agreed, checked
-from training.runtime.first_lines import first_lines
-from training.runtime.output_folder import begin_output_dir, check_shared
+from training.reporting.summary import tell_result
+from training.runtime import launch
+from training.runtime.callbacks import Callback, Callbacks
+from training.runtime.loop import Run
+from training.runtime.output_folder import check_shared
 from training.runtime.plan import Plan, check_files, check_server, make_plan
-from training.runtime.processes import phase, place
-from training.runtime.session import Session, pretrain
-from training.runtime.startup import leave, run
-from training.runtime.stopping import saved_models_named
+from training.runtime.processes import phase
+from training.runtime.ranks import agreed, checked
+from training.runtime.start_report import first_lines, report_dry_run
 
 
-def main(args: RLHFFlags) -> None:
-    """Check flags and data, build the models, train them, print the result."""
-    dialect, changed = args.resolved.dialect, args.resolved.changed
+def main(args: RLHFFlags, callbacks: Sequence[Callback] = ()) -> None:
+    """The order of a run, from flags to saved models. All ranks call this, in their process group."""
+    # 1. What can be wrong is found before a model is loaded. Rank 0 reads files, all ranks end with its message.
+    called = Callbacks(callbacks)
     point = ResumePoint.find(args.resume, args.output_dir, with_ema=args.keeps_average)
-    checked(lambda: check_files(args, dialect, point))
+    checked(lambda: check_files(args, point))
     if args.dry_run:
-        dry_run.report_rlhf(args, dialect, changed, point)
+        report_dry_run(args, point, called)
         return
     check_shared(args.output_dir)
     with phase("reading data"):
         inputs = checked(lambda: fingerprints(args))
-        plan = agreed(lambda: make_plan(args, dialect, point, inputs))
+        plan = agreed(lambda: make_plan(args, point, inputs))
     if args.reward_url:
         with phase("asking the reward server"):
             agreed(lambda: check_server(args, plan))
     if distributed.is_main():
-        print(first_lines(args, plan, changed), flush=True)
+        print(first_lines(args, plan), flush=True)
+    called.planned(args, plan)
     if args.preflight:
         return
+
+    # 2. Four engines, what draws responses from the actor, and the trainer of one step.
     with phase("loading models"):
         models = RLHFEngine.from_pretrained(plan.spec)
     if distributed.is_main():
@@ -74,8 +78,61 @@ def main(args: RLHFFlags) -> None:
     with phase("starting rollouts"):
         rollouts = choose_rollouts(args, plan, models)
     trainer = build_trainer(args, plan, models, rollouts)
-    resume_or_begin(args, plan, trainer)
-    train(args, plan, trainer, Session(args, plan, trainer, build_evaluator(plan, trainer)))
+    evaluator = build_evaluator(plan, trainer)
+
+    # 3. The steps.
+    evaluations = PromptEvaluations(evaluator, models.ema, Path(args.output_dir), plan.last_step, args.eval_steps)
+    view = PPO_VIEW if models.ema is None else averaged_view(PPO_VIEW)
+    extra = {"objective/reward_changed": 1.0} if plan.scores_changed else {}
+    run = Run(args, plan, trainer, evaluations, view, called, extra)
+    train(args, plan, trainer, run)
+    held_out = len(plan.held_out or ())
+    run.end(
+        lambda run: tell_result(run.output_dir, run.saved, run.writer.take_time()), lambda rows: of_ppo(rows, held_out)
+    )
+
+
+def train(args: RLHFFlags, plan: Plan, trainer: PPOTrainer, run: Run) -> None:
+    """Pretrain the critic if that is asked for, then make all PPO steps."""
+    counters = trainer.counters
+    profiler = step_metrics.Profiler(args.profile_steps, run.output_dir, say=run.writer.write)
+    feed = prompt_feed(args, plan, args.seed)
+    first_step: contextlib.AbstractContextManager = step_metrics.memory_measured(run.writer.write)
+
+    def step() -> StepReport:
+        nonlocal first_step
+        with first_step, profiler.record(counters.step):
+            report = trainer.step(feed.prompts(counters.prompt_batches), feed)
+        first_step = contextlib.nullcontext()
+        return report
+
+    with run.kept():
+        if trainer.steps_done < 0:
+            pretraining = CriticPretraining(trainer, args.critic_pretrain_learning_rate)
+            pretrain(run, pretraining, prompt_feed(args, plan, args.seed ^ SEED))
+        run.before_first_step()
+        run.train(step, plan.last_step, "between phases", partial(show_samples, run, args.print_answers_interval))
+
+
+def show_samples(run: Run, every: int, report: StepReport, count: int = 4) -> None:
+    """After every so many steps: show some of this step's responses as a table, and write the distributions of scores
+    and lengths. count: number of responses."""
+    if not every or report.step % every:
+        return
+    few = report.batch.select(slice(0, count))
+    run.writer.samples(report.step, sample_rows(few.rollout, few.scores, few.kl.sum(-1), run.models.tokenizer))
+    for tag, values in step_metrics.distributions(report.batch).items():
+        run.writer.histogram(report.step, tag, values)
+
+
+def prompt_feed(args: RLHFFlags, plan: Plan, seed: int) -> ShuffledPrompts:
+    """Build the feed that gives this rank's prompts, in a random order that depends on `seed`."""
+    return ShuffledPrompts(
+        plan.prompts,
+        per_rank=args.per_device_generation_batch_size * args.generation_batches,
+        seed=seed,
+        pad_token_id=plan.sampling.pad_token_id,
+    )
 
 
 def choose_rollouts(args: RLHFFlags, plan: Plan, models: RLHFEngine) -> RolloutBackend:
@@ -110,7 +167,8 @@ def exact_sampler(args: RLHFFlags, rollouts: RolloutBackend) -> bool:
 
 def build_trainer(args: RLHFFlags, plan: Plan, models: RLHFEngine, rollouts: RolloutBackend) -> PPOTrainer:
     """Build a trainer that has made no step yet."""
-    reward = build_reward(args, plan, models)
+    rows = ConcatDataset([prompts.rows for prompts in (plan.prompts, plan.held_out) if prompts is not None])
+    reward = build_reward(args, plan.reward_functions, models.reward, models.tokenizer, rows)
     if args.overlap_rewards:
         rollouts.finished = reward.begin
     return PPOTrainer(
@@ -136,42 +194,6 @@ def build_trainer(args: RLHFFlags, plan: Plan, models: RLHFEngine, rollouts: Rol
     )
 
 
-def build_reward(args: RLHFFlags, plan: Plan, models: RLHFEngine) -> RewardSource:
-    """Build the source of scores: the reward model, reward functions or reward servers, or a weighted sum of several of
-    these and the length penalty."""
-    parts = score_parts(args)
-    sources: dict[str, RewardSource] = {}
-    if models.reward is not None:
-        sources[MODEL] = models.reward
-    # rows[i] is the row of the data set from which the prompt with index i comes.
-    rows = ConcatDataset([prompts.rows for prompts in (plan.prompts, plan.held_out) if prompts is not None])
-    for part in parts:
-        if part.given is not None:
-            function = plan.reward_functions[part.given]
-            sources[part.name] = function_source(function, part.given, models.tokenizer, rows)
-    if (server := args.reward_server()) is not None:
-        sources[SERVER] = ServerReward(server, models.tokenizer, rows)
-    weighted = {part.name: (sources[part.name], part.weight) for part in parts}
-    (alone, weight), *others = weighted.values()
-    if not others and weight == 1.0 and not args.length_penalty:
-        return alone
-    return CombinedReward(weighted, length_penalty=args.length_penalty)
-
-
-def resume_or_begin(args: RLHFFlags, plan: Plan, trainer: PPOTrainer) -> None:
-    """Restore the checkpoint that the run resumes from, if any, and prepare the output folder. Called after the models
-    are loaded: a run that fails before then changes nothing there."""
-    if plan.resume:
-        models = trainer.models
-        notes = restore(plan.resume, models.trained, models.ema, models.kept_reference)
-        trainer.load_state_dict(plan.resume.state)
-        if distributed.is_main() and notes:
-            print("\n".join(notes), flush=True)
-    begin_output_dir(args, plan.resume is not None and plan.resume.in_output_dir)
-    set_aside_newer(Path(args.output_dir), trainer.steps_done)
-    step_metrics.set_aside_newer_traces(Path(args.output_dir), trainer.steps_done)
-
-
 def build_evaluator(plan: Plan, trainer: PPOTrainer) -> Evaluator | None:
     """Build the Evaluator of the held-out prompts; None if there are no held-out prompts."""
     if plan.held_out is None:
@@ -190,50 +212,13 @@ def build_evaluator(plan: Plan, trainer: PPOTrainer) -> Evaluator | None:
     )
 
 
-def prompt_feed(args: RLHFFlags, plan: Plan, seed: int) -> ShuffledPrompts:
-    """Build the feed that gives this rank's prompts, in a random order that depends on `seed`."""
-    return ShuffledPrompts(
-        plan.prompts,
-        per_rank=args.per_device_generation_batch_size * args.generation_batches,
-        seed=seed,
-        pad_token_id=plan.sampling.pad_token_id,
-    )
-
-
-def train(args: RLHFFlags, plan: Plan, trainer: PPOTrainer, session: Session) -> None:
-    """Pretrain the critic if that is asked for, then make all PPO steps, with evaluations and saves."""
-    counters = trainer.counters
-    profiler = step_metrics.Profiler(args.profile_steps, Path(args.output_dir), say=session.writer.write)
-    with (
-        saved_models_named(session.saved),
-        contextlib.closing(session.writer),  # also if the run stops: write the last steps, end the progress bar
-        last_good_named(session.checkpoints, lambda: counters.steps_done if counters.weights_are_whole else None),
-    ):
-        session.begin()
-        if trainer.steps_done < 0:
-            pretraining = CriticPretraining(trainer, args.critic_pretrain_learning_rate)
-            pretrain(session, pretraining, prompt_feed(args, plan, args.seed ^ SEED))
-        session.before_first_step()
-        feed = prompt_feed(args, plan, args.seed)
-        first_step: contextlib.AbstractContextManager = step_metrics.memory_measured(session.writer.write)
-        with stopping.at_borders():
-            while trainer.steps_done < plan.last_step:
-                place.step = trainer.steps_done + 1
-                with phase("between phases"), first_step, profiler.record(place.step):
-                    report = trainer.step(feed.prompts(counters.prompt_batches), feed)
-                first_step = contextlib.nullcontext()
-                session.after_step(report)
-        session.checkpoints.wait()
-    with saved_models_named(session.saved):
-        session.end()
-    session.judge()
-
-
-def program() -> NoReturn:
+def program(callbacks: Sequence[Callback] = ()) -> NoReturn:
     """Run step 3 with the flags of this process's command line, and end the process. Scripts that extend the library
     call this too."""
-    leave(run(main, RLHFFlags, __doc__.splitlines()[0]))
+    launch.leave(launch.run(partial(main, callbacks=callbacks), RLHFFlags, __doc__.splitlines()[0]))
 
 
 if __name__ == "__main__":
-    program()
+    from training import tools
+
+    program(tools.callbacks())

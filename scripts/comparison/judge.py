@@ -10,6 +10,7 @@ model plus so much of the change to that one), "texts" (files whose words are kn
 
 import json
 import sys
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -21,11 +22,31 @@ from engine.rlhf_engine import RLHFEngine
 from scripts.comparison.tasks import known_words
 from training.config.step3 import RLHFFlags
 from training.reporting.evaluation import Evaluator
-from training.runtime.agreement import agreed
+from training.reporting.variety import distinct_bigrams
+from training.runtime.launch import leave, run
 from training.runtime.plan import make_plan
-from training.runtime.startup import leave, run
+from training.runtime.ranks import agreed
 from training.step3_rlhf import build_evaluator, build_trainer, choose_rollouts
-from training.tools.measuring import policy_measures
+
+
+def policy_measures(metrics: Mapping[str, float], rows: Sequence[dict], known: Collection[str]) -> dict[str, float]:
+    """What a policy is judged by. metrics, rows: the results of `Evaluator.run`. known: the known words.
+
+    Returns: score and KL (nats per response) with their standard errors; tokens: mean number of tokens of a response;
+    distinct_bigrams: number of distinct pairs of neighbouring words, divided by the number of all response tokens;
+    known_words: share of the responses' words that are known.
+    """
+    responses = [row["response"] for row in rows]
+    words = [word for text in responses for word in text.split()]
+    return {
+        "score": metrics["eval/score"],
+        "score_se": metrics.get("eval/score_se", 0.0),
+        "kl": metrics["eval/kl"],
+        "kl_se": metrics.get("eval/kl_se", 0.0),
+        "tokens": metrics["eval/response_length"],
+        "distinct_bigrams": distinct_bigrams(responses) / max(sum(row["tokens"] for row in rows), 1),
+        "known_words": sum(word in known for word in words) / len(words) if words else 1.0,
+    }
 
 
 def put_weights(models: RLHFEngine, sft: dict[str, Tensor], folder: str, scale: float) -> None:
@@ -39,7 +60,7 @@ def put_weights(models: RLHFEngine, sft: dict[str, Tensor], folder: str, scale: 
 
 def main(args: RLHFFlags, job: dict) -> None:
     """Judge the SFT model and all policies of a job."""
-    plan = agreed(lambda: make_plan(args, args.resolved.dialect, None))
+    plan = agreed(lambda: make_plan(args, None))
     models = RLHFEngine.from_pretrained(plan.spec)
     rollouts = choose_rollouts(args, plan, models)
     evaluator = build_evaluator(plan, build_trainer(args, plan, models, rollouts))

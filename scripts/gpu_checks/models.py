@@ -165,18 +165,17 @@ PROGRAMS = {
 def program(step: int, **flags: object) -> str:
     """Run the program of this step with these flags; returns what it printed, errors included.
 
-    A flag that is True stands alone, a list gives several values. Nothing is written for TensorBoard and no curves are
-    drawn, for which a machine that fetches nothing may lack packages. The process group is kept, because DeepSpeed
-    cannot go on with a second one. Raises: RuntimeError for an exit code that is not 0.
+    A flag that is True stands alone, a list gives several values. Nothing is written for TensorBoard, for which a
+    machine that fetches nothing may lack packages. The process group is kept, because DeepSpeed cannot go on with a
+    second one. Raises: RuntimeError for an exit code that is not 0.
     """
-    from training.runtime.startup import run  # needs pyarrow, which most checks do without
+    from training.runtime.launch import run  # needs pyarrow, which most checks do without
 
     module_name, flags_name = PROGRAMS[step]
     module = importlib.import_module(module_name)
     printed = _Copied(sys.stdout)
     with (
         mock.patch("engine.distributed.shutdown"),
-        mock.patch("training.runtime.session.plot_curves"),
         contextlib.redirect_stdout(printed),
         contextlib.redirect_stderr(printed),
     ):

@@ -1,6 +1,5 @@
 """All GPUs of this machine together: step 3 by DeepSpeed's launcher."""
 
-import importlib.util
 import os
 import subprocess
 import sys
@@ -8,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from scripts.gpu_checks.check import ROOT, Skipped, Trial
+from scripts.gpu_checks.check import ROOT, Trial
 from scripts.gpu_checks.decoding import sixteen_bits
 from scripts.gpu_checks.models import metrics_of, random_models, words_of, write_prompts
 from scripts.harness import free_port
@@ -19,8 +18,6 @@ STEPS = 3
 def side_by_side(trial: Trial) -> None:
     """Steps at stages 3 and 1 over all GPUs, by NCCL (two CPUs, by gloo), and with copies that ranks hold together:
     they end with one entropy."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise Skipped("matplotlib, which draws the curves of a run, is not installed")
     count = 2 if trial.dry else torch.cuda.device_count()
     trial.needs_gpu("NCCL")
     trial.tell({"ranks": count})

@@ -20,6 +20,7 @@ import tempfile
 import traceback
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import IO
 from unittest import mock
@@ -28,9 +29,9 @@ import torch
 
 from scripts.harness import ROOT, free_port, models
 from scripts.harness.ranks import ForkedProgram
-from training import step1_sft, step2_reward, step3_rlhf
+from training import step1_sft, step2_reward, step3_rlhf, tools
 from training.config.step3 import RLHFFlags
-from training.runtime.startup import run
+from training.runtime.launch import run
 
 TIMEOUT = 300.0  # seconds
 PIPES = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "errors": "backslashreplace"}
@@ -61,13 +62,11 @@ def command_line(flags: dict) -> list[str]:
 def run_words(step: int, words: list[str]) -> int:
     """The exit code of the program of this step, run in this process.
 
-    The process group is kept, because DeepSpeed cannot go on with a second one. The picture of the curves, which takes
-    longer than the steps, is an empty file; ranks that are forked or launched draw it.
+    The process group is kept, because DeepSpeed cannot go on with a second one.
     """
     module, flags_class = PROGRAMS[step]
-    picture = mock.patch("training.runtime.session.plot_curves", lambda _, png: Path(png).write_bytes(b""))
-    with mock.patch("engine.distributed.shutdown"), picture:
-        return run(module.main, flags_class, module.__doc__, words)
+    with mock.patch("engine.distributed.shutdown"):
+        return run(partial(module.main, callbacks=tools.callbacks()), flags_class, module.__doc__, words)
 
 
 def run_here(step: int, flags: dict, capfd) -> Result:

@@ -20,10 +20,10 @@ from tests.distributed.tiny_run import (
 )
 from tests.engine.zero.inspecting import masters, pretend_cpus_have_fp16, weights
 from training.checkpoints import resuming
-from training.checkpoints.export import export
 from training.checkpoints.files import ShardFiles
 from training.ppo_trainer import PPOTrainer
 from training.runtime import model_folders
+from training.tools.export import export
 
 STEPS, SAVED_AFTER = 4, 2
 

@@ -14,6 +14,7 @@ from scripts.harness.programs import PROGRAMS, Tiny, command_line, lasting_metri
 from scripts.harness.ranks import run_ranks
 from tests.distributed import plain
 from tests.engine.zero.work_long_batch import WAYS, counted
+from training.checkpoints.saving import Checkpoints
 from training.config.parsing import parse_flags
 from training.runtime import output_folder
 from training.supervised import SupervisedTrainer
@@ -77,16 +78,19 @@ def run(step: int, flags: dict, output_dir: Path) -> bool:
 
 def broken_at(step: int):
     """Within this context a run ends in the middle of this step, after its backward passes."""
-    whole = SupervisedTrainer.optimizer_step
+    whole, save = SupervisedTrainer.optimizer_step, Checkpoints.save
 
     def optimizer_step(self, number, batches):
         if number == step:
-            self.checkpoints.wait()  # the checkpoint of step 3 is whole, however slow the disk
             self.loss(batches[0], mock.Mock())
             raise Killed
         return whole(self, number, batches)
 
-    return mock.patch.object(SupervisedTrainer, "optimizer_step", optimizer_step)
+    stack = contextlib.ExitStack()
+    stack.enter_context(mock.patch.object(SupervisedTrainer, "optimizer_step", optimizer_step))
+    # The checkpoint of step 3 is whole, however slow the disk.
+    stack.enter_context(mock.patch.object(Checkpoints, "save", lambda self, step, wait=False: save(self, step, True)))
+    return stack
 
 
 def keep(folder: Path, copy: Path) -> None:

@@ -14,7 +14,7 @@ from engine.experience_maker import ExperienceMaker
 from scripts.harness.models import make_adapter, make_causal_lm
 from scripts.harness.programs import Result, assert_one_message, command_line, forked_program, run_here, snapshot
 from tests.distributed import plain
-from training.runtime.startup import run
+from training.runtime.launch import run
 from training.tools.compare import __main__ as compare
 
 
@@ -109,7 +109,7 @@ def test_identical_models_are_even_and_rewards_stand_side_by_side(tiny, models, 
     assert found["rewards"] == ["reward", "words"]
     for pair in found["pairs"]:
         if pair["model"] == "same":  # which took the place of other weights in one engine
-            even = {"value": 0.5, "low": 0.5, "high": 0.5, "p": 1.0, "null": 0.5, "differs": False}
+            even = {"value": 0.5, "low": 0.5, "high": 0.5, "null": 0.5, "differs": False}
             assert pair["win_rate"] == even and pair["ties"] == 9 and pair["difference"]["value"] == 0.0
     for sample in found["samples"]:
         first, same = sample["responses"]["sft"], sample["responses"]["same"]

@@ -31,6 +31,7 @@ from scripts.comparison.frontier import (
     read_at,
     score_at,
 )
+from scripts.comparison.judge import policy_measures
 from scripts.comparison.page import (
     BEGIN,
     END,
@@ -50,8 +51,7 @@ from scripts.comparison.tasks import TASKS, known_words
 from scripts.harness.programs import run_words
 from training.config.parsing import parse_flags
 from training.config.step3 import RLHFFlags
-from training.runtime.startup import run
-from training.tools.measuring import policy_measures
+from training.runtime.launch import run
 
 TASK = TASKS["quickstart"]
 

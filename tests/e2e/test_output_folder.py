@@ -120,7 +120,6 @@ def test_links_and_what_the_run_reads_are_not_written_through(tiny, tmp_path, ca
     "name, make, kind",
     [
         ("metrics.jsonl", Path.mkdir, "file"),
-        ("curves.png", Path.mkdir, "file"),
         ("actor", Path.touch, "folder"),
         ("checkpoints", Path.touch, "folder"),
         ("tensorboard", os.mkfifo, "folder"),
@@ -154,8 +153,7 @@ def test_a_folder_that_is_moved_while_the_run_goes(tiny, tmp_path, capfd):
     flags = tiny.flags(3, output_dir=out, reward_function=f"{tmp_path / 'moving.py'}:score", enable_tensorboard=False)
     result = run_here(3, flags, capfd)
     assert result.code == 0, result.stderr
-    assert f"WARNING: {out} was moved or deleted. The run goes on in a new folder of this name." in result.stderr
-    assert [line["step"] for line in metric_lines(out)] == [0, 1, 2]
+    assert [line["step"] for line in metric_lines(out)] == [2]
     assert [line["step"] for line in metric_lines(moved)] == [0, 1]
-    for name in ("actor/config.json", "critic/config.json", "samples/after.jsonl", "curves.png", "run.json"):
+    for name in ("actor/config.json", "critic/config.json", "samples/after.jsonl", "run.json"):
         assert (out / name).is_file(), name

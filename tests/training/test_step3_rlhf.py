@@ -11,7 +11,8 @@ from engine.reward.base import CombinedReward, RewardSource
 from engine.reward.function import FunctionReward
 from tests.training.config.command_lines import step3
 from training import step3_rlhf
-from training.step3_rlhf import build_reward, choose_rollouts, exact_sampler
+from training.config.reward import build_reward
+from training.step3_rlhf import choose_rollouts, exact_sampler
 
 
 def score(prompts, responses):
@@ -21,8 +22,7 @@ def score(prompts, responses):
 def reward_of(model=None, function=None, **flags):
     args = step3(**flags)
     functions = dict.fromkeys(args.reward_function, function)
-    plan = SimpleNamespace(reward_functions=functions, prompts=SimpleNamespace(rows=[{}]), held_out=None)
-    return build_reward(args, plan, SimpleNamespace(reward=model, tokenizer=None))
+    return build_reward(args, functions, model, None, [{}])
 
 
 def test_a_source_alone_is_the_reward_itself():

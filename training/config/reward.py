@@ -20,9 +20,10 @@ from urllib.parse import urlsplit
 
 from engine.errors import UserError, shortened
 from engine.files import refuse_pointers
-from engine.reward.base import OBJECTIVE, AgreedReward, RewardSource
+from engine.reward.base import OBJECTIVE, AgreedReward, CombinedReward, RewardSource
 from engine.reward.built_in import BUILT_IN, BuiltInSettings
 from engine.reward.function import FunctionReward, Signature
+from engine.reward.server import ServerReward
 from training.config.models import ModelFlags
 from training.data.examples import Prompts
 from training.reporting.standard_errors import ENDINGS
@@ -214,6 +215,34 @@ def _what(name: str, given: str) -> str:
     """The function's description: its name in metrics, and the flag's value if that differs from the name."""
     own = given.rpartition(":")[2]
     return own if name in (own, ALONE) else f"{name} ({given})"
+
+
+def build_reward(
+    args: ModelFlags,
+    functions: Mapping[str, Callable],
+    reward_model: RewardSource | None,
+    tokenizer,
+    rows: Sequence[dict],
+) -> RewardSource:
+    """The source of a run's scores: the reward model, reward functions or reward servers, or a weighted sum of several
+    of these and the length penalty.
+
+    functions: the result of `load_functions`. rows: rows[i] is the row of the data set from which the prompt with index
+    i comes.
+    """
+    parts, sources = score_parts(args), {}
+    if reward_model is not None:
+        sources[MODEL] = reward_model
+    for part in parts:
+        if part.given is not None:
+            sources[part.name] = function_source(functions[part.given], part.given, tokenizer, rows)
+    if (server := args.reward_server()) is not None:
+        sources[SERVER] = ServerReward(server, tokenizer, rows)
+    weighted = {part.name: (sources[part.name], part.weight) for part in parts}
+    (alone, weight), *others = weighted.values()
+    if not others and weight == 1.0 and not args.length_penalty:
+        return alone
+    return CombinedReward(weighted, length_penalty=args.length_penalty)
 
 
 def load_functions(args: ModelFlags) -> dict[str, Callable]:

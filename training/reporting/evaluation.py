@@ -9,7 +9,7 @@ import dataclasses
 import json
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,12 +19,16 @@ from engine import distributed
 from engine.errors import RunStopped
 from engine.experience import Rollout
 from engine.experience_maker import ExperienceMaker
+from engine.reference import EMA
 from engine.reward.base import decoded
 from engine.rollout.base import RolloutBackend, SamplingConfig
 from engine.whole_files import write_whole
+from training.checkpoints.conditions import BEFORE, FIRST
 from training.data.examples import Prompts, collate_prompts
-from training.reporting.standard_errors import Estimate, Units, paired, with_errors
+from training.reporting.standard_errors import Estimate, Units, comparable_scores, paired, with_errors
 from training.reporting.variety import compressed_bytes, distinct_bigrams, new_words
+from training.runtime.processes import phase
+from training.runtime.stopping import unwritten_noted
 
 EVAL_SEED = 0x5EED  # changes the run's seed, so that evaluation and training share no random numbers
 
@@ -143,6 +147,70 @@ class Evaluator:
         after the responses are drawn, because the index among the held-out prompts is part of the random key of a
         draw."""
         return dataclasses.replace(rollout, indices=rollout.indices + self.first_index)
+
+
+class PromptEvaluations:
+    """The evaluations of a run of step 3: of the actor, and of its moving average. Samples are written into the folder
+    samples/ of the output folder.
+
+    evaluator: None if no prompts are held out. ema: the moving average, or None. last_step: the run's last step. every:
+    number of steps between evaluations; 0 for none between the first and the last.
+    """
+
+    def __init__(self, evaluator: Evaluator | None, ema: EMA | None, output_dir: Path, last_step: int, every: int):
+        self.evaluator, self.ema, self.output_dir = evaluator, ema, output_dir
+        self.last_step, self.every = last_step, every
+
+    def due(self, step: int) -> bool:
+        """Whether an evaluation is due after this step: before the first one, after the last one, and in between."""
+        asked = step in (0, self.last_step) or (step > 0 and self.every > 0 and step % self.every == 0)
+        return self.evaluator is not None and asked
+
+    @phase("evaluating")
+    def evaluate(self, step: int) -> dict[str, float]:
+        """The metrics after this step (all ranks call this). Before the first step the average is the actor itself."""
+        assert self.evaluator is not None, "without held-out prompts nothing is due"
+        name = "before" if step == 0 else "after" if step == self.last_step else f"step_{step:06d}"
+        metrics, rows = self.evaluator.run(step)
+        self._write_samples(name, rows)
+        if self.ema is None:
+            return metrics
+        if step == 0:
+            return {**metrics, **_as_average(metrics)}
+        with self.ema.swapped():
+            averaged, rows = self.evaluator.run(step)
+        self._write_samples(f"{name}_ema", rows)
+        return {**metrics, **_as_average(averaged)}
+
+    def _write_samples(self, name: str, rows: list[dict]) -> None:
+        """Write held-out samples into a file of this name. If the file cannot be written, the run goes on."""
+        path = self.output_dir / "samples" / f"{name}.jsonl"
+        with unwritten_noted(path):
+            write_rows(path, rows)
+
+    def text(self, step: int, metrics: Mapping[str, float]) -> str:
+        """No line: the progress bar shows the score."""
+        return ""
+
+    def score(self, metrics: Mapping[str, float]) -> float:
+        """The held-out score."""
+        return metrics["eval/score"]
+
+    def scores(self, rows: list[dict]) -> dict[int, float]:
+        """{step: held-out score} of a run so far, without scores of another reward than the latest one's."""
+        return {row["step"]: row["eval/score"] for row in comparable_scores(rows)}
+
+    def state_dict(self) -> dict:
+        """What was measured before the first step, and the responses."""
+        if self.evaluator is None:
+            return {}
+        found = {BEFORE: self.evaluator.before, FIRST: self.evaluator.first}
+        return {name: value for name, value in found.items() if value}
+
+
+def _as_average(metrics: dict[str, float]) -> dict[str, float]:
+    """The metrics of an evaluation, named as those of the averaged weights."""
+    return {key.replace("eval/", "eval/ema_"): value for key, value in metrics.items()}
 
 
 def _estimates(units: Units) -> dict[str, Estimate]:

@@ -42,7 +42,7 @@ was changed during the run.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import NoReturn
@@ -386,13 +386,11 @@ def _last(rows: Sequence[Mapping], name: str) -> float | None:
     return next(reversed(column(rows, name)), None)
 
 
-def conclude(judge: Callable[[], Verdict], saved: str) -> None:
-    """Print the verdict at the end of a run. Rank 0 gets the verdict from `judge()` (all ranks call this, after saving
-    the models).
+def conclude(verdict: Verdict, saved: str) -> None:
+    """Print the verdict at the end of a run (all ranks call this, after saving the models).
 
     saved: the place of the models, for the message. Raises: RunStopped on all ranks if the verdict is BROKEN.
     """
-    verdict = distributed.broadcast_object(judge() if distributed.is_main() else None)
     lines = "\n".join(f"  {text}" for text in verdict.seen)
     if verdict.kind == Kind.BROKEN:
         raise RunStopped(f"training has broken the model. Do not use it; it is saved in {saved}.\n{lines}")

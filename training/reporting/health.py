@@ -4,16 +4,15 @@
         print(finding.severity, finding.text)
 
 A rule takes a run's records and returns a Finding, or None if it finds nothing or the run lacks the metrics that it
-reads. `by_ends` makes a rule that compares the start of a metric with its end. `by_stretch` makes a rule that compares
-the highest mean of a metric over a tenth of the run with a threshold. Thresholds are rules of thumb; the reason stands
-with each of them. A finding is a reason to look at the run, not a verdict.
+reads. Thresholds are rules of thumb; the reason stands with each of them. A finding is a reason to look at the run, not
+a verdict.
 """
 
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean, median
+from statistics import fmean
 
 from training.reporting.standard_errors import NOISE, of_one_reward
 
@@ -48,7 +47,7 @@ class Finding:
 Rule = Callable[[Sequence[Mapping]], Finding | None]
 
 
-# Means, noise and trends of a metric over a run.
+# Means and noise of a metric over a run.
 
 
 def having(rows: Sequence[Mapping], name: str) -> list[Mapping]:
@@ -85,55 +84,6 @@ def noise(values: Sequence[float]) -> float:
     return (fmean((b - a) ** 2 for a, b in itertools.pairwise(values)) / 2) ** 0.5
 
 
-STEADY = 0.05
-"""A metric that changed by no more than a twentieth is steady, however small its noise is."""
-SETTLED_FROM, LAST_PART = 1 / 3, 2 / 3
-"""A curve counts as settled if it is flat over the last two thirds of the run. The last third alone would not show it:
-the learning rate falls to 0 there, which flattens any curve. A curve that moved over the last third is still moving."""
-
-
-@dataclass(frozen=True)
-class Trend:
-    """The trend of a metric over the last part of a run. before, after: the metric's means over the first and the
-    second half of this part. error: the noise of their difference (NOISE standard errors)."""
-
-    before: float
-    after: float
-    error: float
-
-    @classmethod
-    def of(cls, rows: Sequence[Mapping], name: str, begin: float) -> "Trend | None":
-        """The trend over the part of the run that begins at the share `begin` (0 to 1); None if the part has fewer than
-        4 values."""
-        values = column(rows, name)
-        values = values[int(begin * len(values)) :]
-        half = len(values) // 2
-        if half < 2:
-            return None
-        return cls(fmean(values[:half]), fmean(values[-half:]), NOISE * noise(values) * (2 / half) ** 0.5)
-
-    @property
-    def rose(self) -> bool:
-        """Whether the metric rose by more than noise."""
-        return self.after - self.before > self.error
-
-    @property
-    def fell(self) -> bool:
-        """Whether the metric fell by more than noise."""
-        return self.before - self.after > self.error
-
-    @property
-    def steady(self) -> bool:
-        """Whether the metric changed by no more than its noise, or by no more than STEADY of its value."""
-        return abs(self.after - self.before) <= max(self.error, STEADY * abs(self.after))
-
-
-def at_steps(steps: Sequence[int]) -> str:
-    """A text with the numbers of these steps: the first three, and how many more there are."""
-    shown = ", ".join(map(str, steps[:3]))
-    return f"at step{'s' if len(steps) > 1 else ''} {shown}" + (f" and {len(steps) - 3} more" if len(steps) > 3 else "")
-
-
 def by_ends(
     *metrics: str,
     ill: Callable[[float, float], bool],
@@ -161,46 +111,19 @@ def by_ends(
     return rule
 
 
-def by_stretch(metric: str, threshold: float, *, seen: str, advice: str) -> Rule:
-    """Make a rule that compares a metric's highest mean over any tenth of the run (at least 3 steps) with a threshold.
-    seen: what the finding says, with the fields {value} and {steps}."""
-
-    def rule(rows: Sequence[Mapping]) -> Finding | None:
-        present = having(rows, metric)
-        width = max(3, int(SHARE * len(present)))
-        stretches = [present[i : i + width] for i in range(len(present) - width + 1)]
-        if not stretches:
-            return None
-        highest = max(stretches, key=lambda stretch: fmean(column(stretch, metric)))
-        value = fmean(column(highest, metric))
-        if value <= threshold:
-            return None
-        steps = f"steps {highest[0]['step']}-{highest[-1]['step']}"
-        return Finding(LOOK, seen.format(value=value, steps=steps), advice)
-
-    return rule
-
-
 # The distance of the policy from the reference, and its entropy.
 
-KL_FAR = 30.0
-"""Nats per response. At 30 nats, a response of the policy is e^30 = 10^13 times likelier than under the reference."""
-KL_FAR_A_TOKEN = 0.5
-"""Nats per token. At 0.5 nats, a token that the policy chooses is on average 1.6 times likelier than under the
-reference."""
-KL_GROWTH, KL_SMALL = 1.5, 5.0
-"""KL_GROWTH: factor by which the KL may grow over the last quarter of the run, in which it should settle. KL_SMALL: a
-KL below so many nats may still grow, because a policy that learns moves away from the reference."""
+KL_FAR, KL_FAR_A_TOKEN = 30.0, 0.5
+"""Nats per response and per token. At 30 nats, a response of the policy is e^30 = 10^13 times likelier than under the
+reference. At 0.5 nats, a token that the policy chooses is on average 1.6 times likelier."""
 KL_MOVED = 0.5
 """Nats per response. Below it the policy has hardly changed: a response is at most 1.6 times likelier than before."""
 KL_NEGATIVE = -0.5
 """Nats per response. A KL is not negative. Rounding and noise can make its estimate slightly negative, but not by half
 a nat."""
-ENTROPY_KEPT = 0.4
-"""Entropy at the end / entropy at the start. A fall to half is usual; after a fall to a third little is explored."""
-ENTROPY_GREW = 1.5
-"""Entropy at the end / entropy at the start. A policy whose entropy grows by more is losing its language rather than
-exploring."""
+ENTROPY_KEPT, ENTROPY_GREW = 0.4, 1.5
+"""Entropy at the end / entropy at the start. A fall to half is usual; after a fall to a third little is explored. A
+policy whose entropy grows by half is losing its language rather than exploring."""
 
 
 def reference_moved(rows: Sequence[Mapping]) -> bool:
@@ -233,25 +156,6 @@ kl_negative = by_ends(
     "something else than their log-probs say",
     advice="Look at --temperature and the dialect's temperature_in_logprobs.",
 )
-
-
-def kl_growing(rows: Sequence[Mapping]) -> Finding | None:
-    """The KL still grows at the end, so score and KL penalty are not in balance. If the reference moves, there is no
-    balance to reach, and nothing is found."""
-    if reference_moved(rows):
-        return None
-    before, after = mean(rows, "objective/kl", 0.7, 0.8), at_end(rows, "objective/kl")
-    if before is None or after is None or after <= KL_SMALL or after <= KL_GROWTH * max(before, 0.0):
-        return None
-    return Finding(
-        LOOK,
-        f"KL to the reference was still growing fast: {before:.3g} nats a response three quarters "
-        f"through, {after:.3g} at the end",
-        "Raise --kl_coef or lower --actor_learning_rate; look whether the held-out score grew with it. Where it is the "
-        "KL that is wanted and not the coefficient, --set kl_controller=adaptive kl_target=6 steers to it.",
-    )
-
-
 entropy_fell = by_ends(
     "objective/entropy",
     ill=lambda first, last: first > 0 and last < ENTROPY_KEPT * first,
@@ -268,39 +172,15 @@ entropy_rose = by_ends(
 )
 
 
-# The optimizer steps: whether numbers are finite, updates are moderate, and the score rises.
+# The optimizer steps: whether updates are made and moderate, and the score rises.
 
 CLIPPED = 0.3
 """Share of tokens whose policy loss is clipped. Clipping is meant for outliers, not for a third of all tokens."""
-APPROXKL_HIGH = 0.05
-"""Limit of approxkl, the mean of (log ratio)^2 / 2. A value of 0.05 means a typical ratio of exp(0.32) = 1.37, well
-beyond the usual clip range of 0.2."""
-SPIKE, NEIGHBOURS = 10.0, 5
-"""A gradient norm is a spike if it is more than SPIKE times the median over the NEIGHBOURS steps before and after it.
-Gradient clipping bounds the size of such a step, but a few samples determine its direction. The median of the whole run
-cannot be used: a critic's norm falls to a tenth while it learns."""
 SKIPPED = 0.05
 """Share of steps without an update. In fp16 overflows at the start are usual, since they lower the loss scale to a
 fitting size; later they are rare."""
-SLOPE = 3.0
-"""The factor by which differences between values may be too large or too small. If they are off by more, advantages are
-mostly the critic's error."""
 FELL_BACK = 0.5
 """Limit of the share of the score's highest rise that is lost again by the end of the run."""
-_SMALLER_UPDATES = (
-    "Lower --actor_learning_rate or --ppo_epochs, or have passes left out once a step has gone far enough "
-    "(--set early_stop_kl=0.02)."
-)
-
-
-def not_finite(rows: Sequence[Mapping]) -> Finding | None:
-    """A metric is NaN. metrics.jsonl stores all numbers that are not finite as null, which is read as NaN."""
-    steps = [row["step"] for row in rows if not all(map(math.isfinite, row.values()))]
-    names = sorted({name for row in rows for name, value in row.items() if not math.isfinite(value)})
-    if not names:
-        return None
-    advice = "Lower the learning rates; in fp16, use bf16 or fp32 if you can."
-    return Finding(ALARM, f"not finite: {', '.join(names)}, {at_steps(steps)}", advice)
 
 
 def score_unmoved(rows: Sequence[Mapping]) -> Finding | None:
@@ -329,19 +209,11 @@ def score_unmoved(rows: Sequence[Mapping]) -> Finding | None:
         )
     if last > first + error:
         return None
-    kl = None if reference_moved(rows) else Trend.of(rows, "objective/kl", SETTLED_FROM)
-    if kl is not None and kl.after > KL_MOVED and kl.steady and at_end(rows, "objective/kl_coef") != 0.0:
-        advice = (
-            f"KL to the reference was steady at {kl.after:.3g} nats a response, so that the penalty, not time, holds "
-            "the policy there: lower --kl_coef."
-        )
-    elif kl is not None and kl.after <= KL_MOVED:
-        advice = (
-            f"KL to the reference was only {kl.after:.2g} nats a response, so that the policy has hardly moved: raise "
-            "--actor_learning_rate, train longer (--max_steps), or lower --kl_coef."
-        )
-    else:
-        advice = "Train longer, raise --actor_learning_rate, lower --kl_coef, or make each step larger."
+    kl = at_end(rows, "objective/kl")
+    advice = "Train longer (--max_steps), raise --actor_learning_rate, lower --kl_coef, or make each step larger."
+    if kl is not None and not reference_moved(rows):
+        moved = "the penalty may hold the policy there" if kl > KL_MOVED else "the policy has hardly moved"
+        advice = f"KL to the reference is {kl:.2g} nats a response: {moved}. {advice}"
     return Finding(
         LOOK,
         f"the score did not rise beyond its noise: {first:.3g} at the start, {last:.3g} at the end, a change of "
@@ -367,73 +239,26 @@ def value_unexplained(rows: Sequence[Mapping]) -> Finding | None:
     )
 
 
-def value_miscalibrated(rows: Sequence[Mapping]) -> Finding | None:
-    """The critic explains outcomes, but its values have the wrong scale or are off by a constant."""
-    explained, slope, bias, variance = (
-        mean(rows, name, 0.75, 1.0) for name in ("value/explained_outcome", "value/slope", "value/bias", "returns/var")
-    )
-    if explained is None or explained <= 0 or slope is None or bias is None or variance is None:
-        return None  # `value_unexplained` reports a critic that explains nothing
-    seen = []
-    if not 1 / SLOPE <= slope <= SLOPE:
-        how = "too far apart" if slope < 1 else "too near to each other"
-        seen.append(f"a value higher by 1 stood for {slope:.2g} more (value/slope): values are {how}")
-    if abs(bias) > variance**0.5:
-        how = "high" if bias > 0 else "low"
-        seen.append(f"values were {abs(bias):.2g} too {how} (value/bias), more than returns vary ({variance**0.5:.2g})")
-    if not seen:
+def too_much_clipped(rows: Sequence[Mapping]) -> Finding | None:
+    """Over some tenth of the run (at least 3 steps), the loss of many tokens was clipped."""
+    present = having(rows, "policy/clipfrac")
+    width = max(3, int(SHARE * len(present)))
+    stretches = [present[i : i + width] for i in range(len(present) - width + 1)]
+    means = [fmean(column(stretch, "policy/clipfrac")) for stretch in stretches]
+    if max(means, default=0.0) <= CLIPPED:
         return None
+    highest = stretches[means.index(max(means))]
     return Finding(
         LOOK,
-        f"over the last quarter {'; '.join(seen)}",
-        "Give the critic more updates (--set critic_epochs=4), without the clip that holds its values back (--set "
-        "value_clip_range=none), and targets without its own values (--set value_lam=1).",
-    )
-
-
-too_much_clipped = by_stretch(
-    "policy/clipfrac",
-    CLIPPED,
-    seen="the policy's clip fraction was {value:.2g} around {steps}: updates are too large",
-    advice=_SMALLER_UPDATES,
-)
-updates_too_far = by_stretch(
-    "policy/approxkl",
-    APPROXKL_HIGH,
-    seen="approximate KL of the updates was {value:.2g} around {steps}: the policy moved far from the one that had "
-    "sampled",
-    advice=_SMALLER_UPDATES,
-)
-
-
-def gradient_spikes(rows: Sequence[Mapping]) -> Finding | None:
-    """Single steps have a much larger gradient norm than their neighbours. A norm that rises slowly does not count."""
-    found = []
-    for name in ("policy/grad_norm", "value/grad_norm"):
-        present = having(rows, name)
-        norms = column(present, name)
-        usual = [median(norms[max(i - NEIGHBOURS, 0) : i + NEIGHBOURS + 1]) for i in range(len(norms))]
-        spikes = [i for i, norm in enumerate(norms) if norm > SPIKE * usual[i] > 0.0]
-        if spikes:
-            worst = max(spikes, key=lambda i: norms[i] / usual[i])
-            found.append(
-                f"{name} was up to {norms[worst] / usual[worst]:.3g} times its median of {usual[worst]:.2g}, "
-                f"{at_steps([present[i]['step'] for i in spikes])}"
-            )
-    if not found:
-        return None
-    return Finding(
-        LOOK,
-        "; ".join(found),
-        "Look at these steps' scores and lengths; lower --max_grad_norm or the learning rate, or clip scores "
-        "(--score_clip). Where policy/ratio_max jumps with the policy's norm, --set ratio_limit=10 leaves such updates "
-        "out.",
+        f"the policy's clip fraction was {max(means):.2g} around steps {highest[0]['step']}-{highest[-1]['step']}: "
+        "updates are too large",
+        "Lower --actor_learning_rate or --ppo_epochs, or have passes left out once a step has gone far enough "
+        "(--set early_stop_kl=0.02).",
     )
 
 
 def updates_skipped(rows: Sequence[Mapping]) -> Finding | None:
-    """Steps made no update: their records have a loss but no gradient norm. Steps whose updates were left out because
-    of `ratio_limit` do not count."""
+    """Steps made no update: their records have a loss but no gradient norm."""
     trained = [row for row in rows if "policy/loss" in row or "value/loss" in row]
     steps = [
         row["step"]
@@ -445,22 +270,9 @@ def updates_skipped(rows: Sequence[Mapping]) -> Finding | None:
         return None
     return Finding(
         ALARM if steps[-1] == trained[-1]["step"] else LOOK,
-        f"{len(steps)} of {len(trained)} steps made no update, since gradients overflowed, {at_steps(steps)}",
+        f"{len(steps)} of {len(trained)} steps made no update, since gradients overflowed, the last one step "
+        f"{steps[-1]}",
         "Use bf16 or fp32 if you can; in fp16 look whether the loss scale recovers.",
-    )
-
-
-def updates_left_out(rows: Sequence[Mapping]) -> Finding | None:
-    """Optimizer steps of the policy were left out because of `ratio_limit`."""
-    present = having(rows, "policy/left_out")
-    shares = column(present, "policy/left_out")
-    if not present or fmean(shares) <= SKIPPED:
-        return None
-    return Finding(
-        ALARM if shares[-1] == 1.0 else LOOK,
-        f"{100 * fmean(shares):.3g}% of the policy's updates were left out, their mean ratio being over ratio_limit, "
-        f"{at_steps([row['step'] for row, share in zip(present, shares, strict=True) if share > 0])}",
-        "Lower --actor_learning_rate or --ppo_epochs, or raise ratio_limit.",
     )
 
 
@@ -469,15 +281,9 @@ def updates_left_out(rows: Sequence[Mapping]) -> Finding | None:
 GAP = 0.05
 """Mean difference of log-probs, in nats per token. In bf16, models of a few layers stay below 0.01, and models of many
 layers far below 0.05."""
-FAR = 0.01
+FAR, ANOTHER = 0.01, 0.1
 """Share of tokens whose ratio actor / sampler is outside of 0.5 to 2. At 0.01, the loss of one token in 100 would be
-clipped before anything is learned."""
-ANOTHER = 0.1
-"""Share of tokens whose ratio is outside of 0.5 to 2. Above it, rounding cannot be the cause: the sampler computes
-another policy than the actor."""
-CUT = 0.1
-"""Share of tokens whose ratio the correction cuts. The correction's bound is meant for outliers; if it cuts the ratios
-of many tokens, it biases the gradient."""
+clipped before anything is learned. Above 0.1, rounding cannot be the cause: the sampler computes another policy."""
 
 
 def sampler_apart(rows: Sequence[Mapping]) -> Finding | None:
@@ -485,10 +291,6 @@ def sampler_apart(rows: Sequence[Mapping]) -> Finding | None:
     gap, far = at_end(rows, "rollout/logprob_gap"), at_end(rows, "rollout/ratio_far")
     if gap is None or far is None or (gap <= GAP and far <= FAR):
         return None
-    kl, lowest, highest = (at_end(rows, f"rollout/{name}") for name in ("sampler_kl", "ratio_min", "ratio_max"))
-    seen = f"the sampler's log-probs ended {gap:.3g} nats a token from the actor's"
-    if kl is not None and lowest is not None and highest is not None:
-        seen += f" (KL {kl:.2g}), with ratios from {lowest:.2g} to {highest:.3g}, {far:.1%} of them outside 0.5 to 2"
     advice = (
         "Rounding explains hundredths of a nat: see that the sampler has the actor's weights, and try --dtype fp32 or "
         "another --rollout_backend. Have old log-probs come from a forward pass (--old_logprobs forward), and weigh "
@@ -501,16 +303,11 @@ def sampler_apart(rows: Sequence[Mapping]) -> Finding | None:
             f"({hidden:.1%} of the tokens that the sampler read). If the tokenizer has a pad token of its own, give "
             "--set pad_token=tokenizer; else --set length_rule=sampled."
         )
+    seen = (
+        f"the sampler's log-probs ended {gap:.3g} nats a token from the actor's, and {far:.1%} of the tokens had a "
+        "ratio outside 0.5 to 2"
+    )
     return Finding(ALARM if far > ANOTHER else LOOK, seen, advice)
-
-
-much_cut = by_ends(
-    "policy/correction_cut",
-    ill=lambda first, last: last > CUT,
-    seen="{last:.0%} of the tokens that were learned from had a ratio to the sampler that was cut or masked",
-    advice="Ratios of whole responses spread with their length: take a correction by token (--set "
-    "correction=token_truncate). If it is by token, see that the sampler has the actor's weights.",
-)
 
 
 # The responses: their length, whether they end, their variety, their scores.
@@ -520,15 +317,9 @@ LONGER, SHORTER = 1.5, 0.67
 FEW_ENDED = 0.1
 """Share of responses that end by themselves. Below it, nearly all responses are cut off at the length limit, and are
 scored unfinished."""
-ENDED_KEPT = 0.6
-"""(Share of responses that end by themselves) at the end / at the start. Half as many is a change of habit. The limit
-is a little above half, so that a fall from 0.40 to 0.20 is found in spite of noise."""
 MANY_CLIPPED, ALL_CLIPPED = 0.1, 0.9
 """Share of scores that are clipped at the end of the run. Clipping is meant for outliers; if nearly all scores are
 clipped, they hardly differ any more."""
-DEGENERATE = 0.01
-"""Share of responses that are masked out because they are too short. A few are accidents; one in a hundred is a
-habit."""
 NO_DIFFERENCE = 0.5
 """Share of groups of equal scores at the end of the run. Above it, most of the drawn responses teach nothing."""
 ALIKE = 0.5
@@ -562,73 +353,32 @@ length_shrank = by_ends(
 )
 
 
-def _few_ended(rows: Sequence[Mapping], last: float, advice: str) -> Finding:
-    """The finding that only the share `last` of the responses ended by themselves. advice: what to try if the dialect
-    ends responses at EOS."""
-    seen = f"{last:.0%} of responses ended by themselves at the end, the others hit the limit"
-    if having(rows, "rollout/after_eos"):
-        seen = f"{last:.0%} of responses contained EOS at the end"
-        advice = (
-            "The dialect draws on after EOS, and scores and learns what follows, so that nothing rewards an end: --set "
-            "truncate_token=eos ends the response there."
-        )
-    return Finding(LOOK, seen, advice)
-
-
-def few_ever_ended(rows: Sequence[Mapping]) -> Finding | None:
-    """Hardly any response ever ended by itself. This needs no trend: one step is enough to see it."""
-    first, last = at_start(rows, "rollout/eos_rate"), at_end(rows, "rollout/eos_rate")
-    if first is None or last is None or max(first, last) >= FEW_ENDED:
-        return None
-    advice = "They did not from the start: raise --max_answer_seq_len, and see that the SFT data ends with EOS."
-    return _few_ended(rows, last, advice)
-
-
 def few_ended(rows: Sequence[Mapping]) -> Finding | None:
-    """Far fewer responses end by themselves than at the start: hardly any, or about half as many as at the start with a
-    drop beyond noise."""
+    """Hardly any response ends by itself. This needs no trend: one step is enough to see it."""
     first, last = at_start(rows, "rollout/eos_rate"), at_end(rows, "rollout/eos_rate")
-    if first is None or last is None or first < FEW_ENDED:
+    if first is None or last is None or last >= FEW_ENDED:
         return None
-    present = having(rows, "rollout/eos_rate")
-    responses = present[-1]["samples"] / present[-1]["step"] * max(1, int(SHARE * len(present)))
-    error = ((first * (1 - first) + last * (1 - last)) / responses) ** 0.5
-    halved = last < ENDED_KEPT * first and first - last > NOISE * error
-    if last >= FEW_ENDED and not halved:
-        return None
-    advice = (
-        f"At the start {first:.0%} did: see in samples/ whether the reward model pays for going on; raise "
-        "--max_answer_seq_len, or try --missing_eos_penalty."
-    )
-    return _few_ended(rows, last, advice)
+    if having(rows, "rollout/after_eos"):
+        return Finding(
+            LOOK,
+            f"{last:.0%} of responses contained EOS at the end",
+            "The dialect draws on after EOS, and scores and learns what follows, so that nothing rewards an end: --set "
+            "truncate_token=eos ends the response there.",
+        )
+    advice = f"At the start {first:.0%} did: see in samples/ whether the reward model pays for going on; raise "
+    advice += "--max_answer_seq_len, or try --missing_eos_penalty."
+    if first < FEW_ENDED:
+        advice = "They did not from the start: raise --max_answer_seq_len, and see that the SFT data ends with EOS."
+    return Finding(LOOK, f"{last:.0%} of responses ended by themselves at the end, the others hit the limit", advice)
 
 
-def degenerate(rows: Sequence[Mapping]) -> Finding | None:
-    """Responses were masked out because they are too short."""
-    count, seen = sum(column(rows, "rollout/degenerate")), rows[-1]["samples"]
-    if count == 0 or count < DEGENERATE * seen:
-        return None
-    return Finding(
-        LOOK,
-        f"{count:.0f} responses ({count / seen:.1%}) were degenerate, too short to learn from",
-        "See in samples/ whether the reward model pays for silence; with pad equal to EOS, look at the "
-        "dialect's length_rule.",
-    )
-
-
-def groups_alike(rows: Sequence[Mapping]) -> Finding | None:
-    """Many groups of responses to one prompt have equal scores, from which nothing is learned."""
-    last = at_end(rows, "rollout/groups_alike")
-    if last is None or last <= NO_DIFFERENCE:
-        return None
-    others = "take other prompts, or more responses to each (--num_samples_per_prompt)"
-    if not having(rows, "rollout/batches_drawn"):
-        others = f"--set dynamic_sampling=10 draws for further prompts in their place; or {others}"
-    return Finding(
-        LOOK,
-        f"in {last:.0%} of the groups at the end all responses scored the same, and comparing them taught nothing",
-        f"By objective/scores see whether the prompts are solved or too hard; {others}.",
-    )
+groups_alike = by_ends(  # many groups of responses to one prompt have equal scores, from which nothing is learned
+    "rollout/groups_alike",
+    ill=lambda first, last: last > NO_DIFFERENCE,
+    seen="in {last:.0%} of the groups at the end all responses scored the same, and comparing them taught nothing",
+    advice="By objective/scores see whether the prompts are solved or too hard; take other prompts, more responses to "
+    "each (--num_samples_per_prompt), or draw for further prompts in their place (--set dynamic_sampling=10).",
+)
 
 
 def answers_alike(rows: Sequence[Mapping]) -> Finding | None:
@@ -685,22 +435,17 @@ scores_clipped = by_ends(  # the scores' scale does not fit the clip
 
 # All rules together.
 
-ANY_LENGTH = (
-    *(not_finite, sampler_apart, much_cut, kl_far, kl_negative, degenerate, scores_clipped, few_ever_ended),
-    *(updates_skipped, updates_left_out),
-)
+ANY_LENGTH = (sampler_apart, kl_far, kl_negative, scores_clipped, few_ended, updates_skipped)
 TRENDS = (
-    *(score_unmoved, kl_growing, entropy_fell, entropy_rose, value_unexplained, value_miscalibrated),
-    *(too_much_clipped, updates_too_far, length_grew, length_shrank, few_ended, groups_alike, gradient_spikes),
-    *(answers_alike, words_invented),
+    *(score_unmoved, entropy_fell, entropy_rose, value_unexplained, too_much_clipped),
+    *(length_grew, length_shrank, groups_alike, answers_alike, words_invented),
 )
 EXPLAINS = {
-    sampler_apart: (much_cut, kl_negative),
-    answers_alike: (entropy_fell, length_grew, length_shrank, few_ended, few_ever_ended, kl_far, kl_growing),
-    length_shrank: (entropy_fell, kl_far, kl_growing),
-    words_invented: (entropy_rose, kl_far, kl_growing),
-    length_grew: (few_ended, kl_far, kl_growing),
-    kl_far: (kl_growing,),
+    sampler_apart: (kl_negative,),
+    answers_alike: (entropy_fell, length_grew, length_shrank, few_ended, kl_far),
+    length_shrank: (entropy_fell, kl_far),
+    words_invented: (entropy_rose, kl_far),
+    length_grew: (few_ended, kl_far),
 }
 """{rule of a problem: rules that find signs of this problem}. If the problem is found, its signs are reported together
 with it, and not as findings of their own. A sign of several problems is reported with the first that is found."""
@@ -722,57 +467,4 @@ def health(records: Sequence[Mapping]) -> list[Finding]:
         return sorted(found.values(), key=lambda finding: finding.severity != ALARM)
     if steps < FEWEST_STEPS:
         return [Finding(FINE, f"nothing stood out in {steps} steps, which are too few to show a trend")]
-    return [Finding(FINE, f"nothing stood out in {steps} steps", outlook(records) or "")]
-
-
-# The outlook of a run without findings: whether it still improves at its end, or has settled.
-
-GAIN = 0.05
-"""(Rise of the score between the two halves of the last third) / (rise over the whole run). Below it, a longer run
-brings little."""
-LITTLE = 0.1
-"""(Change of the score between the middle third and the last third) / (rise over the whole run). Up to it, the score
-has settled."""
-
-
-def outlook(rows: Sequence[Mapping]) -> str | None:
-    """A text on what a longer run, or another KL coefficient, would likely bring. Made for a run without findings; None
-    if the metrics do not show it."""
-    first, last = at_start(rows, "objective/scores"), at_end(rows, "objective/scores")
-    score, kl = (Trend.of(rows, f"objective/{name}", LAST_PART) for name in ("scores", "kl"))
-    if score is not None and kl is not None and score.rose and score.after - score.before >= GAIN * (last - first):
-        rose = f"over the last third (score {score.before:.3g} to {score.after:.3g}"
-        if reference_moved(rows):
-            return (
-                f"The score still rose {rose}): a longer run (--max_steps) goes further. The reference has moved, so "
-                "that KL does not tell how far the policy is from the model that training started from; "
-                "`python -m training.merge` measures that."
-            )
-        if kl.fell or kl.steady:
-            return (
-                f"The score still rose {rose}) and KL did not (at {kl.after:.3g} nats a response): a longer run "
-                "(--max_steps) reaches more at the same KL."
-            )
-        if kl.rose:
-            return (
-                f"Score and KL still rose together {rose}, KL {kl.before:.3g} to {kl.after:.3g} nats a response): a "
-                "longer run (--max_steps) goes further along this line."
-            )
-    score, kl = (Trend.of(rows, f"objective/{name}", SETTLED_FROM) for name in ("scores", "kl"))
-    if score is None or kl is None or reference_moved(rows) or kl.after <= KL_MOVED or not (kl.steady or kl.fell):
-        return None
-    if abs(score.after - score.before) > max(score.error, LITTLE * (last - first)):
-        return None
-    if at_end(rows, "objective/kl_coef") == 0.0:  # without a penalty, a steady KL is no balance
-        return None
-    if not kl.steady:
-        return (
-            f"The score has settled (at {score.after:.3g}, over the last two thirds); KL fell from {kl.before:.3g} to "
-            f"{kl.after:.3g} nats a response, so that the same score is now reached nearer to the reference: a longer "
-            "run brings little."
-        )
-    return (
-        f"Score and KL have settled (score {score.after:.3g}, KL {kl.after:.3g} nats a response, over the last two "
-        "thirds): a longer run brings little, a lower --kl_coef goes further; so does a reference that is refreshed "
-        "(--reference_refresh_steps), which gives up the hold on the first model."
-    )
+    return [Finding(FINE, f"nothing stood out in {steps} steps")]

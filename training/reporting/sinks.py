@@ -20,15 +20,11 @@ import dataclasses
 import json
 import math
 import os
-import re
-import shutil
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from io import FileIO
 from pathlib import Path
 
 import torch
@@ -39,9 +35,9 @@ from engine.errors import without_query
 from engine.models.places import one_line
 from engine.whole_files import write_whole
 from training.reporting.records import METRICS_FILE, read_lines, read_metrics
-from training.reporting.sample_tables import MIN_WIDTH, samples_markdown, samples_table
+from training.reporting.sample_tables import samples_markdown, samples_text
 from training.reporting.standard_errors import NOISE
-from training.reporting.trackers import TrackerSink, flattened
+from training.reporting.trackers import TrackerSink
 from training.runtime.environment import print_line
 from training.runtime.processes import place
 from training.runtime.stopping import note_unwritten, note_written
@@ -51,18 +47,14 @@ TENSORBOARD = "tensorboard"
 
 @dataclass(frozen=True, kw_only=True)
 class View:
-    """The metrics shown in the progress bar, in TensorBoard's HPARAMS table, and in its Custom Scalars tab.
+    """The metrics shown in the progress bar, and in TensorBoard's Custom Scalars tab.
 
-    bar: {label in the progress bar: metric}. tuned: the settings that the HPARAMS table shows at first; a user can tick
-        other columns.
-    compared: the metrics by which the HPARAMS table compares runs. charts: {section: {chart: its metrics}}; a row of
-        the tab has three charts.
+    bar: {label in the progress bar: metric}. charts: {section: {chart: its metrics}}; a row of the tab has three
+        charts.
     held_out: {section: {chart: its metric}}; such a chart is drawn unsmoothed, with the metric's margin of error.
     """
 
     bar: Mapping[str, str]
-    tuned: tuple[str, ...]
-    compared: tuple[str, ...]
     charts: Mapping[str, Mapping[str, tuple[str, ...]]]
     held_out: Mapping[str, Mapping[str, str]]
 
@@ -74,15 +66,6 @@ _TIME_AND_MEMORY = {
 
 PPO_VIEW = View(
     bar={"score": "objective/scores", "kl": "objective/kl", "length": "rollout/response_length"},
-    tuned=("seed", *(f"resolved_dialect/{field}" for field in ("name", "kl_coef", "actor_lr", "critic_lr"))),
-    compared=(
-        "eval/score",
-        "eval/kl",
-        "eval/response_length",
-        "eval/distinct_bigrams",
-        "objective/scores",
-        "objective/kl",
-    ),
     charts={
         "score and KL": {
             "score": ("objective/scores",),
@@ -153,12 +136,9 @@ _SUPERVISED = {
     "optimizer": {"learning rate": ("train/lr",), "gradient norm": ("train/grad_norm",)},
     "time and memory": _TIME_AND_MEMORY,
 }
-_TUNED = ("learning_rate", "model_name_or_path", "num_train_epochs", "per_device_train_batch_size", "seed")
 
 SFT_VIEW = View(
     bar={"loss": "train/loss", "lr": "train/lr"},
-    tuned=_TUNED,
-    compared=("eval/loss", "eval/perplexity", "train/loss"),
     charts={
         "texts": {"loss, nats a token": ("train/loss",)},
         **_SUPERVISED,
@@ -170,8 +150,6 @@ SFT_VIEW = View(
 
 REWARD_VIEW = View(
     bar={"loss": "train/pair_loss", "accuracy": "train/accuracy", "lr": "train/lr"},
-    tuned=_TUNED,
-    compared=("eval/accuracy", "eval/margin", "train/pair_loss"),
     charts={
         "pairs": {
             "accuracy": ("train/accuracy",),
@@ -221,16 +199,13 @@ class MetricWriter:
         output_dir = Path(output_dir)
         self._clock = WallClock(redone=seconds_after(output_dir / METRICS_FILE, resume_step))
         self._file = JsonlSink(output_dir / METRICS_FILE, resume_step=resume_step)
-        name = run_name(output_dir)
         self._tensorboard_dir = Path(tensorboard_dir or output_dir / "tensorboard")
         for sink in report_to:
             with self._noted(sink):
                 if sink == TENSORBOARD:
-                    self._sinks[sink] = TensorBoardSink(
-                        self._tensorboard_dir, view=view, name=name, resume_step=resume_step
-                    )
+                    self._sinks[sink] = TensorBoardSink(self._tensorboard_dir, view=view, resume_step=resume_step)
                 else:
-                    self._sinks[sink] = TrackerSink(sink, output_dir, project=project, run_name=name)
+                    self._sinks[sink] = TrackerSink(sink, output_dir, project=project, run_name=run_name(output_dir))
         self.count(total_steps, shown=view.bar, first_step=max(0, resume_step or 0))
 
     def log(self, step: int, samples: int, metrics: Mapping[str, float]) -> None:
@@ -260,8 +235,7 @@ class MetricWriter:
     def samples(self, step: int, rows: Sequence[Mapping]) -> None:
         """Show sampled responses: rows with `prompt`, `response`, `score`, `kl`."""
         if self._bar:
-            width = max(MIN_WIDTH, min(160, shutil.get_terminal_size().columns))
-            self._bar.write(f"samples, step {step}\n{samples_table(rows, width)}\n")
+            self._bar.write(f"samples, step {step}\n{samples_text(rows)}\n")
         self._to_sinks(lambda sink: sink.samples(step, rows))
 
     def histogram(self, step: int, tag: str, values: torch.Tensor) -> None:
@@ -281,7 +255,7 @@ class MetricWriter:
     def close(self) -> None:
         """Flush buffered data, and end the progress bar and the trackers' runs."""
         if self._file and self._bar:
-            self._file.close()
+            self._file.flush()
             self._bar.close()
         self._to_sinks(lambda sink: sink.close())
 
@@ -308,7 +282,7 @@ class MetricWriter:
 
 
 def run_name(output_dir: Path) -> str:
-    """The run's name in comparisons: "FOLDER (PARENT)" for the output folder PARENT/FOLDER."""
+    """The run's name in trackers: "FOLDER (PARENT)" for the output folder PARENT/FOLDER."""
     folder = output_dir.resolve()
     return f"{folder.name} ({folder.parent.name})"
 
@@ -322,63 +296,39 @@ class JsonlSink:
 
     NaN and infinities are written as null: JSON cannot express them, and most programs refuse the words that Python
     writes for them. If a line cannot be written (the disk is full), it is kept in memory and written with the next
-    line. If the folder is moved or deleted during the run, the file is made again at its path, with all its lines.
+    line. If the folder is moved or deleted during the run, a new file is begun at its path.
     """
 
     def __init__(self, path: str | Path, *, resume_step: int | None = None):
-        self._path, self._file, self._unwritten = Path(path), None, b""
+        self._path, self._unwritten = Path(path), b""
         if resume_step is not None:
             truncate_after(path, resume_step)
-        self._write()
+        self.flush()
 
     def log(self, step: int, samples: int, metrics: Mapping[str, float]) -> None:
         numbers = {name: float(value) for name, value in metrics.items()}
         numbers = {name: value if math.isfinite(value) else None for name, value in numbers.items()}
         line = json.dumps({"step": step, "samples": samples, **numbers}, allow_nan=False) + "\n"
         self._unwritten += line.encode()
-        self._write()
+        self.flush()
 
-    def close(self) -> None:
+    def flush(self) -> None:
         """Write the lines that could not be written before, if this is possible now."""
-        self._write()
-        if self._file is not None:
-            self._file.close()
-            self._file = None
-
-    def _write(self) -> None:
         try:
-            file = self._at_its_place()
-            before = file.seek(0, os.SEEK_END)
-            try:
-                while self._unwritten:
-                    self._unwritten = self._unwritten[file.write(self._unwritten) :]
-            except OSError:
-                written = file.seek(0, os.SEEK_END) - before
-                file.seek(before)
-                self._unwritten = file.read(written) + self._unwritten
-                file.truncate(before)  # remove the half-written line
-                raise
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with self._path.open("ab", buffering=0) as file:
+                end, rest = file.seek(0, os.SEEK_END), self._unwritten
+                try:
+                    while rest:
+                        rest = rest[file.write(rest) :]
+                except OSError:
+                    file.truncate(end)  # remove the half-written line
+                    raise
+            self._unwritten = b""
         except OSError as error:
             note_unwritten(self._path, error)
         else:
             note_written(self._path)
-
-    def _at_its_place(self) -> FileIO:
-        """The open file. If the file at the path is no longer this file, a new file is made at the path."""
-        before = self._file
-        if before is not None:
-            if self._path.exists() and self._path.stat().st_ino == os.fstat(before.fileno()).st_ino:
-                return before
-            self._file = None
-            print_line(
-                f"WARNING: {self._path.parent} was moved or deleted. The run goes on in a new folder of this name."
-            )
-            before.seek(0)
-            self._unwritten = before.read() + self._unwritten
-            before.close()
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = self._path.open("ab+", buffering=0)
-        return self._file
 
 
 def truncate_after(path: str | Path, step: int) -> None:
@@ -398,16 +348,12 @@ class TensorBoardSink:
     """Writes one run's folder of TensorBoard events: scalars, texts, histograms, settings and the grouping of curves.
 
     Events cannot be removed from a file. Therefore a new file tells TensorBoard to hide the events after `resume_step`,
-    or all earlier events if the run starts anew. name: the run's name in the HPARAMS table; runs of the same name share
-    a row of this table.
+    or all earlier events if the run starts anew.
     """
 
-    def __init__(self, log_dir: str | Path, *, name: str, view: View, resume_step: int | None = None):
+    def __init__(self, log_dir: str | Path, *, view: View, resume_step: int | None = None):
         from torch.utils.tensorboard import SummaryWriter  # takes seconds, so only the main rank imports it
 
-        threading.excepthook = _print_unless_tensorboards
-        _wait_for_a_later_name(Path(log_dir))
-        self._name, self._view = name, view
         self._writer = SummaryWriter(str(log_dir), purge_step=0 if resume_step is None else resume_step + 1)
         self._with_bounds = {name for charts in view.held_out.values() for name in charts.values()}
         self._writer.add_custom_scalars(_layout(view))
@@ -434,48 +380,13 @@ class TensorBoardSink:
             self._writer.add_histogram(tag, values, step)
 
     def hparams(self, settings: Mapping) -> None:
-        """Write the settings twice: as a row of the HPARAMS table, together with the metrics that compare runs, and as
-        a text.
-
-        `SummaryWriter.add_hparams` is not used: it writes the row into another folder, so that TensorBoard shows two
-        runs.
-        """
-        from tensorboard.compat.proto.summary_pb2 import Summary
-        from tensorboard.plugins.hparams import metadata, summary_v2  # hparams.api needs TensorFlow
-        from tensorboard.plugins.hparams.api_pb2 import Experiment, HParamInfo, MetricInfo, MetricName
-        from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
-
-        row = flattened(settings)
-        table = Experiment(
-            # `differs` only decides which columns are visible at first; hparams_config_pb has no argument for it.
-            hparam_infos=[HParamInfo(name=name, differs=name in self._view.tuned) for name in row],
-            metric_infos=[MetricInfo(name=MetricName(tag=name)) for name in self._view.compared],
-        )
-        data = metadata.create_summary_metadata(HParamsPluginData(experiment=table))
-        columns = Summary.Value(tag=metadata.EXPERIMENT_TAG, metadata=data, tensor=metadata.NULL_TENSOR)
-        self._writer.file_writer.add_summary(Summary(value=[columns]))
-        self._writer.file_writer.add_summary(summary_v2.hparams_pb(row, trial_id=self._name))
+        """Write the settings as a text."""
         text = json.dumps(dict(settings), indent=2, default=str)
         self._writer.add_text("settings", "\n".join("    " + line for line in text.splitlines()), 0)
 
     def close(self) -> None:
         """Flush buffered events."""
         self._writer.close()
-
-
-MOST_BEHIND = 10.0
-"""The longest wait in seconds. The newest file may come from another machine whose clock is far ahead."""
-
-
-def _wait_for_a_later_name(log_dir: Path) -> None:
-    """Wait until a new file of events would have a later second in its name than the newest file in the folder.
-
-    TensorBoard reads a folder's files in the order of their names, `events.out.tfevents.SECOND.HOST.PROCESS.NUMBER`.
-    If two files have the same second in their names, the later file may be read first, because "10" sorts before "9".
-    """
-    seconds = [re.match(r"events\.out\.tfevents\.(\d+)", path.name) for path in log_dir.glob("events.out.tfevents.*")]
-    behind = max((int(found[1]) + 1 - time.time() for found in seconds if found), default=0.0)
-    time.sleep(min(max(behind, 0.0), MOST_BEHIND))
 
 
 def _bounds(name: str) -> tuple[str, str]:
@@ -500,13 +411,6 @@ def _layout(view: View) -> dict:
         for section, charts in view.charts.items()
     }
     return held_out | training
-
-
-def _print_unless_tensorboards(failure: threading.ExceptHookArgs) -> None:
-    """Print the stack trace of a thread that failed. For TensorBoard's thread nothing is printed: the next call of the
-    library raises the thread's error."""
-    if type(failure.thread).__module__ != "tensorboard.summary.writer.event_file_writer":
-        threading.__excepthook__(failure)
 
 
 # Time and progress.

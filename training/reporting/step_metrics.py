@@ -515,11 +515,3 @@ class Profiler:
             f"step {step} recorded: {self.folder}/step_{step:06d}_rank*.json.gz, one file a rank. Open one in "
             "https://ui.perfetto.dev (it stays in your browser) or chrome://tracing."
         )
-
-
-def set_aside_newer_traces(output_dir: Path, step: int) -> None:
-    """Rename this rank's traces of steps after `step` to *.abandoned, as is done with checkpoints. The resumed run
-    makes these steps again, and may write traces of the same names."""
-    for file in (output_dir / PROFILE).glob(f"step_*_rank{distributed.rank()}.json.gz"):
-        if int(file.name.split("_")[1]) > step:
-            file.replace(file.with_name(file.name + ".abandoned"))

@@ -6,7 +6,7 @@ language without spaces a whole response is one word.
 
 import zlib
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
 
@@ -16,21 +16,6 @@ def distinct_bigrams(texts: Iterable[str]) -> int:
     The number falls when responses become alike. It grows with the number of texts, so compare equally many texts.
     """
     return len({pair for text in texts for pair in pairwise(text.split())})
-
-
-def words_of(texts: Iterable[str]) -> set[str]:
-    """All different words of the texts."""
-    return {word for text in texts for word in text.split()}
-
-
-def known_share(texts: Iterable[str], known: Collection[str]) -> float:
-    """The share of the texts' words that are in `known`; 1 if the texts have no words.
-
-    Invented words raise every count of distinct words or pairs. This share shows whether a rise comes from invented
-    words or from real variety.
-    """
-    words = [word for text in texts for word in text.split()]
-    return sum(word in known for word in words) / len(words) if words else 1.0
 
 
 def compressed_bytes(texts: Iterable[str]) -> int:

@@ -30,8 +30,9 @@ from engine.zero.gathering import full_numel, lent_state
 from training.checkpoints.files import set_aside
 from training.reporting.records import RUN_FILE, record_models, recorded_models
 from training.runtime import output_folder
-from training.runtime.hub import CARD, add_card, is_edited
 from training.runtime.stopping import note_unwritten, reason_of, unwritten_noted
+
+Written = Callable[[str, Path], None]
 
 ROOM = 1.1  # with "auto", merged models are written if the free space is at least this multiple of their size
 PATIENCE, INTERVAL = 600.0, 10.0  # seconds for which a save waits for free space, and seconds between two tries
@@ -44,6 +45,7 @@ def save_forms(
     name: str,
     merged: bool = True,
     edit: Callable[[dict], None] | None = None,
+    written: Written = lambda name, folder: None,
 ) -> dict[str, Path]:
     """Write a trained model in all wanted forms; returns their folders by name (all ranks call this).
 
@@ -56,9 +58,9 @@ def save_forms(
     found, adapted = {}, model.module.adapters is not None
     alone = adapted and adapter_holds_all(model.module)
     if alone:
-        found[adapter_name(name)] = save(model, tokenizer, output_dir, adapter_name(name), edit, adapter=True)
+        found[adapter_name(name)] = save(model, tokenizer, output_dir, adapter_name(name), edit, written, adapter=True)
     if merged or not alone:
-        found[name] = save(model, tokenizer, output_dir, name, edit)
+        found[name] = save(model, tokenizer, output_dir, name, edit, written)
     return found
 
 
@@ -97,6 +99,7 @@ def save(
     output_dir: Path,
     name: str,
     edit: Callable[[dict], None] | None = None,
+    written: Written = lambda name, folder: None,
     adapter: bool = False,
 ) -> Path:
     """Write a trained model to the folder `name` in the output folder, "." for the output folder (all ranks call this).
@@ -107,6 +110,8 @@ def save(
 
     adapter: for a model with an adapter, whether the adapter alone is written; if not, the model with the adapter
     merged in. edit: function that is called with {name: weight} before the weights are written; it may change them.
+    written: function that is called on rank 0 with the model's name and the folder into which it was written, before
+    that folder gets its final name; files that it adds there belong to the model.
 
     Returns the folder. Raises: RunStopped on all ranks if no place could be written.
     """
@@ -122,7 +127,7 @@ def save(
 
                 def write(folder: Path) -> None:
                     saves(model.module, state, tokenizer, folder)
-                    add_card(folder, output_dir, name)
+                    written(name, folder)
 
                 place = _save_somewhere(write, output_dir, name, size)
             except OSError as error:
@@ -177,9 +182,6 @@ def _replace(write: Callable[[Path], None], output_dir: Path, name: str) -> None
         output_dir.mkdir(parents=True, exist_ok=True)
         _written(write, partial)
         files = [path.name for path in partial.iterdir()]
-        card = output_dir / name / CARD
-        if is_edited(card):
-            card.rename(output_folder.kept_place(card))
     except OSError:
         shutil.rmtree(partial, ignore_errors=True)
         raise

@@ -33,7 +33,7 @@ from training.reporting.records import METRICS_FILE, RUN_FILE, recorded_models
 from training.reporting.sinks import MetricWriter, View
 from training.reporting.step_metrics import PROFILE
 from training.reporting.trackers import RUNS_FILE
-from training.runtime.agreement import checked
+from training.runtime.ranks import checked
 from training.runtime.stopping import reason_of
 
 LOCK_FILE = "run.lock"
@@ -194,7 +194,6 @@ def _content(path: Path) -> str:
 
 
 COMPLETE = "model.complete"  # a whole model that is being moved into the output folder itself; see model_folders.py
-KEPT = ".kept"  # the ending that is added to the name of a user's file if the run needs the name
 PRETRAINED = ("critic_pretrained", "critic_pretrained_adapter")
 MODEL_FOLDERS = (
     *("actor", "critic", "actor_ema", "actor_adapter", "critic_adapter", "actor_ema_adapter"),
@@ -258,7 +257,7 @@ def _check_names(output_dir: Path) -> None:
     file where it makes a folder, a pipe, or a link. A link may lead to another run's files, and two links may lead to
     the same folder."""
     folders = (*MODEL_FOLDERS[:-1], "samples", CHECKPOINTS, PROFILE, "tensorboard", "wandb", "swanlab")
-    for name in (*folders, METRICS_FILE, RUN_FILE, RUNS_FILE, "curves.png"):
+    for name in (*folders, METRICS_FILE, RUN_FILE, RUNS_FILE):
         path = output_dir / name
         kind = "folder" if name in folders else "file"
         if path.exists() and not (path.is_dir() if name in folders else path.is_file()):
@@ -371,11 +370,3 @@ def open_writer(args: RunFlags, *, total_steps: int, view: View, resume_step: in
         tensorboard_dir=tensorboard_dir(args),
         project=args.wandb_project or args.report_project,
     )
-
-
-def kept_place(path: Path) -> Path:
-    """The path to which a user's file is moved if the run needs its name: NAME.kept; if this exists, NAME.kept.kept and
-    so on."""
-    while os.path.lexists(path := path.with_name(path.name + KEPT)):
-        pass
-    return path

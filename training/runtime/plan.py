@@ -4,8 +4,10 @@ servers answer with scores.
 
 import contextlib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+
+from transformers import PreTrainedTokenizerBase
 
 from engine import distributed
 from engine.algorithms import Dialect, check_sizes, end_token_id, token_id
@@ -19,18 +21,18 @@ from engine.rollout import SamplingConfig
 from engine.rollout.vllm_rollouts import check_heads, vllm_version
 from engine.zero.accelerator import on_gpu
 from engine.zero.extensions import refuse_missing
-from training.checkpoints.conditions import Conditions
+from training.checkpoints.conditions import Conditions, supervised_conditions
 from training.checkpoints.resuming import AUTO, ResumePoint
 from training.config.reward import check_columns, load_functions
 from training.config.step3 import RLHFFlags
+from training.config.supervised import SupervisedFlags
 from training.data.chat import Rendered
-from training.data.examples import Prompts, TextBlocks, prompt_fit
+from training.data.examples import FittedRows, Prompts, TextBlocks, prompt_fit
 from training.data.forms import PROMPTS, TEXTS
 from training.data.rows import Rows, load_rows
 from training.data.tokens import TextEncoder, end_of_turn
-from training.runtime.hub import check_hub
+from training.runtime.launch import check_run
 from training.runtime.models import adapted_roles, check_positions, generation_stops
-from training.runtime.startup import check_run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +56,7 @@ class Plan:
     last_step: int
     resume: ResumePoint | None
     conditions: Conditions
+    ds_configs: Mapping[str, dict]
     pad_token: str
 
     @property
@@ -62,13 +65,59 @@ class Plan:
         return self.resume is not None and self.conditions.scores_changed_since(Conditions.read(self.resume.state))
 
 
-def make_plan(
-    args: RLHFFlags, dialect: Dialect, point: ResumePoint | None, inputs: Mapping[str, str] | None = None
-) -> Plan:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SupervisedPlan:
+    """Everything about a run of step 1 or 2 that is decided before the model is loaded.
+
+    prompts: the prompts on which step 2 normalises scores, or None. last_step: the run's last step. resume: the
+    checkpoint from which the run resumes, or None.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    examples: FittedRows
+    held_out: FittedRows
+    prompts: Prompts | None
+    last_step: int
+    resume: ResumePoint | None
+    conditions: Conditions
+    ds_configs: Mapping[str, dict]
+    dialect: None = None
+
+    @classmethod
+    def of(
+        cls,
+        args: SupervisedFlags,
+        point: ResumePoint | None,
+        tokenizer: PreTrainedTokenizerBase,
+        parts: Iterable[FittedRows],
+        data: list[str],
+        prompts: Prompts | None = None,
+    ) -> "SupervisedPlan":
+        """The plan of a run with these data. parts: training examples and held-out examples. data: their fingerprints.
+        Raises: UserError if the run cannot resume from the checkpoint."""
+        examples, held_out = parts
+        last_step = args.total_steps(len(examples))
+        conditions = supervised_conditions(args, data, last_step, tokenizer)
+        if point:
+            point.check(conditions, last_step)
+        return cls(
+            tokenizer=tokenizer,
+            examples=examples,
+            held_out=held_out,
+            prompts=prompts,
+            last_step=last_step,
+            resume=point,
+            conditions=conditions,
+            ds_configs={"model": args.ds_settings()},
+        )
+
+
+def make_plan(args: RLHFFlags, point: ResumePoint | None, inputs: Mapping[str, str] | None = None) -> Plan:
     """Make the plan of a run. Each rank that calls this reads the data. Raises: UserError; no model is loaded yet.
 
     inputs: the result of `training.checkpoints.conditions.fingerprints` on rank 0.
     """
+    dialect = args.resolved.dialect
     tokenizer = args.read_tokenizer(args.actor_model_name_or_path, "--actor_model_name_or_path", dialect.pad_token)
     prompts, held_out, fingerprints = read_prompts(args, dialect, tokenizer)
     total_steps = count_steps(args, len(prompts))
@@ -95,6 +144,7 @@ def make_plan(
         last_step=last_step,
         resume=point,
         conditions=conditions,
+        ds_configs=args.ds_configs,
         pad_token=pad_token_line(tokenizer, dialect, args.actor_model_name_or_path),
     )
 
@@ -248,11 +298,11 @@ def _written(tokenizer, rows: Rows) -> list[int]:
     return [*TextEncoder(tokenizer).prompt(prompt), tokenizer.eos_token_id if end is None else end]
 
 
-def check_files(args: RLHFFlags, dialect: Dialect, point: ResumePoint | None) -> None:
+def check_files(args: RLHFFlags, point: ResumePoint | None) -> None:
     """Check files, models and machine; called by one process. point: the checkpoint from which the run resumes, or
     None. Raises: UserError."""
+    dialect = args.resolved.dialect
     check_run(args, resumed=point is not None and point.in_output_dir)
-    check_hub(args)
     check_engines(args)
     check_vllm(args)
     load_functions(args)

@@ -8,7 +8,7 @@ metrics, rows = evaluator.run(1)
 """
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch.utils.data import ConcatDataset
@@ -29,10 +29,8 @@ from engine.rollout import RolloutBackend, SamplingConfig, build_rollouts
 from engine.zero.communication import init
 from engine.zero.engines import FrozenModel
 from training.data.examples import Prompts, prompt_fit
-from training.data.forms import PROMPTS, SFT
-from training.data.rows import load_rows
+from training.data.forms import PROMPTS
 from training.reporting.evaluation import Evaluator
-from training.reporting.variety import distinct_bigrams, known_share, words_of
 from training.runtime.models import check_positions, generation_stops
 from training.tools.flags import MeasuringFlags
 
@@ -45,13 +43,12 @@ REWARD_MODEL = "--reward_model_name_or_path"
 @dataclass(frozen=True, slots=True)
 class HeldOut:
     """Held-out prompts. rows: the rows that reward functions get: first the training rows, then, from index first_index
-    on, the rows of the held-out prompts. known: the words that count as known."""
+    on, the rows of the held-out prompts."""
 
     prompts: Prompts
     tokenizer: object
     rows: ConcatDataset
     first_index: int
-    known: frozenset[str]
 
 
 def check_answering(args: MeasuringFlags, path: str, what: str) -> None:
@@ -75,11 +72,9 @@ def check_scoring(args: MeasuringFlags, tokenizer) -> None:
         check_positions(read_config(path, REWARD_MODEL, trusted), f"{REWARD_MODEL} {path}", **args.lengths)
 
 
-def read_held_out(args: MeasuringFlags, tokenizer, known_texts: Sequence[str] = ()) -> HeldOut:
-    """Read the known words, and the held-out prompts, which are the ones that step 3 would have with the same data
-    flags.
+def read_held_out(args: MeasuringFlags, tokenizer) -> HeldOut:
+    """Read the held-out prompts, which are the ones that step 3 would have with the same data flags.
 
-    known_texts: data sets in step 1's format. Their words count as known in addition to the words of the prompts.
     Raises: UserError if data do not exist or cannot be read, or if there are too few prompts.
     """
     fit = prompt_fit(tokenizer, args.max_prompt_seq_len, args.overlong)
@@ -96,12 +91,8 @@ def read_held_out(args: MeasuringFlags, tokenizer, known_texts: Sequence[str] = 
         for rows in parts
     )
     assert held_out is not None, "load_rows gives as many as are asked for, or says that they are too few"
-    known = words_of(row["prompt"] for rows in parts for row in rows)
-    for path in known_texts:
-        texts, _ = load_rows(path, SFT, tokenizer, phase=args.phase, seed=args.seed)
-        known |= words_of(text for row in texts for text in row.values())
     rows = ConcatDataset([prompts.rows for prompts in (rest, held_out) if prompts is not None])
-    return HeldOut(held_out, tokenizer, rows, len(rest) if rest is not None else 0, frozenset(known))
+    return HeldOut(held_out, tokenizer, rows, len(rest) if rest is not None else 0)
 
 
 class Measuring:
@@ -204,24 +195,3 @@ def check_same_tokens(one: tuple[str, str], other: tuple[str, str], why: str, tr
             f"{flag} {path}: its vocabulary differs from that of {own_flag} {own_path} ({len(found)} and {len(own)} "
             f"tokens; {listed(differing)}). {why}"
         )
-
-
-def policy_measures(metrics: Mapping[str, float], rows: Sequence[dict], known: Collection[str]) -> dict[str, float]:
-    """Select the results of an evaluation that the programs report.
-
-    metrics, rows: the results of `Evaluator.run`. known: the known words.
-    Returns: score and KL (nats per response) with their standard errors; tokens: mean number of tokens of a response;
-    distinct_bigrams: number of distinct pairs of neighbouring words, divided by the number of all response tokens;
-    known_words: share of the responses' words that are known.
-    """
-    responses = [row["response"] for row in rows]
-    tokens = sum(row["tokens"] for row in rows)
-    return {
-        "score": metrics["eval/score"],
-        "score_se": metrics.get("eval/score_se", 0.0),
-        "kl": metrics["eval/kl"],
-        "kl_se": metrics.get("eval/kl_se", 0.0),
-        "tokens": metrics["eval/response_length"],
-        "distinct_bigrams": distinct_bigrams(responses) / max(tokens, 1),
-        "known_words": known_share(responses, known),
-    }

@@ -14,10 +14,10 @@ from engine import distributed
 from engine.errors import SharedError, UserError
 from engine.files import expanded
 from engine.models.places import ADAPTER_CONFIG
-from training.checkpoints.export import export
 from training.checkpoints.files import CONFIG, holds_point, points_in, step_of
 from training.checkpoints.resuming import ResumePoint
-from training.runtime.agreement import checked
+from training.runtime.ranks import checked
+from training.tools.export import export
 
 OF_RUNS = ("actor", "actor_adapter", "adapter")
 """Names of folders in a run's output folder that may hold its trained policy. If the disk is small, a run saves the

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from engine.rollout.base import RolloutBackend, SamplingConfig
-from training.reporting.evaluation import Evaluator, write_rows
+from training.reporting.evaluation import Evaluator, PromptEvaluations, write_rows
 
 
 @dataclass(frozen=True)
@@ -67,3 +67,14 @@ def test_a_link_in_the_place_of_samples_is_not_written_through(tmp_path):
     write_rows(tmp_path / "after.jsonl", [{"score": 1.0}])
     assert (tmp_path / "after.jsonl").read_text() == '{"score": 1.0}\n'
     assert (tmp_path / "theirs").read_text() == "theirs"
+
+
+@pytest.mark.parametrize("average", (None, object()))
+def test_the_averages_curve_starts_where_the_actors_does(average, tmp_path):
+    own = {"eval/score": 1.5, "eval/kl_se": 0.25}
+    evaluator = SimpleNamespace(run=lambda step: (own, []))
+    evaluations = PromptEvaluations(evaluator, average, tmp_path, last_step=4, every=0)
+    expected = own if average is None else {**own, "eval/ema_score": 1.5, "eval/ema_kl_se": 0.25}
+    assert evaluations.evaluate(0) == expected
+    assert [path.name for path in (tmp_path / "samples").iterdir()] == ["before.jsonl"]
+    assert [step for step in range(-1, 6) if evaluations.due(step)] == [0, 4]

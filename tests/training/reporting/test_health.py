@@ -1,9 +1,7 @@
 """Health in words: each finding on curves made for it, none on a run that goes well; a sampler that is not the actor;
-runs that are on their way or settled; and made-up runs, whose one illness is named once, and nothing else.
-"""
+and made-up runs, whose one illness is named once, and nothing else."""
 
 import dataclasses
-import math
 import re
 from pathlib import Path
 
@@ -30,7 +28,7 @@ def test_a_good_run_without_critic_and_evaluations():
 
 @pytest.mark.parametrize("steps", [1, 3, 7])
 def test_a_short_run_is_not_judged_by_trends(steps):
-    finding = the_finding(run(steps, objective_scores=lambda t: -t, rollout_eos_rate=lambda t: 0.5 if t < 1 else 0.0))
+    finding = the_finding(run(steps, objective_scores=lambda t: -t))
     assert finding.severity == FINE
     assert finding.text == f"nothing stood out in {steps} steps, which are too few to show a trend"
 
@@ -43,9 +41,8 @@ def test_a_limit_that_cuts_every_response_is_told_of_runs_of_any_length(steps):
     assert "They did not from the start: raise --max_answer_seq_len" in finding.advice
 
 
-@pytest.mark.parametrize("rate", [lambda t: 0.0, lambda t: 0.9 - 0.8 * t])
-def test_a_dialect_that_draws_on_after_eos_is_named(rate):
-    finding = the_finding(run(rollout_eos_rate=rate, rollout_after_eos=lambda t: 0.2))
+def test_a_dialect_that_draws_on_after_eos_is_named():
+    finding = the_finding(run(rollout_eos_rate=lambda t: 0.05, rollout_after_eos=lambda t: 0.2))
     assert finding.seen.endswith("% of responses contained EOS at the end")
     assert "--set truncate_token=eos" in finding.advice and "SFT" not in finding.advice
 
@@ -65,12 +62,6 @@ def test_runs_of_other_programs_are_not_judged():
     assert the_finding(rows).text == "no step of PPO to judge"
 
 
-CALIBRATED = {
-    "value_explained_outcome": lambda t: 0.5,
-    "value_slope": lambda t: 0.9,
-    "value_bias": lambda t: -1.9,
-    "returns_var": lambda t: 4.0,
-}
 # The words by which a finding is known, its severity, and the curves that it must see.
 CASES = {
     "KL far, by response": (
@@ -84,7 +75,6 @@ CASES = {
         {"objective_kl": lambda t: 6.0, "objective_kl_per_token": lambda t: 0.6},
     ),
     "KL negative": ("a KL is not negative", ALARM, {"objective_kl": lambda t: -2 * t}),
-    "KL growing": ("still growing fast", LOOK, {"objective_kl": lambda t: 24 * t**4}),
     "entropy collapse": (
         "entropy fell from 2 to 0.5 nats a token (25% of its start)",
         LOOK,
@@ -105,82 +95,35 @@ CASES = {
         LOOK,
         {"value_explained_outcome": lambda t: -0.1},
     ),
-    "values too far apart": (
-        "a value higher by 1 stood for 0.2 more (value/slope): values are too far apart",
-        LOOK,
-        {**CALIBRATED, "value_slope": lambda t: 0.2},
-    ),
-    "values too low": (
-        "values were 2.5 too low (value/bias), more than returns vary (2)",
-        LOOK,
-        {**CALIBRATED, "value_bias": lambda t: -2.5},
-    ),
     "clipped": ("clip fraction was 0.4 around steps ", LOOK, {"policy_clipfrac": lambda t: 0.4}),
     "clipped for a while": (
         "clip fraction was 0.5 around steps 9-12",
         LOOK,
         {"policy_clipfrac": lambda t: 0.5 if 8 <= round(39 * t) < 12 else 0.0},
     ),
-    "approxkl": ("approximate KL of the updates was 0.1 around steps ", LOOK, {"policy_approxkl": lambda t: 0.1}),
     "few end": (
         "5% of responses ended by themselves at the end, the others hit the limit. At the start 50% did",
         LOOK,
         {"rollout_eos_rate": lambda t: 0.5 if t < 0.5 else 0.05},
     ),
-    "half as many end": (
-        "20% of responses ended by themselves at the end, the others hit the limit. At the start 40% did",
-        LOOK,
-        {"rollout_eos_rate": lambda t: 0.4 - 0.2 * min(t / 0.8, 1.0) if t > 0.1 else 0.4},
-    ),
     "none ever ended": ("They did not from the start", LOOK, {"rollout_eos_rate": lambda t: 0.0}),
     "score unmoved": ("the score did not rise beyond its noise: ", LOOK, {"objective_scores": lambda t: 0.02 * t}),
     "score unmoved, KL steady": (
-        "KL to the reference was steady at 6 nats a response, so that the penalty, not time, holds the policy there: "
-        "lower --kl_coef",
+        "KL to the reference is 6 nats a response: the penalty may hold the policy there",
         LOOK,
         {"objective_scores": lambda t: 0.02 * t, "objective_kl": lambda t: 6.0 * min(5 * t, 1.0)},
-    ),
-    "score unmoved, KL too": (
-        "the policy has hardly moved: raise --actor_learning_rate",
-        LOOK,
-        {"objective_scores": lambda t: 0.02 * t, "objective_kl": lambda t: 0.1 * t},
-    ),
-    "score unmoved, no penalty": (
-        "Train longer, raise --actor_learning_rate",
-        LOOK,
-        {
-            "objective_scores": lambda t: 0.02 * t,
-            "objective_kl": lambda t: 6.0 * min(5 * t, 1.0),
-            "objective_kl_coef": lambda t: 0.0,
-        },
     ),
     "score fell": ("the score fell from ", ALARM, {"objective_scores": lambda t: -t}),
     "score fell a bit": ("the score fell from 0", ALARM, {"steps": 60, "objective_scores": lambda t: -0.083 * t}),
     "score fell back": ("and fell back to ", ALARM, {"objective_scores": lambda t: 1.1 * t - t**2}),
-    "degenerate": ("120 responses (4.7%) were degenerate", LOOK, {"rollout_degenerate": lambda t: 3.0}),
     "groups without a difference": (
         "in 60% of the groups at the end all responses scored the same, and comparing them taught nothing. By "
-        "objective/scores see whether the prompts are solved or too hard; --set dynamic_sampling=10 draws",
+        "objective/scores see whether the prompts are solved or too hard",
         LOOK,
         {"rollout_groups_alike": lambda t: 0.2 + 0.4 * min(t / 0.8, 1.0)},
     ),
-    "groups without a difference, dynamic sampling": (
-        "or too hard; take other prompts, or more responses to each (--num_samples_per_prompt)",
-        LOOK,
-        {"rollout_groups_alike": lambda t: 0.6, "rollout_batches_drawn": lambda t: 10.0},
-    ),
-    "spikes": (
-        "policy/grad_norm was up to 20 times its median of 0.5, at steps 1, 40",
-        LOOK,
-        {"policy_grad_norm": lambda t: 10.0 if t in (0, 1) else 0.5},
-    ),
-    "critic's spike": (
-        "value/grad_norm was up to 20 times its median of 0.5, at step 40",
-        LOOK,
-        {"value_grad_norm": lambda t: 10.0 if t == 1 else 0.5},
-    ),
     "skipped": (
-        "20 of 40 steps made no update, since gradients overflowed, at steps 1, 2, 3 and 17 more",
+        "20 of 40 steps made no update, since gradients overflowed, the last one step 20",
         LOOK,
         {"policy_grad_norm": lambda t: None if t < 0.5 else 0.8},
     ),
@@ -191,17 +134,6 @@ CASES = {
         {"objective_clipped": lambda t: 0.95},
     ),
     "some clipped scores": ("20% of the scores at the end", LOOK, {"objective_clipped": lambda t: 0.2}),
-    "left out": (
-        "50% of the policy's updates were left out, their mean ratio being over ratio_limit, at steps 1, 2, 3 and 17",
-        LOOK,
-        {"policy_left_out": lambda t: 1.0 if t < 0.5 else 0.0, "policy_grad_norm": lambda t: None if t < 0.5 else 0.8},
-    ),
-    "left out to the end": ("updates were left out", ALARM, {"policy_left_out": lambda t: 1.0 if t > 0.8 else 0.0}),
-    "not finite": (
-        "not finite: policy/ratio_max, at steps 1, 2, 3 and 37 more",
-        ALARM,
-        {"policy_ratio_max": lambda t: math.nan},
-    ),
 }
 
 
@@ -217,19 +149,11 @@ def test_what_stands_out_is_told(words, severity, curves):
     [
         {"objective_kl": lambda t: 29.0 * t**0.5, "objective_kl_per_token": lambda t: 0.49 * t**0.5},
         {"objective_kl": lambda t: -0.3, "objective_kl_per_token": lambda t: -0.01},
-        {"objective_kl": lambda t: 4.9 * t**4},
         {"objective_entropy": lambda t: 2.0 if t < 0.5 else 0.9},
         {"value_explained_variance": lambda t: -1.0 if t < 0.7 else 0.05},
-        CALIBRATED,
-        {**CALIBRATED, "value_slope": lambda t: 2.9},
         {"policy_clipfrac": lambda t: 0.9 if t == 0 else 0.1},
-        {"policy_approxkl": lambda t: 0.04},
         {"rollout_eos_rate": lambda t: 0.15},
-        {"rollout_eos_rate": lambda t: 0.4 if t < 0.5 else 0.26},
-        {"value_grad_norm": lambda t: 20 * 0.01**t},  # a critic that learns: from 20 to 0.2, and no step stands out
-        {"rollout_degenerate": lambda t: 0.5},
         {"rollout_groups_alike": lambda t: 0.5},
-        {"policy_grad_norm": lambda t: 7.0 if t == 1 else 0.8},
         {"policy_grad_norm": lambda t: None if t == 0 else 0.8},
         {"objective_scores": lambda t: 2 * min(t, 0.6) - 0.3 * max(t - 0.6, 0)},
     ],
@@ -299,18 +223,15 @@ def test_a_sampler_that_is_not_the_actor_is_told(steps):
     assert the_finding(run(steps, **near)).severity == FINE
     apart = near | {
         "rollout_logprob_gap": lambda t: 0.06,
-        "rollout_sampler_kl": lambda t: 0.004,
-        "rollout_ratio_min": lambda t: 0.25,
-        "rollout_ratio_max": lambda t: 7.5,
     }
     finding = the_finding(run(steps, **apart))
     assert finding.severity == LOOK
     assert finding.seen == (
-        "the sampler's log-probs ended 0.06 nats a token from the actor's (KL 0.004), with ratios from 0.25 to 7.5, "
-        "0.0% of them outside 0.5 to 2"
+        "the sampler's log-probs ended 0.06 nats a token from the actor's, and 0.0% of the tokens had a ratio outside "
+        "0.5 to 2"
     )
     another = the_finding(run(steps, **apart | {"rollout_ratio_far": lambda t: 0.2}))
-    assert another.severity == ALARM and "20.0% of them" in another.seen
+    assert another.severity == ALARM and "20.0% of the tokens" in another.seen
     assert "has the actor's weights" in finding.advice
     pads = the_finding(run(steps, **apart | {"rollout_hidden_tokens": lambda t: 0.03}))
     assert "3.0% of the tokens" in pads.advice and "--set pad_token=tokenizer" in pads.advice
@@ -318,76 +239,6 @@ def test_a_sampler_that_is_not_the_actor_is_told(steps):
     # A KL that is negative is one of its signs.
     both = the_finding(run(steps, **apart | {"objective_kl": lambda t: -2.0}))
     assert both.severity == ALARM and "With it: KL to the reference ended at -2 nats" in both.seen
-
-
-def test_a_correction_that_cuts_much_is_told():
-    assert the_finding(run(policy_correction_cut=lambda t: 0.05)).severity == FINE
-    finding = the_finding(run(policy_correction_cut=lambda t: 0.2))
-    assert finding.severity == LOOK
-    assert finding.seen.startswith("20% of the tokens that were learned from had a ratio to the sampler that was cut")
-
-
-# Of runs that are well: what a longer run, or another coefficient, would bring.
-OUTLOOKS = {
-    "both still rise": ("a longer run (--max_steps) goes further", {}),
-    "both have settled": (
-        "a lower --kl_coef goes further",
-        {"objective_scores": lambda t: min(8 * t, 2.0), "objective_kl": lambda t: min(32 * t, 8.0)},
-    ),
-    "the score has settled, KL falls": (
-        "The score has settled (at 2, over the last two thirds); KL fell from 2 to 1.6 nats a response",
-        # The last two thirds are 27 of the 40 steps: the halves are steps 14-26 and 28-40.
-        {
-            "objective_scores": lambda t: min(8 * t, 2.0),
-            "objective_kl": lambda t: min(8 * t, 2.0) if round(39 * t) < 26 else 1.6,
-        },
-    ),
-    "both fall": (
-        None,
-        {"objective_scores": lambda t: min(8 * t, 2.5 - t), "objective_kl": lambda t: min(32 * t, 8.0 - 3 * t)},
-    ),
-    "settled without a penalty": (
-        None,
-        {
-            "objective_scores": lambda t: min(8 * t, 2.0),
-            "objective_kl": lambda t: min(32 * t, 8.0),
-            "objective_kl_coef": lambda t: 0.0,
-        },
-    ),
-    "the score alone rises": (
-        "and KL did not (at 8 nats a response): a longer run (--max_steps) reaches more at the same KL",
-        {"objective_kl": lambda t: min(32 * t, 8.0)},
-    ),
-    "the score rises, and the reference has moved": (
-        "The reference has moved, so that KL does not tell how far",
-        {"objective_kl": lambda t: 4 * ((8 * t) % 1), "objective_reference_moves": lambda t: 8 * t // 1},
-    ),
-    "all has settled, and the reference has moved": (
-        None,
-        {
-            "objective_scores": lambda t: min(8 * t, 2.0),
-            "objective_kl": lambda t: min(32 * t, 8.0),
-            "objective_reference_moves": lambda t: 8 * t // 1,
-        },
-    ),
-    "the KL alone rises": (None, {"objective_scores": lambda t: min(8 * t, 2.0)}),
-    "KL is flat only since the learning rate is": (
-        "reaches more at the same KL",
-        {"objective_scores": lambda t: 4 * t * (1 - t / 2), "objective_kl": lambda t: 4 * min(t, 0.7)},
-    ),
-}
-
-
-@pytest.mark.parametrize("advice, curves", OUTLOOKS.values(), ids=OUTLOOKS)
-def test_what_a_run_that_is_well_is_told(advice, curves):
-    (finding,) = health(run(**curves))
-    assert finding.severity == FINE
-    assert advice in finding.advice if advice else finding.advice == ""
-
-
-def test_too_few_steps_have_no_outlook():
-    (finding,) = health(run(7, objective_scores=lambda t: min(8 * t, 2.0), objective_kl=lambda t: min(32 * t, 8.0)))
-    assert (finding.severity, finding.advice) == (FINE, "")
 
 
 # How the report begins to name it, how severe it is, and the flags that it advises at least.
@@ -419,8 +270,6 @@ def test_a_healthy_run_has_none(seed):
     settled, moving = (health(made_run(run, seed)) for run in ("healthy", "healthy, still on its way"))
     assert [finding.severity for finding in (*settled, *moving)] == [FINE, FINE]
     assert settled[0].seen == moving[0].seen == "nothing stood out in 60 steps"
-    assert "lower --kl_coef" in settled[0].advice and "--max_steps" not in settled[0].advice
-    assert "--max_steps" in moving[0].advice and "--kl_coef" not in moving[0].advice
 
 
 # What has to be told with the illness, in numbers: the signs of it that would be findings of their own.
@@ -429,11 +278,10 @@ SIGNS = {
     "invented words": ("of a held-out response's words stood in no other", "before it was 3"),
     "length explosion": ("of responses ended by themselves",),
     "length collapse": ("entropy fell", "KL to the reference ended at "),
-    "KL run-away": ("still growing fast",),
 }
 
 
-@pytest.mark.parametrize("run", NAMED)
+@pytest.mark.parametrize("run", SIGNS)
 def test_an_illness_is_told_with_its_signs(run):
     (finding,) = health(made_run(run))
     assert [sign for sign in SIGNS[run] if sign not in finding.seen] == []

@@ -1,55 +1,31 @@
-"""Tables of samples: aligned and harmless in a terminal, intact as TensorBoard renders them; variety of texts, by words
+"""Samples: harmless in a terminal, intact as TensorBoard renders them; variety of texts, by words
 counted by hand, and by compression that is known to be small or large.
 """
 
 import random
 from html import unescape
 
-from training.reporting.sample_tables import _wrap, samples_markdown, samples_table, visible
+from training.reporting.sample_tables import samples_markdown, samples_text, visible
 from training.reporting.variety import compressed_bytes, distinct_bigrams, new_words
 
 ROW = {"prompt": "The film", "response": " was\ngood", "score": 1.25, "kl": 0.5}
 
 
-def test_table_exactly():
-    # 48 columns: 2 gaps and 9 for each number leave 24 for the texts, 9 and 15
-    assert samples_table([ROW, {"prompt": "", "response": ""}], 48) == "\n".join(
-        [
-            "prompt     response             score         kl",
-            "---------  ---------------  ---------  ---------",
-            "The film    was\\ngood           1.250      0.500",
-            "",
-        ]
-    )
-
-
-def test_long_texts_wrap_at_spaces_and_are_cut_where_they_matter_least():
-    prompt = " ".join(f"p{i}" for i in range(100, 130))
-    response = " ".join(f"r{i}" for i in range(100, 130))
-    lines = samples_table([{"prompt": prompt, "response": response, "score": -1.0, "kl": None}], 48).splitlines()[2:]
-    assert lines == [
-        "...p125    r100 r101 r102      -1.000",
-        "p126       r103 r104 r105",
-        "p127       r106 r107 r108",
-        "p128 p129  r109 r110 r1...",
+def test_text_exactly():
+    rows = [ROW, {"prompt": "p" * 500, "response": "r" * 500, "score": -1.0, "kl": None}]
+    assert samples_text(rows).splitlines() == [
+        "score 1.250, KL 0.500",
+        "  prompt   The film",
+        "  response  was\\ngood",
+        "score -1.000, KL",
+        "  prompt   ..." + "p" * 400,
+        "  response " + "r" * 400 + "...",
     ]
-
-
-def test_wrapping_loses_no_character_and_stays_inside():
-    text = "aa  bbb 電影電影電 " + "x" * 13
-    lines = _wrap(text, 5)
-    assert "".join(lines) == text
-    assert lines == ["aa  ", "bbb ", "電影", "電影", "電 ", "xxxxx", "xxxxx", "xxx"]
-
-
-def test_wide_characters_keep_the_columns_aligned():
-    lines = samples_table([{"prompt": "電影", "response": "cafe\u0301", "score": 1.0}], 48).splitlines()
-    assert lines[2] == "電影" + " " * 5 + "  " + "cafe\u0301" + " " * 11 + "  " + "    1.000"
 
 
 def test_nothing_unprintable_reaches_the_terminal():
     assert visible("a\tb\r\n\x1b[31m\u202e") == "a\\tb\\r\\n\\x1b[31m\\u202e"
-    assert "\x1b" not in samples_table([{"prompt": "\x1b[2J", "response": "\x07"}], 60)
+    assert "\x1b" not in samples_text([{"prompt": "\x1b[2J", "response": "\x07"}])
 
 
 def test_markdown_survives_rendering():

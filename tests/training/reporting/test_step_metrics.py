@@ -31,7 +31,6 @@ from training.reporting.step_metrics import (
     Profiler,
     StepLog,
     TrainingArithmetic,
-    set_aside_newer_traces,
 )
 from training.runtime.plan import check_profile_steps
 
@@ -186,19 +185,6 @@ def test_a_step_that_raises_leaves_no_recording(tmp_path):
     assert list(tmp_path.iterdir()) == []
     with Profiler([1], tmp_path, say=str).record(1):  # the profiler has been stopped: it can be started again
         FakeModel().score()
-
-
-def test_recordings_after_the_restart_point_are_set_aside(tmp_path):
-    set_aside_newer_traces(tmp_path, 2)  # of a run that recorded nothing
-    names = [f"step_{step:06d}_rank{rank}.json.gz" for step in (2, 3, 1000000) for rank in (0, 1)] + ["step_notes.txt"]
-    (tmp_path / "profile").mkdir()
-    for name in names:
-        (tmp_path / "profile" / name).write_text(name)
-    set_aside_newer_traces(tmp_path, 2)
-    newer = {"step_000003_rank0.json.gz", "step_1000000_rank0.json.gz"}  # those of rank 1 are rank 1's to rename
-    assert {path.name: path.read_text() for path in (tmp_path / "profile").iterdir()} == {
-        f"{name}.abandoned" if name in newer else name: name for name in names
-    }
 
 
 @pytest.mark.parametrize(

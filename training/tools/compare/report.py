@@ -8,8 +8,6 @@ from html import escape
 from training.reporting.standard_errors import with_error
 from training.tools.compare.flags import CompareFlags
 from training.tools.compare.measures import (
-    LEVEL,
-    RESAMPLES,
     Interval,
     ModelMeasures,
     N,
@@ -46,7 +44,7 @@ class Comparison:
         each, first = self.args.num_samples_per_prompt, self.samples[self.first]
         self.measures = {name: of_model(samples, each) for name, samples in self.samples.items()}
         self.pairs = {
-            (name, reward): of_pair(samples, first, reward, each, self.args.seed)
+            (name, reward): of_pair(samples, first, reward, each)
             for name, samples in self.samples.items()
             for reward in self.rewards
             if name != self.first
@@ -91,7 +89,7 @@ def table(comparison: Comparison) -> str:
     the first, sorted by score."""
     n, each = len(comparison.prompts), comparison.args.num_samples_per_prompt
     samples = f", {each} samples each" if each > 1 else ""
-    lines = [f"{n:,} held-out prompts{samples}; ± is one standard error, ranges are 95 % intervals"]
+    lines = [f"{n:,} held-out prompts{samples}; ± is one standard error, ranges are two of them to either side"]
     for reward in comparison.rewards:
         rows = [("", reward, f"wins against {comparison.first}", "", "score less that", "")]
         for name in comparison.names:
@@ -164,10 +162,6 @@ def _kl_told(args: CompareFlags) -> str:
 def content(comparison: Comparison) -> dict:
     """All results as JSON values."""
     args, each = comparison.args, comparison.args.num_samples_per_prompt
-    scores = {
-        reward: histogram([[sample.scores[reward] for sample in comparison.samples[name]] for name in comparison.names])
-        for reward in comparison.rewards
-    }
 
     def interval(found: Interval) -> dict:
         return {**dataclasses.asdict(found), "differs": found.differs}
@@ -189,18 +183,12 @@ def content(comparison: Comparison) -> dict:
             "dtype": args.dtype,
             "kl": _kl_told(args),
             "ngram": N,
-            "resamples": RESAMPLES,
-            "level": LEVEL,
         },
         "models": [
             {
                 "name": model.name,
                 "path": model.given,
                 **dataclasses.asdict(comparison.measures[model.name]),
-                "histograms": {
-                    reward: {"edges": edges, "counts": counts[comparison.names.index(model.name)]}
-                    for reward, (edges, counts) in scores.items()
-                },
             }
             for model in comparison.models
         ],
@@ -263,17 +251,17 @@ def _by_reward(comparison: Comparison, reward: str) -> str:
         said = verdict(comparison, name, reward)
         kind = "better" if " is better" in said else "worse" if " is worse" in said else "even"
         verdicts.append(f'<li class="{kind}">{escape(said)}.</li>')
-    wins = (f"wins against {comparison.first}", "95 % interval", "wins / ties / losses")
-    head = ("", "mean score", *wins, f"score less {comparison.first}'s", "95 % interval")
+    wins = (f"wins against {comparison.first}", "interval", "wins / ties / losses")
+    head = ("", "mean score", *wins, f"score less {comparison.first}'s", "interval")
     rows = [(_dot(comparison, name), *_scores(comparison, name, reward, star="&nbsp;*")) for name in comparison.names]
     scores = page_table(head, rows, f"scores by {reward}")
     return f"""<section>
 <h2>By {escape(reward)}</h2>
 <ul class="verdicts">{"".join(verdicts)}</ul>
 {scores}
-<p class="soft">± is one standard error over prompts. Intervals are paired bootstraps over prompts
-({RESAMPLES:,} resamples). * says that the interval leaves out "no difference".</p>
-<h3>Win rates, with 95 % intervals</h3>
+<p class="soft">± is one standard error over prompts; intervals are two to either side. * says that the interval leaves
+out "no difference".</p>
+<h3>Win rates</h3>
 {_win_rates(comparison, reward)}
 <h3>Scores of all responses</h3>
 {_distributions(comparison, reward)}

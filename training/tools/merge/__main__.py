@@ -6,7 +6,7 @@
     deepspeed --num_gpus 8 --module training.merge ...                              # on several ranks, the same flags
     python -m training.merge ... --scale 1.3 --output_dir merged              # without prompts: merge and save
 
-Writes OUTPUT_DIR/frontier.json, frontier.png, samples/scale_S.jsonl, and model/ if --scale or --max_kl chooses a scale.
+Writes OUTPUT_DIR/frontier.json, samples/scale_S.jsonl, and model/ if --scale or --max_kl chooses a scale.
 """
 
 import dataclasses
@@ -27,13 +27,13 @@ from engine.models.checking import check_policy
 from engine.whole_files import write_whole
 from training.config.reward import load_function
 from training.reporting.evaluation import write_rows
-from training.runtime.agreement import agreed, checked
+from training.runtime.launch import check_run, leave, run
 from training.runtime.output_folder import check_shared
 from training.runtime.processes import phase
-from training.runtime.startup import check_run, leave, run
+from training.runtime.ranks import agreed, checked
 from training.tools.measuring import check_answering, check_same_tokens, check_scoring, read_held_out
 from training.tools.merge.flags import MergeFlags
-from training.tools.merge.frontier import Frontier, Point, best_within, draw, table
+from training.tools.merge.frontier import Frontier, Point, best_within, table
 from training.tools.merge.weights import (
     MODEL,
     SFT,
@@ -95,7 +95,7 @@ def measure(args: MergeFlags, sft: dict, trained: Sequence[dict]) -> list[Point]
     """Measure the merged model at each scale; prints and writes the measurements (all ranks call this)."""
     with phase("reading data"):
         tokenizer = args.read_tokenizer(args.sft_model_name_or_path, SFT)
-        held_out = agreed(lambda: read_held_out(args, tokenizer, args.known_texts_path))
+        held_out = agreed(lambda: read_held_out(args, tokenizer))
     with phase("loading models"):
         frontier = Frontier(args, held_out)
     points, folder = [], Path(args.output_dir)
@@ -108,8 +108,6 @@ def measure(args: MergeFlags, sft: dict, trained: Sequence[dict]) -> list[Point]
             print(f"scale {scale:g}: score {point.score:.3f}, KL {point.kl:.2f} nats a response", flush=True)
             found = {**source(args), "points": [dataclasses.asdict(point) for point in points]}
             write_whole(folder / "frontier.json", json.dumps(found, indent=2) + "\n")
-    if distributed.is_main():
-        draw(points, folder / "frontier.png")
     return points
 
 
@@ -136,7 +134,7 @@ def choose_and_save(args: MergeFlags, sft: dict, trained: Sequence[dict], points
         best = best_within(points, args.max_kl)
         scale = best.scale if best is not None else None
     if distributed.is_main() and points:
-        print(f"\n{table(points, scale)}\n{args.output_dir}/frontier.json and frontier.png have it too", flush=True)
+        print(f"\n{table(points, scale)}\n{args.output_dir}/frontier.json has it too", flush=True)
     if args.max_kl is not None and scale is None:
         raise RunStopped(
             f"no scale but 0 is within --max_kl {args.max_kl:g} nats a response, and nothing was saved. Give smaller "

@@ -56,12 +56,6 @@ class MergeFlags(MeasuringFlags):
         "function or RewardSource class, as in step 3; its scores are added to those of a reward model",
         only_with="data_path",
     )
-    known_texts_path: list[str] = flag(
-        [],
-        "data sets whose words count as known, beside those of the prompts; read as by step 1, for example the SFT "
-        "model's training texts",
-        only_with="data_path",
-    )
 
     def validate(self) -> None:
         """Raise UserError for values that cannot work, alone or together."""

@@ -1,16 +1,14 @@
 """Measures the merged policy at each scale on held-out prompts (score, KL to the SFT model, variety), and presents the
-results as a table and a picture."""
+results as a table."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from engine.errors import UserError
 from engine.models.weight_files import stored_name
 from engine.reward.base import CombinedReward, RewardModel, RewardSource
 from training.config.reward import MODEL, function_source, load_function, names
-from training.reporting.summary import BLUE, ORANGE
-from training.tools.measuring import HeldOut, Measuring, policy_measures
+from training.tools.measuring import HeldOut, Measuring
 from training.tools.merge.flags import MergeFlags
 from training.tools.merge.weights import MergedWeights
 
@@ -21,7 +19,7 @@ class Point:
     KL.
 
     kl: KL to the SFT model, in nats per response. bigrams: number of distinct pairs of neighbouring words, divided by
-    the number of tokens. known: share of words that occur in the prompts or in the known texts.
+    the number of tokens.
     """
 
     scale: float
@@ -31,7 +29,6 @@ class Point:
     kl_se: float
     tokens: float
     bigrams: float
-    known: float
 
 
 class Frontier(Measuring):
@@ -71,9 +68,16 @@ class Frontier(Measuring):
             )
         self.policy.take(lambda name: weights[names[name]])
         metrics, rows = self.evaluator.run(1)
-        found = policy_measures(metrics, rows, self.held_out.known)
-        known, bigrams = found.pop("known_words"), found.pop("distinct_bigrams")
-        return Point(scale=weights.scale, bigrams=bigrams, known=known, **found), rows
+        point = Point(
+            scale=weights.scale,
+            score=metrics["eval/score"],
+            score_se=metrics.get("eval/score_se", 0.0),
+            kl=metrics["eval/kl"],
+            kl_se=metrics.get("eval/kl_se", 0.0),
+            tokens=metrics["eval/response_length"],
+            bigrams=metrics["eval/distinct_bigrams"] / max(sum(row["tokens"] for row in rows), 1),
+        )
+        return point, rows
 
 
 def best_within(points: Iterable[Point], max_kl: float) -> Point | None:
@@ -85,7 +89,7 @@ def best_within(points: Iterable[Point], max_kl: float) -> Point | None:
 
 def table(points: Sequence[Point], chosen: float | None = None) -> str:
     """A text table with a line for each scale; the line of `chosen` is marked."""
-    head = ("scale", "score", "", "KL", "", "tokens", "bigrams", "known", "")
+    head = ("scale", "score", "", "KL", "", "tokens", "bigrams", "")
     lines = [
         (
             f"{point.scale:g}",
@@ -95,48 +99,11 @@ def table(points: Sequence[Point], chosen: float | None = None) -> str:
             f"± {point.kl_se:.2f}",
             f"{point.tokens:.1f}",
             f"{point.bigrams:.3f}",
-            f"{point.known:.1%}",
             "saved" if point.scale == chosen else "the SFT model" if point.scale == 0.0 else "",
         )
         for point in points
     ]
     widths = [max(map(len, column)) for column in zip(head, *lines, strict=True)]
     rows = ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in (head, *lines)]
-    note = (
-        "KL: nats a response, to the SFT model; ±: one standard error; bigrams: distinct pairs of words, a "
-        "token; known: share of words that occur in the prompts and the known texts"
-    )
+    note = "KL: nats a response, to the SFT model; ±: one standard error; bigrams: distinct pairs of words, a token"
     return "\n".join([*(row.rstrip() for row in rows), note])
-
-
-def draw(points: Sequence[Point], path: Path) -> None:
-    """Write a PNG with two plots over KL: the score, and the variety; each has a point for each scale."""
-    # pyplot is not used, because it has global state and may open windows. The import takes a second, and only one rank
-    # needs it, so it is done here.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(12, 5), layout="constrained", facecolor="white")
-    FigureCanvasAgg(figure)
-    score, variety = figure.subplots(1, 2)
-    kl = [point.kl for point in points]
-    bars = {"xerr": [point.kl_se for point in points], "yerr": [point.score_se for point in points]}
-    score.errorbar(kl, [point.score for point in points], **bars, color=BLUE, marker="o", linewidth=1.2, capsize=2)
-    for point in points:
-        score.annotate(
-            f"{point.scale:g}", (point.kl, point.score), textcoords="offset points", xytext=(6, -11), fontsize=9
-        )
-    score.set_ylabel("score")
-    score.set_title("score against KL, by scale", loc="left", fontweight="bold")
-    variety.plot(kl, [point.bigrams for point in points], color=BLUE, marker="o", label="distinct bigrams, a token")
-    variety.plot(kl, [point.known for point in points], color=ORANGE, marker="o", label="share of known words")
-    variety.set_ylim(bottom=0.0)
-    variety.legend(frameon=False)
-    variety.set_title("variety", loc="left", fontweight="bold")
-    for axes in (score, variety):
-        axes.set_xlabel("KL to the SFT model, nats a response")
-        axes.grid(True, color="#e6e6e6", linewidth=0.8)
-        axes.set_axisbelow(True)
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.supxlabel("bars: one standard error to either side", fontsize=9, x=0.01, ha="left")
-    figure.savefig(str(path), dpi=110)

@@ -29,8 +29,8 @@ from engine.models.reading import LANGUAGE_MODEL, model_class, read_config
 from engine.models.saving import save_tokenizer
 from engine.models.weight_files import headers, listed, stored_name, tensors_of, weight_files, weights_folder
 from engine.whole_files import PARTIAL, file_order, sync_tree
-from training.checkpoints.export import write_weights
-from training.runtime.hub import add_merge_card
+from training.tools.cards import add_merge_card
+from training.tools.export import write_weights
 
 SFT, TRAINED = "--sft_model_name_or_path", "--trained_model_name_or_path"
 TIED_HEADS = ("lm_head.weight", "embed_out.weight")

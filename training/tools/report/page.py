@@ -296,7 +296,7 @@ def _curves(charts: Sequence[Mapping]) -> str:
 <p class="soft">Drag over a part of a curve to zoom in. When a curve has the focus, arrow keys read its values, + and -
 zoom, and 0 shows all. Bars are two standard errors to either side. metrics.jsonl has all numbers.</p>
 {made}
-<noscript>The curves need JavaScript. curves.png and metrics.jsonl show the same.</noscript>
+<noscript>The curves need JavaScript. metrics.jsonl has their numbers.</noscript>
 </section>"""
 
 

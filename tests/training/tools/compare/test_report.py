@@ -67,9 +67,7 @@ def test_json_has_every_number_by_model_pair_and_sample():
     assert (mixed["wins"], mixed["ties"], mixed["losses"]) == (5, 2, 1) and mixed["win_rate"]["value"] == 0.75
     assert mixed["difference"]["value"] == 0.5 and not mixed["win_rate"]["differs"]
     assert found["samples"][5]["responses"]["mixed"]["scores"] == {"good": -1.0, "bad": 1.0}
-    counts = [model["histograms"]["good"]["counts"] for model in found["models"]]
-    assert [sum(column) for column in counts] == [8, 8, 8]
-    assert found["how"]["resamples"] == 10_000 and "k1" in found["how"]["kl"]
+    assert "k1" in found["how"]["kl"]
 
 
 def test_samples_of_a_prompt_keep_their_numbers():

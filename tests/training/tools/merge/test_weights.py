@@ -72,7 +72,8 @@ def test_what_is_saved_is_what_transformers_loads(tmp_path, tied):
     assert len(list(Path(half).glob("model-*.safetensors"))) > 1
     weights = MergedWeights(stored_weights(half, "--sft"), [stored_weights(run, "--trained")], scale=0.25)
     tokenizer = AutoTokenizer.from_pretrained(half)
-    folder = save_merged(weights, half, tokenizer, tmp_path / "merged", {"scale": 0.25}, "15KB")
+    source = {"sft": half, "trained": [run], "method": "linear", "scale": 0.25}
+    folder = save_merged(weights, half, tokenizer, tmp_path / "merged", source, "15KB")
     assert len(list(folder.glob("model-*.safetensors"))) > 1
     found, start = AutoModelForCausalLM.from_pretrained(folder), models[0].state_dict()
     run_state = AutoModelForCausalLM.from_pretrained(run).state_dict()
@@ -80,7 +81,7 @@ def test_what_is_saved_is_what_transformers_loads(tmp_path, tied):
     for name, tensor in found.state_dict().items():
         expected = start[name].float() + 0.25 * (run_state[name].float() - start[name].float())
         assert torch.equal(tensor, expected.bfloat16()), name
-    assert json.loads((folder / NOTE).read_text()) == {"scale": 0.25}
+    assert json.loads((folder / NOTE).read_text()) == source
     assert AutoTokenizer.from_pretrained(folder).get_vocab() == AutoTokenizer.from_pretrained(sft).get_vocab()
     with pytest.raises(UserError, match=r"merged exists already\. Move it away"):
         save_merged(weights, half, tokenizer, tmp_path / "merged", {}, "50GB")

@@ -20,8 +20,9 @@ from training.config.supervised import RewardFlags, SFTFlags
 from training.data.examples import PairExamples, Prompts, SFTExamples
 from training.data.forms import PROMPTS
 from training.data.rows import load_rows
-from training.runtime import dry_run
-from training.runtime.first_lines import (
+from training.runtime.models import HARMLESS, model_notes
+from training.runtime.plan import reward_writing_line
+from training.runtime.start_report import (
     RunSchedule,
     counted,
     dialect_lines,
@@ -30,9 +31,8 @@ from training.runtime.first_lines import (
     supervised_lines,
     too_long,
 )
-from training.runtime.models import HARMLESS, model_notes
-from training.runtime.plan import reward_writing_line
 from training.step2_reward import first_lines
+from training.tools import dry_run
 
 
 def said_of_course(count: int, epochs: float = 1.0, evaluates=None, **schedule) -> list[str]:
@@ -231,6 +231,10 @@ def flags(kind, model, **options):
     return kind(**{"output_dir": "o", "data_path": ["d"], "model_name_or_path": str(model), **options})
 
 
+def plan_of(examples, held_out, prompts=None):
+    return SimpleNamespace(tokenizer=TOKENIZER, examples=examples, held_out=held_out, prompts=prompts, resume=None)
+
+
 def test_at_the_start_of_a_run_one_row_of_each_kind_that_does_not_fit_is_shown(model):
     args = flags(SFTFlags, model, max_seq_len=9)
     lines = too_long(sft([SHORT, ROW, ROW], 9), "texts", "--max_seq_len", args, TOKENIZER, [model])
@@ -248,7 +252,7 @@ def test_step_2_tells_of_the_prompts_that_it_normalises_on_too(model):
     args.overlong = "drop"
     pairs = PairExamples([{"prompt": "a", "chosen": " b", "rejected": " c"}] * 16, TOKENIZER, 20)
     prompts = Prompts([ROW, SHORT, SHORT, SHORT], TOKENIZER, 5, "drop")
-    assert first_lines(args, TOKENIZER, pairs, pairs, prompts) == [
+    assert first_lines(args, plan_of(pairs, pairs, prompts)) == [
         "16 pairs (0 cut, 0 dropped), 16 held out; 1 steps on 1 rank",
         "the run: 1 step, 1 epoch; 2 evaluations; no checkpoints: a run that dies begins anew "
         "(--save_steps, --save_minutes)",
@@ -259,14 +263,12 @@ def test_step_2_tells_of_the_prompts_that_it_normalises_on_too(model):
         "another model, or shorter rows, or give --overlong cut_prompt, which keeps answers.",
     ]
     fitting = Prompts([SHORT], TOKENIZER, 5)
-    assert len(first_lines(args, TOKENIZER, pairs, pairs, fitting)) == len(
-        first_lines(args, TOKENIZER, pairs, pairs, None)
-    )
+    assert len(first_lines(args, plan_of(pairs, pairs, fitting))) == len(first_lines(args, plan_of(pairs, pairs)))
 
 
 def test_held_out_rows_that_held_out_does_not_number_are_not_held_against_it(model):
     args = flags(SFTFlags, model, eval_data_path=["e"], max_seq_len=8, held_out=100)
-    line = supervised_lines(args, "texts", sft([SHORT] * 16), sft([SHORT] * 3), TOKENIZER)[0]
+    line = supervised_lines(args, "texts", plan_of(sft([SHORT] * 16), sft([SHORT] * 3)))[0]
     assert line == "16 texts (0 cut, 0 dropped), 3 held out; 1 steps on 1 rank"
 
 

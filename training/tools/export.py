@@ -1,9 +1,9 @@
 """Writes a model of a checkpoint as a Hugging Face folder, one tensor at a time and without engines.
 
-    python -m training.checkpoints.export out/checkpoints/step_000100 exported
-    python -m training.checkpoints.export out exported_ema --ema               # from the newest checkpoint of the run
+    python -m training.export out/checkpoints/step_000100 exported
+    python -m training.export out exported_ema --ema               # from the newest checkpoint of the run
 
-    python -m training.checkpoints.export out exported_adapter --adapter       # the adapter alone, from a LoRA run
+    python -m training.export out exported_adapter --adapter       # the adapter alone, from a LoRA run
 
 from_pretrained can load the folder, which equals bit by bit the model that the run would have saved after that step.
 The export needs memory for the largest tensor only, and no GPU.
@@ -36,7 +36,7 @@ from engine.whole_files import file_order, sync
 from training.checkpoints.files import CONFIG, EMA, PARTIAL, ShardFiles, write_bytes, write_tensors
 from training.checkpoints.resuming import OF_MODELS, AdapterPoint, ResumePoint
 from training.runtime.environment import program
-from training.runtime.hub import add_card
+from training.tools.cards import add_card
 
 FLOATS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 INDEX = "model.safetensors.index.json"

@@ -14,35 +14,25 @@ from scripts.harness.models import make_causal_lm
 from tests import fake_vllm
 from tests.training.config.command_lines import parse, step3
 from training.config.step3 import RLHFFlags
+from training.critic_pretraining import pretrain
 from training.runtime import model_folders, stopping
+from training.runtime.callbacks import Callback
+from training.runtime.loop import Run
 from training.runtime.plan import check_files, check_vllm
-from training.runtime.session import Session, pretrain
 
 
-class Notes:
-    """A session, its writer, its checkpoints and the steps themselves, in the order in which they are asked."""
+class Notes(Run):
+    """A run whose trainer, writer and checkpoints are itself, and note what they are asked."""
 
     def __init__(self, folder, steps: int, done: int = 0):
-        self.said = []
-        self.steps, self.done = steps, done
-        self.trainer = SimpleNamespace(steps_done=done - steps)
+        self.said, self.steps, self.prompts_drawn = [], steps, done
+        self.counters = SimpleNamespace(steps_done=done - steps, samples=0)
         self.plan = SimpleNamespace(last_step=9, dialect=step3().resolved.dialect)
         self.args = step3(critic_pretrain_steps=steps)
         self.models, self.output_dir = SimpleNamespace(critic="critic", saved_tokenizer=None), folder
         self.writer, self.checkpoints, self.view = self, self, SimpleNamespace(bar={"kl": "objective/kl"})
-        self.owed, self.newest = None, None
-
-    @property
-    def steps_done(self):
-        return self.steps + self.trainer.steps_done
-
-    def prompts(self, step):
-        return step
-
-    def step(self, prompts):
-        self.trainer.steps_done += 1
-        self.said.append(f"step on prompts {prompts}")
-        return SimpleNamespace(step=self.trainer.steps_done, metrics={"critic_pretrain/loss": 0.5})
+        self.evaluations = SimpleNamespace(due=lambda step: step == 0)
+        self.owed, self._extra, self.newest, self.callbacks = None, {}, None, Callback()
 
     def count(self, total, **how):
         self.said.append(f"count {total} from {how.get('first_step', 0)}, below {how.get('below', 0)}")
@@ -50,11 +40,10 @@ class Notes:
     def take_metrics(self):
         return {}
 
-    def log_step(self, step, samples):
-        self.said.append(f"log {step} {samples} {self.owed}")
-        self.owed = None
+    def log(self, step, samples, metrics):
+        self.said.append(f"log {step} {samples} {metrics}")
 
-    def save_if_due(self, step):
+    def save_if_due(self, step, score=None):
         self.said.append(f"point {step}")
 
     def write(self, text):
@@ -64,6 +53,25 @@ class Notes:
         raise EndedEarly(f"{reason} after {report.step}, owed {self.owed}")
 
 
+class Pretraining:
+    """The pretraining of a run that takes notes; also its feed."""
+
+    def __init__(self, run: Notes):
+        self.run, self.steps = run, run.steps
+
+    @property
+    def steps_done(self):
+        return self.steps + self.run.counters.steps_done
+
+    def prompts(self, step):
+        return step
+
+    def step(self, prompts):
+        self.run.counters.steps_done += 1
+        self.run.said.append(f"step on prompts {prompts}")
+        return SimpleNamespace(step=self.run.counters.steps_done, samples=0, metrics={"critic_pretrain/loss": 0.5})
+
+
 @pytest.fixture
 def asked(monkeypatch, tmp_path) -> list:
     """Reasons to end that the borders see, one after the other; then none."""
@@ -71,13 +79,14 @@ def asked(monkeypatch, tmp_path) -> list:
     monkeypatch.setattr(stopping, "agreed", lambda: reasons.pop(0) if reasons else None)
     monkeypatch.setattr(model_folders, "merged_wanted", lambda choice, models, folder: True)
     saved = {"critic_pretrained": tmp_path / "critic_pretrained"}
-    monkeypatch.setattr(model_folders, "save_forms", lambda *given: saved[given[3]].mkdir() or saved)
+    monkeypatch.setattr(model_folders, "save_forms", lambda *given, **_: saved[given[3]].mkdir() or saved)
     return reasons
 
 
 def run(notes: Notes) -> list[str]:
-    """What they were asked; the stand-in is session, pretraining and feed at once."""
-    pretrain(notes, notes, notes)
+    """What it was asked."""
+    pretraining = Pretraining(notes)
+    pretrain(notes, pretraining, pretraining)
     return notes.said
 
 
@@ -101,7 +110,7 @@ def test_a_link_in_the_place_of_the_record_is_not_written_through(asked, tmp_pat
     folder = tmp_path / "critic_pretrained"
     folder.mkdir()
     (folder / PRETRAINING_RECORD).symlink_to(tmp_path / "theirs")
-    monkeypatch.setattr(model_folders, "save_forms", lambda *given: {folder.name: folder})
+    monkeypatch.setattr(model_folders, "save_forms", lambda *given, **_: {folder.name: folder})
     run(Notes(tmp_path, steps=1))
     assert json.loads((folder / PRETRAINING_RECORD).read_text())["steps"] == 1
     assert (tmp_path / "theirs").read_text() == "theirs"
@@ -133,7 +142,7 @@ def test_a_missing_vllm_is_told_with_the_files(path, tmp_path, monkeypatch):
     monkeypatch.setattr("engine.rollout.vllm_rollouts.metadata.version", fake_vllm.version(None))
     args = with_vllm(path, "--output_dir", str(tmp_path / "out"), "--data_path", "no.jsonl", "--dtype", "fp32")
     with pytest.raises(UserError, match="vLLM is not installed here"):
-        check_files(args, args.resolved.dialect, None)
+        check_files(args, None)
 
 
 def test_heads_that_it_cannot_compute_or_divide_are_told(path, monkeypatch):
@@ -144,20 +153,3 @@ def test_heads_that_it_cannot_compute_or_divide_are_told(path, monkeypatch):
     with pytest.raises(UserError, match="--vllm_tensor_parallel_size 3: the 4 attention heads of .* divides 4"):
         check_vllm(with_vllm(path, "--vllm_tensor_parallel_size", "3"))
     check_vllm(with_vllm(path, "--dry_run"))  # for other machines, it may be
-
-
-@pytest.mark.parametrize("average", (None, object()))
-def test_the_averages_curve_starts_where_the_actors_does(average):
-    logged = []
-    session = SimpleNamespace(
-        trainer=SimpleNamespace(steps_done=0),
-        args=step3(),
-        evaluator=SimpleNamespace(run=lambda step: ({"eval/score": 1.5, "eval/kl_se": 0.25}, [])),
-        models=SimpleNamespace(ema=average),
-        write_samples=lambda name, rows: None,
-        writer=SimpleNamespace(log=lambda step, samples, metrics: logged.append(metrics)),
-        owed=None,
-    )
-    Session.before_first_step(session)
-    own = {"eval/score": 1.5, "eval/kl_se": 0.25}
-    assert logged == [own if average is None else {**own, "eval/ema_score": 1.5, "eval/ema_kl_se": 0.25}]

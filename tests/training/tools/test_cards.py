@@ -1,7 +1,8 @@
-"""Model cards: what a run's record and metrics come to, what is kept private, and snippets that run as they stand."""
+"""Model cards: what a run's record and metrics come to, and what is kept private; the page's code that reads scores."""
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from transformers import AutoModelForSequenceClassification
 from engine.experience import position_ids
 from engine.models.loading import load_scorer
 from scripts.harness.models import EOS, make_adapter, make_causal_lm, make_scorer
-from training.runtime.hub import RunFacts, is_hub_name, loading, merge_card, model_card
+from training.tools.cards import CARD, hub_origin, is_edited, is_hub_name, merge_card, model_card, signed
 
 PRIVATE = ("/home", "lovelace", "acme", "node7", "my_rules")
 VERSIONS = {"python": "3.11.7", "torch": "2.13.0", "four-engine-rlhf": "0.1.0"}
@@ -44,13 +45,13 @@ ROWS = [
 ]
 
 
-def ppo(**changes) -> RunFacts:
-    return RunFacts(**{"start": {**START, "flags": PPO_FLAGS, "dialect": DIALECT}, "rows": ROWS} | changes)
+def ppo(name: str, rows=ROWS, **flags) -> str:
+    return model_card({**START, "flags": PPO_FLAGS | flags, "dialect": DIALECT}, rows, name)
 
 
-def supervised(rows=(), **flags) -> RunFacts:
-    given = {"model_name_or_path": "org/base", "data_path": ["org/pairs"], "eval_data_path": [], **flags}
-    return RunFacts(start={**START, "flags": given, "dialect": None}, rows=list(rows))
+def supervised(name: str) -> str:
+    given = {"model_name_or_path": "org/base", "data_path": ["org/pairs"], "eval_data_path": []}
+    return model_card({**START, "flags": given, "dialect": None}, [], name)
 
 
 def front(text: str) -> dict:
@@ -58,7 +59,7 @@ def front(text: str) -> dict:
 
 
 def test_the_actors_card_says_what_the_run_was():
-    text = model_card(ppo(), "actor")
+    text = ppo("actor")
     assert front(text) == {
         "library_name": "transformers",
         "tags": ["rlhf", "ppo"],
@@ -67,41 +68,33 @@ def test_the_actors_card_says_what_the_run_was():
         "base_model_relation": "finetune",
         "datasets": ["org/prompts"],
     }
-    assert "Dialect `trl_ppo`, but (the dialect's in brackets) `kl_coef=0.2` (0.05)." in text
+    for line in ("dialect | `trl_ppo`", "steps | 2", "responses | 128", "ranks | 8, A100", "`kl_coef` | 0.2"):
+        assert f"| {line} |" in text
     assert "| score | 0.250 ± 0.125 | 1.500 ± 0.062 | +1.250 ± 0.110 |" in text
     assert "| KL to the reference | 0.000 | 4.000 |" in text
-    assert "| responses learned from | 128 |" in text and "| steps | 2 |" in text and "| ranks | 8, A100 |" in text
-    assert "| KL coefficient, first and last | 0.2, 0.1 |" in text
-    assert "commit 0123abcd with changes of its own; python 3.11.7, torch 2.13.0" in text
-    assert "| score | 0.250 ± 0.125 | 1.125 |  |" in model_card(ppo(), "actor_ema")
+    assert "python 3.11.7, torch 2.13.0, four-engine-rlhf 0.1.0; commit 0123abcd with changes of its own" in text
+    assert "| score | 0.250 ± 0.125 | 1.125 |  |" in ppo("actor_ema")
     assert dict(ModelCard(text).data.to_dict())["base_model"] == "org/sft-7b"
-    kept = "- `generate()` follows its generation_config.json, which nothing in its training drew with: "
-    assert kept not in text and kept + "top_k 5." in model_card(ppo(), "actor", "top_k 5")
+    assert {"base_model", "pipeline_tag"} & set(front(ppo("critic"))) == set()
 
 
 @pytest.mark.parametrize("name", ["actor", "actor_ema", "critic", "actor_adapter", "critic_pretrained"])
 def test_nothing_that_may_be_private_is_told(name):
-    text = model_card(ppo(), name)
+    text = ppo(name)
     assert [word for word in PRIVATE if word in text] == []
-    assert (
-        "local files, not on the Hub" in text and "[org/prompts](https://huggingface.co/datasets/org/prompts)" in text
-    )
+    assert "- data: local, not on the Hub" in text and "- data: org/prompts" in text
 
 
-def test_a_model_from_a_local_folder_has_the_base_that_the_folder_began_as():
-    local = {**PPO_FLAGS, "actor_model_name_or_path": "/home/lovelace/acme-sft"}
-    run = {"start": {**START, "flags": local, "dialect": DIALECT}}
-    assert "base_model" not in front(model_card(ppo(**run), "actor"))
-    known = {"/home/lovelace/acme-sft": "org/base"}
-    assert front(model_card(ppo(**run, known=known), "actor"))["base_model"] == "org/base"
-    assert {"base_model", "pipeline_tag"} & set(front(model_card(ppo(), "critic"))) == set()
+def test_a_score_of_another_reward_has_no_before():
+    rows = [ROWS[0], {"step": 2, "samples": 128, "eval/score": 9.0, "eval/kl": 4.0, "eval/kl_change": 4.0}]
+    assert "| score |  | 9.000 |  |" in ppo("actor", rows)
 
 
-def test_before_the_last_evaluation_the_card_says_that_it_is_not_there():
-    text = model_card(supervised(), "adapter")
+def test_before_the_last_evaluation_the_card_has_no_result():
+    text = supervised("adapter")
     assert "Not measured." in text and front(text)["library_name"] == "peft"
     assert front(text)["base_model_relation"] == "adapter" and "lora" in front(text)["tags"]
-    assert "nothing was measured yet" in model_card(ppo(rows=ROWS[:2]), "actor")
+    assert "| score | 0.250 ± 0.125 |  |  |" in ppo("actor", ROWS[:2])
 
 
 def test_names_on_the_hub():
@@ -120,48 +113,64 @@ def test_a_merged_models_card():
     }
     text = merge_card(source, VERSIONS, None)
     assert front(text)["base_model"] == ["org/sft"] and front(text)["base_model_relation"] == "merge"
-    assert "| score | 2.000 ± 0.500 |" in text and "nats a response | 7.000 ± 0.250 |" in text
+    assert "score 2.000 ± 0.500" in text and "KL to the SFT model 7.000 ± 0.250 nats" in text
     assert [word for word in PRIVATE if word in text] == []
+
+
+def test_an_edited_file_is_known(tmp_path):
+    text = "# A card\n"
+    for content, edited in ((signed(text), False), (signed(text) + "\n", True), ("# mine\n", True)):
+        (tmp_path / CARD).write_text(content)
+        assert is_edited(tmp_path / CARD) is edited
+    (tmp_path / CARD).write_text(signed(text).replace("A card", "My card"))
+    assert is_edited(tmp_path / CARD)
+    assert not is_edited(tmp_path / "none.md")
+
+
+def test_a_local_model_has_the_base_that_its_own_card_names(tmp_path):
+    folder = make_causal_lm(tmp_path / "lm")
+    assert hub_origin(folder) is None and hub_origin("org/name") == "org/name"
+    text = "---\nbase_model: org/base\n---\n# x\n"
+    (tmp_path / "lm" / CARD).write_text(text)  # somebody else's, where the word means what they like
+    assert hub_origin(folder) is None
+    (tmp_path / "lm" / CARD).write_text(signed(text))
+    assert hub_origin(folder) == "org/base"
+    card = ppo("actor", actor_model_name_or_path=folder)
+    assert front(card)["base_model"] == "org/base" and "local, not on the Hub, began as org/base" in card
 
 
 TEXTS = ([10, 11, 12, 13, EOS], [10, 11, 12, 14, 15, 16, 17, EOS])  # as tokens
 
 
-def code(text: str, folder: str) -> str:
-    found = re.search(r"```python\n(.*)\n```", text, re.DOTALL)
-    assert found is not None
-    filled = found[1].replace('FOLDER = "."', f"FOLDER = {folder!r}").replace("max_new_tokens=64", "max_new_tokens=4")
-    both = ", ".join(repr(" ".join(f"w{token}" for token in tokens[:-1])) + " + ' </s>'" for tokens in TEXTS)
-    return filled.replace('"PROMPT" + "RESPONSE" + tokenizer.eos_token', both).replace("PROMPT", "w10 w11 ")
-
-
-def test_the_snippet_of_a_language_model_loads_it(tmp_path, capsys):
-    exec(code(loading("text-generation", False), make_causal_lm(tmp_path / "lm")), {})
-    assert capsys.readouterr().out.startswith("w10 w11 ")
-    base = make_causal_lm(tmp_path / "base")
-    exec(code(loading("text-generation", True), make_adapter(tmp_path / "actor", base)), {})
-    assert "w10 w11" in capsys.readouterr().out
+def scores_by_the_page(folder: str, capsys, adapter: bool = False) -> list[float]:
+    """What the code of docs/sharing.md prints for TEXTS."""
+    page = (Path(__file__).parents[3] / "docs" / "sharing.md").read_text()
+    code, others = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    if adapter:
+        code = re.sub(r"model = .*\noffset = .*\n", lambda _: others, code)
+    texts = ", ".join(repr(" ".join(f"w{token}" for token in tokens[:-1]) + " </s>") for tokens in TEXTS)
+    code = code.replace('"PROMPT" + "RESPONSE" + tokenizer.eos_token', texts)
+    exec(code.replace('FOLDER = "."', f"FOLDER = {folder!r}"), {})
+    return json.loads(capsys.readouterr().out)
 
 
 @pytest.mark.parametrize("pad_is_eos", [True, False])
-def test_the_snippet_of_a_reward_model_scores_two_texts_as_one_at_a_time(tmp_path, capsys, pad_is_eos):
+def test_the_pages_code_scores_two_texts_as_one_at_a_time(tmp_path, capsys, pad_is_eos):
     folder = make_scorer(tmp_path, offset=0.3, pad_is_eos=pad_is_eos)
     if pad_is_eos:  # as step 2 writes it
         config = json.loads((tmp_path / "config.json").read_text()) | {"pad_token_id": None}
         (tmp_path / "config.json").write_text(json.dumps(config))
-    exec(code(loading("text-classification", False), folder), {})
     model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
     with torch.no_grad():
         expected = [model(torch.tensor([ids])).logits.item() + 0.3 for ids in TEXTS]
-    assert json.loads(capsys.readouterr().out) == pytest.approx(expected, abs=1e-5)
+    assert scores_by_the_page(folder, capsys) == pytest.approx(expected, abs=1e-5)
 
 
-def test_the_snippet_of_an_adapter_scores_two_texts_as_one_at_a_time(tmp_path, capsys):
+def test_the_pages_code_scores_with_an_adapter(tmp_path, capsys):
     folder = make_adapter(tmp_path / "reward", make_causal_lm(tmp_path / "base", pad_is_eos=True), scorer=True)
-    exec(code(loading("text-classification", True), folder), {})
     scorer, expected = load_scorer(folder, torch.float32).eval(), []
     for ids in map(torch.tensor, TEXTS):
         mask = torch.ones_like(ids)[None]
         with torch.no_grad():
             expected.append(scorer(ids[None], mask, position_ids(mask))[0, -1].item())
-    assert json.loads(capsys.readouterr().out) == pytest.approx(expected, abs=1e-5)
+    assert scores_by_the_page(folder, capsys, adapter=True) == pytest.approx(expected, abs=1e-5)

@@ -16,8 +16,8 @@ from engine.zero.shards import Shard
 from scripts.harness.models import make_causal_lm
 from tests.training.checkpoints.tiny_points import TinyRun, flip_bit
 from training.checkpoints import resuming
-from training.checkpoints.export import INDEX, main
 from training.checkpoints.files import damages
+from training.tools.export import INDEX, main
 
 CONFIG = {"dtype": "bfloat16", "model_type": "gpt2", "vocab_size": 3}
 

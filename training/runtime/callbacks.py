@@ -1,0 +1,82 @@
+"""How a tool takes part in a run: by a callback, an object whose methods the run calls.
+
+    class Seconds(Callback):
+        def after_step(self, report):
+            report.metrics["own/seconds"] = time.monotonic()
+
+    step3_rlhf.program(callbacks=(Seconds(),))
+
+As transformers' TrainerCallback, `Callback` has all methods, and they do nothing: a subclass defines those that it
+needs.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+
+class Callback:
+    """What a run calls, in this order. A method that raises ends the run.
+
+    run: the run (training/runtime/loop.py), of which callbacks read
+        args: its flags.
+        output_dir: its output folder, a Path.
+        steps_done: how many steps are done.
+        saved: {name: folder} of the trained models that are saved; {} before the last step.
+        verdict: the Verdict on the run (training/reporting/guards.py), on all ranks; None before `ended`.
+        writer: its MetricWriter; `writer.write(line)` prints a line below which a progress bar goes on.
+    """
+
+    def planned(self, args: Any, plan: Any) -> None:
+        """Called when all that can be wrong was checked, before a model is loaded: on all ranks of a run; in a dry run
+        (args.dry_run) on rank 0 alone.
+
+        plan: what was decided, as the Plan of step 3 (training/runtime/plan.py). None in a dry run on a machine that
+        lacks the models or data. Raises: UserError, which ends the run; on all ranks, if on any (`checked`, `agreed`).
+        """
+
+    def after_step(self, report: Any) -> None:
+        """Called on all ranks after each step, before its metrics are written.
+
+        report: the StepReport (training/ppo_trainer.py): step, samples, metrics, batch. What is added to
+        `report.metrics` is written with the step's metrics.
+        """
+
+    def saved(self, name: str, folder: Path, run: Any) -> None:
+        """Called on rank 0 alone, when a model was written into `folder`. Files that are added there belong to the
+        model. An OSError counts as a failure to write the model.
+
+        name: the model's name, "actor" or "." for example. The folder gets its final name, `run.output_dir / name`,
+        after this call; there an earlier save of this model may stand until then.
+        """
+
+    def ended(self, run: Any) -> None:
+        """Called on all ranks after the last model was saved and the summary was printed. A broken model ends the run
+        with an error after this call: see `run.verdict`."""
+
+
+class Callbacks(Callback):
+    """Several callbacks as one: each is called, in the given order."""
+
+    def __init__(self, each: Sequence[Callback] = ()):
+        self.each = tuple(each)
+
+    def planned(self, args: Any, plan: Any) -> None:
+        """See Callback."""
+        for callback in self.each:
+            callback.planned(args, plan)
+
+    def after_step(self, report: Any) -> None:
+        """See Callback."""
+        for callback in self.each:
+            callback.after_step(report)
+
+    def saved(self, name: str, folder: Path, run: Any) -> None:
+        """See Callback."""
+        for callback in self.each:
+            callback.saved(name, folder, run)
+
+    def ended(self, run: Any) -> None:
+        """See Callback."""
+        for callback in self.each:
+            callback.ended(run)
