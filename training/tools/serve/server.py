@@ -221,8 +221,9 @@ class Handler(BaseHTTPRequestHandler):
         self._send_json(200, state)
 
     def _compare(self) -> None:
+        body = self._body()
         with self.server.parsing:
-            asked = read_comparison(self._object())
+            asked = read_comparison(read_object(body))
         # 53 bits fit into a number of JavaScript, so the page can send the seed back.
         seed = secrets.randbits(53) if asked.seed is None else asked.seed
         answers = {}
@@ -280,8 +281,9 @@ class Handler(BaseHTTPRequestHandler):
                     }
 
     def _scores(self) -> None:
+        body = self._body()
         with self.server.parsing:
-            items = read_items(self._object())
+            items = read_items(read_object(body))
         scorer, context = self.server.models.scorer, self.server.models.context
         if scorer is None:
             raise RequestError(404, "this service has no reward model; start it with --reward_model_name_or_path")
@@ -300,8 +302,8 @@ class Handler(BaseHTTPRequestHandler):
 
     # The connection
 
-    def _object(self) -> dict:
-        """Read the body, which must be a JSON object. Raises: RequestError; Gone.
+    def _body(self) -> bytes:
+        """Read the body. Raises: RequestError; Gone.
 
         Its content type must be JSON: a browser lets web pages of any origin send bodies of some other types.
         """
@@ -319,7 +321,7 @@ class Handler(BaseHTTPRequestHandler):
             raise RequestError(408, f"the body did not arrive within {self.server.seconds:g} seconds") from None
         if len(body) < int(length):
             raise Gone
-        return read_object(body)
+        return body
 
     @contextlib.contextmanager
     def _turn(self) -> Iterator[None]:

@@ -75,16 +75,11 @@ class Running:
         return not self.server.computing.locked()
 
 
-def flags(**given) -> ServeFlags:
+def flags(*models: str, **given) -> ServeFlags:
     """The flags of a service on the CPU, at a free port."""
-    args = ServeFlags(device="cpu", port=0, **given)
+    args = ServeFlags(models=list(models), device="cpu", port=0, **given)
     args.validate()
     return args
-
-
-def served(args: ServeFlags) -> ServedModels:
-    """The models of these flags."""
-    return load_models(args)
 
 
 @contextlib.contextmanager
@@ -118,9 +113,9 @@ def models(tmp_path_factory) -> dict[str, str]:
 def loaded(models) -> tuple[ServeFlags, ServedModels]:
     names = [f"{name}={models[name]}" for name in ("one", "two")]
     args = flags(
-        models=names, reward_model_name_or_path=models["reward"], max_answer_seq_len=40, max_body_mb=4.0, dtype="fp32"
+        *names, reward_model_name_or_path=models["reward"], max_answer_seq_len=40, max_body_mb=4.0, dtype="fp32"
     )
-    return args, served(args)
+    return args, load_models(args)
 
 
 @pytest.fixture(scope="session")
@@ -134,5 +129,7 @@ def service(loaded):
 def endless(tmp_path_factory) -> tuple[ServeFlags, ServedModels]:
     """One model, thousands of tokens each response. Its name makes each event of a stream long."""
     path = make_endless(tmp_path_factory.mktemp("endless"))
-    args = flags(models=[f"{'long-' * 600}={path}"], max_seq_len=4096, max_answer_seq_len=4000, dtype="fp32")
-    return args, served(args)
+    args = flags(path, max_seq_len=4096, max_answer_seq_len=4000, dtype="fp32")
+    found = load_models(args)
+    found.by_name["long-" * 600] = found.by_name.pop(Path(path).name)
+    return args, found
