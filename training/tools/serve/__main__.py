@@ -9,7 +9,6 @@ docs/serve.md describes all requests and answers.
 
 import signal
 import sys
-import warnings
 from collections.abc import Sequence
 
 from training.runtime.first_look import first_look
@@ -35,7 +34,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    warnings.filterwarnings("ignore", category=FutureWarning)
     server = Server(args)  # fails before models load, which may take minutes; until then requests wait
     models = load_models(args)
     if not args.is_local:

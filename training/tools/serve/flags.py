@@ -1,7 +1,6 @@
 """The flags of the service."""
 
 import ipaddress
-import re
 from dataclasses import dataclass
 
 from engine.errors import UserError
@@ -22,7 +21,6 @@ class ServeFlags(TokenizerFlags):
     reward_model_name_or_path: str | None = flag(
         None, "reward model that scores responses; may be a checkpoint of step 2"
     )
-    device: str | None = flag(None, "cpu, cuda or cuda:1; by default the first GPU, or the CPU where there is none")
     dtype: str | None = flag(
         None,
         "dtype that models compute in; by default bf16 on GPUs that have it, fp16 on other GPUs, fp32 on CPUs",
@@ -54,8 +52,6 @@ class ServeFlags(TokenizerFlags):
         if not self.models and self.reward_model_name_or_path is None:
             raise UserError("there is nothing to serve: give --models NAME=PATH, --reward_model_name_or_path, or both.")
         named(self.models)
-        if self.device is not None and not re.fullmatch(r"cpu|cuda(:\d+)?", self.device):
-            raise UserError(f"--device {self.device}: give cpu, cuda, or cuda:N for a GPU by its number.")
 
     @property
     def is_local(self) -> bool:

@@ -13,14 +13,12 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from engine.errors import UserError
 from engine.experience import PromptBatch, position_ids
 from engine.models.attention import Attention
 from engine.models.checking import check_attention, check_policy, check_rows, check_scorer, check_vocabularies
 from engine.models.loading import DTYPES, load_policy, load_scorer
-from engine.models.places import base_of
 from engine.models.policy import Scorer
-from engine.models.reading import has_tokenizer, read_config, vocabulary_size
+from engine.models.reading import read_config, vocabulary_size
 from engine.rollout.base import SamplingConfig
 from engine.rollout.request import Draws, Ends
 from engine.zero import accelerator
@@ -30,7 +28,7 @@ from training.data.tokens import TextEncoder, padded
 from training.runtime.models import generation_stops
 from training.tools.models import SCORERS, Model, exported, located, named
 from training.tools.serve.flags import ServeFlags
-from training.tools.serve.requests import Comparison, Item, RequestError
+from training.tools.serve.requests import Comparison, RequestError
 
 REWARD = "--reward_model_name_or_path"
 ROWS = 16  # number of texts in one forward pass of the reward model
@@ -144,11 +142,11 @@ class ServedScorer:
             raise RequestError(500, "the reward model's score is not finite")
         return found
 
-    def item_ids(self, item: Item) -> list[int]:
-        """The token ids of a prompt and its response."""
-        if item.ended:
-            return self.encoder.answered(item.prompt, item.response)[0]
-        return self.encoder.prompt(item.prompt) + self.encoder.continuation(item.prompt, item.response)
+    def item_ids(self, prompt: str, response: str, ended: bool) -> list[int]:
+        """The token ids of a prompt and its response; with an end token if the response ended by itself."""
+        if ended:
+            return self.encoder.answered(prompt, response)[0]
+        return self.encoder.prompt(prompt) + self.encoder.continuation(prompt, response)
 
 
 def check_length(text: str, context: int, place: str) -> None:
@@ -170,7 +168,7 @@ class ServedModels:
 
 def load_models(args: ServeFlags) -> ServedModels:
     """Check all models, then load them. Raises: UserError."""
-    device = _device(args)
+    device = accelerator.device()
     dtype = DTYPES[args.dtype or ("fp32" if device.type == "cpu" else accelerator.natural_dtype())]
     with tempfile.TemporaryDirectory() as folder:  # models in checkpoints are exported into it before they are loaded
 
@@ -183,18 +181,8 @@ def load_models(args: ServeFlags) -> ServedModels:
             reward = path_of(Model(REWARD, REWARD, reward, reward, is_checkpoint=True, parts=SCORERS))
         context = _check(args, paths, reward)
         models = {name: _model(args, name, path, dtype, device) for name, path in paths.items()}
-        tokenizer = next(iter(models.values())).tokenizer if models else None
-        scorer = _scorer(args, reward, dtype, device, tokenizer) if reward is not None else None
+        scorer = _scorer(args, reward, dtype, device) if reward is not None else None
     return ServedModels(models, scorer, context)
-
-
-def _device(args: ServeFlags) -> torch.device:
-    device = torch.device(args.device) if args.device is not None else accelerator.device()
-    if device.type == "cuda" and (not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count()):
-        raise UserError(
-            f"--device {device}: torch sees {torch.cuda.device_count()} GPUs here. Leave it out, or give cpu."
-        )
-    return device
 
 
 def _check(args: ServeFlags, paths: dict[str, str], reward: str | None) -> int:
@@ -227,16 +215,8 @@ def _model(args: ServeFlags, name: str, path: str, dtype: torch.dtype, device: t
     return ServedModel(name, model.to(device).eval(), tokenizer, TextEncoder(tokenizer), ends)
 
 
-def _scorer(
-    args: ServeFlags, path: str, dtype: torch.dtype, device: torch.device, policys: PreTrainedTokenizerBase | None
-) -> ServedScorer:
-    """Load the reward model. policys: the tokenizer of a model that answers, which is used if the reward model has no
-    tokenizer."""
+def _scorer(args: ServeFlags, path: str, dtype: torch.dtype, device: torch.device) -> ServedScorer:
+    tokenizer = args.read_tokenizer(path, REWARD)
     rows = Attention(max_length=args.max_seq_len)
     scorer = load_scorer(path, dtype, what=REWARD, trust_remote_code=args.trust_remote_code, attention=rows)
-    brings_none = not any(has_tokenizer(folder) for folder in (path, base_of(path, REWARD)) if Path(folder).is_dir())
-    if policys is not None and Path(path).is_dir() and brings_none:
-        tokenizer = policys
-    else:
-        tokenizer = args.read_tokenizer(path, REWARD)
     return ServedScorer(scorer.to(device).eval(), TextEncoder(tokenizer), tokenizer.pad_token_id)

@@ -75,17 +75,6 @@ class Comparison:
         )
 
 
-@dataclass(frozen=True)
-class Item:
-    """A response to score. ended: whether the response ended by itself; the reward model then reads it with an end
-    token, as in training."""
-
-    id: str | int
-    prompt: str
-    response: str
-    ended: bool = True
-
-
 def read_object(body: bytes) -> dict[str, Any]:
     """The JSON object in a request's body. Raises: RequestError."""
 
@@ -145,21 +134,18 @@ def read_comparison(given: Mapping[str, Any]) -> Comparison:
     return asked
 
 
-def read_items(given: Mapping[str, Any]) -> list[Item]:
-    """The items of POST /v1/scores. Other fields, such as columns of a data set, are ignored. Raises: RequestError."""
-    found = []
-    for number, item in enumerate(_checked(given.get("items"), "items", list)):
+def read_items(given: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The items of POST /v1/scores, each with id, prompt, response and ended: whether the response ended by itself; the
+    reward model then reads it with an end token, as in training. Other fields, such as columns of a data set, are
+    ignored. Raises: RequestError."""
+    items = _checked(given.get("items"), "items", list)
+    kinds = {"id": (str, int), "prompt": (str,), "response": (str,), "ended": (bool,)}
+    for number, item in enumerate(items):
         place = f"items[{number}]"
-        fields = _checked(item, place, dict)
-        found.append(
-            Item(
-                _checked(fields.get("id"), f"{place}.id", str, int),
-                _checked(fields.get("prompt"), f"{place}.prompt", str),
-                _checked(fields.get("response"), f"{place}.response", str),
-                _checked(fields.get("ended", True), f"{place}.ended", bool),
-            )
-        )
-    return found
+        _checked(item, place, dict).setdefault("ended", True)
+        for name, allowed in kinds.items():
+            _checked(item.get(name), f"{place}.{name}", *allowed)
+    return items
 
 
 def _checked(value: Any, place: str, *kinds: type) -> Any:

@@ -147,7 +147,7 @@ class Handler(BaseHTTPRequestHandler):
     def respond(self) -> None:
         """Answer the request, whatever happens."""
         try:
-            self._check_head()
+            self._check_host()
             self._route()()
         except UserError as error:  # a tokenizer or a chat template may raise it, too
             self._refuse(error if isinstance(error, RequestError) else RequestError(400, str(error)))
@@ -167,16 +167,13 @@ class Handler(BaseHTTPRequestHandler):
     def log_message(self, format: str, *args) -> None:
         """Called by http.server for what is no mistake of a client: nothing is printed."""
 
-    def _check_head(self) -> None:
-        """Raise RequestError if the request is for another host although the service is for this machine only (without
-        this check, a web page whose host name is resolved to this machine could read answers), or if it does not say
-        how long its body is."""
+    def _check_host(self) -> None:
+        """Raise RequestError if the request is for another host although the service is for this machine only. Without
+        this check, a web page whose host name is resolved to this machine could read answers (DNS rebinding)."""
         host = self.headers.get("Host", "localhost")
         if self.server.args.is_local and not is_own_name(host):
             told = f"this service is for its own machine, and not for {host!r}. A proxy before it: send Host: localhost"
             raise RequestError(421, told)
-        if "Transfer-Encoding" in self.headers:
-            raise RequestError(411, "give Content-Length, and no Transfer-Encoding")
 
     def _route(self):
         routes = {
@@ -290,14 +287,14 @@ class Handler(BaseHTTPRequestHandler):
         with self._turn():
             sequences = []
             for place, item in enumerate(items):
-                check_length(item.prompt + item.response, context, f"items[{place}]")
-                ids = scorer.item_ids(item)
+                check_length(item["prompt"] + item["response"], context, f"items[{place}]")
+                ids = scorer.item_ids(item["prompt"], item["response"], item["ended"])
                 if not 0 < len(ids) <= context:
                     told = f"items[{place}] has {len(ids)} tokens; it may have 1 to {context}"
                     raise RequestError(400, told, "items")
                 sequences.append(ids)
             found = scorer.scores(sequences, self._check_there)
-        scores = [{"id": item.id, "score": score} for item, score in zip(items, found, strict=True)]
+        scores = [{"id": item["id"], "score": score} for item, score in zip(items, found, strict=True)]
         self._send_json(200, {"scores": scores})
 
     # The connection

@@ -77,7 +77,7 @@ class Running:
 
 def flags(*models: str, **given) -> ServeFlags:
     """The flags of a service on the CPU, at a free port."""
-    args = ServeFlags(models=list(models), device="cpu", port=0, **given)
+    args = ServeFlags(models=list(models), port=0, **given)
     args.validate()
     return args
 
@@ -131,5 +131,5 @@ def endless(tmp_path_factory) -> tuple[ServeFlags, ServedModels]:
     path = make_endless(tmp_path_factory.mktemp("endless"))
     args = flags(path, max_seq_len=4096, max_answer_seq_len=4000, dtype="fp32")
     found = load_models(args)
-    found.by_name["long-" * 600] = found.by_name.pop(Path(path).name)
+    found.by_name["long-" * 4000] = found.by_name.pop(Path(path).name)
     return args, found

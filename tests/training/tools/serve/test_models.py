@@ -1,6 +1,5 @@
 """Where models may come from: folders, adapters, checkpoints; and what they have in common."""
 
-import shutil
 from pathlib import Path
 
 import pytest
@@ -97,17 +96,6 @@ def test_the_context_is_that_of_the_model_with_the_fewest_positions(tmp_path):
     assert load_models(flags(f"base={base}", max_seq_len=100)).context == 100
     both = load_models(flags(f"base={base}", max_seq_len=100, reward_model_name_or_path=reward))
     assert both.context == 64
-
-
-def test_a_reward_model_without_tokenizer_has_the_models(tmp_path):
-    base, reward = make_causal_lm(tmp_path / "base"), make_scorer(tmp_path / "reward")
-    for file in Path(reward).glob("tokenizer*"):
-        file.unlink()
-    found = load_models(flags(f"base={base}", reward_model_name_or_path=reward))
-    assert found.scorer.encoder.prompt("w05 w09") == [5, 9]
-    shutil.rmtree(base)
-    with pytest.raises(UserError, match="no tokenizer"):
-        load_models(flags(reward_model_name_or_path=reward))
 
 
 def test_all_models_get_the_chat_template_that_is_given(tmp_path):
