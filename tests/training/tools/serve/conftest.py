@@ -56,15 +56,15 @@ class Running:
             answer = connection.getresponse()
             return answer.status, json.loads(answer.read())
 
-    def open_stream(self, body: dict) -> http.client.HTTPConnection:
+    def begin(self, body: dict) -> http.client.HTTPConnection:
         """A connection on which PUT / was sent; to be closed."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
-        connection.request("PUT", "/", json.dumps({**body, "stream": True}), {"Content-Type": "application/json"})
+        connection.request("PUT", "/", json.dumps(body), {"Content-Type": "application/json"})
         return connection
 
     def events(self, body: dict) -> list[dict]:
         """The events of a streamed answer, without the last."""
-        with contextlib.closing(self.open_stream(body)) as connection:
+        with contextlib.closing(self.begin({**body, "stream": True})) as connection:
             lines = [line for line in connection.getresponse().read().decode().split("\n\n") if line]
         assert lines[-1] == "data: [DONE]"
         return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
