@@ -187,4 +187,6 @@ def program(callbacks: Sequence[Callback] = ()) -> NoReturn:
 
 
 if __name__ == "__main__":
-    program()
+    from training.tools import memory
+
+    program(callbacks=(memory.Compared(),))

@@ -220,13 +220,11 @@ def train(args: RLHFFlags, plan: Plan, trainer: PPOTrainer, session: Session) ->
             pretrain(session, pretraining, prompt_feed(args, plan, args.seed ^ SEED))
         session.before_first_step()
         feed = prompt_feed(args, plan, args.seed)
-        first_step: contextlib.AbstractContextManager = step_metrics.memory_measured(session.writer.write)
         with stopping.at_borders():
             while trainer.steps_done < plan.last_step:
                 place.step = trainer.steps_done + 1
-                with phase("between phases"), first_step, profiler.record(place.step):
+                with phase("between phases"), profiler.record(place.step):
                     report = trainer.step(feed.prompts(counters.prompt_batches), feed)
-                first_step = contextlib.nullcontext()
                 session.after_step(report)
         session.checkpoints.wait()
     with saved_models_named(session.saved):
@@ -241,4 +239,6 @@ def program(callbacks: Sequence[Callback] = ()) -> NoReturn:
 
 
 if __name__ == "__main__":
-    program()
+    from training.tools import memory
+
+    program(callbacks=(memory.Compared(),))

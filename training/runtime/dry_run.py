@@ -15,6 +15,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -72,13 +73,7 @@ def report_supervised(args, first_lines: Callable[[], list[str]], callbacks: Cal
     checked = opened(data, unseen)
     if not unseen:
         checked += first_lines()
-    from training.runtime.memory_lines import memory_of_one_model  # the planner; a run does not import it
-
-    def last() -> None:
-        print(*memory_of_one_model(args), sep="\n")
-        callbacks.planned(args, None)
-
-    report(checked, unseen, {"model": args.ds_settings()}, last)
+    report(checked, unseen, {"model": args.ds_settings()}, lambda: callbacks.planned(args, None))
 
 
 def report_rlhf(
@@ -103,13 +98,7 @@ def report_rlhf(
             f"{without_query(url)} gives one text the score {score:g}"
             for url, score in check_server(args, plan).items()
         ]
-    from training.runtime.memory_lines import memory_lines  # the planner; a run does not import it
-
-    def last() -> None:
-        print(*memory_lines(args, dialect), sep="\n")
-        callbacks.planned(args, plan)
-
-    report(checked, unseen, args.ds_configs, last)
+    report(checked, unseen, args.ds_configs, lambda: callbacks.planned(args, plan))
 
 
 def _listed(value: str | list[str] | None) -> list[str]:
@@ -214,8 +203,8 @@ def _program(word: str) -> str:
 
 
 @program
-def main(words: Sequence[str]) -> int:
-    """Make a dry run of the command; returns the exit code of its program."""
+def main(words: Sequence[str], callbacks: Sequence[Callback] = ()) -> int:
+    """Make a dry run of the command, with these callbacks; returns the exit code of its program."""
     place = next((place for place, word in enumerate(words) if _program(word) in PROGRAMS), None)
     if place is None:
         raise UserError(
@@ -227,11 +216,14 @@ def main(words: Sequence[str]) -> int:
     name = _program(words[place])
     module = importlib.import_module(f"training.{name}")
     flags = [word for word in words[place + 1 :] if word != "--dry_run"]
-    code = run(module.main, getattr(module, PROGRAMS[name]), module.__doc__.splitlines()[0], [*flags, "--dry_run"])
+    planned = partial(module.main, callbacks=callbacks)
+    code = run(planned, getattr(module, PROGRAMS[name]), module.__doc__.splitlines()[0], [*flags, "--dry_run"])
     if code == 0 and (missing := _missing(words[:place], several=world > local)):
         print(f"missing: {missing}", flush=True)
     return code
 
 
 if __name__ == "__main__":
-    leave(main(sys.argv[1:]))
+    from training.tools import memory
+
+    leave(main(sys.argv[1:], callbacks=(memory.Compared(),)))

@@ -1,5 +1,5 @@
-"""Finds out how a run can fit into memory: the changes of flags that cost the least speed, and the largest batch and the
-fewest GPUs that fit."""
+"""Finds out how a run can fit into memory: the changes of flags that cost the least speed, the largest batch, and the
+fewest GPUs."""
 
 import dataclasses
 from collections.abc import Callable

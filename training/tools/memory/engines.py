@@ -21,12 +21,11 @@ from typing import Any
 
 from engine.engine_spec import OptimizerSpec
 from engine.zero.config import EngineConfig, build_ds_config, with_fitting_sizes, zero_settings
-from engine.zero.gathering import GATHER_BUCKET
 from engine.zero.long_batch import NOTHING_KEPT, Kept
 from training.tools.memory.blueprint import Blueprint
 from training.tools.memory.cluster import Cluster
 
-FLOAT, DOUBLE = 4, 8
+FLOAT = 4
 SUB_GROUP = 1_000_000_000  # parameters that DeepSpeed updates at a time at stage 3
 
 Bytes = Counter[tuple[str, str]]
@@ -73,7 +72,7 @@ class Engine:
 
     def bytes(self, kind: str, numbers: float, width: int | None = None) -> Bytes:
         """The bytes of `numbers` elements. width: the bytes of each, by default those of a weight."""
-        return Bytes({(self.model.role, kind): round(numbers * (width or self.model.width))})
+        return Bytes({(self.model.role, kind): round(numbers * (self.model.width if width is None else width))})
 
     @property
     def offloads_optimizer(self) -> bool:
@@ -141,21 +140,13 @@ class Engine:
         states = self.bytes("checkpoint", 3 * model.trains / self.world, self.master_width)
         return states + self.bytes("checkpoint", frozen / self.world)
 
-    def gathered(self, backward: bool = False, kept: Kept = NOTHING_KEPT) -> Bytes:
+    def gathered(self, kept: Kept = NOTHING_KEPT) -> Bytes:
         """Whole weights, in addition to `at_rest`, while the partitioned module computes: all of them if they are
         kept; otherwise the layers that DeepSpeed keeps gathered and those that it is fetching."""
         if self.stage < 3 or (self.world == 1 and not self._offloads_weights):
             return Bytes()
-        fetched = int(self.zero.max_live_parameters) + (2 if backward else 1) * self.model.largest_unit
+        fetched = int(self.zero.max_live_parameters) + 2 * self.model.largest_unit
         return self.bytes("gathered", self.model.numbers if kept.weights else min(self.model.numbers, fetched))
-
-    @property
-    def gathered_in_buckets(self) -> Bytes:
-        """What a rank sends and receives while whole weights are written into a copy, bucket by bucket."""
-        if self.stage < 3:
-            return Bytes()
-        at_once = min(self.model.numbers, GATHER_BUCKET + self.model.largest)
-        return self.bytes("gathered", at_once * (1 + 1 / self.world))
 
     @property
     def computing(self) -> Bytes:
@@ -177,13 +168,10 @@ class Engine:
 
     @property
     def in_step(self) -> Bytes:
-        """Buffers, in addition to `at_rest` and `held`, in the optimizer step: gradients in float32, or the largest one
-        in float64 for its norm."""
-        group = min(self.share, SUB_GROUP) if self.stage == 3 else self.share
-        width, tf = self.model.width, FLOAT * group if self.tf_adam else 0
+        """Joined gradients, and gradients in float32, in addition to `at_rest` and `held`, in the optimizer step."""
         if self.offloads_optimizer:
             return Bytes()
-        joined = width * group if self.stage else 0
-        floats = FLOAT * group if width < self.master_width else 0
-        norm = DOUBLE * min(group, self.model.largest) * (2 if not self.stage and width == FLOAT else 1)
-        return self.bytes("buffers", max(joined + floats, norm) + tf, 1)
+        group = min(self.share, SUB_GROUP) if self.stage == 3 else self.share
+        width = self.model.width
+        floats = (width < self.master_width) + self.tf_adam
+        return self.bytes("buffers", group, (width if self.stage else 0) + FLOAT * floats)

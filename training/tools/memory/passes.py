@@ -16,29 +16,29 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from engine.algo.logprobs import planned_for
 from engine.experience import position_ids
+from engine.models.hydra import HydraPolicy
+from engine.models.lora import decoder_stack
 from engine.models.policy import Policy
 from training.tools.memory.blueprint import Blueprint
 
 SCORED = ("critic", "reward")  # the roles that compute scores
+FEW, MORE = 2, 4
 _GROUPED = torch.ops.aten._grouped_mm.default
 
 
 @lru_cache(maxsize=256)
-def training_pass(model: Blueprint, rows: int, length: int, response: int, role: str | None = None, gpu: int = 0) -> int:
+def training_pass(model: Blueprint, rows: int, length: int, response: int, role: str | None = None) -> int:
     """The number of bytes at the peak of a forward and backward pass.
 
     The gradient of a weight is counted from the moment when it is computed to the moment when it is added to the other
     gradients. rows: the number of sequences. length, response: their tokens, and those of their responses. role: the
-    role in which the module computes, if it can compute as several models; None for its own role. gpu: the number of
-    bytes of the GPU; 0 for a CPU.
+    role in which the module computes, if it can compute as several models; None for its own role.
     """
     hooks = [p.register_post_accumulate_grad_hook(_forget) for p in model.module.parameters() if p.requires_grad]
     model.module.train()
     try:
-        with planned_for(gpu):
-            return _peak(lambda: torch.autograd.backward(_output(model, rows, length, response, role).sum()))
+        return _peak(model, lambda: torch.autograd.backward(_output(model, rows, length, response, role).sum()))
     finally:
         for hook in hooks:
             hook.remove()
@@ -50,7 +50,7 @@ def forward_pass(model: Blueprint, rows: int, length: int, response: int, role: 
     prompts. Arguments: as those of `training_pass`."""
     model.module.eval()
     with torch.no_grad():
-        return _peak(lambda: _output(model, rows, length, response, role, with_entropy=role is None))
+        return _peak(model, lambda: _output(model, rows, length, response, role, with_entropy=role is None))
 
 
 def _output(
@@ -64,7 +64,24 @@ def _output(
     return model.module(*given, role=role)
 
 
-def _peak(run: Callable[[], object]) -> int:
+def _peak(model: Blueprint, run: Callable[[], object]) -> int:
+    """The bytes at the peak of a pass. Of a deep model only FEW and MORE layers are run, since each further layer adds
+    the same number of bytes."""
+    name = None if isinstance(model.module, HydraPolicy) else decoder_stack(model.module.model)
+    stack: Any = None if name is None else model.module.model.get_submodule(name)
+    if stack is None or len(stack) <= MORE:
+        return _counted(run)
+    whole, peaks = stack._modules, []
+    try:
+        for layers in (FEW, MORE):
+            stack._modules = dict(list(whole.items())[:layers])
+            peaks.append(_counted(run))
+    finally:
+        stack._modules = whole
+    return peaks[0] + (peaks[1] - peaks[0]) * (len(stack) - FEW) // (MORE - FEW)
+
+
+def _counted(run: Callable[[], object]) -> int:
     with fused_attention(), LiveBytes() as live:
         run()
     return live.peak

@@ -4,6 +4,7 @@ peak. The models are built on the meta device from their configurations; no weig
 Loading and saving are left out: they take less than the step. Terms of less than a few percent are left out too.
 """
 
+import math
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -186,12 +187,11 @@ class _Planner:
         if room is not None:
             cache = cache_bytes(model.model, slots_of_a_row(length, waiting=True) * rows)
             gradients = sum(
-                engine.bytes("gradients", engine.model.trains / (self.cluster.world if engine.stage >= 2 else 1)).total()
+                engine.model.width * engine.model.trains // (engine.world if engine.stage >= 2 else 1)
                 for engine in self.engines.values()
             )
-            self.placing = placed(
-                sizes, cache, room - self.rest.total() - gradients, args.replicas_between_steps
-            )
+            free = room - self.rest.total() - gradients
+            self.placing = placed(sizes, cache, free, args.replicas_between_steps)
         self.copy["copy", "weights"] = sizes[self.placing.ranks]
 
     def plan(self) -> MemoryPlan:
@@ -216,15 +216,11 @@ class _Planner:
     def _generate(self) -> None:
         args, actor = self.args, self.engines["actor"]
         rows = min(args.per_device_generation_batch_size * self.dialect.samples_per_prompt, args.rows_per_rank)
-        held = self.cache + self.copy + self.vllm
-        if (self.copy + self.vllm).total():
-            self._moment("generate", "the actor's copy is filled", held, actor.gathered_in_buckets)
-            whole = Bytes()
-        else:
-            whole = actor.gathered()
+        copied = (self.copy + self.vllm).total() > 0
+        whole = Bytes() if copied else actor.gathered()
         prompts = forward_pass(actor.model, rows, args.max_prompt_seq_len, 1)
         needed = Bytes({("actor", "activations"): prompts})
-        self._moment("generate", "responses are drawn", held, needed, whole)
+        self._moment("generate", "responses are drawn", self.cache, self.copy, self.vllm, needed, whole)
 
     def _experience(self) -> None:
         held, room = self.cache + self.copy + self.vllm, self.cluster.room
@@ -236,15 +232,9 @@ class _Planner:
             # A moving reference is the actor's own model with other weights.
             played = None if role == host or (role == "reference" and self.spec.reference_moves) else role
             needed = Bytes({(role, "activations"): forward_pass(engine.model, *self._rows, played)})
-            if self._lent(host, 0):
-                self._moment("experience", f"{role} computes", held, needed, engine.computing)
-                continue
-            whole = engine.bytes("weights", engine.model.numbers).total()
+            whole = engine.model.width * engine.model.numbers
             kept = Kept(weights=room is None or whole <= KEPT * (room - (self.rest + held).total()))
-            gathered = held + engine.gathered(kept=kept) + engine.computing
-            if kept.weights and engine.gathered().total():
-                self._moment("experience", f"{role}'s weights are gathered", gathered, engine.gathered_in_buckets)
-            self._moment("experience", f"{role} computes", gathered, needed)
+            self._moment("experience", f"{role} computes", held, needed, engine.gathered(kept), engine.computing)
 
     def _train(self) -> None:
         between = self.placing.between_steps
@@ -252,17 +242,23 @@ class _Planner:
         if not self.cluster.on_gpu:
             kept_rollouts = kept_rollouts + self.vllm  # on GPUs vLLM sleeps during training
         moved = self.copy if between == "host" else Bytes()
+        whole_copy = (
+            between == "keep"
+            and self.copy.total() > 0
+            and self.placing.ranks == 1
+            and self.models["actor"].module.adapters is None
+        )
         trained = {role: host for role in ("critic", "actor") if (host := self._host(role)) is not None}
         held = Bytes()  # gradients of the engine whose passes are done
         for role, host in trained.items():
             engine = self.engines[host]
             played = None if role == host else role
-            needed = Bytes({(role, "activations"): training_pass(engine.model, *self._rows, played, self._gpu)})
-            epochs, mini_batches = self._schedule(role)
-            lent = self._lent(host, epochs * mini_batches) and between == "keep"
+            needed = Bytes({(role, "activations"): training_pass(engine.model, *self._rows, played)})
             kept = _kept_whole(engine, needed, self.rest + kept_rollouts + held, self.cluster)
-            whole = Bytes() if lent else engine.gathered(backward=True, kept=kept)
-            backward = [kept_rollouts, held, needed, engine.in_backward(kept), whole]
+            # The passes of a single update read the weights of a whole copy, if there is one.
+            lent = host == "actor" and whole_copy and math.prod(self._schedule(role)) == 1
+            gathered = Bytes() if lent else engine.gathered(kept)
+            backward = [kept_rollouts, held, needed, engine.in_backward(kept), gathered]
             self._moment("train", f"{role}'s backward pass", *backward, host=moved)
             if role == host:
                 held = held + engine.held
@@ -277,22 +273,12 @@ class _Planner:
         rows = min(args.per_device_training_batch_size, args.rows_per_rank)
         return rows, args.max_prompt_seq_len + args.max_answer_seq_len, args.max_answer_seq_len
 
-    @property
-    def _gpu(self) -> int:
-        return self.cluster.gpu or 0 if self.cluster.on_gpu else 0
-
     def _host(self, role: str) -> str | None:
         """The role whose engine computes this role; None if the run does not have this role."""
         host = self.spec.engine_of.get(role, role)
         if role == "critic" and self.spec.share_trunk and self.spec.with_critic:
             host = "actor"
         return host if host in self.engines else None
-
-    def _lent(self, role: str, updates: int) -> bool:
-        """Whether this many optimizer steps' passes read the weights from the actor's copy."""
-        plain = self.models["actor"].module.adapters is None and self.placing.ranks == 1
-        stays = self.placing.between_steps != "host"
-        return role == "actor" and self.copy.total() > 0 and plain and stays and updates <= 1
 
 
 def _kept_whole(engine: Engine, needed: Bytes, held: Bytes, cluster: Cluster) -> Kept:
@@ -302,10 +288,9 @@ def _kept_whole(engine: Engine, needed: Bytes, held: Bytes, cluster: Cluster) ->
         return NOTHING_KEPT
     if cluster.room is None:
         return Kept(weights=True, gradients=True)
-    passes = (needed + engine.in_backward() + engine.gathered(backward=True)).total()
-    weights, gradients = (
-        engine.bytes("weights", numbers).total() for numbers in (engine.model.numbers, engine.model.trains)
-    )
+    passes = (needed + engine.in_backward() + engine.gathered()).total()
+    model = engine.model
+    weights, gradients = model.width * model.numbers, model.width * model.trains
     return what_to_keep(weights, gradients, passes if cluster.on_gpu else None, cluster.room - held.total())
 
 
@@ -334,11 +319,10 @@ def plan_one_model(args: SupervisedFlags, cluster: Cluster) -> MemoryPlan:
     passes = args.gradient_accumulation_steps
     engine = Engine.of(model, args.engine_config(), str(args.dtype), cluster, passes, args.optimizer())
     rows = args.per_device_train_batch_size * (2 if scorer else 1)  # both responses of a pair
-    gpu = cluster.gpu or 0 if cluster.on_gpu else 0
-    one_pass = training_pass(model, rows, args.max_seq_len, args.max_seq_len - 1, gpu=gpu)
+    one_pass = training_pass(model, rows, args.max_seq_len, args.max_seq_len - 1)
     needed, (rest, host) = Bytes({("model", "activations"): one_pass}), engine.at_rest()
     kept = _kept_whole(engine, needed, rest, cluster)
-    whole = engine.gathered(backward=True, kept=kept)
+    whole = engine.gathered(kept)
     checkpoint = _checkpoint_copy(args.schedule().copies, engine.written.total(), rest, host, cluster)
     moments = [
         Moment("train", "the backward pass", rest + needed + engine.in_backward(kept) + whole, host),
