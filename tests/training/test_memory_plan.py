@@ -4,13 +4,13 @@ import json
 import warnings
 
 import pytest
-
 from engine.memory.changes import Setting
 from engine.memory.workload import Cluster
+from training.runtime.memory_lines import change_lines
+
 from engine.models.lora import LoraSpec
 from tests.engine.memory.configurations import POLICY, SCORER, WORKLOAD, llama, spec_of
 from training.memory_plan import main
-from training.runtime.memory_lines import change_lines
 
 
 @pytest.fixture(autouse=True)
