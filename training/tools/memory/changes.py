@@ -3,7 +3,6 @@ fewest GPUs."""
 
 import dataclasses
 from collections.abc import Callable
-from typing import TypeVar
 
 from engine.errors import UserError
 from training.config.step3 import RLHFFlags
@@ -14,8 +13,8 @@ from training.tools.memory.plan import MemoryPlan, plan, verdict
 GPUS_OF_A_NODE, MOST_GPUS, MOST_ROWS = 8, 1024, 512
 BATCHES = ("per_device_generation_batch_size", "per_device_training_batch_size")
 
-Flags = dict[str, object]
-Args = TypeVar("Args", bound=RLHFFlags)
+Flags = dict[str, object]  # {flag: new value}
+Change = Callable[[RLHFFlags], Flags]
 
 
 def _smaller_passes(args: RLHFFlags) -> Flags:
@@ -49,7 +48,7 @@ def _trained(args: RLHFFlags) -> list[str]:
     return [config.role for config in args.spec.engine_configs if config.role in ("actor", "critic")]
 
 
-CHANGES: tuple[Callable[[RLHFFlags], Flags], ...] = (
+CHANGES: tuple[Change, ...] = (
     lambda args: {"replicas_between_steps": "free"},
     _smaller_passes,
     _fewer_decoded,
@@ -75,32 +74,40 @@ def what_fits(args: RLHFFlags, cluster: Cluster) -> tuple[Flags, MemoryPlan] | N
     Changes are made one after the other, the cheapest first, until the run fits. Then changes that turn out to be
     unnecessary are undone, the most expensive first.
     """
-    made: list[Flags] = []
+    made: list[Change] = []
     current, planned = args, None
     for change in CHANGES:
-        flags = change(current)
-        changed = _with(current, flags)
+        changed = _with(current, change(current))
         if changed is None:
             continue
         current, planned = changed, plan(changed, cluster)
-        made.append(flags)
+        made.append(change)
         if planned.fits:
             break
     if planned is None or not planned.fits:
         return None
-    for flags in reversed(made[:-1]):
-        fewer = [other for other in made if other is not flags]
-        without = _with(args, _joined(fewer))
-        if without is not None and (found := plan(without, cluster)).fits:
+    for place in reversed(range(len(made) - 1)):
+        without = _after(args, fewer := made[:place] + made[place + 1 :])
+        if without is not None and (found := plan(without[0], cluster)).fits:
             made, planned = fewer, found
-    return _joined(made), planned
+    after = _after(args, made)
+    assert after is not None
+    return after[1], planned
 
 
-def _joined(changes: list[Flags]) -> Flags:
-    return {name: value for flags in changes for name, value in flags.items()}
+def _after(args: RLHFFlags, changes: list[Change]) -> tuple[RLHFFlags, Flags] | None:
+    """(the flags after these changes, those that have changed); None if one of the changes cannot be made."""
+    flags: Flags = {}
+    for change in changes:
+        new = change(args)
+        changed = _with(args, new)
+        if changed is None:
+            return None
+        args, flags = changed, flags | new
+    return args, flags
 
 
-def _with(args: Args, flags: Flags) -> Args | None:
+def _with(args: RLHFFlags, flags: Flags) -> RLHFFlags | None:
     """The flags after a change; None if nothing changes, or step 3 would refuse them."""
     if all(getattr(args, name) == value for name, value in flags.items()):
         return None
