@@ -19,9 +19,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for scripts/, which is not installed
 
-from training.runtime.agreement import checked
+from training.runtime.launch import USER_ERROR, leave, quiet_libraries
 from training.runtime.models import check_positions
-from training.runtime.startup import USER_ERROR, leave, quiet_libraries
+from training.runtime.ranks import checked
 
 quiet_libraries()  # before they are imported
 

@@ -26,7 +26,7 @@ from engine.zero.communication import init
 from scripts.harness import adapter_damages, model_damages
 from scripts.harness.models import make_adapter, make_causal_lm, make_scorer
 from scripts.harness.programs import Result, Tiny, command_line, launch_words, run_caught
-from training.runtime.startup import quiet_libraries
+from training.runtime.launch import quiet_libraries
 
 WIDTH = 150  # of a message in the table
 GOES_ON = {"actor_lora_dim": 4, "critic_lora_dim": 4, "only_optimize_lora": True}

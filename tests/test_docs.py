@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from engine.algorithms import get_dialect, parse_settings
-from training.config import flag_docs
+from training.tools import flag_docs
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted(path.relative_to(ROOT) for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])

@@ -17,7 +17,7 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -34,6 +34,18 @@ from engine.zero.engines import TrainedModel
 from engine.zero.roles import TrainedRole
 from training.reporting.guards import stop_for_gradients, stop_unless_losses_finite
 from training.reporting.metrics import Accumulator
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """The report of a finished step. step: the step's number, from 1; at most 0 in the critic's pretraining. samples:
+    number of responses, or examples of steps 1 and 2, in the run so far, over all ranks. batch: this rank's batch, from
+    which the models learned; in steps 1 and 2 its micro-batches."""
+
+    step: int
+    samples: int
+    metrics: dict[str, float]
+    batch: Any
 
 
 class Counters:

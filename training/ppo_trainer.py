@@ -26,7 +26,7 @@ from engine.reward.base import RewardSource
 from engine.rlhf_engine import RLHFEngine
 from engine.rollout.base import RolloutBackend, SamplingConfig
 from training.group_sampling import GroupSampler, PromptFeed, Sampled
-from training.learner import Counters, Learner, MixedPretraining, TextFeed, mini_batch_rows
+from training.learner import Counters, Learner, MixedPretraining, StepReport, TextFeed, mini_batch_rows
 from training.reporting.guards import Guards
 from training.reporting.metrics import Accumulator
 from training.reporting.step_metrics import STEP_METRICS, Arithmetic, StepLog, StepMetric, add_hidden_tokens, add_parts
@@ -65,17 +65,6 @@ class PPOConfig:
     first_kl_bound: float | None = None
     exact_sampler: bool = True
     padded: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class StepReport:
-    """The report of a finished step. step: the step's number, from 1. samples: number of responses drawn in the run so
-    far, over all ranks. batch: this rank's batch, from which the models learned."""
-
-    step: int
-    samples: int
-    metrics: dict[str, float]
-    batch: TrainingBatch
 
 
 class PPOTrainer:

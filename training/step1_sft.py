@@ -33,15 +33,14 @@ from training.reporting.guards import of_sft
 from training.reporting.metrics import Accumulator
 from training.reporting.sinks import SFT_VIEW
 from training.reporting.standard_errors import Estimate, Units, change_text, value_text, with_errors
-from training.runtime import dry_run
-from training.runtime.agreement import agreed, checked
+from training.runtime import launch
 from training.runtime.callbacks import Callback, Callbacks
-from training.runtime.first_lines import supervised_lines
 from training.runtime.loop import Run
 from training.runtime.models import adapted_lines, adapted_model, check_positions, generation_stops
 from training.runtime.output_folder import check_shared
 from training.runtime.plan import SupervisedPlan
-from training.runtime.startup import check_run, leave, run
+from training.runtime.ranks import agreed, checked
+from training.runtime.start_report import report_supervised_dry_run, supervised_lines
 from training.supervised import HeldOutExamples, SupervisedTrainer, tell_result, train
 
 
@@ -52,7 +51,7 @@ def main(args: SFTFlags, callbacks: Sequence[Callback] = ()) -> None:
     point = ResumePoint.find(args.resume, args.output_dir)
     checked(lambda: check(args, point))
     if args.dry_run:
-        dry_run.report_supervised(args, lambda: make_plan(args, point), partial(first_lines, args), called)
+        report_supervised_dry_run(args, lambda: make_plan(args, point), partial(first_lines, args), called)
         return
     check_shared(args.output_dir)
     plan = agreed(lambda: make_plan(args, point))
@@ -163,7 +162,7 @@ def recurrent_lines(args: SFTFlags) -> list[str]:
 
 def check(args: SFTFlags, point: ResumePoint | None = None) -> None:
     """Check files, model and machine before anything large is loaded. Raises: UserError."""
-    check_run(args, resumed=point is not None and point.in_output_dir)
+    launch.check_run(args, resumed=point is not None and point.in_output_dir)
     args.ds_settings()
     if args.looks_at(args.model_name_or_path):
         config = check_policy(args.model_name_or_path, "--model_name_or_path", args.trust_remote_code)
@@ -176,10 +175,10 @@ def check(args: SFTFlags, point: ResumePoint | None = None) -> None:
 
 def program(callbacks: Sequence[Callback] = ()) -> NoReturn:
     """Run this step with the flags of this process's command line, and end the process."""
-    leave(run(partial(main, callbacks=callbacks), SFTFlags, __doc__.splitlines()[0]))
+    launch.leave(launch.run(partial(main, callbacks=callbacks), SFTFlags, __doc__.splitlines()[0]))
 
 
 if __name__ == "__main__":
-    from training.tools import cards
+    from training import tools
 
-    program(callbacks=(cards.Cards(), cards.Upload()))
+    program(tools.callbacks())

@@ -7,7 +7,6 @@ Step 3 writes into the output folder: actor/ (and, depending on the flags, actor
 profile/), metrics.jsonl, tensorboard/, samples/ and checkpoints/.
 """
 
-import contextlib
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -38,15 +37,14 @@ from training.reporting.guards import of_ppo, rounding_bound
 from training.reporting.sinks import PPO_VIEW, averaged_view
 from training.reporting.standard_errors import without_scores
 from training.reporting.summary import tell_result
-from training.runtime import dry_run
-from training.runtime.agreement import agreed, checked
+from training.runtime import launch
 from training.runtime.callbacks import Callback, Callbacks
-from training.runtime.first_lines import first_lines
 from training.runtime.loop import Run
 from training.runtime.output_folder import check_shared
 from training.runtime.plan import Plan, check_files, check_server, make_plan
 from training.runtime.processes import phase
-from training.runtime.startup import leave, run
+from training.runtime.ranks import agreed, checked
+from training.runtime.start_report import first_lines, report_dry_run
 
 
 def main(args: RLHFFlags, callbacks: Sequence[Callback] = ()) -> None:
@@ -56,7 +54,7 @@ def main(args: RLHFFlags, callbacks: Sequence[Callback] = ()) -> None:
     point = ResumePoint.find(args.resume, args.output_dir, with_ema=args.keeps_average)
     checked(lambda: check_files(args, point))
     if args.dry_run:
-        dry_run.report_rlhf(args, point, called)
+        report_dry_run(args, point, called)
         return
     check_shared(args.output_dir)
     with phase("reading data"):
@@ -98,14 +96,10 @@ def train(args: RLHFFlags, plan: Plan, trainer: PPOTrainer, run: Run) -> None:
     counters = trainer.counters
     profiler = step_metrics.Profiler(args.profile_steps, run.output_dir, say=run.writer.write)
     feed = prompt_feed(args, plan, args.seed)
-    first_step: contextlib.AbstractContextManager = step_metrics.memory_measured(run.writer.write)
 
     def step() -> StepReport:
-        nonlocal first_step
-        with first_step, profiler.record(counters.step):
-            report = trainer.step(feed.prompts(counters.prompt_batches), feed)
-        first_step = contextlib.nullcontext()
-        return report
+        with profiler.record(counters.step):
+            return trainer.step(feed.prompts(counters.prompt_batches), feed)
 
     with run.kept():
         if trainer.steps_done < 0:
@@ -216,10 +210,10 @@ def build_evaluator(plan: Plan, trainer: PPOTrainer) -> Evaluator | None:
 def program(callbacks: Sequence[Callback] = ()) -> NoReturn:
     """Run step 3 with the flags of this process's command line, and end the process. Scripts that extend the library
     call this too."""
-    leave(run(partial(main, callbacks=callbacks), RLHFFlags, __doc__.splitlines()[0]))
+    launch.leave(launch.run(partial(main, callbacks=callbacks), RLHFFlags, __doc__.splitlines()[0]))
 
 
 if __name__ == "__main__":
-    from training.tools import cards
+    from training import tools
 
-    program(callbacks=(cards.Cards(), cards.Upload()))
+    program(tools.callbacks())

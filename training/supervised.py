@@ -18,8 +18,7 @@ from engine.zero.engines import TrainedModel
 from training.checkpoints.conditions import BEFORE
 from training.config.supervised import SupervisedFlags
 from training.data.order import EpochBatches, epoch_batches
-from training.learner import accumulate_gradients
-from training.ppo_trainer import StepReport
+from training.learner import StepReport, accumulate_gradients
 from training.reporting.guards import stop_unless_weights_finite
 from training.reporting.metrics import Accumulator
 from training.reporting.records import METRICS_FILE, read_metrics

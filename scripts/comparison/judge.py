@@ -23,9 +23,9 @@ from scripts.comparison.tasks import known_words
 from training.config.step3 import RLHFFlags
 from training.reporting.evaluation import Evaluator
 from training.reporting.variety import distinct_bigrams
-from training.runtime.agreement import agreed
+from training.runtime.launch import leave, run
 from training.runtime.plan import make_plan
-from training.runtime.startup import leave, run
+from training.runtime.ranks import agreed
 from training.step3_rlhf import build_evaluator, build_trainer, choose_rollouts
 
 

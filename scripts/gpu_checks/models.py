@@ -168,7 +168,7 @@ def program(step: int, **flags: object) -> str:
     machine that fetches nothing may lack packages. The process group is kept, because DeepSpeed cannot go on with a
     second one. Raises: RuntimeError for an exit code that is not 0.
     """
-    from training.runtime.startup import run  # needs pyarrow, which most checks do without
+    from training.runtime.launch import run  # needs pyarrow, which most checks do without
 
     module_name, flags_name = PROGRAMS[step]
     module = importlib.import_module(module_name)

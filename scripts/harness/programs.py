@@ -29,10 +29,9 @@ import torch
 
 from scripts.harness import ROOT, free_port, models
 from scripts.harness.ranks import ForkedProgram
-from training import step1_sft, step2_reward, step3_rlhf
+from training import step1_sft, step2_reward, step3_rlhf, tools
 from training.config.step3 import RLHFFlags
-from training.runtime.startup import run
-from training.tools.cards import Cards, Upload
+from training.runtime.launch import run
 
 TIMEOUT = 300.0  # seconds
 PIPES = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "errors": "backslashreplace"}
@@ -67,7 +66,7 @@ def run_words(step: int, words: list[str]) -> int:
     """
     module, flags_class = PROGRAMS[step]
     with mock.patch("engine.distributed.shutdown"):
-        return run(partial(module.main, callbacks=(Cards(), Upload())), flags_class, module.__doc__, words)
+        return run(partial(module.main, callbacks=tools.callbacks()), flags_class, module.__doc__, words)
 
 
 def run_here(step: int, flags: dict, capfd) -> Result:

@@ -14,7 +14,7 @@ from engine.experience_maker import ExperienceMaker
 from scripts.harness.models import make_adapter, make_causal_lm
 from scripts.harness.programs import Result, assert_one_message, command_line, forked_program, run_here, snapshot
 from tests.distributed import plain
-from training.runtime.startup import run
+from training.runtime.launch import run
 from training.tools.compare import __main__ as compare
 
 

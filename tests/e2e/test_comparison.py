@@ -51,7 +51,7 @@ from scripts.comparison.tasks import TASKS, known_words
 from scripts.harness.programs import run_words
 from training.config.parsing import parse_flags
 from training.config.step3 import RLHFFlags
-from training.runtime.startup import run
+from training.runtime.launch import run
 
 TASK = TASKS["quickstart"]
 

@@ -23,10 +23,10 @@ from training import memory_plan
 from training.config.parsing import parse_flags
 from training.config.step3 import MemoryFlags, RLHFFlags
 from training.config.supervised import RewardFlags, SFTFlags
-from training.runtime import dry_run
-from training.runtime.first_lines import POINTS, RunSchedule, supervised_schedule
 from training.runtime.memory_lines import workload
 from training.runtime.plan import count_steps
+from training.runtime.start_report import POINTS, RunSchedule, supervised_schedule
+from training.tools import dry_run
 
 
 def stand_in(program: Path, prints: str) -> None:
@@ -198,7 +198,7 @@ def test_restart_points_come_before_the_end(size, stand_ins):
 def test_its_dry_run_is_right(size, step, stand_ins, in_dry_run, tmp_path, capfd):
     nodes, dtype, stages = SIZES[size]
     words = words_of(stand_ins, size, str(step), "--dry_run")
-    assert words[:3] == ["python", "-m", "training.runtime.dry_run"]
+    assert words[:3] == ["python", "-m", "training.dry_run"]
     code, printed, said = in_dry_run(words[3:], capfd)
     assert (code, said) == (0, "")
     assert shlex.split(printed.splitlines()[1]) == words[3:]

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from scripts.harness.programs import Result, assert_one_message, command_line, snapshot
-from training.runtime.startup import run
+from training.runtime.launch import run
 from training.tools.merge import __main__ as merge
 from training.tools.merge.frontier import Point, best_within, table
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from scripts.harness.programs import command_line, start_words
-from training.runtime.startup import quiet_libraries
+from training.runtime.launch import quiet_libraries
 
 TORCH_FOR_CUDA = """
 import sys, torch

@@ -16,7 +16,7 @@ from tests.training.given_rollouts import next_step, untrained
 from training.group_sampling import GroupSampler, Sampled
 from training.reporting.metrics import Accumulator
 from training.reporting.step_metrics import StepLog
-from training.runtime.first_lines import dynamic_sampling_line
+from training.runtime.start_report import dynamic_sampling_line
 
 PAD, K, PER_BATCH = 0, 3, 4
 RLOO = get_dialect("default").override(

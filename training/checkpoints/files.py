@@ -38,13 +38,12 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from engine import distributed
-from engine.errors import UserError
+from engine.errors import SharedError, UserError
 from engine.files import misfit, parsed_json
 from engine.models.saving import adapter_files, save_model
 from engine.whole_files import DTYPES, write_safetensors
 from engine.zero.engines import TrainedModel
 from engine.zero.shards import Shard
-from training.runtime.agreement import SharedError
 
 CHECKPOINTS = "checkpoints"
 AUTO = "auto"  # value of --resume: resume from the newest checkpoint in --output_dir, if there is one

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from engine import distributed
-from engine.errors import UserError
+from engine.errors import SharedError, UserError
 from engine.files import misfit, parsed_json, without_links
 from engine.lazy import Lazy
 from engine.models.adapter_folders import CLASSIFIER, HEAD, PREFIX, AdapterFolder, read_adapter
@@ -47,7 +47,7 @@ from training.checkpoints.files import (
     unfinished_in,
 )
 from training.checkpoints.files import EMA as EMA_FOLDER
-from training.runtime.agreement import SharedError, checked
+from training.runtime.ranks import checked
 
 NUMBER, ABSENT = int | float, type(None)
 STATE = {

@@ -21,7 +21,7 @@ from training.config.flags import OldFlag, ProgramFlags, by_group, check_name
 from training.config.other_systems import DEFAULTS, flag_of_other_systems
 from training.config.step3 import RLHFFlags
 from training.config.supervised import RewardFlags, SFTFlags
-from training.reporting.sample_tables import visible
+from training.runtime.environment import visible
 
 
 def read_yaml(path: str) -> dict:

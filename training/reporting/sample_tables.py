@@ -10,6 +10,8 @@ browser show them as text. If a row has no score or KL (None, or no such key), i
 
 from collections.abc import Mapping, Sequence
 
+from training.runtime.environment import visible
+
 LONGEST = 400  # characters of a text in a terminal
 MARKDOWN_MEANING = "&<>|`*_[]\\~"
 
@@ -46,11 +48,6 @@ def samples_markdown(rows: Sequence[Mapping]) -> str:
 
 def _unbroken(text: str) -> str:
     return f"<pre>{text}</pre>" if text else ""
-
-
-def visible(text: str) -> str:
-    """`text` in one line. Newlines, tabs and unprintable characters are shown as escapes: \\n, \\t, \\x1b."""
-    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
 def _escape_markdown(text: str) -> str:

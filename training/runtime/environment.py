@@ -25,7 +25,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from engine.errors import SharedError, UserError
-from training.reporting.sample_tables import visible
 
 USER_ERROR = 2  # the exit code of a user's mistake
 AGENTS_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # "True" if torchrun serves the store
@@ -270,6 +269,11 @@ def flush_all(code: int) -> None:
             stream.flush()
     if any(getattr(stream, "lost", False) for stream in (sys.stdout, sys.stderr)):
         os._exit(code)
+
+
+def visible(text: str) -> str:
+    """The text in one line. Newlines, tabs and unprintable characters are shown as escapes: \\n, \\t, \\x1b."""
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
 def harmless(text: str) -> str:

@@ -26,9 +26,9 @@ from dataclasses import dataclass, field
 
 from engine import trace
 from engine.errors import UserError
-from training.runtime.agreement import USER_ERROR, first_of
 from training.runtime.environment import print_line, write_error_file
 from training.runtime.processes import ALONE, place, state_of, this_machine
+from training.runtime.ranks import USER_ERROR, first_of
 
 ROUND = 1.0  # seconds between two heartbeats
 SETTLE = 2  # rounds from the first sign of a failure to the verdict: the cause may be reported after its effects

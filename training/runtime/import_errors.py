@@ -1,7 +1,7 @@
 """Handles errors before a run begins: an import that fails on this host, or a Ctrl-C.
 
 Importing this module installs an exception hook. An unhandled error then also ends the other ranks, which wait for this
-one, with one message that names the host. `training.runtime.startup.run` handles later errors. The hook needs only
+one, with one message that names the host. `training.runtime.launch.run` handles later errors. The hook needs only
 torch and numpy, without which the launchers themselves fail.
 """
 
@@ -42,7 +42,7 @@ def tell_all_hosts(kind: type[BaseException], error: BaseException, trace: Trace
     if printed:
         print_line(message)
     with contextlib.suppress(ImportError):
-        from training.runtime.agreement import MeetingPoint  # needs torch
+        from training.runtime.ranks import MeetingPoint  # needs torch
 
         printed = MeetingPoint(environment).announce(message, 2) or printed  # rank 0 prints it, if reached
     if not printed:

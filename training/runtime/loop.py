@@ -22,7 +22,7 @@ from training.checkpoints.files import config_files
 from training.checkpoints.resuming import ResumePoint, restore, set_aside_newer
 from training.checkpoints.saving import Checkpoints, last_good_named
 from training.config.flags import RestartFlags
-from training.ppo_trainer import StepReport
+from training.learner import StepReport
 from training.reporting.guards import Verdict, conclude
 from training.reporting.records import METRICS_FILE, RUN_FILE, read_metrics, write_run_record
 from training.reporting.sinks import View

@@ -26,8 +26,8 @@ from training.config.flags import RunFlags
 from training.config.reward import names_file
 from training.data.sources import DEEPSPEED_CHAT_FILES, is_path, name_and_split
 from training.reporting.records import versions
-from training.runtime.agreement import open_store, start_key
 from training.runtime.environment import print_line
+from training.runtime.ranks import open_store, start_key
 
 QUIET = 45.0  # seconds in which no further rank comes, after which rank 0 names those that are missing
 BETWEEN = 0.2  # seconds between two looks into the store

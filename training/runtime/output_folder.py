@@ -33,7 +33,7 @@ from training.reporting.records import METRICS_FILE, RUN_FILE, recorded_models
 from training.reporting.sinks import MetricWriter, View
 from training.reporting.step_metrics import PROFILE
 from training.reporting.trackers import RUNS_FILE
-from training.runtime.agreement import checked
+from training.runtime.ranks import checked
 from training.runtime.stopping import reason_of
 
 LOCK_FILE = "run.lock"

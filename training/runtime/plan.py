@@ -31,8 +31,8 @@ from training.data.examples import FittedRows, Prompts, TextBlocks, prompt_fit
 from training.data.forms import PROMPTS, TEXTS
 from training.data.rows import Rows, load_rows
 from training.data.tokens import TextEncoder, end_of_turn
+from training.runtime.launch import check_run
 from training.runtime.models import adapted_roles, check_positions, generation_stops
-from training.runtime.startup import check_run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

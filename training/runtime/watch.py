@@ -17,10 +17,10 @@ from collections.abc import Iterator
 
 from engine import distributed
 from training.runtime import output_folder
-from training.runtime.agreement import MeetingPoint
 from training.runtime.environment import USER_ERROR, from_here, print_line, write_error_file
 from training.runtime.heartbeats import EVERYWHERE, Monitor, Reporter, Verdict, meeting_address
 from training.runtime.processes import Launchers, is_another_rank, place
+from training.runtime.ranks import MeetingPoint
 from training.runtime.stopping import SIGNALS, Followed, Reason, StopRequest, listening
 
 SECONDS = 1.0  # seconds between checks

@@ -1,1 +1,11 @@
-"""Further programs beside the three training steps. The steps import none of them."""
+"""Further programs beside the three training steps, and what takes part in a run (`callbacks`). The steps know none of
+them: only where they are started as programs do they ask for `callbacks()`."""
+
+from training.runtime.callbacks import Callback
+
+
+def callbacks() -> tuple[Callback, ...]:
+    """What takes part in each run of the three programs. Cards come before the upload, which uploads them."""
+    from training.tools import cards, memory
+
+    return memory.Compared(), cards.Cards(), cards.Upload()

@@ -40,10 +40,10 @@ from training.reporting.guards import Kind
 from training.reporting.records import METRICS_FILE, RUN_FILE, git_state, read_metrics, read_run_record, versions
 from training.reporting.standard_errors import scored_otherwise, with_error
 from training.reporting.summary import EVALUATED
-from training.runtime.agreement import checked
 from training.runtime.callbacks import Callback
 from training.runtime.output_folder import model_files
 from training.runtime.processes import phase
+from training.runtime.ranks import checked
 from training.runtime.stopping import note_unwritten
 
 CARD = "README.md"

@@ -16,7 +16,7 @@ from engine.files import expanded
 from engine.models.places import ADAPTER_CONFIG
 from training.checkpoints.files import CONFIG, holds_point, points_in, step_of
 from training.checkpoints.resuming import ResumePoint
-from training.runtime.agreement import checked
+from training.runtime.ranks import checked
 from training.tools.export import export
 
 OF_RUNS = ("actor", "actor_adapter", "adapter")

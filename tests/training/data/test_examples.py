@@ -34,7 +34,7 @@ from training.data.forms import PAIRS, PROMPTS, SFT
 from training.data.order import PromptOrder
 from training.data.rows import load_rows
 from training.data.tokens import EMPTY, TextEncoder, stop_token_ids
-from training.runtime.first_lines import counted, shown_rows
+from training.runtime.start_report import counted, shown_rows
 
 ANSWERED = {"prompt": "a b", "response": " c d"}
 

@@ -274,7 +274,7 @@ def test_a_line_counts_once_and_not_for_the_one_who_said_it():
 # abort() stands in the place of a library's destructor, as gloo's threads have been seen to end runs that were done.
 PROGRAM = """
 import atexit, ctypes, sys
-from training.runtime.startup import leave
+from training.runtime.launch import leave
 
 libc = ctypes.CDLL(None)
 libc.__cxa_atexit(libc.abort, None, None)

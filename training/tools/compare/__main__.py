@@ -33,11 +33,11 @@ from engine.zero.accelerator import on_gpu
 from engine.zero.engines import FrozenModel
 from training.config.reward import check_columns, function_source, load_given
 from training.runtime import output_folder
-from training.runtime.agreement import agreed, checked
+from training.runtime.launch import check_run, leave, run
 from training.runtime.models import check_positions
 from training.runtime.output_folder import check_shared
 from training.runtime.processes import phase
-from training.runtime.startup import check_run, leave, run
+from training.runtime.ranks import agreed, checked
 from training.tools.compare.flags import CompareFlags
 from training.tools.compare.measures import Sample
 from training.tools.compare.report import Comparison, content, page, table

@@ -27,10 +27,10 @@ from engine.models.checking import check_policy
 from engine.whole_files import write_whole
 from training.config.reward import load_function
 from training.reporting.evaluation import write_rows
-from training.runtime.agreement import agreed, checked
+from training.runtime.launch import check_run, leave, run
 from training.runtime.output_folder import check_shared
 from training.runtime.processes import phase
-from training.runtime.startup import check_run, leave, run
+from training.runtime.ranks import agreed, checked
 from training.tools.measuring import check_answering, check_same_tokens, check_scoring, read_held_out
 from training.tools.merge.flags import MergeFlags
 from training.tools.merge.frontier import Frontier, Point, best_within, table

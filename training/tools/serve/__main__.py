@@ -20,7 +20,7 @@ if __name__ == "__main__":
 from engine.errors import UserError
 from training.config.parsing import parse_flags
 from training.runtime.environment import program
-from training.runtime.startup import leave, quiet_libraries
+from training.runtime.launch import leave, quiet_libraries
 from training.tools.serve.flags import ServeFlags
 
 NEEDED = ("fastapi", "uvicorn")

@@ -17,7 +17,7 @@ from engine.errors import UserError
 from training.data.forms import Form
 from training.data.rows import load_rows
 from training.runtime.environment import program
-from training.runtime.startup import quiet_libraries
+from training.runtime.launch import quiet_libraries
 from training.tools.toy.reviews import refuse_non_empty
 
 SPECIAL_TOKENS = ("<pad>", "<s>", "</s>", "<unk>")  # in the order of their ids, 0 to 3

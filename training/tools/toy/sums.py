@@ -19,7 +19,7 @@ from engine.errors import UserError
 from training.data.forms import PROMPTS
 from training.data.rows import load_rows
 from training.runtime.environment import program
-from training.runtime.startup import quiet_libraries
+from training.runtime.launch import quiet_libraries
 from training.tools.toy.reviews import refuse_non_empty
 
 NEW_TOKENS = 4  # three digits and EOS

@@ -26,18 +26,18 @@ from scripts.harness.programs import Tiny, command_line
 from training import step3_rlhf
 from training.config.step3 import RLHFFlags
 from training.data.tables import Found, KnownRows, handed_over
-from training.runtime import agreement, environment, import_errors, nodes, startup, watch
-from training.runtime.agreement import MeetingPoint, agreed, checked
+from training.runtime import environment, import_errors, launch, nodes, ranks, watch
 from training.runtime.processes import phase
+from training.runtime.ranks import MeetingPoint, agreed, checked
 from training.runtime.watch import JOINING, Watch
 
 ERROR = ("error: on gpu2: rank 1 sees no GPU", 2)
 
 
 @pytest.fixture
-def ranks(monkeypatch) -> list[MeetingPoint]:
+def two(monkeypatch) -> list[MeetingPoint]:
     """Two that are to meet, and look at each call."""
-    monkeypatch.setattr(agreement, "LOOK_EVERY", 0.0)
+    monkeypatch.setattr(ranks, "LOOK_EVERY", 0.0)
     place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     return [MeetingPoint({**place, "RANK": rank}) for rank in ("0", "1")]
 
@@ -59,21 +59,21 @@ def heard(rank: MeetingPoint, seconds: float = 60.0) -> tuple[str, int] | None:
 
 
 @pytest.mark.parametrize("text, told", [("5", None), ("[[", None), ('["ended well", 0]', ("ended well", 1))])
-def test_what_no_rank_has_said_ends_nothing_with_code_0(ranks, text, told):
-    zero = ranks[0]
+def test_what_no_rank_has_said_ends_nothing_with_code_0(two, text, told):
+    zero = two[0]
     store = distributed.key_value_store("127.0.0.1", int(zero._environment["MASTER_PORT"]), serve=True)
     store.set(zero._failed, text)
     assert zero.failure() == told
 
 
-def test_rank_0_hears_of_another_that_fails(ranks, beside, monkeypatch):
-    zero, one = ranks
+def test_rank_0_hears_of_another_that_fails(two, beside, monkeypatch):
+    zero, one = two
     served = distributed.key_value_store("127.0.0.1", int(zero._environment["MASTER_PORT"]), serve=True)  # the group's
     assert zero.failure() is None
     announced = beside(one.announce, *ERROR)
     assert heard(zero) == ERROR
     assert not announced.done()  # it waits for rank 0 to print
-    monkeypatch.setattr(agreement, "LOOK_EVERY", 30.0)
+    monkeypatch.setattr(ranks, "LOOK_EVERY", 30.0)
     began = time.monotonic()
     zero.let_others_hear()
     assert time.monotonic() - began < 30.0  # both have heard
@@ -81,41 +81,39 @@ def test_rank_0_hears_of_another_that_fails(ranks, beside, monkeypatch):
     del served
 
 
-def test_another_hears_of_rank_0_that_fails_though_nobody_serves(ranks, beside):
-    zero, one = ranks
+def test_another_hears_of_rank_0_that_fails_though_nobody_serves(two, beside):
+    zero, one = two
     announced = beside(zero.announce, "Traceback: broken", 1)
     assert heard(one) == ("Traceback: broken", 1)
     assert announced.result() is True
 
 
-def test_of_two_that_fail_one_is_printed(ranks, beside):
-    zero, one = ranks
+def test_of_two_that_fail_one_is_printed(two, beside):
+    zero, one = two
     others = beside(one.announce, *ERROR)
     assert zero.announce("Traceback: broken", 1) is True
     assert others.result() is True
 
 
-def test_what_failed_before_torchrun_started_the_ranks_anew_is_over(ranks, beside):
-    served = distributed.key_value_store(
-        "127.0.0.1", int(ranks[0]._environment["MASTER_PORT"]), serve=True
-    )  # torchrun's
-    announced = beside(ranks[1].announce, *ERROR)
-    assert heard(ranks[0]) == ERROR
-    anew = MeetingPoint({**ranks[0]._environment, "TORCHELASTIC_RESTART_COUNT": "1"})
+def test_what_failed_before_torchrun_started_the_ranks_anew_is_over(two, beside):
+    served = distributed.key_value_store("127.0.0.1", int(two[0]._environment["MASTER_PORT"]), serve=True)  # torchrun's
+    announced = beside(two[1].announce, *ERROR)
+    assert heard(two[0]) == ERROR
+    anew = MeetingPoint({**two[0]._environment, "TORCHELASTIC_RESTART_COUNT": "1"})
     assert heard(anew, 1.0) is None
-    ranks[0].let_others_hear()
+    two[0].let_others_hear()
     assert announced.result() is True
     del served
 
 
-def test_where_nobody_is(ranks, monkeypatch):
-    monkeypatch.setattr(agreement, "PATIENCE", 0.5)
-    assert ranks[1].failure() is None
-    assert ranks[1].announce(*ERROR) is False
+def test_where_nobody_is(two, monkeypatch):
+    monkeypatch.setattr(ranks, "PATIENCE", 0.5)
+    assert two[1].failure() is None
+    assert two[1].announce(*ERROR) is False
 
 
 def test_a_process_alone_meets_nobody(monkeypatch):
-    monkeypatch.setattr(agreement, "LOOK_EVERY", 0.0)
+    monkeypatch.setattr(ranks, "LOOK_EVERY", 0.0)
     assert MeetingPoint({}).failure() is None
     assert MeetingPoint({}).announce(*ERROR) is False
 
@@ -161,8 +159,8 @@ def test_a_rank_that_waits_ends_with_the_code_of_the_one_that_failed(monkeypatch
 @pytest.fixture
 def second_of_two_hosts(monkeypatch) -> dict[str, str]:
     """Has this process be rank 1; gives its environment."""
-    monkeypatch.setattr(agreement, "LOOK_EVERY", 0.0)
-    monkeypatch.setattr(agreement, "PATIENCE", 1.0)
+    monkeypatch.setattr(ranks, "LOOK_EVERY", 0.0)
+    monkeypatch.setattr(ranks, "PATIENCE", 1.0)
     monkeypatch.setattr(socket, "gethostname", lambda: "gpu2")
     monkeypatch.setattr(os, "_exit", sys.exit)
     told = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
@@ -186,7 +184,7 @@ EXPECTED = (
 
 
 def test_the_rank_that_waits_is_told(second_of_two_hosts, capfd, monkeypatch):
-    monkeypatch.setattr(agreement, "PATIENCE", 60.0)
+    monkeypatch.setattr(ranks, "PATIENCE", 60.0)
     served = distributed.key_value_store("127.0.0.1", int(second_of_two_hosts["MASTER_PORT"]), serve=True)
     first = MeetingPoint({**second_of_two_hosts, "RANK": "0"})
     with ThreadPoolExecutor() as pool:
@@ -260,13 +258,13 @@ def test_a_file_that_one_host_lacks_is_told_where_the_others_wait(tmp_path, monk
     for name, value in {**place, "MASTER_PORT": str(free_port())}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(socket, "gethostname", lambda: "gpu02")
-    monkeypatch.setattr(agreement, "LOOK_EVERY", 0.0)
+    monkeypatch.setattr(ranks, "LOOK_EVERY", 0.0)
     served = distributed.key_value_store("127.0.0.1", int(os.environ["MASTER_PORT"]), serve=True)
     first, missing = MeetingPoint({**os.environ, "RANK": "0"}), tmp_path / "none.yaml"
     flags = Tiny(tmp_path).flags(3, output_dir=tmp_path / "out", config=missing)
     with ThreadPoolExecutor() as pool:
         hearing = pool.submit(_heard, first)
-        assert startup.run(step3_rlhf.main, RLHFFlags, "", command_line(flags)) == 2
+        assert launch.run(step3_rlhf.main, RLHFFlags, "", command_line(flags)) == 2
         message, code = hearing.result()
     assert (message.startswith("error: on gpu02: "), str(missing) in message, code) == (True, True, 2), message
     assert "error" not in capfd.readouterr().err  # rank 0 prints it
@@ -300,7 +298,7 @@ def test_a_rank_that_lets_the_first_print_is_not_taken_for_one_that_was_asked_to
     monkeypatch.setattr(watch, "end", lambda code, message: ended.append(code))
     monkeypatch.setattr(environment, "time", type("Clock", (), {"sleep": staticmethod(launcher_ends_this)}))
     words = command_line(Tiny(tmp_path).flags(3, output_dir=tmp_path / "out"))
-    assert startup.run(step3_rlhf.main, RLHFFlags, "", words) == 2
+    assert launch.run(step3_rlhf.main, RLHFFlags, "", words) == 2
     assert ended == []
 
 

@@ -1,5 +1,5 @@
-"""The first lines that a run prints: its dialect, score, data, steps and engines, and what has changed since a
-checkpoint.
+"""What a run prints at its start: its dialect, score, data, steps and engines, and what has changed since a checkpoint.
+A dry run prints this too, and then ends, with each engine's DeepSpeed configuration.
 
 The lines about steps say how many steps and epochs there are, and when the run evaluates and writes checkpoints. The
 lines about data say how many rows are kept, cut and dropped, give advice if many rows do not fit, and show rows as the
@@ -9,23 +9,40 @@ model sees them:
       [156 tokens cut] '\\n\\nHuman: Can you help me?\\n\\nAssistant:' -> ' Of course.</s>'
 """
 
-from collections.abc import Callable, Sequence
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from engine import distributed
 from engine.algorithms import NOTES, Dialect
+from engine.errors import shown_command, without_query
 from engine.models.checking import is_pretrained_critic
 from engine.reward.base import sum_in_words
-from training.checkpoints.conditions import Conditions
+from training.checkpoints.conditions import Conditions, fingerprints
 from training.checkpoints.files import Schedule
+from training.checkpoints.resuming import ResumePoint
 from training.config.flags import DataFlags
 from training.config.reward import score_parts
 from training.config.step3 import RLHFFlags
 from training.config.supervised import SupervisedFlags
 from training.data.examples import NOTED, FittedRows, place_of
+from training.data.sources import DEEPSPEED_CHAT_FILES, is_path, name_and_split, open_source
 from training.data.tokens import CUT, DROPPED, EMPTY, EQUAL, WHOLE, Fit
+from training.reporting.records import command_line
+from training.runtime.callbacks import Callback
 from training.runtime.models import adapted_lines, adapted_roles, model_notes, most_tokens
-from training.runtime.plan import Plan, SupervisedPlan, reward_writing_line, server_lines
+from training.runtime.plan import (
+    Plan,
+    SupervisedPlan,
+    check_server,
+    make_plan,
+    reward_writing_line,
+    server_lines,
+)
 
 POINTS = 3
 """Number of checkpoints before a run's end that a warning advises."""
@@ -275,6 +292,106 @@ def changes_since(plan: Plan | SupervisedPlan) -> list[str]:
     if plan.resume is None:
         return []
     return plan.resume.lines() + plan.conditions.changes_since(Conditions.read(plan.resume.state))
+
+
+# Dry runs: all checks are made that are possible without GPUs and downloads.
+
+
+def print_report(
+    checked: Sequence[str], unseen: Sequence[str], engines: Mapping[str, dict], last: Callable[[], None]
+) -> None:
+    """Print what a dry run has found.
+
+    checked: lines about what was checked. unseen: models and data that were not checked, because they are not on this
+    machine. engines: {engine: its DeepSpeed configuration}. last: called before the last line; callbacks print there.
+    """
+    print("command\n  " + _command())
+    for line in checked:
+        print(line)
+    for what in unseen:
+        print(f"not looked at: {what} (not here: misspelt, or still to be made by an earlier step or downloaded)")
+    print("engines, with gradient_accumulation_steps 1: the program itself adds up gradients, as its flag says")
+    for role, ds_config in engines.items():
+        print(f"engine {role}: " + json.dumps(ds_config, indent=2))
+    last()
+    print("dry run: nothing was loaded or written", flush=True)
+
+
+def report_supervised_dry_run(
+    args: SupervisedFlags,
+    make_plan: Callable[[], SupervisedPlan],
+    lines: Callable[[SupervisedPlan], list[str]],
+    callbacks: Callback,
+) -> None:
+    """Print the report of a dry run of step 1 or 2. make_plan: function that reads the data. lines: function that
+    returns the lines that a run would print first."""
+    models, data = (
+        [
+            path
+            for spec in dataclasses.fields(args)
+            if spec.name.endswith(ending)
+            for path in _listed(getattr(args, spec.name))
+        ]
+        for ending in ("model_name_or_path", "data_path")
+    )
+    unseen = unseen_models(args, *models) + unseen_data(data)
+    checked, plan = opened(data, unseen), None
+    if not unseen:
+        plan = make_plan()
+        checked += lines(plan)
+    print_report(checked, unseen, {"model": args.ds_settings()}, lambda: callbacks.planned(args, plan))
+
+
+def report_dry_run(args: RLHFFlags, point: ResumePoint | None, callbacks: Callback) -> None:
+    """Print the report of a dry run of step 3. point: the checkpoint from which the run resumes, or None."""
+    dialect, changed = args.resolved.dialect, args.resolved.changed
+    unseen = unseen_models(
+        args, args.actor_model_name_or_path, args.critic_model_name_or_path, args.reward_model_name_or_path
+    )
+    data = [*args.data_path, *args.eval_data_path, *filter(None, [args.unsupervised_dataset_name])]
+    unseen += unseen_data(data)
+    checked = [dialect_lines(dialect, changed), *score_lines(args, dialect), *opened(data, unseen)]
+    plan = None
+    if not unseen:
+        plan = make_plan(args, point, fingerprints(args))
+        checked += [*plan_lines(args, plan), *changes_since(plan)]
+        checked += [
+            f"{without_query(url)} gives one text the score {score:g}"
+            for url, score in check_server(args, plan).items()
+        ]
+    print_report(checked, unseen, args.ds_configs, lambda: callbacks.planned(args, plan))
+
+
+def _listed(value: str | list[str] | None) -> list[str]:
+    return value if isinstance(value, list) else [] if value is None else [value]
+
+
+def opened(data: Sequence[str], unseen: Sequence[str]) -> list[str]:
+    """Open each data set that is on this machine; returns a line for each. unseen: the data sets that are not on it.
+    Raises UserError if a data set cannot be used."""
+    sources = [open_source(path) for path in dict.fromkeys(data) if path not in unseen]
+    return [f"data {source.name}: {sum(map(len, source.training or source.held_out))} records" for source in sources]
+
+
+def unseen_models(args, *paths: str | None) -> list[str]:
+    """The paths of those models that are not on this machine, without repetition."""
+    return [path for path in dict.fromkeys(paths) if path is not None and not args.looks_at(path)]
+
+
+def unseen_data(paths: Sequence[str]) -> list[str]:
+    """The data sets that are not on this machine: they can only be names on the Hub."""
+    return [
+        path
+        for path in dict.fromkeys(paths)
+        if (name := name_and_split(path)[0]) != DEEPSPEED_CHAT_FILES and not is_path(name) and not Path(name).exists()
+    ]
+
+
+def _command() -> str:
+    """The command of the dry run: the words after this module's name, or the command that started the program."""
+    if Path(sys.argv[0]).name == "dry_run.py":
+        return shown_command(sys.argv[1:])
+    return command_line([word for word in sys.argv if word != "--dry_run"], os.environ)
 
 
 # Rows as the model is shown them.

@@ -20,8 +20,9 @@ from training.config.supervised import RewardFlags, SFTFlags
 from training.data.examples import PairExamples, Prompts, SFTExamples
 from training.data.forms import PROMPTS
 from training.data.rows import load_rows
-from training.runtime import dry_run
-from training.runtime.first_lines import (
+from training.runtime.models import HARMLESS, model_notes
+from training.runtime.plan import reward_writing_line
+from training.runtime.start_report import (
     RunSchedule,
     counted,
     dialect_lines,
@@ -30,9 +31,8 @@ from training.runtime.first_lines import (
     supervised_lines,
     too_long,
 )
-from training.runtime.models import HARMLESS, model_notes
-from training.runtime.plan import reward_writing_line
 from training.step2_reward import first_lines
+from training.tools import dry_run
 
 
 def said_of_course(count: int, epochs: float = 1.0, evaluates=None, **schedule) -> list[str]:

@@ -24,13 +24,20 @@ from engine.errors import EndedEarly, RunStopped, SharedError, UserError
 from engine.files import rust_panics
 from training.config.flags import RunFlags, make_paths_absolute
 from training.config.parsing import parse_flags
-from training.reporting.sample_tables import visible
 from training.reporting.trackers import check_trackers
 from training.runtime import environment, output_folder, stopping
-from training.runtime.agreement import MeetingPoint
-from training.runtime.environment import USER_ERROR, flush_all, from_here, keep_printing, print_error, print_line
+from training.runtime.environment import (
+    USER_ERROR,
+    flush_all,
+    from_here,
+    keep_printing,
+    print_error,
+    print_line,
+    visible,
+)
 from training.runtime.output_folder import check_output_dirs
 from training.runtime.processes import phase
+from training.runtime.ranks import MeetingPoint
 from training.runtime.watch import ENDED_EARLY, JOINING, STOPPED, Watch, watching
 
 COLLECTIVES = 7 * 24 * 60.0  # timeout of a collective call in minutes; the watch thread ends calls that hang earlier

@@ -9,7 +9,8 @@ import pytest
 
 from training.reporting import step_metrics
 from training.reporting.step_metrics import PhaseMemory
-from training.runtime import dry_run
+from training.runtime import start_report
+from training.tools import dry_run
 
 
 class Counted(PhaseMemory):
@@ -90,7 +91,7 @@ def test_nodes_that_are_missing(launcher, missing, hosts):
 @pytest.mark.parametrize(
     "words, told",
     [
-        ([], "no program in ''. Put `python -m training.runtime.dry_run` before a whole command"),
+        ([], "no program in ''. Put `python -m training.dry_run` before a whole command"),
         (["deepspeed", "main.py", "--seed", "1"], "no program in 'deepspeed main.py --seed 1'."),
         (
             ["deepspeed", "--num_gpus", "all", "training/step1_sft.py"],
@@ -117,10 +118,10 @@ def test_wrong_use(words, told, tmp_path, capsys, monkeypatch):
 
 def test_the_command_that_is_shown(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["/x/training/dry_run.py", "deepspeed", "p.py", "--stop", "a b"])
-    assert dry_run._command() == "deepspeed p.py --stop 'a b'"
+    assert start_report._command() == "deepspeed p.py --stop 'a b'"
     monkeypatch.setattr(sys, "argv", ["training/step1_sft.py", "--dry_run", "--local_rank=0", "--seed", "1"])
     monkeypatch.setattr(os, "environ", {"WORLD_SIZE": "16", "LOCAL_SIZE": "8"})
-    assert dry_run._command() == "deepspeed --num_nodes 2 --num_gpus 8 training/step1_sft.py --seed 1"
+    assert start_report._command() == "deepspeed --num_nodes 2 --num_gpus 8 training/step1_sft.py --seed 1"
 
 
 def test_data_sets_that_are_not_here(tmp_path, monkeypatch):
@@ -128,4 +129,4 @@ def test_data_sets_that_are_not_here(tmp_path, monkeypatch):
     (tmp_path / "owner").mkdir()
     (tmp_path / "owner" / "copy").mkdir()
     names = ["Dahoas/rm-static", "owner/copy", "rows.jsonl", "./x", "local/jsonfile", "rm-static", "Dahoas/rm-static"]
-    assert dry_run.unseen_data(names) == ["Dahoas/rm-static", "rm-static"]
+    assert start_report.unseen_data(names) == ["Dahoas/rm-static", "rm-static"]

@@ -1,6 +1,6 @@
 """Writes docs/flags.md from the dataclasses of the flags and the dataclass of the dialect:
 
-python -m training.config.flag_docs > docs/flags.md
+python -m training.flag_docs > docs/flags.md
 
 If several programs have a flag with the same help text, the flag stands in the first section that covers all of these
 programs.
@@ -23,7 +23,7 @@ from training.tools.serve.flags import ServeFlags
 
 HEAD = """# Flags
 
-Made by `python -m training.config.flag_docs > docs/flags.md` from the dataclasses of the flags. Every flag can also
+Made by `python -m training.flag_docs > docs/flags.md` from the dataclasses of the flags. Every flag can also
 stand in a YAML file (`--config run.yaml`, keys without dashes, flags on the command line win):
 
 ```yaml
