@@ -3,28 +3,18 @@
 import sys
 from typing import Any
 
-import psutil
-import torch
 from tqdm import tqdm
 
 from engine import distributed
-from engine.errors import UserError
-from engine.zero.accelerator import on_gpu, ranks_of_this_machine
+from engine.zero.accelerator import on_gpu
 from training.config.step3 import RLHFFlags
-from training.config.supervised import SupervisedFlags
 from training.reporting.step_metrics import phase_memory
 from training.runtime.callbacks import Callback
-from training.tools.memory.changes import change_lines
-from training.tools.memory.cluster import Cluster
-from training.tools.memory.plan import plan, plan_one_model, table
-
-PLANNED = {"generate": "generate", "make_experience": "experience", "train": "train"}
-"""{phase of a step: the plan's name of it}."""
 
 
 class Compared(Callback):
     """Prints the memory table in a dry run. On GPUs it prints the memory that tensors take in each phase of step 3's
-    first step, beside the planned one."""
+    first step, beside the planned one. A run that plans nothing imports none of the planner."""
 
     def __init__(self):
         self._planned: dict[str, int] | None = None
@@ -32,9 +22,13 @@ class Compared(Callback):
     def planned(self, args: Any, plan: Any) -> None:
         """In a dry run print the table; otherwise begin to measure."""
         if args.dry_run:
+            from training.tools.memory.here import memory_lines
+
             print(*memory_lines(args), sep="\n")
         elif isinstance(args, RLHFFlags) and distributed.is_main() and on_gpu():
-            self._planned = _phases(args)
+            from training.tools.memory.here import planned_phases
+
+            self._planned = planned_phases(args)
             phase_memory.counting = True
 
     def after_step(self, report: Any) -> None:
@@ -46,36 +40,6 @@ class Compared(Callback):
         self._planned = None
 
 
-def this_cluster() -> Cluster:
-    """A description of the run's machines, which assumes that all are like this one. The memory of a GPU is known only
-    if this machine has GPUs."""
-    gpus = ranks_of_this_machine()
-    gpu = torch.cuda.mem_get_info()[1] if on_gpu() else None
-    nodes = -(-distributed.world_size() // gpus)
-    return Cluster(gpus=gpus, nodes=nodes, gpu=gpu, host=psutil.virtual_memory().total, on_gpu=on_gpu())
-
-
-def memory_lines(args: RLHFFlags | SupervisedFlags) -> list[str]:
-    """The memory table on machines like this one, and for step 3 the flags that would make the run fit; or a line that
-    says why there is no table."""
-    step3 = isinstance(args, RLHFFlags)
-    names = ("actor_model_name_or_path", "critic_model_name_or_path", "reward_model_name_or_path")
-    paths = [getattr(args, name) for name in (names if step3 else ("model_name_or_path",))]
-    missing = [path for path in dict.fromkeys(paths) if path is not None and not args.looks_at(path)]
-    if missing:
-        return [f"memory plan: none, as the config.json of {' and '.join(missing)} is not on this machine"]
-    cluster, title = this_cluster(), f"{distributed.ranks_in_words()}, {args.dtype}"
-    try:
-        if not step3:
-            return [table(plan_one_model(args, cluster), title)]
-        planned = plan(args, cluster)
-        changes = change_lines(args, cluster) if planned.fits is False else []
-    except UserError as error:
-        return [f"memory plan: none. {error}"]
-    others = "on other machines: training/memory_plan.py --gpu a100-80g --num_gpus 8, with the same flags"
-    return [table(planned, title), *changes, others]
-
-
 def measured_line(measured: dict[str, int], planned: dict[str, int]) -> str:
     """A line with the GB of each phase, in brackets as planned."""
     parts = [
@@ -83,12 +47,3 @@ def measured_line(measured: dict[str, int], planned: dict[str, int]) -> str:
         for phase, size in measured.items()
     ]
     return f"memory, GB of rank 0 at each phase's peak (planned): {', '.join(parts)}"
-
-
-def _phases(args: RLHFFlags) -> dict[str, int]:
-    """{phase of a step: the bytes that are planned for it on this machine}; {} if there is no plan."""
-    try:
-        planned = plan(args, this_cluster())
-    except Exception:  # a model family may raise anything on the meta device, and a run needs no plan
-        return {}
-    return {phase: planned.peak_of(name).device.total() for phase, name in PLANNED.items()}
