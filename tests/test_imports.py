@@ -24,7 +24,7 @@ LAYERS = [
     ["engine.models", "engine.packing"],
     ["engine.copies"],
     ["engine.engine_spec", "engine.optim"],
-    ["engine.memory", "engine.reference", "engine.reward", "engine.rlhf_engine", "engine.rollout"],
+    ["engine.reference", "engine.reward", "engine.rlhf_engine", "engine.rollout"],
     ["engine.experience_maker"],
     ["training"],
 ]
