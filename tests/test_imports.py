@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # A module may import from its own layer, if no circle closes, and from those above it in this list.
 LAYERS = [
-    ["engine.files", "engine.host_memory", "engine.lazy", "engine.options", "engine.whole_files"],
+    ["engine.files", "engine.gpus", "engine.host_memory", "engine.lazy", "engine.options", "engine.whole_files"],
     ["engine.algo"],
     ["engine.algorithms", "engine.experience"],
     ["engine.trace", "engine.zero.accelerator"],
