@@ -21,6 +21,7 @@ from typing import Any
 
 from engine.engine_spec import OptimizerSpec
 from engine.zero.config import EngineConfig, build_ds_config, with_fitting_sizes, zero_settings
+from engine.zero.gathering import GATHER_BUCKET
 from engine.zero.long_batch import NOTHING_KEPT, Kept
 from training.tools.memory.blueprint import Blueprint
 from training.tools.memory.cluster import Cluster
@@ -146,7 +147,16 @@ class Engine:
         if self.stage < 3 or (self.world == 1 and not self._offloads_weights):
             return Bytes()
         fetched = int(self.zero.max_live_parameters) + 2 * self.model.largest_unit
-        return self.bytes("gathered", self.model.numbers if kept.weights else min(self.model.numbers, fetched))
+        fetched = min(
+            2 * self.model.numbers, fetched
+        )  # a small model's weights are there twice, as received and copied
+        return self.bytes("gathered", self.model.numbers if kept.weights else fetched)
+
+    @property
+    def gathered_in_buckets(self) -> Bytes:
+        """What a rank sends and receives while whole weights are written into a copy, bucket by bucket."""
+        numbers = min(self.model.numbers, GATHER_BUCKET + self.model.largest) * (1 + 1 / self.world)
+        return self.bytes("gathered", numbers if self.stage == 3 else 0)
 
     @property
     def computing(self) -> Bytes:
@@ -155,7 +165,8 @@ class Engine:
 
     def in_backward(self, kept: Kept = NOTHING_KEPT) -> Bytes:
         """Gradients and buckets, in addition to `at_rest`, in the last backward pass of an optimizer step."""
-        buckets = self.bytes("buffers", self._bucket * (2 if self.stage in (1, 2) else 1 if self.stage else 0))
+        copied = self._bucket if self.model.trains > self._bucket else 0  # a full bucket, while it is reduced
+        buckets = self.bytes("buffers", 2 * self._bucket if self.stage in (1, 2) else copied if self.stage else 0)
         if self.stage < 2 or kept.gradients:
             return buckets + self.bytes("gradients", self.model.trains)
         return buckets + self.held

@@ -216,11 +216,13 @@ class _Planner:
     def _generate(self) -> None:
         args, actor = self.args, self.engines["actor"]
         rows = min(args.per_device_generation_batch_size * self.dialect.samples_per_prompt, args.rows_per_rank)
-        copied = (self.copy + self.vllm).total() > 0
-        whole = Bytes() if copied else actor.gathered()
+        held, whole = self.cache + self.copy + self.vllm, actor.gathered()
+        if (self.copy + self.vllm).total():
+            self._moment("generate", "the actor's copy is filled", held, actor.gathered_in_buckets)
+            whole = Bytes()
         prompts = forward_pass(actor.model, rows, args.max_prompt_seq_len, 1)
         needed = Bytes({("actor", "activations"): prompts})
-        self._moment("generate", "responses are drawn", self.cache, self.copy, self.vllm, needed, whole)
+        self._moment("generate", "responses are drawn", held, needed, whole)
 
     def _experience(self) -> None:
         held, room = self.cache + self.copy + self.vllm, self.cluster.room
@@ -234,7 +236,10 @@ class _Planner:
             needed = Bytes({(role, "activations"): forward_pass(engine.model, *self._rows, played)})
             whole = engine.model.width * engine.model.numbers
             kept = Kept(weights=room is None or whole <= KEPT * (room - (self.rest + held).total()))
-            self._moment("experience", f"{role} computes", held, needed, engine.gathered(kept), engine.computing)
+            gathered = held + engine.gathered(kept) + engine.computing
+            if kept.weights and engine.gathered().total():
+                self._moment("experience", f"{role}'s weights are gathered", gathered, engine.gathered_in_buckets)
+            self._moment("experience", f"{role} computes", gathered, needed)
 
     def _train(self) -> None:
         between = self.placing.between_steps
@@ -258,6 +263,9 @@ class _Planner:
             # The passes of a single update read the weights of a whole copy, if there is one.
             lent = host == "actor" and whole_copy and math.prod(self._schedule(role)) == 1
             gathered = Bytes() if lent else engine.gathered(kept)
+            if kept.weights and not lent:  # in the first pass layers are fetched as usual
+                first = [kept_rollouts, held, needed, engine.in_backward(), engine.gathered()]
+                self._moment("train", f"{role}'s first pass", *first, host=moved)
             backward = [kept_rollouts, held, needed, engine.in_backward(kept), gathered]
             self._moment("train", f"{role}'s backward pass", *backward, host=moved)
             if role == host:

@@ -108,7 +108,7 @@ def test_several_passes_at_stage_3_keep_whole_weights_and_gradients(path, passes
     sizes = f"--per_device_training_batch_size {16 // passes} --gradient_accumulation_steps {passes}"
     flags = flags_of(path, 3, f"--rollout_backend zero3 {sizes}")
     actor = of(plan(flags, Cluster(gpus=2)), "actor's backward pass", "actor")
-    assert actor["gathered"] == 2 * POLICY
+    assert actor["gathered"] == (1 if whole else 2) * 2 * POLICY  # fetched layers are there twice, if they are small
     assert actor["gradients"] == pytest.approx(POLICY + whole * 2 * POLICY, rel=0.001)
 
 
@@ -242,5 +242,5 @@ def test_one_model_over_several_passes_has_whole_weights_and_gradients(path, tmp
     for passes in (1, 4):
         planned = plan_one_model(parse_flags(program, [*words.split(), str(passes)], ""), Cluster(gpus=2))
         kinds = of(planned, "the backward pass", "model")
-        assert kinds["gathered"] == 2 * numbers
+        assert kinds["gathered"] == (1 if passes > 1 else 2) * 2 * numbers
         assert kinds["gradients"] == pytest.approx(numbers + (passes > 1) * 2 * numbers, rel=0.001)
