@@ -13,9 +13,10 @@ from engine.algorithms import Dialect
 from training.config import other_systems
 from training.config.other_systems import HEADINGS, rows
 from training.config.parsing import STEPS, parse_flags
-from training.config.step3 import MemoryFlags, RLHFFlags
+from training.config.step3 import RLHFFlags
 from training.config.supervised import RewardFlags, SFTFlags
 from training.tools.compare.flags import CompareFlags
+from training.tools.memory.flags import MemoryFlags
 from training.tools.merge.flags import MergeFlags
 from training.tools.serve.flags import ServeFlags
 

@@ -251,3 +251,7 @@ def test_the_pages_script(tmp_path, server):
     for line, step in zip(lines, by_step, strict=True):
         assert line["objective/scores"] == pytest.approx(statistics.fmean(step))
         assert line["objective/scores_std"] == pytest.approx(statistics.pstdev(step))
+    means = list(map(statistics.fmean, by_step))
+    assert [line["own/best"] for line in lines] == pytest.approx([means[0], max(means)])
+    journal = [line.split() for line in (tmp_path / "journal.txt").read_text().splitlines()]
+    assert [step for step, _ in journal] == ["1", "2"] and [float(s) for _, s in journal] == pytest.approx(means)

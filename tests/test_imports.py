@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # A module may import from its own layer, if no circle closes, and from those above it in this list.
 LAYERS = [
-    ["engine.files", "engine.host_memory", "engine.lazy", "engine.options", "engine.whole_files"],
+    ["engine.files", "engine.gpus", "engine.host_memory", "engine.lazy", "engine.options", "engine.whole_files"],
     ["engine.algo"],
     ["engine.algorithms", "engine.experience"],
     ["engine.trace", "engine.zero.accelerator"],
@@ -24,7 +24,7 @@ LAYERS = [
     ["engine.models", "engine.packing"],
     ["engine.copies"],
     ["engine.engine_spec", "engine.optim"],
-    ["engine.memory", "engine.reference", "engine.reward", "engine.rlhf_engine", "engine.rollout"],
+    ["engine.reference", "engine.reward", "engine.rlhf_engine", "engine.rollout"],
     ["engine.experience_maker"],
     ["training.runtime.environment", "training.runtime.processes", "training.runtime.stopping"],
     ["training.runtime.callbacks", "training.data"],

@@ -7,7 +7,6 @@ Step 3 writes into the output folder: actor/ (and, depending on the flags, actor
 profile/), metrics.jsonl, tensorboard/, samples/ and checkpoints/.
 """
 
-import contextlib
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -97,14 +96,10 @@ def train(args: RLHFFlags, plan: Plan, trainer: PPOTrainer, run: Run) -> None:
     counters = trainer.counters
     profiler = step_metrics.Profiler(args.profile_steps, run.output_dir, say=run.writer.write)
     feed = prompt_feed(args, plan, args.seed)
-    first_step: contextlib.AbstractContextManager = step_metrics.memory_measured(run.writer.write)
 
     def step() -> StepReport:
-        nonlocal first_step
-        with first_step, profiler.record(counters.step):
-            report = trainer.step(feed.prompts(counters.prompt_batches), feed)
-        first_step = contextlib.nullcontext()
-        return report
+        with profiler.record(counters.step):
+            return trainer.step(feed.prompts(counters.prompt_batches), feed)
 
     with run.kept():
         if trainer.steps_done < 0:

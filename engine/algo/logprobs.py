@@ -1,15 +1,11 @@
 """Computes log-probabilities and entropies of tokens, and selects the positions that predict the response tokens."""
 
-import contextlib
-from collections.abc import Iterator
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 CHUNK_ELEMENTS = 1 << 24  # the logits in memory at a time: 64 MiB in float32
-_planned = 0  # memory in bytes of the GPU that the meta device stands for; 0 if it stands for a CPU
 
 
 def chunk_elements(device: torch.device) -> int:
@@ -19,19 +15,7 @@ def chunk_elements(device: torch.device) -> int:
     if not torch.is_grad_enabled():
         return CHUNK_ELEMENTS
     memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
-    return max(CHUNK_ELEMENTS, (_planned if device.type == "meta" else memory) >> 10)
-
-
-@contextlib.contextmanager
-def planned_for(memory: int) -> Iterator[None]:
-    """Within this context, chunks on the meta device are as large as on a GPU with `memory` bytes of memory. If
-    `memory` is 0, they are as large as on a CPU."""
-    global _planned
-    before, _planned = _planned, memory
-    try:
-        yield
-    finally:
-        _planned = before
+    return max(CHUNK_ELEMENTS, memory >> 10)
 
 
 def predicting(states: Tensor, response_length: int) -> Tensor:

@@ -17,7 +17,7 @@ from engine.copies import Model
 from engine.distributed import RankGroup
 from engine.errors import UserError
 from engine.experience import PromptBatch, Rollout
-from engine.memory.gpus import NCCL
+from engine.gpus import NCCL
 from engine.models.reading import head_sizes
 from engine.models.saving import merged_weights
 from engine.rollout.base import RolloutBackend, SamplingConfig

@@ -8,7 +8,7 @@ from unittest import mock
 import torch
 
 from engine.experience import Rollout
-from engine.memory.gpus import data_sheet
+from engine.gpus import data_sheet
 from engine.models.loading import DTYPES, load_policy
 from engine.models.reading import read_tokenizer
 from engine.rollout.base import RolloutBackend

@@ -5,7 +5,7 @@ import shutil
 import torch
 from torch.utils.cpp_extension import CUDA_HOME
 
-from engine.memory.gpus import data_sheet
+from engine.gpus import data_sheet
 from engine.memory.memory_plan import gb
 from scripts.gpu_checks.check import Trial
 from training.reporting.records import versions

@@ -1,6 +1,7 @@
 """Models with random weights, prompts and trainers for checks; and the three programs, run in a check's own process."""
 
 import contextlib
+import functools
 import importlib
 import io
 import json
@@ -169,6 +170,7 @@ def program(step: int, **flags: object) -> str:
     machine that fetches nothing may lack packages. The process group is kept, because DeepSpeed cannot go on with a
     second one. Raises: RuntimeError for an exit code that is not 0.
     """
+    from training import tools
     from training.runtime.launch import run  # needs pyarrow, which most checks do without
 
     module_name, flags_name = PROGRAMS[step]
@@ -180,7 +182,8 @@ def program(step: int, **flags: object) -> str:
         contextlib.redirect_stderr(printed),
     ):
         words = words_of({"enable_tensorboard": "false", **flags})
-        code = run(module.main, getattr(module, flags_name), module.__doc__ or "", words)
+        main = functools.partial(module.main, callbacks=tools.callbacks())
+        code = run(main, getattr(module, flags_name), module.__doc__ or "", words)
     if code:
         lines = printed.getvalue().strip().splitlines()[-1:]
         raise RuntimeError(f"{module_name} ended with exit code {code}: {' '.join(lines)}")

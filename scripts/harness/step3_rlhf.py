@@ -34,7 +34,7 @@ from engine import distributed
 from engine.rlhf_engine import RLHFEngine
 from engine.zero.extensions import load_extension
 from scripts.harness.weights import full_state
-from training import step3_rlhf
+from training import step3_rlhf, tools
 from training.checkpoints.files import rank_file, write_shards
 from training.checkpoints.saving import PendingPoint
 from training.ppo_trainer import StepReport
@@ -162,4 +162,4 @@ def _rank() -> int:
 if __name__ == "__main__":
     file = Path(os.environ["WATCH"])
     watch(file.parent, **json.loads(file.read_text()))
-    step3_rlhf.program()
+    step3_rlhf.program(tools.callbacks())

@@ -20,8 +20,6 @@ from safetensors.torch import load_file
 from engine import distributed
 from engine.errors import UserError
 from engine.experience import position_ids
-from engine.memory.planning import plan
-from engine.memory.workload import Cluster, Workload
 from engine.models.hydra import load_hydra
 from engine.models.loading import load_policy
 from engine.models.lora import LoraSpec
@@ -38,6 +36,9 @@ from tests.training.checkpoints.tiny_points import TinyRun, flip_bit
 from training.checkpoints import files, saving
 from training.checkpoints.resuming import ResumePoint
 from training.runtime import output_folder
+from training.tools.memory.blueprint import blueprints
+from training.tools.memory.cluster import Cluster
+from training.tools.memory.engines import Engine
 
 
 def failed_and_tried_again(folder: str) -> dict:
@@ -456,9 +457,8 @@ def planned_copy(path: str, stage: int, hydra_layers: int = 0, lora: dict | None
         hydra_layers=hydra_layers,
         actor_lora=lora and LoraSpec(**lora),
     )
-    load = Workload(prompt=8, response=8, generated=2, responses=2, micro_batch=2, checkpoints=True)
-    held = plan(spec, load, Cluster(gpus=2)).host_phases["train"]  # of both ranks
-    return (held["actor"]["checkpoint"] + held["ema"]["checkpoint"]) // 2
+    engine = Engine.of(blueprints(spec)["actor"], spec.actor, "bf16", Cluster(gpus=2), 1, spec.actor_optimizer)
+    return engine.written.total() + engine.average // (2 if stage == 0 else 1)
 
 
 def test_a_plan_says_what_a_copy_takes(folder):

@@ -1,7 +1,6 @@
 """The plan of memory against the tensors of whole steps: bytes of storages, counted at every operation."""
 
 import gc
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,9 +9,6 @@ import torch
 
 from engine.engine_spec import EngineSpec
 from engine.experience import PromptBatch
-from engine.memory.memory_plan import MemoryPlan
-from engine.memory.planning import plan
-from engine.memory.workload import Cluster, Workload
 from engine.models.lora import LoraSpec
 from engine.rlhf_engine import RLHFEngine
 from engine.rollout import SamplingConfig, build_rollouts
@@ -21,11 +17,14 @@ from scripts.benchmark_models import make_models
 from scripts.harness.ranks import run_ranks
 from tests.distributed.tiny_run import DIALECT
 from tests.engine.meters import LiveBytes
+from training.config.parsing import parse_flags
 from training.data.examples import collate_prompts
 from training.ppo_trainer import PPOConfig, PPOTrainer
 from training.reporting import step_metrics
 from training.reporting.step_metrics import PhaseMemory
-from training.runtime import model_folders
+from training.tools.memory.cluster import Cluster
+from training.tools.memory.flags import MemoryFlags
+from training.tools.memory.plan import PHASES, MemoryPlan, plan
 
 SIZE = "34m"  # of actor and critic, by the names of scripts/benchmark_models.py
 
@@ -80,16 +79,19 @@ class Case:
 
     def planned(self, actor: str, critic: str) -> MemoryPlan:
         """What is planned for this case, on CPUs, from the models' configurations."""
-        workload = Workload(
-            prompt=self.prompt,
-            response=self.response,
-            generated=self.rows,
-            responses=self.rows,
-            micro_batch=self.micro,
-            backend=self.backend,
-            between_steps=self.between_steps,
-        )
-        return plan(self.spec(actor, critic), workload, Cluster(gpus=self.world, on_gpu=False))
+        words = f"""--actor_model_name_or_path {actor} --critic_model_name_or_path {critic} --dtype {self.dtype}
+            --actor_zero_stage {self.stage} --critic_zero_stage {self.stage} --num_gpus {self.world}
+            --max_prompt_seq_len {self.prompt} --max_answer_seq_len {self.response} --num_eval_prompts 0
+            --per_device_generation_batch_size {self.rows} --per_device_training_batch_size {self.micro}
+            --gradient_accumulation_steps {self.rows // self.micro} --ppo_epochs 1
+            --rollout_backend {self.backend} --replicas_between_steps {self.between_steps}"""
+        if self.lora:
+            words += f" --actor_lora_dim {self.lora} --critic_lora_dim {self.lora} --only_optimize_lora"
+        if self.checkpointing:
+            words += " --actor_gradient_checkpointing --critic_gradient_checkpointing"
+        if self.average:
+            words += " --enable_ema"
+        return plan(parse_flags(MemoryFlags, words.split(), ""), Cluster(gpus=self.world, on_gpu=False))
 
 
 CASES = [
@@ -120,26 +122,18 @@ class LivePeak(PhaseMemory):
 
 
 def counted(case: Case, actor: str, critic: str) -> dict[str, int]:
-    """By phase the most bytes alive at once on this rank: loading, the phases of two steps (Adam has its moments in the
-    second; what stays frozen is copied in the first), and saving.
-
-    "between": what is held between steps.
-    """
+    """By phase the most bytes alive at once on this rank, of two steps: Adam has its moments in the second; what stays
+    frozen is copied in the first."""
     with LiveBytes() as live:
         memory = step_metrics.phase_memory = LivePeak(live)
         memory.counting = True
-        with memory.phase("load"):
-            models = RLHFEngine.from_pretrained(case.spec(actor, critic))
+        models = RLHFEngine.from_pretrained(case.spec(actor, critic))
         trainer = _trainer(case, models)
         trainer.step(_prompts(case))
         first = dict(memory.bytes)
         trainer.step(_prompts(case))
         memory.bytes |= {phase: max(first[phase], count) for phase, count in memory.bytes.items()}
-        gc.collect()
-        memory.bytes |= {"between": live.live, "experience": memory.bytes["make_experience"]}
-        with memory.phase("save"), tempfile.TemporaryDirectory() as folder:
-            for role, model in models.trained.items():
-                model_folders.save(model, models.tokenizer, Path(folder), role)
+        memory.bytes |= {"experience": memory.bytes["make_experience"]}
     return memory.bytes
 
 
@@ -168,7 +162,6 @@ def _trainer(case: Case, models: RLHFEngine) -> PPOTrainer:
     )
 
 
-PHASES = ("load", "generate", "experience", "train", "save")
 MOST_OFF = 0.1
 
 
@@ -190,11 +183,6 @@ def test_a_plan_says_what_tensors_take(case, folder):
     )
     planned = case.planned(actor, critic)
     main = counted[0]
-    off = {phase: round(_of_main_rank(planned, phase) / main[phase] - 1, 3) for phase in PHASES}
+    tops = {phase: planned.peak_of(phase) for phase in PHASES}  # on a CPU all memory is the host's
+    off = {phase: round((top.device + top.host).total() / main[phase] - 1, 3) for phase, top in tops.items()}
     assert all(abs(difference) <= MOST_OFF for difference in off.values()), (off, main)
-
-
-def _of_main_rank(planned, phase: str) -> int:
-    """The most bytes of all tensors of the main rank in a phase, wherever they are: what a CPU's memory holds."""
-    moments = [moment for moment in planned.moments if moment.phase == phase]
-    return max(moment.device.total + moment.host.total + moment.host_once.total for moment in moments)

@@ -10,7 +10,6 @@ from transformers import MixtralConfig, MixtralForCausalLM, OPTConfig, OPTForCau
 
 from engine import distributed
 from engine.copies import ActorCopy
-from engine.memory.passes import LiveBytes
 from engine.models.loading import load_policy
 from engine.models.tensor_parallel import bare_model
 from engine.rlhf_engine import RLHFEngine
@@ -21,6 +20,7 @@ from scripts.harness.models import EOS, PAD, make_causal_lm, make_config, make_t
 from scripts.harness.ranks import run_ranks
 from tests.distributed.tiny_run import engine_spec, prompt_batch
 from tests.distributed.work_rollouts import _by_key
+from tests.engine.meters import LiveBytes
 
 
 def engine(module, stage: int) -> SimpleNamespace:
@@ -61,12 +61,12 @@ def partitions(folder: str, config: str, ranks: int, sampling: SamplingConfig) -
             LiveBytes() as live,
         ):
             copy.module()
-        peaks.append(live.peak.total())
+        peaks.append(live.peak)
         answers.append([dict(_by_key(backend.generate(prompts, sampling))) for backend in backends])
     with LiveBytes() as live:
         for _, weight in whole_weights(actor.module):  # of one bucket
             del weight
-    peaks.append(live.peak.total())
+    peaks.append(live.peak)
     return {"answers": answers, "peaks": peaks, "whole": 4 * sum(map(full_numel, actor.module.parameters()))}
 
 

@@ -18,7 +18,7 @@ import torch
 from torch.autograd import DeviceType
 from transformers import AutoModelForCausalLM
 
-from engine.memory.gpus import DataSheet, Link, data_sheet
+from engine.gpus import DataSheet, Link, data_sheet
 from scripts.gpu_checks import __main__ as front
 from scripts.gpu_checks import attention, decoding, ppo
 from scripts.gpu_checks.__main__ import CHECKS

@@ -12,18 +12,18 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-
-from engine import distributed
 from engine.memory.gpus import gpu_bytes
 from engine.memory.memory_plan import MemoryPlan
 from engine.memory.planning import plan
 from engine.memory.workload import Cluster
+from training.runtime.memory_lines import workload
+
+from engine import distributed
 from scripts.harness import ROOT
 from training import memory_plan
 from training.config.parsing import parse_flags
 from training.config.step3 import MemoryFlags, RLHFFlags
 from training.config.supervised import RewardFlags, SFTFlags
-from training.runtime.memory_lines import workload
 from training.runtime.plan import count_steps
 from training.runtime.start_report import POINTS, RunSchedule, supervised_schedule
 from training.tools import dry_run

@@ -8,8 +8,8 @@ import pytest
 from engine.algorithms import Dialect
 from engine.options import REQUIRED, SAME, TOLD, choices_of, default_of, fault, option, unmet, with_resume
 from training.config.parsing import STEPS
-from training.config.step3 import MemoryFlags
 from training.tools.compare.flags import CompareFlags
+from training.tools.memory.flags import MemoryFlags
 from training.tools.merge.flags import MergeFlags
 from training.tools.serve.flags import ServeFlags
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from engine.errors import UserError
-from engine.memory.gpus import gpu_bytes, parsed_bytes
 from engine.options import SAME
 from engine.rollout import DECODING, ROLLOUT_BACKENDS, SAMPLERS
 from engine.zero.accelerator import ranks_of_this_machine
@@ -165,53 +164,3 @@ class RLHFFlags(HubFlags, RestartFlags, RolloutFlags, ModelFlags):
                 "that position, so none would have an end. Raise the one, or lower the other with --set "
                 "truncate_after=N."
             )
-
-
-SEARCHES = ("batch", "gpus")
-LEAST_HOST = 10**9  # bytes; if --host_memory is smaller, the unit was probably forgotten
-
-
-@dataclass(kw_only=True)
-class MemoryFlags(RLHFFlags):
-    """The flags of the memory planner: step 3's flags (those for data and output may be omitted), and flags that
-    describe the machines."""
-
-    output_dir: str = flag("memory_plan", "nothing is written")
-    data_path: list[str] = flag([], "nothing is read")
-
-    gpu: str = flag(
-        "a100-80g",
-        "memory of a GPU: a name such as a100-40g, v100-32g or h100-80g, or bytes such as 24GB or 23.6GiB",
-        group="machines",
-    )
-    num_gpus: int = flag(1, "GPUs per node", least=1)
-    num_nodes: int = flag(1, "number of nodes", least=1)
-    host_memory: str | None = flag(
-        None, "host memory of a node, such as 512GB; by default the plan does not say whether host memory suffices"
-    )
-    search: str | None = flag(
-        None,
-        "what to look for. batch: the largest --per_device_generation_batch_size and "
-        "--per_device_training_batch_size, kept equal, that fit. gpus: the fewest GPUs",
-        choices=SEARCHES,
-    )
-    json: bool = flag(False, "print the plan as JSON, in bytes")
-
-    def validate(self) -> None:
-        """Raise UserError for values that cannot work."""
-        super().validate()
-        gpu_bytes(self.gpu)
-        if self.host_memory is not None and (parsed_bytes(self.host_memory) or 0) < LEAST_HOST:
-            raise UserError(
-                f"--host_memory {self.host_memory}: give a node's memory in bytes, with a unit, as 512GB or 503GiB."
-            )
-
-    @property
-    def gpus(self) -> int:
-        """The number of GPUs of all nodes."""
-        return self.num_gpus * self.num_nodes
-
-    @property
-    def host_bytes(self) -> int | None:
-        """The value of --host_memory in bytes."""
-        return parsed_bytes(self.host_memory) if self.host_memory is not None else None

@@ -36,7 +36,7 @@ from engine.algo.truncation import kept_positions
 from engine.algorithms import Algorithm
 from engine.errors import RunStopped
 from engine.experience import Experience, Rollout, TrainingBatch
-from engine.memory.gpus import data_sheet
+from engine.gpus import data_sheet
 from engine.models.policy import Backbone, Policy
 from engine.models.reading import head_sizes
 from engine.rlhf_engine import RLHFEngine
@@ -99,22 +99,6 @@ class PhaseMemory:
 
 phase_memory = PhaseMemory()
 """The PhaseMemory of this process."""
-
-
-@contextlib.contextmanager
-def memory_measured(say: Callable[[str], None]) -> Iterator[None]:
-    """Measure the peak memory of each phase of the step that is made within this block, on the main rank's GPU, and
-    print it. CPUs have no peak counters."""
-    if not distributed.is_main() or not on_gpu():
-        yield
-        return
-    phase_memory.counting = True
-    try:
-        yield
-    finally:
-        phase_memory.counting = False
-    sizes = ", ".join(f"{phase} {size / 1e9:.1f}" for phase, size in phase_memory.bytes.items())
-    say(f"memory, GB of rank 0 at each phase's peak: {sizes} (planned: training/memory_plan.py)")
 
 
 USUAL_RATIOS = (0.5, 2.0)  # range of (actor's probability / sampler's probability); tokens outside of it are counted

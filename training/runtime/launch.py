@@ -90,17 +90,19 @@ def run(main: Callable, arguments_class: type, description: str, argv: Sequence[
 def _in_group(main: Callable, args: RunFlags, watch: Watch) -> int:
     """Join the process group and call `main(args)`; returns the exit code."""
     from engine.zero.communication import init
-    from training.runtime import nodes  # imports torch
 
     try:
         with phase(JOINING):
-            several = environment.on_several_hosts()
-            store = nodes.roll_call(args.timeout_minutes * 60) if several else None
+            store = None
+            if environment.on_several_hosts():
+                from training.runtime import nodes  # a run on one host needs nothing of it
+
+                store = nodes.roll_call(args.timeout_minutes * 60)
             init(COLLECTIVES)
             watch.join()
-            del store  # rank 0 has served it until all ranks have joined
-        if several:
+        if store is not None:
             nodes.check_nodes(args)
+            del store  # rank 0 has served it until all ranks have joined
         with rust_panics():
             main(args)
         if args.preflight and distributed.is_main():

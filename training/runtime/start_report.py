@@ -339,13 +339,7 @@ def report_supervised_dry_run(
     if not unseen:
         plan = make_plan()
         checked += lines(plan)
-    from training.runtime.memory_lines import memory_of_one_model  # the planner; a run does not import it
-
-    def last() -> None:
-        print(*memory_of_one_model(args), sep="\n")
-        callbacks.planned(args, plan)
-
-    print_report(checked, unseen, {"model": args.ds_settings()}, last)
+    print_report(checked, unseen, {"model": args.ds_settings()}, lambda: callbacks.planned(args, plan))
 
 
 def report_dry_run(args: RLHFFlags, point: ResumePoint | None, callbacks: Callback) -> None:
@@ -365,13 +359,7 @@ def report_dry_run(args: RLHFFlags, point: ResumePoint | None, callbacks: Callba
             f"{without_query(url)} gives one text the score {score:g}"
             for url, score in check_server(args, plan).items()
         ]
-    from training.runtime.memory_lines import memory_lines  # the planner; a run does not import it
-
-    def last() -> None:
-        print(*memory_lines(args, dialect), sep="\n")
-        callbacks.planned(args, plan)
-
-    print_report(checked, unseen, args.ds_configs, last)
+    print_report(checked, unseen, args.ds_configs, lambda: callbacks.planned(args, plan))
 
 
 def _listed(value: str | list[str] | None) -> list[str]:

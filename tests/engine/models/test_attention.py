@@ -21,7 +21,6 @@ from engine.copies import ActorCopy
 from engine.engine_spec import EngineSpec
 from engine.errors import SharedError, UserError
 from engine.experience import position_ids
-from engine.memory.blueprint import blueprints
 from engine.models import attention as attention_module
 from engine.models import loading
 from engine.models.attention import BY_ROW, IMPLEMENTATIONS, Attention, PackedRows, attention_in_words, has_kernel
@@ -43,6 +42,7 @@ from scripts.harness.models import (
 )
 from tests.fake_flash import FakeFlash
 from tests.fake_varlen import FakeVarlen
+from training.tools.memory.blueprint import blueprints
 
 EAGER = Attention("eager")
 

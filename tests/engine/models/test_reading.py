@@ -21,7 +21,6 @@ from transformers.integrations import hub_kernels
 from engine.algorithms import get_dialect
 from engine.copies import ActorCopy
 from engine.errors import UserError
-from engine.memory.blueprint import module_on_meta
 from engine.models import reading
 from engine.models.checking import check_attention, check_policy, check_vocabularies
 from engine.models.loading import load_policy
@@ -44,6 +43,7 @@ from scripts.harness.weights import full_state
 from tests.distributed.conftest import write_stage_files
 from training.config.step3 import RLHFFlags
 from training.runtime.plan import sampling_config
+from training.tools.memory.blueprint import module_on_meta
 
 
 def make_folder(parent: Path, family: str = "llama", **settings) -> Path:

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from training.config.parsing import _parser
-from training.config.step3 import MemoryFlags, RLHFFlags
+from training.config.step3 import RLHFFlags
 from training.config.supervised import RewardFlags, SFTFlags
 from training.tools.compare.flags import CompareFlags
+from training.tools.memory.flags import MemoryFlags
 from training.tools.merge.flags import MergeFlags
 from training.tools.serve.flags import ServeFlags
 

@@ -1,4 +1,4 @@
-"""The line of measured memory; what a dry run counts, and what it says where it is used wrongly. Whole dry runs:
+"""What a dry run counts, and what it says where it is used wrongly. Whole dry runs:
 tests/e2e/test_launchers.py.
 """
 
@@ -7,38 +7,8 @@ import sys
 
 import pytest
 
-from training.reporting import step_metrics
-from training.reporting.step_metrics import PhaseMemory
 from training.runtime import start_report
 from training.tools import dry_run
-
-
-class Counted(PhaseMemory):
-    """Phases that take a GB each."""
-
-    def begin(self) -> None:
-        pass
-
-    def end(self) -> int:
-        return 10**9
-
-
-@pytest.mark.parametrize("gpu", (True, False))
-def test_a_gpus_first_step_is_counted(monkeypatch, gpu):
-    """On a CPU nothing is counted or said."""
-    memory, said = Counted(), []
-    monkeypatch.setattr(step_metrics, "phase_memory", memory)
-    monkeypatch.setattr(step_metrics, "on_gpu", lambda: gpu)
-    with step_metrics.memory_measured(said.append):
-        assert memory.counting == gpu
-        with memory.phase("train"):
-            pass
-    assert not memory.counting
-    assert said == ["memory, GB of rank 0 at each phase's peak: train 1.0 (planned: training/memory_plan.py)"] * gpu
-    with pytest.raises(ValueError), step_metrics.memory_measured(said.append):
-        raise ValueError
-    assert not memory.counting
-
 
 HOSTS = "a slots=8\nb slots=8\n# b is slow\nc slots=4\n"
 

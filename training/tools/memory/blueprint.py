@@ -1,14 +1,11 @@
 """A blueprint is a model that is built from its configuration on the meta device, where tensors have shapes but no
 memory."""
 
-import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
-from typing import Any, cast
 
 import torch
-from torch import nn
 
 from engine.engine_spec import EngineSpec
 from engine.errors import UserError
@@ -16,11 +13,12 @@ from engine.models.adapter_folders import AdapterFolder, read_adapter
 from engine.models.attention import USUAL, Attention
 from engine.models.hydra import HydraPolicy
 from engine.models.loading import DTYPES, as_computed
-from engine.models.lora import LoraSpec, adapt, decoder_stack
+from engine.models.lora import LoraSpec, adapt
 from engine.models.policy import Backbone, Policy, Scorer
 from engine.models.reading import CLASSIFIER, LANGUAGE_MODEL, model_class, read_config
 from engine.models.trunk import make_trunk
 from engine.rlhf_engine import scoring_roles
+from engine.zero.config import decoder_layers
 
 
 @dataclass(frozen=True)
@@ -50,77 +48,20 @@ class Blueprint:
         return sum(parameter.numel() for parameter in self.module.parameters())
 
     @cached_property
-    def groups(self) -> list[list[int]]:
-        """The sizes of the trained parameters, one list for each optimizer group: matrices, vectors, LoRA factors."""
-        found: dict[tuple[bool, bool], list[int]] = {}
-        for name, parameter in self.module.named_parameters():
-            if self.trained and parameter.requires_grad:
-                key = ".lora_" in name, parameter.dim() < 2
-                found.setdefault(key, []).append(parameter.numel())
-        return list(found.values())
-
-    @cached_property
     def trains(self) -> int:
         """The number of elements of all trained parameters together."""
-        return sum(map(sum, self.groups))
+        return sum(p.numel() for p in self.module.parameters() if self.trained and p.requires_grad)
 
     @cached_property
     def largest(self) -> int:
         """The number of elements of the largest parameter."""
         return max(parameter.numel() for parameter in self.module.parameters())
 
-    @property
-    def vocabulary(self) -> int:
-        """The number of logits that the model computes for a token."""
-        return self.module.model.config.get_text_config().vocab_size
-
     @cached_property
-    def units(self) -> list[int]:
-        """The number of elements of each unit, in the order of a forward pass. A unit is what ZeRO-3 gathers in one
-        piece: a decoder layer, or another module that has weights of its own."""
-        kinds = set(self.module.model._no_split_modules or [])
-        return list(_units(self.module.model, kinds))
-
-    @property
-    def _stack(self) -> nn.ModuleList | None:
-        name = decoder_stack(self.module.model)
-        return None if name is None else cast(nn.ModuleList, self.module.model.get_submodule(name))
-
-    @cached_property
-    def layers_alike(self) -> int:
-        """The number of decoder layers, if all decoder layers are of the same kind; else 0."""
-        config: Any = self.module.model.config.get_text_config()
-        if self._stack is None or isinstance(self.module, HydraPolicy):
-            return 0
-        kinds = {tuple((name, p.shape) for name, p in layer.named_parameters()) for layer in self._stack}
-        kinds_of_attention = set(getattr(config, "layer_types", None) or [])
-        return len(self._stack) if len(kinds) == 1 and len(kinds_of_attention) <= 1 else 0
-
-    @contextlib.contextmanager
-    def shortened(self, layers: int) -> Iterator[None]:
-        """Within this context the model computes only its first `layers` layers, if all its layers are of the same
-        kind."""
-        if not self.layers_alike:
-            yield
-            return
-        stack: Any = self._stack
-        whole = stack._modules
-        stack._modules = dict(list(whole.items())[:layers])
-        try:
-            yield
-        finally:
-            stack._modules = whole
-
-
-def _units(module: nn.Module, kinds: set[str]) -> Iterable[int]:
-    if type(module).__name__ in kinds:
-        yield sum(parameter.numel() for parameter in module.parameters())
-        return
-    own = sum(parameter.numel() for parameter in module.parameters(recurse=False))
-    if own:
-        yield own
-    for child in module.children():
-        yield from _units(child, kinds)
+    def largest_unit(self) -> int:
+        """The number of elements of the largest piece that ZeRO-3 gathers at once: a decoder layer, or one weight."""
+        layers = decoder_layers(self.module)
+        return max([self.largest, *(sum(parameter.numel() for parameter in layer.parameters()) for layer in layers)])
 
 
 def blueprints(spec: EngineSpec) -> dict[str, Blueprint]:

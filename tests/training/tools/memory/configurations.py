@@ -4,18 +4,17 @@ from pathlib import Path
 
 from transformers import LlamaConfig
 
-from engine.engine_spec import EngineSpec
-from engine.memory.workload import Workload
-from engine.zero.config import EngineConfig
+from training.config.parsing import parse_flags
+from training.tools.memory.flags import MemoryFlags
 
 WIDTH, MIDDLE, LAYERS, HEADS, VOCABULARY = 64, 176, 3, 4, 1000
-LAYER_MATRICES = 4 * WIDTH * WIDTH + 3 * WIDTH * MIDDLE  # projections, MLP
-LAYER = LAYER_MATRICES + 2 * WIDTH  # and two norms
+LAYER = 4 * WIDTH * WIDTH + 3 * WIDTH * MIDDLE + 2 * WIDTH  # projections, MLP, and two norms
 TRUNK = VOCABULARY * WIDTH + LAYERS * LAYER + WIDTH
 POLICY, SCORER = TRUNK + VOCABULARY * WIDTH, TRUNK + WIDTH  # an untied output head; a score head
 # 16 rows of 24 tokens, decoded all at once: with 8 slots for what is drawn between two looks.
-WORKLOAD = Workload(prompt=16, response=8, generated=16, responses=16, micro_batch=4)
 CACHE_NUMBERS = 16 * (24 + 8) * 2 * LAYERS * WIDTH
+SIZES = """--max_prompt_seq_len 16 --max_answer_seq_len 8 --per_device_generation_batch_size 16
+    --per_device_training_batch_size 4 --gradient_accumulation_steps 4 --ppo_epochs 2 --num_eval_prompts 0"""
 
 
 def llama(folder: Path) -> str:
@@ -33,13 +32,8 @@ def llama(folder: Path) -> str:
     return str(folder)
 
 
-def spec_of(path: str, stage: int, dtype: str = "bf16", offload: bool = False, **fields) -> EngineSpec:
-    """Four engines of the same trunk."""
-    return EngineSpec(
-        actor_path=path,
-        critic_path=path,
-        dtype=dtype,
-        actor=EngineConfig("actor", stage, offload),
-        critic=EngineConfig("critic", stage, offload),
-        **fields,
-    )
+def flags_of(path: str, stage: int, more: str = "", critic: str | None = None, dtype: str = "bf16") -> MemoryFlags:
+    """The flags of four engines of the same trunk. more: further flags."""
+    models = ["--actor_model_name_or_path", path, "--critic_model_name_or_path", critic or path, "--dtype", dtype]
+    stages = ["--actor_zero_stage", str(stage), "--critic_zero_stage", str(stage)]
+    return parse_flags(MemoryFlags, [*models, *stages, *SIZES.split(), *more.split()], "")

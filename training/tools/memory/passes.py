@@ -1,0 +1,166 @@
+"""The memory that forward and backward passes need in addition to the weights. It is found by running the passes on the
+meta device.
+
+A storage that is created in a pass is counted as long as something refers to it. This includes tensors that autograd
+keeps for the backward pass, intermediate results, and gradients. The workspaces of kernels are not counted.
+"""
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from engine.experience import position_ids
+from engine.models.hydra import HydraPolicy
+from engine.models.lora import decoder_stack
+from engine.models.policy import Policy
+from training.tools.memory.blueprint import Blueprint
+
+SCORED = ("critic", "reward")  # the roles that compute scores
+FEW, MORE = 2, 4
+_GROUPED = torch.ops.aten._grouped_mm.default
+
+
+@lru_cache(maxsize=256)
+def training_pass(model: Blueprint, rows: int, length: int, response: int, role: str | None = None) -> int:
+    """The number of bytes at the peak of a forward and backward pass.
+
+    The gradient of a weight is counted from the moment when it is computed to the moment when it is added to the other
+    gradients. rows: the number of sequences. length, response: their tokens, and those of their responses. role: the
+    role in which the module computes, if it can compute as several models; None for its own role.
+    """
+    hooks = [p.register_post_accumulate_grad_hook(_forget) for p in model.module.parameters() if p.requires_grad]
+    model.module.train()
+    try:
+        return _peak(model, lambda: torch.autograd.backward(_output(model, rows, length, response, role).sum()))
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@lru_cache(maxsize=256)
+def forward_pass(model: Blueprint, rows: int, length: int, response: int, role: str | None = None) -> int:
+    """The number of bytes at the peak of a forward pass without gradients. Such passes compute experience, and read
+    prompts. Arguments: as those of `training_pass`."""
+    model.module.eval()
+    with torch.no_grad():
+        return _peak(model, lambda: _output(model, rows, length, response, role, with_entropy=role is None))
+
+
+def _output(
+    model: Blueprint, rows: int, length: int, response: int, role: str | None, with_entropy: bool = False
+) -> Tensor:
+    ids = torch.zeros(rows, length, dtype=torch.int64, device="meta")
+    mask = torch.ones_like(ids)
+    given = ids, mask, position_ids(mask)
+    if isinstance(model.module, Policy) and role not in SCORED:
+        return model.module(*given, response_length=response, with_entropy=with_entropy, role=role)[0]
+    return model.module(*given, role=role)
+
+
+def _peak(model: Blueprint, run: Callable[[], object]) -> int:
+    """The bytes at the peak of a pass. Of a deep model only FEW and MORE layers are run, since each further layer adds
+    the same number of bytes."""
+    name = None if isinstance(model.module, HydraPolicy) else decoder_stack(model.module.model)
+    stack: Any = None if name is None else model.module.model.get_submodule(name)
+    if stack is None or len(stack) <= MORE:
+        return _counted(run)
+    whole, peaks = stack._modules, []
+    try:
+        for layers in (FEW, MORE):
+            stack._modules = dict(list(whole.items())[:layers])
+            peaks.append(_counted(run))
+    finally:
+        stack._modules = whole
+    return peaks[0] + (peaks[1] - peaks[0]) * (len(stack) - FEW) // (MORE - FEW)
+
+
+def _counted(run: Callable[[], object]) -> int:
+    with fused_attention(), LiveBytes() as live:
+        run()
+    return live.peak
+
+
+def _forget(parameter: nn.Parameter) -> None:
+    parameter.grad = None
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of live tensors. peak: the largest number so far."""
+
+    def __init__(self):
+        super().__init__()
+        self.live = self.peak = 0
+        self._storages: dict[int, tuple[weakref.ref, int]] = {}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        """Run the operation, and count the tensors that it creates. If code asks for the value of a tensor (mostly
+        whether a mask has no padding), it gets 0, which means no."""
+        if function is torch.ops.aten._local_scalar_dense.default:
+            return 0
+        made = (_experts_product if function is _GROUPED else function)(*args, **(kwargs or {}))
+        given = None
+        for tensor in tree_iter(made):
+            if isinstance(tensor, Tensor) and id(tensor.untyped_storage()) not in self._storages:
+                if given is None:
+                    given = {id(t.untyped_storage()) for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)}
+                if id(tensor.untyped_storage()) not in given:  # otherwise it is a view of an argument
+                    self._count(tensor)
+        return made
+
+    def _count(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key, size = id(storage), storage.nbytes()
+        self._storages[key] = weakref.ref(storage, lambda _: self._forget(key)), size
+        self.live += size
+        self.peak = max(self.peak, self.live)
+
+    def _forget(self, key: int) -> None:
+        self.live -= self._storages.pop(key)[1]
+
+
+def _experts_product(first: Tensor, second: Tensor, *others, **settings) -> Tensor:
+    """Replaces `torch._grouped_mm`, which the meta device supports for bfloat16 only."""
+    return _GROUPED(first.bfloat16(), second.bfloat16(), *others, **settings).to(first.dtype)
+
+
+@contextlib.contextmanager
+def fused_attention() -> Iterator[None]:
+    """Within this context attention keeps for its backward pass only what a fused kernel keeps: inputs, output, and one
+    number per row. Torch has no fused kernel for the meta device, where it would keep the attention probabilities,
+    (rows, heads, tokens, tokens)."""
+    own = torch.nn.functional.scaled_dot_product_attention
+    torch.nn.functional.scaled_dot_product_attention = _without_computing  # the name by which models call it
+    try:
+        yield
+    finally:
+        torch.nn.functional.scaled_dot_product_attention = own
+
+
+def _without_computing(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
+    return _Attention.apply(query, key, value, attn_mask)
+
+
+class _Attention(torch.autograd.Function):
+    """Allocates what a fused attention kernel allocates, and computes nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        *rows, tokens, _ = query.shape
+        output = query.new_empty(*rows[:1], tokens, *rows[1:], value.shape[-1]).transpose(1, 2)
+        sums = query.new_empty(*rows, tokens, dtype=torch.float32)
+        if mask is not None and mask.dtype == torch.bool:
+            mask = torch.empty_like(mask, dtype=query.dtype)  # in each layer torch converts it to a mask that is added
+        ctx.save_for_backward(query, key, value, output, sums, mask)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor):
+        query, key, value, *_ = ctx.saved_tensors
+        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), None
