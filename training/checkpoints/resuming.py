@@ -21,7 +21,7 @@ from engine.files import misfit, parsed_json, without_links
 from engine.lazy import Lazy
 from engine.models.adapter_folders import CLASSIFIER, HEAD, PREFIX, AdapterFolder, read_adapter
 from engine.models.adapters import is_factor, merged, update
-from engine.models.checking import check_policy, check_trunk, fingerprint
+from engine.models.checking import check_base, check_policy, check_trunk
 from engine.models.loading import load_policy, load_scorer, new_scorer
 from engine.models.places import is_adapter
 from engine.models.reading import CLASSIFIER as SCORER
@@ -32,7 +32,7 @@ from engine.models.weight_files import stored_name, tensors_of, weight_files, we
 from engine.reference import EMA
 from engine.whole_files import file_order, remove_folder
 from engine.zero.engines import TrainedModel
-from training.checkpoints.conditions import BEFORE, CONTENTS, FIRST, FROZEN, OWED, Conditions
+from training.checkpoints.conditions import BEFORE, FIRST, OWED, Conditions
 from training.checkpoints.files import (
     AUTO,
     CONFIG,
@@ -54,8 +54,8 @@ STATE = {
     "steps_done": int,
     "models": {str: {"adam_steps": int, "loss_scale": {str: NUMBER}}},
     "ema": bool,
-    "identity": dict,
     "settings": dict,
+    "contents": {str: str | None},
     OWED: (ABSENT, {str: NUMBER | None}),
     BEFORE: (ABSENT, {str: [NUMBER]}),
     FIRST: (ABSENT, [str]),
@@ -171,16 +171,9 @@ def _read(path: Path, with_ema: bool) -> dict:
     try:
         state = parsed_json(path.read_text(encoding="utf-8"))
         if not (fault := misfit(state, STATE, "state")):
-            kl = state["identity"].get("kl_controller")
-            hashes = [name for name in state["settings"] if name.startswith(CONTENTS)]
-            frozen = [name for name in state["identity"] if name.startswith(FROZEN)]
-            kinds: dict = {
-                "settings": dict.fromkeys(hashes, str | None),
-                "identity": dict.fromkeys(frozen, str | None),
-            }
-            if kl is not None:
-                kinds |= OF_STEP_3 | ({"kl": {"value": NUMBER}} if kl == "adaptive" else {})
-            fault = misfit(state, kinds, "state")
+            kl = state["settings"].get("kl_controller")
+            adaptive = {"kl": {"value": NUMBER}} if kl == "adaptive" else {}
+            fault = misfit(state, {**OF_STEP_3, **adaptive} if kl is not None else {}, "state")
         if fault:
             raise ValueError(fault)
     except (ValueError, OSError) as error:
@@ -320,13 +313,7 @@ class AdapterPoint:
         except UserError as error:
             raise UserError(f"{error} Or say with --base where it stands now.") from None
         assert found is not None
-        known = self.point.state["identity"].get(f"frozen weights of the {self.model}")
-        now = fingerprint(found.base, str(self.point.folder))
-        if None not in (known, now) and known.split()[0] != now:
-            raise UserError(
-                f"{self.point.folder}: its model {self.model} began with other weights than stand in {found.base}. "
-                "Give the model that the run began with: --base."
-            )
+        check_base(found)
         return found
 
     def _base(self, adapter: AdapterFolder) -> tuple[PreTrainedModel, dict[str, Tensor]]:

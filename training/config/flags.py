@@ -26,7 +26,7 @@ from engine.files import expanded
 from engine.models.attention import IMPLEMENTATIONS, PACKING, Attention
 from engine.models.places import base_of
 from engine.models.reading import read_chat_template, read_tokenizer
-from engine.options import REQUIRED, SAME, default_of, fault, option, unmet
+from engine.options import REQUIRED, default_of, fault, option, unmet
 from engine.zero.accelerator import on_gpu
 from training.checkpoints.files import Schedule
 from training.data.forms import Form
@@ -159,12 +159,11 @@ class RunFlags(TokenizerFlags):
         "start the run's ranks on all nodes, check all that is checked before models are loaded (versions, the output "
         "folder, models, data), and end; the exit code is 0 if all nodes are fit, else 2",
     )
-    seed: int = flag(1234, "seed of data order, new weights and sampling", least=0, most=2**31 - 1, resume=SAME)
+    seed: int = flag(1234, "seed of data order, new weights and sampling", least=0, most=2**31 - 1)
     dtype: str | None = flag(
         None,
         "dtype that models compute in; by default bf16 on GPUs that have it, fp16 on other GPUs, fp32 on CPUs",
         choices=("fp32", "fp16", "bf16"),
-        resume=SAME,
     )
     attn_implementation: str = flag(
         "auto",
@@ -442,7 +441,6 @@ class DataFlags(RunFlags):
         "begins with a user's turn. cut_answer: a text loses its end, and step 3 leaves a prompt out. drop: the "
         "row is left out",
         choices=OVERLONG,
-        resume=SAME,
     )
     data_output_path: str | None = flag(
         None, "folder that keeps tokenised data for later runs; by default ~/.cache/four-engine-rlhf"

@@ -17,7 +17,6 @@ from engine.engine_spec import EngineSpec, OptimizerSpec, frozen_stage
 from engine.errors import UserError, without_query
 from engine.models.adapter_folders import read_adapter
 from engine.models.lora import ALL_LINEAR, LoraSpec
-from engine.options import SAME, TOLD
 from engine.reward.server import FORMS, OWN_FIELDS, ServerSettings
 from engine.zero.config import EngineConfig, build_ds_config, chosen_stage, refuse_offload_of_roles, stage_of_file
 from training.config.algorithm import MOVING, AlgorithmFlags, ReferenceFlags
@@ -189,7 +188,6 @@ class RoleLoraFlags(LoraFlags):
         False,
         "one language model in one engine serves as actor, critic, reference and reward model, which differ in "
         "their adapters and heads; needs --only_optimize_lora",
-        resume=SAME,
     )
 
     def validate(self) -> None:
@@ -225,14 +223,12 @@ class RewardFunctionFlags(AlgorithmFlags):
         None,
         "column with the right answers, for math_verify (pip install .[math]); by default answer",
         only_with="reward_function=math_verify",
-        resume=SAME,
     )
     response_format: str | None = flag(
         None,
         "regular expression that a whole response has to match, for format; by default reasoning in <think> tags "
         "and an answer in <answer> tags",
         only_with="reward_function=format",
-        resume=SAME,
     )
     overlap_rewards: bool = flag(
         False,
@@ -241,8 +237,8 @@ class RewardFunctionFlags(AlgorithmFlags):
         "thread",
         only_with=("reward_function", "reward_url"),
     )
-    reward_model_weight: float = flag(1.0, "weight of the reward model in the score", resume=SAME)
-    length_penalty: float = flag(0.0, "number subtracted from the score for each token of the response", resume=SAME)
+    reward_model_weight: float = flag(1.0, "weight of the reward model in the score")
+    length_penalty: float = flag(0.0, "number subtracted from the score for each token of the response")
 
     def validate(self) -> None:
         """Raise UserError if a function is given twice, or if --response_format is not a valid regular expression."""
@@ -290,7 +286,6 @@ class RewardServerFlags(RewardFunctionFlags):
         [],
         "columns of the data that are sent with each response; the form openrlhf takes one, as labels",
         only_with="reward_url",
-        resume=SAME,
     )
     reward_url_batch_size: int = flag(64, "most responses in one request", least=1, only_with="reward_url")
     reward_url_timeout: float = flag(
@@ -364,19 +359,17 @@ class ModelFlags(RoleLoraFlags, ReferenceFlags, RewardServerFlags):
     """The flags of step 3's models, of their adapters and of their engines."""
 
     actor_model_name_or_path: str = flag(
-        REQUIRED, "SFT model that the actor and the reference start from", group="models", resume=TOLD
+        REQUIRED, "SFT model that the actor and the reference start from", group="models"
     )
     critic_model_name_or_path: str | None = flag(
         None,
         "reward model that the critic starts from. With --reward_function or --reward_url this flag is optional; "
         "without it the critic is the SFT model with a new head. In dialects without a critic, or whose critic "
         "starts otherwise, it names the reward model only",
-        resume=TOLD,
     )
     reward_model_name_or_path: str | None = flag(
         None,
         "reward model; by default the path of the critic, or none with --reward_function or --reward_url",
-        resume=TOLD,
     )
     actor_dropout: float | None = flag(
         None, "must be 0, which is the default: dropout would change the ratio of new to old probabilities"
