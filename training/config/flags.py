@@ -57,25 +57,11 @@ def by_group(options: type) -> dict[str, list[dataclasses.Field]]:
     return groups
 
 
-@dataclass(frozen=True, slots=True)
-class OldFlag:
-    """A flag of DeepSpeed-Chat that has no effect here.
-
-    kind: the type of the flag's value; bool for a flag without a value. instead: what to use here in place of the flag.
-    allowed: the values that are accepted; other values would ask for a feature that is missing here. None accepts all
-    values.
-    """
-
-    kind: type
-    instead: str
-    allowed: tuple | None = None
-
-
 @dataclass(kw_only=True)
 class ProgramFlags:
     """The base class of every program's flags, which can be given on the command line or in a YAML file."""
 
-    old_flags: ClassVar[dict[str, OldFlag]] = {}
+    old_flags: ClassVar[dict[str, type]] = {}  # flags without effect, and the types of their values
 
     config: str | None = flag(
         None, "YAML file with flags by name, without dashes; flags on the command line win", group="the run"

@@ -11,7 +11,7 @@ from engine.memory.gpus import gpu_bytes, parsed_bytes
 from engine.rollout import DECODING, ROLLOUT_BACKENDS, SAMPLERS
 from engine.zero.accelerator import ranks_of_this_machine
 from training.config import other_systems
-from training.config.flags import HubFlags, OldFlag, RestartFlags, RunFlags, flag
+from training.config.flags import HubFlags, RestartFlags, RunFlags, flag
 from training.config.models import ModelFlags
 
 COPIES = "rollout_backend=auto|replica|zero3"  # the backends that sample from the actor in the training processes
@@ -98,7 +98,7 @@ class RLHFFlags(HubFlags, RestartFlags, RolloutFlags, ModelFlags):
     """All flags of step 3: those of the algorithm, the models, prompts, lengths, rollouts and checkpoints."""
 
     phase: ClassVar[int] = 3
-    old_flags: ClassVar[dict[str, OldFlag]] = other_systems.STEP3
+    old_flags: ClassVar[dict[str, type]] = other_systems.STEP3
 
     max_prompt_seq_len: int = flag(256, "longest prompt, in tokens", least=1, group="lengths")
     max_answer_seq_len: int = flag(256, "longest response, in tokens", least=1)

@@ -10,7 +10,7 @@ from engine.engine_spec import OptimizerSpec
 from engine.errors import UserError
 from engine.zero.config import EngineConfig, build_ds_config, chosen_stage
 from training.config import other_systems
-from training.config.flags import REQUIRED, DataFlags, HubFlags, OldFlag, RestartFlags, flag
+from training.config.flags import REQUIRED, DataFlags, HubFlags, RestartFlags, flag
 from training.config.models import ModelLoraFlags
 
 
@@ -18,7 +18,7 @@ from training.config.models import ModelLoraFlags
 class SupervisedFlags(HubFlags, RestartFlags, ModelLoraFlags, DataFlags):
     """The flags that steps 1 and 2 share."""
 
-    old_flags: ClassVar[dict[str, OldFlag]] = other_systems.SUPERVISED
+    old_flags: ClassVar[dict[str, type]] = other_systems.SUPERVISED
 
     held_out: float = flag(
         0.05,

@@ -327,7 +327,6 @@ STEP_3 = {
     "--share_trunk": "--share_trunk needs --only_optimize_lora and --actor_lora_dim",
     "--actor_lora_dim 4 --only_optimize_lora --share_trunk --set critic_lr=0": "--critic_learning_rate 0 with "
     "--share_trunk: the rate of the factors",
-    "--enable_mixed_precision_lora": "--enable_mixed_precision_lora: it rounds frozen weights to 8 bits",
 }
 STEP_1 = {
     "--lora_dim -1": "--lora_dim -1: must be at least 0.",
