@@ -144,7 +144,7 @@ def test_other_data_and_another_number_of_examples_a_step_are_refused(runs, tiny
     for changes, message in (
         ({"per_device_train_batch_size": 2}, "rows a step was 8 when it was written and is 4 now"),
         ({"per_device_train_batch_size": 4, "seed": 5}, "seed was 1234"),
-        ({"per_device_train_batch_size": 4, "held_out": 9}, "--held_out was 0.05 when it was written and is 9.0 now"),
+        ({"per_device_train_batch_size": 4, "held_out": 9}, "--held_out was 8.0 when it was written and is 9.0 now"),
     ):
         result = run_here(1, flags | changes, capfd)
         assert result.code == 2 and message in result.stderr, result.stderr

@@ -21,14 +21,11 @@ from engine.files import misfit, parsed_json, without_links
 from engine.lazy import Lazy
 from engine.models.adapter_folders import CLASSIFIER, HEAD, PREFIX, AdapterFolder, read_adapter
 from engine.models.adapters import is_factor, merged, update
-from engine.models.checking import check_base, check_policy, check_trunk
+from engine.models.checking import check_base
 from engine.models.loading import load_policy, load_scorer, new_scorer
 from engine.models.places import is_adapter
-from engine.models.reading import CLASSIFIER as SCORER
-from engine.models.reading import LANGUAGE_MODEL, model_class
 from engine.models.reward_formats import is_deepspeed_chat_scorer
 from engine.models.saving import BASE
-from engine.models.weight_files import stored_name, tensors_of, weight_files, weights_folder
 from engine.reference import EMA
 from engine.whole_files import file_order, remove_folder
 from engine.zero.engines import TrainedModel
@@ -317,46 +314,15 @@ class AdapterPoint:
         return found
 
     def _base(self, adapter: AdapterFolder) -> tuple[PreTrainedModel, dict[str, Tensor]]:
-        """(the base, that is the model with which the run began; {name: weight} of its weights).
-
-        If the base's files use the model's own names, the model stays on the meta device, and each weight is read when
-        it is asked for. Otherwise the whole model is loaded.
-        """
+        """(the base, that is the model with which the run began; {name: weight} of its weights)."""
         dtype, what = self.tensors.dtype, str(self.point.folder)
-        scores = adapter.config.task_type == CLASSIFIER
+        load: Any = load_policy
         if is_deepspeed_chat_scorer(adapter.base, what):
-            model = load_scorer(adapter.base, dtype, what=what).model
-        else:
-            config = (check_trunk if scores else check_policy)(adapter.base, what)
-            kind = model_class(config, SCORER if scores else LANGUAGE_MODEL, adapter.base, what)
-            config.num_labels = 1 if scores else config.num_labels
-            with torch.device("meta"):
-                model = kind._from_config(config, dtype=dtype)
-            stored = self._stored(model, adapter.base)
-            if stored is not None:
-                return model, stored
-            load = partial(new_scorer, pad_token_id=None, seed=None) if scores else load_policy
-            model = load(adapter.base, dtype, what=what).model
+            load = load_scorer
+        elif adapter.config.task_type == CLASSIFIER:
+            load = partial(new_scorer, pad_token_id=None, seed=None)
+        model = load(adapter.base, dtype, what=what).model
         return model, {name: tensor.detach() for name, tensor in _weights(model).items()}
-
-    def _stored(self, model: PreTrainedModel, path: str) -> dict[str, Tensor] | None:
-        """{name in the model: weight} of the weights that the checkpoint lacks; each is read from the files at `path`
-        when it is used. None if the files use another name for one of them, or are not on this machine."""
-        folder = weights_folder(path)
-        if folder is None or model._keep_in_fp32_modules or model._keep_in_fp32_modules_strict:
-            return None
-        files: dict[str, Lazy] = {}
-        for file in weight_files(folder, path):
-            files |= tensors_of(file)
-        own = {name.replace(BASE, ".") for name in self.tensors}
-        found = {}
-        for name, weight in _weights(model).items():
-            other = stored_name(name, model, files)
-            if other is not None and (lazy := files[other]).shape == weight.shape:
-                found[name] = Lazy.of(tuple(weight.shape), weight.dtype, lazy.fill)
-            elif name not in own:
-                return None
-        return found
 
 
 def _weights(model: PreTrainedModel) -> dict[str, Tensor]:
