@@ -300,12 +300,3 @@ class ReferenceFlags(AlgorithmFlags):
     def keeps_average(self) -> bool:
         """Whether the run keeps a moving average of the actor's weights."""
         return self.enable_ema or self.reference == MOVING
-
-    def moving_reference(self) -> dict[str, object]:
-        """{name: value} for the flags of a moving reference. All values are None if the reference does not move."""
-        refreshed = self.reference_refresh_steps is not None
-        return {
-            "--reference": self.reference if self.reference != START else None,
-            "--reference_refresh_steps": self.reference_refresh_steps,
-            "--reference_mixup_alpha": self.reference_mixup_alpha if refreshed else None,
-        }

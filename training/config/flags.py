@@ -10,8 +10,6 @@ change the working directory; therefore `make_paths_absolute` is called before s
 
 import dataclasses
 import os
-import re
-import reprlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -177,7 +175,6 @@ class RunFlags(TokenizerFlags):
         None,
         "folder in which this run's TensorBoard files get a subfolder; by default they are in OUTPUT_DIR/tensorboard",
     )
-    wandb_project: str | None = flag(None, "adds wandb to --report_to, with this name in place of --report_project")
     grace_seconds: float = flag(
         25.0,
         "seconds in which a run has to finish its step, save and end after TERM, Ctrl-C or the end of its "
@@ -205,8 +202,7 @@ class RunFlags(TokenizerFlags):
     def reports(self) -> list[str]:
         """TensorBoard and the trackers that get the run's metrics."""
         left_out = {"none"} if self.enable_tensorboard else {"none", "tensorboard"}
-        names = [*self.report_to, *(["wandb"] if self.wandb_project else [])]
-        return [name for name in dict.fromkeys(names) if name not in left_out]
+        return [name for name in dict.fromkeys(self.report_to) if name not in left_out]
 
     @property
     def gpus(self) -> int:
@@ -252,9 +248,6 @@ class RunFlags(TokenizerFlags):
         return not self.dry_run or (Path(path).exists() and Path(base_of(path, "model")).exists())
 
 
-LONGEST_PATH, LONGEST_PART = 4095, 255  # Linux's limits for a path, and for a name in it, in bytes
-
-
 def _texts(value) -> list[str]:
     return [item for item in (value if isinstance(value, list) else [value]) if isinstance(item, str)]
 
@@ -269,15 +262,6 @@ def check_name(name: str, value: str) -> None:
     """Raise UserError for a text that cannot be the name of a file, model or data set."""
     if not value.strip():
         raise UserError(f"--{name} {value!r}: this is blank. Leave the flag out, or give a name.")
-    if re.search(
-        "[\0-\x1f\x7f\ud800-\udc7f\udd00-\udfff]", value
-    ):  # \udc80 to \udcff stand for bytes that are no UTF-8
-        raise UserError(f"--{name} {value!r}: a control character or half a character stands in it. Take it out.")
-    encoded = os.fsencode(value)
-    if len(encoded) > LONGEST_PATH or any(len(part) > LONGEST_PART for part in encoded.split(b"/")):
-        raise UserError(
-            f"--{name} {reprlib.repr(value)}: {len(value)} characters are too long for a name. Give a shorter one."
-        )
 
 
 WRITTEN = ("output_dir", "tensorboard_path", "data_output_path")

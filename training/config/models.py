@@ -59,13 +59,6 @@ class LoraFlags(RunFlags):
         "default, means all linear layers but the output head; all-linear lm_head adds the head",
         only_with=RANKS,
     )
-    lora_dropout: float | None = flag(
-        None,
-        "dropout of the input of the LoRA factors, in training of steps 1 and 2; step 3 has none",
-        least=0,
-        below=1,
-        only_with=RANKS,
-    )
     save_merged: str = flag(
         "auto",
         "save models with their adapters merged in, beside the adapters; auto: if the disk has room",
@@ -101,7 +94,7 @@ class LoraFlags(RunFlags):
             dim=dim,
             alpha=1.0 if self.lora_alpha is None else self.lora_alpha,
             targets=ALL_LINEAR if targets in ((), (ALL_LINEAR,)) else targets,
-            dropout=self.lora_dropout or 0.0,
+            dropout=getattr(self, "lora_dropout", 0.0),  # step 3 has none
             lr=LEARNING_RATE if rate is None else rate,
             only=self.only_optimize_lora,
             seed=self.seed,
@@ -117,9 +110,8 @@ class LoraFlags(RunFlags):
         dim = getattr(self, f"{model}lora_dim")
         if (dim or by) and not rate:
             raise UserError(
-                f"--{model}learning_rate 0 with {by or f'--{model}lora_dim {dim}'}: the rate of the "
-                f"factors, --{model}lora_learning_rate, is held as a multiple of this one. Give one above 0; "
-                "--only_optimize_lora keeps all but the factors as they are."
+                f"--{model}learning_rate 0 with {by or f'--{model}lora_dim {dim}'}: the rate of the factors is held as "
+                "a multiple of it. Give one above 0; --only_optimize_lora trains the factors alone."
             )
 
 
@@ -139,6 +131,9 @@ class ModelLoraFlags(LoraFlags):
     )
     lora_learning_rate: float | None = flag(
         None, f"peak learning rate of the LoRA factors; by default {LEARNING_RATE}", least=0, only_with="lora_dim"
+    )
+    lora_dropout: float = flag(
+        0.0, "dropout of the input of the LoRA factors, in training", least=0, below=1, only_with="lora_dim"
     )
 
 
@@ -193,8 +188,6 @@ class RoleLoraFlags(LoraFlags):
     def validate(self) -> None:
         """Raise UserError for values that cannot work, by themselves or in combination."""
         super().validate()
-        if self.lora_dropout:
-            raise UserError(f"{self.word('lora_dropout')}: {DROPOUT}")
         if self.share_trunk and not (self.only_optimize_lora and self.actor_lora_dim):
             raise UserError(
                 "--share_trunk needs --only_optimize_lora and --actor_lora_dim: what all four models share must not "
@@ -522,7 +515,7 @@ class ModelFlags(RoleLoraFlags, ReferenceFlags, RewardServerFlags):
             reference_refresh_steps=self.reference_refresh_steps,
             reference_mixup_alpha=self.reference_mixup_alpha,
         )
-        self._check_shared(spec, dialect)
+        self._check_shared(spec)
         engines = {"reference": frozen("reference", actor, self.offload_reference_model)}
         if scored:
             partner = critic if dialect.has_critic else actor
@@ -570,11 +563,6 @@ class ModelFlags(RoleLoraFlags, ReferenceFlags, RewardServerFlags):
         for role in ("actor", "critic") if dialect.has_critic else ("actor",):
             if role == "actor" or not self.share_trunk:
                 self._trained(role).check_offload()
-        if self.share_trunk and self.critic_ds_config is not None:
-            raise UserError(
-                f"{self.word('critic_ds_config')} with --share_trunk: actor and critic are one engine, "
-                "which has the actor's configuration. Leave it out, and give --actor_ds_config."
-            )
         if self.share_trunk and self.critic_zero_stage not in (None, self.stage("actor")):
             raise UserError(
                 f"{self.word('critic_zero_stage')} with --share_trunk: actor and critic are one engine, at "
@@ -601,20 +589,10 @@ class ModelFlags(RoleLoraFlags, ReferenceFlags, RewardServerFlags):
         starts_so = start is not None and dialect.critic_start == "reward_model"
         return replace(actor, lr=LEARNING_RATE, dim=start.config.r if start is not None and starts_so else actor.dim)
 
-    def _check_shared(self, spec: EngineSpec, dialect: Dialect) -> None:
+    def _check_shared(self, spec: EngineSpec) -> None:
         """Raise UserError for flags of an engine that the run does not have, because another engine computes the
         model."""
         for role, what in spec.shared.items():
             for name in (f"{role}_ds_config", f"offload_{role}_model"):
-                if not getattr(self, name, None):
-                    continue
-                if role == "reference" and spec.reference_moves:
-                    cause = next(f"{name} {value}" for name, value in self.moving_reference().items() if value)
-                    remedy = f"train without {cause}"
-                elif role == "reference" and spec.hydra_layers:
-                    cause = f"hydra_layers {spec.hydra_layers} (dialect {dialect.name})"
-                    remedy = "set hydra_layers to 0"
-                else:
-                    cause = "--share_trunk" if spec.share_trunk else "--only_optimize_lora"
-                    remedy = f"train without {cause}"
-                raise UserError(f"--{name} with {cause}: {what}. Leave it out, or {remedy}.")
+                if getattr(self, name, None):
+                    raise UserError(f"{self.word(name)}: {what}. Leave it out.")
