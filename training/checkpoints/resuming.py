@@ -109,9 +109,9 @@ class ResumePoint:
             more = f", and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
             passed_over.append(f"the checkpoint {folder} is damaged: {', '.join(found[:SHOWN])}{more}")
             if by_name:
-                older = _newest_whole_before(folder)
-                instead = f"Give the older one, {older}" if older else "There is no older whole one beside it"
-                raise SharedError(f"--resume: {passed_over[0]}. {instead}.")
+                raise SharedError(
+                    f"--resume: {passed_over[0]}. Give the run's output folder, whose newest whole one is then taken."
+                )
         if path == AUTO and not passed_over:
             return None
         raise SharedError(f"--resume {path}: {'; '.join(passed_over)}. There is no other one: begin anew.")
@@ -153,14 +153,6 @@ def _candidates(path: str, output_dir: str) -> tuple[bool, list[Path]]:
             "run that wrote some (--save_steps)."
         )
     return False, points
-
-
-def _newest_whole_before(damaged: Path) -> Path | None:
-    step, output_dir = step_of(damaged), without_links(damaged).parent.parent
-    if step is None:
-        return None
-    older = checked(lambda: [point for point in points_in(output_dir) if (step_of(point) or 0) < step])
-    return next((point for point in reversed(older) if not damages(point)), None)
 
 
 def _read(path: Path, with_ema: bool) -> dict:

@@ -319,14 +319,6 @@ def test_a_field_of_the_dialect_that_is_no_key(tmp_path):
     )
 
 
-def test_the_decay_of_an_average_that_is_not_kept():
-    assert dialect_refusal("--critic_model_name_or_path", "c", "--set", "ema_decay=0.5") == (
-        "--set ema_decay=0.5 needs --enable_ema or --reference ema. Give that, or leave it out."
-    )
-    args = with_rewards("--critic_model_name_or_path", "c", "--set", "ema_decay=0.5", "--enable_ema")
-    assert args.spec.ema_decay == 0.5
-
-
 def test_a_dialect_that_a_script_adds_is_known(monkeypatch):
     monkeypatch.setitem(DIALECTS, "mine", DIALECTS["default"].override(name="mine", lam=0.5))
     assert step3(dialect="mine").resolved.dialect.lam == 0.5
