@@ -4,8 +4,6 @@ deleted, which one is found, and which is set aside or refused.
 
 import errno
 import json
-import shutil
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -125,15 +123,6 @@ def test_a_link_in_the_place_of_a_point_is_not_written_through(name, target, tmp
     assert damages(point) == [] and not point.is_symlink()
     assert [path.name for path in (tmp_path / "other").iterdir()] == ["theirs"]
     assert not (tmp_path / "nowhere").exists()
-
-
-def test_a_deleted_point_is_not_called_untouched(tmp_path):
-    run = TinyRun(tmp_path, steps=1)
-    run.train_to(1)
-    shutil.rmtree(tmp_path / "checkpoints")
-    (tmp_path / "checkpoints").touch()
-    run.train_to(2)
-    assert "NOT WRITTEN, of step 2" in run.said[-1] and "there is none before it" in run.said[-1]
 
 
 def test_the_newest_and_the_best_are_kept(tmp_path):
@@ -293,11 +282,6 @@ def test_nothing_there_is_said_with_what_to_do(tmp_path):
     for path in (tmp_path, tmp_path / "gone"):
         with pytest.raises(UserError, match="no checkpoint there.*--save_steps"):
             find(path)
-
-
-def test_the_point_is_a_value_that_can_be_handed_to_other_ranks(tmp_path):
-    point = find(*write_points(tmp_path, 5))
-    assert replace(point, passed_over=("a",)).lines()[0] == "PASSED OVER: a"
 
 
 def test_an_average_that_the_checkpoint_lacks_begins_with_its_weights():
