@@ -6,7 +6,7 @@ A record has either the field `text`, or a prompt and a response (docs/data.md l
 prompt, the loss covers the response only, unless --loss_on all is given.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import NoReturn
 
@@ -25,6 +25,7 @@ from engine.models.checking import check_attention, check_policy, check_rows
 from engine.models.loading import DTYPES, load_policy
 from engine.models.reading import LANGUAGE_MODEL, vocabulary_size
 from engine.rlhf_engine import wrap_trained
+from training.checkpoints.conditions import fingerprints
 from training.checkpoints.resuming import ResumePoint
 from training.config.supervised import SFTFlags
 from training.data.examples import SFTBatch, SFTExamples, collate_sft, sft_fit
@@ -51,10 +52,13 @@ def main(args: SFTFlags, callbacks: Sequence[Callback] = ()) -> None:
     point = ResumePoint.find(args.resume, args.output_dir)
     checked(lambda: check(args, point))
     if args.dry_run:
-        report_supervised_dry_run(args, lambda: make_plan(args, point), partial(first_lines, args), called)
+        report_supervised_dry_run(
+            args, lambda: make_plan(args, point, fingerprints(args)), partial(first_lines, args), called
+        )
         return
     check_shared(args.output_dir)
-    plan = agreed(lambda: make_plan(args, point))
+    inputs = checked(lambda: fingerprints(args))
+    plan = agreed(lambda: make_plan(args, point, inputs))
     if distributed.is_main():
         print(*first_lines(args, plan), sep="\n", flush=True)
     called.planned(args, plan)
@@ -133,8 +137,11 @@ def held_out_loss(units: Units, before: Units | None) -> dict[str, float]:
     return with_errors(estimates(units), before and estimates(before))
 
 
-def make_plan(args: SFTFlags, point: ResumePoint | None) -> SupervisedPlan:
-    """Read the data and make the run's plan. Raises: UserError; no model is loaded yet."""
+def make_plan(args: SFTFlags, point: ResumePoint | None, inputs: Mapping[str, str | None]) -> SupervisedPlan:
+    """Read the data and make the run's plan. Raises: UserError; no model is loaded yet.
+
+    inputs: the result of `training.checkpoints.conditions.fingerprints` on rank 0.
+    """
     tokenizer = args.read_tokenizer(args.model_name_or_path, "--model_name_or_path")
     stops = generation_stops(args.model_name_or_path, tokenizer, args.trust_remote_code)
     fit = sft_fit(tokenizer, args.max_seq_len, args.loss_on, args.overlong, stops)
@@ -142,7 +149,7 @@ def make_plan(args: SFTFlags, point: ResumePoint | None) -> SupervisedPlan:
     examples = [
         SFTExamples(rows, tokenizer, args.max_seq_len, args.loss_on, args.cache, args.overlong, stops) for rows in parts
     ]
-    return SupervisedPlan.of(args, point, tokenizer, examples, [rows.fingerprint for rows in parts])
+    return SupervisedPlan.of(args, point, tokenizer, examples, [rows.fingerprint for rows in parts], inputs)
 
 
 def first_lines(args: SFTFlags, plan: SupervisedPlan) -> list[str]:

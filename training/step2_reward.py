@@ -9,7 +9,7 @@ transformers' AutoModelForSequenceClassification. The output of that class lacks
 `score_offset` of config.json to get the score.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import NoReturn
 
@@ -37,6 +37,7 @@ from engine.rlhf_engine import frozen_model, wrap_trained
 from engine.rollout import SamplingConfig, build_rollouts
 from engine.zero.config import EngineConfig
 from engine.zero.engines import FrozenModel, TrainedModel
+from training.checkpoints.conditions import fingerprints
 from training.checkpoints.resuming import ResumePoint
 from training.config.supervised import RewardFlags
 from training.data.examples import PairBatch, PairExamples, Prompts, collate_pairs, collate_prompts, pair_fit
@@ -67,10 +68,13 @@ def main(args: RewardFlags, callbacks: Sequence[Callback] = ()) -> None:
     point = ResumePoint.find(args.resume, args.output_dir)
     checked(lambda: check(args, point))
     if args.dry_run:
-        report_supervised_dry_run(args, lambda: make_plan(args, point), partial(first_lines, args), called)
+        report_supervised_dry_run(
+            args, lambda: make_plan(args, point, fingerprints(args)), partial(first_lines, args), called
+        )
         return
     check_shared(args.output_dir)
-    plan = agreed(lambda: make_plan(args, point))
+    inputs = checked(lambda: fingerprints(args))
+    plan = agreed(lambda: make_plan(args, point, inputs))
     if distributed.is_main():
         print(*first_lines(args, plan), sep="\n", flush=True)
     called.planned(args, plan)
@@ -328,8 +332,11 @@ def normalization_prompts(args: RewardFlags, tokenizer) -> Prompts:
 # Before a model is loaded: reading data, checks, and the first printed lines.
 
 
-def make_plan(args: RewardFlags, point: ResumePoint | None) -> SupervisedPlan:
-    """Read the data and make the run's plan. Raises: UserError; no model is loaded yet."""
+def make_plan(args: RewardFlags, point: ResumePoint | None, inputs: Mapping[str, str | None]) -> SupervisedPlan:
+    """Read the data and make the run's plan. Raises: UserError; no model is loaded yet.
+
+    inputs: the result of `training.checkpoints.conditions.fingerprints` on rank 0.
+    """
     tokenizer = args.read_tokenizer(args.model_name_or_path, "--model_name_or_path")
     stops = generation_stops(args.sft_path, tokenizer, args.trust_remote_code)
     fit = pair_fit(tokenizer, args.max_seq_len, args.overlong, stops)
@@ -337,7 +344,8 @@ def make_plan(args: RewardFlags, point: ResumePoint | None) -> SupervisedPlan:
     examples = [PairExamples(rows, tokenizer, args.max_seq_len, args.cache, args.overlong, stops) for rows in parts]
     args.steps_per_epoch(len(examples[0]))  # raises for too few pairs, before prompts are read
     prompts = normalization_prompts(args, tokenizer) if args.normalization_samples else None
-    return SupervisedPlan.of(args, point, tokenizer, examples, [rows.fingerprint for rows in parts], prompts)
+    fingerprints_of_rows = [rows.fingerprint for rows in parts]
+    return SupervisedPlan.of(args, point, tokenizer, examples, fingerprints_of_rows, inputs, prompts)
 
 
 def first_lines(args: RewardFlags, plan: SupervisedPlan) -> list[str]:

@@ -3,10 +3,10 @@
 import shutil
 
 import torch
+from engine.memory.memory_plan import gb
 from torch.utils.cpp_extension import CUDA_HOME
 
 from engine.gpus import data_sheet
-from engine.memory.memory_plan import gb
 from scripts.gpu_checks.check import Trial
 from training.reporting.records import versions
 

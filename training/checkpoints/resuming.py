@@ -21,18 +21,15 @@ from engine.files import misfit, parsed_json, without_links
 from engine.lazy import Lazy
 from engine.models.adapter_folders import CLASSIFIER, HEAD, PREFIX, AdapterFolder, read_adapter
 from engine.models.adapters import is_factor, merged, update
-from engine.models.checking import check_policy, check_trunk, fingerprint
+from engine.models.checking import check_base
 from engine.models.loading import load_policy, load_scorer, new_scorer
 from engine.models.places import is_adapter
-from engine.models.reading import CLASSIFIER as SCORER
-from engine.models.reading import LANGUAGE_MODEL, model_class
 from engine.models.reward_formats import is_deepspeed_chat_scorer
 from engine.models.saving import BASE
-from engine.models.weight_files import stored_name, tensors_of, weight_files, weights_folder
 from engine.reference import EMA
 from engine.whole_files import file_order, remove_folder
 from engine.zero.engines import TrainedModel
-from training.checkpoints.conditions import BEFORE, CONTENTS, FIRST, FROZEN, OWED, Conditions
+from training.checkpoints.conditions import BEFORE, FIRST, OWED, Conditions
 from training.checkpoints.files import (
     AUTO,
     CONFIG,
@@ -54,8 +51,8 @@ STATE = {
     "steps_done": int,
     "models": {str: {"adam_steps": int, "loss_scale": {str: NUMBER}}},
     "ema": bool,
-    "identity": dict,
     "settings": dict,
+    "contents": {str: str | None},
     OWED: (ABSENT, {str: NUMBER | None}),
     BEFORE: (ABSENT, {str: [NUMBER]}),
     FIRST: (ABSENT, [str]),
@@ -112,9 +109,9 @@ class ResumePoint:
             more = f", and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
             passed_over.append(f"the checkpoint {folder} is damaged: {', '.join(found[:SHOWN])}{more}")
             if by_name:
-                older = _newest_whole_before(folder)
-                instead = f"Give the older one, {older}" if older else "There is no older whole one beside it"
-                raise SharedError(f"--resume: {passed_over[0]}. {instead}.")
+                raise SharedError(
+                    f"--resume: {passed_over[0]}. Give the run's output folder, whose newest whole one is then taken."
+                )
         if path == AUTO and not passed_over:
             return None
         raise SharedError(f"--resume {path}: {'; '.join(passed_over)}. There is no other one: begin anew.")
@@ -158,29 +155,14 @@ def _candidates(path: str, output_dir: str) -> tuple[bool, list[Path]]:
     return False, points
 
 
-def _newest_whole_before(damaged: Path) -> Path | None:
-    step, output_dir = step_of(damaged), without_links(damaged).parent.parent
-    if step is None:
-        return None
-    older = checked(lambda: [point for point in points_in(output_dir) if (step_of(point) or 0) < step])
-    return next((point for point in reversed(older) if not damages(point)), None)
-
-
 def _read(path: Path, with_ema: bool) -> dict:
     """The content of the state file of a whole checkpoint."""
     try:
         state = parsed_json(path.read_text(encoding="utf-8"))
         if not (fault := misfit(state, STATE, "state")):
-            kl = state["identity"].get("kl_controller")
-            hashes = [name for name in state["settings"] if name.startswith(CONTENTS)]
-            frozen = [name for name in state["identity"] if name.startswith(FROZEN)]
-            kinds: dict = {
-                "settings": dict.fromkeys(hashes, str | None),
-                "identity": dict.fromkeys(frozen, str | None),
-            }
-            if kl is not None:
-                kinds |= OF_STEP_3 | ({"kl": {"value": NUMBER}} if kl == "adaptive" else {})
-            fault = misfit(state, kinds, "state")
+            kl = state["settings"].get("kl_controller")
+            adaptive = {"kl": {"value": NUMBER}} if kl == "adaptive" else {}
+            fault = misfit(state, {**OF_STEP_3, **adaptive} if kl is not None else {}, "state")
         if fault:
             raise ValueError(fault)
     except (ValueError, OSError) as error:
@@ -292,25 +274,24 @@ class AdapterPoint:
         since.
         """
         adapter = self._folder()
-        model, base = self._base(adapter)
-        found = dict(base)
+        model = self._base(adapter)
+        found = _weights(model)
         for name in self.tensors:
             if not is_factor(name):
                 found[name.replace(BASE, ".")] = self.tensors[name]
-        places = {weight: name for name, weight in model.named_parameters()}
         for name in self.tensors:
             layer, is_a, _ = name.partition(".lora_A.")
             if is_a:  # also for a head that shares the embedding's matrix, which has one name only
-                part = model.get_submodule(layer)
-                found[f"{layer}.weight"] = self._merged(adapter, layer, base[places[part.weight]], part)
+                found[f"{layer}.weight"] = self._merged(adapter, layer, model.get_submodule(layer))
         return Tensors(found)
 
-    def _merged(self, adapter: AdapterFolder, layer: str, weight: Tensor, part: Any) -> Tensor:
+    def _merged(self, adapter: AdapterFolder, layer: str, part: Any) -> Tensor:
+        weight = part.weight.detach()
+
         def fill(target: Tensor) -> None:
             a, b = (self.tensors[f"{layer}.lora_{factor}.{self.model}.weight"] for factor in "AB")
             change = update(a, b, adapter.scaling(layer, a.shape[0]), transposed=isinstance(part, Conv1D))
-            matrix = torch.empty(weight.shape, dtype=weight.dtype).copy_(weight)
-            target.copy_(merged(matrix, change))
+            target.copy_(merged(weight, change))
 
         return Lazy.of(tuple(weight.shape), weight.dtype, fill)
 
@@ -320,60 +301,22 @@ class AdapterPoint:
         except UserError as error:
             raise UserError(f"{error} Or say with --base where it stands now.") from None
         assert found is not None
-        known = self.point.state["identity"].get(f"frozen weights of the {self.model}")
-        now = fingerprint(found.base, str(self.point.folder))
-        if None not in (known, now) and known.split()[0] != now:
-            raise UserError(
-                f"{self.point.folder}: its model {self.model} began with other weights than stand in {found.base}. "
-                "Give the model that the run began with: --base."
-            )
+        check_base(found)
         return found
 
-    def _base(self, adapter: AdapterFolder) -> tuple[PreTrainedModel, dict[str, Tensor]]:
-        """(the base, that is the model with which the run began; {name: weight} of its weights).
-
-        If the base's files use the model's own names, the model stays on the meta device, and each weight is read when
-        it is asked for. Otherwise the whole model is loaded.
-        """
-        dtype, what = self.tensors.dtype, str(self.point.folder)
-        scores = adapter.config.task_type == CLASSIFIER
+    def _base(self, adapter: AdapterFolder) -> PreTrainedModel:
+        """The model with which the run began."""
+        what = str(self.point.folder)
+        load: Any = load_policy
         if is_deepspeed_chat_scorer(adapter.base, what):
-            model = load_scorer(adapter.base, dtype, what=what).model
-        else:
-            config = (check_trunk if scores else check_policy)(adapter.base, what)
-            kind = model_class(config, SCORER if scores else LANGUAGE_MODEL, adapter.base, what)
-            config.num_labels = 1 if scores else config.num_labels
-            with torch.device("meta"):
-                model = kind._from_config(config, dtype=dtype)
-            stored = self._stored(model, adapter.base)
-            if stored is not None:
-                return model, stored
-            load = partial(new_scorer, pad_token_id=None, seed=None) if scores else load_policy
-            model = load(adapter.base, dtype, what=what).model
-        return model, {name: tensor.detach() for name, tensor in _weights(model).items()}
-
-    def _stored(self, model: PreTrainedModel, path: str) -> dict[str, Tensor] | None:
-        """{name in the model: weight} of the weights that the checkpoint lacks; each is read from the files at `path`
-        when it is used. None if the files use another name for one of them, or are not on this machine."""
-        folder = weights_folder(path)
-        if folder is None or model._keep_in_fp32_modules or model._keep_in_fp32_modules_strict:
-            return None
-        files: dict[str, Lazy] = {}
-        for file in weight_files(folder, path):
-            files |= tensors_of(file)
-        own = {name.replace(BASE, ".") for name in self.tensors}
-        found = {}
-        for name, weight in _weights(model).items():
-            other = stored_name(name, model, files)
-            if other is not None and (lazy := files[other]).shape == weight.shape:
-                found[name] = Lazy.of(tuple(weight.shape), weight.dtype, lazy.fill)
-            elif name not in own:
-                return None
-        return found
+            load = load_scorer
+        elif adapter.config.task_type == CLASSIFIER:
+            load = partial(new_scorer, pad_token_id=None, seed=None)
+        return load(adapter.base, self.tensors.dtype, what=what).model
 
 
 def _weights(model: PreTrainedModel) -> dict[str, Tensor]:
     """{name: weight} of the weights that are saved with a model. A tied weight is listed under one name only."""
     saved = model.state_dict().keys()
     named = [*model.named_parameters(), *model.named_buffers()]
-    return {name: tensor for name, tensor in named if name in saved}
+    return {name: tensor.detach() for name, tensor in named if name in saved}

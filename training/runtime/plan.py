@@ -21,7 +21,7 @@ from engine.rollout import SamplingConfig
 from engine.rollout.vllm_rollouts import check_heads, vllm_version
 from engine.zero.accelerator import on_gpu
 from engine.zero.extensions import refuse_missing
-from training.checkpoints.conditions import Conditions, supervised_conditions
+from training.checkpoints.conditions import Conditions
 from training.checkpoints.resuming import AUTO, ResumePoint
 from training.config.reward import check_columns, load_functions
 from training.config.step3 import RLHFFlags
@@ -91,13 +91,14 @@ class SupervisedPlan:
         tokenizer: PreTrainedTokenizerBase,
         parts: Iterable[FittedRows],
         data: list[str],
+        inputs: Mapping[str, str | None],
         prompts: Prompts | None = None,
     ) -> "SupervisedPlan":
         """The plan of a run with these data. parts: training examples and held-out examples. data: their fingerprints.
-        Raises: UserError if the run cannot resume from the checkpoint."""
+        inputs: as in `make_plan`. Raises: UserError if the run cannot resume from the checkpoint."""
         examples, held_out = parts
         last_step = args.total_steps(len(examples))
-        conditions = supervised_conditions(args, data, last_step, tokenizer)
+        conditions = Conditions.of(args, data, tokenizer, inputs)
         if point:
             point.check(conditions, last_step)
         return cls(
@@ -112,7 +113,7 @@ class SupervisedPlan:
         )
 
 
-def make_plan(args: RLHFFlags, point: ResumePoint | None, inputs: Mapping[str, str] | None = None) -> Plan:
+def make_plan(args: RLHFFlags, point: ResumePoint | None, inputs: Mapping[str, str | None] | None = None) -> Plan:
     """Make the plan of a run. Each rank that calls this reads the data. Raises: UserError; no model is loaded yet.
 
     inputs: the result of `training.checkpoints.conditions.fingerprints` on rank 0.
@@ -125,7 +126,7 @@ def make_plan(args: RLHFFlags, point: ResumePoint | None, inputs: Mapping[str, s
     functions = load_functions(args)
     check_columns(functions, by_part(prompts, held_out))
     texts, texts_fingerprints = read_texts(args, tokenizer)
-    conditions = Conditions.of(args, fingerprints + texts_fingerprints, total_steps, tokenizer, inputs)
+    conditions = Conditions.of(args, fingerprints + texts_fingerprints, tokenizer, inputs or {})
     if point:
         point.check(conditions, last_step)
     # With --resume auto the same command is started again, so --profile_steps may name steps that are already recorded.

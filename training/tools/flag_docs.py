@@ -86,8 +86,7 @@ def section(title: str, programs: Sequence[type[ProgramFlags]], told: dict[str, 
     for there, names in others.items():
         lines.append(f'From the section "{there.partition(",")[0]}" it also takes: {", ".join(names)}.\n')
     for group, found in groups.items():
-        head = ("flag", "accepted", "") if group == OLD else ("flag", "value", "default", "")
-        lines += _table(group, head, found)
+        lines += _table(group, ("flag",) if group == OLD else ("flag", "value", "default", ""), found)
     return "\n".join(lines)
 
 
@@ -99,10 +98,7 @@ def rows(program: type[ProgramFlags]) -> list[tuple[str, str]]:
         for group, specs in by_group(program).items()
         for spec in specs
     ]
-    for name, old in program.old_flags.items():
-        accepted = "yes" if old.allowed is None else ", ".join(map(str, old.allowed)) or "no"
-        found.append((OLD, _row(f"`--{name}`", accepted, old.instead)))
-    return found
+    return [*found, *((OLD, _row(f"`--{name}`")) for name in program.old_flags)]
 
 
 def dialect_tables() -> str:

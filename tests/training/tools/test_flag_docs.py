@@ -62,8 +62,7 @@ def test_some_rows_as_they_should_read():
         "| `--dtype` | `fp32`, `fp16`, `bf16` | |",
         "| `--max_steps` | whole number, at least 1 | |",
         "| `--inference_tp_size` | whole number, at least 1 | |",
-        "| `--align_overflow` | yes |",
-        "| `--enable_mixed_precision_lora` | no |",
+        "| `--align_overflow` |",
         "| `actor_lr` | number, at least 0 | `1e-05` | `--actor_learning_rate` | peak learning rate of the actor |",
         "| `betas` | number, two, at least 0, less than 1 | `(0.9, 0.95)` | | Adam's betas |",
     ):
