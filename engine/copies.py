@@ -32,7 +32,9 @@ class ActorCopy:
     """
 
     def __init__(self, model: Model, ranks: int = 1, between_steps: str = "keep"):
-        self.model, self.group, self.between_steps = model, RankGroup(ranks), between_steps
+        self.model = model
+        self.group = RankGroup(ranks)
+        self.between_steps = between_steps
         self._module: Any = None
         self._version: int | None = None  # of the model's weights that the copy holds
         self._plan = TensorParallelPlan(1)
@@ -90,7 +92,9 @@ def copies_bytes(module: Backbone, most: int, ranks: int | None = None) -> dict[
 
     Raises: UserError, with the reason, if the model cannot be divided among `ranks` ranks.
     """
-    bare, width, found = bare_model(module), next(module.parameters()).element_size(), {}
+    bare = bare_model(module)
+    width = next(module.parameters()).element_size()
+    found = {}
     for size in range(1, most + 1) if ranks is None else (ranks,):
         plan = TensorParallelPlan.of(bare, size) if size > 1 else TensorParallelPlan(1)
         if ranks is not None and (plan.obstacle or most % size):

@@ -19,7 +19,9 @@ LIMITS = (  # (key in the metadata, words for messages, comparison of value and 
     ("most", "at most", operator.le),
     ("below", "less than", operator.lt),
 )
-SAME, TOLD, FREE = "same", "told", "free"
+SAME = "same"
+TOLD = "told"
+FREE = "free"
 
 
 def option(

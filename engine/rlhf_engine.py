@@ -57,7 +57,10 @@ def check_roles(
     Raises: UserError if a model is not of its role's kind (`check_policy`, `check_scorer`, `check_trunk`), the actor
     cannot generate here, the reward model is a pretrained critic, or vocabularies differ.
     """
-    path, what, trusted, tokenizer = spec.actor_path, names["actor"], spec.trust_remote_code, None
+    path = spec.actor_path
+    what = names["actor"]
+    trusted = spec.trust_remote_code
+    tokenizer = None
     if looks_at(path):
         tokenizer = read_tokenizer(path, what, spec.pad_token, trusted, spec.chat_template)
         check_rows(tokenizer, check_policy(path, what, trusted), path, what)
@@ -187,7 +190,9 @@ class RLHFEngine:
     ):
         self.actor, self.critic = actor, critic
         self.reference, self.reward = reference, reward
-        self.ema, self.tokenizer, self.saved_tokenizer = ema, tokenizer, saved_tokenizer or tokenizer
+        self.ema = ema
+        self.tokenizer = tokenizer
+        self.saved_tokenizer = saved_tokenizer or tokenizer
 
     @property
     def engines(self) -> list[TrainedModel | FrozenModel]:

@@ -421,7 +421,9 @@ class Servers:
         wait: Callable[[float], object] | None = None,
     ):
         assert urls, "no reward server"
-        self.form, self.timeout, self.patience = form, timeout, patience
+        self.form = form
+        self.timeout = timeout
+        self.patience = patience
         self._servers = [_Server(url) for url in urls]
         self._failed, self._failure = threading.Event(), ""
         self._clock, self._wait = clock, wait or self._failed.wait
@@ -572,7 +574,9 @@ class ServerReward(RewardSource):
 
     def __init__(self, settings: ServerSettings, tokenizer, rows: Sequence[dict] | None = None):
         assert not settings.columns or rows is not None, f"columns {settings.columns}, and no rows were given"
-        self.settings, self.tokenizer, self.rows = settings, tokenizer, rows
+        self.settings = settings
+        self.tokenizer = tokenizer
+        self.rows = rows
         self.servers = Servers(settings.urls, settings.form, timeout=settings.timeout, patience=settings.patience)
         self._early = EarlyCalls(threads=len(self.servers))
         self._turn = distributed.rank()  # ranks begin with different servers

@@ -82,7 +82,9 @@ def _load_installed(found: Any) -> None:
 
 def _wait_for_others(folder: Path) -> None:
     """Wait until no other program builds an extension in the folder."""
-    mark, since, told = folder / "lock", time.monotonic(), False
+    mark = folder / "lock"
+    since = time.monotonic()
+    told = False
     while mark.exists():
         if _unchanged_for(folder) > KILLED_AFTER:
             raise UserError(
@@ -171,7 +173,9 @@ def share_cores() -> None:
     not set. With `deepspeed` each rank would use all cores. torch and the extensions share one OpenMP runtime. It is
     loaded with torch and reads the variable at that time, so the number is changed through torch.
     """
-    given, host, cores = os.environ.get("OMP_NUM_THREADS"), socket.gethostname(), os.sched_getaffinity(0)
+    given = os.environ.get("OMP_NUM_THREADS")
+    host = socket.gethostname()
+    cores = os.sched_getaffinity(0)
     ranks = distributed.all_gather_objects((host, cores))
     sharing = sum(there == host and bool(cores & own) for there, own in ranks)
     if given is None or (given == "1" and "TORCHELASTIC_RUN_ID" in os.environ):

@@ -127,7 +127,9 @@ class LongBatch:
     """
 
     def __init__(self, module: nn.Module, role: str, empty_gradients: Callable[[], None], sums: torch.dtype):
-        self.role, self.empty_gradients, self.sums = role, empty_gradients, sums
+        self.role = role
+        self.empty_gradients = empty_gradients
+        self.sums = sums
         self.kept: Kept | None = None  # None until `_decided` is called
         self._named = partitioned(module)
         self._parameters = list(self._named.values())
