@@ -28,7 +28,7 @@ class ActorCopy:
 
     Args:
         ranks: the number of neighbouring ranks that hold the copy together. between_steps: what `release_memory` does
-            with the copy: "keep" keeps it, "free" frees it, "host" moves it to host memory.
+            with the copy: "keep" keeps it, "free" frees it.
     """
 
     def __init__(self, model: Model, ranks: int = 1, between_steps: str = "keep"):
@@ -45,24 +45,20 @@ class ActorCopy:
             return self.model.module
         if self._module is None:
             self._module = self._allocated()
-        self._module.to(distributed.device())
         if self._version != self.model.version:
             self._fill()
         return self._module
 
     def holding(self) -> nn.Module | None:
         """The module if it has the model's current weights, whole and without an adapter; otherwise None."""
-        held = self._version == self.model.version and self.group.size == 1 and self.between_steps != "host"
-        return self._module if held and self.model.module.adapters is None else None
+        current = self._version == self.model.version and self.group.size == 1
+        return self._module if current and self.model.module.adapters is None else None
 
     def release_memory(self) -> None:
         """To be called when nothing will be drawn for a while."""
         if self.between_steps == "keep" or self._module is None:
             return
-        if self.between_steps == "host":
-            self._module.to("cpu")
-        else:
-            self._module = self._version = None
+        self._module = self._version = None
         if on_gpu():
             torch.cuda.empty_cache()
 
