@@ -337,7 +337,7 @@ def _refuse_other_weights(model: Any, path: str, what: str) -> None:
     bad = other_weights(model, {names[name]: tensor for name, tensor in stored.items()})
     if bad:
         raise UserError(
-            f"{what}: {len(bad)} of the weights that were loaded are not those that stand in {path} ({listed(bad)}). "
+            f"{what}: {len(bad)} of the weights that were loaded differ from those in {path} ({listed(bad)}). "
             "Open the folder with transformers' from_pretrained, write it anew with save_pretrained, and give that."
         )
 
