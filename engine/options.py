@@ -19,9 +19,7 @@ LIMITS = (  # (key in the metadata, words for messages, comparison of value and 
     ("most", "at most", operator.le),
     ("below", "less than", operator.lt),
 )
-SAME = "same"
-TOLD = "told"
-FREE = "free"
+SAME, TOLD, FREE = "same", "told", "free"
 
 
 def option(
