@@ -28,11 +28,13 @@ class ActorCopy:
 
     Args:
         ranks: the number of neighbouring ranks that hold the copy together. between_steps: what `release_memory` does
-            with the copy: "keep" keeps it, "free" frees it, "host" moves it to host memory.
+            with the copy: "keep" keeps it, "free" frees it.
     """
 
     def __init__(self, model: Model, ranks: int = 1, between_steps: str = "keep"):
-        self.model, self.group, self.between_steps = model, RankGroup(ranks), between_steps
+        self.model = model
+        self.group = RankGroup(ranks)
+        self.between_steps = between_steps
         self._module: Any = None
         self._version: int | None = None  # of the model's weights that the copy holds
         self._plan = TensorParallelPlan(1)
@@ -43,24 +45,20 @@ class ActorCopy:
             return self.model.module
         if self._module is None:
             self._module = self._allocated()
-        self._module.to(distributed.device())
         if self._version != self.model.version:
             self._fill()
         return self._module
 
     def holding(self) -> nn.Module | None:
         """The module if it has the model's current weights, whole and without an adapter; otherwise None."""
-        held = self._version == self.model.version and self.group.size == 1 and self.between_steps != "host"
-        return self._module if held and self.model.module.adapters is None else None
+        current = self._version == self.model.version and self.group.size == 1
+        return self._module if current and self.model.module.adapters is None else None
 
     def release_memory(self) -> None:
         """To be called when nothing will be drawn for a while."""
         if self.between_steps == "keep" or self._module is None:
             return
-        if self.between_steps == "host":
-            self._module.to("cpu")
-        else:
-            self._module = self._version = None
+        self._module = self._version = None
         if on_gpu():
             torch.cuda.empty_cache()
 
@@ -90,7 +88,9 @@ def copies_bytes(module: Backbone, most: int, ranks: int | None = None) -> dict[
 
     Raises: UserError, with the reason, if the model cannot be divided among `ranks` ranks.
     """
-    bare, width, found = bare_model(module), next(module.parameters()).element_size(), {}
+    bare = bare_model(module)
+    width = next(module.parameters()).element_size()
+    found = {}
     for size in range(1, most + 1) if ranks is None else (ranks,):
         plan = TensorParallelPlan.of(bare, size) if size > 1 else TensorParallelPlan(1)
         if ranks is not None and (plan.obstacle or most % size):

@@ -154,7 +154,9 @@ class Rollout:
             for field in fields(self)
             if getattr(self, field.name) is not None
         }
-        prompt, mask, response_mask = self.prompt_length, picked["attention_mask"], picked["response_mask"]
+        prompt = self.prompt_length
+        mask = picked["attention_mask"]
+        response_mask = picked["response_mask"]
         response, empty = self.response_length, mask[:, :prompt].any(0).cumsum(0) == 0
         left, longest = torch.stack([empty.sum(), response_mask.any(0).sum()]).tolist()  # one transfer to the host
         left = min(left, prompt - 1)

@@ -78,7 +78,10 @@ class ExperienceMaker:
         exact_sampler: bool = True,
         padded: bool = True,
     ):
-        self.actor, self.critic, self.reference, self.reward = actor, critic, reference, reward
+        self.actor = actor
+        self.critic = critic
+        self.reference = reference
+        self.reward = reward
         self.algorithm, self.micro_batch_size = algorithm, micro_batch_size
         self.padded = padded
         self.temperature = algorithm.dialect.logprob_temperature

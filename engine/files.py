@@ -132,7 +132,9 @@ class RepeatedName(ValueError):
 
     def __init__(self, fields: dict[str, object], name: str, count: int):
         super().__init__(f"{name} stands there {count} times")
-        self.fields, self.name, self.count = fields, name, count
+        self.fields = fields
+        self.name = name
+        self.count = count
 
 
 def parsed_json(text: str | bytes) -> Any:

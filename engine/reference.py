@@ -28,7 +28,9 @@ class EMA:
     """
 
     def __init__(self, actor: TrainedModel | TrainedRole, decay: float, device: str | None = None, name: str = "ema"):
-        self.actor, self.decay, self.name = actor, decay, name
+        self.actor = actor
+        self.decay = decay
+        self.name = name
         self.in_place = False
         """Whether the actor computes with the average at the moment (`swapped`)."""
         self.means = [

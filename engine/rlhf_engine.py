@@ -29,7 +29,7 @@ from engine.models.checking import (
     is_pretrained_critic,
 )
 from engine.models.hydra import check_hydra, load_hydra
-from engine.models.loading import DTYPES, check_padding, check_results, load_policy, load_scorer, new_critic
+from engine.models.loading import DTYPES, check_padding, load_policy, load_scorer, new_critic
 from engine.models.lora import LoraSpec, adapt
 from engine.models.places import base_of, same_model
 from engine.models.policy import Policy, Scorer
@@ -57,7 +57,10 @@ def check_roles(
     Raises: UserError if a model is not of its role's kind (`check_policy`, `check_scorer`, `check_trunk`), the actor
     cannot generate here, the reward model is a pretrained critic, or vocabularies differ.
     """
-    path, what, trusted, tokenizer = spec.actor_path, names["actor"], spec.trust_remote_code, None
+    path = spec.actor_path
+    what = names["actor"]
+    trusted = spec.trust_remote_code
+    tokenizer = None
     if looks_at(path):
         tokenizer = read_tokenizer(path, what, spec.pad_token, trusted, spec.chat_template)
         check_rows(tokenizer, check_policy(path, what, trusted), path, what)
@@ -187,7 +190,9 @@ class RLHFEngine:
     ):
         self.actor, self.critic = actor, critic
         self.reference, self.reward = reference, reward
-        self.ema, self.tokenizer, self.saved_tokenizer = ema, tokenizer, saved_tokenizer or tokenizer
+        self.ema = ema
+        self.tokenizer = tokenizer
+        self.saved_tokenizer = saved_tokenizer or tokenizer
 
     @property
     def engines(self) -> list[TrainedModel | FrozenModel]:
@@ -368,8 +373,7 @@ def _loaded(load, path: str, ds_config: dict, config: EngineConfig, spec: Engine
 
 def _probe(model: TrainedModel | FrozenModel) -> None:
     """Try a model in its engine. In this trial a Policy finds out whether its logits are the unchanged output of its
-    head. Raises: UserError if the model attends to padding, cannot compute packed rows although it has to, or gives
-    other results than the model that its folder describes."""
+    head. Raises: UserError if the model attends to padding, or cannot compute packed rows although it has to."""
     if isinstance(model.module, Policy):
         vocabulary = model.module.model.config.get_text_config().vocab_size
         tokens = (torch.arange(8, device=distributed.device()) * 7919 % vocabulary).unsqueeze(0)
@@ -377,5 +381,4 @@ def _probe(model: TrainedModel | FrozenModel) -> None:
             model(tokens, probe=True)
     with model.on_device():
         check_padding(model.module, model, f"{model.role} model")
-        check_results(model.module, model, f"{model.role} model")
     gc.collect(1)  # free the loader's full copy of the weights before the next model loads; skip generation 2

@@ -64,7 +64,10 @@ class Counters:
     """
 
     def __init__(self, dialect: Dialect, seed: int, total_steps: int, first_step: int = 0):
-        self.dialect, self.seed, self.total_steps, self.first_step = dialect, seed, total_steps, first_step
+        self.dialect = dialect
+        self.seed = seed
+        self.total_steps = total_steps
+        self.first_step = first_step
         self.steps_done = first_step
         self.optimizer_steps = self.critic_optimizer_steps = self.samples = self.prompt_batches = 0
         self.weights_are_whole = True
@@ -168,8 +171,12 @@ class Learner:
         pretraining: "MixedPretraining | None" = None,
         padded: bool = True,
     ):
-        self.models, self.algorithm, self.counters = models, algorithm, counters
-        self.micro_batch_size, self.pretraining, self.padded = micro_batch_size, pretraining, padded
+        self.models = models
+        self.algorithm = algorithm
+        self.counters = counters
+        self.micro_batch_size = micro_batch_size
+        self.pretraining = pretraining
+        self.padded = padded
 
     def update(self, batch: TrainingBatch, rows: Tensor, metrics: Accumulator, *, actor: bool, critic: bool) -> Tensor:
         """Make one optimizer step of actor and critic from the same rows of the batch (all ranks call this).

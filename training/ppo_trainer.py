@@ -93,7 +93,10 @@ class PPOTrainer:
         alone = config.critic_pretrain_steps, config.critic_warmup_steps
         assert dialect.has_critic or not any(alone), "training of a critic that is not there"
         assert reward or models.reward, "there is no reward model, and no other reward was given"
-        self.models, self.rollouts, self.config, self.sampling = models, rollouts, config, sampling
+        self.models = models
+        self.rollouts = rollouts
+        self.config = config
+        self.sampling = sampling
         self.algorithm = Algorithm(
             dialect,
             pad_token_id=sampling.pad_token_id,
@@ -142,7 +145,10 @@ class PPOTrainer:
         feed: gives further prompts to a dialect with dynamic sampling; other dialects do not need it.
         """
         assert self.steps_done >= 0, "the critic's pretraining comes first"
-        algorithm, kl_coef, log, step = self.algorithm, self.kl_controller.value, StepLog(), self.counters.step
+        algorithm = self.algorithm
+        kl_coef = self.kl_controller.value
+        log = StepLog()
+        step = self.counters.step
         sampled = self.sampler.sample(self.rollouts, prompts, log, feed, first=self.counters.prompt_batches + 1)
         with log.phase("make_experience"):
             experience = self.experience_maker.make_experience(sampled.rollout, sampled.scores)
@@ -168,7 +174,9 @@ class PPOTrainer:
         kl: the rollout's mean KL over all ranks. If the KL coefficient changes after each epoch, it is updated with
         this KL.
         """
-        dialect, counters, epochs = self.algorithm.dialect, self.counters, 0
+        dialect = self.algorithm.dialect
+        counters = self.counters
+        epochs = 0
         critic_epochs, critic_mini_batches = dialect.critic_passes
         actor, apart = counters.steps_done >= self.config.critic_warmup_steps, dialect.critic_learns_apart
         counters.begin_updates()
@@ -229,7 +237,9 @@ class PPOTrainer:
         """
         from training.runtime.model_folders import merged_wanted, save_forms
 
-        models, folder, saved = self.models, Path(folder), {}
+        models = self.models
+        folder = Path(folder)
+        saved = {}
         averaged = [models.actor] if models.ema is not None else []
         whole = merged_wanted(merged, [*models.trained.values(), *averaged], folder)
         for name, model in models.trained.items():

@@ -74,7 +74,10 @@ class AdaptiveKL:
     def __init__(self, value: float, target: float, horizon: float, per: str = "step"):
         if per not in ("step", "epoch"):
             raise ValueError(f"a coefficient that changes per {per!r}: known are step, epoch")
-        self.value, self.target, self.horizon, self.per = value, target, horizon, per
+        self.value = value
+        self.target = target
+        self.horizon = horizon
+        self.per = per
 
     def after_step(self, kl: float, responses: int) -> None:
         """To be called after each PPO step. kl: the mean over the responses of all ranks, in nats. responses: the

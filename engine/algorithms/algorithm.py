@@ -76,8 +76,12 @@ class Algorithm:
             f"truncate_token {dialect.truncate_token!r} without its id"
         )
         assert not dialect.overlong_buffer or max_response_length, "an overlong_buffer without the responses' length"
-        self.dialect, self.pad_token_id, self.end_token_id = dialect, pad_token_id, end_token_id
-        self.reduce, self.ranks, self.max_response_length = reduce, ranks, max_response_length
+        self.dialect = dialect
+        self.pad_token_id = pad_token_id
+        self.end_token_id = end_token_id
+        self.reduce = reduce
+        self.ranks = ranks
+        self.max_response_length = max_response_length
         self.estimator = ESTIMATORS[dialect.advantage_estimator]
         self.score_scale = ScoreScale(dialect.score_scaling)
         self.losses = Losses(dialect, max_response_length)
@@ -323,7 +327,9 @@ class Algorithm:
         Source: huggingface/trl v1.16.0, trl/trainer/grpo_trainer.py, `mask_truncated_completions`, which also computes
         advantages from all responses; Yu et al. 2025, "DAPO", section 3.4, overlong filtering.
         """
-        rollout, policy_mask, value_mask = experience.rollout, positions.masks.policy, positions.masks.value
+        rollout = experience.rollout
+        policy_mask = positions.masks.policy
+        value_mask = positions.masks.value
         if self.dialect.mask_truncated:
             ended = rollout.ended.unsqueeze(-1)
             policy_mask, value_mask = policy_mask & ended, value_mask & ended

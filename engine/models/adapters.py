@@ -30,7 +30,10 @@ class Adapters:
         configs: Mapping[str, LoraConfig],
         frozen: Collection[str] = (),
     ):
-        self.model, self.own, self.configs, self.frozen = model, own, dict(configs), tuple(frozen)
+        self.model = model
+        self.own = own
+        self.configs = dict(configs)
+        self.frozen = tuple(frozen)
         self.layers: dict[str, Any] = {
             name: layer for name, layer in model.named_modules() if isinstance(layer, LoraLayer)
         }

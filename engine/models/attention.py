@@ -140,7 +140,9 @@ def has_kernel(dtype: torch.dtype, heads: int, kept: int, width: int) -> bool:
     with and without a window, have to be those of `_attention_by_row` within rounding."""
     if not on_gpu():
         return False
-    place, lengths, tolerance = device(), [1, 9, 70], 8 * torch.finfo(dtype).eps
+    place = device()
+    lengths = [1, 9, 70]
+    tolerance = 8 * torch.finfo(dtype).eps
     module = SimpleNamespace(num_key_value_groups=heads // kept)
     unseen = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
     try:  # a layer that is checkpointed counts the tensors which are saved in it, and shall not count these

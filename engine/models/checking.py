@@ -354,8 +354,8 @@ def check_base(adapter: AdapterFolder) -> None:
         raise UserError(f"{adapter.what}: {file} is broken ({type(error).__name__}: {error}). Copy it again.") from None
     if contents(adapter.base, adapter.what) not in (None, known):
         raise UserError(
-            f"{adapter.label} is not of the weights in its base {adapter.base}: it was trained on those that stood in "
-            f"{model}, and weights or config.json are others now. Put that model there, or write where it stands as "
+            f"{adapter.label} does not belong to the weights in its base {adapter.base}: it was trained on {model}, "
+            "and since then the weights or config.json have changed. Put that model there, or write its path as "
             f"base_model_name_or_path of its {ADAPTER_CONFIG}. If you know the two to be the same, delete {file}."
         )
 

@@ -4,9 +4,8 @@ If a path is an adapter folder, the base model is loaded, and the adapter is mer
 computed in float32, then cast. With `merge` False the base model is left unchanged, and the module's attribute `start`
 is the adapter, which the caller still has to add.
 
-Transformers loads the weights; under ZeRO-3 it loads each weight into partitions. Three checks show that the result is
-right. `other_weights` compares some numbers of every loaded weight with the files. `check_results` compares the results
-of a small model within its engine with those of transformers for the same folder. `check_padding` tests that a model
+Transformers loads the weights; under ZeRO-3 it loads each weight into partitions. Two checks show that the result is
+right. `other_weights` compares some numbers of every loaded weight with the files. `check_padding` tests that a model
 gives the same results for a row alone, beside longer rows, and without padding.
 """
 
@@ -19,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import PeftModel
 from torch import Tensor, nn
 from transformers import GenerationConfig
 
@@ -43,7 +41,6 @@ from engine.models.reading import (
 from engine.models.reward_formats import (
     deepspeed_chat_names,
     deepspeed_chat_state,
-    is_deepspeed_chat_scorer,
     renamed_state,
     take_pad_token,
     take_settings,
@@ -59,7 +56,6 @@ from engine.models.weight_files import (
     weights_folder,
 )
 from engine.zero.gathering import (
-    full_numel,
     full_shape,
     gathered_params,
     is_partitioned,
@@ -341,7 +337,7 @@ def _refuse_other_weights(model: Any, path: str, what: str) -> None:
     bad = other_weights(model, {names[name]: tensor for name, tensor in stored.items()})
     if bad:
         raise UserError(
-            f"{what}: {len(bad)} of the weights that were loaded are not those that stand in {path} ({listed(bad)}). "
+            f"{what}: {len(bad)} of the weights that were loaded differ from those in {path} ({listed(bad)}). "
             "Open the folder with transformers' from_pretrained, write it anew with save_pretrained, and give that."
         )
 
@@ -362,10 +358,6 @@ def saveable(given: GenerationConfig) -> GenerationConfig:
 
 
 SAMPLE = 64  # how many numbers of each weight are compared
-SMALL = 30_000_000  # the number of parameters up to which rank 0 loads a model a second time
-OFF = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
-"""{dtype: the largest accepted mean difference}, for results of about size 1. It is hundreds of times the difference
-that rounding causes."""
 
 
 def other_weights(model: nn.Module, stored: Mapping[str, Tensor]) -> list[str]:
@@ -387,77 +379,6 @@ def other_weights(model: nn.Module, stored: Mapping[str, Tensor]) -> list[str]:
             if not torch.equal(numbers.cpu(), given.reshape(-1)[start + places].to(numbers.dtype)):
                 found.append(name)
     return found
-
-
-@torch.no_grad()
-def check_results(module: Backbone, call: Callable[..., Any], what: str) -> None:
-    """Compare the log-probs or values of a small model with those that transformers computes from the model's folder,
-    to which peft applies an adapter if there is one (all ranks call this together). No random numbers are drawn from
-    the run's generators.
-
-    Nothing is compared for models of more than SMALL parameters, and for DeepSpeed-Chat's reward models, which
-    transformers cannot open. A scorer's head may be new, so both computations use the module's head.
-
-    Args:
-        call: the forward pass of the module within its engine.
-        what: what messages call the model.
-
-    Raises: SharedError if the results differ by more than rounding.
-    """
-    base, model = module.base, module.model
-    if base is None or sum(map(full_numel, model.parameters())) > SMALL or is_deepspeed_chat_scorer(base, what):
-        return
-    vocabulary, training = model.config.get_text_config().vocab_size, module.training
-    sequences = (torch.arange(16, device=distributed.device()) * 7919 % vocabulary).view(2, 8)
-    mask = torch.ones_like(sequences)
-    module.eval()
-    if isinstance(module, Policy):
-        found, head = call(sequences, mask, position_ids(mask), response_length=7)[0], None
-    else:
-        found = call(sequences, mask, position_ids(mask))
-        with gathered_params([model.score.weight]):
-            head = model.score.weight.detach().clone()
-    module.train(training)
-    message = None
-    if distributed.is_main():
-        expected = _expected(module, sequences, head)
-        off = float((found - expected).abs().mean() / expected.abs().mean().clamp(min=1.0))
-        if bool(expected.isfinite().all()) and not off <= OFF[next(model.parameters()).dtype]:  # NaN is told elsewhere
-            message = (
-                f"{what}: within its engine it computes other {'log-probs' if head is None else 'values'} than the "
-                f"model in {base} does in transformers: they differ by {off:.2g} of their size. Nothing was trained. "
-                "Open the folder with from_pretrained, write it anew with save_pretrained, and give that."
-            )
-    message = distributed.all_gather_objects(message)[0]
-    if message is not None:
-        raise SharedError(message)
-
-
-def _expected(module: Backbone, sequences: Tensor, head: Tensor | None) -> Tensor:
-    """The log-probs (B, T - 1) or values (B, T) that transformers, without this program's code, computes for a batch
-    (B, T) without padding."""
-    config = copy.deepcopy(module.model.config)  # without extra outputs of forward passes, as in the engine
-    own = type(config).from_pretrained(module.base)
-    if hasattr(own, "tie_word_embeddings"):  # in the engine an adapter of the head has untied it
-        config.tie_word_embeddings = own.tie_word_embeddings
-    with torch.random.fork_rng(devices=[sequences.device] if sequences.is_cuda else []):
-        plain: Any = type(module.model).from_pretrained(
-            module.base,
-            config=config,
-            dtype=next(module.parameters()).dtype,
-            attn_implementation=module.model.base_model.config._attn_implementation,
-        )
-        plain.to(sequences.device)
-        adapter = module.start or module.merged
-        if adapter is not None:
-            peft_config = copy.copy(adapter.config)
-            peft_config.task_type = None  # a critic may start from a language model's adapter
-            PeftModel.from_pretrained(plain, adapter.path, config=peft_config)  # in place
-    plain.eval()
-    if head is None:
-        logprobs = plain(sequences, use_cache=False).logits[:, :-1].float().log_softmax(-1)
-        return logprobs.gather(-1, sequences[:, 1:, None]).squeeze(-1)
-    return plain.base_model(sequences, use_cache=False)[0].float() @ head.float()[0] + getattr(module, "offset", 0.0)
 
 
 SHORT, LONG = 5, 8  # the number of tokens of the compared row, and of the row beside it

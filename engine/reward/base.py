@@ -9,7 +9,6 @@ servers in threads before their results are needed.
 
 import contextlib
 import math
-import threading
 import traceback
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -117,9 +116,6 @@ def decoded(rollout: Rollout, tokenizer, special_tokens: bool = False) -> tuple[
     return prompts, responses
 
 
-ALONE = 60.0  # seconds after which a waiting rank prints its problem by itself
-
-
 class AgreedReward(RewardSource):
     """Wraps a user's source, so that an exception on one rank stops the run on all ranks before any weight changes.
 
@@ -201,20 +197,10 @@ def _misshapen(parts: dict, count: int) -> str | None:
 def stop_together(problem: str | None, name: str, contract: str) -> None:
     """Raise RunStopped on all ranks if one of them has a problem with the user's code (all ranks call this together).
 
-    The other ranks never call this function if they wait in a collective call of the user's code. A rank with a problem
-    therefore prints it after ALONE seconds.
-
     problem: what went wrong on this rank, or None if nothing did. name, contract: the beginning and the end of the
     message.
     """
-    alone = threading.Timer(ALONE, print, [f"rank {distributed.rank()}: {name} {problem}. The others are waited for."])
-    alone.daemon = True
-    if problem is not None:
-        alone.start()
-    try:
-        problems = [text for text in distributed.all_gather_objects(problem) if text is not None]
-    finally:
-        alone.cancel()
+    problems = [text for text in distributed.all_gather_objects(problem) if text is not None]
     if problems:
         raise RunStopped(f"{name} {problems[0]}. {contract}", good_until=math.inf)
 
@@ -244,8 +230,6 @@ class EarlyCalls:
     def begin(self, keys: Sequence[Hashable], texts: Sequence[Any], call: Callable[[], Numbers]) -> None:
         """Begin `call`, which scores responses, in a thread. keys, texts: a key and the texts of each response. `taken`
         returns a response's score if it gets the same key and texts. call: a function that must not raise."""
-        if not self.left(keys, texts):
-            return  # memory ran out, and the same responses were drawn again
         future = self._pool.submit(call)
         self._begun |= {key: (text, future, place) for place, (key, text) in enumerate(zip(keys, texts, strict=True))}
 

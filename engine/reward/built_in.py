@@ -72,7 +72,9 @@ class MathVerify:
                 f"--reward_function math_verify: the package math-verify is not installed in {sys.prefix}. "
                 "Install it: pip install math-verify (or this project with its extra: pip install .[math])."
             )
-        self.column, self.columns, self.seconds = column, (column,), seconds
+        self.column = column
+        self.columns = (column,)
+        self.seconds = seconds
         self._worker: _Worker | None = None
         self._one_at_a_time = threading.Lock()
 

@@ -80,7 +80,7 @@ def exchange(url: str, body: bytes | None, timeout: float, most_bytes: int) -> t
     """Send a GET request, or a POST request with a JSON body if `body` is given.
 
     Args:
-        timeout: the time limit in seconds for the answer's head, and then again for the answer's body.
+        timeout: the time limit in seconds for each wait for the answer, and for the whole body.
         most_bytes: the largest allowed size of an answer's body.
 
     Returns: the answer's body, and whether the body is known to be complete. If the server did not state the body's
@@ -122,58 +122,10 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
         return None
 
 
-class _Breakable(urllib.request.HTTPHandler, urllib.request.HTTPSHandler):
-    """Opens connections that `break_off` can close if the answer's head is late. urllib's own time limit holds for each
-    wait for bytes, but a server or proxy may send bytes again and again (RFC 9110, 15.2: any number of 1xx answers)."""
-
-    def __init__(self):
-        super().__init__()
-        self.late, self._made = False, list[http.client.HTTPConnection]()
-
-    def http_open(self, request: urllib.request.Request) -> http.client.HTTPResponse:
-        return self.do_open(self._maker(http.client.HTTPConnection), request)
-
-    def https_open(self, request: urllib.request.Request) -> http.client.HTTPResponse:
-        return self.do_open(self._maker(http.client.HTTPSConnection), request)
-
-    def _maker(self, kind: type[http.client.HTTPConnection]) -> Callable[..., http.client.HTTPConnection]:
-        """A function for urllib that makes a connection of this kind and remembers it."""
-
-        def make(*args, **kwargs) -> http.client.HTTPConnection:
-            self._made.append(kind(*args, **kwargs))
-            return self._made[-1]
-
-        return make
-
-    def break_off(self) -> None:
-        """Close all connections, so that a thread that waits for bytes stops waiting."""
-        self.late = True
-        for connection in self._made:
-            with contextlib.suppress(OSError, AttributeError):  # the connection is not open yet, or already closed
-                connection.sock.shutdown(socket.SHUT_RDWR)
-
-
 def _opened(url: str, request: urllib.request.Request, timeout: float) -> http.client.HTTPResponse:
-    """The answer, after its whole head has arrived. Raises: TimeoutError if the head is not complete in time; other
-    errors as in urllib."""
+    """The answer, after its whole head has arrived. Raises: as urllib."""
     proxies = urllib.request.ProxyHandler({} if is_this_machine(url) else None)
-    connections = _Breakable()
-    opener = urllib.request.build_opener(proxies, _NoRedirects, connections)
-    alarm = threading.Timer(timeout, connections.break_off)
-    alarm.daemon = True
-    alarm.start()
-    try:
-        answer = opener.open(request, timeout=timeout)
-    except (OSError, http.client.HTTPException):
-        if connections.late:
-            raise TimeoutError from None
-        raise
-    finally:
-        alarm.cancel()
-    if connections.late:  # http.client takes a head that breaks off between two lines as complete
-        answer.close()
-        raise TimeoutError
-    return answer
+    return urllib.request.build_opener(proxies, _NoRedirects).open(request, timeout=timeout)
 
 
 def _read(answer: http.client.HTTPResponse, deadline: float, most_bytes: int) -> bytes:
@@ -421,7 +373,9 @@ class Servers:
         wait: Callable[[float], object] | None = None,
     ):
         assert urls, "no reward server"
-        self.form, self.timeout, self.patience = form, timeout, patience
+        self.form = form
+        self.timeout = timeout
+        self.patience = patience
         self._servers = [_Server(url) for url in urls]
         self._failed, self._failure = threading.Event(), ""
         self._clock, self._wait = clock, wait or self._failed.wait
@@ -572,7 +526,9 @@ class ServerReward(RewardSource):
 
     def __init__(self, settings: ServerSettings, tokenizer, rows: Sequence[dict] | None = None):
         assert not settings.columns or rows is not None, f"columns {settings.columns}, and no rows were given"
-        self.settings, self.tokenizer, self.rows = settings, tokenizer, rows
+        self.settings = settings
+        self.tokenizer = tokenizer
+        self.rows = rows
         self.servers = Servers(settings.urls, settings.form, timeout=settings.timeout, patience=settings.patience)
         self._early = EarlyCalls(threads=len(self.servers))
         self._turn = distributed.rank()  # ranks begin with different servers

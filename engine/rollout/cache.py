@@ -28,12 +28,18 @@ class Window:
 
     def put(self, rows: slice, start: int, end: int) -> None:
         """Set the window of the next pass."""
-        self.rows, self.start, self.end, self.at = rows, start, end, None
+        self.rows = rows
+        self.start = start
+        self.end = end
+        self.at = None
 
     def put_at(self, rows: slice, at: Tensor, slots: int) -> None:
         """Set the window of a pass over one token per row. The tokens are written into slot `at` and attend to the
         first `slots` slots."""
-        self.rows, self.start, self.end, self.at = rows, 0, slots - 1, at
+        self.rows = rows
+        self.start = 0
+        self.end = slots - 1
+        self.at = at
 
 
 @dataclass(slots=True)
@@ -162,7 +168,9 @@ class _Given(_Slots):
 
     def __init__(self, keys: Tensor, values: Tensor):
         super().__init__(Window(), Room())
-        self.keys, self.values, self.is_initialized = keys, values, True
+        self.keys = keys
+        self.values = values
+        self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
         """Write the new keys and values into the last slot; returns all keys and values."""

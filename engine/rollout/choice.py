@@ -71,8 +71,8 @@ def build_rollouts(
         placing = placed(sizes, cache, free, between_steps)
         if not placing.fits:
             raise UserError(
-                f"--rollout_backend auto: {placing.why}. Give a smaller --per_device_generation_batch_size, more ranks "
-                "on each machine, or --rollout_backend zero3, which gathers each layer for each token and is slow."
+                f"--rollout_backend auto: {placing.why}. Give a smaller --per_device_generation_batch_size, more "
+                "ranks on each machine, or --rollout_backend zero3, which gathers every layer for each token: slow."
             )
     actor.copy = copy = ActorCopy(actor, placing.ranks if actor.stage == 3 else 1, placing.between_steps)
     how, reason = _decoding(copy, decoding)

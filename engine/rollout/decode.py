@@ -42,7 +42,9 @@ class Sampler:
         row_length: int = 0,
     ):
         self.row_length = row_length
-        self.tokenizer, self.decoding, self.group = tokenizer, decoding, group or RankGroup(1)
+        self.tokenizer = tokenizer
+        self.decoding = decoding
+        self.group = group or RankGroup(1)
         self.rows_at_once = rows_at_once and rows_at_once * self.group.size
         self.agree = agree or (lambda number: number)
         # In inference mode small models take a tenth less time per token, but ZeRO's hooks do not work in it.
@@ -126,7 +128,9 @@ class _Loop:
         requests: Sequence[Request],
         sampling: SamplingConfig,
     ):
-        self.passes, self.prompts, self.agree = passes, prompts, sampler.agree
+        self.passes = passes
+        self.prompts = prompts
+        self.agree = sampler.agree
         self.device, self.most = prompts.input_ids.device, sampling.max_new_tokens
         self.schedule = Schedule(requests, sampler.rows_at_once or len(prompts))
         self.draws = Draws(prompts, sampling, self.most + CHECK_EVERY)

@@ -121,7 +121,9 @@ class Passes:
     decoding, fallback = "plain", ""
 
     def __init__(self, model: PreTrainedModel, cache: SlotCache, slot_masks: bool):
-        self.model, self.cache, self.slot_masks = model, cache, slot_masks
+        self.model = model
+        self.cache = cache
+        self.slot_masks = slot_masks
         self.windows = windows_of(model)
         # Model families without this argument compute positions from the attention mask.
         self.takes_positions = "position_ids" in inspect.signature(model.forward).parameters
@@ -275,7 +277,9 @@ def _record(step: _TokenStep, trials: list[tuple]) -> Callable[..., Tensor]:
 def _trial_inputs(model: PreTrainedModel) -> list[tuple]:
     """Arguments of `_TokenStep` for several numbers of rows and slots, with padding. This function lets the model read
     4 prompts of 6 tokens; the arguments are for the token after them."""
-    device, rows, width = next(model.parameters()).device, 4, 6
+    device = next(model.parameters()).device
+    rows = 4
+    width = 6
     vocabulary = model.config.get_text_config().vocab_size
     cache = SlotCache()
     cache.reserve(rows, width + 1)
@@ -450,7 +454,9 @@ class _NoQuestions(TorchDispatchMode):
     """
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        aten, name, kwargs = torch.ops.aten, func.overloadpacket, kwargs or {}
+        aten = torch.ops.aten
+        name = func.overloadpacket
+        kwargs = kwargs or {}
         with self:  # in inference mode, an operation that consists of others arrives before these
             result = func.decompose(*args, **kwargs)
         if result is not NotImplemented:

@@ -21,7 +21,9 @@ class Ends:
     """What ends a response: an end token, or the token that completes one of the stop strings."""
 
     def __init__(self, tokenizer, tokens: Sequence[int] = (), strings: Sequence[str] = ()):
-        self.tokenizer, self.tokens, self.strings = tokenizer, frozenset(tokens), tuple(strings)
+        self.tokenizer = tokenizer
+        self.tokens = frozenset(tokens)
+        self.strings = tuple(strings)
 
     def first(self, response: list[int], start: int = 0) -> int | None:
         """The number of tokens of a response up to and including its first end; None if it has no end.

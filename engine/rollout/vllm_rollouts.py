@@ -82,8 +82,12 @@ class VLLMRollouts(RolloutBackend):
         moments: int = 0,
     ):
         vllm_version()
-        self.actor, self.tokenizer, self.group = actor, tokenizer, RankGroup(tensor_parallel)
-        self.on_gpu, self._draws, self._keyed = on_gpu(), _Current(), sampler == "keyed"
+        self.actor = actor
+        self.tokenizer = tokenizer
+        self.group = RankGroup(tensor_parallel)
+        self.on_gpu = on_gpu()
+        self._draws = _Current()
+        self._keyed = sampler == "keyed"
         self._loaded: int | None = None  # the version of the weights that vLLM holds
         self._asleep: set[str] = set()
         for name, value in (_SETTINGS if self.on_gpu else _SETTINGS | _SETTINGS_ON_CPU).items():

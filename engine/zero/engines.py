@@ -139,9 +139,9 @@ class TrainedModel(LearningModel):
     def inferring(self) -> contextlib.AbstractContextManager:
         """A context for forward passes without gradients (all ranks enter it together). At stage 3, if memory allows,
         weights are gathered once for all of them, or not at all if the copy has them."""
-        return self.long_inference.of(self._lent())
+        return self.long_inference.of(self._copied())
 
-    def _lent(self) -> nn.Module | None:
+    def _copied(self) -> nn.Module | None:
         return None if self.copy is None else self.copy.holding()
 
     def on_device(self) -> contextlib.AbstractContextManager:
@@ -152,7 +152,7 @@ class TrainedModel(LearningModel):
         """A context for this many forward and backward passes before the next optimizer step (all ranks enter it
         together). At stage 3, if memory allows, weights are gathered once for all passes, and gradients are reduced in
         the last pass only (`LongBatch`)."""
-        return self.long_batch.of(passes, not self._passes, self._lent())
+        return self.long_batch.of(passes, not self._passes, self._copied())
 
     @traced("{0.role} backward")
     def backward(self, loss: Tensor, last: bool) -> None:

@@ -6,7 +6,6 @@ import functools
 import os
 import socket
 import sys
-import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
@@ -17,8 +16,6 @@ from engine import distributed
 from engine.errors import UserError
 
 LOCK = "four_engine_rlhf.lock"
-TELL_AFTER = 5.0  # seconds of waiting for another program's build after which a message is printed
-KILLED_AFTER = 1800.0  # seconds without a change in any file after which a build counts as killed
 
 
 def own_folder() -> Path | None:
@@ -39,7 +36,7 @@ def load_extension(builder: str) -> None:
 
     builder: the name of DeepSpeed's builder class for the extension.
 
-    Raises: UserError if ninja is missing, or if a killed build of another program has left its `lock` file.
+    Raises: UserError if ninja is missing.
     """
     from deepspeed.accelerator import get_accelerator
     from torch.utils.cpp_extension import _get_build_directory, is_ninja_available
@@ -58,7 +55,12 @@ def load_extension(builder: str) -> None:
         building.seek(0)
         if died_over := building.read():
             (folder.parent / died_over / "lock").unlink(missing_ok=True)
-        _wait_for_others(folder)
+        if (folder / "lock").exists():
+            print(
+                f"waiting for {folder / 'lock'}: another program builds DeepSpeed's extension {folder.name}. If none "
+                "does, it was killed: remove the file.",
+                flush=True,
+            )
         _write(building, found.NAME)
         if not any(folder.glob("*.so")):
             print(f"building DeepSpeed's extension {found.NAME}, once; this takes about a minute", flush=True)
@@ -77,34 +79,6 @@ def _load_installed(found: Any) -> None:
             f"ninja is not found in PATH ({os.environ.get('PATH')}), and DeepSpeed's extension {found.NAME} cannot "
             f"be used without it, even where it is built. Run: {sys.executable} -m pip install ninja"
         ) from None
-
-
-def _wait_for_others(folder: Path) -> None:
-    """Wait until no other program builds an extension in the folder."""
-    mark, since, told = folder / "lock", time.monotonic(), False
-    while mark.exists():
-        if _unchanged_for(folder) > KILLED_AFTER:
-            raise UserError(
-                f"{mark} says that another program builds DeepSpeed's extension {folder.name}, but no file there has "
-                f"changed for {_unchanged_for(folder) / 60:.0f} minutes: that program was killed. Remove the file."
-            )
-        if not told and time.monotonic() > since + TELL_AFTER:
-            told = True
-            print(
-                f"waiting for {mark}: another program builds DeepSpeed's extension {folder.name}. If none does, it was "
-                "killed: remove the file.",
-                flush=True,
-            )
-        time.sleep(0.1)
-
-
-def _unchanged_for(folder: Path) -> float:
-    """The number of seconds since a file in the folder last changed; 0 if there are no files."""
-    changes = []
-    for path in folder.iterdir():
-        with contextlib.suppress(OSError):  # removed meanwhile
-            changes.append(path.stat().st_mtime)
-    return time.time() - max(changes) if changes else 0.0
 
 
 def _write(file: TextIO, text: str) -> None:
@@ -165,7 +139,9 @@ def share_cores() -> None:
     not set. With `deepspeed` each rank would use all cores. torch and the extensions share one OpenMP runtime. It is
     loaded with torch and reads the variable at that time, so the number is changed through torch.
     """
-    given, host, cores = os.environ.get("OMP_NUM_THREADS"), socket.gethostname(), os.sched_getaffinity(0)
+    given = os.environ.get("OMP_NUM_THREADS")
+    host = socket.gethostname()
+    cores = os.sched_getaffinity(0)
     ranks = distributed.all_gather_objects((host, cores))
     sharing = sum(there == host and bool(cores & own) for there, own in ranks)
     if given is None or (given == "1" and "TORCHELASTIC_RUN_ID" in os.environ):

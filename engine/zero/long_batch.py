@@ -76,12 +76,11 @@ class LongInference:
 
     def __init__(self, module: nn.Module):
         self.module, self._named = module, partitioned(module)
-        self._fits: bool | None = None  # None until the first passes
 
     @contextlib.contextmanager
     def of(self, copy: nn.Module | None = None) -> Iterator[None]:
         """A context for forward passes (all ranks enter it together). copy: as in `LongBatch.of`."""
-        if not self._named or (copy is None and not self._decided()):
+        if not self._named or (copy is None and not self._fits()):
             yield
             return
         with held(self._named, dict(copy.named_parameters(remove_duplicate=False)) if copy else self._gathered()):
@@ -102,11 +101,11 @@ class LongInference:
             flat[weight.dtype] = rest[weight.numel() :]
         return whole
 
-    def _decided(self) -> bool:
-        if self._fits is None:
-            free = -distributed.largest(-accelerator.free_memory())
-            self._fits = sum(one.ds_numel * one.element_size() for one in self._named.values()) <= KEPT * free
-        return self._fits
+    def _fits(self) -> bool:
+        """Whether the whole weights fit into the memory that is free now. Before the first optimizer step more is free
+        than later, when there are gradients and Adam's moments."""
+        free = -distributed.largest(-accelerator.free_memory())
+        return sum(one.ds_numel * one.element_size() for one in self._named.values()) <= KEPT * free
 
 
 class LongBatch:
@@ -127,7 +126,9 @@ class LongBatch:
     """
 
     def __init__(self, module: nn.Module, role: str, empty_gradients: Callable[[], None], sums: torch.dtype):
-        self.role, self.empty_gradients, self.sums = role, empty_gradients, sums
+        self.role = role
+        self.empty_gradients = empty_gradients
+        self.sums = sums
         self.kept: Kept | None = None  # None until `_decided` is called
         self._named = partitioned(module)
         self._parameters = list(self._named.values())

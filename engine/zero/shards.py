@@ -199,7 +199,9 @@ class TrainingState:
         """
         given = getattr(self.module, "adapters", None) is not None
         trained = {parameter for master in self.stage.masters() for parameter in master.parameters}
-        partitioned, replicated, persistent = [], [], self.module.state_dict(keep_vars=True).keys()
+        partitioned = []
+        replicated = []
+        persistent = self.module.state_dict(keep_vars=True).keys()
         parameter: Any  # has attributes that ZeRO-3 adds
         for parameter, name in self.names.items():
             if parameter in trained or given:

@@ -113,10 +113,10 @@ def only_free(wanted: float | None) -> Iterator[None]:
 
 
 def between_steps(trial: Trial) -> None:
-    """--replicas_between_steps keep, free and host: the same tokens when the copy comes back, and its memory given back
+    """--replicas_between_steps keep and free: the same tokens when the copy comes back, and its memory given back
     while it is not needed."""
     with_memory = trial.needs_gpu("what the copy gives back")
-    for way in ("keep", "free", "host") if with_memory else ("keep", "free"):  # a CPU's is on the host anyway
+    for way in ("keep", "free"):
         with trial.part(way):
             trainer = new_trainer(
                 trial, size="34m", stage=3, dtype="fp32", tokens=TOKENS, backend="replica", between_steps=way

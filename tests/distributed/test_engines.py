@@ -84,7 +84,7 @@ def test_partitioned_hydras_train_their_top_and_refer_to_the_untouched_model(hyd
             assert torch.equal(found["after"][name], before) != moves or ("bias" in name and moves), name
 
 
-MODES = ("keep", "free", "host")
+MODES = ("keep", "free")
 FIELDS = ("logprobs", "entropy", "ref_logprobs", "values", "scores")
 
 
@@ -148,7 +148,7 @@ def _judged(engine: RLHFEngine, trainer: PPOTrainer, rollout: Rollout, fits: boo
 
     engine.actor.copy = copy if fits else None
     with (
-        mock.patch.object(LongInference, "_decided", lambda inference: fits),
+        mock.patch.object(LongInference, "_fits", lambda inference: fits),
         mock.patch.object(LongInference, "_gathered", watched),
         counted_gathers() as gathers,
     ):
@@ -221,11 +221,10 @@ def test_answers_are_the_same_after_a_rest(ranks, folder, mode):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_whole_weights_are_gathered_once_for_all_passes_and_say_what_partitions_say(ranks, mode):
-    """The actor's are those of its copy, unless that moves to host memory between steps."""
-    actors = ["actor"] if mode == "host" else []
+    """The actor's are those of its copy."""
     for rank in ranks:
         whole, partitioned = rank[mode]["whole"], rank[mode]["partitioned"]
-        assert whole["gathered whole"] == [*actors, "reference", "critic", "reward"]
+        assert whole["gathered whole"] == ["reference", "critic", "reward"]
         assert partitioned["gathered whole"] == [] and whole["gathers of layers"] == 0
         assert partitioned["gathers of layers"] >= 4 * 4 * 2  # models, passes of one row each, layers
         assert whole["left whole"] == partitioned["left whole"] == 0
@@ -237,5 +236,5 @@ def test_actor_and_critic_have_moved(ranks):
     """Or it would not show whose weights are whole."""
     judged = ranks[0]["free"]["whole"]
     assert (judged["logprobs"] - judged["ref_logprobs"]).abs().max() > 1e-3
-    before, after = ranks[0]["keep"]["whole"], ranks[0]["host"]["whole"]
+    before, after = ranks[0]["keep"]["whole"], ranks[0]["free"]["whole"]
     assert (before["values"].sum() - after["values"].sum()).abs() > 1e-3

@@ -62,7 +62,7 @@ def test_a_copy_is_filled_when_the_actor_has_learned(tmp_path, family, tied):
 
 def test_what_is_released_between_steps(tmp_path):
     actor = engine(load_policy(make_causal_lm(tmp_path, "llama"), torch.float32).eval())
-    for between_steps, module, lent in (("keep", True, True), ("host", True, False), ("free", False, False)):
+    for between_steps, module, lent in (("keep", True, True), ("free", False, False)):
         copy = ActorCopy(actor, between_steps=between_steps)
         before = copy.module()
         copy.release_memory()

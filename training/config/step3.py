@@ -38,9 +38,8 @@ class RolloutFlags(RunFlags):
     )
     replicas_between_steps: str = flag(
         "keep",
-        "what happens to the actor's copy while actor and critic train: it stays (keep), its memory is freed (free), "
-        "or it moves to host memory (host)",
-        choices=("keep", "free", "host"),
+        "what happens to the actor's copy while actor and critic train: it stays (keep), or its memory is freed (free)",
+        choices=("keep", "free"),
         only_with=COPIES,
     )
     inference_tp_size: int | None = flag(

@@ -252,8 +252,8 @@ def test_other_weights_of_the_same_shapes_are_refused_as_the_base(tmp_path):
             with pytest.raises(
                 UserError,
                 match=re.escape(
-                    f"--flag: the adapter in {folder} is not of the weights in its base {new_base}: it was trained on "
-                    f"those that stood in {base}, and weights or config.json are others now. Put that model there"
+                    f"--flag: the adapter in {folder} does not belong to the weights in its base {new_base}: it was "
+                    f"trained on {base}, and since then the weights or config.json have changed. Put that model there"
                 ),
             ):
                 look(folder, what="--flag")

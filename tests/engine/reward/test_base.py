@@ -178,7 +178,6 @@ def test_what_was_begun_is_not_called_again():
     reward = FunctionReward(function, TOKENIZER, ROWS)
     early = ROLLOUT.select(torch.tensor([2, 0]))
     reward.begin(early)
-    reward.begin(early)  # drawn again
     assert reward.score(ROLLOUT).tolist() == [4, 0, 12]
     assert function.calls == [([" w21 w22 w23", " w20"], False), ([""], True)]
     assert reward.score(ROLLOUT).tolist() == [4, 0, 12]

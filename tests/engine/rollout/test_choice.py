@@ -67,10 +67,9 @@ def test_whole_weights_generate_as_they_are_however_little_is_free(monkeypatch, 
     for free, between_steps in ((CACHE / KEPT + 4, "keep"), (CACHE / KEPT - 4, "free"), (1, "free")):
         rollouts = chosen(models, GRADIENTS + free, monkeypatch)
         assert type(rollouts) is ReplicaRollouts and rollouts.copy.between_steps == between_steps
-    assert chosen(models, 1, monkeypatch, between_steps="host").copy.between_steps == "host"
 
 
-@pytest.mark.parametrize("between_steps, when_tight", [("keep", "free"), ("free", "free"), ("host", "host")])
+@pytest.mark.parametrize("between_steps, when_tight", [("keep", "free"), ("free", "free")])
 def test_the_actors_copy_stays_with_much_free_memory_and_is_refused_with_little(monkeypatch, between_steps, when_tight):
     needed, models = 4 * POLICY + CACHE, engines(3)
 
@@ -117,7 +116,7 @@ def test_a_backend_that_was_asked_for_is_taken(monkeypatch):
         ("replica", ReplicaRollouts, "the copy, keys and values do not stay between steps"),
         ("zero3", Zero3Rollouts, "ZeRO's hooks fetch each layer"),
     ):
-        rollouts = build_rollouts(name, engines(3)[0], make_tokenizer(), between_steps="host", decoding="auto")
+        rollouts = build_rollouts(name, engines(3)[0], make_tokenizer(), between_steps="free", decoding="auto")
         assert type(rollouts) is kind and rollouts.why == f"rollouts by {name}: as asked; decoding plain: {plain}"
     with pytest.raises(KeyError):
         build_rollouts("none such", engines(3)[0], make_tokenizer())
