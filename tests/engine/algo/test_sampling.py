@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from engine.algo.sampling import keyed_uniforms, sample_tokens
 from engine.experience import PromptBatch
@@ -124,17 +124,6 @@ def test_token_counts_follow_the_softmax(temperature):
     assert ((counts - N * wrong) ** 2 / (N * wrong)).sum() > CHI_SQUARED[4]
 
 
-def test_impossible_tokens_are_never_drawn():
-    logits = torch.tensor([-math.inf, 1.0, -math.inf, 0.0, 0.5, -0.5, -math.inf])
-    drawn = sample_tokens(logits.expand(N, 7), ALONG["all"]()).numpy()
-    counts = np.bincount(drawn, minlength=7)
-    possible = np.array([1, 3, 4, 5])
-    assert counts[[0, 2, 6]].tolist() == [0, 0, 0]
-    probabilities = np.exp(logits.double().numpy()[possible])
-    expected = N * probabilities / probabilities.sum()
-    assert ((counts[possible] - expected) ** 2 / expected).sum() < CHI_SQUARED[3]
-
-
 def test_the_ends_whatever_the_cumulative_sum_rounds_to():
     # Float32 probabilities seldom add up to exactly 1; neither end may leave the vocabulary or meet a zero.
     logits = torch.tensor(np.random.default_rng(4).normal(0, 3, (500, 101)), dtype=torch.float32)
@@ -188,25 +177,6 @@ def gpt2():
     )
 
 
-def llama():
-    return without_rare_tokens(
-        LlamaForCausalLM,
-        LlamaConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=16,
-            intermediate_size=24,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            max_position_embeddings=32,
-            initializer_range=0.4,
-            bos_token_id=EOS,
-            eos_token_id=EOS,
-            pad_token_id=PAD,
-        ),
-    )
-
-
 @torch.no_grad()
 def without_rare_tokens(kind: type, config):
     model = kind(config)
@@ -247,11 +217,10 @@ def statistic(counts: np.ndarray, expected: np.ndarray) -> float:
     return float(((counts - expected) ** 2 / expected).sum())
 
 
-@pytest.mark.parametrize("build", [gpt2, pytest.param(llama, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_first_and_second_tokens_follow_the_model(build, temperature):
+def test_first_and_second_tokens_follow_the_model(temperature):
     torch.manual_seed(0)
-    model = build().eval()
+    model = gpt2().eval()
     rollout = drawn(model, temperature)
     for index, prompt in enumerate(PROMPTS):
         rows = rollout.indices == index
