@@ -138,6 +138,7 @@ RUNS = {
     },
 }
 TARGET = "tests.distributed.test_layouts:all_runs"
+AGAIN = ("plain", "corrected")  # at stages 3 and 0
 
 
 @pytest.fixture(scope="module")
@@ -157,7 +158,7 @@ def two_ranks_of_one_part(folder) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def two_ranks_again(folder) -> list[dict]:
-    return run_ranks(TARGET, world=2, folder=folder, runs=RUNS)
+    return run_ranks(TARGET, world=2, folder=folder, runs={name: RUNS[name] for name in AGAIN})
 
 
 @pytest.mark.parametrize("run", RUNS)
@@ -199,7 +200,7 @@ def test_samples_do_not_depend_on_the_number_of_ranks(one_rank, two_ranks, run):
         assert len({tuple(tokens) for tokens in expected.values()}) > len(expected) // 2
 
 
-@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("run", AGAIN)
 def test_two_runs_of_one_layout_are_bit_identical(two_ranks, two_ranks_again, run):
     for rank, again in zip(two_ranks, two_ranks_again):
         assert again[run]["metrics"] == rank[run]["metrics"]

@@ -115,24 +115,6 @@ def test_the_plain_step_does_the_whole_work(tmp_path):
     assert len(changed) == len(before), before.keys() - set(changed)
 
 
-def test_the_plain_step_has_torchs_own_layers(tmp_path, monkeypatch):
-    plain = Plain(
-        tiny_models.make_causal_lm(tmp_path / "actor"),
-        tiny_models.make_scorer(tmp_path / "reward"),
-        dtype=torch.float32,
-        response_length=2,
-        micro_batch=2,
-    )
-
-    def not_torchs(*_):
-        raise AssertionError("another linear layer was called")
-
-    monkeypatch.setattr(F, "linear", not_torchs)
-    prompts = collate_prompts([[4, 5], [6, 7]], torch.arange(2), torch.zeros(2, dtype=torch.int64), 0)
-    plain.train(plain.make_experience(plain.generate(prompts)))
-    assert F.linear is not_torchs  # put back for those whose it is
-
-
 def test_ratios_are_of_medians_and_quartiles_of_pairs():
     ours, other = [2.0, 4.0, 6.0, 30.0, 5.0], [4.0, 4.0, 4.0, 10.0, 5.0]  # pairs: 0.5, 1, 1.5, 3, 1
     report = Report(
@@ -183,21 +165,3 @@ def test_one_process_measures_a_tiny_model(tmp_path):
     assert "x replica): the same tokens" in ended.stdout
     [found] = json.loads((tmp_path / "found.json").read_text())
     assert [len(found["steps"][side]) for side in ("ours", "plain")] == [1, 1]
-
-
-def test_scale_prints_a_table_for_a_given_model(tmp_path):
-    actor = tiny_models.make_causal_lm(tmp_path / "actor")
-    ended = run_benchmark(scale=True, model=actor, prompts=2, prompt_length=4, response_length=4, steps=1, warmup=0)
-    assert ended.code == 0, ended.stderr
-    *_, head, rule, base, batch, length = ended.stdout.strip().splitlines()
-    assert head.startswith("| setting | arithmetic |") and rule.startswith("| --- |")
-    assert base.startswith("| base | x 1.00 |")
-    assert batch.startswith("| batch x 4 | x 4.00 |")  # four times the rows are exactly four times the arithmetic
-    assert length.startswith("| length x 4 | x ")
-
-
-def test_a_mistake_is_told_at_once():
-    ended = run_benchmark(model="no/such/folder")
-    assert ended.code == 2 and ended.stderr.count("error: ") == 1, ended.stderr
-    ended = run_benchmark(response_length=1)
-    assert ended.code == 2 and "--response_length 2" in ended.stderr, ended.stderr

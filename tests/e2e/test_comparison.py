@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import math
-import os
 import shutil
 import signal
 import subprocess
@@ -37,15 +36,13 @@ from scripts.comparison.page import (
     PAGE,
     at_kls,
     between_marks,
-    budget_words,
     main_table,
     number,
     ordered,
     search_table,
-    section,
 )
-from scripts.comparison.results import Compared, Results, Search, choose
-from scripts.comparison.runs import LINE_SCALES, POLICIES, Ended, Result, Run, keep_policies
+from scripts.comparison.results import Compared, Search, choose
+from scripts.comparison.runs import LINE_SCALES, Ended, Result
 from scripts.comparison.tasks import TASKS, known_words
 from scripts.harness.programs import run_words
 from training.config.parsing import parse_flags
@@ -130,17 +127,6 @@ def test_the_command_of_trls_ppo(monkeypatch):
         program(Entry.parsed("trl+line"))
 
 
-@pytest.mark.skipif(not os.environ.get("TRL_PYTHON"), reason="TRL_PYTHON names no Python with trl")
-def test_trls_ppo_leaves_a_policy_at_each_evaluation(tiny_task, tmp_path):
-    task = TASK.sized(2, 4, None)
-    entry = Entry.parsed("trl")
-    words = step3_words(entry, task, tiny_task, rate=1e-3, seed=1, steps=2)
-    ended = runs.run_program([*program(entry), *words, "--output_dir", str(tmp_path / "out")], tmp_path / "log")
-    assert ended.code == 0, (tmp_path / "log").read_text()
-    assert {path.name for path in (tmp_path / "policies").iterdir()} == {"step_000001", "step_000002"}
-    assert all((path / "model.safetensors").is_file() for path in (tmp_path / "policies").iterdir())
-
-
 def evaluation(kl, score):
     return {"kl": kl, "score": score, "tokens": 20.0, "distinct_bigrams": 0.25, "known_words": 0.9}
 
@@ -172,58 +158,11 @@ def test_tables_exactly():
     assert search_table([second], (5e-4, 1.5e-3, 4.5e-3)).splitlines()[2] == "| `second` | 0.50 | **1.25** | - | 60 |"
 
 
-def test_the_command_of_a_section_has_another_budget():
-    assert budget_words(TASK) == []
-    assert budget_words(TASK.sized(20, 64, [1e-3, 2e-3])) == ["--steps 20", "--responses 64", "--rates 0.001 0.002"]
-    made = section(TASK.sized(20, None, None), [compared("first", (4.0, 1.0), (2.0, 1.0))], "x.png")
-    assert "compare_dialects.py first --tasks quickstart --seeds 0 1 --steps 20\n" in made
-    assert "2,560 responses in 20 steps, evaluated every 5" in made
-    assert "compare_dialects.py" not in section(TASK, [compared("first", (4.0, 1.0))], "x.png", brief=True)
-
-
-def test_a_file_of_results_takes_what_another_has(tmp_path):
-    def line(label, seeds, chosen, steps=30):
-        return {
-            "task": "quickstart",
-            "label": label,
-            "budget": {"responses": 128, "steps": steps, "every": 5},
-            "search": {"scores": {"0.001": 0.5}, "cpu_seconds": 1.0, "chosen": chosen},
-            "runs": {seed: dataclasses.asdict(Result(True, "", 64, 1.0, 1.0, [], [])) for seed in seeds},
-        }
-
-    def results(name, *lines):
-        (tmp_path / name).write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-        return Results(tmp_path / name)
-
-    published = results("docs", line("a", "12", 1e-3), line("b", "1", 1e-3), line("c", "1", 1e-3))
-    published.take(results("new", line("a", "3", 1e-3), line("b", "2", 2e-3), line("d", "1", 1e-3)))
-    read = Results(tmp_path / "docs").of(TASK)
-    assert {compared.label: list(compared.results) for compared in read} == {
-        "a": [1, 2, 3],
-        "b": [2],
-        "c": [1],
-        "d": [1],
-    }
-    published.take(results("other", line("a", "1", 1e-3, steps=20)))
-    assert [compared.label for compared in published.of(TASK.sized(20, None, None))] == ["a"], (
-        "no two budgets of a task"
-    )
-    assert published.of(TASK) == []
-
-
 def test_only_what_stands_between_the_marks_is_replaced():
     assert between_marks(f"a\n{BEGIN}\nold\n{END}\nb\n", "new") == f"a\n{BEGIN}\n\nnew\n\n{END}\nb\n"
     assert "made anew" in between_marks(PAGE.read_text(), "made anew")
     with pytest.raises(UserError, match="Put them back"):
         between_marks(f"{END}\n{BEGIN}", "new")
-
-
-def test_a_task_says_what_it_misses(tmp_path):
-    task = TASKS["reviews"]
-    assert "REVIEWS_MODEL is not set" in task.why_not({})
-    assert "is no folder" in task.why_not({"REVIEWS_MODEL": str(tmp_path / "none"), "REVIEWS_DATA": str(tmp_path)})
-    assert task.why_not({"REVIEWS_MODEL": str(tmp_path), "REVIEWS_DATA": str(tmp_path)}) is None
-    assert "is no file" in TASKS["verses"].why_not({"VERSES_TEXT": str(tmp_path)})
 
 
 def test_what_is_measured_of_answers(tmp_path):
@@ -362,14 +301,6 @@ def test_a_curve_ends_where_the_first_seed_does():
     assert [(kl, values.mean) for kl, values in found] == [(0, 1), (1, 1.5), (2, 2)]
     assert [values.error for _, values in found] == [1, 0.5, 0]  # stdev of a pair / sqrt 2: half its difference
     assert curve([course((0, 1))]) == []
-
-
-def test_what_a_cut_off_comparison_left_of_a_policy_is_none(tmp_path):
-    run = Run(TASKS["quickstart"], Entry.parsed("default"), tmp_path / "models", tmp_path, 1e-3, 1)
-    for name in ("step_000001", "step_000002.4321.partial"):
-        (run.folder / POLICIES / name).mkdir(parents=True)
-    keep_policies(run)
-    assert [path.name for path in (run.folder / POLICIES).iterdir()] == ["step_000001"]
 
 
 COMPARISON = """

@@ -183,10 +183,6 @@ def waited_for(condition, seconds: float = 120.0) -> None:
 RAISING = """
 from pathlib import Path
 
-import torch
-
-from engine.reward.base import RewardSource
-
 
 def score(prompts, responses):
     folder = Path(__file__).parent
@@ -196,13 +192,6 @@ def score(prompts, responses):
         raise ConnectionError("the judge does not answer")
     return [float(len(set(response.split()))) for response in responses]
 
-
-class Source(RewardSource):
-    def __init__(self, tokenizer):
-        pass
-
-    def score(self, rollout):
-        return torch.tensor(score([], ["a b"] * len(rollout)))
 """
 LAST = 4
 AT_STEP_3, AT_LAST_EVALUATION = 5, 7  # calls: two before the first step, one in each step of four responses
@@ -262,11 +251,3 @@ def test_before_the_first_step_there_is_nothing_to_name(runs, tmp_path):
     stopped = runs("begun", raise_at=1)
     assert stopped.code == 1 and "There is no checkpoint of a sound step" in stopped.stderr
     assert not (tmp_path / "begun" / "checkpoints").exists()
-
-
-def test_what_a_reward_source_raises_is_saved_before_too(runs, tmp_path, judge):
-    stopped = runs("source", raise_at=AT_STEP_3, reward_function=f"{judge / 'raising_judge.py'}:Source")
-    point = tmp_path / "source" / "checkpoints" / "step_000002"
-    assert stopped.code == 1 and "Source raised ConnectionError: the judge does not answer" in stopped.stderr
-    assert f"The state after step 2 is saved: go on from it with --resume {point}." in stopped.stderr
-    assert "Traceback" not in stopped.stderr

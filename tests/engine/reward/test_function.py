@@ -31,11 +31,6 @@ def test_the_texts_are_the_real_tokens_without_special_ones():
     assert responses == [" w20", "", " w21 w22 w23"]
 
 
-def test_texts_where_pad_is_eos():
-    rollout = rollout_of([[5]], [[20, EOS]], EOS, width=4, prompt_width=3)
-    assert decoded(rollout, make_tokenizer(pad_is_eos=True)) == (["w05"], [" w20"])
-
-
 def test_the_function_is_given_the_texts():
     given = []
     assert score(lambda prompts, responses: given.append((prompts, responses)) or [1, 2, 3]).tolist() == [1, 2, 3]

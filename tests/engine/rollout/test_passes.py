@@ -17,8 +17,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    BloomConfig,
-    Gemma2Config,
     LlamaConfig,
     LlamaForCausalLM,
     MambaConfig,
@@ -328,12 +326,6 @@ def test_actors_that_keep_a_state_are_refused(tmp_path, config):
     config.save_pretrained(tmp_path)
     with pytest.raises(UserError, match=f"^--actor: .* is a {config.model_type} model. Some of its layers keep a "):
         check_attention(str(tmp_path), "--actor")
-
-
-@pytest.mark.parametrize("config", (LlamaConfig(), Gemma2Config(), BloomConfig()), ids=lambda c: c.model_type)
-def test_actors_of_attention_alone_are_not(tmp_path, config):
-    config.save_pretrained(tmp_path)
-    check_attention(str(tmp_path), "--actor")
 
 
 def test_a_sampler_at_rest_holds_neither_the_model_nor_memory(models, expected):
