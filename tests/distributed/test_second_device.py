@@ -12,7 +12,7 @@ import pytest
 
 from engine.models.attention import Attention
 from engine.models.lora import LoraSpec
-from scripts.harness.models import make_adapter, make_causal_lm, make_family, make_scorer
+from scripts.harness.models import make_adapter, make_family
 from scripts.harness.ranks import run_ranks
 
 LORA = LoraSpec(dim=4, alpha=8, lr=2e-3, only=True)
@@ -182,16 +182,3 @@ def test_adapters_trunks_and_the_rest_keep_to_their_device(folder, tmp_path):
     }
     [found] = run_ranks("tests.distributed.work_second_device:variants", world=1, folder=folder, runs=runs)
     assert [name for name, seen in found.items() if seen["mixed"] or seen["collectives"]] == []
-
-
-def test_more_layers_are_no_reason_to_wait_more_often(folder, tmp_path):
-    """Where DeepSpeed keeps 16 bits at stage 1, and rows are packed, as on one GPU."""
-    deeper = {
-        "actor": make_causal_lm(tmp_path / "actor", layers=4),
-        "critic_path": make_scorer(tmp_path / "critic", layers=4),
-    }
-    as_on_a_gpu = {"stage": 1, "dtype": "bf16", "attention": Attention(packing="packed")}
-    runs = {"2": as_on_a_gpu, "4": as_on_a_gpu | deeper}
-    [found] = run_ranks("tests.distributed.work_second_device:variants", world=1, folder=folder, runs=runs)
-    for kind in ("waits", "copies"):
-        assert found["2"][kind] and found["4"][kind] == found["2"][kind]

@@ -58,13 +58,6 @@ def test_the_torch_that_is_asked_for(asked, pinned, tmp_path):
     assert torch == pinned and call.endswith(f"-c {tmp_path}/venv/constraints.txt -e {ROOT}[dev]")
 
 
-def test_another_index_stands_beside_pypi(tmp_path):
-    """What torch needs is pinned in versions that only PyPI has."""
-    (first, second), _ = installed(tmp_path, TORCH_INDEX="https://index/cu126")
-    assert first.endswith("--upgrade torch --extra-index-url https://index/cu126")
-    assert " --index-url" not in first and second.endswith(f"-e {ROOT}[dev]")
-
-
 STAND_IN = """#!/usr/bin/env bash
 echo "$@" >> "{log}"
 case "$*" in

@@ -14,28 +14,12 @@ from engine.algo.sampling import keyed_uniforms, sample_tokens
 from engine.experience import PromptBatch
 from engine.rollout.base import SamplingConfig
 from engine.rollout.decode import Sampler
+from tests.plain_sampling import ROUND, splitmix, uniform
 
 N = 20_000
 # Chi-squared critical values at a probability of 0.001; the draws are fixed, so a test passes always or never.
 CHI_SQUARED = {3: 16.266, 4: 18.467}
 KOLMOGOROV = 1.949 / math.sqrt(N)  # at 0.001
-
-ROUND = (1 << 64) - 1
-
-
-def splitmix(state: int) -> int:
-    """The output of SplitMix64 that follows `state`, in Python's integers."""
-    bits = (state + 0x9E3779B97F4A7C15) & ROUND
-    bits = ((bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9) & ROUND
-    bits = ((bits ^ (bits >> 27)) * 0x94D049BB133111EB) & ROUND
-    return bits ^ (bits >> 31)
-
-
-def keyed(seed: int, *keys: int) -> float:
-    bits = seed & ROUND
-    for key in keys:
-        bits = splitmix(bits) ^ (key & ROUND)
-    return (splitmix(splitmix(bits)) >> 11) / 2**53
 
 
 def columns(*keys: int, rows: int = 1) -> list[torch.Tensor]:
@@ -60,13 +44,13 @@ def test_uniforms_equal_the_arbitrary_precision_ones():
     for seed, index, sample, position in cases:
         drawn = keyed_uniforms(seed, *columns(index, sample, position))
         assert drawn.dtype == torch.float64 and drawn.shape == (1,)
-        assert drawn.item() == keyed(seed, index, sample, position)
+        assert drawn.item() == uniform(seed, index, sample, position)
 
 
 def test_uniforms_depend_on_nothing_but_the_keys():
     indices, samples, positions = (torch.arange(60) // 12, torch.arange(60) // 4 % 3, torch.arange(60) % 4)
     for places in (positions, torch.tensor(2)):
-        expected = [keyed(3, *key) for key in zip(indices.tolist(), samples.tolist(), places.expand(60).tolist())]
+        expected = [uniform(3, *key) for key in zip(indices.tolist(), samples.tolist(), places.expand(60).tolist())]
         assert keyed_uniforms(3, indices, samples, places if places.dim() else 2).tolist() == expected
 
 

@@ -62,14 +62,6 @@ def test_numbers_of_any_kind(returned):
     assert scores.dtype == torch.float32 and not scores.requires_grad and scores.device == ROLLOUT.sequences.device
 
 
-def test_a_function_that_changes_the_default_dtype_changes_it_for_itself_alone():
-    def sets(prompts, responses):
-        torch.set_default_dtype(torch.float64)
-        return [1, 2, 3]
-
-    assert score(sets).dtype == torch.get_default_dtype() == torch.float32
-
-
 def test_nan_and_infinity_are_passed_on():
     scores = score(returning([math.nan, math.inf, 1e300])).tolist()
     assert math.isnan(scores[0]) and scores[1:] == [math.inf, math.inf]

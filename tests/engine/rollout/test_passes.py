@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -551,40 +550,6 @@ def test_the_allocator_is_told_of_a_capture_that_failed(monkeypatch):
     with pytest.raises(RuntimeError, match="a previous error during capture"):
         _CudaCapture()(lambda: torch.zeros(1))
     assert told == [(3, (0, 7))]
-
-
-class Largest(TorchDispatchMode):
-    """Numbers in the largest tensor that an operation makes anew, views left out."""
-
-    numbers = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        output = function(*args, **(kwargs or {}))
-        if isinstance(output, torch.Tensor) and not any(each.alias_info for each in function._schema.returns):
-            self.numbers = max(self.numbers, output.numel())
-        return output
-
-
-def test_heads_that_share_keys_do_not_have_them_copied():
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
-    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=8, num_key_value_heads=2)).eval()
-    cache, rows, slots = SlotCache(), 8, 256
-    cache.reserve(rows, slots)
-    meter, seen = Largest(), []
-
-    def capture(step):
-        with meter:
-            seen.append(step())
-        return lambda: seen[-1]
-
-    passes, batch = GraphedPasses(model, cache, True, capture), prompts(rows, 200)
-    with torch.no_grad():
-        passes.prompts(batch.input_ids, batch.attention_mask, 0, 200)
-        mask = torch.arange(slots).expand(rows, -1) <= 200
-        passes.tokens(batch.input_ids[:, :1], torch.full((rows, 1), 200), mask, 0, 200)
-    assert passes.fallback == "" and seen
-    assert meter.numbers < rows * 2 * 208 * 4  # of one layer's keys: 2 heads, 4 numbers each
 
 
 @pytest.mark.slow

@@ -53,19 +53,6 @@ def test_it_is_there(entry):
     assert moved(entry) is None, moved(entry)
 
 
-STAND_IN = '''
-class Optimizer:
-    """Once had self.old_shards"""
-
-    def __init__(self):
-        self.new_shards: list = []
-        assert self.new_shards == []
-
-    def _step(self):
-        return self.old_shards == self.new_shards
-'''
-
-
 @pytest.mark.slow
 def test_how_shards_lie(tmp_path):
     """Rank r holds the r-th run of the flattened weight, all runs of one length, the last one padded with anything.
