@@ -3,13 +3,11 @@
 import json
 import math
 import os
-import shlex
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,8 +18,6 @@ from scripts.gpu_checks import __main__ as front
 from scripts.gpu_checks import attention
 from scripts.gpu_checks.__main__ import CHECKS
 from scripts.gpu_checks.check import Check, Outcome, Trial, lines_of, make, outcomes_of
-from scripts.gpu_checks.decoding import in_dtype
-from scripts.gpu_checks.models import random_models
 from tests.e2e.bad_checks import is_running
 
 PROGRAM = Path(__file__).resolve().parents[2] / "scripts" / "check_gpu.sh"
@@ -85,14 +81,6 @@ def test_no_check_touches_another(tmp_path, monkeypatch, capsys):
     assert not list((tmp_path / "scratch").iterdir())
 
 
-def test_first_times_do_not_count_but_are_limited_too(tmp_path):
-    check = Check("warms up", "tests.e2e.bad_checks:warms_up", (4.0,), limit=5)  # 6 s, of which 4 are of the first time
-    [found] = made_here([check], tmp_path / "long")
-    assert (found.status, found.why) == ("pass", "") and 4 <= found.first < 5 and found.seconds >= 6
-    [found] = made_here([replace(check, limit=3)], tmp_path / "short")
-    assert found.status == "FAIL" and "not done after 3 s, and 3 s of what it did for the first time" in found.why
-
-
 def test_what_a_hanging_check_started_is_ended_too(tmp_path):
     assert made_here([bad("hangs", limit=2)], tmp_path)[0].status == "FAIL"
     pid = int((tmp_path / "work" / "hangs" / "pid").read_text())
@@ -130,28 +118,9 @@ def wait_until(reached) -> None:
         time.sleep(0.05)
 
 
-def test_what_does_not_fit_is_told(tmp_path):
-    checks = [bad("hangs", limit=50, least=1), bad("passes", least=30), bad("skips", least=0)]
-    outcomes = made_here(checks, tmp_path, budget=2)
-    assert [found.status for found in outcomes] == ["FAIL", "not run", "not run"]
-    assert "not done after 2 s" in outcomes[0].why  # of its 50: what is left of the whole counts, too
-    assert outcomes[1].why == "0 s were left, and it takes 30"
-
-
 def made_here(checks: list[Check], folder: Path, budget: float = 60) -> list[Outcome]:
     folder.mkdir(exist_ok=True)
     return front.make_all(checks, dry=True, gpus=1, output=folder, scratch=folder, budget=budget)
-
-
-def test_the_lines_for_a_rented_machine_make_each_check_once():
-    page = (PROGRAM.parent / "gpu_checks" / "README.md").read_text()
-    lines = [shlex.split(line.partition(";")[0]) for line in page.splitlines() if line.startswith("scripts/check_gpu")]
-    assert [name for words in lines for name in words[words.index("--only") + 1 :]] == [each.name for each in CHECKS]
-
-
-def test_the_front_door_opens():
-    ended = subprocess.run([PROGRAM, "--help"], env={**os.environ, "DRY": "1"}, capture_output=True, text=True)
-    assert ended.returncode == 0 and "within nine minutes" in ended.stdout, ended.stderr
 
 
 @pytest.mark.parametrize(
@@ -175,15 +144,6 @@ def test_data_sheets_go_by_torchs_names(name, expected):
 @pytest.fixture(scope="module")
 def models(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("models")
-
-
-def test_decoding_by_the_models_own_code_in_place_of_graphs_is_a_failure(models, tmp_path):
-    trial = Trial(dry=True, folder=tmp_path, models=models)
-    in_dtype(trial, "graphs", random_models(trial, "gqa")[0], "fp32")
-    assert list(trial.outcome.failures) == [
-        "fp32: the model's own code read single tokens: it is not on a GPU",
-        "fp32: plain decoding ran, not graphs",
-    ]
 
 
 class _Faulty(torch.autograd.Function):
@@ -222,20 +182,6 @@ def test_a_kernel_with_cudnns_fault_is_found_and_named(kernel, tmp_path, monkeyp
         len([name for name in figures if "S = " in name]) == 16
     )  # 2 lengths, 2 shifts, with padding and without; twice
     assert [name for name, words in figures.items() if "NOT FINITE" in str(words)][-1].startswith("with cuDNN: S = 320")
-
-
-def test_a_kernel_with_wrong_numbers_is_found(tmp_path, monkeypatch):
-    own = torch.nn.functional.scaled_dot_product_attention
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", lambda *a, **how: wrong(own(*a, **how)))
-
-    def wrong(output):  # in 16 bits alone
-        return output if output.dtype == torch.float32 else 1.1 * output
-
-    trial = Trial(dry=True, folder=tmp_path, models=tmp_path)
-    attention.right(trial, "without cuDNN", attention.TINY, 384, 0, True)
-    assert list(trial.outcome.failures) == [
-        "without cuDNN, S = 384, logits near 0, left padding: flash_attention is 0.1 off the written-out products"
-    ]
 
 
 @pytest.mark.slow

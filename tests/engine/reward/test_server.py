@@ -399,7 +399,7 @@ def test_a_key_that_a_server_says_again_is_left_out(head, body):
     assert "SECRET" not in str(caught.value)
 
 
-@pytest.mark.parametrize("trickle", [b"HTTP/1.1 100 Continue\r\n\r\n", b"X-Wait: 1\r\n"])
+@pytest.mark.parametrize("trickle", [b"X-Wait: 1\r\n"])
 def test_a_head_that_goes_on_and_on_is_not_waited_for(trickle):
     over = threading.Event()
     with socket.create_server(("127.0.0.1", 0)) as listening:
