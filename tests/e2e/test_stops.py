@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file, save_file
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from scripts.harness.programs import Result, Tiny, forked, metric_lines, run_here, snapshot
+from scripts.harness.programs import Result, Tiny, metric_lines, run_here, snapshot
 
 WHAT_TO_LOOK_AT = ("reward model's score", "learning rates", "gradient norms", "checkpoint")
 
@@ -67,30 +66,6 @@ def test_a_reward_model_that_scores_nan_leaves_the_restart_points(tiny, poisoned
     assert [line["step"] for line in metric_lines(out)] == [0, 1, 2, 3]
 
 
-def test_the_steps_before_are_in_the_curves(tiny, tmp_path, capfd):
-    """A learning rate that breaks the actor: TensorBoard has what led there, as metrics.jsonl has."""
-    flags = tiny.flags(
-        3,
-        output_dir=tmp_path / "out",
-        actor_learning_rate=1e30,
-        num_warmup_steps=0,
-        ppo_epochs=1,
-        num_eval_prompts=0,
-        max_steps=4,
-    )
-    assert_stopped(
-        run_here(3, flags, capfd),
-        "step 2: ",
-        "logprobs (4)",
-        *WHAT_TO_LOOK_AT,
-        f"There is no checkpoint of a sound step in {tmp_path / 'out'}",
-    )
-    events = EventAccumulator(str(tmp_path / "out" / "tensorboard"))
-    events.Reload()
-    assert [event.step for event in events.Scalars("policy/grad_norm")] == [1]
-    assert [line["step"] for line in metric_lines(tmp_path / "out")] == [1]
-
-
 def test_max_kl_names_the_last_restart_point_within_it(tiny, tmp_path, capfd):
     """Responses of a step are over the limit because of the update before: its checkpoint is not a good one."""
     out = tmp_path / "out"
@@ -132,29 +107,6 @@ def test_steps_1_and_2_stop_too(step, tiny, tmp_path, capfd):
     )
     assert not (tmp_path / "out" / "config.json").exists()
     assert [line["step"] for line in metric_lines(tmp_path / "out")] == [0, 1]
-
-
-def test_two_ranks_stop_together_and_say_it_once(tiny, poisoned, tmp_path):
-    result = forked(
-        3,
-        tiny.flags(
-            3,
-            output_dir=tmp_path / "out",
-            reward_model_name_or_path=poisoned,
-            num_eval_prompts=0,
-            actor_zero_stage=3,
-            critic_zero_stage=3,
-        ),
-    )
-    assert_stopped(
-        result,
-        "step 1: ",
-        "rank 0: not finite: score (4)",
-        "rank 1: not finite: score (4)",
-        "score nan, prompt 'w",
-        *WHAT_TO_LOOK_AT,
-    )
-    assert result.stderr.count("rank 0: ") == 1
 
 
 # The 8 held-out prompts are scored by fours before the first step and after the last, and 4 responses in both steps.
