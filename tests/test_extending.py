@@ -3,10 +3,13 @@
 import importlib
 import math
 import operator
+import re
+import shutil
 import statistics
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,13 +24,15 @@ from engine.zero.config import EngineConfig
 from scripts.harness import models as tiny_models
 from scripts.harness.models import EOS, PAD
 from scripts.harness.programs import Tiny, command_line, metric_lines
-from tests import extending
+from tests import reward_server
 from training.config.parsing import parse_flags
 from training.config.step3 import RLHFFlags
 from training.data.examples import prompt_batch
 from training.ppo_trainer import PPOConfig, PPOTrainer, StepReport
 from training.reporting.step_metrics import STEP_METRICS
 
+PAGE = Path(__file__).parents[1] / "docs" / "extending.md"
+PAGES_URL = "http://127.0.0.1:8000/score"
 PROMPTS = ["w10 w11 w12", "w20 w21"]
 STOPS = (EOS, 7, 11, 19, 23)
 
@@ -40,9 +45,25 @@ def folder(tmp_path_factory):
     return folder
 
 
+def write_page(folder: Path, url: str) -> None:
+    """The page's files, with the server's address in place of the page's."""
+    *parts, loop, script = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    source = "\n\n".join(parts)
+    assert source.count(PAGES_URL) == 1
+    (folder / "extensions.py").write_text(source.replace(PAGES_URL, url))
+    shutil.rmtree(folder / "__pycache__", ignore_errors=True)  # it would pass for this one's, written in one second
+    (folder / "own_loop.py").write_text(loop)
+    (folder / "own_step3.py").write_text(script)
+
+
+def responses(server: reward_server.Server) -> list[str]:
+    """All that it has scored."""
+    return [text for asked in server.asked for text in asked["responses"]]
+
+
 @pytest.fixture
 def server():
-    with extending.serving() as server:
+    with reward_server.serving() as server:
         yield server
 
 
@@ -51,7 +72,7 @@ def extensions(folder, server, monkeypatch):
     """The page's extensions.py, imported anew; what it adds to the tables goes again."""
     tables = (ESTIMATORS, KL_ESTIMATORS, DIALECTS, ROLLOUT_BACKENDS, STEP_METRICS)
     before = [table.copy() for table in tables]
-    extending.write(folder, server.url)
+    write_page(folder, server.url)
     monkeypatch.syspath_prepend(folder)
     sys.modules.pop("extensions", None)
     yield importlib.import_module("extensions")
@@ -184,7 +205,7 @@ def test_the_pages_loop(extensions, folder, server, monkeypatch, capsys):
     monkeypatch.chdir(folder)
     exec((folder / "own_loop.py").read_text(), {})
     printed = [list(map(float, line.split())) for line in capsys.readouterr().out.splitlines() if "." in line]
-    scores = list(map(extending.score, server.responses()))
+    scores = list(map(reward_server.score, responses(server)))
     by_step = [scores[:8], scores[8:]]
     expected = [[statistics.fmean(step), statistics.pstdev(step)] for step in by_step]
     assert len(scores) == 16 and sum(printed, []) == pytest.approx(sum(expected, []))
@@ -194,7 +215,7 @@ def test_the_pages_loop(extensions, folder, server, monkeypatch, capsys):
 def test_the_pages_script(tmp_path, server):
     """All of them at once, through the command line."""
     tiny = Tiny(tmp_path)
-    extending.write(tmp_path, server.url)
+    write_page(tmp_path, server.url)
     flags = tiny.flags(
         3,
         dialect="opo",
@@ -209,7 +230,7 @@ def test_the_pages_script(tmp_path, server):
     ended = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False, timeout=300)
     assert ended.returncode == 0, ended.stderr
     assert "dialect opo\n" in ended.stdout and "rollouts by generate\n" in ended.stdout
-    scores, lines = list(map(extending.score, server.responses())), metric_lines(tmp_path / "out")
+    scores, lines = list(map(reward_server.score, responses(server))), metric_lines(tmp_path / "out")
     by_step = [scores[:16], scores[16:]]  # 4 prompts of 4 responses
     assert [line["step"] for line in lines] == [1, 2] and len(scores) == 32
     for line, step in zip(lines, by_step, strict=True):
