@@ -152,7 +152,6 @@ def test_fp16_where_the_machine_has_none(step, tiny, tmp_path, capfd):
     "started, step, change, expected",
     [
         (launch, 3, {"acter_zero_stage": 3}, "unknown flag --acter_zero_stage. Did you mean --actor_zero_stage?"),
-        (forked, 2, {"data_path": "{bad}/broken.jsonl"}, "{bad}/broken.jsonl, line 3"),
         (
             forked,
             3,
