@@ -4,9 +4,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from scripts.harness.ranks import run_ranks
 from tests.distributed import plain
-from tests.distributed.tiny_run import DIALECT
+from tests.distributed.tiny_run import DIALECT, of_each
 from tests.distributed.work_hydra import SAVED_AFTER
 
 STAGE0 = {"stage": 0, "config": "stage0.json"}
@@ -30,7 +29,7 @@ MODEL = 2 * LAYER + NORM + 2 * HEAD
 @pytest.fixture(scope="module")
 def ranks(folder, output) -> list[dict]:
     """What both ranks found, by the names in RUNS."""
-    return run_ranks("tests.distributed.work_hydra:all_runs", folder=folder, output=output, runs=RUNS)
+    return of_each("tests.distributed.work_hydra:one_run", RUNS, folder=folder, output=output)
 
 
 def trains(name: str, run: str) -> bool:

@@ -9,16 +9,10 @@ from torch import Tensor
 from engine import distributed
 from engine.experience import PromptBatch, Rollout
 from engine.rollout import RolloutBackend, SamplingConfig
-from scripts.harness.ranks import run_ranks
-from tests.distributed.tiny_run import DIALECT, SAMPLING, TinyPrompts, build_trainer, engine_spec, timeless
+from tests.distributed.tiny_run import DIALECT, SAMPLING, TinyPrompts, build_trainer, engine_spec, of_each, timeless
 from tests.engine.zero.inspecting import weights
 
 ROWS = 8  # responses of one forward pass over all ranks
-
-
-def all_runs(folder: str, runs: dict[str, dict]) -> dict[str, dict]:
-    """`one_run` of each set of arguments, by the same names."""
-    return {name: one_run(folder, **arguments) for name, arguments in runs.items()}
 
 
 class OffSampler(RolloutBackend):
@@ -116,23 +110,23 @@ RUNS = {
         "correction": "token_mask",
     },
 }
-TARGET = "tests.distributed.test_layouts:all_runs"
+TARGET = "tests.distributed.test_layouts:one_run"
 AGAIN = ("plain", "corrected")  # at stages 3 and 0
 
 
 @pytest.fixture(scope="module")
 def one_rank(folder) -> dict:
-    return run_ranks(TARGET, world=1, folder=folder, runs=RUNS)[0]
+    return of_each(TARGET, RUNS, world=1, folder=folder)[0]
 
 
 @pytest.fixture(scope="module")
 def two_ranks(folder) -> list[dict]:
-    return run_ranks(TARGET, world=2, folder=folder, runs=RUNS)
+    return of_each(TARGET, RUNS, folder=folder)
 
 
 @pytest.fixture(scope="module")
 def two_ranks_again(folder) -> list[dict]:
-    return run_ranks(TARGET, world=2, folder=folder, runs={name: RUNS[name] for name in AGAIN})
+    return of_each(TARGET, {name: RUNS[name] for name in AGAIN}, folder=folder)
 
 
 @pytest.mark.parametrize("run", RUNS)

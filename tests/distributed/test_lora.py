@@ -17,19 +17,12 @@ from engine.engine_spec import OptimizerSpec
 from engine.experience import TrainingBatch
 from engine.models import lora
 from engine.models.lora import LoraSpec
-from scripts.harness.ranks import run_ranks
 from tests.distributed import plain
-from tests.distributed.tiny_run import build_trainer, engine_spec
+from tests.distributed.tiny_run import build_trainer, engine_spec, of_each
 from tests.distributed.work_gradients import LEARNING_RATE, MICRO_BATCH, MOVING, ROWS, TEMPERATURE, one_step
-from tests.engine.zero.inspecting import pretend_cpus_have_fp16, weights
+from tests.engine.zero.inspecting import weights
 
 DIM, ALPHA, LORA_RATE = 4, 2.0, 3e-3  # another rate than MOVING's of all else
-
-
-def all_runs(folder: str, batch: TrainingBatch, runs: dict[str, dict]) -> dict[str, dict]:
-    """`one_run` of each set of arguments, by the same names."""
-    pretend_cpus_have_fp16()
-    return {name: one_run(folder, batch, **arguments) for name, arguments in runs.items()}
 
 
 def one_run(
@@ -111,7 +104,7 @@ def ranks(folder, batch) -> list[dict]:
         host = {"device": "cpu"}
         settings["zero_optimization"] |= {"offload_optimizer": host} | ({"offload_param": host} if stage == 3 else {})
         Path(folder, f"stage{stage}_host.json").write_text(json.dumps(settings))
-    return run_ranks("tests.distributed.test_lora:all_runs", folder=folder, batch=batch, runs=RUNS)
+    return of_each("tests.distributed.test_lora:one_run", RUNS, folder=folder, batch=batch)
 
 
 def peft_model(role: str, folder: str, only: bool):
