@@ -65,6 +65,7 @@ def test_a_permutation_is_drawn_once_an_epoch(monkeypatch):
 
 
 def test_a_batch_larger_than_the_data_is_refused():
+    assert len(PromptOrder(5, batch_size=5, seed=0).batch(0)[0]) == 5
     with pytest.raises(UserError, match="a batch of 6 prompts is asked for, and there are 5"):
         PromptOrder(5, batch_size=6, seed=0)
 
