@@ -27,16 +27,20 @@ def plain_answer(model, prompt: list[int], index: int, sample: int, how: Samplin
     return response, False
 
 
-def uniform(seed: int, index: int, sample: int, position: int) -> float:
-    """The sample's own random number: SplitMix64 in Python's integers."""
+ROUND = (1 << 64) - 1
 
-    def mix(bits: int) -> int:
-        bits = (bits + 0x9E3779B97F4A7C15) % 2**64
-        bits = (bits ^ bits >> 30) * 0xBF58476D1CE4E5B9 % 2**64
-        bits = (bits ^ bits >> 27) * 0x94D049BB133111EB % 2**64
-        return bits ^ bits >> 31
 
-    bits = seed
-    for key in (index, sample, position):
-        bits = mix(bits) ^ key
-    return (mix(mix(bits)) >> 11) / 2**53
+def splitmix(state: int) -> int:
+    """The output of SplitMix64 that follows `state`, in Python's integers."""
+    bits = (state + 0x9E3779B97F4A7C15) & ROUND
+    bits = ((bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9) & ROUND
+    bits = ((bits ^ (bits >> 27)) * 0x94D049BB133111EB) & ROUND
+    return bits ^ (bits >> 31)
+
+
+def uniform(seed: int, *keys: int) -> float:
+    """The random number of a seed and keys, such as a prompt's index, a sample's number and a position."""
+    bits = seed & ROUND
+    for key in keys:
+        bits = splitmix(bits) ^ (key & ROUND)
+    return (splitmix(splitmix(bits)) >> 11) / 2**53

@@ -82,7 +82,9 @@ class Server:
 
 
 def answer(given: dict, behaviour: str) -> dict:
-    """The answer's JSON to a request of either form."""
+    """The answer's JSON to a request of either form, or to one of docs/extending.md."""
+    if "responses" in given:
+        return {"scores": [score(text) for text in given["responses"]]}
     if "query" in given:
         rewards = [score(query[len(prompt) :]) for query, prompt in zip(given["query"], given["prompts"], strict=True)]
         rewards = rewards[:-1] if behaviour == "short" else rewards

@@ -3,10 +3,13 @@
 import importlib
 import math
 import operator
+import re
+import shutil
 import statistics
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,13 +24,15 @@ from engine.zero.config import EngineConfig
 from scripts.harness import models as tiny_models
 from scripts.harness.models import EOS, PAD
 from scripts.harness.programs import Tiny, command_line, metric_lines
-from tests import extending
+from tests import reward_server
 from training.config.parsing import parse_flags
 from training.config.step3 import RLHFFlags
 from training.data.examples import prompt_batch
 from training.ppo_trainer import PPOConfig, PPOTrainer, StepReport
 from training.reporting.step_metrics import STEP_METRICS
 
+PAGE = Path(__file__).parents[1] / "docs" / "extending.md"
+PAGES_URL = "http://127.0.0.1:8000/score"
 PROMPTS = ["w10 w11 w12", "w20 w21"]
 STOPS = (EOS, 7, 11, 19, 23)
 
@@ -40,9 +45,25 @@ def folder(tmp_path_factory):
     return folder
 
 
+def write_page(folder: Path, url: str) -> None:
+    """The page's files, with the server's address in place of the page's."""
+    *parts, loop, script = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    source = "\n\n".join(parts)
+    assert source.count(PAGES_URL) == 1
+    (folder / "extensions.py").write_text(source.replace(PAGES_URL, url))
+    shutil.rmtree(folder / "__pycache__", ignore_errors=True)  # it would pass for this one's, written in one second
+    (folder / "own_loop.py").write_text(loop)
+    (folder / "own_step3.py").write_text(script)
+
+
+def responses(server: reward_server.Server) -> list[str]:
+    """All that it has scored."""
+    return [text for asked in server.asked for text in asked["responses"]]
+
+
 @pytest.fixture
 def server():
-    with extending.serving() as server:
+    with reward_server.serving() as server:
         yield server
 
 
@@ -51,7 +72,7 @@ def extensions(folder, server, monkeypatch):
     """The page's extensions.py, imported anew; what it adds to the tables goes again."""
     tables = (ESTIMATORS, KL_ESTIMATORS, DIALECTS, ROLLOUT_BACKENDS, STEP_METRICS)
     before = [table.copy() for table in tables]
-    extending.write(folder, server.url)
+    write_page(folder, server.url)
     monkeypatch.syspath_prepend(folder)
     sys.modules.pop("extensions", None)
     yield importlib.import_module("extensions")
@@ -115,19 +136,6 @@ def test_an_advantage_by_hand(extensions):
     assert returns.tolist() == [1.0, 4.0, 9.0, 5.0, 7.0, 7.0]
 
 
-def test_an_estimator(extensions, folder):
-    dialect = get_dialect("opo")
-    trainer = build(folder, dialect, reward=lambda models: extensions.RewardServer(models.tokenizer))
-    for report in two_steps(trainer):
-        batch = report.batch
-        scores = batch.scores.double().tolist()  # not clipped, and no KL stands in the rewards
-        lengths = batch.rollout.response_mask.sum(-1).tolist()
-        expected = [*apart(scores[:4], lengths[:4]), *apart(scores[4:], lengths[4:])]
-        assert any(expected) and len(set(lengths)) > 1
-        by_token = torch.tensor(expected).float().unsqueeze(-1).expand_as(batch.advantages)
-        torch.testing.assert_close(batch.advantages, by_token, rtol=1e-5, atol=1e-5)
-
-
 def test_an_estimators_needs_are_checked(extensions):
     with pytest.raises(UserError, match="OPO compares the responses to one prompt with each other"):
         get_dialect("opo").override(samples_per_prompt=1)
@@ -171,25 +179,9 @@ def test_a_dialect_and_a_backend_are_known_to_flags_and_unknown_ones_named(exten
         parse_flags(RLHFFlags, [*words, "--dialect", "opoo"], "")
 
 
-def test_a_reward_source(extensions, folder, server):
-    dialect = get_dialect("default").override(samples_per_prompt=2)
-    trainer = build(folder, dialect, reward=lambda models: extensions.RewardServer(models.tokenizer))
-    for report in two_steps(trainer):
-        rollout = report.batch.rollout
-        texts = [
-            " ".join(f"w{token:02d}" for token in row[mask].tolist() if token > 3)  # 0 to 3 are no words
-            for row, mask in zip(rollout.responses, rollout.response_mask, strict=True)
-        ]
-        assert report.batch.scores.tolist() == [extending.score(text) for text in texts]
-        assert report.metrics["objective/scores"] == pytest.approx(statistics.fmean(map(extending.score, texts)))
-    assert len(server.responses()) == 2 * 2 * len(PROMPTS)
-    assert {prompt for asked in server.asked for prompt in asked["prompts"]} == set(PROMPTS)
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-def test_a_rollout_backend(extensions, folder, stage):
+def test_a_rollout_backend(extensions, folder):
     """Nearly without temperature it draws what the built-in one draws; a response ends with its first stop token."""
-    trainer = build(folder, get_dialect("default"), backend="generate", temperature=1e-4, stage=stage)
+    trainer = build(folder, get_dialect("default"), backend="generate", temperature=1e-4, stage=3)
     models = trainer.models
     assert type(trainer.rollouts) is extensions.GenerateRollouts
     drawn = []
@@ -209,18 +201,11 @@ def test_a_rollout_backend(extensions, folder, stage):
     assert drawn[0].shape[0] == len(PROMPTS)
 
 
-def test_a_metric(extensions, folder):
-    dialect = get_dialect("default").override(samples_per_prompt=2)
-    for report in two_steps(build(folder, dialect)):
-        scores = report.batch.scores.double().tolist()
-        assert report.metrics["objective/scores_std"] == pytest.approx(statistics.pstdev(scores))
-
-
 def test_the_pages_loop(extensions, folder, server, monkeypatch, capsys):
     monkeypatch.chdir(folder)
     exec((folder / "own_loop.py").read_text(), {})
     printed = [list(map(float, line.split())) for line in capsys.readouterr().out.splitlines() if "." in line]
-    scores = list(map(extending.score, server.responses()))
+    scores = list(map(reward_server.score, responses(server)))
     by_step = [scores[:8], scores[8:]]
     expected = [[statistics.fmean(step), statistics.pstdev(step)] for step in by_step]
     assert len(scores) == 16 and sum(printed, []) == pytest.approx(sum(expected, []))
@@ -230,7 +215,7 @@ def test_the_pages_loop(extensions, folder, server, monkeypatch, capsys):
 def test_the_pages_script(tmp_path, server):
     """All of them at once, through the command line."""
     tiny = Tiny(tmp_path)
-    extending.write(tmp_path, server.url)
+    write_page(tmp_path, server.url)
     flags = tiny.flags(
         3,
         dialect="opo",
@@ -245,7 +230,7 @@ def test_the_pages_script(tmp_path, server):
     ended = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False, timeout=300)
     assert ended.returncode == 0, ended.stderr
     assert "dialect opo\n" in ended.stdout and "rollouts by generate\n" in ended.stdout
-    scores, lines = list(map(extending.score, server.responses())), metric_lines(tmp_path / "out")
+    scores, lines = list(map(reward_server.score, responses(server))), metric_lines(tmp_path / "out")
     by_step = [scores[:16], scores[16:]]  # 4 prompts of 4 responses
     assert [line["step"] for line in lines] == [1, 2] and len(scores) == 32
     for line, step in zip(lines, by_step, strict=True):

@@ -15,7 +15,6 @@ from unittest import mock
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from engine import distributed
 from engine.errors import UserError
@@ -36,9 +35,6 @@ from tests.training.checkpoints.tiny_points import TinyRun, flip_bit
 from training.checkpoints import files, saving
 from training.checkpoints.resuming import ResumePoint
 from training.runtime import output_folder
-from training.tools.memory.blueprint import blueprints
-from training.tools.memory.cluster import Cluster
-from training.tools.memory.engines import Engine
 
 
 def failed_and_tried_again(folder: str) -> dict:
@@ -424,49 +420,3 @@ def test_a_rank_reads_no_more_than_it_holds(hops, name):
                 assert sum(numbers) == tensor.numel()
             if stage == 3:
                 assert max(numbers) == -(-tensor.numel() // 3)
-
-
-COPIED = {
-    **{f"stage {stage}": {"stage": stage} for stage in range(4)},
-    "hydra": {"stage": 0, "hydra_layers": 1},
-    "partitioned hydra": {"stage": 3, "hydra_layers": 1},
-    "adapters": {"stage": 2, "lora": {"dim": 2, "only": True}},
-}
-
-
-def copied(folder: str, cases: dict[str, dict]) -> dict[str, int]:
-    """The bytes of this rank's copy of an actor in bf16 and of its average, after a step."""
-    found = {}
-    for name, case in cases.items():
-        model = build(f"{folder}/actor", config=f"{folder}/stage{case['stage']}.json", dtype="bf16", **case)
-        ema, copy = EMA(model, 0.9), saving.HostCopy()
-        one_step(model, ema, 0)
-        assert copy.of({"actor": model.shards(), "ema": ema.shards()})
-        found[name] = len(copy.buffer)
-    return found
-
-
-def planned_copy(path: str, stage: int, hydra_layers: int = 0, lora: dict | None = None) -> int:
-    """The same in the plan."""
-    spec = EngineSpec(
-        actor_path=path,
-        critic_path=path,
-        dtype="bf16",
-        actor=EngineConfig("actor", stage),
-        ema_decay=0.9,
-        hydra_layers=hydra_layers,
-        actor_lora=lora and LoraSpec(**lora),
-    )
-    engine = Engine.of(blueprints(spec)["actor"], spec.actor, "bf16", Cluster(gpus=2), 1, spec.actor_optimizer)
-    return engine.written.total() + engine.average // (2 if stage == 0 else 1)
-
-
-def test_a_plan_says_what_a_copy_takes(folder):
-    """Each shard begins at a multiple of 64 bytes; all else is masters, moments and average, of 4 bytes a number."""
-    ranks = run_ranks("tests.distributed.test_checkpoints:copied", folder=folder, cases=COPIED)
-    numbers = sum(tensor.numel() for tensor in load_file(f"{folder}/actor/model.safetensors").values())
-    for name, case in COPIED.items():
-        planned, most = planned_copy(f"{folder}/actor", **case), max(rank[name] for rank in ranks)
-        assert planned == pytest.approx(most, rel=0.002), name
-        if name.startswith("stage"):
-            assert most == pytest.approx(4 * 4 * numbers / 2, rel=0.002), name

@@ -5,13 +5,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from scripts.harness.ranks import run_ranks
 from tests.distributed.tiny_run import (
     DIALECT,
     TinyPrompts,
     build_trainer,
     engine_spec,
     load_point,
+    of_each,
     save_point,
     timeless,
 )
@@ -23,12 +23,7 @@ from training.runtime import model_folders
 STEPS, TOTAL, SAVED_AT = 3, 2, -1  # pretraining, PPO, and after which a checkpoint is written
 
 
-def all_runs(folder: str, output: str, runs: dict[str, dict]) -> dict[str, dict]:
-    """`one_run` of each set of arguments, by the same names."""
-    return {name: one_run(folder, Path(output) / f"critic_{name}", **how) for name, how in runs.items()}
-
-
-def one_run(folder: str, output: Path, stage: int, config: str) -> dict:
+def one_run(folder: str, output: str, stage: int, config: str) -> dict:
     """What three starts of one run came to: uninterrupted, from the checkpoint within, from the folder of the
     critic."""
     found, trainer = {}, new_trainer(folder, stage, config)
@@ -40,7 +35,7 @@ def one_run(folder: str, output: Path, stage: int, config: str) -> dict:
         if report.step == SAVED_AT:
             save_point(output, trainer.models, trainer.state_dict())
     models = trainer.models
-    model_folders.save_forms(models.critic, models.tokenizer, output, "critic_pretrained")
+    model_folders.save_forms(models.critic, models.tokenizer, Path(output), "critic_pretrained")
     found["actor stayed"] = state(trainer)["actor"], start["actor"]
     found["critic moved"] = state(trainer)["critic"], start["critic"]
     found["adam"] = {role: model.scalars()["adam_steps"] for role, model in models.trained.items()}
@@ -51,7 +46,7 @@ def one_run(folder: str, output: Path, stage: int, config: str) -> dict:
     found["pretraining again"] = [report.metrics for report in CriticPretraining(again).fit(TinyPrompts(8))]
     found["resumed"] = end_of(again)
 
-    reused = new_trainer(folder, stage, config, str(output / "critic_pretrained"))
+    reused = new_trainer(folder, stage, config, f"{output}/critic_pretrained")
     found["reused"] = end_of(reused)
     return found
 
@@ -86,7 +81,7 @@ RUNS = {"2": {"stage": 2, "config": "stage2.json"}, "3": {"stage": 3, "config": 
 
 @pytest.fixture(scope="module")
 def ranks(folder, output) -> list[dict]:
-    return run_ranks("tests.distributed.test_critic_pretraining:all_runs", folder=folder, output=output, runs=RUNS)
+    return of_each("tests.distributed.test_critic_pretraining:one_run", RUNS, folder=folder, output=output)
 
 
 def same(one: dict, other: dict) -> bool:

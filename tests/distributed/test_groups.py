@@ -283,7 +283,3 @@ def test_only_what_nobody_has_open_is_removed(tmp_path):
         process.kill()
         process.wait()
     assert clear_dead_buffers(tmp_path) == [names["mapped"], names["open"]]  # whose processes are gone, or have closed
-
-
-def test_a_machine_without_such_a_folder(tmp_path):
-    assert clear_dead_buffers(Path(tmp_path / "none")) == []

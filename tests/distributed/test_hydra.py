@@ -4,25 +4,21 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from scripts.harness.ranks import run_ranks
 from tests.distributed import plain
-from tests.distributed.tiny_run import DIALECT
-from tests.distributed.work_hydra import EMA_DECAY, SAVED_AFTER, STEPS
+from tests.distributed.tiny_run import DIALECT, of_each
+from tests.distributed.work_hydra import SAVED_AFTER
 
 STAGE0 = {"stage": 0, "config": "stage0.json"}
 STAGE2 = {"stage": 2, "config": "stage2.json"}
 STAGE3 = {"stage": 3, "config": "stage3.json"}
 FLOAT32 = {"0": STAGE0, "2_checkpointing": {**STAGE2, "checkpointing": True}, "3": STAGE3}
 UNLENT = {
-    "3_checkpointing": {**STAGE3, "backend": "zero3", "checkpointing": True},
-    "3_persistent": {"stage": 3, "config": "stage3_persistent.json", "backend": "zero3"},
+    "3_persistent": {"stage": 3, "config": "stage3_persistent.json", "backend": "zero3", "checkpointing": True},
 }
 OTHERS = {
-    "0_tied": {**STAGE0, "actor": "tied"},
-    "0_whole": {**STAGE0, "layers": 2},
     "3_tied_whole": {**STAGE3, "actor": "tied", "layers": 2},
 }
-HALF = {f"{run['stage']}_{dtype}": {**run, "dtype": dtype} for run in (STAGE0, STAGE3) for dtype in ("bf16", "fp16")}
+HALF = {"0_fp16": {**STAGE0, "dtype": "fp16"}, "3_bf16": {**STAGE3, "dtype": "bf16"}}
 RUNS = FLOAT32 | UNLENT | OTHERS | HALF
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # The tiny Llama, 32 wide: queries and output 32 x 32, keys and values 16 x 32, three matrices of 32 x 48, two norms.
@@ -33,7 +29,7 @@ MODEL = 2 * LAYER + NORM + 2 * HEAD
 @pytest.fixture(scope="module")
 def ranks(folder, output) -> list[dict]:
     """What both ranks found, by the names in RUNS."""
-    return run_ranks("tests.distributed.work_hydra:all_runs", folder=folder, output=output, runs=RUNS)
+    return of_each("tests.distributed.work_hydra:one_run", RUNS, folder=folder, output=output)
 
 
 def trains(name: str, run: str) -> bool:
@@ -87,12 +83,6 @@ def test_the_reference_costs_the_bytes_of_what_trains(ranks, run):
         assert found["bytes"]["actor"] - found["own_bytes"] == copied * size / share
 
 
-@pytest.mark.parametrize("run", RUNS)
-def test_first_kl_is_zero_and_later_ones_are_not(ranks, run):
-    kls = [metrics["objective/kl"] for metrics in ranks[0][run]["metrics"]]
-    assert len(kls) == STEPS and kls[0] == 0 and all(kl != 0 for kl in kls[1:])
-
-
 @pytest.mark.parametrize("run", FLOAT32 | UNLENT)
 def test_stages_give_the_same_curves(ranks, run):
     for got, expected in zip(ranks[1][run]["metrics"], ranks[0]["0"]["metrics"], strict=True):
@@ -117,17 +107,6 @@ def test_saved_folders_are_whole_models_without_the_copies(ranks, output, run):
     found = ranks[0][run]
     for name, weights in (("actor", found["after"]), ("ema", found["averaged"]["weights"])):
         assert same(load_file(f"{output}/{run}/{name}/model.safetensors"), weights)
-
-
-@pytest.mark.parametrize("run", FLOAT32)
-def test_the_average_lags_behind_what_trains(ranks, run):
-    """After the last step the average is decay x the one before + (1 - decay) x the actor: between start and end."""
-    assert 0 < EMA_DECAY < 1
-    found = ranks[0][run]
-    averaged = found["averaged"]["weights"]
-    for name, start in found["before"].items():
-        assert torch.equal(averaged[name], start) != trains(name, run), name
-        assert torch.equal(averaged[name], found["after"][name]) != trains(name, run), name
 
 
 @pytest.mark.parametrize("run", RUNS)

@@ -250,10 +250,6 @@ def test_nothing_is_held_twice(ranks, run):
         assert found["copied"] == (TRUNK + HEAD if copied else 0)  # the factors are merged
 
 
-def test_own_engines_of_the_frozen_models_were_two_more(ranks):
-    assert ranks[0]["3_own"]["models"] == ["actor", "critic", "reference", "reward"]
-
-
 @pytest.mark.parametrize("run", RUNS)
 def test_the_first_step_learns_from_an_actor_that_is_the_reference(ranks, run):
     first, *later = ranks[0][run]["metrics"]

@@ -14,20 +14,13 @@ from engine.rlhf_engine import RLHFEngine
 from engine.rollout import build_rollouts
 from engine.zero.config import EngineConfig
 from scripts.harness.models import make_adapter
-from scripts.harness.ranks import run_ranks
-from tests.distributed.tiny_run import DIALECT, SAMPLING, TinyPrompts, load_point, save_point, timeless
-from tests.engine.zero.inspecting import parameter_bytes, pretend_cpus_have_fp16, weights
+from tests.distributed.tiny_run import DIALECT, SAMPLING, TinyPrompts, load_point, of_each, save_point, timeless
+from tests.engine.zero.inspecting import parameter_bytes, weights
 from training.critic_pretraining import CriticPretraining
 from training.ppo_trainer import PPOConfig, PPOTrainer
 from training.runtime import model_folders
 
 STEPS, SAVED_AFTER = 3, 2
-
-
-def all_runs(folder: str, output: str, runs: dict[str, dict]) -> dict[str, dict]:
-    """`one_run` of each set of arguments, by the same names."""
-    pretend_cpus_have_fp16()
-    return {name: one_run(folder, f"{output}/{name}", **arguments) for name, arguments in runs.items()}
 
 
 def new_trainer(
@@ -140,7 +133,7 @@ def ranks(folder, output) -> list[dict]:
     """What both ranks found, by the names in RUNS."""
     make_adapter(f"{folder}/start", f"{folder}/actor", dim=4, seed=3, targets="_")  # the head too
     make_adapter(f"{folder}/judge", f"{folder}/actor", dim=2, scorer=True)
-    return run_ranks("tests.distributed.test_lora_trunk:all_runs", folder=folder, output=output, runs=RUNS)
+    return of_each("tests.distributed.test_lora_trunk:one_run", RUNS, folder=folder, output=output)
 
 
 @pytest.mark.parametrize("run", [*EXACT, *FP16, *APART])

@@ -5,7 +5,6 @@ import torch
 
 from engine.models.lora import LoraSpec
 from engine.rlhf_engine import RLHFEngine
-from scripts.harness.ranks import run_ranks
 from tests.distributed import plain
 from tests.distributed.tiny_run import (
     DIALECT,
@@ -13,6 +12,7 @@ from tests.distributed.tiny_run import (
     build_trainer,
     engine_spec,
     load_point,
+    of_each,
     save_point,
     timeless,
 )
@@ -21,11 +21,6 @@ from training.ppo_trainer import PPOTrainer
 
 STEPS, SAVED_AFTER = 4, 3
 EXACT = 1e-3  # of the KL where actor and reference are one model
-
-
-def all_runs(folder: str, output: str, runs: dict[str, dict]) -> dict[str, dict]:
-    """`one_run` of each set of arguments, by the same names."""
-    return {name: one_run(folder, f"{output}/{name}", **arguments) for name, arguments in runs.items()}
 
 
 def one_run(folder: str, output: str, stage: int, lora: dict | None = None, layers: int = 0, **reference) -> dict:
@@ -102,7 +97,7 @@ UPDATES = 2  # optimizer steps in a step
 @pytest.fixture(scope="module")
 def ranks(folder, output) -> list[dict]:
     """What both ranks found, by the names in RUNS."""
-    return run_ranks("tests.distributed.test_moving_reference:all_runs", folder=folder, output=output, runs=RUNS)
+    return of_each("tests.distributed.test_moving_reference:one_run", RUNS, folder=folder, output=output)
 
 
 def references(run: str, found: dict) -> list[dict]:

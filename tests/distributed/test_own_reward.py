@@ -212,8 +212,3 @@ def test_a_function_that_fails_on_one_rank_stops_all(runs, kind):
     for rank in runs[kind]:
         assert "words_and_bonus raised KeyError: 'no such column'" in rank["stop"]
         assert "test_own_reward.py, line" in rank["stop"] and rank["steps_done"] == 2
-
-
-def test_a_reward_model_that_nothing_names_is_refused():
-    with pytest.raises(AssertionError, match="neither reward_path nor critic_path"):
-        EngineSpec(actor_path="sft", critic_path=None)

@@ -100,11 +100,8 @@ RUNS = {
     for dtype, stage, suffix in (
         ("fp32", 0, ""),
         ("fp32", 3, "_persistent"),
-        ("bf16", 0, ""),
         ("bf16", 3, ""),
-        ("fp16", 0, "_growing"),
         ("fp16", 2, "_growing"),
-        ("fp16", 3, "_growing"),
     )
 }
 STEERED = {

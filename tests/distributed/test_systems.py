@@ -4,6 +4,8 @@ The versions compute in loops, in float64, with Hugging Face models and no engin
 What the systems do to single rows (`row_of`) is what tests/engine/algorithms/test_systems.py has.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -12,6 +14,7 @@ from scripts.harness.models import PAD
 from scripts.harness.ranks import run_ranks
 from tests.distributed import plain
 from tests.distributed.work_systems import MICRO_BATCH, MINI_BATCHES, SCORE_WEIGHT, moved
+from tests.engine import fake_models
 from tests.engine.algorithms.test_systems import CLIP, STOPS, SYSTEM_EOS, SYSTEMS, dialect_of, gae, row_of, whitened
 
 T = 7
@@ -64,21 +67,10 @@ def dealt(world: int, rows: int = len(PROMPTS)) -> list[range]:
 
 def rollout_of(rows: list[list[int]], numbers: range, prompts: list[list[int]] = PROMPTS) -> Rollout:
     """These rows as one rank has them: as wide as its longest."""
-    prompts, responses = [prompts[i] for i in numbers], [rows[i] for i in numbers]
-    left, right = max(map(len, prompts)), max(map(len, responses))
-    ids = [[PAD] * (left - len(p)) + p + r + [PAD] * (right - len(r)) for p, r in zip(prompts, responses)]
-    mask = torch.tensor(
-        [[0] * (left - len(p)) + [1] * (len(p) + len(r)) + [0] * (right - len(r)) for p, r in zip(prompts, responses)]
-    )
-    ended = torch.tensor([row[-1] == SYSTEM_EOS for row in responses])
-    return Rollout(
-        torch.tensor(ids),
-        mask,
-        mask[:, left:].bool(),
-        ended,
-        torch.tensor(list(numbers)),
-        torch.zeros(len(responses), dtype=torch.int64),
-    )
+    own = [rows[i] for i in numbers]
+    ended = torch.tensor([row[-1] == SYSTEM_EOS for row in own])
+    rollout = fake_models.rollout_of([prompts[i] for i in numbers], own, PAD)
+    return replace(rollout, ended=ended, indices=torch.tensor(list(numbers)))
 
 
 def case_dialect(system: str):

@@ -11,8 +11,8 @@ from engine.engine_spec import OptimizerSpec
 from engine.models.loading import DTYPES
 from engine.rlhf_engine import wrap_trained
 from engine.zero.config import EngineConfig, build_ds_config
-from scripts.harness.ranks import run_ranks
-from tests.engine.zero.inspecting import masters, pretend_cpus_have_fp16
+from tests.distributed.tiny_run import of_each
+from tests.engine.zero.inspecting import masters
 
 BETAS, EPS = (0.9, 0.999), 1e-5
 DROPPED = 20  # before which step another one, of large gradients, leaves weights and moments as they are
@@ -42,14 +42,6 @@ class Wrapped(nn.Module):
 
     def forward(self, gradients: dict[str, Tensor]) -> Tensor:
         return self.model(gradients)
-
-
-def all_runs(folder: str, runs: dict[str, dict], weights: dict, gradients: list, rates: list) -> dict:
-    """`trained` of each set of arguments, by the same names; every rank adds half of each gradient."""
-    pretend_cpus_have_fp16()
-    return {
-        name: trained(folder, weights=weights, gradients=gradients, rates=rates, **run) for name, run in runs.items()
-    }
 
 
 def trained(
@@ -91,14 +83,8 @@ RATES = [1e-2 * (1 - step / 50) for step in range(50)]
 
 @pytest.fixture(scope="module")
 def ranks(folder) -> list:
-    return run_ranks(
-        "tests.distributed.test_tensorflow_adam:all_runs",
-        folder=folder,
-        runs=FLOAT32 | HALF,
-        weights=WEIGHTS,
-        gradients=GRADIENTS,
-        rates=RATES,
-    )
+    common = {"folder": folder, "weights": WEIGHTS, "gradients": GRADIENTS, "rates": RATES}
+    return of_each("tests.distributed.test_tensorflow_adam:trained", FLOAT32 | HALF, **common)
 
 
 def by_numpy(name: str, tensorflows: bool = True) -> np.ndarray:

@@ -2,6 +2,7 @@
 filled."""
 
 import contextlib
+import importlib
 from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
@@ -17,6 +18,8 @@ from engine.rlhf_engine import EngineSpec, RLHFEngine
 from engine.rollout import SamplingConfig, build_rollouts
 from engine.zero.config import EngineConfig
 from scripts.harness.models import PAD, VOCABULARY
+from scripts.harness.ranks import run_ranks
+from tests.engine.zero.inspecting import pretend_cpus_have_fp16
 from training.checkpoints.conditions import Conditions
 from training.checkpoints.files import Schedule, config_files
 from training.checkpoints.resuming import ResumePoint, restore
@@ -63,6 +66,25 @@ def build_trainer(
         sampling=sampling,
         reward=reward,
     )
+
+
+def of_each(function: str, runs: dict[str, dict], world: int = 2, **common) -> list[dict]:
+    """What a function ("module:name") returns for each set of arguments, by the same names, on each rank of one launch.
+
+    common: arguments of all; each run has a folder of its own in `output`.
+    """
+    given = {"function": function, "runs": runs, "common": common}
+    return run_ranks("tests.distributed.tiny_run:_each", world=world, **given)
+
+
+def _each(function: str, runs: dict[str, dict], common: dict) -> dict:
+    pretend_cpus_have_fp16()
+    module, _, name = function.partition(":")
+    call, found = getattr(importlib.import_module(module), name), {}
+    for run, arguments in runs.items():
+        own = {"output": f"{common['output']}/{run}"} if "output" in common else {}
+        found[run] = call(**(common | own | arguments))
+    return found
 
 
 class TinyPrompts:

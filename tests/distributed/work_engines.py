@@ -3,18 +3,13 @@
 import os
 import sys
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import torch
 
 from engine.experience import PromptBatch, Rollout
-from engine.models.hydra import load_hydra
-from engine.models.loading import load_policy
-from engine.reference import Reference
-from engine.rlhf_engine import EngineSpec, OptimizerSpec, RLHFEngine, frozen_model, trained_model
-from engine.zero.config import EngineConfig
-from engine.zero.engines import FrozenRole, TrainedModel
+from engine.rlhf_engine import RLHFEngine
+from engine.zero.engines import TrainedModel
 from tests.distributed.tiny_run import engine_spec, load_point, prompt_batch, save_point
 from tests.distributed.work_hydra import local_bytes
 from tests.engine.zero.inspecting import weights
@@ -65,29 +60,6 @@ def _without_critic(folder: str, output: str, stage: int) -> dict:
     return found
 
 
-def families(folders: dict[str, str], config: str) -> dict[str, dict]:
-    """A hydra actor of each family at stage 3 after two steps."""
-    return {family: _family(path, EngineConfig("actor", 3, path=config)) for family, path in folders.items()}
-
-
-def _family(path: str, choice: EngineConfig) -> dict:
-    spec = EngineSpec(actor_path=path, critic_path="")
-    actor = trained_model(partial(load_hydra, layers=1), path, choice, OptimizerSpec(lr=LR), spec)
-    own = Reference(frozen_model(load_policy, path, replace(choice, role="reference"), spec))
-    rollout = whole_rollout(prompt_batch([0, 1, 2, 3]))
-    before = weights(actor)
-    for _ in range(2):
-        one_step(actor, rollout)
-    return {
-        "before": before,
-        "after": weights(actor),
-        "parts": actor.module.names,
-        "actor": _actor_logprobs(actor, rollout),
-        "reference": Reference(FrozenRole(actor, "reference")).ref_logprobs(rollout, 1.0),
-        "untouched": own.ref_logprobs(rollout, 1.0),
-    }
-
-
 def whole_rollout(prompts: PromptBatch) -> Rollout:
     """Prompts with responses of RESPONSE tokens each."""
     generator = torch.Generator().manual_seed(5)
@@ -108,8 +80,3 @@ def one_step(actor: TrainedModel, rollout: Rollout) -> None:
     logprobs, _ = actor(rollout.sequences, rollout.attention_mask, rollout.position_ids, response_length=RESPONSE)
     actor.backward(logprobs.mean(), last=True)
     actor.step(LR)
-
-
-@torch.no_grad()
-def _actor_logprobs(actor: TrainedModel, rollout: Rollout) -> torch.Tensor:
-    return actor(rollout.sequences, rollout.attention_mask, rollout.position_ids, response_length=RESPONSE)[0]

@@ -12,19 +12,13 @@ from engine.rlhf_engine import EngineSpec, RLHFEngine, frozen_model
 from engine.zero.config import EngineConfig
 from engine.zero.engines import TrainedModel
 from tests.distributed.tiny_run import TinyPrompts, build_trainer, engine_spec, load_point, save_point, timeless
-from tests.engine.zero.inspecting import parameter_bytes, pretend_cpus_have_fp16, weights
+from tests.engine.zero.inspecting import parameter_bytes, weights
 from training.ppo_trainer import PPOTrainer
 from training.runtime import model_folders
 
 EMA_DECAY = 0.5
 STEPS, SAVED_AFTER = 3, 2
 TEMPERATURE = 0.8
-
-
-def all_runs(folder: str, output: str, runs: dict[str, dict]) -> dict[str, dict]:
-    """`one_run` of each set of arguments, by the same names."""
-    pretend_cpus_have_fp16()
-    return {name: one_run(folder, f"{output}/{name}", **arguments) for name, arguments in runs.items()}
 
 
 def one_run(

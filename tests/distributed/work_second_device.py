@@ -13,7 +13,6 @@ from engine.algorithms import Dialect, get_dialect
 from engine.experience import PromptBatch
 from engine.models.loading import load_policy
 from engine.rollout import SamplingConfig
-from engine.rollout.cache import Batch, SlotCache
 from engine.rollout.decode import Sampler
 from engine.rollout.passes import GraphedPasses
 from scripts.harness.models import EOS, PAD, VOCABULARY, make_tokenizer
@@ -129,13 +128,3 @@ def one_sampler(folder: str, decoding: str, length: int) -> dict:
         seen.forget()
         sampler.responses(model, prompts, sampling)
     return vars(seen) | {"ran": sampler.decoding_ran}
-
-
-def a_row_that_moves() -> dict:
-    """What it asks of the device that the last row takes the first one's place."""
-    with second_device() as seen:
-        batch = Batch(SlotCache(), rows=2, slots=8, slot=0, device=DEVICE)
-        batch.pending = torch.zeros(2, 1, dtype=torch.int64, device=DEVICE)
-        seen.forget()
-        batch.move([1], [0], kept=1, longest=0)
-    return vars(seen)

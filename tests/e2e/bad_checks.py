@@ -50,12 +50,6 @@ def hangs(trial: Trial) -> None:
     time.sleep(600)
 
 
-def warms_up(trial: Trial, seconds: float) -> None:
-    with trial.first_time("a new shape"):
-        time.sleep(seconds)
-    time.sleep(2)
-
-
 def leaves(trial: Trial) -> None:
     sys.exit(3)
 

@@ -14,14 +14,10 @@ from scripts.harness.programs import Tiny
 ROW = {"prompt": "w04", "response": "w05", "chosen": "w06", "rejected": "w07"}
 LINE = json.dumps(ROW) + "\n"
 BAD_FILES = {
-    "empty.jsonl": "",
     "broken.jsonl": LINE * 2 + "prompt: 3\n" + LINE * 24,
     "other_column.jsonl": LINE + json.dumps({"question": "w04", "answer": "w05"}) + "\n" + LINE * 24,
     "three.jsonl": LINE * 3,
-    "number.jsonl": (json.dumps({**ROW, "prompt": 7, "chosen": 7}) + "\n") * 24,
-    "unknown_key.json": '{"zero_optimisation": {"stage": 2}}',
     "stage2.json": '{"zero_optimization": {"stage": 2}}',
-    "clipping.json": '{"gradient_clipping": 5}',
     "state_alone/trainer_state.json": "{}",
 }
 
@@ -66,15 +62,10 @@ def bad(tiny, tmp_path_factory) -> Path:
         file.write_text(json.dumps(json.loads(file.read_text()) | config))
         return model
 
-    def resized(model: Path, weight: str, change) -> None:
-        weights = load_file(model / "model.safetensors")
-        save_file(weights | {weight: change(weights[weight])}, model / "model.safetensors", metadata={"format": "pt"})
-
-    (copied("sft", "no_weights") / "model.safetensors").unlink()
-    for role in ("sft", "reward"):
-        tokenizer = copied(role, "other_tokenizer") / "tokenizer.json"
-        tokenizer.write_text(tokenizer.read_text().replace("w63", "w64"))
-    resized(copied("reward", "two_labels", num_labels=2), "score.weight", lambda head: head.repeat(2, 1))
+    tokenizer = copied("sft", "other_tokenizer") / "tokenizer.json"
+    tokenizer.write_text(tokenizer.read_text().replace("w63", "w64"))
     few = copied("reward", "few_words", vocab_size=48)
-    resized(few, "transformer.wte.weight", lambda embeddings: embeddings[:48].clone())
+    weights = load_file(few / "model.safetensors")
+    weights["transformer.wte.weight"] = weights["transformer.wte.weight"][:48].clone()
+    save_file(weights, few / "model.safetensors", metadata={"format": "pt"})
     return folder

@@ -7,11 +7,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import AutoModelForCausalLM
 
 from scripts.benchmark_floor import Shape, Work
 from scripts.benchmark_plain import Plain
-from scripts.benchmark_report import Report
 from scripts.harness import models as tiny_models
 from scripts.harness.models import VOCABULARY, WIDTH
 from scripts.harness.programs import Result, forked_program
@@ -80,20 +79,6 @@ def test_forward_and_backward_are_what_torch_counts(llama, work):
     assert trained - 6 * wasted == pytest.approx(work.training, rel=0.005)
 
 
-def test_generation_is_what_torch_counts(llama, work):
-    llama.generation_config = GenerationConfig(do_sample=True, max_new_tokens=RESPONSE, pad_token_id=0)
-    prompts = torch.randint(4, VOCABULARY, (ROWS, PROMPT))
-    found = counted(lambda: llama.generate(input_ids=prompts, attention_mask=torch.ones_like(prompts)))
-    assert found - beyond_causal(PROMPT) == pytest.approx(work.prefill + work.decode, rel=0.005)
-
-
-def test_bytes_of_decoding_by_hand(work):
-    # 13 steps after the prefill read all weights; the first attends to 11 positions, the last to 23, in each of which a
-    # layer holds 2 heads of 8 numbers, as keys and as values.
-    cache = sum(2 * 2 * 8 * LAYERS * attended for attended in range(11, 24))
-    assert work.decode_bytes(5, 2) == 2 * (13 * (TRUNK + VOCABULARY * WIDTH) + 5 * cache)
-
-
 def test_the_plain_step_does_the_whole_work(tmp_path):
     actor = tiny_models.make_causal_lm(tmp_path / "actor")
     reward = tiny_models.make_scorer(tmp_path / "reward")
@@ -113,49 +98,6 @@ def test_the_plain_step_does_the_whole_work(tmp_path):
     plain.train(experience)
     changed = [name for name, value in plain.actor.state_dict().items() if not value.equal(before[name])]
     assert len(changed) == len(before), before.keys() - set(changed)
-
-
-def test_the_plain_step_has_torchs_own_layers(tmp_path, monkeypatch):
-    plain = Plain(
-        tiny_models.make_causal_lm(tmp_path / "actor"),
-        tiny_models.make_scorer(tmp_path / "reward"),
-        dtype=torch.float32,
-        response_length=2,
-        micro_batch=2,
-    )
-
-    def not_torchs(*_):
-        raise AssertionError("another linear layer was called")
-
-    monkeypatch.setattr(F, "linear", not_torchs)
-    prompts = collate_prompts([[4, 5], [6, 7]], torch.arange(2), torch.zeros(2, dtype=torch.int64), 0)
-    plain.train(plain.make_experience(plain.generate(prompts)))
-    assert F.linear is not_torchs  # put back for those whose it is
-
-
-def test_ratios_are_of_medians_and_quartiles_of_pairs():
-    ours, other = [2.0, 4.0, 6.0, 30.0, 5.0], [4.0, 4.0, 4.0, 10.0, 5.0]  # pairs: 0.5, 1, 1.5, 3, 1
-    report = Report(
-        name="",
-        lines=[],
-        prompts=1,
-        response=2,
-        ranks=1,
-        floor={},
-        flops={},
-        matrix_rate=1.0,
-        decode_rate=1.0,
-        copy_rate=1.0,
-        peak_flops=None,
-        decode_seconds=1.0,
-        decode_bytes=1,
-        decoding="plain",
-        fallback=None,
-        backends={},
-        same_tokens=True,
-        steps={side: [{"step": seconds} for seconds in all_] for side, all_ in (("ours", ours), ("plain", other))},
-    )
-    assert report.ratio("step") == "1.25 (1.00 to 1.50)"
 
 
 def test_one_process_measures_a_tiny_model(tmp_path):
@@ -183,21 +125,3 @@ def test_one_process_measures_a_tiny_model(tmp_path):
     assert "x replica): the same tokens" in ended.stdout
     [found] = json.loads((tmp_path / "found.json").read_text())
     assert [len(found["steps"][side]) for side in ("ours", "plain")] == [1, 1]
-
-
-def test_scale_prints_a_table_for_a_given_model(tmp_path):
-    actor = tiny_models.make_causal_lm(tmp_path / "actor")
-    ended = run_benchmark(scale=True, model=actor, prompts=2, prompt_length=4, response_length=4, steps=1, warmup=0)
-    assert ended.code == 0, ended.stderr
-    *_, head, rule, base, batch, length = ended.stdout.strip().splitlines()
-    assert head.startswith("| setting | arithmetic |") and rule.startswith("| --- |")
-    assert base.startswith("| base | x 1.00 |")
-    assert batch.startswith("| batch x 4 | x 4.00 |")  # four times the rows are exactly four times the arithmetic
-    assert length.startswith("| length x 4 | x ")
-
-
-def test_a_mistake_is_told_at_once():
-    ended = run_benchmark(model="no/such/folder")
-    assert ended.code == 2 and ended.stderr.count("error: ") == 1, ended.stderr
-    ended = run_benchmark(response_length=1)
-    assert ended.code == 2 and "--response_length 2" in ended.stderr, ended.stderr

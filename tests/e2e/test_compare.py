@@ -159,14 +159,8 @@ BAD = {
     "one model": ({"models": ["sft"]}, "that is one model. Give two or more"),
     "nothing to judge by": ({"reward_model_name_or_path": None}, "there is nothing to judge by"),
     "no folder": ({"models": ["sft", "gone=/nowhere"]}, "--models gone: there is no folder /nowhere"),
-    "a reward model": ({"models": ["sft", "reward"]}, "is no language model but"),
-    "an empty folder": ({"models": ["sft", "empty"]}, "holds no config.json"),
     "other tokens": ({"models": ["sft", "more"]}, "differs from that of --models sft"),
-    "one prompt": ({"num_eval_prompts": 1}, "--num_eval_prompts 1: must be at least 2"),
-    "greedy samples": ({"greedy": True, "num_samples_per_prompt": 2}, "all of them would be the same"),
-    "greedy heat": ({"greedy": True, "temperature": 0.5}, "greedily nothing is drawn"),
     "a column": ({"reward_function": "math_verify", "answer_column": "sum"}, "asks for the column sum"),
-    "a function twice": ({"reward_function": ["format", "format"]}, "format is given twice"),
     "a damaged point": ({"models": ["sft", "step_000007"]}, "--models step_000007: the checkpoint"),
 }
 

@@ -3,12 +3,8 @@
 import dataclasses
 import json
 import math
-import os
 import shutil
-import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,10 +12,9 @@ import pytest
 import torch
 
 from engine.algorithms import DIALECTS, get_dialect
-from engine.errors import UserError
 from scripts import compare_dialects
 from scripts.comparison import judge, runs
-from scripts.comparison.entries import Entry, program, settings, step3_words
+from scripts.comparison.entries import Entry, settings, step3_words
 from scripts.comparison.frontier import (
     Band,
     Point,
@@ -32,21 +27,8 @@ from scripts.comparison.frontier import (
     score_at,
 )
 from scripts.comparison.judge import policy_measures
-from scripts.comparison.page import (
-    BEGIN,
-    END,
-    PAGE,
-    at_kls,
-    between_marks,
-    budget_words,
-    main_table,
-    number,
-    ordered,
-    search_table,
-    section,
-)
-from scripts.comparison.results import Compared, Results, Search, choose
-from scripts.comparison.runs import LINE_SCALES, POLICIES, Ended, Result, Run, keep_policies
+from scripts.comparison.results import Compared, Search, choose
+from scripts.comparison.runs import LINE_SCALES, Ended, Result
 from scripts.comparison.tasks import TASKS, known_words
 from scripts.harness.programs import run_words
 from training.config.parsing import parse_flags
@@ -93,54 +75,6 @@ def test_what_responses_are_is_the_tasks():
     assert settings(Entry.parsed("trl_rloo:samples_per_prompt=16"), steps=30)["samples_per_prompt"] == "16", "as asked"
 
 
-def test_variants():
-    entry = Entry.parsed("default:betas=0.8,0.9,lam=1.0,--critic_warmup_steps=2")
-    assert (entry.dialect, entry.fields) == ("default", ("betas=0.8,0.9", "lam=1.0"))
-    assert entry.folder == "default_betas=0.8_0.9_lam=1.0_--critic_warmup_steps=2"
-    words = step3_words(entry, TASK, "m", rate=1e-3, seed=1, steps=30)
-    args = parse_flags(RLHFFlags, [*words[1:], "--output_dir", "out"], "")
-    assert (args.resolved.dialect.lam, args.critic_warmup_steps) == (1.0, 2)
-    for label, message in {
-        "default:actor_lr=1": "what the search chooses",
-        "default:lamb=1": "did you mean lam",
-        "default:--actor_learning_rate=1e-2": "what the search chooses",
-        "trl:lam=1": "no variants",
-        "nothing": "known are",
-    }.items():
-        with pytest.raises(UserError, match=message):
-            Entry.parsed(label)
-    on_line = Entry.parsed("default:betas=0.8,0.9,lam=1.0,--critic_warmup_steps=2+line")
-    assert (on_line.line, entry.line, on_line.folder == entry.folder) == (True, False, True)
-    assert on_line.flags == entry.flags and Entry.parsed("trl+line").line
-    for flag in ("--max_steps", "--seed", "--num_samples_per_prompt"):
-        with pytest.raises(UserError, match=f"{flag} is the comparison's own"):
-            step3_words(Entry.parsed(f"grpo:{flag}=4"), TASK, Path("m"), rate=1, seed=1, steps=2)
-    with pytest.raises(UserError, match="no multiple"):
-        step3_words(Entry.parsed("trl_rloo:samples_per_prompt=3"), TASK, "m", rate=1, seed=1, steps=2)
-
-
-def test_the_command_of_trls_ppo(monkeypatch):
-    words = step3_words(Entry.parsed("trl"), TASK, Path("m"), rate=1.5e-3, seed=2, steps=30)
-    assert " ".join(words) == (
-        "-m scripts.comparison.trl_ppo --sft m/sft --reward m/reward --prompts m/data/prompts.jsonl "
-        "--max_prompt_length 12 --response_length 32 --responses 128 --steps 30 --every 5 --rate 0.0015 --seed 2"
-    )
-    monkeypatch.delenv("TRL_PYTHON", raising=False)
-    with pytest.raises(UserError, match="set TRL_PYTHON"):
-        program(Entry.parsed("trl+line"))
-
-
-@pytest.mark.skipif(not os.environ.get("TRL_PYTHON"), reason="TRL_PYTHON names no Python with trl")
-def test_trls_ppo_leaves_a_policy_at_each_evaluation(tiny_task, tmp_path):
-    task = TASK.sized(2, 4, None)
-    entry = Entry.parsed("trl")
-    words = step3_words(entry, task, tiny_task, rate=1e-3, seed=1, steps=2)
-    ended = runs.run_program([*program(entry), *words, "--output_dir", str(tmp_path / "out")], tmp_path / "log")
-    assert ended.code == 0, (tmp_path / "log").read_text()
-    assert {path.name for path in (tmp_path / "policies").iterdir()} == {"step_000001", "step_000002"}
-    assert all((path / "model.safetensors").is_file() for path in (tmp_path / "policies").iterdir())
-
-
 def evaluation(kl, score):
     return {"kl": kl, "score": score, "tokens": 20.0, "distinct_bigrams": 0.25, "known_words": 0.9}
 
@@ -152,78 +86,6 @@ def compared(label, *ends):
         for seed, end in enumerate(ends)
     }
     return Compared(label, Search({5e-4: 0.5, 1.5e-3: 1.25, 4.5e-3: None}, 60.0, 1.5e-3), results)
-
-
-def test_tables_exactly():
-    first, second = compared("first", (4.0, 1.0), (2.0, 1.0)), compared("second", (4.0, 1.5))
-    assert ordered([first, second], 4.0) == [second, first]
-    assert ordered([first, second], 8.0) == [second, first], "the best on the way, though none came so far"
-    assert [number(values, 2) for values in at_kls(first, [1.0, 4.0, 8.0])] == ["0.38 ± 0.12", "1.00 (1 of 2)", "-"]
-    assert main_table(TASK, [first]).splitlines()[2:] == [
-        "| `first` | 0.0015 | 64 | 30 | 0.38 ± 0.12 | 0.75 ± 0.25 | 1.00 (1 of 2) | - | "
-        "1.00 ± 0.00 | 3.0 ± 1.0 | 1.00 ± 0.00 | 0.250 ± 0.000 | 0.900 ± 0.000 |",
-        "| the SFT model | - | - | - | - | - | - | - | 0.00 | 0.0 | - | 0.250 | 0.900 |",
-    ]
-    on_line = main_table(TASK, [compared("first+line", (4.0, 1.0))]).splitlines()
-    assert "best up to KL 4 | bigrams a token there | known words there" in on_line[0]
-    assert (
-        on_line[2] == "| `first+line` | 0.0015 | 64 | 30 | 0.50 | 1.00 | 1.25 | - | 1.25 | 4.0 | 1.25 | 0.250 | 0.900 |"
-    )
-    assert search_table([second], (5e-4, 1.5e-3, 4.5e-3)).splitlines()[2] == "| `second` | 0.50 | **1.25** | - | 60 |"
-
-
-def test_the_command_of_a_section_has_another_budget():
-    assert budget_words(TASK) == []
-    assert budget_words(TASK.sized(20, 64, [1e-3, 2e-3])) == ["--steps 20", "--responses 64", "--rates 0.001 0.002"]
-    made = section(TASK.sized(20, None, None), [compared("first", (4.0, 1.0), (2.0, 1.0))], "x.png")
-    assert "compare_dialects.py first --tasks quickstart --seeds 0 1 --steps 20\n" in made
-    assert "2,560 responses in 20 steps, evaluated every 5" in made
-    assert "compare_dialects.py" not in section(TASK, [compared("first", (4.0, 1.0))], "x.png", brief=True)
-
-
-def test_a_file_of_results_takes_what_another_has(tmp_path):
-    def line(label, seeds, chosen, steps=30):
-        return {
-            "task": "quickstart",
-            "label": label,
-            "budget": {"responses": 128, "steps": steps, "every": 5},
-            "search": {"scores": {"0.001": 0.5}, "cpu_seconds": 1.0, "chosen": chosen},
-            "runs": {seed: dataclasses.asdict(Result(True, "", 64, 1.0, 1.0, [], [])) for seed in seeds},
-        }
-
-    def results(name, *lines):
-        (tmp_path / name).write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-        return Results(tmp_path / name)
-
-    published = results("docs", line("a", "12", 1e-3), line("b", "1", 1e-3), line("c", "1", 1e-3))
-    published.take(results("new", line("a", "3", 1e-3), line("b", "2", 2e-3), line("d", "1", 1e-3)))
-    read = Results(tmp_path / "docs").of(TASK)
-    assert {compared.label: list(compared.results) for compared in read} == {
-        "a": [1, 2, 3],
-        "b": [2],
-        "c": [1],
-        "d": [1],
-    }
-    published.take(results("other", line("a", "1", 1e-3, steps=20)))
-    assert [compared.label for compared in published.of(TASK.sized(20, None, None))] == ["a"], (
-        "no two budgets of a task"
-    )
-    assert published.of(TASK) == []
-
-
-def test_only_what_stands_between_the_marks_is_replaced():
-    assert between_marks(f"a\n{BEGIN}\nold\n{END}\nb\n", "new") == f"a\n{BEGIN}\n\nnew\n\n{END}\nb\n"
-    assert "made anew" in between_marks(PAGE.read_text(), "made anew")
-    with pytest.raises(UserError, match="Put them back"):
-        between_marks(f"{END}\n{BEGIN}", "new")
-
-
-def test_a_task_says_what_it_misses(tmp_path):
-    task = TASKS["reviews"]
-    assert "REVIEWS_MODEL is not set" in task.why_not({})
-    assert "is no folder" in task.why_not({"REVIEWS_MODEL": str(tmp_path / "none"), "REVIEWS_DATA": str(tmp_path)})
-    assert task.why_not({"REVIEWS_MODEL": str(tmp_path), "REVIEWS_DATA": str(tmp_path)}) is None
-    assert "is no file" in TASKS["verses"].why_not({"VERSES_TEXT": str(tmp_path)})
 
 
 def test_what_is_measured_of_answers(tmp_path):
@@ -362,36 +224,3 @@ def test_a_curve_ends_where_the_first_seed_does():
     assert [(kl, values.mean) for kl, values in found] == [(0, 1), (1, 1.5), (2, 2)]
     assert [values.error for _, values in found] == [1, 0.5, 0]  # stdev of a pair / sqrt 2: half its difference
     assert curve([course((0, 1))]) == []
-
-
-def test_what_a_cut_off_comparison_left_of_a_policy_is_none(tmp_path):
-    run = Run(TASKS["quickstart"], Entry.parsed("default"), tmp_path / "models", tmp_path, 1e-3, 1)
-    for name in ("step_000001", "step_000002.4321.partial"):
-        (run.folder / POLICIES / name).mkdir(parents=True)
-    keep_policies(run)
-    assert [path.name for path in (run.folder / POLICIES).iterdir()] == ["step_000001"]
-
-
-COMPARISON = """
-import sys
-from pathlib import Path
-from scripts.comparison import runs
-with runs.ended_with_us():
-    runs.run_program([sys.executable, "-c", "import os, time; print(os.getpid(), flush=True); time.sleep(600)"],
-                          Path(sys.argv[1]))
-"""
-
-
-def test_what_it_runs_ends_with_it(tmp_path):
-    log = tmp_path / "log.txt"
-    process = subprocess.Popen([sys.executable, "-c", COMPARISON, str(log)], cwd=Path(__file__).parents[2])
-    until = time.monotonic() + 120
-    while not (log.is_file() and log.read_text().endswith("\n")):
-        assert time.monotonic() < until, "the program has not begun"
-        time.sleep(0.1)
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(120) == 128 + signal.SIGTERM
-    status = Path(f"/proc/{int(log.read_text())}/status")
-    while status.exists() and "State:\tZ" not in status.read_text():
-        assert time.monotonic() < until, "the program still runs"
-        time.sleep(0.1)

@@ -176,31 +176,3 @@ def test_a_script_is_understood(script, started, tmp_path):
     assert "not looked at" not in result.stdout and "steps" in result.stdout
     assert result.stdout.count("LoRA of the ") == SCRIPTS[script].count("lora_dim")
     assert snapshot(tmp_path) == before
-
-
-@pytest.mark.parametrize(
-    "script, words, message",
-    [
-        (
-            "3 run_13b.sh",
-            ["--enable_mixed_precision_lora"],
-            "error: unknown flag --enable_mixed_precision_lora. DeepSpeed-Chat's enable_mixed_precision_lora: no coun",
-        ),
-        (
-            "3 run_13b.sh",  # whose module name is OPT's
-            ["--actor_lora_dim", "128", "--actor_lora_module_name", "decoder.layers."],
-            "error: --actor_lora_module_name decoder.layers.: --actor_model_name_or_path",
-        ),
-    ],
-)
-def test_what_is_not_built_is_refused(script, words, message, started, tmp_path):
-    before = snapshot(tmp_path)
-    result = started(script, *words)
-    assert result.code == 2 and result.stderr.startswith(message) and result.stderr.count("\n") == 1
-    assert snapshot(tmp_path) == before
-
-
-def test_a_folder_with_more_than_a_log_is_refused(started):
-    Path("out/model.bin").write_text("")
-    result = started("1 run_1.3b.sh")
-    assert result.code == 2 and f"--output_dir {Path('out').absolute()} is not empty" in result.stderr

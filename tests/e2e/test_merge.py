@@ -100,17 +100,13 @@ BAD = {
         {"data_path": None, "reward_model_name_or_path": None},
         "nothing to do",
     ),
-    "no reward": ({"reward_model_name_or_path": None}, "--data_path without a reward"),
     "two choices": ({"scale": 1.0, "max_kl": 3.0}, "--scale 1 and --max_kl 3 both choose a model"),
-    "the SFT model": ({"scale": 0.0}, "--scale 0: that is the SFT model"),
-    "a scale twice": ({"scales": [0.5, 0.5]}, "--scales 0.5 0.5: a scale is given twice"),
     "scales that files cannot tell": (
         {"scales": [1.0, 1.0000001]},
         "--scales 1 1: a scale is given twice, in six digits",
     ),
     "a choice that files cannot tell": ({"scales": [1.0], "scale": 1.0000001}, "are one in six digits. Give the same"),
     "no data for a KL": ({"data_path": None, "max_kl": 3.0}, "needs --data_path"),
-    "looking at nodes": ({"preflight": True}, "--preflight: the merge program has no use for it"),
     "no such model": ({"trained_model_name_or_path": "/nowhere"}, "--trained_model_name_or_path: there is no folder"),
 }
 

@@ -1,16 +1,14 @@
 """Runs that end badly: numbers that are not finite, a last evaluation that fails, models that training has broken."""
 
 import json
-import re
 import shutil
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file, save_file
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from scripts.harness.programs import Result, Tiny, forked, metric_lines, run_here, snapshot
+from scripts.harness.programs import Result, Tiny, metric_lines, run_here, snapshot
 
 WHAT_TO_LOOK_AT = ("reward model's score", "learning rates", "gradient norms", "checkpoint")
 
@@ -71,44 +69,6 @@ def test_a_reward_model_that_scores_nan_leaves_the_restart_points(tiny, poisoned
     assert [line["step"] for line in metric_lines(out)] == [0, 1, 2, 3]
 
 
-def test_a_critic_with_a_nan_weight(tiny, poisoned, tmp_path, capfd):
-    flags = tiny.flags(
-        3,
-        output_dir=tmp_path / "out",
-        critic_model_name_or_path=poisoned,
-        reward_model_name_or_path=tiny.folder / "reward",
-        num_eval_prompts=0,
-    )
-    result = run_here(3, flags, capfd)
-    assert_stopped(result, "step 1: ", "rank 0: not finite: values (4)", *WHAT_TO_LOOK_AT)
-    assert re.search(r"score -?\d", result.stderr), "the scores themselves are good"
-    assert not (tmp_path / "out" / "actor").exists()
-
-
-def test_the_steps_before_are_in_the_curves(tiny, tmp_path, capfd):
-    """A learning rate that breaks the actor: TensorBoard has what led there, as metrics.jsonl has."""
-    flags = tiny.flags(
-        3,
-        output_dir=tmp_path / "out",
-        actor_learning_rate=1e30,
-        num_warmup_steps=0,
-        ppo_epochs=1,
-        num_eval_prompts=0,
-        max_steps=4,
-    )
-    assert_stopped(
-        run_here(3, flags, capfd),
-        "step 2: ",
-        "logprobs (4)",
-        *WHAT_TO_LOOK_AT,
-        f"There is no checkpoint of a sound step in {tmp_path / 'out'}",
-    )
-    events = EventAccumulator(str(tmp_path / "out" / "tensorboard"))
-    events.Reload()
-    assert [event.step for event in events.Scalars("policy/grad_norm")] == [1]
-    assert [line["step"] for line in metric_lines(tmp_path / "out")] == [1]
-
-
 def test_max_kl_names_the_last_restart_point_within_it(tiny, tmp_path, capfd):
     """Responses of a step are over the limit because of the update before: its checkpoint is not a good one."""
     out = tmp_path / "out"
@@ -150,29 +110,6 @@ def test_steps_1_and_2_stop_too(step, tiny, tmp_path, capfd):
     )
     assert not (tmp_path / "out" / "config.json").exists()
     assert [line["step"] for line in metric_lines(tmp_path / "out")] == [0, 1]
-
-
-def test_two_ranks_stop_together_and_say_it_once(tiny, poisoned, tmp_path):
-    result = forked(
-        3,
-        tiny.flags(
-            3,
-            output_dir=tmp_path / "out",
-            reward_model_name_or_path=poisoned,
-            num_eval_prompts=0,
-            actor_zero_stage=3,
-            critic_zero_stage=3,
-        ),
-    )
-    assert_stopped(
-        result,
-        "step 1: ",
-        "rank 0: not finite: score (4)",
-        "rank 1: not finite: score (4)",
-        "score nan, prompt 'w",
-        *WHAT_TO_LOOK_AT,
-    )
-    assert result.stderr.count("rank 0: ") == 1
 
 
 # The 8 held-out prompts are scored by fours before the first step and after the last, and 4 responses in both steps.
@@ -234,13 +171,6 @@ def test_samples_that_cannot_be_written(tiny: Tiny, tmp_path, capfd):
     assert "held-out prompts" in result.stdout
 
 
-def test_two_ranks(tiny: Tiny, tmp_path):
-    out = tmp_path / "out"
-    reward = write_reward(tmp_path, FAILURES["nan"][0], ranks=2)
-    flags = tiny.flags(3, output_dir=out, reward_function=reward, actor_zero_stage=3, critic_zero_stage=3)
-    check_kept(out, forked(3, flags), FAILURES["nan"][1])
-
-
 def test_a_reward_function_that_changes_the_working_directory(tiny: Tiny, tmp_path, capfd, monkeypatch):
     """All that the run reads and writes is named from where it began; the function goes elsewhere as it is imported."""
     (tmp_path / "begin").mkdir()
@@ -273,26 +203,6 @@ def test_step_1_that_is_worse_than_a_uniform_guess(tiny, tmp_path, capfd):
     flags = tiny.flags(1, output_dir=tmp_path / "out", learning_rate=30.0)
     result = run_here(1, flags, capfd)
     ended(result, 1, "stopped: training has broken the model. Do not use it; it is saved in", "a uniform guess", "Try")
-    assert (tmp_path / "out" / "model.safetensors").is_file()
-
-
-def test_step_1_that_learned_says_done(tiny, tmp_path, capfd):
-    """Records of one text are learned by heart; the trainer's loss falls, on those held out, too."""
-    Tiny.write(tiny, "same", [{"prompt": "w05 w06", "response": "w07 w08 w09"}] * 40)
-    flags = tiny.flags(1, data_path=tiny.folder / "same.jsonl", output_dir=tmp_path / "out", learning_rate=1e-3)
-    result = run_here(1, flags, capfd)
-    assert result.code == 0
-    assert result.stdout.splitlines()[-1] == f"done: saved in {tmp_path / 'out'}"
-
-
-def test_step_2_on_two_ranks(tiny, tmp_path):
-    """Both ranks end alike, with the loss over that of a coin."""
-    result = forked(2, tiny.flags(2, output_dir=tmp_path / "out", learning_rate=1e3, max_steps=3, zero_stage=3))
-    lines = metric_lines(tmp_path / "out")
-    assert lines[-1]["eval/pair_loss"] > 100 > lines[0]["eval/pair_loss"]
-    words = ["WARNING: "] if result.code == 0 else ["broken the model"]  # as the eight pairs fall
-    if "nothing can be normalised" not in result.stderr:
-        ended(result, int(lines[-1]["eval/accuracy"] <= lines[0]["eval/accuracy"]), *words, "a coin: 0.6931")
     assert (tmp_path / "out" / "model.safetensors").is_file()
 
 

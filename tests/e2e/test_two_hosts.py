@@ -2,15 +2,11 @@
 stays; and step 3 on both has the numbers of one host. scripts/trial_two_hosts.py tries more.
 """
 
-import signal
 import subprocess
 import sys
-import time
-from pathlib import Path
 
 import pytest
 
-from scripts.harness import ROOT
 from scripts.harness.host_launches import launch
 from scripts.harness.hosts import TwoHosts
 from scripts.harness.programs import command_line, differences, program
@@ -41,14 +37,6 @@ for line in sys.stdin:
     except TimeoutError:
         print("silence", flush=True)
 """
-KEEPER = """
-import subprocess, sys
-from scripts.harness.hosts import TwoHosts
-with TwoHosts() as hosts:
-    sleeper = hosts.start("node-b", ["sleep", "1000"], stdout=subprocess.DEVNULL)
-    print(sleeper.pid, hosts.hostfile.parent, flush=True)
-    sys.stdin.read()
-"""
 
 
 def test_a_connection_outlives_a_cut_that_nobody_is_told_of(tmp_path):
@@ -73,21 +61,6 @@ def test_a_connection_outlives_a_cut_that_nobody_is_told_of(tmp_path):
             written = hosts.start(name, argv, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
             assert written.communicate()[0] == name.encode() + b"\n", "the other host's file is seen"
     assert not list((tmp_path / "own").iterdir())
-
-
-def test_hosts_end_with_the_program_that_made_them_even_when_it_is_killed():
-    keeper = subprocess.Popen(
-        [sys.executable, "-c", KEEPER], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    sleeper, folder = keeper.stdout.readline().split()
-    keeper.send_signal(signal.SIGKILL)
-    keeper.communicate()
-    ended = subprocess.run(["timeout", "60", "tail", f"--pid={sleeper}", "-f", "/dev/null"])
-    assert ended.returncode == 0
-    deadline = time.monotonic() + 60
-    while Path(folder).exists():
-        assert time.monotonic() < deadline, "the keys of its ssh are still there"
-        time.sleep(0.05)
 
 
 def test_two_hosts_give_the_numbers_and_models_of_one(tiny, tmp_path, monkeypatch):

@@ -2,11 +2,8 @@
 
 import json
 
-import pytest
-
-from engine.errors import UserError
 from scripts.comparison import verses
-from scripts.comparison.verses import main, make_records, read_verses
+from scripts.comparison.verses import main, read_verses
 
 OLD = "And God called the light Day, and the darkness he called Night."
 NEW = "And she shall bring forth a son, and thou shalt call his name JESUS."
@@ -30,28 +27,6 @@ def many(count):
 
 def test_verses_are_told_from_other_lines_and_testaments_from_each_other():
     assert read_verses(PRINT) == [(OLD, False), (NEW, True), (f"{NEW[:-1]} again.", True)]
-
-
-@pytest.mark.parametrize("text", ["", f"Ge1:5 {OLD}", f"Mat1:21 {NEW}"])
-def test_both_testaments_are_needed(text):
-    with pytest.raises(UserError, match="both testaments"):
-        read_verses(text)
-
-
-def test_prompts_are_of_verses_that_no_model_has_learned(monkeypatch):
-    monkeypatch.setattr(verses, "PROMPTS", 300)
-    found = make_records(many(1000))
-    learned = {row["text"].split()[1] for row in found["sft.jsonl"]}
-    asked = [{row["prompt"].split()[1] for row in found[name]} for name in ("prompts.jsonl", "eval_prompts.jsonl")]
-    assert (len(learned), len(asked[0]), len(asked[1])) == (700, 44, 256)
-    assert not learned & asked[0]
-    assert not learned & asked[1]
-    assert not asked[0] & asked[1]
-    news = {word for text, new in many(1000) if new for word in text.split()[:1]}
-    pairs = found["pairs.jsonl"]
-    assert all(row["chosen"].split()[0] in news & learned for row in pairs)
-    assert all(row["rejected"].split()[0] in learned - news for row in pairs)
-    assert pairs[0]["prompt"] + pairs[0]["chosen"] in {row["text"] for row in found["sft.jsonl"]}
 
 
 def test_the_program(tmp_path, monkeypatch):

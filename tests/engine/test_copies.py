@@ -113,8 +113,7 @@ def test_a_merged_matrix_is_rounded_once(tmp_path):
 
 @pytest.mark.parametrize(
     "decoding, tied, stage",
-    [("plain", False, 3), ("recorded", False, 0), ("recorded", True, 0), ("recorded", True, 3)]
-    + [pytest.param(*case, marks=pytest.mark.slow) for case in (("plain", False, 0), ("recorded", False, 3))],
+    [("plain", False, 3), ("recorded", False, 0), ("recorded", True, 3)],
 )
 def test_responses_are_the_actors_whatever_was_asked_last(tmp_path, decoding, tied, stage):
     """And with the factors as they are by then, in a recording too; beside a tied head's matrix they stay factors."""

@@ -17,8 +17,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors import safe_open
-from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
 from engine.algo.losses import policy_loss
@@ -154,15 +152,6 @@ def test_whole_logits_would_be_seen(policy, scorer, chunked):
     with torch.no_grad(), LiveBytes(known=policy.parameters()) as meter:
         F.log_softmax(policy.model(tokens, use_cache=False).logits, -1)
     assert meter.peak >= 2 * tokens.numel() * VOCABULARY * 4
-
-
-def test_a_mapped_file_takes_no_memory_until_it_is_copied(tmp_path):
-    save_file({"weight": torch.ones(1000)}, tmp_path / "model.safetensors")
-    with LiveBytes() as meter, safe_open(tmp_path / "model.safetensors", "pt") as file:
-        mapped = file.get_tensor("weight")
-        assert (meter.live, meter.peak) == (0, 0)
-        own = mapped * 2
-        assert meter.live == 4000 and own.sum() == 2000
 
 
 def test_the_meter_counts_what_is_alive_at_once():

@@ -75,17 +75,6 @@ def area(piece: list[int], prompts: list[int], responses: list[int]) -> int:
     return len(piece) * (max(prompts[row] for row in piece) + max(responses[row] for row in piece))
 
 
-def test_a_pass_is_as_large_as_was_promised():
-    """What a model is given of the rows of a piece: their widths are the ones that were packed by."""
-    draw = random.Random(4)
-    prompts, responses = ([draw.randint(1, 30) for _ in range(24)] for _ in range(2))
-    whole = rollout(prompts, responses)
-    pieces = micro_batches(whole, 300)
-    assert 3 < len(pieces) < 24
-    for piece in pieces:
-        assert whole.select(piece).sequences.numel() == area(piece.tolist(), prompts, responses) <= 300
-
-
 @pytest.mark.parametrize(
     "others, pieces",
     [

@@ -52,12 +52,6 @@ def test_what_a_controller_measures_by_hand():
         measured_kl(logprobs, reference, mask, "k3")
 
 
-def test_the_fixed_controller_stays():
-    controller = FixedKL(0.05)
-    controller.after_step(100.0, 512)
-    assert controller.value == 0.05
-
-
 def test_the_adaptive_controller_gives_the_published_number():
     # KL 3 of target 6: error -0.5, cut to -0.2; 0.15 x (1 - 0.2 x 512 / 10000)
     controller = AdaptiveKL(0.15, target=6, horizon=10000)

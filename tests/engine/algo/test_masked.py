@@ -85,12 +85,6 @@ def test_eps_stands_under_the_root():
     assert white.tolist() == pytest.approx([-0.5, 0.5])  # 1 / sqrt(1 + 3); added to the deviation it would be 1 / 4
 
 
-def test_equal_values_become_zero_or_their_mean():
-    values, mask = torch.full((2, 3), 0.7), torch.tensor([[True, True, True], [True, False, False]])
-    assert whiten(values, mask).abs().max().item() < 1e-3
-    torch.testing.assert_close(whiten(values, mask, center=False), 0.7 * mask.float(), rtol=0, atol=1e-3)
-
-
 def test_an_empty_mask_gives_zeros():
     values, nothing = torch.tensor([NAN, 1.0]), torch.zeros(2, dtype=torch.bool)
     assert [part.item() for part in mean_and_variance(moments(values, nothing))] == [0.0, 0.0]

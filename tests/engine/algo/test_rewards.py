@@ -31,44 +31,11 @@ CASES = {  # tokens, response mask, pad token
     "B": ([11, 12, 13, EOS, EOS, EOS], SAMPLED_4, EOS),
     "C": ([11, 12, 13, 14, 15, 16], SAMPLED_6, PAD),
 }
-RULES = {"default": ("sampled", "last"), "deepspeed_chat": ("before_pad", "after_last")}
 
 
 def counted_lengths(responses: torch.Tensor, mask: torch.Tensor, pad: int, rule: str) -> torch.Tensor:
     """L of each row."""
     return counted_tokens(responses, mask, pad, rule).sum(-1)
-
-
-def lengths_of(case: str, rule: str, width: int = 6) -> torch.Tensor:
-    tokens, mask, pad = CASES[case]
-    return counted_lengths(torch.tensor([tokens[:width]]), torch.tensor([mask[:width]]), pad, rule)
-
-
-@pytest.mark.parametrize(
-    "system, case, width, length, slot",
-    [
-        ("default", "A", 6, 4, 3),
-        ("default", "B", 6, 4, 3),
-        ("default", "C", 6, 6, 5),
-        ("deepspeed_chat", "A", 6, 4, 4),
-        ("deepspeed_chat", "B", 6, 3, 3),
-        ("deepspeed_chat", "C", 6, 6, 5),
-        ("default", "A", 5, 4, 3),
-        ("default", "A", 4, 4, 3),
-        ("default", "B", 4, 4, 3),
-        ("default", "C", 4, 4, 3),
-        ("deepspeed_chat", "A", 5, 4, 4),
-        ("deepspeed_chat", "A", 4, 4, 3),
-        ("deepspeed_chat", "B", 5, 3, 3),
-        ("deepspeed_chat", "B", 4, 3, 3),
-        ("deepspeed_chat", "C", 4, 4, 3),
-    ],
-)
-def test_score_slots_of_the_table(system, case, width, length, slot):
-    length_rule, slot_rule = RULES[system]
-    lengths = lengths_of(case, length_rule, width)
-    assert lengths.tolist() == [length]
-    assert score_positions(lengths, width, slot_rule).tolist() == [slot]
 
 
 def test_lengths_of_a_ragged_batch():
@@ -79,13 +46,6 @@ def test_lengths_of_a_ragged_batch():
     responses[responses == PAD] = EOS  # pad == eos: EOS itself no longer counts before the first pad
     assert counted_lengths(responses, mask, EOS, "sampled").tolist() == [2, 4, 1, 4]
     assert counted_lengths(responses, mask, EOS, "before_pad").tolist() == [1, 4, 0, 3]
-
-
-def test_a_pad_token_of_id_0_is_a_token_like_any_other():
-    responses = torch.tensor([[5, 6, 0, 0], [5, 6, 7, 8]])
-    mask = torch.tensor([[1, 1, 0, 0], [1, 1, 1, 1]]).bool()
-    assert counted_lengths(responses, mask, 0, "before_pad").tolist() == [2, 4]
-    assert counted_lengths(responses, mask, 0, "sampled").tolist() == [2, 4]
 
 
 def test_a_pad_token_sampled_in_the_middle():
@@ -128,21 +88,6 @@ def test_slots_up_to_and_past_the_response():
     assert positions_up_to(lengths, 4, "one_past").sum(-1).tolist() == [2, 4, 4]
     assert positions_up_to(lengths, 4, "two_past").sum(-1).tolist() == [3, 4, 4]
     assert positions_up_to(lengths, 4, "all").all()
-
-
-@pytest.mark.parametrize(
-    "kl_slots, score_slot, expected",
-    [
-        (4, 3, [-0.01, -0.02, -0.03, 1.96, 0, 0]),  # default: KL on the sampled tokens, score on the last
-        (5, 4, [-0.01, -0.02, -0.03, -0.04, 1.95, 0]),  # deepspeed_chat: one slot further, both
-    ],
-)
-def test_rewards_of_worked_case_a(kl_slots, score_slot, expected):
-    delta = torch.tensor([[0.1, 0.2, 0.3, 0.4, 0.5, 0.6]])
-    rewards = compute_rewards(
-        delta, 0.1, first_positions(torch.tensor([kl_slots]), 6), torch.tensor([2.0]), torch.tensor([score_slot])
-    )
-    assert rewards[0].tolist() == pytest.approx(expected, abs=1e-6)
 
 
 def test_rewards_of_a_batch_by_hand():

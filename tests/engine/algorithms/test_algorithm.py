@@ -107,23 +107,6 @@ def test_worked_case_a(system):
         torch.testing.assert_close(returns, advantages + values, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize(
-    "system, kept",
-    [
-        ("default", 4),
-        ("deepspeed_chat", 5),
-        ("deepspeed_chat_2023", 6),
-        ("openai", 6),
-        ("summarize", 5),
-        ("trl_ppo", 5),
-        ("trlx", 6),
-    ],
-)
-def test_values_after_the_end(system, kept):
-    *_, values = worked_rewards(system, 6)
-    assert values.tolist() == [[1.0, 2, 3, 4, 5, 6][:kept] + [0.0] * (6 - kept)]
-
-
 def test_a_penalty_in_the_loss_is_not_in_the_reward():
     rewards, *_ = worked_rewards("default", 6, kl_in="loss")
     assert rewards.tolist() == [[0, 0, 0, 2, 0, 0]]
@@ -159,16 +142,6 @@ def test_what_is_scored_ends_where_the_dialect_says():
     assert algorithm("default").scored_text(sampled, everywhere, stops)[1].tolist() == [True, False]
     padded = torch.tensor([[True, False, False, False], [True, True, True, True]])
     assert algorithm("trl_ppo").scored_text(sampled, padded, nowhere)[1].tolist() == [False, False]
-
-
-def test_summarize_learns_what_stands_before_its_own_cut():
-    """Tokens sampled after EOS are not padding in the rollout, and still count nowhere but in the slot after it."""
-    sampled = torch.tensor([[11, 12, 13, EOS, 14, 15]])
-    dialect = get_dialect("summarize")
-    mask, _ = algorithm(dialect).scored_text(sampled, torch.ones(1, 6, dtype=torch.bool), torch.tensor([False]))
-    positions = algorithm(dialect).positions(sampled, mask)
-    assert (positions.lengths.item(), positions.score.item()) == (4, 4)
-    assert positions.masks.policy.sum() == 4 and positions.masks.value.sum() == 5
 
 
 SCORES, ENDED = torch.tensor([12.0, -20.0, 4.0, 8.0]), torch.tensor([True, True, True, False])
@@ -312,14 +285,6 @@ def test_a_response_without_a_token_is_compared_and_counted_where_all_lengths_ar
         sums = resolved.losses.policy_loss(nowhere, nowhere, nowhere, advantages, positions.masks.policy, 0.1)
         assert sums.count.item() == sums.ratio.item() == count
         assert sums.loss.item() == pytest.approx(-sum(expected), abs=1e-6)
-
-
-def test_rewards_without_a_critic():
-    positions = positions_of("trl_rloo", "A", 6)
-    logprobs, ref_logprobs = torch.full((1, 6), -1.0), torch.full((1, 6), -1.5)
-    rewards = algorithm(RLOO).compute_rewards(logprobs, ref_logprobs, torch.tensor([2.0]), positions, 0.1)
-    values = algorithm(RLOO).kept_values(None, positions)
-    assert rewards.sum().item() == pytest.approx(2 - 0.1 * 4 * 0.5) and not values.any()
 
 
 def test_losses_by_dialect():

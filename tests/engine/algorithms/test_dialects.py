@@ -34,29 +34,14 @@ def test_an_unknown_field_is_refused_with_the_nearest():
         get_dialect("default").override(zzz=None)
 
 
-def test_dialects_cannot_be_changed_in_place():
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        get_dialect("default").kl_coef = 1.0
-
-
 @pytest.mark.parametrize(
     "name, changed, message",
     [
-        ("default", {"kl_estimator": "k4"}, "kl_estimator 'k4': known are k1, k2, k3."),
         ("default", {"whiten_over": "world"}, "whiten_over 'world': known are all_ranks, rank."),
-        ("default", {"clip_range": 0.0}, "clip_range 0.0: must be greater than 0."),
-        ("default", {"score_clip": -1.0}, "score_clip -1.0: must be greater than 0."),
-        ("default", {"kl_coef": -0.1}, "kl_coef -0.1: must be at least 0."),
         ("default", {"lam": 1.5}, "lam 1.5: must be at most 1."),
-        ("default", {"value_lam": 1.5}, "value_lam 1.5: must be at most 1."),
-        ("default", {"length_adaptive_alpha": 0.0}, "length_adaptive_alpha 0.0: must be greater than 0."),
-        ("default", {"critic_epochs": 0}, "critic_epochs 0: must be greater than 0."),
-        ("default", {"lam": float("nan")}, "lam nan: must be at least 0."),
         ("default", {"lr_schedule": "exponential"}, "lr_schedule 'exponential': known are linear, cosine, constant"),
         ("default", {"betas": (0.9, 1.0)}, "betas (0.9, 1.0): each must be less than 1."),
-        ("default", {"betas": (-0.1, 0.9)}, "betas (-0.1, 0.9): each must be at least 0."),
         ("default", {"kl_coef": float("inf")}, "kl_coef inf: must be finite."),
-        ("summarize", {"missing_end_value": float("nan")}, "missing_end_value nan: must be finite."),
         ("default", {"temperature_offset": -1.0}, "temperature_offset -1.0: logits would be divided by 0.0"),
         ("trl_rloo", {"samples_per_prompt": 1}, "samples_per_prompt 1: RLOO compares"),
         (
@@ -78,8 +63,6 @@ def test_dialects_cannot_be_changed_in_place():
             "correction 'token': known are none, token_truncate, token_mask, sequence_",
         ),
         ("default", {"correction_min": 1.5}, "correction_min 1.5: must be at most 1."),
-        ("default", {"correction_min": -0.5}, "correction_min -0.5: must be at least 0."),
-        ("default", {"correction_max": 0.5}, "correction_max 0.5: must be at least 1."),
         (
             "default",
             {"correction": "token_mask", "old_logprobs": "sampler"},
@@ -95,6 +78,22 @@ def test_dialects_cannot_be_changed_in_place():
         ("default", {"truncate_after": 3}, "truncate_after 3: it says from where on"),
         ("deepspeed_chat_2023", {"truncate_token": "eos"}, "truncate_token 'eos': sampling 'without_eos'"),
         ("deepspeed_chat_2023", {"missing_end": "replace"}, "missing_end 'replace': with sampling 'without_eos'"),
+        ("grpo", {"samples_per_prompt": 1}, "samples_per_prompt 1: GRPO compares the responses to one prompt"),
+        ("reinforce_pp_baseline", {"samples_per_prompt": 1}, "samples_per_prompt 1: REINFORCE_BASELINE compares"),
+        ("grpo", {"advantages_at": "mini_batch"}, "advantages_at 'mini_batch': GRPO needs all responses"),
+        ("default", {"advantage_scale": "group"}, "advantage_scale 'group': GAE has no difference of rewards within"),
+        (
+            "reinforce_pp_baseline",
+            {"advantage_scale": "batch"},
+            "advantage_scale 'batch': REINFORCE_BASELINE has no difference of rewards within a group that could be",
+        ),
+        ("reinforce_pp", {"ratio": "response_mean"}, "ratio 'response_mean': REINFORCE has one advantage a token"),
+        ("gspo", {"loss_scope": "response"}, "loss_scope 'response': one ratio a response gives one loss a response"),
+        ("rloo", {"loss_scope": "fixed_length"}, "loss_scope 'fixed_length': one ratio a response gives one loss"),
+        ("gspo", {"correction": "token_mask"}, "correction 'token_mask': with one ratio a response there is one loss"),
+        ("dapo", {"dual_clip": 1.28}, "dual_clip 1.28: it is for ratios that clipping leaves alone, over 1.28. Give"),
+        ("default", {"dual_clip": 1.1}, "dual_clip 1.1: it is for ratios that clipping leaves alone, over 1.2."),
+        ("rloo", {"kl_times_ratio": True}, "kl_times_ratio True: it is for a penalty in the loss. Set kl_in to"),
     ],
 )
 def test_what_cannot_go_together_is_refused_with_the_reason(name, changed, message):
@@ -282,39 +281,6 @@ def test_variance_by_the_number_of_ranks():
     assert unbiased("trl_ppo") == [True, True] and unbiased("trlx") == [True, False]
 
 
-@pytest.mark.parametrize(
-    "name, changed, message",
-    [
-        ("dapo", {"clip_range_high": 0.0}, "clip_range_high 0.0: must be greater than 0."),
-        ("grpo", {"scale_eps": 0.0}, "scale_eps 0.0: must be greater than 0."),
-        ("grpo", {"advantage_scale": "world"}, "advantage_scale 'world': known are none, group, batch."),
-        ("grpo", {"scale_variance": "n"}, "scale_variance 'n': known are unbiased, biased."),
-        ("grpo", {"samples_per_prompt": 1}, "samples_per_prompt 1: GRPO compares the responses to one prompt"),
-        ("reinforce_pp_baseline", {"samples_per_prompt": 1}, "samples_per_prompt 1: REINFORCE_BASELINE compares"),
-        ("grpo", {"critic_start": "zero_head"}, "critic_start 'zero_head': GRPO has no critic"),
-        ("grpo", {"advantages_at": "mini_batch"}, "advantages_at 'mini_batch': GRPO needs all responses"),
-        ("default", {"advantage_scale": "group"}, "advantage_scale 'group': GAE has no difference of rewards within"),
-        (
-            "reinforce_pp_baseline",
-            {"advantage_scale": "batch"},
-            "advantage_scale 'batch': REINFORCE_BASELINE has no difference of rewards within a group that could be",
-        ),
-        ("reinforce_pp", {"ratio": "response_mean"}, "ratio 'response_mean': REINFORCE has one advantage a token"),
-        ("gspo", {"loss_scope": "response"}, "loss_scope 'response': one ratio a response gives one loss a response"),
-        ("rloo", {"loss_scope": "fixed_length"}, "loss_scope 'fixed_length': one ratio a response gives one loss"),
-        ("gspo", {"correction": "token_mask"}, "correction 'token_mask': with one ratio a response there is one loss"),
-        ("dapo", {"dual_clip": 1.28}, "dual_clip 1.28: it is for ratios that clipping leaves alone, over 1.28. Give"),
-        ("default", {"dual_clip": 1.1}, "dual_clip 1.1: it is for ratios that clipping leaves alone, over 1.2."),
-        ("rloo", {"kl_times_ratio": True}, "kl_times_ratio True: it is for a penalty in the loss. Set kl_in to"),
-        ("default", {"critic_start": "none"}, "critic_start 'none': GAE needs a critic. Set advantage_estimator to"),
-    ],
-)
-def test_what_cannot_go_together_without_a_critic_is_refused_with_the_reason(name, changed, message):
-    with pytest.raises(UserError) as caught:
-        get_dialect(name).override(**changed)
-    assert str(caught.value).startswith(message)
-
-
 ONE_UPDATE = "there is one optimizer step a rollout, in which every ratio is 1"
 
 
@@ -337,7 +303,6 @@ ONE_UPDATE = "there is one optimizer step a rollout, in which every ratio is 1"
             "scale_variance 'biased': it has no effect",
         ),
         ("grpo", {"gamma": 0.9}, "gamma", "gamma 0.9: the dialect grpo has no critic, nor a discount."),
-        ("reinforce_pp_baseline", {"gamma": 0.9}, "gamma", "gamma 0.9: the dialect reinforce_pp_baseline has"),
         (
             "grpo",
             {"correction_max": 5.0},
@@ -357,21 +322,6 @@ def test_what_has_no_effect_is_refused_where_it_is_given(name, changed, given, m
     with pytest.raises(UserError) as caught:
         check_effect(get_dialect(name).override(**changed), [given])
     assert str(caught.value).startswith(message)
-
-
-@pytest.mark.parametrize(
-    "name, changed",
-    [
-        ("grpo_trl", {"clip_range_high": 0.3, "ppo_epochs": 2}),
-        ("grpo_trl", {"clip_range_high": 0.3, "old_logprobs": "sampler"}),
-        ("dapo", {"dual_clip": 10.0}),
-        ("grpo", {"scale_eps": 1e-3, "scale_variance": "biased", "advantage_scale": "batch"}),
-        ("reinforce_pp", {"gamma": 0.99}),
-        ("rloo", {"advantage_scale": "group"}),
-    ],
-)
-def test_what_has_an_effect_is_let_through(name, changed):
-    check_effect(get_dialect(name).override(**changed), list(changed))
 
 
 def test_none_takes_a_clip_away():
@@ -450,10 +400,3 @@ def test_the_command_prints_and_refuses():
     refused = run("openai", "opeanai")
     assert refused.returncode == 2 and refused.stdout == "" and len(refused.stderr.splitlines()) == 1
     assert "'opeanai': known are default, deepspeed_chat," in refused.stderr
-
-
-@pytest.mark.parametrize("flag", ["-h", "--help"])
-def test_help_says_how_the_command_is_called(flag):
-    text = main([flag])
-    assert "python -m engine.algorithms deepspeed_chat openai" in text
-    assert text.endswith(", ".join(DIALECTS))

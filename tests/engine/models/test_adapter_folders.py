@@ -153,18 +153,13 @@ def renamed(state: dict) -> dict:
 DAMAGES = {
     "the weights' file is gone": (lambda f: (f / "adapter_model.safetensors").unlink(), "no adapter_model.safetensors"),
     "the weights' file is cut": (cut, "broken safetensors file"),
-    "the configuration is cut": (lambda f: (f / "adapter_config.json").write_text('{"peft_'), "is broken"),
     "no base": (lambda f: edit(f, base_model_name_or_path=None), "does not say of which model"),
     "a base that is gone": (lambda f: edit(f, base_model_name_or_path="/none/such"), "is not there: /none/such"),
-    "an adapter as base": (lambda f: edit(f, base_model_name_or_path=str(f)), "is an adapter too"),
     "another kind": (lambda f: edit(f, peft_type="PREFIX_TUNING"), "of kind 'PREFIX_TUNING' and no LoRA"),
     "DoRA": (lambda f: edit(f, use_dora=True), "has DoRA"),
-    "biases": (lambda f: edit(f, bias="all"), "has biases"),
     "whole modules": (lambda f: edit(f, modules_to_save=["embed_tokens"]), "modules_to_save: embed_tokens"),
-    "a changed base": (lambda f: edit(f, init_lora_weights="pissa"), "init_lora_weights 'pissa'"),
     "r a word": (lambda f: edit(f, r="four"), "is broken"),
     "other layers": (lambda f: change(f, renamed), "does not fit its base.* missing .*; .* left over"),
-    "other layers by the configuration": (lambda f: edit(f, target_modules=["none_such"]), "does not fit its base"),
     "another rank": (lambda f: edit(f, r=2), "does not fit its base.* another shape"),
     "a matrix of the base": (
         lambda f: change(f, lambda state: state | {"base_model.model.lm_head.base_layer.weight": torch.ones(2)}),

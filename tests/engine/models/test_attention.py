@@ -18,12 +18,11 @@ from transformers import (
 )
 
 from engine.copies import ActorCopy
-from engine.engine_spec import EngineSpec
 from engine.errors import SharedError, UserError
 from engine.experience import position_ids
 from engine.models import attention as attention_module
 from engine.models import loading
-from engine.models.attention import BY_ROW, IMPLEMENTATIONS, Attention, PackedRows, attention_in_words, has_kernel
+from engine.models.attention import BY_ROW, Attention, PackedRows, attention_in_words, has_kernel
 from engine.models.hydra import load_hydra
 from engine.models.loading import check_padding, load_policy, load_scorer, new_critic, new_scorer
 from engine.models.lora import LoraSpec
@@ -42,7 +41,6 @@ from scripts.harness.models import (
 )
 from tests.fake_flash import FakeFlash
 from tests.fake_varlen import FakeVarlen
-from training.tools.memory.blueprint import blueprints
 
 EAGER = Attention("eager")
 
@@ -62,35 +60,9 @@ def test_a_model_is_made_with_the_attention_that_was_asked_for_and_a_copy_has_it
     copies = [ActorCopy(SimpleNamespace(module=one, stage=3, version=0)).module() for one in made[:2]]
     assert [implementation(one) for one in made + copies] == ["eager"] * 6
     assert implementation(load_policy(path, torch.float32)) == "sdpa"
-    spec = EngineSpec(actor_path=str(path), critic_path=str(scorer), attention=EAGER)
-    assert {role: implementation(one.module) for role, one in blueprints(spec).items()} == dict.fromkeys(
-        ("actor", "critic", "reference", "reward"), "eager"
-    )
 
 
-def test_on_paper_kernels_that_need_a_gpu_are_torchs_own(tmp_path):
-    path = make_causal_lm(tmp_path / "sft", "llama")
-    spec = EngineSpec(actor_path=str(path), critic_path=None, with_reward_model=False)
-    for name in ("flash_attention_2", "flash_attention_3", "flex_attention"):
-        planned = blueprints(
-            EngineSpec(actor_path=str(path), critic_path=None, with_reward_model=False, attention=Attention(name))
-        )
-        assert implementation(planned["actor"].module) == implementation(blueprints(spec)["actor"].module) == "sdpa"
-
-
-def test_the_implementations_compute_the_same_of_rows_padded_on_the_left(tmp_path):
-    path = make_causal_lm(tmp_path / "sft", "qwen2")
-    tokens = torch.arange(4, 16).view(2, 6)
-    mask = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1]])
-    positions = mask.cumsum(-1) - mask
-    torch_own, plain = (
-        load_policy(path, torch.float32, attention=Attention(name))(tokens, mask, positions, response_length=3)[0]
-        for name in ("sdpa", "eager")
-    )
-    assert torch.allclose(torch_own, plain, atol=1e-5)
-
-
-@pytest.mark.parametrize("kernel", ["flash_attention_2", "flash_attention_3", "flex_attention"])
+@pytest.mark.parametrize("kernel", ["flash_attention_2", "flex_attention"])
 def test_kernels_of_gpus_are_refused_on_cpus(tmp_path, kernel):
     path = make_causal_lm(tmp_path / "sft", "llama")
     with pytest.raises(UserError, match=f"^--attn_implementation {kernel}: it has kernels for GPUs alone.*give sdpa"):
@@ -108,37 +80,12 @@ def test_flash_attention_is_refused_where_it_is_not_installed_or_the_dtype_is_no
     Attention("flash_attention_2").check(path, LANGUAGE_MODEL, "bf16", "--actor")
 
 
-def test_flash_attention_is_refused_on_gpus_that_it_has_no_kernels_for(tmp_path, monkeypatch):
-    path = make_causal_lm(tmp_path / "sft", "llama")
-    monkeypatch.setattr(attention_module, "on_gpu", lambda: True)
-    monkeypatch.setattr(attention_module.import_utils, "is_flash_attn_2_available", lambda: True)
-    monkeypatch.setattr(attention_module, "capability", lambda: (7, 0))  # V100
-    with pytest.raises(UserError, match="of compute capability 8.0 and newer, and this one has 7.0. Leave it out"):
-        Attention("flash_attention_2").check(path, LANGUAGE_MODEL, "fp16", "--actor")
-    for usual in ("auto", "sdpa", "eager"):
-        Attention(usual).check(path, LANGUAGE_MODEL, "fp16", "--actor")
-    monkeypatch.setattr(attention_module, "capability", lambda: (8, 0))
-    Attention("flash_attention_2").check(path, LANGUAGE_MODEL, "fp16", "--actor")
-
-
 def test_a_family_without_an_implementation_is_refused_with_those_that_it_has(tmp_path):
     path = make_causal_lm(tmp_path / "sft", "bloom")
     with pytest.raises(UserError, match="--actor .*of type 'bloom', of which .* no such attention.* or give eager\\."):
         Attention("sdpa").check(path, LANGUAGE_MODEL, "fp32", "--actor")
     Attention("auto").check(path, LANGUAGE_MODEL, "fp32", "--actor")
     Attention("eager").check(path, CLASSIFIER, "fp32", "--critic")
-
-
-def test_all_implementations_can_be_named():
-    assert set(IMPLEMENTATIONS) == {
-        "auto",
-        "sdpa",
-        "eager",
-        "flash_attention_2",
-        "flash_attention_3",
-        "flex_attention",
-        "cudnn",
-    }
 
 
 PADDED, PACKED = Attention("sdpa", "padded"), Attention("sdpa", "packed")
@@ -219,8 +166,7 @@ def test_what_is_said_of_rows(tmp_path):
     assert slots.tolist() == [[0, 1, 1], [1, 1, 0], [0, 0, 0], [0, 0, 1]] and before.tolist() == [0, 1, 4, 5, 8]
 
 
-@pytest.mark.parametrize("name", ["flash_attention_2", "flash_attention_3"])
-def test_transformers_own_support_of_rows_without_padding_is_told_what_it_needs(tmp_path, monkeypatch, name):
+def test_transformers_own_support_of_rows_without_padding_is_told_what_it_needs(tmp_path, monkeypatch):
     flash = FakeFlash(monkeypatch)
     paths = long_model(tmp_path / "sft", "qwen2"), long_model(tmp_path / "rm", "opt", scorer=True)
 
@@ -231,7 +177,7 @@ def test_transformers_own_support_of_rows_without_padding_is_told_what_it_needs(
     for packs in (False, True):
         models = loaded()
         for one in models:
-            one.model.config._attn_implementation = name
+            one.model.config._attn_implementation = "flash_attention_2"
             one.pack(packs)
         assert_equal(computed(*models), expected)
     assert flash.calls and set(flash.calls) == {(len(LENGTHS), max(LENGTHS))}

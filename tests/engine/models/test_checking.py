@@ -14,7 +14,6 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
-    BertConfig,
     GPTJConfig,
     GPTNeoConfig,
     T5Config,
@@ -37,8 +36,8 @@ from scripts.harness import model_damages as damages
 from scripts.harness.model_damages import edit_config, edit_weights
 from scripts.harness.models import make_causal_lm, make_config, make_scorer, make_tokenizer, save_random
 from scripts.harness.ranks import run_ranks
-from tests.engine.models.deepspeed_chat_models import deepspeed_chat_actor, deepspeed_chat_reward
-from tests.engine.models.test_families import FAMILIES, odd_config
+from tests.engine.models.deepspeed_chat_models import deepspeed_chat_reward
+from tests.engine.models.test_families import FAMILIES
 
 FLAG = "--critic_model_name_or_path"
 
@@ -68,12 +67,6 @@ def config_only(folder, config, **more):
             lambda folder: config_only(folder, T5Config(num_labels=1), architectures=["T5ForSequenceClassification"]),
             r"of type 't5', which is not a decoder-only model.*Give one",
         ),
-        (
-            lambda folder: config_only(
-                folder, BertConfig(num_labels=1), architectures=["BertForSequenceClassification"]
-            ),
-            r"of type 'bert', which is not a decoder-only model.*Give one",
-        ),
         (lambda folder: folder / "missing", r"there is no folder .*missing"),
         (lambda folder: folder, r"holds no config\.json\. Give a folder that save_pretrained wrote"),
     ],
@@ -84,13 +77,6 @@ def test_what_is_no_reward_model_is_refused(tmp_path, make, message):
         with pytest.raises(UserError, match=f"^{FLAG}: .*{message}") as refused:
             refuse(path, FLAG)
         assert path in str(refused.value) and "\n" not in str(refused.value)
-
-
-@pytest.mark.parametrize("config", [T5Config(), BertConfig()])
-def test_what_is_no_decoder_is_refused_as_an_actor(tmp_path, config):
-    for refuse in (check_policy, lambda path, what: load_policy(path, torch.float32, what=what)):
-        with pytest.raises(UserError, match=r"^--actor_model_name_or_path: .*not a decoder-only model.*Give one"):
-            refuse(str(config_only(tmp_path, config)), "--actor_model_name_or_path")
 
 
 def test_a_reward_model_is_refused_as_an_actor(tmp_path):
@@ -121,7 +107,7 @@ def test_a_folder_without_a_tokenizer_is_refused(tmp_path):
         read_tokenizer(str(tmp_path), "--actor")
 
 
-@pytest.mark.parametrize("changed", [{"model_max_length": [8]}, {"unk_token": ""}], ids=str)
+@pytest.mark.parametrize("changed", [{"model_max_length": [8]}], ids=str)
 def test_a_tokenizer_that_loads_and_cannot_be_used_is_refused(tmp_path, changed):
     path = Path(make_causal_lm(tmp_path / "model")) / "tokenizer_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changed))
@@ -141,8 +127,6 @@ def lfs_pointer(path):
         ("pytorch_model.bin", False),  # model.safetensors stands beside it
         ("tokenizer.json", True),
         ("tokenizer_config.json", True),
-        ("generation_config.json", True),
-        ("chat_template.jinja", True),
         ("tokenizer.model", False),  # tokenizer.json stands beside it
     ],
 )
@@ -158,23 +142,6 @@ def test_a_git_lfs_pointer_in_a_models_folder_is_called_one(tmp_path, name, is_r
     ):
         check_policy(str(folder), FLAG)
         read_tokenizer(str(folder), FLAG)
-
-
-@pytest.mark.parametrize("name", ["tokenizer.model", "vocab.json"])
-def test_a_vocabulary_that_is_a_git_lfs_pointer_is_called_one(tmp_path, name):
-    make_config("llama").save_pretrained(tmp_path)
-    lfs_pointer(tmp_path / name)
-    with pytest.raises(UserError, match=rf"^--actor: {tmp_path}/{name} is a Git LFS pointer"):
-        read_tokenizer(str(tmp_path), "--actor")
-
-
-def test_one_of_several_weight_files_that_is_a_git_lfs_pointer_is_called_one(tmp_path):
-    model = load_policy(make_causal_lm(tmp_path / "one"), torch.float32).model
-    model.save_pretrained(tmp_path / "more", max_shard_size="20KB")
-    file = sorted((tmp_path / "more").glob("model-*.safetensors"))[1]
-    lfs_pointer(file)
-    with pytest.raises(UserError, match=rf"^{FLAG}: {file} is a Git LFS pointer"):
-        check_policy(str(tmp_path / "more"), FLAG)
 
 
 ACTOR_FLAG = "--actor_model_name_or_path"
@@ -211,11 +178,6 @@ def test_every_family_is_accepted_and_its_missing_tensors_are_named(tmp_path, fa
     check_scorer(make_scorer(tmp_path / "critic", family), ACTOR_FLAG)
     edit_weights(tmp_path / "critic", lambda state: {n: t for n, t in state.items() if n != "score.weight"})
     refused(check_scorer, tmp_path / "critic", r"1 tensor is missing \(score\.weight\)")
-
-
-@pytest.mark.parametrize("family", ["gemma2", "cohere", "granite"])
-def test_families_of_another_head_are_accepted(tmp_path, family):
-    check_policy(save_random(AutoModelForCausalLM.from_config(odd_config(family)), tmp_path), ACTOR_FLAG)
 
 
 @pytest.mark.parametrize(
@@ -277,31 +239,6 @@ def test_what_older_versions_saved_beside_the_weights_is_no_weight(tmp_path):
             )
     edit_weights(tmp_path / "gptj", lambda state: state | {"transformer.h.1.attn.bias": torch.ones(32)})
     refused(check_policy, tmp_path / "gptj", r"1 tensor is left over \(transformer\.h\.1\.attn\.bias\)")
-
-
-@pytest.mark.parametrize("layers, message", [(3, f"{A_LAYER} tensors are missing"), (1, f"{A_LAYER} tensors are left")])
-def test_a_number_of_layers_that_is_not_the_weights_is_refused(tmp_path, layers, message):
-    edit_config(make_causal_lm(tmp_path / "actor"), num_hidden_layers=layers)
-    refused(check_policy, tmp_path / "actor", message)
-    edit_config(make_scorer(tmp_path / "critic"), num_hidden_layers=layers)
-    refused(check_scorer, tmp_path / "critic", message)
-    path, _, _ = deepspeed_chat_reward(tmp_path / "theirs", "llama")
-    check_scorer(path, ACTOR_FLAG)
-    edit_config(path, num_hidden_layers=layers)
-    refused(check_scorer, path, message)
-    path, _ = deepspeed_chat_actor(tmp_path / "theirs_actor")
-    check_policy(path, ACTOR_FLAG)
-    edit_config(path, num_hidden_layers=layers)
-    refused(check_policy, path, "16 tensors are (missing|left over)")  # of an OPT's layer: 8 weights and 8 biases
-
-
-def test_the_reward_models_weights_in_the_sft_folder_and_the_reverse_are_refused(tmp_path):
-    actor, critic = make_causal_lm(tmp_path / "actor"), make_scorer(tmp_path / "critic")
-    damages.weights_of(critic)(make_causal_lm(tmp_path / "a"))
-    refused(check_policy, tmp_path / "a", r"1 tensor is missing \(lm_head.*1 tensor is left over \(score\.weight\)")
-    refused(check_trunk, tmp_path / "a", r"1 tensor is missing \(lm_head.*1 tensor is left over \(score\.weight\)")
-    damages.weights_of(actor)(make_scorer(tmp_path / "b"))
-    refused(check_scorer, tmp_path / "b", r"1 tensor is missing \(score.*1 tensor is left over \(lm_head\.weight\)")
 
 
 def test_quantized_models_and_adapters_are_refused(tmp_path):
@@ -379,7 +316,7 @@ class TestFiles:
         index.unlink()
         refused(check_policy, tmp_path, r"no weights \(model\.safetensors or .*Save the model again")
 
-    @pytest.mark.parametrize("share", [0, 0.3, 0.999])
+    @pytest.mark.parametrize("share", [0, 0.999])
     def test_cut_off(self, tmp_path, share):
         damages.cut(Path(make_causal_lm(tmp_path / "a")) / "model.safetensors", share)
         refused(check_policy, tmp_path / "a", r"model\.safetensors \(\d+ bytes\) is a broken safetensors file")

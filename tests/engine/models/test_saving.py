@@ -30,8 +30,6 @@ KINDS = [
     ("opt", True),
     ("bloom", True),
     ("gpt_neox", False),
-    ("mistral", False),
-    ("qwen2", True),
 ]
 
 

@@ -31,11 +31,6 @@ def test_the_texts_are_the_real_tokens_without_special_ones():
     assert responses == [" w20", "", " w21 w22 w23"]
 
 
-def test_texts_where_pad_is_eos():
-    rollout = rollout_of([[5]], [[20, EOS]], EOS, width=4, prompt_width=3)
-    assert decoded(rollout, make_tokenizer(pad_is_eos=True)) == (["w05"], [" w20"])
-
-
 def test_the_function_is_given_the_texts():
     given = []
     assert score(lambda prompts, responses: given.append((prompts, responses)) or [1, 2, 3]).tolist() == [1, 2, 3]
@@ -65,14 +60,6 @@ def test_numbers_of_any_kind(returned):
     scores = score(returning(returned))
     assert scores.tolist() == [1, 2.5, -3]
     assert scores.dtype == torch.float32 and not scores.requires_grad and scores.device == ROLLOUT.sequences.device
-
-
-def test_a_function_that_changes_the_default_dtype_changes_it_for_itself_alone():
-    def sets(prompts, responses):
-        torch.set_default_dtype(torch.float64)
-        return [1, 2, 3]
-
-    assert score(sets).dtype == torch.get_default_dtype() == torch.float32
 
 
 def test_nan_and_infinity_are_passed_on():

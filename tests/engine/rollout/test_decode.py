@@ -590,16 +590,3 @@ def test_the_host_asks_once_per_8_tokens(tmp_path, monkeypatch, family):
     Sampler(make_tokenizer(), 2).responses(model, batch([5, 9, 1, 4, 8, 3, 2]), how)
     assert len(asked.questions) > 8 and set(asked.questions) == {1}
     assert asked.counts.count(8) > len(asked.counts) / 2
-
-
-def test_questions_for_each_token_would_be_seen(model, monkeypatch):
-    """Hugging Face looks into each mask that it makes; and a look at each token is one, too."""
-    asked, how = Asked(monkeypatch), sampling(17)
-    monkeypatch.setattr(decode, "takes_slot_masks", lambda model: False)
-    Sampler(make_tokenizer()).responses(model, batch([5, 9, 1]), how)
-    assert asked.counts == [8, 8] and min(asked.questions) >= 8
-    monkeypatch.setattr(decode, "takes_slot_masks", lambda model: True)
-    find, asked.questions[:] = request.sample_tokens, []
-    monkeypatch.setattr(request, "sample_tokens", lambda *args: find(*args) if find(*args).sum() >= 0 else None)
-    Sampler(make_tokenizer()).responses(model, batch([5, 9, 1]), how)
-    assert asked.questions == [9, 9]

@@ -10,9 +10,6 @@ A tensor on DEVICE holds one on the CPU, which computes. What is counted, by the
     mixed: operations of tensors on DEVICE and on the CPU, which raise an error on a GPU.
     collectives: collective calls that are given tensors on the CPU, which NCCL refuses.
     waits: questions of the host, which wait until the device has done all that it was given.
-    copies: of the host's numbers to the device; for those from memory that is not pinned the host waits too
-        (aten/src/ATen/native/cuda/Copy.cu, memcpy_and_sync). `where` sends a number that is a tensor of the host
-        (TensorCompare.cpp); other pointwise operations take it as it is.
 
 To import this file makes the device torch's accelerator for good: a process of the test's own has to do it.
 """
@@ -61,12 +58,10 @@ class Seen:
     mixed: Counter = field(default_factory=Counter)
     collectives: Counter = field(default_factory=Counter)
     waits: Counter = field(default_factory=Counter)
-    copies: Counter = field(default_factory=Counter)
 
     def forget(self) -> None:
         """Count from zero what is no fault."""
         self.waits.clear()
-        self.copies.clear()
 
 
 class OnDevice(Tensor):
@@ -198,8 +193,8 @@ class _Watch(TorchDispatchMode):
         name, seen = func.overloadpacket.__name__, self.seen
         if name in ("copy_", "_to_copy"):
             source, arrives = (args[0], goes) if name == "_to_copy" else (args[1], isinstance(args[0], OnDevice))
-            if isinstance(source, OnDevice) != arrives:
-                (seen.copies if arrives else seen.waits)[_place()] += 1
+            if isinstance(source, OnDevice) and not arrives:
+                seen.waits[_place()] += 1
             return
         indices = [index for index in args[1] or () if index is not None] if name in INDEXES else []
         sized = name in INDEXES or kwargs.get("output_size") is not None
@@ -209,9 +204,8 @@ class _Watch(TorchDispatchMode):
             seen.waits[_place()] += 1
         takes_numbers = torch.Tag.pointwise in func.tags or name in TAKES_NUMBERS
         for tensor in (tensor for tensor in tensors if on_device and not isinstance(tensor, OnDevice)):
-            if any(tensor is index for index in indices) or (name == "where" and tensor.dim() == 0):
-                seen.copies[_place()] += 1
-            elif not (takes_numbers and tensor.dim() == 0):
+            sent = any(tensor is index for index in indices) or (name == "where" and tensor.dim() == 0)
+            if not sent and not (takes_numbers and tensor.dim() == 0):
                 seen.mixed[f"{name}: {_lines()}"] += 1
 
 

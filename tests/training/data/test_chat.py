@@ -13,7 +13,6 @@ from transformers import PreTrainedTokenizerFast
 from engine.errors import UserError
 from tests.training.data.reading import rows_of
 from tests.training.data.tiny_tokenizers import CHATML, EOS, chat_tokenizer, word_tokenizer
-from training.data import chat
 from training.data.chat import Rendered, Turns
 from training.data.examples import PairExamples, Prompts, SFTExamples
 from training.data.forms import PAIRS, PROMPTS, SFT
@@ -367,14 +366,9 @@ def test_messages_are_the_same_whatever_their_ids():
 GOOD = "{% for m in messages %}{{ m.role }} : {{ m.content }}<|im_end|>{% endfor %}"
 BROKEN = {
     "syntax": ("{% for m in messages %}", r"fails with a question and its reply \(.*Unexpected end of template"),
-    "filter": ("{{ messages | no_such }}", r"fails with .*No filter named 'no_such'"),
     "raise": ("{{ raise_exception('not me') }}", r"fails with .*\(not me\)"),
-    "type": ("{{ messages + 3 }}", r"fails with .*can only concatenate list"),
-    "attribute": ("{{ messages.a.b.c }}", r"fails with .*has no attribute"),
-    "number": (3, "fails with a question and its reply"),
     "names": ({"tool_use": GOOD}, r"fails with .*default"),
     "sandbox": ("{{ messages.__class__.__mro__[1].__subclasses__() }}", r"fails with .*unsafe"),
-    "macro": ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "fails with .*recursion"),
 }
 
 
@@ -434,19 +428,6 @@ def test_a_template_that_fails_with_one_record(tmp_path, then, message):
     with pytest.raises(UserError, match=message):
         rows_of(dialogue_file(tmp_path, "z"), PROMPTS, tokenizer)
     assert rows_of(dialogue_file(tmp_path, "b"), PROMPTS, tokenizer)[0]["prompt"] == "user : b<|im_end|>"
-
-
-def test_a_tokenizer_that_was_changed_is_rendered_with_as_it_is():
-    tokenizer, messages = chat_tokenizer("{{ eos_token }}" + GOOD), [{"role": "user", "content": "a"}]
-    assert chat.render(tokenizer, messages).startswith("</s>")
-    tokenizer.eos_token = "<|im_end|>"
-    assert chat.render(tokenizer, messages).startswith("<|im_end|>")
-
-
-def test_a_record_of_which_the_template_makes_nothing(tmp_path):
-    tokenizer = chat_tokenizer("{% if messages[0].content != 'z' %}" + GOOD + "{% endif %}")
-    with pytest.raises(UserError, match="line 1, column messages, by the chat template: found ''; needed a text that"):
-        rows_of(dialogue_file(tmp_path, "z"), PROMPTS, tokenizer)
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from tests.training.data.reading import rows_of
 from training.data import files
 from training.data.files import read_records
 from training.data.forms import SFT
-from training.data.sources import is_path, open_source
+from training.data.sources import open_source
 
 
 def zstd(content: bytes) -> bytes:
@@ -68,34 +68,6 @@ def test_members_one_behind_the_other_are_one_file(tmp_path, ending):
     assert every(read_records(path))[1] == (f"{path}, line 2", {"text": "b"})
 
 
-def test_a_folder_may_hold_compressed_files_beside_others(tmp_path):
-    for name, content in [
-        ("a.jsonl", b'{"text": "a"}\n'),
-        ("b.jsonl.gz", gzip.compress(b'{"text": "b"}\n')),
-        ("c.jsonl.zst", zstd(b'{"text": "c"}\n')),
-    ]:
-        (tmp_path / name).write_bytes(content)
-    parts = open_source(str(tmp_path)).training
-    assert [record["text"] for part in parts for _, record in every(part)] == ["a", "b", "c"]
-    assert parts[1][0][0] == f"{tmp_path}/b.jsonl.gz, line 1"
-    (tmp_path / "d.csv.gz").write_bytes(gzip.compress(b"text\nd\n"))
-    with pytest.raises(UserError, match=r"of several kinds.*a\.jsonl \(text\); d\.csv\.gz \(text\)"):
-        open_source(str(tmp_path))
-
-
-def test_a_compressed_file_in_the_middle_of_being_read_may_be_deleted(tmp_path):
-    path = tmp_path / "rows.jsonl.gz"
-    path.write_bytes(gzip.compress(LINES))
-    records = read_records(path)
-    path.unlink()
-    assert records[7][1] == {"text": "7"}
-
-
-@pytest.mark.parametrize("name", ["rows.jsonl.gz", "owner/rows.csv.zst"])
-def test_a_name_with_both_endings_is_a_path(name):
-    assert is_path(name)
-
-
 NOISE = random.Random(0).randbytes(3000)  # so that it is stored, and a damaged byte is data
 
 
@@ -119,14 +91,6 @@ def test_what_cannot_be_decompressed(tmp_path, ending, damage, told):
     with pytest.raises(UserError, match=rf"^{re.escape(str(path))}: {told}") as caught:
         rows_of(path, SFT)
     assert "\n" not in str(caught.value) and len(str(caught.value)) < len(str(path)) + 300
-
-
-def test_a_damaged_byte_of_a_gzip_file_is_noticed(tmp_path):
-    path, content = tmp_path / "rows.jsonl.gz", bytearray(gzip.compress(LINES))
-    content[len(content) // 2] ^= 0x10
-    path.write_bytes(content)
-    with pytest.raises(UserError, match=r"rows.jsonl.gz: cannot be decompressed \(.*\)\. Was its writing"):
-        read_records(path)
 
 
 @pytest.mark.parametrize("ending", COMPRESS)
@@ -205,8 +169,6 @@ def test_equal_labels_and_repetitive_chats_are_read(tmp_path):
     "name, content",
     [
         ("rows.csv", b",".join(b"n%d" % number for number in range(2000)) + b"\n" + b"a\n" * 1000),
-        ("rows.csv", b"a,b\n" + b",\n" * 100_000),
-        ("rows.json", b"[" + b"0," * 100_000 + b"0]"),
         ("rows.jsonl", b"\n" * 200_000 + b"{}"),
     ],
 )
@@ -278,9 +240,7 @@ def test_without_room_for_the_rows_of_a_parquet_file(tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-@pytest.mark.parametrize(
-    "name, ending", [("rows.txt", ".txt"), ("rows.gz", ".gz"), ("rows.txt.gz", ".txt.gz"), ("rows.jsonl.lz4", ".lz4")]
-)
+@pytest.mark.parametrize("name, ending", [("rows.gz", ".gz"), ("rows.txt.gz", ".txt.gz")])
 def test_other_endings_are_told_which_there_are(tmp_path, name, ending):
     (tmp_path / name).write_bytes(gzip.compress(LINES))
     with pytest.raises(
@@ -314,7 +274,7 @@ def test_compressed_data_under_a_plain_name_or_twice_are_called_so(tmp_path, end
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a21\nsize 12345\n"
 
 
-@pytest.mark.parametrize("name", ["rows.jsonl", "rows.jsonl.gz", "rows.csv.zst", "rows.json", "rows.parquet"])
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.csv.zst", "rows.parquet"])
 @pytest.mark.parametrize("as_folder", [False, True])
 def test_a_git_lfs_pointer_is_called_one(tmp_path, name, as_folder):
     (tmp_path / name).write_bytes(POINTER)

@@ -16,7 +16,6 @@ from tokenizers.normalizers import BertNormalizer
 from engine.errors import UserError
 from engine.models.reading import read_tokenizer
 from scripts.harness.models import make_causal_lm
-from tests.training.data.reading import rows_of
 from tests.training.data.tiny_tokenizers import BOS, CHATML, EOS, PAD, chat_tokenizer, word_tokenizer
 from training.data.examples import (
     Pair,
@@ -31,7 +30,6 @@ from training.data.examples import (
     prompt_batch,
 )
 from training.data.forms import PAIRS, PROMPTS, SFT
-from training.data.order import PromptOrder
 from training.data.rows import load_rows
 from training.data.tokens import EMPTY, TextEncoder, stop_token_ids
 from training.runtime.start_report import counted, shown_rows
@@ -78,11 +76,6 @@ def test_a_text_of_which_nothing_is_to_be_learned_is_left_out():
     assert (examples.cut, examples.dropped) == (1, 1)
     with pytest.raises(UserError, match="none of the 1 texts has a token to be learned within max_length 2"):
         sft(ANSWERED, max_length=2, overlong="cut_answer")
-
-
-def test_an_unknown_loss_is_refused():
-    with pytest.raises(UserError, match="loss_on is 'prompt'; choose 'response' or 'all'"):
-        sft(ANSWERED, loss_on="prompt")
 
 
 def test_sft_batch():
@@ -425,28 +418,3 @@ def test_the_template_on_the_page_works_in_all_three_steps(tmp_path, bos):
     ids, count = TextEncoder(tokenizer).answered(sft["prompt"], sft["response"])
     assert ids == tokenizer(tokenizer.apply_chat_template(asked + chosen, tokenize=False))["input_ids"]
     assert ids[count:] == [7, tokenizer.eos_token_id] and stop_token_ids(tokenizer, None, None) == ids[-1:]
-
-
-def test_real_rows_become_batches():
-    model, reviews = SHARED / "models" / "stories260K", SHARED / "data" / "reviews"
-    if not (model.exists() and reviews.exists()):
-        pytest.skip("no tokenizer and reviews at ../shared/models/stories260K and ../shared/data/reviews")
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    rows = {
-        name: rows_of(reviews / f"{name}.jsonl", form)[:32]
-        for name, form in (("sft", SFT), ("pairs", PAIRS), ("prompts", PROMPTS))
-    }
-    batch = collate_sft(list(SFTExamples(rows["sft"], tokenizer, 64)), tokenizer.pad_token_id)
-    assert batch.sequences.shape == (32, 64) and batch.loss_mask.sum() == batch.attention_mask[:, 1:].sum()
-    batch = collate_pairs(
-        list(PairExamples(rows["pairs"], tokenizer, 64, overlong="cut_answer")), tokenizer.pad_token_id
-    )
-    shared = len(tokenizer("Review :")["input_ids"])
-    assert batch.sequences.shape == (64, 64) and batch.first_difference.min() == shared
-    prompts = Prompts(rows["prompts"], tokenizer, 16)
-    indices, visits = PromptOrder(len(prompts), 4, seed=0).batch(0)
-    batch = collate_prompts([prompts[index] for index in indices.tolist()], indices, visits, tokenizer.pad_token_id)
-    assert batch.input_ids.shape == (4, 16) and not batch.samples.any()
-    assert all(tokenizer.bos_token_id in prompt for prompt in batch.input_ids.tolist())

@@ -6,7 +6,6 @@ import gzip
 import hashlib
 import json
 import os
-import random
 import re
 import socket
 from datetime import datetime
@@ -48,10 +47,6 @@ def test_csv_cells_are_texts_and_empty_ones_are_absent(write):
         ("line 5", {"text": "NA", "stars": None}),
         ("line 6", {"text": "d"}),
     ]
-
-
-def test_a_cell_may_be_long(write):
-    assert all_of(write(b"text\n" + b"x" * 1_000_000, "rows.csv")) == [("line 2", {"text": "x" * 1_000_000})]
 
 
 @pytest.mark.parametrize(
@@ -191,91 +186,11 @@ def test_the_fingerprint_is_of_the_content(tmp_path, name):
     assert found != saved("one", "b")
 
 
-# --- 2,000 broken records ---------------------------------------------------------------------------------------------
-
 GOOD = {"prompt": "a", "chosen": "b", "rejected": "c"}
 
 
-def broken_object(rng: random.Random) -> object:
-    """A JSON value that is no record of a pair."""
-    name = rng.choice(list(GOOD))
-    kind = rng.randrange(6)
-    if kind == 0:
-        return rng.choice([None, 7, -1.5, True, "text", [], [GOOD], {}])
-    if kind == 1:
-        return {key: value for key, value in GOOD.items() if key != name}
-    if kind == 2:
-        return GOOD | {name: rng.choice([None, 7, 0.5, False, [], ["b"], [7], {}, {"role": "user"}])}
-    if kind == 3:
-        return GOOD | {rng.choice(["chosen", "rejected"]): rng.choice(["", " ", "\n\t"])}
-    if kind == 4:
-        return GOOD | {name: rng.choice(["\0", "a\0b", "\ud800", "x\udfff"])}
-    return {name.upper(): rng.choice(["x", "y" * 200])}
-
-
-def broken_bytes(rng: random.Random) -> bytes:
-    """A line of bytes that is no JSON, or none of UTF-8."""
-    line = json.dumps(GOOD | {"prompt": "\u00e9\U0001f600" * rng.randrange(1, 9)}, ensure_ascii=False).encode()
-    kind = rng.randrange(5)
-    if kind == 0:
-        return line[: rng.randrange(1, len(line) - 1)]  # half-written, often in the middle of a character
-    if kind == 1:
-        return line.replace(b"\xc3\xa9", bytes([rng.randrange(0x80, 0x100)]), 1)
-    if kind == 2:
-        return line.replace(b'"b"', b'"\0"')
-    if kind == 3:
-        return line + rng.choice([b"}", b",", b" oops", b"\x1a"])
-    return rng.choice([b"{", b"nul", b"'a'", b"{]", b'{"prompt" "a"}', b"\xff\xfe{", b"\x80"])
-
-
-def broken_cells(rng: random.Random) -> bytes:
-    """A line of a CSV file with the columns prompt, chosen, rejected."""
-    return rng.choice(
-        [
-            b"a",
-            b"a,b",
-            b"a,b,c,d",
-            b'a,b,"c',
-            b'a,"b"x,c',
-            b"a,,c",
-            b",b,c",
-            b"a, ,c",
-            b"a,b,\0",
-            b"a,b,\xc3",
-            b"\xff,b,c",
-            b'"a\0",b,c',
-            b"a,b,\xf0\x9f\x98",
-        ]
-    )
-
-
-@pytest.mark.slow
-def test_two_thousand_broken_records_are_told_with_their_place(write):
-    rng = random.Random(0)
-    good = json.dumps(GOOD).encode()
-    for number in range(2_000):
-        before = rng.randrange(4)
-        kind = rng.choice(["object", "bytes", "list", "csv"])
-        if kind == "csv":
-            path = write(b"prompt,chosen,rejected\n" + b"a,b,c\n" * before + broken_cells(rng) + b"\n", "rows.csv")
-            place = f"line {before + 2}"
-        elif kind == "list":
-            path = write(json.dumps([GOOD] * before + [broken_object(rng), GOOD]).encode(), "rows.json")
-            place = f"record {before + 1}"
-        else:
-            line = json.dumps(broken_object(rng)).encode() if kind == "object" else broken_bytes(rng)
-            path = write((good + b"\n") * before + line + b"\n" + good, "rows.jsonl")
-            place = f"line {before + 1}"
-        with pytest.raises(UserError) as caught:
-            rows_of(path, PAIRS)
-        message = str(caught.value)
-        assert re.match(rf"{re.escape(str(path))}, {place}\b", message), (number, message)
-        assert "found " in message and len(message) < len(str(path)) + 700, (number, message)
-
-
-@pytest.mark.parametrize("megabytes", [1, 4])
-def test_huge_broken_lines_make_short_messages(write, megabytes):
-    huge = "x" * (megabytes << 20)
+def test_huge_broken_lines_make_short_messages(write):
+    huge = "x" * (1 << 20)
     for content, name, place in [
         (json.dumps(GOOD | {"chosen": [huge]}), "rows.jsonl", "line 1, column chosen"),
         (json.dumps(GOOD)[:-1] + huge, "rows.jsonl", "line 1"),
@@ -487,13 +402,11 @@ def test_parts_of_a_file(tmp_path):
     assert file.hash() == hashlib.sha256(b"abc\ndef").hexdigest()
 
 
-def test_a_text_of_a_hundred_megabytes_is_refused_by_its_line(tmp_path):
+def test_a_text_of_ten_megabytes_is_refused_by_its_line(tmp_path):
     path = tmp_path / "rows.jsonl"
     with path.open("w") as file:
-        file.write('{"text": "a"}\n{"text": "' + "word " * 20_000_000 + '"}\n')
-    with pytest.raises(
-        UserError, match=r"line 2, column text: found 100,000,000 characters; needed at most 10,000,000"
-    ):
+        file.write('{"text": "a"}\n{"text": "' + "word " * 2_000_001 + '"}\n')
+    with pytest.raises(UserError, match=r"line 2, column text: found 10,000,005 characters; needed at most 10,000,000"):
         rows_of(path, SFT)
 
 

@@ -14,7 +14,7 @@ from engine.errors import UserError
 from tests.training.data.tiny_tokenizers import word_tokenizer
 from training.data.examples import SFTExamples, sft_fit
 from training.data.forms import PAIRS, PROMPTS, SFT, TEXTS
-from training.data.rows import load_rows, parse_split, split_held_out, split_part, weighted
+from training.data.rows import load_rows, parse_split, split_held_out, split_part
 
 
 @pytest.fixture
@@ -32,10 +32,6 @@ def load(*paths, phase=1, seed=7, **options):
     """(numbers of the training rows, numbers of the held-out rows)."""
     both = load_rows(list(paths), SFT, word_tokenizer(), phase=phase, seed=seed, **options)
     return tuple([int(row["text"][1:]) for row in rows] for rows in both)
-
-
-def test_one_file_is_read_in_its_order(data):
-    assert load(data("a.jsonl", 5)) == ([0, 1, 2, 3, 4], [])
 
 
 def test_parts_of_the_steps_are_disjoint_and_cover_everything(data):
@@ -107,12 +103,6 @@ def test_records_are_not_given_twice(data):
     assert len(load(one, eval_data_path=[other])[1]) == 9
 
 
-def test_the_halves_of_two_sets_of_one_size_are_drawn_without_order(data):
-    places = np.stack([np.zeros(100, int), np.arange(100)], axis=1)
-    half = weighted(places, 0.5, 3, "a")[:, 1].tolist()
-    assert len(set(half)) == 50 and half == sorted(half) and half != list(range(50))
-
-
 def test_held_out_rows_are_in_no_training_row_however_often_they_are_seen(data):
     paths = [data("a.jsonl", 20), data("b.jsonl", 20, 100)]
     training, held_out = load(*paths, weights=[2, 1], held_out=0.25)
@@ -160,11 +150,6 @@ def test_a_limit_of_held_out_rows(data):
 def test_too_few_rows_to_hold_any_out(data):
     with pytest.raises(UserError, match=r"--data_path .*a.jsonl, --num_eval_prompts: cannot hold out 3 of 3 rows"):
         load(data("a.jsonl", 3), held_out=3, held_out_flag="--num_eval_prompts")
-
-
-def test_empty_data_are_told(data):
-    with pytest.raises(UserError, match=r"b.jsonl: found no records; it needs at least one with messages, or prompt"):
-        load(data("a.jsonl", 3), data("b.jsonl", 0))
 
 
 def test_rows_are_checked_when_they_are_read(tmp_path):
@@ -215,15 +200,6 @@ def test_split_sizes(held_out, count):
             split_held_out(20, held_out, seed=0)
     else:
         assert split_held_out(20, held_out, seed=0).tolist().count(True) == 20 - count
-
-
-def test_what_is_held_out_is_drawn_by_the_seed():
-    stays = split_held_out(100, 0.3, seed=0).tolist()
-    held_out = [number for number in range(100) if not stays[number]]
-    assert held_out == sorted(np.random.default_rng(0).permutation(100)[:30].tolist())
-    assert held_out != list(range(30)) and held_out != list(range(70, 100))
-    assert split_held_out(100, 0.3, seed=0).tolist() == stays
-    assert split_held_out(100, 0.3, seed=1).tolist() != stays
 
 
 PINNED = {  # of the training rows and the held-out ones, by form

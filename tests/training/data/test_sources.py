@@ -163,19 +163,11 @@ def test_a_saved_set_is_read_as_it_is_stored_whatever_its_format(tmp_path):
     assert type(record["n"]) is int
 
 
-def test_the_fingerprint_of_a_saved_set_is_of_its_content(tmp_path):
-    prints = []
-    for name, text in (("one", "a"), ("two", "b")):
-        datasets.Dataset.from_dict({"text": [text]}).save_to_disk(str(tmp_path / name))
-        prints += [open_source(str(tmp_path / name)).training[0].fingerprint for _ in range(2)]
-    assert prints[0] == prints[1] != prints[2] == prints[3]
-
-
 @pytest.mark.parametrize(
     "name, content, reason",
     [
         ("README.md", "---\na: [\n---\n", "found no data set in this folder"),
-        ("README.md", "---\na: " + "[" * 20_000 + "\n---\n", "found no data set in this folder .maximum recursion"),
+        ("README.md", "---\na: " + "[" * 2_000 + "\n---\n", "found no data set in this folder .maximum recursion"),
         ("README.md", card("a, data_files: x.jsonl}, {config_name: b"), "found .* .README.md has the .* a, b"),
         ("dataset_dict.json", '{"splits": ["../set"]}', "found a data set of save_to_disk that is broken"),
         ("state.json", "[" * 200_000, "found a data set of save_to_disk that is broken"),

@@ -6,8 +6,6 @@ import json
 import os
 import resource
 import signal
-import subprocess
-import sys
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,7 +16,7 @@ from pyarrow import parquet
 
 from engine.errors import UserError
 from tests.training.data.tiny_tokenizers import BOS, EOS, chat_tokenizer, merging_tokenizer, word_tokenizer
-from training.data import tables, tokens
+from training.data import tokens
 from training.data.examples import PairExamples, Prompts, SFTExamples, TextBlocks, _enough
 from training.data.files import read_records
 from training.data.forms import PROMPTS, SFT
@@ -122,47 +120,6 @@ def test_whatever_matters_makes_another_file(tmp_path):
     assert cache_key(rows, word, **settings) == keys[0]
 
 
-@pytest.mark.parametrize(
-    "make, name",
-    [
-        (
-            lambda folder: SFTExamples([{"prompt": "a b", "response": " c"}], word_tokenizer(), 8, cache=folder),
-            "8e150493311555354f54f9c1e5ecdb510d5f0a33a54e4b072ad4a9f2b7bb3c93",
-        ),
-        (
-            lambda folder: PairExamples(
-                [{"prompt": "a b", "chosen": " b", "rejected": " c"}], word_tokenizer(), 8, cache=folder
-            ),
-            "54792db590a6ceb7a86d4d94de0b8f928b8c9ea45ad9730eb89e27f3217ca582",
-        ),
-        (
-            lambda folder: Prompts([{"prompt": "a b"}], word_tokenizer(), 8, cache=folder),
-            "a29db22e1781ca8c1d4bc02d46746d0994539be291ea899b4a826b8d962127ae",
-        ),
-        (
-            lambda folder: Prompts([{"prompt": "a b"}], word_tokenizer(), 8, "drop", folder, query_start=10),
-            "59c1da797c9d1fb2b02587bcb9ab4904f88fa001ec038a0ee888d964d7ab96c7",
-        ),
-        (
-            lambda folder: TextBlocks([{"text": "a b"}], word_tokenizer(), 2, cache=folder),
-            "1db08e9e3301247ed7f8d23397cbc2ba972158e49ba1b666b40593e00431ed44",
-        ),
-    ],
-)
-def test_files_are_found_by_the_names_that_they_always_had(tmp_path, monkeypatch, make, name):
-    monkeypatch.setattr(tables, "FORMAT", 5)
-    monkeypatch.setattr(tables, "version", lambda library: "1")
-    monkeypatch.setattr(tables, "tokenizer_hash", lambda tokenizer: "tokenizer")
-    make(tmp_path)
-    assert only_file(tmp_path).stem == name
-
-
-def test_a_raised_format_makes_another_file(monkeypatch):
-    before = cache_key([], word_tokenizer())
-    monkeypatch.setattr(tables, "FORMAT", tables.FORMAT + 1)
-    assert cache_key([], word_tokenizer()) != before
-
-
 def test_an_edited_file_is_never_served_stale(tmp_path):
     path, folder = tmp_path / "a.jsonl", tmp_path / "cache"
 
@@ -229,27 +186,6 @@ def test_many_writers_at_once(tmp_path):
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda _: write_table(made(2_000), tmp_path / "kept.arrow"), range(24)))
     assert read_table(only_file(tmp_path)).equals(table(2_000))
-
-
-@pytest.mark.slow
-def test_two_processes_at_once(tmp_path):
-    folder, start = tmp_path / "cache", tmp_path / "start"
-    script = Path(__file__).with_name("build_cache.py")
-    workers = [
-        subprocess.Popen(
-            [sys.executable, str(script), str(folder), str(start)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for _ in range(2)
-    ]
-    assert all(worker.stdout.readline() == "ready\n" for worker in workers)
-    start.touch()
-    ended = [worker.communicate(timeout=60) for worker in workers]
-    assert [worker.returncode for worker in workers] == [0, 0] and all(err == "" for _, err in ended)
-    assert [out for out, _ in ended] == ["20000 rows\n"] * 2
-    assert len(read_table(only_file(folder))) == 20_000
 
 
 def test_a_folder_that_cannot_be_written_costs_a_warning(tmp_path, capsys):

@@ -9,9 +9,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from engine.errors import UserError
-from tests.training.data.reading import rows_of
 from tests.training.data.tiny_tokenizers import BOS, CHATML, EOS, chat_tokenizer, merging_tokenizer, word_tokenizer
-from training.data.forms import PAIRS
 from training.data.tokens import (
     CUT,
     DROPPED,
@@ -79,17 +77,6 @@ def test_a_continuation_gets_no_space_from_sentencepiece(sentencepiece):
     ids = encoder.prompt("Review : ") + encoder.continuation("Review : ", "the")
     assert the not in ids
     assert sentencepiece.decode(ids, skip_special_tokens=True) == "Review : the"
-
-
-def test_real_answers_are_tokenised_as_parts_of_the_whole(sentencepiece):
-    path = SHARED / "data" / "reviews" / "pairs.jsonl"
-    if not path.exists():
-        pytest.skip("no preference pairs at ../shared/data/reviews")
-    encoder = TextEncoder(sentencepiece)
-    for row in rows_of(path, PAIRS)[:100]:
-        prompt, answer = row["prompt"], row["chosen"]
-        parts = encoder.prompt(prompt) + encoder.continuation(prompt, answer)
-        assert parts == encoder.prompt(prompt + answer)
 
 
 def test_an_answer_that_ends_its_turn_has_ended():
