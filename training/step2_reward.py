@@ -98,7 +98,7 @@ def main(args: RewardFlags) -> None:
         found = trainer.fit()
         normalize(args, trainer, prompts)
         chance = chance_text(found, "eval/accuracy", 0.5)
-        advice = f"{chance}: step 3 would follow noise; docs/metrics_steps_1_2.md says what to try" if chance else ""
+        advice = f"{chance}: step 3 would follow noise; docs/metrics.md says what to try" if chance else ""
         trainer.end(
             f"held-out pair accuracy {value_text(found, 'eval/accuracy')}{change_text(found, 'eval/accuracy')}; "
             f"margin {value_text(found, 'eval/margin')} before normalisation{advice}"
