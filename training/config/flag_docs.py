@@ -33,7 +33,7 @@ kl_coef: 0.05
 enable_ema: true
 ```
 
-A flag that is off or on is given bare (`--offload`) or with `true` or `false`.
+A switch is given bare (`--offload`) or with `true` or `false`.
 """
 SECTIONS: tuple[tuple[str, Sequence[type[ProgramFlags]]], ...] = (
     ("All three steps", (SFTFlags, RewardFlags, RLHFFlags)),
@@ -115,7 +115,8 @@ def dialect_tables() -> str:
         found = []
         for spec in specs:
             value, default = _value(spec, hints[spec.name]), _default(spec) or "none"
-            found.append(_row(f"`{spec.name}`", value, default, flags.get(spec.name, ""), _help(spec)))
+            says = "" if spec.name in flags else _help(spec)  # the flag's row has the same help
+            found.append(_row(f"`{spec.name}`", value, default, flags.get(spec.name, ""), says))
         lines += _table(group, ("field", "value", "default", "flag", ""), found)
     return "\n".join(lines)
 
@@ -140,10 +141,11 @@ def _value(spec: dataclasses.Field, hint) -> str:
         hint = next(kind for kind in typing.get_args(hint) if kind is not type(None))
     many = typing.get_origin(hint) in (list, tuple)
     kind = typing.get_args(hint)[0] if many else hint
-    names = {str: "text", int: "whole number", float: "number", bool: "true or false"}
-    limits = [f"{words} {spec.metadata[key]}" for key, words, _ in LIMITS if spec.metadata[key] is not None]
-    pair = ", two" if typing.get_origin(hint) is tuple else ", one or more" if many else ""
-    return ", ".join([names[kind] + pair, *limits])
+    names = {str: "text", int: "integer", float: "number", bool: "switch"}
+    signs = {"least": "≥", "above": ">", "most": "≤", "below": "<"}
+    limits = [f"{signs[key]} {spec.metadata[key]}" for key, *_ in LIMITS if spec.metadata[key] is not None]
+    pair = ["two"] if typing.get_origin(hint) is tuple else ["one or more"] if many else []
+    return ", ".join([" ".join([names[kind], *limits[:1]]), *limits[1:], *pair])
 
 
 def _default(spec: dataclasses.Field) -> str:
