@@ -22,7 +22,8 @@ from training.tools.serve.flags import ServeFlags
 DOCS = Path(__file__).parents[1] / "docs"
 PAGES = (
     *("guide", "sharing", "compare", "serve", "reward_server"),
-    *("from_deepspeed_chat", "from_llamafactory", "from_ms_swift", "from_trl", "from_trlx", "from_openrlhf", "from_verl"),
+    *("from_deepspeed_chat", "from_llamafactory", "from_ms_swift", "from_openrlhf", "from_trl", "from_trlx"),
+    "from_verl",
 )
 OTHERS = {  # of launchers, and of the program of checkpoints/export
     *("num_gpus", "log_level", "module", "hostfile", "master_port", "output", "local_rank"),
