@@ -33,7 +33,8 @@ kl_coef: 0.05
 enable_ema: true
 ```
 
-A switch is given bare (`--offload`) or with `true` or `false`.
+A switch is given bare (`--offload`) or with `true` or `false`. Flags of DeepSpeed-Chat that have no effect here are
+accepted or refused with a line that says what replaces them.
 """
 SECTIONS: tuple[tuple[str, Sequence[type[ProgramFlags]]], ...] = (
     ("All three steps", (SFTFlags, RewardFlags, RLHFFlags)),
@@ -46,7 +47,6 @@ SECTIONS: tuple[tuple[str, Sequence[type[ProgramFlags]]], ...] = (
     ("Comparing, `python -m training.compare`", (CompareFlags,)),
     ("Serving, `python -m training.serve`", (ServeFlags,)),
 )
-OLD = "DeepSpeed-Chat's flags that have nothing left to do"
 DIALECT = """## Fields of a dialect
 
 [Dialects](dialects.md) are rows of these choices. Each is set by `--set FIELD=VALUE`, some by a flag of step 3, too.
@@ -86,23 +86,18 @@ def section(title: str, programs: Sequence[type[ProgramFlags]], told: dict[str, 
     for there, names in others.items():
         lines.append(f'From the section "{there.partition(",")[0]}" it also takes: {", ".join(names)}.\n')
     for group, found in groups.items():
-        head = ("flag", "accepted", "") if group == OLD else ("flag", "value", "default", "")
-        lines += _table(group, head, found)
+        lines += _table(group, ("flag", "value", "default", ""), found)
     return "\n".join(lines)
 
 
 def rows(program: type[ProgramFlags]) -> list[tuple[str, str]]:
-    """(group, table row) for each flag of a program. The flags of DeepSpeed-Chat that have no effect come last."""
+    """(group, table row) for each flag of a program."""
     hints = typing.get_type_hints(program)
-    found = [
+    return [
         (group, _row(f"`--{spec.name}`", _value(spec, hints[spec.name]), _default(spec), _help(spec)))
         for group, specs in by_group(program).items()
         for spec in specs
     ]
-    for name, old in program.old_flags.items():
-        accepted = "yes" if old.allowed is None else ", ".join(map(str, old.allowed)) or "no"
-        found.append((OLD, _row(f"`--{name}`", accepted, old.instead)))
-    return found
 
 
 def dialect_tables() -> str:
