@@ -26,6 +26,19 @@ def test_links_and_paths_lead_somewhere(document):
     assert missing == set()
 
 
+def anchors(page: Path) -> set[str]:
+    """The anchors that GitHub gives a page's headings."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=str)
+def test_anchors_are_headings(document):
+    page = ROOT / document
+    links = re.findall(r"\]\(([\w./]*)#([^)]+)\)", page.read_text(encoding="utf-8"))
+    assert {(file, name) for file, name in links if name not in anchors(page.parent / file if file else page)} == set()
+
+
 def test_the_tests_that_caught_the_bugs_of_others_are_there():
     page = (ROOT / "docs" / "bugs.md").read_text(encoding="utf-8")
     named = {
