@@ -56,7 +56,7 @@ setup(
     ],
     extras_require={
         "v100": ["torch>=2.9,<2.11"],  # those of PyPI's builds that have code for it
-        "wandb": ["wandb"],  # for --wandb_project
+        "wandb": ["wandb"],  # for --report_to wandb
         "math": MATH,  # for --reward_function math_verify
         "serve": SERVE,  # for python -m training.serve
         "vllm": ["vllm>=0.32,<0.33", *BESIDE_VLLM],  # for --rollout_backend vllm, on GPUs

@@ -3,14 +3,13 @@ the choices of a dialect.
 
     lam: float = option(0.95, "lambda of GAE", least=0, most=1)
 
-Help texts, documentation pages, checks, and the comparison of a resumed run with its checkpoint are all generated from
-these fields.
+Help texts, documentation pages and checks are generated from these fields.
 """
 
 import dataclasses
 import math
 import operator
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 
 REQUIRED = dataclasses.MISSING
 LIMITS = (  # (key in the metadata, words for messages, comparison of value and limit)
@@ -19,7 +18,6 @@ LIMITS = (  # (key in the metadata, words for messages, comparison of value and 
     ("most", "at most", operator.le),
     ("below", "less than", operator.lt),
 )
-SAME, TOLD, FREE = "same", "told", "free"
 
 
 def option(
@@ -33,7 +31,6 @@ def option(
     below: float | None = None,
     finite: bool = True,
     only_with: str | tuple[str, ...] = (),
-    resume: str = FREE,
     **more,
 ):
     """A dataclass field that is an option. default: its default value, or REQUIRED if the user must set the option.
@@ -46,13 +43,10 @@ def option(
         only_with: conditions on other options of the same class without which this option has no effect: NAME (the
             option NAME must be set) or NAME=VALUE|VALUE (it must have one of these values). If several conditions are
             given, one is enough.
-        resume: whether a run that resumes from a checkpoint may change the value. "same": it must have the same value.
-            "told": it may change the value, and prints that it did. "free": it may change the value, and prints
-            nothing.
         more: further keys of the field's metadata.
     """
     conditions = (only_with,) if isinstance(only_with, str) else only_with
-    metadata = {"help": help, "choices": choices, "finite": finite, "only_with": conditions, "resume": resume, **more}
+    metadata = {"help": help, "choices": choices, "finite": finite, "only_with": conditions, **more}
     metadata |= {"least": least, "above": above, "most": most, "below": below}
     if isinstance(default, list):
         return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
@@ -110,10 +104,3 @@ def unmet(options, spec: dataclasses.Field) -> list[tuple[str, list[str]]]:
 def _holds(value, values: list[str]) -> bool:
     given = value if isinstance(value, list) else [value]
     return any(str(one).lower() in values for one in given) if values else is_set(value)
-
-
-def with_resume(options, resume: str) -> Iterator[tuple[str, object]]:
-    """Yields (name, value) of each option that has this `resume`, in the order of definition."""
-    for spec in dataclasses.fields(options):
-        if spec.metadata["resume"] == resume:
-            yield spec.name, getattr(options, spec.name)

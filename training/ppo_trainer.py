@@ -295,8 +295,8 @@ class PPOTrainer:
         point = ResumePoint.find(str(folder), str(folder), with_ema=models.ema is not None)
         assert point is not None, "a folder was given"
         ours, written = Conditions.of_trainer(self.algorithm.dialect, self.config), Conditions.read(point.state)
-        known = {name: value for name, value in written.identity.items() if name in ours.identity}
-        ours.check(replace(written, identity=known), point.folder)
+        known = {name: value for name, value in written.settings.items() if name in ours.settings}
+        ours.check(replace(written, settings=known), point.folder)
         notes = restore(point, models.trained, models.ema, models.kept_reference)
         self.load_state_dict(point.state)
         if distributed.is_main():

@@ -21,7 +21,7 @@ from engine.models.checking import check_attention, check_policy, check_rows
 from engine.models.loading import DTYPES, load_policy
 from engine.models.reading import LANGUAGE_MODEL, vocabulary_size
 from engine.rlhf_engine import wrap_trained
-from training.checkpoints.conditions import supervised_conditions
+from training.checkpoints.conditions import Conditions, fingerprints
 from training.checkpoints.resuming import ResumePoint
 from training.config.supervised import SFTFlags
 from training.data.examples import SFTBatch, SFTExamples, collate_sft, sft_fit
@@ -51,9 +51,10 @@ def main(args: SFTFlags) -> None:
         return
     check_shared(args.output_dir)
     tokenizer, examples, held_out, data = agreed(lambda: load_examples(args))
-    conditions = supervised_conditions(args, data, args.total_steps(len(examples)), tokenizer)
+    total_steps = args.total_steps(len(examples))
+    conditions = Conditions.of(args, data, tokenizer, checked(lambda: fingerprints(args)))
     if point:
-        agreed(lambda: point.check(conditions, args.total_steps(len(examples))))
+        agreed(lambda: point.check(conditions, total_steps))
     if args.preflight:
         return
     ds_config = args.ds_settings()

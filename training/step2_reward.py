@@ -33,7 +33,7 @@ from engine.rlhf_engine import frozen_model, wrap_trained
 from engine.rollout import SamplingConfig, build_rollouts
 from engine.zero.config import EngineConfig
 from engine.zero.engines import FrozenModel, TrainedModel
-from training.checkpoints.conditions import Conditions, supervised_conditions
+from training.checkpoints.conditions import Conditions, fingerprints
 from training.checkpoints.resuming import ResumePoint
 from training.config.supervised import RewardFlags
 from training.data.examples import PairBatch, PairExamples, Prompts, collate_pairs, collate_prompts, pair_fit
@@ -66,9 +66,10 @@ def main(args: RewardFlags) -> None:
         return
     check_shared(args.output_dir)
     tokenizer, examples, held_out, prompts, data = agreed(lambda: load_examples(args))
-    conditions = supervised_conditions(args, data, args.total_steps(len(examples)), tokenizer)
+    total_steps = args.total_steps(len(examples))
+    conditions = Conditions.of(args, data, tokenizer, checked(lambda: fingerprints(args)))
     if point:
-        agreed(lambda: point.check(conditions, args.total_steps(len(examples))))
+        agreed(lambda: point.check(conditions, total_steps))
     if args.preflight:
         return
     ds_config = args.ds_settings()

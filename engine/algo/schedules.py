@@ -34,11 +34,6 @@ SCHEDULES: dict[str, Callable[[float], float]] = {
 }
 
 
-def depends_on_total(schedule: str) -> bool:
-    """Whether the learning rate of a step depends on the number of steps of the run."""
-    return SCHEDULES[schedule] is not constant
-
-
 def lr_factor(step: int, total: int, warmup: int, schedule: str, warmup_from_zero: bool = False) -> float:
     """The factor that multiplies the peak learning rate at optimizer step `step` (counted from 0) of `total` steps.
 

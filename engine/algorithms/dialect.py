@@ -7,7 +7,6 @@ import types
 import typing
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from engine.algo.advantages import ESTIMATORS
 from engine.algo.corrections import CORRECTIONS
@@ -15,10 +14,10 @@ from engine.algo.kl import KL_ESTIMATORS
 from engine.algo.schedules import SCHEDULES
 from engine.algorithms.checks import FieldError, check_relations
 from engine.errors import UserError, nearest
-from engine.options import SAME, TOLD, choices_of, fault, option
+from engine.options import choices_of, fault
+from engine.options import option as choice
 
 TRUTHS = {"true": True, "yes": True, "false": False, "no": False}
-choice = partial(option, resume=TOLD)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +46,6 @@ class Dialect:
         "fixed: the KL coefficient does not change. adaptive: the coefficient starts at kl_coef and is steered so "
         "that the KL approaches kl_target",
         choices=("fixed", "adaptive"),
-        resume=SAME,
     )
     kl_target: float = choice(
         6.0,
@@ -96,7 +94,7 @@ class Dialect:
         "tokens count and there is no correction; else a forward pass",
         choices=("auto", "forward", "sampler"),
     )
-    samples_per_prompt: int = choice(1, "number of responses drawn for each prompt", above=0, resume=SAME)
+    samples_per_prompt: int = choice(1, "number of responses drawn for each prompt", above=0)
     dynamic_sampling: int = choice(
         1,
         "most batches of prompts that a step draws to fill itself with groups whose scores differ; 1: one batch, "
@@ -171,7 +169,6 @@ class Dialect:
         "standard deviation that scores are divided by: none, that of all scores so far (running), or that of the "
         "first batch of scores (first_batch)",
         choices=("none", "running", "first_batch"),
-        resume=SAME,
     )
     score_order: str = choice(
         "scale_clip",
@@ -183,13 +180,11 @@ class Dialect:
         "what happens to the score of a response without an end. none: it stays. replace: it becomes "
         "missing_end_value. subtract: missing_end_value is subtracted",
         choices=("none", "replace", "subtract"),
-        resume=SAME,
     )
     missing_end_value: float = choice(
         0.0,
         "with missing_end: the number that replaces the score, or is subtracted from it",
         only_with="missing_end",
-        resume=SAME,
     )
     overlong_buffer: float = choice(
         0.0,
@@ -352,10 +347,8 @@ class Dialect:
     # the policy. Warm-up lasts the 10 steps in which Adam's second moments fill. The first step's learning rate is over
     # 0, since a step of rate 0 would change nothing. There is no weight decay, because the KL penalty already
     # regularises.
-    ppo_epochs: int = choice(
-        4, "PPO epochs: passes over the responses of each step", above=0, resume=SAME, group="optimization"
-    )
-    mini_batches: int = choice(1, "mini-batches of a PPO epoch; each takes one optimizer step", above=0, resume=SAME)
+    ppo_epochs: int = choice(4, "PPO epochs: passes over the responses of each step", above=0, group="optimization")
+    mini_batches: int = choice(1, "mini-batches of a PPO epoch; each takes one optimizer step", above=0)
     critic_epochs: int | None = choice(
         None,
         "epochs of the critic, if not ppo_epochs; they then come before the actor's",
@@ -383,7 +376,6 @@ class Dialect:
         "adamw",
         "adamw, or tf_adam: Adam with epsilon where TensorFlow adds it",
         choices=("adamw", "tf_adam"),
-        resume=SAME,
     )
     betas: tuple[float, float] = choice((0.9, 0.95), "Adam's betas", least=0, below=1)
     eps: float = choice(1e-8, "Adam's epsilon", above=0)
@@ -404,7 +396,6 @@ class Dialect:
         "what the critic starts from: the reward model, or the SFT model with a new head of zeros (zero_head); "
         "none: there is no critic",
         choices=("reward_model", "zero_head", "none"),
-        resume=SAME,
         group="models",
     )
     hydra_layers: int = choice(
@@ -412,7 +403,6 @@ class Dialect:
         "number of the actor's last layers that train; the reference is frozen copies of these on the same lower "
         "layers. 0: all layers train",
         least=0,
-        resume=SAME,
     )
     ema_decay: float = choice(
         0.992, "decay of the moving average of the actor's weights (--enable_ema)", least=0, most=1
@@ -519,14 +509,6 @@ class Dialect:
     def micro_batches_matter(self) -> bool:
         """Whether the result depends on how responses are divided into micro-batches."""
         return self.loss_scope in ("micro_batch", "micro_batch_sum") or self.advantages_at == "micro_batch"
-
-    @property
-    def ranks_matter(self) -> bool:
-        """Whether the result depends, beyond rounding, on the number of ranks among which the responses are divided."""
-        whitens = self.whiten_rewards or self.whiten_advantages
-        by_rank = whitens and (self.whiten_over == "rank" or self.whiten_variance == "unbiased_alone")
-        steered_by_rank = self.kl_controller == "adaptive" and self.kl_update == "epoch"
-        return by_rank or steered_by_rank or self.micro_batches_matter
 
     @property
     def measures_prompts(self) -> bool:

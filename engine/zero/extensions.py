@@ -15,7 +15,6 @@ import torch
 
 from engine import distributed
 from engine.errors import UserError
-from engine.zero.accelerator import on_gpu
 
 LOCK = "four_engine_rlhf.lock"
 TELL_AFTER = 5.0  # seconds of waiting for another program's build after which a message is printed
@@ -136,11 +135,6 @@ def refuse_missing(ds_config: Mapping, path: str | None) -> None:
         raise UserError(
             f"{path}: zero_optimization.offload_param.device is 'nvme', but this machine has no libaio, with which "
             "DeepSpeed reads and writes disks. Install libaio-dev (libaio-devel), or leave offload_param out."
-        )
-    if ds_config["zero_optimization"].get("zero_quantized_nontrainable_weights") and not on_gpu():
-        raise UserError(
-            f"{path}: zero_optimization.zero_quantized_nontrainable_weights is True, but DeepSpeed's kernels for it "
-            "are for GPUs. Leave it out of the file."
         )
 
 

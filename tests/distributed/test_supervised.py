@@ -142,9 +142,9 @@ def test_other_data_and_another_number_of_examples_a_step_are_refused(runs, tiny
     half = Path(output) / "1_0_resumed"
     flags = flags_of(tiny, 1, 0) | {"output_dir": half}
     for changes, message in (
-        ({"per_device_train_batch_size": 2}, "examples a step was 8 when it was written and is 4 now"),
+        ({"per_device_train_batch_size": 2}, "rows a step was 8 when it was written and is 4 now"),
         ({"per_device_train_batch_size": 4, "seed": 5}, "seed was 1234"),
-        ({"per_device_train_batch_size": 4, "held_out": 9}, "the data, those held out included, are others"),
+        ({"per_device_train_batch_size": 4, "held_out": 9}, "--held_out was 8.0 when it was written and is 9.0 now"),
     ):
         result = run_here(1, flags | changes, capfd)
         assert result.code == 2 and message in result.stderr, result.stderr

@@ -184,7 +184,7 @@ def test_a_script_is_understood(script, started, tmp_path):
         (
             "3 run_13b.sh",
             ["--enable_mixed_precision_lora"],
-            "error: --enable_mixed_precision_lora: it rounds frozen weights to 8 bits",
+            "error: unknown flag --enable_mixed_precision_lora. DeepSpeed-Chat's enable_mixed_precision_lora: no coun",
         ),
         (
             "3 run_13b.sh",  # whose module name is OPT's

@@ -64,7 +64,7 @@ def test_a_server_that_stays_away_stops_the_run_with_a_restart_point(tiny, tmp_p
         whole = flags(tiny, server.url, **given) | {"output_dir": tmp_path / "whole"}
         assert run_here(3, whole, capfd).code == 0
         resumed = run_here(3, flags(tiny, server.url, **given, resume=point), capfd)
-    assert resumed.code == 0 and "taken for the same server at another address" in resumed.stdout
+    assert resumed.code == 0 and "changed since the checkpoint: --reward_url [" in resumed.stdout
     assert differences(tmp_path / "whole", tmp_path / "out") == []
 
 

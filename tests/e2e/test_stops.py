@@ -36,9 +36,12 @@ def assert_stopped(result, *parts: str) -> None:
         assert part in result.stderr, f"{part!r} is missing in {result.stderr!r}"
 
 
-def test_a_reward_model_that_scores_nan_leaves_the_restart_points(tiny, poisoned, tmp_path, capfd):
+def test_a_reward_model_that_scores_nan_leaves_the_restart_points(tiny, poisoned, tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(
+        "training.checkpoints.conditions.fingerprint", lambda path, what: what
+    )  # it passes for the same
     out = tmp_path / "out"
-    flags = tiny.flags(3, output_dir=out, save_steps=1, max_steps=2)
+    flags = tiny.flags(3, output_dir=out, save_steps=1, max_steps=2, reward_model_name_or_path=tiny.folder / "reward")
     assert run_here(3, flags, capfd).code == 0
     points, lines = snapshot(out / "checkpoints"), metric_lines(out)
 

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from engine.algo.logprobs import token_logprobs
 from engine.algo.losses import policy_loss
-from engine.algo.schedules import SCHEDULES, depends_on_total, lr_factor
+from engine.algo.schedules import SCHEDULES, lr_factor
 from engine.algorithms import get_dialect
 from engine.engine_spec import OptimizerSpec
 from engine.optim import TensorFlowAdam, build_optimizer
@@ -58,7 +58,6 @@ def test_a_schedule_that_a_user_adds(monkeypatch):
     monkeypatch.setitem(SCHEDULES, "root", lambda progress: (1 - progress) ** 0.5)
     assert lr_factor(4, total=10, warmup=2, schedule="root") == 0.75**0.5
     assert get_dialect("default").override(lr_schedule="root").lr_schedule == "root"
-    assert depends_on_total("root") and not depends_on_total("constant")
 
 
 class Small(nn.Module):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import pytest
 
 from engine.algorithms import Dialect
-from engine.options import REQUIRED, SAME, TOLD, choices_of, default_of, fault, option, unmet, with_resume
+from engine.options import REQUIRED, choices_of, default_of, fault, option, unmet
 from training.config.parsing import STEPS
 from training.config.step3 import MemoryFlags
 from training.tools.compare.flags import CompareFlags
@@ -20,8 +20,8 @@ TABLE = {"one": 1}
 class Options:
     """One of each kind."""
 
-    size: int = option(3, "a number", least=1, most=4, resume=SAME)
-    rate: float | None = option(None, "a number", above=0, below=1, resume=TOLD)
+    size: int = option(3, "a number", least=1, most=4)
+    rate: float | None = option(None, "a number", above=0, below=1)
     wait: float = option(1.0, "a number of any size", finite=False, only_with="size=3|4")
     pair: tuple[float, float] = option((0.1, 0.2), "numbers", least=0)
     names: list[str] = option([], "texts", only_with=("rate", "kind=two"))
@@ -64,10 +64,6 @@ def test_without_what_an_option_has_no_effect():
     assert unmet(Options(), spec("size")) == []
 
 
-def test_what_a_checkpoint_asks():
-    assert dict(with_resume(Options(), SAME)) == {"size": 3} and dict(with_resume(Options(), TOLD)) == {"rate": None}
-
-
 def test_lists_are_nobody_elses():
     Options().names.append("changed")
     assert Options().names == [] == default_of(spec("names"))
@@ -88,4 +84,4 @@ def test_conditions_name_options_and_values_that_are_there(options):
             wanted = set(values.split("|")) if values and choices else set()
             assert wanted <= set(choices or ()), (spec.name, name)
         assert default_of(spec) is REQUIRED or fault(spec, default_of(spec)) is None
-        assert spec.metadata["resume"] in ("same", "told", "free") and spec.metadata["help"]
+        assert spec.metadata["help"]

@@ -21,18 +21,15 @@ from engine.files import misfit, parsed_json, without_links
 from engine.lazy import Lazy
 from engine.models.adapter_folders import CLASSIFIER, HEAD, PREFIX, AdapterFolder, read_adapter
 from engine.models.adapters import is_factor, merged, update
-from engine.models.checking import check_policy, check_trunk, fingerprint
+from engine.models.checking import check_base
 from engine.models.loading import load_policy, load_scorer, new_scorer
 from engine.models.places import is_adapter
-from engine.models.reading import CLASSIFIER as SCORER
-from engine.models.reading import LANGUAGE_MODEL, model_class
 from engine.models.reward_formats import is_deepspeed_chat_scorer
 from engine.models.saving import BASE
-from engine.models.weight_files import stored_name, tensors_of, weight_files, weights_folder
 from engine.reference import EMA
 from engine.whole_files import file_order, remove_folder
 from engine.zero.engines import TrainedModel
-from training.checkpoints.conditions import BEFORE, CONTENTS, FIRST, FROZEN, OWED, Conditions
+from training.checkpoints.conditions import BEFORE, FIRST, OWED, Conditions
 from training.checkpoints.files import (
     AUTO,
     CONFIG,
@@ -54,8 +51,8 @@ STATE = {
     "steps_done": int,
     "models": {str: {"adam_steps": int, "loss_scale": {str: NUMBER}}},
     "ema": bool,
-    "identity": dict,
     "settings": dict,
+    "contents": {str: str | None},
     OWED: (ABSENT, {str: NUMBER | None}),
     BEFORE: (ABSENT, {str: [NUMBER]}),
     FIRST: (ABSENT, [str]),
@@ -171,16 +168,9 @@ def _read(path: Path, with_ema: bool) -> dict:
     try:
         state = parsed_json(path.read_text(encoding="utf-8"))
         if not (fault := misfit(state, STATE, "state")):
-            kl = state["identity"].get("kl_controller")
-            hashes = [name for name in state["settings"] if name.startswith(CONTENTS)]
-            frozen = [name for name in state["identity"] if name.startswith(FROZEN)]
-            kinds: dict = {
-                "settings": dict.fromkeys(hashes, str | None),
-                "identity": dict.fromkeys(frozen, str | None),
-            }
-            if kl is not None:
-                kinds |= OF_STEP_3 | ({"kl": {"value": NUMBER}} if kl == "adaptive" else {})
-            fault = misfit(state, kinds, "state")
+            kl = state["settings"].get("kl_controller")
+            adaptive = {"kl": {"value": NUMBER}} if kl == "adaptive" else {}
+            fault = misfit(state, {**OF_STEP_3, **adaptive} if kl is not None else {}, "state")
         if fault:
             raise ValueError(fault)
     except (ValueError, OSError) as error:
@@ -320,56 +310,19 @@ class AdapterPoint:
         except UserError as error:
             raise UserError(f"{error} Or say with --base where it stands now.") from None
         assert found is not None
-        known = self.point.state["identity"].get(f"frozen weights of the {self.model}")
-        now = fingerprint(found.base, str(self.point.folder))
-        if None not in (known, now) and known.split()[0] != now:
-            raise UserError(
-                f"{self.point.folder}: its model {self.model} began with other weights than stand in {found.base}. "
-                "Give the model that the run began with: --base."
-            )
+        check_base(found)
         return found
 
     def _base(self, adapter: AdapterFolder) -> tuple[PreTrainedModel, dict[str, Tensor]]:
-        """(the base, that is the model with which the run began; {name: weight} of its weights).
-
-        If the base's files use the model's own names, the model stays on the meta device, and each weight is read when
-        it is asked for. Otherwise the whole model is loaded.
-        """
+        """(the base, that is the model with which the run began; {name: weight} of its weights)."""
         dtype, what = self.tensors.dtype, str(self.point.folder)
-        scores = adapter.config.task_type == CLASSIFIER
+        load: Any = load_policy
         if is_deepspeed_chat_scorer(adapter.base, what):
-            model = load_scorer(adapter.base, dtype, what=what).model
-        else:
-            config = (check_trunk if scores else check_policy)(adapter.base, what)
-            kind = model_class(config, SCORER if scores else LANGUAGE_MODEL, adapter.base, what)
-            config.num_labels = 1 if scores else config.num_labels
-            with torch.device("meta"):
-                model = kind._from_config(config, dtype=dtype)
-            stored = self._stored(model, adapter.base)
-            if stored is not None:
-                return model, stored
-            load = partial(new_scorer, pad_token_id=None, seed=None) if scores else load_policy
-            model = load(adapter.base, dtype, what=what).model
+            load = load_scorer
+        elif adapter.config.task_type == CLASSIFIER:
+            load = partial(new_scorer, pad_token_id=None, seed=None)
+        model = load(adapter.base, dtype, what=what).model
         return model, {name: tensor.detach() for name, tensor in _weights(model).items()}
-
-    def _stored(self, model: PreTrainedModel, path: str) -> dict[str, Tensor] | None:
-        """{name in the model: weight} of the weights that the checkpoint lacks; each is read from the files at `path`
-        when it is used. None if the files use another name for one of them, or are not on this machine."""
-        folder = weights_folder(path)
-        if folder is None or model._keep_in_fp32_modules or model._keep_in_fp32_modules_strict:
-            return None
-        files: dict[str, Lazy] = {}
-        for file in weight_files(folder, path):
-            files |= tensors_of(file)
-        own = {name.replace(BASE, ".") for name in self.tensors}
-        found = {}
-        for name, weight in _weights(model).items():
-            other = stored_name(name, model, files)
-            if other is not None and (lazy := files[other]).shape == weight.shape:
-                found[name] = Lazy.of(tuple(weight.shape), weight.dtype, lazy.fill)
-            elif name not in own:
-                return None
-        return found
 
 
 def _weights(model: PreTrainedModel) -> dict[str, Tensor]:

@@ -13,7 +13,6 @@ from functools import cached_property
 from engine.algorithms import DIALECTS, Dialect, check_effect, get_dialect, parse_settings
 from engine.algorithms.checks import FieldError
 from engine.errors import UserError
-from engine.options import FREE, SAME, TOLD
 from training.config.flags import DataFlags, flag
 from training.config.other_systems import flag_of_other_systems
 
@@ -22,7 +21,7 @@ def dialect_flag(field: str, *, group: str = "", only_with: str | tuple[str, ...
     """A flag that sets a field of the dialect. The flag has the field's help text and range. The flag's default None
     keeps the dialect's value."""
     metadata = Dialect.__dataclass_fields__[field].metadata
-    own = {"default": None, "group": group, "field": field, "only_with": only_with, "resume": FREE}
+    own = {"default": None, "group": group, "field": field, "only_with": only_with}
     return flag(**{**metadata, **own})
 
 
@@ -76,16 +75,14 @@ class AlgorithmFlags(DataFlags):
         "as OUTPUT_DIR/critic_pretrained; another run can start from it with --critic_model_name_or_path, and then "
         "needs --reward_model_name_or_path",
         least=0,
-        resume=SAME,
     )
     critic_pretrain_learning_rate: float | None = flag(
         None,
         "peak learning rate of the critic in --critic_pretrain_steps; by default --critic_learning_rate",
         above=0,
         only_with="critic_pretrain_steps",
-        resume=SAME,
     )
-    critic_warmup_steps: int = flag(0, "steps at the start in which only the critic trains", least=0, resume=SAME)
+    critic_warmup_steps: int = flag(0, "steps at the start in which only the critic trains", least=0)
     max_kl: float | None = flag(
         None,
         "end the run, before its update, at a step whose responses have a KL to the reference above this many nats "
@@ -103,9 +100,7 @@ class AlgorithmFlags(DataFlags):
         least=1,
     )
     num_samples_per_prompt: int | None = dialect_flag("samples_per_prompt")
-    per_device_training_batch_size: int = flag(
-        16, "responses per rank in one forward and backward pass", least=1, resume=TOLD
-    )
+    per_device_training_batch_size: int = flag(16, "responses per rank in one forward and backward pass", least=1)
     gradient_accumulation_steps: int | None = flag(
         None,
         "forward and backward passes in one optimizer step; sets the dialect's mini_batches. By default "
@@ -305,12 +300,3 @@ class ReferenceFlags(AlgorithmFlags):
     def keeps_average(self) -> bool:
         """Whether the run keeps a moving average of the actor's weights."""
         return self.enable_ema or self.reference == MOVING
-
-    def moving_reference(self) -> dict[str, object]:
-        """{name: value} for the flags of a moving reference. All values are None if the reference does not move."""
-        refreshed = self.reference_refresh_steps is not None
-        return {
-            "--reference": self.reference if self.reference != START else None,
-            "--reference_refresh_steps": self.reference_refresh_steps,
-            "--reference_mixup_alpha": self.reference_mixup_alpha if refreshed else None,
-        }

@@ -33,8 +33,8 @@ kl_coef: 0.05
 enable_ema: true
 ```
 
-A switch is given bare (`--offload`) or with `true` or `false`. Flags of DeepSpeed-Chat that have no effect here are
-accepted or refused with a line that says what replaces them.
+A switch is given bare (`--offload`) or with `true` or `false`. Flags of [DeepSpeed-Chat](from_deepspeed_chat.md) that
+have no effect here are accepted.
 """
 SECTIONS: tuple[tuple[str, Sequence[type[ProgramFlags]]], ...] = (
     ("All three steps", (SFTFlags, RewardFlags, RLHFFlags)),

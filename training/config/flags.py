@@ -10,8 +10,6 @@ change the working directory; therefore `make_paths_absolute` is called before s
 
 import dataclasses
 import os
-import re
-import reprlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +24,7 @@ from engine.files import expanded
 from engine.models.attention import IMPLEMENTATIONS, PACKING, Attention
 from engine.models.places import base_of
 from engine.models.reading import read_chat_template, read_tokenizer
-from engine.options import REQUIRED, SAME, default_of, fault, option, unmet
+from engine.options import REQUIRED, default_of, fault, option, unmet
 from engine.zero.accelerator import on_gpu
 from training.checkpoints.files import Schedule
 from training.data.forms import Form
@@ -57,25 +55,11 @@ def by_group(options: type) -> dict[str, list[dataclasses.Field]]:
     return groups
 
 
-@dataclass(frozen=True, slots=True)
-class OldFlag:
-    """A flag of DeepSpeed-Chat that has no effect here.
-
-    kind: the type of the flag's value; bool for a flag without a value. instead: what to use here in place of the flag.
-    allowed: the values that are accepted; other values would ask for a feature that is missing here. None accepts all
-    values.
-    """
-
-    kind: type
-    instead: str
-    allowed: tuple | None = None
-
-
 @dataclass(kw_only=True)
 class ProgramFlags:
     """The base class of every program's flags, which can be given on the command line or in a YAML file."""
 
-    old_flags: ClassVar[dict[str, OldFlag]] = {}
+    old_flags: ClassVar[dict[str, type]] = {}  # flags without effect, and the types of their values
 
     config: str | None = flag(
         None, "YAML file with flags by name, without dashes; flags on the command line win", group="the run"
@@ -159,12 +143,11 @@ class RunFlags(TokenizerFlags):
         "start the run's ranks on all nodes, check all that is checked before models are loaded (versions, the output "
         "folder, models, data), and end; the exit code is 0 if all nodes are fit, else 2",
     )
-    seed: int = flag(1234, "seed of data order, new weights and sampling", least=0, most=2**31 - 1, resume=SAME)
+    seed: int = flag(1234, "seed of data order, new weights and sampling", least=0, most=2**31 - 1)
     dtype: str | None = flag(
         None,
         "dtype that models compute in; by default bf16 on GPUs that have it, fp16 on other GPUs, fp32 on CPUs",
         choices=("fp32", "fp16", "bf16"),
-        resume=SAME,
     )
     attn_implementation: str = flag(
         "auto",
@@ -192,7 +175,6 @@ class RunFlags(TokenizerFlags):
         None,
         "folder in which this run's TensorBoard files get a subfolder; by default they are in OUTPUT_DIR/tensorboard",
     )
-    wandb_project: str | None = flag(None, "adds wandb to --report_to, with this name in place of --report_project")
     grace_seconds: float = flag(
         25.0,
         "seconds in which a run has to finish its step, save and end after TERM, Ctrl-C or the end of its "
@@ -220,8 +202,7 @@ class RunFlags(TokenizerFlags):
     def reports(self) -> list[str]:
         """TensorBoard and the trackers that get the run's metrics."""
         left_out = {"none"} if self.enable_tensorboard else {"none", "tensorboard"}
-        names = [*self.report_to, *(["wandb"] if self.wandb_project else [])]
-        return [name for name in dict.fromkeys(names) if name not in left_out]
+        return [name for name in dict.fromkeys(self.report_to) if name not in left_out]
 
     @property
     def gpus(self) -> int:
@@ -267,9 +248,6 @@ class RunFlags(TokenizerFlags):
         return not self.dry_run or (Path(path).exists() and Path(base_of(path, "model")).exists())
 
 
-LONGEST_PATH, LONGEST_PART = 4095, 255  # Linux's limits for a path, and for a name in it, in bytes
-
-
 def _texts(value) -> list[str]:
     return [item for item in (value if isinstance(value, list) else [value]) if isinstance(item, str)]
 
@@ -284,15 +262,6 @@ def check_name(name: str, value: str) -> None:
     """Raise UserError for a text that cannot be the name of a file, model or data set."""
     if not value.strip():
         raise UserError(f"--{name} {value!r}: this is blank. Leave the flag out, or give a name.")
-    if re.search(
-        "[\0-\x1f\x7f\ud800-\udc7f\udd00-\udfff]", value
-    ):  # \udc80 to \udcff stand for bytes that are no UTF-8
-        raise UserError(f"--{name} {value!r}: a control character or half a character stands in it. Take it out.")
-    encoded = os.fsencode(value)
-    if len(encoded) > LONGEST_PATH or any(len(part) > LONGEST_PART for part in encoded.split(b"/")):
-        raise UserError(
-            f"--{name} {reprlib.repr(value)}: {len(value)} characters are too long for a name. Give a shorter one."
-        )
 
 
 WRITTEN = ("output_dir", "tensorboard_path", "data_output_path")
@@ -442,7 +411,6 @@ class DataFlags(RunFlags):
         "begins with a user's turn. cut_answer: a text loses its end, and step 3 leaves a prompt out. drop: the "
         "row is left out",
         choices=OVERLONG,
-        resume=SAME,
     )
     data_output_path: str | None = flag(
         None, "folder that keeps tokenised data for later runs; by default ~/.cache/four-engine-rlhf"

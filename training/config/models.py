@@ -17,7 +17,6 @@ from engine.engine_spec import EngineSpec, OptimizerSpec, frozen_stage
 from engine.errors import UserError, without_query
 from engine.models.adapter_folders import read_adapter
 from engine.models.lora import ALL_LINEAR, LoraSpec
-from engine.options import SAME, TOLD
 from engine.reward.server import FORMS, OWN_FIELDS, ServerSettings
 from engine.zero.config import EngineConfig, build_ds_config, chosen_stage, refuse_offload_of_roles, stage_of_file
 from training.config.algorithm import MOVING, AlgorithmFlags, ReferenceFlags
@@ -60,13 +59,6 @@ class LoraFlags(RunFlags):
         "default, means all linear layers but the output head; all-linear lm_head adds the head",
         only_with=RANKS,
     )
-    lora_dropout: float | None = flag(
-        None,
-        "dropout of the input of the LoRA factors, in training of steps 1 and 2; step 3 has none",
-        least=0,
-        below=1,
-        only_with=RANKS,
-    )
     save_merged: str = flag(
         "auto",
         "save models with their adapters merged in, beside the adapters; auto: if the disk has room",
@@ -102,7 +94,7 @@ class LoraFlags(RunFlags):
             dim=dim,
             alpha=1.0 if self.lora_alpha is None else self.lora_alpha,
             targets=ALL_LINEAR if targets in ((), (ALL_LINEAR,)) else targets,
-            dropout=self.lora_dropout or 0.0,
+            dropout=getattr(self, "lora_dropout", 0.0),  # step 3 has none
             lr=LEARNING_RATE if rate is None else rate,
             only=self.only_optimize_lora,
             seed=self.seed,
@@ -118,9 +110,8 @@ class LoraFlags(RunFlags):
         dim = getattr(self, f"{model}lora_dim")
         if (dim or by) and not rate:
             raise UserError(
-                f"--{model}learning_rate 0 with {by or f'--{model}lora_dim {dim}'}: the rate of the "
-                f"factors, --{model}lora_learning_rate, is held as a multiple of this one. Give one above 0; "
-                "--only_optimize_lora keeps all but the factors as they are."
+                f"--{model}learning_rate 0 with {by or f'--{model}lora_dim {dim}'}: the rate of the factors is held as "
+                "a multiple of it. Give one above 0; --only_optimize_lora trains the factors alone."
             )
 
 
@@ -140,6 +131,9 @@ class ModelLoraFlags(LoraFlags):
     )
     lora_learning_rate: float | None = flag(
         None, f"peak learning rate of the LoRA factors; by default {LEARNING_RATE}", least=0, only_with="lora_dim"
+    )
+    lora_dropout: float = flag(
+        0.0, "dropout of the input of the LoRA factors, in training", least=0, below=1, only_with="lora_dim"
     )
 
 
@@ -189,14 +183,11 @@ class RoleLoraFlags(LoraFlags):
         False,
         "one language model in one engine serves as actor, critic, reference and reward model, which differ in "
         "their adapters and heads; needs --only_optimize_lora",
-        resume=SAME,
     )
 
     def validate(self) -> None:
         """Raise UserError for values that cannot work, by themselves or in combination."""
         super().validate()
-        if self.lora_dropout:
-            raise UserError(f"{self.word('lora_dropout')}: {DROPOUT}")
         if self.share_trunk and not (self.only_optimize_lora and self.actor_lora_dim):
             raise UserError(
                 "--share_trunk needs --only_optimize_lora and --actor_lora_dim: what all four models share must not "
@@ -225,14 +216,12 @@ class RewardFunctionFlags(AlgorithmFlags):
         None,
         "column with the right answers, for math_verify (pip install .[math]); by default answer",
         only_with="reward_function=math_verify",
-        resume=SAME,
     )
     response_format: str | None = flag(
         None,
         "regular expression that a whole response has to match, for format; by default reasoning in <think> tags "
         "and an answer in <answer> tags",
         only_with="reward_function=format",
-        resume=SAME,
     )
     overlap_rewards: bool = flag(
         False,
@@ -241,8 +230,8 @@ class RewardFunctionFlags(AlgorithmFlags):
         "thread",
         only_with=("reward_function", "reward_url"),
     )
-    reward_model_weight: float = flag(1.0, "weight of the reward model in the score", resume=SAME)
-    length_penalty: float = flag(0.0, "number subtracted from the score for each token of the response", resume=SAME)
+    reward_model_weight: float = flag(1.0, "weight of the reward model in the score")
+    length_penalty: float = flag(0.0, "number subtracted from the score for each token of the response")
 
     def validate(self) -> None:
         """Raise UserError if a function is given twice, or if --response_format is not a valid regular expression."""
@@ -290,7 +279,6 @@ class RewardServerFlags(RewardFunctionFlags):
         [],
         "columns of the data that are sent with each response; the form openrlhf takes one, as labels",
         only_with="reward_url",
-        resume=SAME,
     )
     reward_url_batch_size: int = flag(64, "most responses in one request", least=1, only_with="reward_url")
     reward_url_timeout: float = flag(
@@ -364,19 +352,17 @@ class ModelFlags(RoleLoraFlags, ReferenceFlags, RewardServerFlags):
     """The flags of step 3's models, of their adapters and of their engines."""
 
     actor_model_name_or_path: str = flag(
-        REQUIRED, "SFT model that the actor and the reference start from", group="models", resume=TOLD
+        REQUIRED, "SFT model that the actor and the reference start from", group="models"
     )
     critic_model_name_or_path: str | None = flag(
         None,
         "reward model that the critic starts from. With --reward_function or --reward_url this flag is optional; "
         "without it the critic is the SFT model with a new head. In dialects without a critic, or whose critic "
         "starts otherwise, it names the reward model only",
-        resume=TOLD,
     )
     reward_model_name_or_path: str | None = flag(
         None,
         "reward model; by default the path of the critic, or none with --reward_function or --reward_url",
-        resume=TOLD,
     )
     actor_dropout: float | None = flag(
         None, "must be 0, which is the default: dropout would change the ratio of new to old probabilities"
@@ -529,7 +515,7 @@ class ModelFlags(RoleLoraFlags, ReferenceFlags, RewardServerFlags):
             reference_refresh_steps=self.reference_refresh_steps,
             reference_mixup_alpha=self.reference_mixup_alpha,
         )
-        self._check_shared(spec, dialect)
+        self._check_shared(spec)
         engines = {"reference": frozen("reference", actor, self.offload_reference_model)}
         if scored:
             partner = critic if dialect.has_critic else actor
@@ -577,11 +563,6 @@ class ModelFlags(RoleLoraFlags, ReferenceFlags, RewardServerFlags):
         for role in ("actor", "critic") if dialect.has_critic else ("actor",):
             if role == "actor" or not self.share_trunk:
                 self._trained(role).check_offload()
-        if self.share_trunk and self.critic_ds_config is not None:
-            raise UserError(
-                f"{self.word('critic_ds_config')} with --share_trunk: actor and critic are one engine, "
-                "which has the actor's configuration. Leave it out, and give --actor_ds_config."
-            )
         if self.share_trunk and self.critic_zero_stage not in (None, self.stage("actor")):
             raise UserError(
                 f"{self.word('critic_zero_stage')} with --share_trunk: actor and critic are one engine, at "
@@ -608,20 +589,10 @@ class ModelFlags(RoleLoraFlags, ReferenceFlags, RewardServerFlags):
         starts_so = start is not None and dialect.critic_start == "reward_model"
         return replace(actor, lr=LEARNING_RATE, dim=start.config.r if start is not None and starts_so else actor.dim)
 
-    def _check_shared(self, spec: EngineSpec, dialect: Dialect) -> None:
+    def _check_shared(self, spec: EngineSpec) -> None:
         """Raise UserError for flags of an engine that the run does not have, because another engine computes the
         model."""
         for role, what in spec.shared.items():
             for name in (f"{role}_ds_config", f"offload_{role}_model"):
-                if not getattr(self, name, None):
-                    continue
-                if role == "reference" and spec.reference_moves:
-                    cause = next(f"{name} {value}" for name, value in self.moving_reference().items() if value)
-                    remedy = f"train without {cause}"
-                elif role == "reference" and spec.hydra_layers:
-                    cause = f"hydra_layers {spec.hydra_layers} (dialect {dialect.name})"
-                    remedy = "set hydra_layers to 0"
-                else:
-                    cause = "--share_trunk" if spec.share_trunk else "--only_optimize_lora"
-                    remedy = f"train without {cause}"
-                raise UserError(f"--{name} with {cause}: {what}. Leave it out, or {remedy}.")
+                if getattr(self, name, None):
+                    raise UserError(f"{self.word(name)}: {what}. Leave it out.")

@@ -1,10 +1,8 @@
-"""Lists flags of other systems, and finds this project's counterpart of each.
+"""Flags of other systems: those of DeepSpeed-Chat that are accepted and have no effect, its defaults, and for all other
+flags the row on the system's page, docs/from_*.md, which the refusal quotes.
 
-Some flags of DeepSpeed-Chat have no effect here. These flags are accepted or refused, and a message names what to use
-instead. Their names and types come from DeepSpeedExamples 83757d9c, applications/DeepSpeed-Chat/training/step*/main.py,
-and from the scripts in the same folders.
-
-Flags of other systems are refused. The message quotes the flag's row on the system's page, docs/from_*.md.
+DeepSpeed-Chat's names and types come from DeepSpeedExamples 83757d9c,
+applications/DeepSpeed-Chat/training/step*/main.py, and from the scripts in the same folders.
 """
 
 import re
@@ -12,61 +10,33 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from training.config.flags import OldFlag
-
-ALL_STEPS = {
-    "deepspeed": OldFlag(bool, "every engine is DeepSpeed's anyway."),
-    "deepspeed_config": OldFlag(
-        str,
-        "name one file for each engine instead: --ds_config in steps 1 and 2, "
-        "--actor_ds_config and its like in step 3.",
-        allowed=(),
-    ),
-    "num_padding_at_beginning": OldFlag(int, "masks and position ids leave out padding tokens, wherever they stand."),
-    "add_eot_token": OldFlag(
-        bool, "every text ends with the tokenizer's own EOS token anyway; models learn to stop with this token."
-    ),
-    "compute_fp32_loss": OldFlag(bool, "every loss is computed in float32 anyway."),
+_ALL_STEPS = {
+    "deepspeed": bool,
+    "num_padding_at_beginning": int,
+    "add_eot_token": bool,
+    "compute_fp32_loss": bool,
 }
-
-SUPERVISED = {
-    **ALL_STEPS,
-    "disable_dropout": OldFlag(bool, "dropout is off anyway; --dropout turns it on."),
-    "eot_token": OldFlag(str, "every text ends with the tokenizer's own EOS token."),
-    "print_loss": OldFlag(bool, "the progress bar shows the loss anyway."),
-    "eval_iters": OldFlag(int, "all held-out rows are evaluated; --held_out gives their number."),
-    "no_bf16_to_fp32_loss": OldFlag(bool, "every loss is computed in float32.", allowed=()),
-    "no_fused_kernels": OldFlag(bool, "torch's own fused AdamW is used, which needs no kernel to be built."),
+SUPERVISED: dict[str, type] = {
+    **_ALL_STEPS,
+    "disable_dropout": bool,
+    "eot_token": str,
+    "print_loss": bool,
+    "eval_iters": int,
+    "no_fused_kernels": bool,
 }
-
-STEP3 = {
-    **ALL_STEPS,
-    "enable_hybrid_engine": OldFlag(
-        bool, "use --rollout_backend instead: replica gathers the weights once per update."
-    ),
-    "unpin_actor_parameters": OldFlag(bool, "--rollout_backend zero3 keeps the weights partitioned while generating."),
-    "release_inference_cache": OldFlag(bool, "use --replicas_between_steps free instead."),
-    "tp_gather_partition_size": OldFlag(int, "weights are gathered in buckets of one size, independent of layers."),
-    "preprocessing_num_workers": OldFlag(int, "texts are tokenised once, and kept for later runs."),
-    "align_overflow": OldFlag(bool, "actor and critic always skip an overflowing step together."),
-    "print_answers": OldFlag(bool, "samples are printed every --print_answers_interval steps anyway."),
-    "disable_actor_dropout": OldFlag(bool, "dropout is off anyway."),
-    "disable_critic_dropout": OldFlag(bool, "dropout is off anyway."),
-    "enable_mixed_precision_lora": OldFlag(
-        bool,
-        "it rounds frozen weights to 8 bits (ZeRO++), so actor and reference would differ from the given model. Leave "
-        "it out: --dtype bf16 or fp16 keeps weights in 16 bits.",
-        allowed=(),
-    ),
-    "per_device_train_batch_size": OldFlag(
-        int,
-        "use --per_device_generation_batch_size for prompts answered at the same time (as in DeepSpeed-Chat's older "
-        "scripts), and --per_device_training_batch_size for responses in one forward and backward pass (as in TRL).",
-        allowed=(),
-    ),
-    "per_device_mini_train_batch_size": OldFlag(int, "renamed: --per_device_training_batch_size.", allowed=()),
-    "generation_batch_numbers": OldFlag(int, "renamed: --generation_batches.", allowed=()),
+STEP3: dict[str, type] = {
+    **_ALL_STEPS,
+    "enable_hybrid_engine": bool,
+    "unpin_actor_parameters": bool,
+    "release_inference_cache": bool,
+    "tp_gather_partition_size": int,
+    "preprocessing_num_workers": int,
+    "align_overflow": bool,
+    "print_answers": bool,
+    "disable_actor_dropout": bool,
+    "disable_critic_dropout": bool,
 }
+"""{flag of DeepSpeed-Chat without effect: type of its value; bool for a flag without a value}."""
 
 _ALL_STEPS_OF_DEEPSPEED_CHAT = {
     "data_path": "Dahoas/rm-static",

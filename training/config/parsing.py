@@ -17,7 +17,7 @@ from engine.algorithms import Dialect
 from engine.errors import UserError, nearest_names, without_query
 from engine.files import read_text
 from engine.options import REQUIRED, choices_of, default_of
-from training.config.flags import OldFlag, ProgramFlags, by_group, check_name
+from training.config.flags import ProgramFlags, by_group, check_name
 from training.config.other_systems import DEFAULTS, flag_of_other_systems
 from training.config.step3 import RLHFFlags
 from training.config.supervised import RewardFlags, SFTFlags
@@ -69,6 +69,8 @@ STEPS = {SFTFlags: 1, RewardFlags: 2, RLHFFlags: 3}
 IN_STEP_3 = {
     "held_out": "here --num_eval_prompts says how many prompts are held out",
     "max_seq_len": "here --max_prompt_seq_len and --max_answer_seq_len say how long a prompt and its answer may be",
+    "per_device_train_batch_size": "here --per_device_generation_batch_size says how many prompts are answered at the "
+    "same time, and --per_device_training_batch_size how many responses a forward and backward pass has",
     "learning_rate": "here --actor_learning_rate and --critic_learning_rate are given apart",
     "model_name_or_path": "here --actor_model_name_or_path and --critic_model_name_or_path are given apart",
 }
@@ -128,9 +130,10 @@ def parse_flags(
         raise UserError(f"{_shortened(stray[0])!r} belongs to no flag. --help lists the flags.")
     values = vars(found)
     del values["local_rank"]
-    old = {name: values.pop(name) for name in arguments_class.old_flags}
-    for name, value in old.items():
-        _tell_old(arguments_class.old_flags[name], name, value, say)
+    for name in arguments_class.old_flags:
+        value = values.pop(name)
+        if value is not None and value is not False:
+            say(f"--{name}: without effect here (docs/from_deepspeed_chat.md)")
     args = arguments_class(**values)
     if validate:
         args.validate()
@@ -148,22 +151,10 @@ def _parser(arguments_class: type[ProgramFlags], description: str, defaults: boo
             group.add_argument(f"--{spec.name}", **_argparse_options(spec, hints[spec.name], defaults))
     if arguments_class.old_flags:
         group = parser.add_argument_group("DeepSpeed-Chat's flags that have nothing left to do")
-    for name, old in arguments_class.old_flags.items():
-        options: dict[str, Any] = _TRUTH if old.kind is bool else {"type": old.kind}
-        group.add_argument(
-            f"--{name}", default=None if defaults else argparse.SUPPRESS, help=old.instead.replace("%", "%%"), **options
-        )
+    for name, kind in arguments_class.old_flags.items():
+        options: dict[str, Any] = _TRUTH if kind is bool else {"type": kind}
+        group.add_argument(f"--{name}", default=None if defaults else argparse.SUPPRESS, **options)
     return parser
-
-
-def _tell_old(old: OldFlag, name: str, value, say: Callable[[str], None]) -> None:
-    if value is None or value is False:
-        return
-    given = f"--{name}" if value is True else f"--{name} {value}"
-    if old.allowed is not None and value not in old.allowed:
-        raise UserError(f"{given}: {old.instead}")
-    if old.allowed is None:
-        say(f"{given}: {old.instead}")
 
 
 def _shortened(text: str) -> str:
@@ -194,9 +185,7 @@ def _hint(arguments_class: type[ProgramFlags], name: str, value: str, names: Seq
         sentence = flag_of_other_systems(name, step)
     if sentence:
         return f" {sentence}"
-    old = arguments_class.old_flags
-    current = [known for known in names if known not in old or old[known].allowed != ()]  # without renamed flags
-    near = " or ".join(f"{dashes}{known}" for known in nearest_names(name, current))
+    near = " or ".join(f"{dashes}{known}" for known in nearest_names(name, names))
     return f" Did you mean {near}?" if near else " --help lists the flags."
 
 

@@ -8,11 +8,10 @@ from typing import ClassVar
 
 from engine.errors import UserError
 from engine.memory.gpus import gpu_bytes, parsed_bytes
-from engine.options import SAME
 from engine.rollout import DECODING, ROLLOUT_BACKENDS, SAMPLERS
 from engine.zero.accelerator import ranks_of_this_machine
 from training.config import other_systems
-from training.config.flags import HubFlags, OldFlag, RestartFlags, RunFlags, flag
+from training.config.flags import HubFlags, RestartFlags, RunFlags, flag
 from training.config.models import ModelFlags
 
 COPIES = "rollout_backend=auto|replica|zero3"  # the backends that sample from the actor in the training processes
@@ -99,11 +98,11 @@ class RLHFFlags(HubFlags, RestartFlags, RolloutFlags, ModelFlags):
     """All flags of step 3: those of the algorithm, the models, prompts, lengths, rollouts and checkpoints."""
 
     phase: ClassVar[int] = 3
-    old_flags: ClassVar[dict[str, OldFlag]] = other_systems.STEP3
+    old_flags: ClassVar[dict[str, type]] = other_systems.STEP3
 
-    max_prompt_seq_len: int = flag(256, "longest prompt, in tokens", least=1, resume=SAME, group="lengths")
-    max_answer_seq_len: int = flag(256, "longest response, in tokens", least=1, resume=SAME)
-    stop: list[str] = flag([], "strings that end a response, in addition to end tokens", resume=SAME)
+    max_prompt_seq_len: int = flag(256, "longest prompt, in tokens", least=1, group="lengths")
+    max_answer_seq_len: int = flag(256, "longest response, in tokens", least=1)
+    stop: list[str] = flag([], "strings that end a response, in addition to end tokens")
     num_train_epochs: int = flag(1, "passes over the prompts", least=1)
     max_steps: int | None = flag(None, "steps to train; replaces --num_train_epochs", least=1)
     enable_test_mode: bool = flag(
@@ -125,7 +124,6 @@ class RLHFFlags(HubFlags, RestartFlags, RolloutFlags, ModelFlags):
         27.8,
         "coefficient of the language-model loss of mixed pretraining: gamma in equation 2 of the InstructGPT paper",
         least=0,
-        resume=SAME,
     )
 
     num_eval_prompts: int = flag(

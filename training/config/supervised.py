@@ -8,10 +8,9 @@ from engine.algo.schedules import SCHEDULES
 from engine.algorithms import Dialect
 from engine.engine_spec import OptimizerSpec
 from engine.errors import UserError
-from engine.options import SAME, TOLD
 from engine.zero.config import EngineConfig, build_ds_config, chosen_stage
 from training.config import other_systems
-from training.config.flags import REQUIRED, DataFlags, HubFlags, OldFlag, RestartFlags, flag
+from training.config.flags import REQUIRED, DataFlags, HubFlags, RestartFlags, flag
 from training.config.models import ModelLoraFlags
 
 
@@ -19,7 +18,7 @@ from training.config.models import ModelLoraFlags
 class SupervisedFlags(HubFlags, RestartFlags, ModelLoraFlags, DataFlags):
     """The flags that steps 1 and 2 share."""
 
-    old_flags: ClassVar[dict[str, OldFlag]] = other_systems.SUPERVISED
+    old_flags: ClassVar[dict[str, type]] = other_systems.SUPERVISED
 
     held_out: float = flag(
         0.05,
@@ -27,21 +26,21 @@ class SupervisedFlags(HubFlags, RestartFlags, ModelLoraFlags, DataFlags):
         above=0,
         group="training",
     )
-    model_name_or_path: str = flag(REQUIRED, "model to start from", resume=TOLD)
-    dropout: float = flag(0.0, "dropout of the model in training", least=0, below=1, resume=SAME)
-    max_seq_len: int = flag(512, "longest sequence of prompt and answer, in tokens", least=2, resume=SAME)
+    model_name_or_path: str = flag(REQUIRED, "model to start from")
+    dropout: float = flag(0.0, "dropout of the model in training", least=0, below=1)
+    max_seq_len: int = flag(512, "longest sequence of prompt and answer, in tokens", least=2)
     per_device_train_batch_size: int = flag(16, "examples per rank in one forward and backward pass", least=1)
     per_device_eval_batch_size: int = flag(16, "held-out examples per rank in one forward pass", least=1)
     gradient_accumulation_steps: int = flag(1, "forward and backward passes in one optimizer step", least=1)
     num_train_epochs: int = flag(1, "passes over the data", least=1)
     max_steps: int | None = flag(None, "optimizer steps to train; replaces --num_train_epochs", least=1)
-    learning_rate: float = flag(1e-5, "peak learning rate", least=0, resume=TOLD)
-    weight_decay: float = flag(0.0, "weight decay of AdamW, applied to matrices only", least=0, resume=TOLD)
-    lr_scheduler_type: str = flag("linear", "schedule of the learning rate", choices=SCHEDULES, resume=TOLD)
+    learning_rate: float = flag(1e-5, "peak learning rate", least=0)
+    weight_decay: float = flag(0.0, "weight decay of AdamW, applied to matrices only", least=0)
+    lr_scheduler_type: str = flag("linear", "schedule of the learning rate", choices=SCHEDULES)
     num_warmup_steps: int = flag(
-        0, "warm-up steps (optimizer steps), in which the learning rate rises to its peak", least=0, resume=TOLD
+        0, "warm-up steps (optimizer steps), in which the learning rate rises to its peak", least=0
     )
-    max_grad_norm: float = flag(1.0, "gradients are clipped to this norm; 0: no clipping", least=0, resume=TOLD)
+    max_grad_norm: float = flag(1.0, "gradients are clipped to this norm; 0: no clipping", least=0)
     eval_interval: int = flag(
         0, "optimizer steps between evaluations within an epoch; 0: only after each epoch", least=0
     )
@@ -117,7 +116,6 @@ class SFTFlags(SupervisedFlags):
         "response",
         "tokens that count in the loss: those of the response, or all of prompt and response",
         choices=("response", "all"),
-        resume=SAME,
     )
 
 
@@ -132,19 +130,17 @@ class RewardFlags(SupervisedFlags):
         "which scores of a pair are compared. last_token: those of the last tokens. from_difference: those of all "
         "tokens from the first that differs, as in DeepSpeed-Chat",
         choices=("last_token", "from_difference"),
-        resume=SAME,
         group="step 2",
     )
     sft_model_name_or_path: str | None = flag(
         None,
         "SFT model on whose responses scores are normalised to mean 0 and variance 1; by default --model_name_or_path",
-        resume=TOLD,
     )
     normalization_data_path: list[str] = flag(
         [], "prompts of the responses that scores are normalised on; by default those of --data_path"
     )
     normalization_samples: int = flag(
-        512, "number of responses that scores are normalised on; 0: no normalisation", least=0, resume=TOLD
+        512, "number of responses that scores are normalised on; 0: no normalisation", least=0
     )
     normalize_before: bool = flag(
         False,

@@ -369,7 +369,7 @@ def open_writer(args: RunFlags, *, total_steps: int, view: View, resume_step: in
         view=view,
         report_to=args.reports,
         tensorboard_dir=tensorboard_dir(args),
-        project=args.wandb_project or args.report_project,
+        project=args.report_project,
     )
 
 

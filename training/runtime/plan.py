@@ -63,7 +63,7 @@ class Plan:
 
 
 def make_plan(
-    args: RLHFFlags, dialect: Dialect, point: ResumePoint | None, inputs: Mapping[str, str] | None = None
+    args: RLHFFlags, dialect: Dialect, point: ResumePoint | None, inputs: Mapping[str, str | None] | None = None
 ) -> Plan:
     """Make the plan of a run. Each rank that calls this reads the data. Raises: UserError; no model is loaded yet.
 
@@ -76,7 +76,7 @@ def make_plan(
     functions = load_functions(args)
     check_columns(functions, by_part(prompts, held_out))
     texts, texts_fingerprints = read_texts(args, tokenizer)
-    conditions = Conditions.of(args, fingerprints + texts_fingerprints, total_steps, tokenizer, inputs)
+    conditions = Conditions.of(args, fingerprints + texts_fingerprints, tokenizer, inputs or {})
     if point:
         point.check(conditions, last_step)
     # With --resume auto the same command is started again, so --profile_steps may name steps that are already recorded.

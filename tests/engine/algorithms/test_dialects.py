@@ -283,26 +283,6 @@ def test_variance_by_the_number_of_ranks():
 
 
 @pytest.mark.parametrize(
-    "changed, matter",
-    [
-        ({}, False),
-        ({"whiten_over": "rank"}, True),
-        ({"whiten_over": "rank", "whiten_advantages": False}, False),
-        ({"whiten_over": "rank", "whiten_advantages": False, "whiten_rewards": True}, True),
-        ({"whiten_variance": "unbiased"}, False),
-        ({"whiten_variance": "unbiased_alone"}, True),
-        ({"kl_controller": "adaptive"}, False),
-        ({"kl_controller": "adaptive", "kl_update": "epoch"}, True),
-        ({"loss_scope": "micro_batch"}, True),
-        ({"advantages_at": "micro_batch"}, True),
-        ({"advantages_at": "mini_batch", "mini_batches": 2}, False),
-    ],
-)
-def test_what_depends_on_how_many_ranks_share_the_same_responses(changed, matter):
-    assert get_dialect("default").override(**changed).ranks_matter == matter
-
-
-@pytest.mark.parametrize(
     "name, changed, message",
     [
         ("dapo", {"clip_range_high": 0.0}, "clip_range_high 0.0: must be greater than 0."),
@@ -402,7 +382,7 @@ def test_none_takes_a_clip_away():
 @pytest.mark.parametrize("name", [dialect.name for dialect in GROUP_DIALECTS])
 def test_no_layout_changes_what_is_learned_without_a_critic(name):
     dialect = get_dialect(name)
-    assert not dialect.ranks_matter and not dialect.micro_batches_matter
+    assert not dialect.micro_batches_matter
     assert get_dialect("grpo_trl").override(loss_scope="micro_batch").micro_batches_matter
 
 

@@ -223,9 +223,6 @@ PRIVATE_NAMES = (
         "building an extension one process at a time",
         "DS_BUILD_OPS when DeepSpeed is installed",
     ),
-    PrivateName(
-        "deepspeed.runtime.zero.config", "DeepSpeedZeroConfig", "checking a user's JSON early", "initialize, late"
-    ),
-    PrivateName("deepspeed.runtime.precision_config", "DeepSpeedFP16Config", "the same for fp16", "initialize, late"),
-    PrivateName("deepspeed.runtime.precision_config", "DeepSpeedBF16Config", "the same for bf16", "initialize, late"),
+    PrivateName("deepspeed.runtime.config", "DeepSpeedConfig", "checking a user's JSON early", "initialize, late"),
+    PrivateName("deepspeed.runtime.zero.config", "DeepSpeedZeroConfig", "ZeRO's defaults in the plan", "none"),
 )

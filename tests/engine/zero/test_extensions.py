@@ -163,15 +163,6 @@ def test_swapping_to_a_disk_needs_libaio(monkeypatch, there):
         refuse_missing(NVME, "ds.json")
 
 
-def test_weights_of_8_bits_need_a_gpu(monkeypatch):
-    config = {"zero_optimization": {"stage": 3, "zero_quantized_nontrainable_weights": True}}
-    monkeypatch.setattr(extensions, "on_gpu", lambda: True)
-    refuse_missing(config, "ds.json")
-    monkeypatch.setattr(extensions, "on_gpu", lambda: False)
-    with pytest.raises(UserError, match=r"^ds\.json: .*nontrainable_weights is True, but .* for GPUs\. Leave it out"):
-        refuse_missing(config, "ds.json")
-
-
 def test_adam_in_host_memory_is_built_without_nvcc():
     from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
     from deepspeed.ops.op_builder.builder import CUDAOpBuilder

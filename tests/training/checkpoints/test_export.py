@@ -2,7 +2,6 @@
 
 import json
 import re
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ from engine.models.saving import adapter_files, merged_state
 from engine.zero.shards import Shard
 from scripts.harness.models import make_causal_lm
 from tests.training.checkpoints.tiny_points import TinyRun, flip_bit
-from training.checkpoints import resuming
 from training.checkpoints.export import INDEX, main
 from training.checkpoints.files import damages
 
@@ -153,15 +151,14 @@ class TinyLora:
         return {"adam_steps": 0, "loss_scale": {}}
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "opt", "gpt_neox", "bloom"])
-def test_a_merged_model_is_written_while_its_base_is_read(run, tmp_path, family, monkeypatch):
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_merged_model_is_written(run, tmp_path, family):
     model = TinyLora(make_causal_lm(tmp_path / "base", family, tied=family != "llama"))
     run.checkpoints.models = {"actor": model}
     texts = adapter_files(model.module) | {"config.json": json.dumps(model.module.model.config.to_dict())}
     run.checkpoints.config_files = {f"actor/{name}": text.encode() for name, text in texts.items()}
     run.step = 3
     point = run.checkpoints.save(3, wait=True)
-    monkeypatch.setattr(resuming, "load_policy", None)  # which would have a whole model in memory
     assert exported(point, tmp_path / "hf") == 0
     found = load_file(tmp_path / "hf" / "model.safetensors")
     expected = merged_state(model.module, model.state)
@@ -172,9 +169,3 @@ def test_a_merged_model_is_written_while_its_base_is_read(run, tmp_path, family,
         torch.equal(found[n], w)
         for n, w in load_policy(str(tmp_path / "base"), torch.bfloat16).model.named_parameters()
     )
-
-
-@pytest.mark.parametrize("kept, strict, path", [(["norm"], None, "."), (None, ["norm"], "."), (None, None, "no/such")])
-def test_weights_in_float32_and_on_no_disk_are_not_read_one_by_one(kept, strict, path):
-    model = SimpleNamespace(_keep_in_fp32_modules=kept, _keep_in_fp32_modules_strict=strict)
-    assert resuming.AdapterPoint._stored(SimpleNamespace(tensors={}), model, path) is None

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from engine import distributed
 from engine.errors import UserError
-from tests.training.checkpoints.tiny_points import IDENTITY, TinyRun, flip_bit, write_points
+from tests.training.checkpoints.tiny_points import SETTINGS, TinyRun, flip_bit, write_points
 from training.checkpoints import saving
 from training.checkpoints import saving as module
 from training.checkpoints.conditions import Conditions
@@ -233,11 +233,11 @@ def test_whether_the_run_stands_in_the_output_folder(tmp_path, monkeypatch):
 
 def test_other_settings_are_refused_by_name(tmp_path):
     point = find(*write_points(tmp_path, 5))
-    point.check(Conditions(IDENTITY), last_step=5)
-    with pytest.raises(UserError, match="seed was 1 when it was written and is 2 now"):
-        point.check(Conditions({**IDENTITY, "seed": 2}), last_step=5)
+    point.check(Conditions(SETTINGS), last_step=5)
+    with pytest.raises(UserError, match="--seed was 1 when it was written and is 2 now"):
+        point.check(Conditions({**SETTINGS, "--seed": 2}), last_step=5)
     with pytest.raises(UserError, match="stands at step 5, behind the run's last step 4. Raise --max_steps"):
-        point.check(Conditions(IDENTITY), last_step=4)
+        point.check(Conditions(SETTINGS), last_step=4)
 
 
 def test_a_damaged_point_is_passed_over_for_the_one_before_it(tmp_path):
@@ -287,7 +287,7 @@ def test_an_average_is_not_lost_by_a_flag_that_was_forgotten(tmp_path, monkeypat
 
 
 def state_with_average(state, scalars, conditions, with_ema) -> str:
-    return json.dumps({**state, "models": scalars, "identity": {}, "settings": {}, "ema": True})
+    return json.dumps({**state, "models": scalars, "settings": {}, "contents": {}, "ema": True})
 
 
 def test_nothing_there_is_said_with_what_to_do(tmp_path):
@@ -314,12 +314,12 @@ def test_an_average_that_the_checkpoint_lacks_begins_with_its_weights():
         ({"kl": {"value": "0.1"}}, "state.kl.value is '0.1'"),
         ({"score_scale": {"totals": [1.0, 2.0]}}, "state.score_scale.totals has 2 items, not 3"),
         ({"models": {"actor": {"adam_steps": [3], "loss_scale": {}}}}, "state.models.actor.adam_steps is .3."),
-        ({"settings": {"contents of --reward_function": []}}, "state.settings.contents of --reward_function is"),
+        ({"contents": {"--reward_function": []}}, "state.contents.--reward_function is"),
     ],
 )
 def test_a_state_of_wrong_types_is_told(tmp_path, change, told):
     """A digest proves nothing about who wrote it: a stranger can sign any state."""
-    state = {"steps_done": 1, "models": {}, "ema": False, "identity": {"kl_controller": "adaptive"}, "settings": {}}
+    state = {"steps_done": 1, "models": {}, "ema": False, "settings": {"kl_controller": "adaptive"}, "contents": {}}
     state |= {"optimizer_steps": 1, "samples": 8, "prompt_batches": 1, "kl": {"value": 1}}
     path = tmp_path / "trainer_state.json"
     path.write_text(json.dumps({**state, "score_scale": {"totals": [0, 0, 0]}} | change))

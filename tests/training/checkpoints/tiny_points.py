@@ -9,7 +9,7 @@ from training.checkpoints.conditions import Conditions
 from training.checkpoints.files import Schedule
 from training.checkpoints.saving import Checkpoints
 
-IDENTITY = {"seed": 1, "--dtype": "fp32"}
+SETTINGS = {"--seed": 1, "--dtype": "fp32"}
 
 
 class TinyModel:
@@ -42,7 +42,7 @@ class TinyRun:
             Schedule(**schedule),
             models={"actor": self.model},
             state=lambda: {"steps_done": self.step, "samples": 8 * self.step},
-            conditions=Conditions(IDENTITY),
+            conditions=Conditions(SETTINGS),
             config_files={"actor/config.json": b"{}"},
             resumed=resumed,
             scores=scores,

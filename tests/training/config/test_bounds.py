@@ -8,77 +8,17 @@ from training.config.parsing import parse_flags
 from training.config.step3 import RLHFFlags
 from training.config.supervised import RewardFlags, SFTFlags
 
-AT_LEAST = {  # flag: (the highest value that is refused, the lowest that is taken, what the message says)
+AT_LEAST = {  # flag: (a value that is refused, the lowest that is taken)
     RLHFFlags: {
-        **dict.fromkeys(
-            (
-                "max_prompt_seq_len",
-                "max_answer_seq_len",
-                "per_device_generation_batch_size",
-                "generation_batches",
-                "num_samples_per_prompt",
-                "per_device_training_batch_size",
-                "gradient_accumulation_steps",
-                "num_train_epochs",
-                "max_steps",
-                "ppo_epochs",
-            ),
-            (0, 1),
-        ),
-        **dict.fromkeys(
-            (
-                "seed",
-                "num_eval_prompts",
-                "critic_pretrain_steps",
-                "critic_warmup_steps",
-                "num_warmup_steps",
-                "eval_steps",
-                "save_steps",
-                "print_answers_interval",
-            ),
-            (-1, 0),
-        ),
-        **dict.fromkeys(
-            (
-                "kl_coef",
-                "max_grad_norm",
-                "actor_weight_decay",
-                "critic_weight_decay",
-                "actor_learning_rate",
-                "critic_learning_rate",
-                "gamma",
-                "lam",
-                "ema_decay",
-                "unsup_coef",
-            ),
-            (-1e-6, 0.0),
-        ),
-        **dict.fromkeys(("temperature", "clip_range", "value_clip_range", "score_clip"), (0.0, 1e-6)),
-    },
-    SFTFlags: {
-        **dict.fromkeys(
-            (
-                "per_device_train_batch_size",
-                "per_device_eval_batch_size",
-                "gradient_accumulation_steps",
-                "num_train_epochs",
-            ),
-            (0, 1),
-        ),
-        "max_seq_len": (1, 2),
-        "seed": (-1, 0),
-        "num_warmup_steps": (-1, 0),
-        **dict.fromkeys(("learning_rate", "weight_decay", "max_grad_norm"), (-1e-6, 0.0)),
-        "held_out": (0.0, 1e-6),
-    },
-    RewardFlags: {
-        "max_prompt_seq_len": (0, 1),
         "max_answer_seq_len": (0, 1),
-        "normalization_samples": (-1, 0),
+        "num_samples_per_prompt": (0, 1),  # a field of the dialect
+        "seed": (-1, 0),
+        "kl_coef": (-1e-6, 0.0),
+        "unsup_coef": (-1e-6, 0.0),
         "temperature": (0.0, 1e-6),
-        "per_device_train_batch_size": (0, 1),
-        "learning_rate": (-1e-6, 0.0),
     },
+    SFTFlags: {"max_seq_len": (1, 2), "learning_rate": (-1e-6, 0.0), "held_out": (0.0, 1e-6)},
+    RewardFlags: {"normalization_samples": (-1, 0)},
 }
 
 

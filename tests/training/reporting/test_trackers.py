@@ -117,8 +117,7 @@ def test_a_package_that_is_not_installed_is_named_before_any_work(monkeypatch):
         (("--report_to", "mlflow", "trackio"), ["mlflow", "trackio"]),
         (("--report_to", "none"), []),
         (("--enable_tensorboard", "false"), []),
-        (("--wandb_project", "p"), ["tensorboard", "wandb"]),
-        (("--wandb_project", "p", "--enable_tensorboard", "false"), ["wandb"]),
+        (("--report_to", "wandb", "tensorboard", "--enable_tensorboard", "false"), ["wandb"]),
     ],
 )
 def test_where_flags_send_metrics(words, reports):
