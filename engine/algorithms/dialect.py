@@ -303,9 +303,9 @@ class Dialect:
     loss_scope: str = choice(
         "optimizer_step",
         "how losses are averaged. optimizer_step: over all tokens of the optimizer step. micro_batch: the mean of the "
-        "micro-batches' means. micro_batch_sum: the sum of a rank's micro-batch means, averaged over ranks. For the policy "
-        "alone, response: the mean of the responses' means; fixed_length: the sum divided by the number of responses times "
-        "--max_answer_seq_len",
+        "micro-batches' means. micro_batch_sum: the sum of a rank's micro-batch means, averaged over ranks. For the "
+        "policy alone, response: the mean of the responses' means; fixed_length: the sum divided by the number of "
+        "responses times --max_answer_seq_len",
         choices=("optimizer_step", "micro_batch", "micro_batch_sum", "response", "fixed_length"),
     )
     early_stop_kl: float | None = choice(
