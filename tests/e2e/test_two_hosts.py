@@ -12,7 +12,7 @@ import pytest
 
 from scripts.harness import ROOT
 from scripts.harness.host_launches import launch
-from scripts.harness.hosts import Link, TwoHosts
+from scripts.harness.hosts import TwoHosts
 from scripts.harness.programs import command_line, differences, program
 from scripts.harness.ranks import ENVIRONMENT, run_ranks
 
@@ -51,10 +51,9 @@ with TwoHosts() as hosts:
 """
 
 
-@pytest.mark.parametrize("link", [None, Link(bits_per_s=1e9, delay_s=0.002)], ids=["cable", "shaped"])
-def test_a_connection_outlives_a_cut_that_nobody_is_told_of(link, tmp_path):
+def test_a_connection_outlives_a_cut_that_nobody_is_told_of(tmp_path):
     (tmp_path / "own").mkdir()
-    with TwoHosts(separate_disks={str(tmp_path / "own"): 1 << 20}, link=link) as hosts:
+    with TwoHosts(separate_disks={str(tmp_path / "own"): 1 << 20}) as hosts:
         hosts.start("node-b", [sys.executable, "-c", ECHO])
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "bufsize": 1}
         client = hosts.start("node-a", [sys.executable, "-c", ASK], **pipes)

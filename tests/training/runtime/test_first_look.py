@@ -53,7 +53,7 @@ def test_help_is_the_parsers(started, program):
         ("training.step3_rlhf", ["--actor_learnig_rate", "1"], "Did you mean --actor_learning_rate?"),
         ("training.step3_rlhf", ["--learning_rate", "1"], "here --actor_learning_rate and --critic_learning_rate"),
         ("training.step2_reward", ["--data_path", "x"], "the following arguments are required: --output_dir"),
-        ("training.serve", ["--rows_at_once", "x"], "argument --rows_at_once: invalid int value: 'x'"),
+        ("training.serve", ["--max_seq_len", "x"], "argument --max_seq_len: invalid int value: 'x'"),
     ],
 )
 def test_a_mistake_is_told(started, program, words, told):

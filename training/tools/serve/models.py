@@ -1,57 +1,159 @@
-"""Checks and loads the models of the service. All models are checked before the first one is loaded."""
+"""Checks and loads the models of the service, draws their responses and computes scores. All models are checked before
+the first one is loaded.
 
+Each response is a batch of one row without padding. Tokens are drawn and responses end as in a run, by the same code.
+"""
+
+import math
 import tempfile
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from engine.errors import UserError
+from engine.experience import PromptBatch, position_ids
 from engine.models.attention import Attention
 from engine.models.checking import check_attention, check_policy, check_rows, check_scorer, check_vocabularies
 from engine.models.loading import DTYPES, load_policy, load_scorer
-from engine.models.places import base_of
 from engine.models.policy import Scorer
-from engine.models.reading import has_tokenizer, read_config, vocabulary_size
+from engine.models.reading import read_config, vocabulary_size
+from engine.rollout.base import SamplingConfig
+from engine.rollout.request import Draws, Ends
 from engine.zero import accelerator
 from training.checkpoints.files import holds_point
-from training.data.tokens import TextEncoder
+from training.data.chat import render
+from training.data.tokens import TextEncoder, padded
 from training.runtime.models import generation_stops
-from training.tools.models import SCORERS, Model, exported, located
-from training.tools.serve.decoder import Decoder
+from training.tools.models import SCORERS, Model, exported, located, named
 from training.tools.serve.flags import ServeFlags
+from training.tools.serve.requests import Comparison, RequestError
 
 REWARD = "--reward_model_name_or_path"
+ROWS = 16  # number of texts in one forward pass of the reward model
+CHARACTERS = (
+    100  # a text with more characters per token of the context is not tokenised: it may take long, and is too long
+)
+BEFORE = 8  # prompt tokens that are decoded together with a response: many tokenizers drop a text's first space
+
+
+@dataclass(slots=True)
+class Response:
+    """A response that is being drawn. text: without special tokens. reason: None while it is being drawn; then "stop"
+    (ended by an end token or a stop text) or "length"."""
+
+    prompt_ids: list[int]
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""
+    reason: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """A model that answers prompts. ends: ids of the tokens that end its responses. longest_token: number of characters
-    of the tokenizer's longest token."""
+    """A model that answers prompts. ends: ids of the tokens that end its responses."""
 
     name: str
+    model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     encoder: TextEncoder
-    ends: frozenset[int]
-    decoder: Decoder
-    longest_token: int
+    ends: tuple[int, ...]
 
     @property
     def has_template(self) -> bool:
         """Whether the model's tokenizer has a chat template."""
         return bool(self.tokenizer.chat_template)
 
+    def prompt_ids(self, asked: Comparison, context: int) -> list[int]:
+        """The token ids of a request's prompt; a chat is rendered with the chat template. Raises: RequestError."""
+        if asked.messages is None:
+            text = asked.prompt or ""
+        else:
+            if not self.has_template:
+                told = (
+                    f"the tokenizer of {self.name} has no chat template to make a prompt of the messages. Send a "
+                    "prompt, which is text, or start the service with --chat_template FILE"
+                )
+                raise RequestError(400, told, "messages")
+            text = render(self.tokenizer, asked.messages, "messages", add_generation_prompt=True)
+        check_length(text, context, asked.field)
+        ids = self.encoder.prompt(text)
+        if not ids:
+            raise RequestError(400, f"{asked.field}: the tokenizer makes no tokens of it", asked.field)
+        return ids
+
+    def settings(self) -> dict:
+        """The fields of SamplingConfig that depend on the model."""
+        return {
+            "pad_token_id": self.tokenizer.pad_token_id,
+            "stop_token_ids": self.ends,
+            "vocabulary_size": vocabulary_size(self.tokenizer),
+        }
+
+    @torch.inference_mode()
+    def drawn(self, prompt_ids: list[int], sampling: SamplingConfig) -> Iterator[Response]:
+        """Draw a response; yields it after each token."""
+        ids = torch.tensor([prompt_ids], device=self.model.device)
+        first = torch.zeros(1, dtype=torch.int64, device=ids.device)
+        most = sampling.max_new_tokens
+        draws = Draws(PromptBatch(ids, torch.ones_like(ids), first, first), sampling, most)
+        ends = Ends(self.tokenizer, sampling.stop_token_ids, sampling.stop_strings)
+        before = prompt_ids[-BEFORE:]
+        known = len(self.tokenizer.decode(before, skip_special_tokens=True))
+        response, cache = Response(prompt_ids), None
+        for place in range(most):
+            output = self.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            cache = output.past_key_values
+            ids = draws.draw(output.logits[:, -1], first, first + place)
+            response.tokens.append(int(ids.item()))
+            response.text = self.tokenizer.decode(before + response.tokens, skip_special_tokens=True)[known:]
+            ended = ends.first(response.tokens, place) is not None
+            response.reason = "stop" if ended else "length" if place + 1 == most else None
+            yield response
+            if ended:
+                return
+
 
 @dataclass(frozen=True, slots=True)
 class ServedScorer:
-    """The reward model, and the encoder that tokenises texts for it. longest_token: number of characters of the
-    tokenizer's longest token."""
+    """The reward model, and the encoder that tokenises texts for it."""
 
     scorer: Scorer
     encoder: TextEncoder
     pad_id: int
-    longest_token: int
+
+    def scores(self, sequences: Sequence[Sequence[int]], between: Callable[[], None]) -> list[float]:
+        """The score of each sequence of token ids (a prompt and its response). As in step 3, the score is read at the
+        token at which the reward model was trained to give it, and includes the normalisation that is stored with the
+        model.
+
+        between: a function that is called before each forward pass. Raises: RequestError if a score is not finite.
+        """
+        found: list[float] = []
+        device = next(self.scorer.parameters()).device
+        for start in range(0, len(sequences), ROWS):
+            between()
+            rows = [list(ids) for ids in sequences[start : start + ROWS]]
+            ids, mask = (tensor.to(device) for tensor in padded(rows, self.pad_id))
+            with torch.inference_mode():
+                scores = self.scorer.sequence_scores(self.scorer(ids, mask, position_ids(mask)), ids, mask)
+            found += scores.tolist()
+        if not all(map(math.isfinite, found)):
+            raise RequestError(500, "the reward model's score is not finite")
+        return found
+
+    def item_ids(self, prompt: str, response: str, ended: bool) -> list[int]:
+        """The token ids of a prompt and its response; with an end token if the response ended by itself."""
+        if ended:
+            return self.encoder.answered(prompt, response)[0]
+        return self.encoder.prompt(prompt) + self.encoder.continuation(prompt, response)
+
+
+def check_length(text: str, context: int, place: str) -> None:
+    """Raise RequestError if a text has more characters than `context` tokens can have."""
+    if len(text) > CHARACTERS * context:
+        told = f"{place}: it has {len(text)} characters, too many for {context} tokens"
+        raise RequestError(400, told, place.partition("[")[0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,31 +168,21 @@ class ServedModels:
 
 def load_models(args: ServeFlags) -> ServedModels:
     """Check all models, then load them. Raises: UserError."""
-    device = _device(args)
+    device = accelerator.device()
     dtype = DTYPES[args.dtype or ("fp32" if device.type == "cpu" else accelerator.natural_dtype())]
     with tempfile.TemporaryDirectory() as folder:  # models in checkpoints are exported into it before they are loaded
 
         def path_of(model: Model) -> str:
             return exported(model, Path(folder) / model.name).path
 
-        paths = {name: path_of(located(name, path)) for name, path in args.paths_by_name().items()}
+        paths = {name: path_of(located(name, path)) for name, path in named(args.models).items()}
         reward = args.reward_model_name_or_path
         if reward is not None and holds_point(Path(reward)):
             reward = path_of(Model(REWARD, REWARD, reward, reward, is_checkpoint=True, parts=SCORERS))
         context = _check(args, paths, reward)
-        models = {name: _model(args, name, path, dtype, device, context) for name, path in paths.items()}
-        tokenizer = next(iter(models.values())).tokenizer if models else None
-        scorer = _scorer(args, reward, dtype, device, tokenizer) if reward is not None else None
+        models = {name: _model(args, name, path, dtype, device) for name, path in paths.items()}
+        scorer = _scorer(args, reward, dtype, device) if reward is not None else None
     return ServedModels(models, scorer, context)
-
-
-def _device(args: ServeFlags) -> torch.device:
-    device = torch.device(args.device) if args.device is not None else accelerator.device()
-    if device.type == "cuda" and (not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count()):
-        raise UserError(
-            f"--device {device}: torch sees {torch.cuda.device_count()} GPUs here. Leave it out, or give cpu."
-        )
-    return device
 
 
 def _check(args: ServeFlags, paths: dict[str, str], reward: str | None) -> int:
@@ -113,38 +205,18 @@ def _check(args: ServeFlags, paths: dict[str, str], reward: str | None) -> int:
     return min(positions)
 
 
-def _model(
-    args: ServeFlags, name: str, path: str, dtype: torch.dtype, device: torch.device, context: int
-) -> ServedModel:
+def _model(args: ServeFlags, name: str, path: str, dtype: torch.dtype, device: torch.device) -> ServedModel:
     what = f"--models {name}"
     tokenizer = args.read_tokenizer(path, what)
     rows = Attention(max_length=args.max_seq_len)
     model = load_policy(path, dtype, what=what, trust_remote_code=args.trust_remote_code, attention=rows).model
-    model = model.to(device).requires_grad_(False).eval()
-    pad_id, known = tokenizer.pad_token_id, vocabulary_size(tokenizer)
-    try:
-        decoder = Decoder(model, pad_id, known, args.rows_at_once, context, args.decoding)
-    except torch.OutOfMemoryError:
-        raise UserError(
-            f"{what} {path}: there is too little memory. Serve fewer models, or lower --rows_at_once."
-        ) from None
-    ends = frozenset(generation_stops(path, tokenizer, args.trust_remote_code))
+    ends = generation_stops(path, tokenizer, args.trust_remote_code)
     tokenizer.name_or_path = name  # error messages contain it, and clients should see no paths
-    return ServedModel(name, tokenizer, TextEncoder(tokenizer), ends, decoder, max(map(len, tokenizer.get_vocab())))
+    return ServedModel(name, model.to(device).eval(), tokenizer, TextEncoder(tokenizer), ends)
 
 
-def _scorer(
-    args: ServeFlags, path: str, dtype: torch.dtype, device: torch.device, policys: PreTrainedTokenizerBase | None
-) -> ServedScorer:
-    """Load the reward model. policys: the tokenizer of a model that answers, which is used if the reward model has no
-    tokenizer."""
+def _scorer(args: ServeFlags, path: str, dtype: torch.dtype, device: torch.device) -> ServedScorer:
+    tokenizer = args.read_tokenizer(path, REWARD)
     rows = Attention(max_length=args.max_seq_len)
     scorer = load_scorer(path, dtype, what=REWARD, trust_remote_code=args.trust_remote_code, attention=rows)
-    brings_none = not any(has_tokenizer(folder) for folder in (path, base_of(path, REWARD)) if Path(folder).is_dir())
-    if policys is not None and Path(path).is_dir() and brings_none:
-        tokenizer = policys
-    else:
-        tokenizer = args.read_tokenizer(path, REWARD)
-    scorer = scorer.to(device).requires_grad_(False).eval()
-    longest = max(map(len, tokenizer.get_vocab()))
-    return ServedScorer(scorer, TextEncoder(tokenizer), tokenizer.pad_token_id, longest)
+    return ServedScorer(scorer.to(device).eval(), TextEncoder(tokenizer), tokenizer.pad_token_id)

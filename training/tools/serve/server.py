@@ -1,296 +1,389 @@
-"""The HTTP server: its socket, its connections, and its end.
+"""The HTTP server: connections and their limits, and the answers.
 
-Before a request reaches the app, it passes a connection with time limits (`Connection`), and a gate that checks the
-request's host, size and time (`Gate`).
+PUT /               each model's response to a prompt or a chat, with its score; complete or streamed
+GET /               the web page, which sends PUT /
+POST /v1/scores     scores, for a run's --reward_url
+GET /health         which models there are
+
+Each connection has a thread and one request. One lock lets a single request use the models at a time, so that memory is
+needed for one request only. Nothing waits for a client while the lock is held.
 """
 
-import asyncio
 import contextlib
-import errno
+import io
 import ipaddress
 import json
-import logging
-import signal
+import re
+import secrets
+import select
 import socket
+import socketserver
 import sys
+import threading
 import time
-from typing import ClassVar
+import traceback
+from collections.abc import Iterator, Mapping
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path
 from urllib.parse import urlsplit
 
-import h11
-import uvicorn
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from uvicorn.protocols.http.h11_impl import H11Protocol
-
 from engine.errors import UserError
-from training.tools.serve.app import make_app
+from engine.files import rust_panics
+from training.reporting.sample_tables import visible
+from training.tools.pages.page import sha256
 from training.tools.serve.flags import ServeFlags
-from training.tools.serve.service import Service, error_body, log_error
+from training.tools.serve.models import Response, ServedModels, check_length
+from training.tools.serve.requests import (
+    Comparison,
+    RequestError,
+    read_comparison,
+    read_items,
+    read_object,
+)
 
-GONE = 499  # status in the log for an answer that its client did not read
-NOT_FINISHED = 1  # exit code if accepted requests took longer than --drain_seconds
-HELD = 8  # how many bodies of the largest size may be in memory at once
-# After the answer to a body that is too large, the rest of the body is read and thrown away, up to so many seconds and
-# bytes. If the connection were closed immediately, a client that sends the whole body before it reads would not get the
-# answer.
-LINGERING = 5.0
-LINGERING_BYTES = 64 << 20
-
-
-def listening_socket(host: str, port: int) -> socket.socket:
-    """Make a socket with this address. It does not listen yet, because models are loaded first. Raises: UserError if
-    the address is not available."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        found = socket.socket(family, kind, protocol)
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        found.bind(address)
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            raise _taken(port) from None
-        raise UserError(f"--host {host} --port {port}: {error.strerror or error}. Give another one.") from None
-    return found
+PAGE = Path(__file__).with_name("page.html")
+CONNECTIONS = 128  # largest number of connections at once
+# Seconds in which a request has to arrive, and again seconds in which a client has to read its answer.
+SECONDS = 30.0
+UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # a tokenizer's text for the bytes of an incomplete character
 
 
-def begin_to_listen(found: socket.socket) -> None:
-    """Make a socket from `listening_socket` listen. Raises: UserError if another program has begun to listen at the
-    address in the meantime."""
-    try:
-        found.listen(2048)
-    except OSError as error:
-        if error.errno != errno.EADDRINUSE:
-            raise
-        raise _taken(found.getsockname()[1]) from None
+class Gone(Exception):
+    """Raised if the client has closed its connection."""
 
 
-def _taken(port: int) -> UserError:
-    return UserError(f"--port {port}: another program listens there. Give another one, or 0 for a free one.")
+class Server(socketserver.ThreadingTCPServer):
+    """Listens from the start, and answers in `serve`. Connections that come before that wait.
 
-
-def serve(service: Service, args: ServeFlags, listening: socket.socket) -> int:
-    """Answer requests until TERM or Ctrl-C; returns the exit code."""
-    logging.getLogger("asyncio").setLevel(logging.ERROR)  # no warnings about clients that have disconnected
-    server = Server(service, args)
-    server.run(sockets=[listening])
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    print("ended" if not server.lost else f"ended, {server.lost} requests unfinished", flush=True)
-    return NOT_FINISHED if server.lost else 0
-
-
-class Server(uvicorn.Server):
-    """A uvicorn server that ends gracefully. After TERM or Ctrl-C, new requests are answered with 503, and accepted
-    requests have --drain_seconds to finish. A second signal ends the server immediately.
-
-    lost: number of accepted requests that did not finish.
+    computing: the lock that a request holds while it uses the models. parsing: the lock that a request holds while its
+    body is parsed: a body's objects may take 30 times its memory.
     """
 
-    def __init__(self, service: Service, args: ServeFlags):
-        self.service, self.drain_seconds = service, args.drain_seconds
-        self.gate = Gate(make_app(service), int(args.max_body_mb * 1e6), args.body_seconds, args.is_local)
-        self.lost = 0
-        self._draining: asyncio.Task | None = None
-        config = uvicorn.Config(
-            self.gate,
-            host=args.host,
-            port=args.port,
-            log_level="warning",
-            access_log=False,
-            server_header=False,
-            limit_concurrency=args.max_connections + 1,
-            timeout_graceful_shutdown=5,
-            lifespan="on",
-            ws="none",
-            http=Connection.with_patience(args.body_seconds),
-            loop="asyncio",
-        )
-        super().__init__(config)
+    allow_reuse_address = True
+    daemon_threads = True
+    request_queue_size = CONNECTIONS
 
-    def handle_exit(self, sig: int, frame) -> None:
-        """Begin to end the server (called in the main thread). uvicorn's own method would raise the signal again at the
-        end, and the exit code would be the signal's. Here the exit code shows whether requests were lost."""
-        if self.gate.closing:
-            self.should_exit = self.force_exit = True
-        self.gate.closing = True
+    def __init__(self, args: ServeFlags, seconds: float = SECONDS, connections: int = CONNECTIONS):
+        self.args, self.seconds = args, seconds
+        self.max_body = int(args.max_body_mb * 1e6)
+        self.computing = threading.Lock()
+        self.parsing = threading.Lock()
+        self.free = threading.Semaphore(connections)
+        try:
+            found = socket.getaddrinfo(args.host, args.port, type=socket.SOCK_STREAM)
+            self.address_family, address = found[0][0], found[0][4]
+            super().__init__(address, Handler)
+        except OSError as error:
+            where = f"--host {args.host} --port {args.port}"
+            raise UserError(
+                f"{where}: {error.strerror or error}. Give another one, or port 0 for a free one."
+            ) from None
 
-    async def on_tick(self, counter: int) -> bool:
-        """Called ten times a second; returns whether the server has to exit."""
-        if self.gate.closing and self._draining is None:
-            print(f"ends: {self.gate.open} requests are under way, new ones get 503", flush=True)
-            self._draining = asyncio.create_task(self._drain())
-        return await super().on_tick(counter)
+    @property
+    def url(self) -> str:
+        """The address of the page."""
+        host, port = self.server_address[:2]
+        return f"http://[{host}]:{port}" if ":" in str(host) else f"http://{host}:{port}"
 
-    async def _drain(self) -> None:
-        end = time.monotonic() + self.drain_seconds
-        while self.gate.open and time.monotonic() < end:
-            await asyncio.sleep(0.05)
-        self.lost = self.gate.open
-        if self.lost:
-            print(
-                f"not finished within --drain_seconds {self.drain_seconds:g}: {self.lost}", file=sys.stderr, flush=True
-            )
-            self.service.abort()
-        self.should_exit = True
+    def serve(self, models: ServedModels) -> None:
+        """Answer requests until `shutdown`, or an exception such as KeyboardInterrupt."""
+        self.models = models
+        self.serve_forever(poll_interval=0.1)
 
-
-class Connection(H11Protocol):
-    """uvicorn's connection with two more time limits: one for the arrival of a request's head, and one for a client
-    that does not read its answer. Without them, silent connections could use up --max_connections, and unread answers
-    could fill the queue.
-
-    seconds: the value of both limits; when it has passed, the connection is closed.
-    """
-
-    seconds: ClassVar[float] = 30.0
-
-    @classmethod
-    def with_patience(cls, seconds: float) -> type["Connection"]:
-        """A subclass with this limit."""
-        return type(cls.__name__, (cls,), {"seconds": seconds})
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Called by asyncio: start the time limit of the first request's head."""
-        self._timers: dict[str, asyncio.TimerHandle] = {}
-        super().connection_made(transport)
-        self._await_head()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """Called by asyncio: stop the time limits."""
-        self._end("head")
-        self._end("unread")
-        super().connection_lost(exc)
-
-    def data_received(self, data: bytes) -> None:
-        """Called by asyncio: stop or start the time limit of a head."""
-        super().data_received(data)
-        self._await_head()
-
-    def pause_writing(self) -> None:
-        """Called by asyncio when the client is far behind with reading: start the time limit of reading."""
-        super().pause_writing()
-        self._timers["unread"] = self.loop.call_later(self.seconds, self._unread)
-
-    def resume_writing(self) -> None:
-        """Called by asyncio when the client has caught up: stop the time limit of reading."""
-        self._end("unread")
-        super().resume_writing()
-
-    def _await_head(self) -> None:
-        """Stop the time limit for a head if the head has arrived; otherwise start it. Between an answer and the next
-        request, uvicorn's own limit applies, which is shorter."""
-        if self.conn.their_state is not h11.IDLE:
-            self._end("head")
-        elif "head" not in self._timers:
-            self._timers["head"] = self.loop.call_later(self.seconds, self.transport.abort)
-
-    def _unread(self) -> None:
-        log_error("an answer", GONE, f"its client read nothing of it for {self.seconds:g} seconds")
-        self.transport.abort()
-
-    def _end(self, timer: str) -> None:
-        if timer in self._timers:
-            self._timers.pop(timer).cancel()
-
-
-class Gate:
-    """Refuses requests before the app sees them, and counts those that it lets through. It refuses with these statuses:
-
-    413: the body is larger than `max_body`; if its length is announced, it is refused before it is read.
-    408: the body did not arrive in time.
-    503: the bodies of other requests take all the memory for bodies, or `closing` is set.
-    400: the request gives its length in two ways, of which a proxy may have used the other one.
-    421: the request is for another host name, although the service is for this machine only. Without this check, a web
-        page whose host name is resolved to this machine (DNS rebinding) could read answers.
-
-    open: number of requests that were let through and are not completely answered yet. held: size of their bodies
-    together, in bytes.
-    """
-
-    def __init__(self, app: ASGIApp, max_body: int, body_seconds: float, is_local: bool = False):
-        self.app, self.max_body, self.body_seconds, self.is_local = app, max_body, body_seconds, is_local
-        self.open, self.held, self.closing = 0, 0, False
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Called by uvicorn for each request (ASGI)."""
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
+    def process_request(self, request, client_address) -> None:
+        """Called by socketserver for each connection: start its thread, or refuse it."""
+        if self.free.acquire(blocking=False):
+            super().process_request(request, client_address)
             return
-        if self.closing:
-            await _refuse(scope, send, 503, "the service is ending; ask another one", {"retry-after": "5"})
-            return
-        headers = dict(scope["headers"])
-        if b"content-length" in headers and b"transfer-encoding" in headers:
-            await _refuse(scope, send, 400, "give Content-Length or Transfer-Encoding, not both")
-            return
-        host = headers.get(b"host", b"localhost").decode("latin-1")
-        if self.is_local and not is_own_name(host):
+        with contextlib.suppress(OSError):
+            request.setblocking(False)
+            request.send(b"HTTP/1.0 503 Service Unavailable\r\nRetry-After: 1\r\n\r\ntoo many connections\n")
+        self.shutdown_request(request)
+
+    def process_request_thread(self, request, client_address) -> None:
+        """Called by socketserver in the connection's thread."""
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self.free.release()
+
+    def handle_error(self, request, client_address) -> None:
+        """Called by socketserver: print the error, unless the client has left."""
+        if not isinstance(sys.exc_info()[1], OSError):
+            traceback.print_exc(file=sys.stderr)
+
+
+class InTime(io.RawIOBase):
+    """Reads from a connection. From `seconds` after the beginning on, it raises TimeoutError."""
+
+    def __init__(self, connection: socket.socket, seconds: float):
+        self.connection, self.end = connection, time.monotonic() + seconds
+
+    def readable(self) -> bool:
+        """True."""
+        return True
+
+    def readinto(self, buffer) -> int:
+        """Read what has arrived; wait if nothing has."""
+        left = self.end - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        self.connection.settimeout(left)
+        return self.connection.recv_into(buffer)
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Answers the request of one connection."""
+
+    server: Server
+
+    def setup(self) -> None:
+        """Called by socketserver: open the connection's files."""
+        super().setup()
+        self.rfile = io.BufferedReader(InTime(self.connection, self.server.seconds))
+        self.unsent = bytearray()
+        self.is_stream = False
+
+    def respond(self) -> None:
+        """Answer the request, whatever happens."""
+        try:
+            self._check_host()
+            self._route()()
+        except UserError as error:  # a tokenizer or a chat template may raise it, too
+            self._refuse(error if isinstance(error, RequestError) else RequestError(400, str(error)))
+        except (Gone, OSError):
+            pass
+        except Exception:  # no error may end the service
+            traceback.print_exc(file=sys.stderr)
+            self._refuse(RequestError(500, "the service failed; its own log says where"))
+
+    do_GET = do_PUT = do_POST = respond  # noqa: N815
+
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """Called by http.server: answer a request that it cannot read."""
+        with contextlib.suppress(OSError):
+            self._refuse(RequestError(code, message or "the request cannot be read"))
+
+    def log_message(self, format: str, *args) -> None:
+        """Called by http.server for what is no mistake of a client: nothing is printed."""
+
+    def _check_host(self) -> None:
+        """Raise RequestError if the request is for another host although the service is for this machine only. Without
+        this check, a web page whose host name is resolved to this machine could read answers (DNS rebinding)."""
+        host = self.headers.get("Host", "localhost")
+        if self.server.args.is_local and not is_own_name(host):
             told = f"this service is for its own machine, and not for {host!r}. A proxy before it: send Host: localhost"
-            await _refuse(scope, send, 421, told)
-            return
-        self.open += 1
-        body = bytearray()
-        try:
-            if await self._arrived(body, scope, receive, send):
-                await self._answered(bytes(body), scope, receive, send)
-        finally:
-            self.open -= 1
-            self.held -= len(body)
+            raise RequestError(421, told)
 
-    async def _answered(self, body: bytes, scope: Scope, receive: Receive, send: Send) -> None:
-        """Have the app answer the request. The app is cancelled if the client disconnects."""
-        given = False
+    def _route(self):
+        routes = {
+            "/": {"GET": self._page, "PUT": self._compare},
+            "/v1/scores": {"POST": self._scores},
+            "/health": {"GET": self._health},
+            "/v1/health": {"GET": self._health},  # a run with --reward_url looks for it beside /v1/scores
+        }
+        path = self.path.partition("?")[0]
+        if path not in routes:
+            raise RequestError(404, f"there is no {path[:200]} here")
+        if self.command not in routes[path]:
+            raise RequestError(405, f"{path} has no {self.command}")
+        return routes[path][self.command]
 
-        async def received() -> Message:
-            nonlocal given
-            if given:
-                await asyncio.Event().wait()  # forever: `until_gone` notices when the client disconnects
-            given = True
-            return {"type": "http.request", "body": body, "more_body": False}
+    # Requests
 
-        async def until_gone() -> None:
-            while (await receive())["type"] != "http.disconnect":
-                pass
+    def _page(self) -> None:
+        """Send the page. Its content security policy allows only its own script, its own style and requests to this
+        service."""
+        page = PAGE.read_text(encoding="utf-8")
+        script, style = (
+            " ".join(map(sha256, re.findall(rf"<{tag}>(.*?)</{tag}>", page, re.DOTALL))) for tag in ("script", "style")
+        )
+        headers = {
+            "Content-Security-Policy": f"default-src 'none'; script-src {script}; style-src {style}; "
+            "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+            "X-Content-Type-Options": "nosniff",
+            "Cache-Control": "no-cache",
+            "Referrer-Policy": "no-referrer",
+        }
+        self._send(200, page.encode(), "text/html; charset=utf-8", headers)
 
-        task, gone = asyncio.ensure_future(self.app(scope, received, send)), asyncio.ensure_future(until_gone())
-        try:
-            await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-            if task.done():
-                task.result()  # raises an exception of the app, which uvicorn logs
-        finally:
-            for each in (task, gone):
-                each.cancel()
-            await asyncio.gather(task, gone, return_exceptions=True)
+    def _health(self) -> None:
+        models = self.server.models
+        state = {
+            "status": "ok",
+            "models": list(models.by_name),
+            "chat_models": [name for name, model in models.by_name.items() if model.has_template],
+            "reward_model": models.scorer is not None,
+        }
+        self._send_json(200, state)
 
-    async def _arrived(self, body: bytearray, scope: Scope, receive: Receive, send: Send) -> bool:
-        """Read the request's body into `body`; returns whether it has arrived completely. If not, the request has been
-        refused, or the client has disconnected."""
-        announced = dict(scope["headers"]).get(b"content-length", b"0")
-        too_large, no_room, more = announced.isdigit() and int(announced) > self.max_body, False, True
-        try:
-            async with asyncio.timeout(self.body_seconds):
-                while more and not (too_large or no_room):
-                    message = await receive()
-                    if message["type"] == "http.disconnect":
-                        return False
-                    piece = message.get("body", b"")
-                    body += piece
-                    self.held += len(piece)
-                    too_large, more = len(body) > self.max_body, message.get("more_body", False)
-                    no_room = bool(piece) and self.held > HELD * self.max_body
-        except TimeoutError:
-            told = f"the body did not arrive within {self.body_seconds:g} seconds"
-            await _refuse(scope, send, 408, told)
-            return False
-        if not (too_large or no_room):
-            return True
-        self.held -= len(body)
-        body.clear()
-        if too_large:
-            told = f"the body is larger than {self.max_body:,} bytes, the limit here (--max_body_mb)"
-            await _refuse(scope, send, 413, told, linger=receive)
+    def _compare(self) -> None:
+        body = self._body()
+        with self.server.parsing:
+            asked = read_comparison(read_object(body))
+        # 53 bits fit into a number of JavaScript, so the page can send the seed back.
+        seed = secrets.randbits(53) if asked.seed is None else asked.seed
+        answers = {}
+        with self._turn():
+            for event in self._events(asked, seed):
+                if asked.stream:
+                    self._stream(event)
+                elif "response" in event:
+                    answers[event.pop("model")] = event
+        if asked.stream:
+            self._stream(None)
+            self._flush()
         else:
-            told = "there is no memory for the body beside those of other requests. Try again"
-            await _refuse(scope, send, 503, told, {"retry-after": "1"}, linger=receive)
-        return False
+            given = {"prompt": asked.prompt} if asked.messages is None else {"messages": asked.messages}
+            self._send_json(200, {**given, "seed": seed, "models": answers})
+
+    def _events(self, asked: Comparison, seed: int) -> Iterator[dict]:
+        """Draw each model's response, one token of each model in turn. Yields the seed, then pieces of the models'
+        texts; when a response has ended, the whole response with its score. Raises: RequestError; Gone."""
+        served = self.server.models
+        if not served.by_name:
+            raise RequestError(404, "this service has no models that answer; it was started with a reward model alone")
+        drawing: dict[str, Iterator[Response]] = {}
+        for name in asked.models or served.by_name:
+            if name not in served.by_name:
+                raise RequestError(
+                    404, f"there is no model {name!r} here. There is: {', '.join(served.by_name)}", "models"
+                )
+            model = served.by_name[name]
+            ids = model.prompt_ids(asked, served.context)
+            most = self.server.args.max_answer_seq_len
+            sampling = asked.sampling(seed, len(ids), served.context, most, **model.settings())
+            drawing[name] = model.drawn(ids, sampling)
+        yield {"seed": seed}
+        said = dict.fromkeys(drawing, 0)
+        while drawing:
+            for name in list(drawing):
+                self._check_there()
+                response = next(drawing[name])
+                if not response.text.endswith(UNFINISHED) and len(response.text) > said[name]:
+                    yield {"model": name, "text": response.text[said[name] :]}
+                    said[name] = len(response.text)
+                if response.reason is not None:
+                    del drawing[name]
+                    score = None
+                    if served.scorer is not None:
+                        ids = response.prompt_ids + response.tokens
+                        (score,) = served.scorer.scores([ids], self._check_there)
+                    yield {
+                        "model": name,
+                        "response": response.text,
+                        "score": score,
+                        "tokens": len(response.tokens),
+                        "finish_reason": response.reason,
+                    }
+
+    def _scores(self) -> None:
+        body = self._body()
+        with self.server.parsing:
+            items = read_items(read_object(body))
+        scorer, context = self.server.models.scorer, self.server.models.context
+        if scorer is None:
+            raise RequestError(404, "this service has no reward model; start it with --reward_model_name_or_path")
+        with self._turn():
+            sequences = []
+            for place, item in enumerate(items):
+                check_length(item["prompt"] + item["response"], context, f"items[{place}]")
+                ids = scorer.item_ids(item["prompt"], item["response"], item["ended"])
+                if not 0 < len(ids) <= context:
+                    told = f"items[{place}] has {len(ids)} tokens; it may have 1 to {context}"
+                    raise RequestError(400, told, "items")
+                sequences.append(ids)
+            found = scorer.scores(sequences, self._check_there)
+        scores = [{"id": item["id"], "score": score} for item, score in zip(items, found, strict=True)]
+        self._send_json(200, {"scores": scores})
+
+    # The connection
+
+    def _body(self) -> bytes:
+        """Read the body. Raises: RequestError; Gone.
+
+        Its content type must be JSON: a browser lets web pages of any origin send bodies of some other types.
+        """
+        if not self.headers.get_content_type().endswith("json"):
+            raise RequestError(400, "send a JSON object, with Content-Type: application/json")
+        length = self.headers.get("Content-Length", "")
+        if not re.fullmatch(r"[0-9]{1,12}", length):
+            raise RequestError(411, "give Content-Length, the number of bytes of the body")
+        if int(length) > self.server.max_body:
+            told = f"the body is larger than {self.server.max_body:,} bytes, the limit here (--max_body_mb)"
+            raise RequestError(413, told)
+        try:
+            body = self.rfile.read(int(length))
+        except TimeoutError:
+            raise RequestError(408, f"the body did not arrive within {self.server.seconds:g} seconds") from None
+        if len(body) < int(length):
+            raise Gone
+        return body
+
+    @contextlib.contextmanager
+    def _turn(self) -> Iterator[None]:
+        """Within this block no other request uses the models. Raises: Gone if the client has left while it waited."""
+        with self.server.computing, rust_panics():
+            self._check_there()
+            yield
+
+    def _check_there(self) -> None:
+        """Raise Gone if the client has closed its connection."""
+        poll = select.poll()
+        poll.register(self.connection, select.POLLRDHUP)
+        if poll.poll(0):
+            raise Gone
+
+    def _stream(self, event: dict | None) -> None:
+        """Send a server-sent event; None for the last one. What the client does not take now is sent later."""
+        if not self.is_stream:
+            self.is_stream = True
+            self._send_head(200, {"Content-Type": "text/event-stream", "Cache-Control": "no-store"})
+            self.connection.setblocking(False)
+        data = "[DONE]" if event is None else json.dumps(event, ensure_ascii=False, separators=(",", ":"))
+        self.unsent += f"data: {data}\n\n".encode()
+        with contextlib.suppress(BlockingIOError):
+            del self.unsent[: self.connection.send(self.unsent)]
+
+    def _flush(self) -> None:
+        """Send the rest of a stream. Raises: OSError if the client does not read it in time."""
+        self.connection.settimeout(self.server.seconds)
+        self.connection.sendall(self.unsent)
+
+    def _send_head(self, status: int, headers: Mapping[str, str]) -> None:
+        self.connection.settimeout(self.server.seconds)
+        self.send_response_only(status)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.end_headers()
+
+    def _send(self, status: int, body: bytes, kind: str, headers: Mapping[str, str] | None = None) -> None:
+        self._send_head(status, {"Content-Type": kind, "Content-Length": str(len(body)), **(headers or {})})
+        self.wfile.write(body)
+
+    def _send_json(self, status: int, found: dict) -> None:
+        self._send(status, json.dumps(found, ensure_ascii=False).encode(), "application/json")
+
+    def _refuse(self, error: RequestError) -> None:
+        """Answer with an error, and print a line. What the client still sends is thrown away until its time is over: if
+        the connection were closed at once, a client that sends its whole body before it reads would not get the
+        answer."""
+        # Messages are cut, since they may repeat what the client has sent.
+        told = {"error": {"message": str(error)[:2000], "param": error.param and error.param[:200]}}
+        print(
+            f"{error.status} {visible(self.requestline[:200])}: {visible(str(error)[:500])}",
+            file=sys.stderr,
+            flush=True,
+        )
+        with contextlib.suppress(OSError):
+            if self.is_stream:
+                self._stream(told)
+                self._flush()
+                return
+            self._send_json(error.status, told)
+            self.connection.shutdown(socket.SHUT_WR)
+            while self.rfile.read1(65536):
+                pass
 
 
 def is_own_name(host: str) -> bool:
@@ -300,31 +393,3 @@ def is_own_name(host: str) -> bool:
         return name == "localhost" or name.endswith(".localhost") or bool(ipaddress.ip_address(name))
     except ValueError:
         return False
-
-
-async def _refuse(
-    scope: Scope,
-    send: Send,
-    status: int,
-    message: str,
-    headers: dict[str, str] | None = None,
-    linger: Receive | None = None,
-) -> None:
-    """Answer without the app, and close the connection. linger: function that receives the rest of a body. The rest is
-    thrown away after the answer, for up to LINGERING seconds and up to LINGERING_BYTES bytes."""
-    log_error(f"{scope['method']} {scope['path']}", status, message)
-    content = json.dumps(error_body(message)).encode()
-    named = {"content-type": "application/json", "content-length": str(len(content)), "connection": "close"}
-    pairs = [(name.encode(), value.encode()) for name, value in (named | (headers or {})).items()]
-    await send({"type": "http.response.start", "status": status, "headers": pairs})
-    await send({"type": "http.response.body", "body": content, "more_body": True})
-    if linger is not None:
-        left = LINGERING_BYTES
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(LINGERING):
-                while left > 0:
-                    piece = await linger()
-                    left -= len(piece.get("body", b""))
-                    if piece["type"] == "http.disconnect" or not piece.get("more_body", False):
-                        break
-    await send({"type": "http.response.body", "body": b"", "more_body": False})

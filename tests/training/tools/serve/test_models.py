@@ -1,6 +1,5 @@
 """Where models may come from: folders, adapters, checkpoints; and what they have in common."""
 
-import shutil
 from pathlib import Path
 
 import pytest
@@ -10,25 +9,17 @@ from transformers import AutoModelForCausalLM
 from engine.errors import UserError
 from engine.models.loading import load_policy
 from engine.zero.shards import Shard
-from scripts.harness.models import EOS, make_adapter, make_causal_lm, make_scorer
+from scripts.harness.models import EOS, FAMILIES, make_adapter, make_causal_lm, make_family, make_scorer
 from tests.training.checkpoints.tiny_points import TinyRun, flip_bit
-from training.tools.serve.decoder import Generation, Settings
-from training.tools.serve.flags import ServeFlags
+from tests.training.tools.serve.conftest import flags
 from training.tools.serve.models import load_models
-
-
-def flags(*models: str, **others) -> ServeFlags:
-    args = ServeFlags(models=list(models), device="cpu", rows_at_once=2, **others)
-    args.validate()
-    return args
+from training.tools.serve.requests import Comparison
 
 
 def response(served, prompt: list[int]) -> list[int]:
-    one = Generation(prompt, Settings(max_tokens=12, temperature=0.0, seed=0), served.ends, served.tokenizer)
-    served.decoder.join([one])
-    while served.decoder.living:
-        served.decoder.step()
-    return one.tokens
+    sampling = Comparison(temperature=0).sampling(0, len(prompt), 64, 12, **served.settings())
+    *_, last = served.drawn(prompt, sampling)
+    return last.tokens
 
 
 def greedy(model, prompt: list[int]) -> list[int]:
@@ -59,7 +50,17 @@ def make_point(folder: Path, model: str) -> Path:
     return run.checkpoints.save(3, wait=True)
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_response_is_what_the_model_gives_without_a_cache(tmp_path, family):
+    make_family(family, tmp_path)
+    found = load_models(flags(f"one={tmp_path / 'actor'}", dtype="fp32")).by_name["one"]
+    ids = [5, 9, 33]
+    for token in response(found, ids):
+        with torch.no_grad():
+            assert token == found.model(torch.tensor([ids])).logits[0, -1, : len(found.tokenizer)].argmax()
+        ids = [*ids, token]
+
+
 def test_a_folder_an_adapter_and_a_restart_point(tmp_path):
     base = make_causal_lm(tmp_path / "base", seed=3)
     adapter = make_adapter(tmp_path / "made", base)
@@ -73,7 +74,7 @@ def test_a_folder_an_adapter_and_a_restart_point(tmp_path):
     responses = {name: response(served, [5, 9, 33]) for name, served in found.by_name.items()}
     assert responses == {name: greedy(model, [5, 9, 33]) for name, model in expected.items()}
     assert len({tuple(tokens) for tokens in responses.values()}) == 3
-    assert found.scorer is None and found.context == 64 and found.by_name["base"].ends == {EOS}
+    assert found.scorer is None and found.context == 64 and found.by_name["base"].ends == (EOS,)
     assert point.is_dir()  # what it was exported to is gone, and it is not
 
 
@@ -95,17 +96,6 @@ def test_the_context_is_that_of_the_model_with_the_fewest_positions(tmp_path):
     assert load_models(flags(f"base={base}", max_seq_len=100)).context == 100
     both = load_models(flags(f"base={base}", max_seq_len=100, reward_model_name_or_path=reward))
     assert both.context == 64
-
-
-def test_a_reward_model_without_tokenizer_has_the_models(tmp_path):
-    base, reward = make_causal_lm(tmp_path / "base"), make_scorer(tmp_path / "reward")
-    for file in Path(reward).glob("tokenizer*"):
-        file.unlink()
-    found = load_models(flags(f"base={base}", reward_model_name_or_path=reward))
-    assert found.scorer.encoder.prompt("w05 w09") == [5, 9]
-    shutil.rmtree(base)
-    with pytest.raises(UserError, match="no tokenizer"):
-        load_models(flags(reward_model_name_or_path=reward))
 
 
 def test_all_models_get_the_chat_template_that_is_given(tmp_path):
