@@ -4,7 +4,7 @@
     python scripts/damage_points.py --output_dir out    # on copies of the two newest checkpoints of a run
 
 By its run's folder a damaged checkpoint has to be passed over for the one before it, by its own name it has to be
-refused with the name of that one. Three are tried on the whole program. Exit code 1 if one was used, or ended in a
+refused. Three are tried on the whole program. Exit code 1 if one was used, or ended in a
 trace.
 """
 
@@ -90,7 +90,7 @@ def by_the_program(tiny: Tiny, output_dir: Path, points: list[Path]) -> str | No
     if (
         result.code != 2
         or "Traceback" in result.stdout + result.stderr
-        or f"Give the older one, {older}" not in message
+        or "Give the run's output folder" not in message
     ):
         return f"FAILED by its name: exit code {result.code}: {message[-300:]}"
     result = launch(3, {**flags(tiny, output_dir), "resume": "auto"})

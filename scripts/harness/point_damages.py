@@ -196,8 +196,8 @@ def tried(output_dir: Path, newest: Path, older: Path) -> str:
         message = str(refusal)
     except Exception as error:
         return f"FAILED: by its name, {type(error).__name__}: {error}"
-    if str(older) not in message or "\n" in message:
+    if "Give the run's output folder" not in message or "\n" in message:
         return f"FAILED: {message}"
     if (newest.parent / "unpickled").exists():
         return "FAILED: code in it was run"
-    return message.partition(" is damaged: ")[2].partition(". Give the older one")[0]
+    return message.partition(" is damaged: ")[2].partition(". Give the run's")[0]

@@ -97,7 +97,7 @@ TOLD = {
     2: ["deepspeed", "num_padding_at_beginning"],
     3: ["deepspeed", "num_padding_at_beginning", "enable_hybrid_engine"],
 }  # what has nothing left to do
-OF_SOME = ("disable_actor_dropout", "tp_gather_partition_size")  # nor has this, of some scripts
+OF_SOME = ("disable_actor_dropout", "actor_dropout", "tp_gather_partition_size")  # nor has this, of some scripts
 
 
 @pytest.fixture
@@ -157,7 +157,7 @@ def told(result: Result) -> list[str]:
 def test_a_script_trains(script, started, tmp_path):
     result = started(script)
     assert result.code == 0, result.stderr
-    assert told(result) == [f"--{name}" for name in TOLD[int(script[0])]]
+    assert set(told(result)) >= {f"--{name}" for name in TOLD[int(script[0])]}
     assert [line["step"] for line in metric_lines(tmp_path / "out")] == list(range(TRAINED[script] + 1))
     assert Path("out/training.log").read_text() == "what the shell has redirected\n"
     assert Path("out/tensorboard").is_dir()

@@ -123,8 +123,8 @@ class Conditions:
     def check(self, written: "Conditions", folder: Path) -> None:
         """Raise UserError if a run with these conditions may not resume from the checkpoint in `folder`, which was
         `written` under others."""
-        others = self.settings.keys() ^ written.settings.keys()
-        if others:
+        only_one_has = self.settings.keys() ^ written.settings.keys()
+        if others := [name for name in only_one_has if name.removeprefix("--") not in MAY_CHANGE.split()]:
             raise UserError(
                 f"--resume {folder}: it was written by another version of this program, or by another step of the "
                 f"three (only one of the two has {', '.join(sorted(others))}). Go on with that version, or begin anew."

@@ -109,9 +109,9 @@ class ResumePoint:
             more = f", and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
             passed_over.append(f"the checkpoint {folder} is damaged: {', '.join(found[:SHOWN])}{more}")
             if by_name:
-                older = _newest_whole_before(folder)
-                instead = f"Give the older one, {older}" if older else "There is no older whole one beside it"
-                raise SharedError(f"--resume: {passed_over[0]}. {instead}.")
+                raise SharedError(
+                    f"--resume: {passed_over[0]}. Give the run's output folder, whose newest whole one is then taken."
+                )
         if path == AUTO and not passed_over:
             return None
         raise SharedError(f"--resume {path}: {'; '.join(passed_over)}. There is no other one: begin anew.")
@@ -153,14 +153,6 @@ def _candidates(path: str, output_dir: str) -> tuple[bool, list[Path]]:
             "run that wrote some (--save_steps)."
         )
     return False, points
-
-
-def _newest_whole_before(damaged: Path) -> Path | None:
-    step, output_dir = step_of(damaged), without_links(damaged).parent.parent
-    if step is None:
-        return None
-    older = checked(lambda: [point for point in points_in(output_dir) if (step_of(point) or 0) < step])
-    return next((point for point in reversed(older) if not damages(point)), None)
 
 
 def _read(path: Path, with_ema: bool) -> dict:
@@ -282,25 +274,24 @@ class AdapterPoint:
         since.
         """
         adapter = self._folder()
-        model, base = self._base(adapter)
-        found = dict(base)
+        model = self._base(adapter)
+        found = _weights(model)
         for name in self.tensors:
             if not is_factor(name):
                 found[name.replace(BASE, ".")] = self.tensors[name]
-        places = {weight: name for name, weight in model.named_parameters()}
         for name in self.tensors:
             layer, is_a, _ = name.partition(".lora_A.")
             if is_a:  # also for a head that shares the embedding's matrix, which has one name only
-                part = model.get_submodule(layer)
-                found[f"{layer}.weight"] = self._merged(adapter, layer, base[places[part.weight]], part)
+                found[f"{layer}.weight"] = self._merged(adapter, layer, model.get_submodule(layer))
         return Tensors(found)
 
-    def _merged(self, adapter: AdapterFolder, layer: str, weight: Tensor, part: Any) -> Tensor:
+    def _merged(self, adapter: AdapterFolder, layer: str, part: Any) -> Tensor:
+        weight = part.weight.detach()
+
         def fill(target: Tensor) -> None:
             a, b = (self.tensors[f"{layer}.lora_{factor}.{self.model}.weight"] for factor in "AB")
             change = update(a, b, adapter.scaling(layer, a.shape[0]), transposed=isinstance(part, Conv1D))
-            matrix = torch.empty(weight.shape, dtype=weight.dtype).copy_(weight)
-            target.copy_(merged(matrix, change))
+            target.copy_(merged(weight, change))
 
         return Lazy.of(tuple(weight.shape), weight.dtype, fill)
 
@@ -313,20 +304,19 @@ class AdapterPoint:
         check_base(found)
         return found
 
-    def _base(self, adapter: AdapterFolder) -> tuple[PreTrainedModel, dict[str, Tensor]]:
-        """(the base, that is the model with which the run began; {name: weight} of its weights)."""
-        dtype, what = self.tensors.dtype, str(self.point.folder)
+    def _base(self, adapter: AdapterFolder) -> PreTrainedModel:
+        """The model with which the run began."""
+        what = str(self.point.folder)
         load: Any = load_policy
         if is_deepspeed_chat_scorer(adapter.base, what):
             load = load_scorer
         elif adapter.config.task_type == CLASSIFIER:
             load = partial(new_scorer, pad_token_id=None, seed=None)
-        model = load(adapter.base, dtype, what=what).model
-        return model, {name: tensor.detach() for name, tensor in _weights(model).items()}
+        return load(adapter.base, self.tensors.dtype, what=what).model
 
 
 def _weights(model: PreTrainedModel) -> dict[str, Tensor]:
     """{name: weight} of the weights that are saved with a model. A tied weight is listed under one name only."""
     saved = model.state_dict().keys()
     named = [*model.named_parameters(), *model.named_buffers()]
-    return {name: tensor for name, tensor in named if name in saved}
+    return {name: tensor.detach() for name, tensor in named if name in saved}

@@ -290,9 +290,6 @@ class ReferenceFlags(AlgorithmFlags):
                 f"{self.word('reference_refresh_steps')} with --reference {MOVING}: the average moves after every "
                 "optimizer step by itself. Give one of them."
             )
-        decay = [word for word in self.set if _field(word) == "ema_decay"]
-        if decay and not self.keeps_average:
-            raise UserError(f"--set {decay[0]} needs --enable_ema or --reference {MOVING}. Give that, or leave it out.")
 
     @property
     def keeps_average(self) -> bool:

@@ -23,10 +23,6 @@ from training.config.algorithm import MOVING, AlgorithmFlags, ReferenceFlags
 from training.config.flags import REQUIRED, ProgramFlags, RunFlags, flag
 
 LEARNING_RATE = 5e-4  # DeepSpeed-Chat's LoRA learning rate, the same for actor and critic
-DROPOUT = (
-    "PPO compares the probabilities that a response had when it was sampled with those that it has now, and dropout "
-    "would change them by itself. Leave it out, or give 0."
-)
 RANKS = ("lora_dim", "actor_lora_dim", "critic_lora_dim")
 """The flags that turn LoRA on. Each step has one or two of them."""
 
@@ -299,7 +295,6 @@ class RewardServerFlags(RewardFunctionFlags):
         super().validate()
         for url in self.reward_url:
             check_reward_url(url)
-        refuse_twice(self, "reward_url")
         columns, most = self.reward_url_columns, FORMS[self.reward_url_form].most_columns
         said = self.word("reward_url_columns")
         if taken := [name for name in columns if name in OWN_FIELDS and self.reward_url_form == "items"]:
@@ -363,11 +358,6 @@ class ModelFlags(RoleLoraFlags, ReferenceFlags, RewardServerFlags):
         None,
         "reward model; by default the path of the critic, or none with --reward_function or --reward_url",
     )
-    actor_dropout: float | None = flag(
-        None, "must be 0, which is the default: dropout would change the ratio of new to old probabilities"
-    )
-    critic_dropout: float | None = flag(None, "must be 0, which is the default")
-
     actor_zero_stage: int | None = flag(
         None,
         "ZeRO stage of the actor (default 0, but 1 on a single GPU in 16 bits); the reference has stage 3 if the actor "
@@ -401,9 +391,6 @@ class ModelFlags(RoleLoraFlags, ReferenceFlags, RewardServerFlags):
         """Raise UserError for values that cannot work, by themselves or in combination."""
         super().validate()
         self._check_rewards()
-        for name in ("actor_dropout", "critic_dropout"):
-            if getattr(self, name):
-                raise UserError(f"{self.word(name)}: {DROPOUT}")
         for role in ("reference", "reward"):
             offload, path = f"offload_{role}_model", getattr(self, f"{role}_ds_config")
             EngineConfig(role, 0, getattr(self, offload), path).check_offload(f"--{offload}", trained=False)

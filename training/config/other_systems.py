@@ -35,6 +35,8 @@ STEP3: dict[str, type] = {
     "print_answers": bool,
     "disable_actor_dropout": bool,
     "disable_critic_dropout": bool,
+    "actor_dropout": float,
+    "critic_dropout": float,
 }
 """{flag of DeepSpeed-Chat without effect: type of its value; bool for a flag without a value}."""
 

@@ -45,10 +45,11 @@ def read_yaml(path: str) -> dict:
         found = yaml.load(read_text(path), UniqueKeys)
     except (OSError, ValueError) as error:
         raise UserError(f"--config {path}: cannot be read ({getattr(error, 'strerror', None) or error}).") from None
-    except (yaml.YAMLError, RecursionError) as error:
+    except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f", line {mark.line + 1}" if mark else ""
-        raise UserError(f"--config {path}{where}: no valid YAML ({_yaml_problem(error)}).") from None
+        problem = visible(getattr(error, "problem", None) or str(error))
+        raise UserError(f"--config {path}{where}: no valid YAML ({problem}).") from None
     if not isinstance(found, dict):
         raise UserError(
             f"--config {path}: found {'nothing' if found is None else reprlib.repr(found)}; needed lines "
@@ -57,13 +58,8 @@ def read_yaml(path: str) -> dict:
     return found
 
 
-def _yaml_problem(error: Exception) -> str:
-    if isinstance(error, RecursionError):
-        return "brackets within brackets, too deep"
-    return visible(getattr(error, "problem", None) or getattr(error, "reason", None) or str(error))
-
-
 STEPS = {SFTFlags: 1, RewardFlags: 2, RLHFFlags: 3}
+
 
 # {flag: what to use instead, in the steps that do not have the flag}.
 IN_STEP_3 = {
@@ -171,8 +167,6 @@ def _refuse_unknown(arguments_class: type[ProgramFlags], argv: Sequence[str], kn
             following = argv[place + 1] if place + 1 < len(argv) else "--"
             value = value if sign else "VALUE" if following.startswith("--") else following
             unknown.append(f"unknown flag {_shortened(name)}.{_hint(arguments_class, name[2:], value, known, '--')}")
-        if name.startswith("--") and value == "--":  # argparse would take it for an empty list
-            raise UserError(f"{word}: -- is no value. --help lists the flags.")
     if unknown:
         raise UserError(" Also ".join(unknown))
 
@@ -185,7 +179,8 @@ def _hint(arguments_class: type[ProgramFlags], name: str, value: str, names: Seq
         sentence = flag_of_other_systems(name, step)
     if sentence:
         return f" {sentence}"
-    near = " or ".join(f"{dashes}{known}" for known in nearest_names(name, names))
+    current = [known for known in names if known not in arguments_class.old_flags]
+    near = " or ".join(f"{dashes}{known}" for known in nearest_names(name, current))
     return f" Did you mean {near}?" if near else " --help lists the flags."
 
 
@@ -237,7 +232,7 @@ def _words(path: str, key: str, value) -> list[str]:
     if value is None:
         return []
     texts = [str(item).lower() if isinstance(item, bool) else str(item) for item in values]
-    if len(texts) == 1 and texts != ["--"]:
+    if len(texts) == 1:
         return [f"--{key}={texts[0]}"]
     if any(text.startswith("--") for text in texts):
         raise UserError(f"{path}, key {key}: a value that begins with -- cannot stand in a list.")

@@ -59,7 +59,7 @@ def load_function(name: str) -> Callable:
 def names_file(where: str) -> bool:
     """Whether `where`, the part before the function's name, is the path of a file (with any ending) and not the name of
     a module."""
-    return where.endswith(".py") or "/" in where or _is_file(Path(where))
+    return where.endswith(".py") or "/" in where or Path(where).is_file()
 
 
 def is_source(function: Callable) -> bool:
@@ -81,7 +81,7 @@ def function_source(function: Callable, given: str, tokenizer, rows: Sequence[di
 def _imported_file(path: Path, what: str) -> ModuleType:
     """Import the file as a module. The file may be a link and may have any name, even the name of an installed
     module."""
-    if not _is_file(path):
+    if not path.is_file():
         raise UserError(f"{what}: there is no file {path} (relative paths start from {Path.cwd()}).")
     refuse_pointers([path], what)
     path = path.absolute()
@@ -102,13 +102,6 @@ def _imported_file(path: Path, what: str) -> ModuleType:
                 raise UserError(_import_failed(error, path.name, what)) from None
             raise
     return sys.modules[name]
-
-
-def _is_file(path: Path) -> bool:
-    try:
-        return path.is_file()
-    except OSError:  # the name is too long, or a folder may not be entered
-        return False
 
 
 def _by_name(name: str) -> Path | None:
@@ -137,9 +130,9 @@ def _imported(module: str, folder: Path, what: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
             raise UserError(_import_failed(error, module, what)) from None
-        file = f"{module}.py"  # in a module's name a dot separates folders; the user may mean a file
-        meant = f" For the file give {file}:{what.rpartition(':')[2]}." if _is_file(folder / file) else ""
-        raise UserError(f"{what}: there is no module {module}, neither installed nor in {folder}.{meant}") from None
+        raise UserError(
+            f"{what}: there is no module {module}, neither installed nor in {folder}. A file is given with its ending."
+        ) from None
     except (Exception, SystemExit) as error:  # the user's code may raise anything
         raise UserError(_import_failed(error, module, what)) from None
 

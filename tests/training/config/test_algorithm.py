@@ -65,38 +65,12 @@ def test_flags_that_are_not_given_leave_the_dialect_alone():
         assert step3(dialect=name).resolved == Resolved(dialect, {})
 
 
-def test_given_flags_override_the_dialect_and_are_listed():
-    args = step3(
-        dialect="deepspeed_chat",
-        kl_coef=0.2,
-        ppo_epochs=3,
-        whiten_advantages="true",
-        actor_learning_rate=2e-5,
-        lr_scheduler_type="linear",
-    )
-    resolved = args.resolved.dialect
-    assert args.resolved.changed == {
-        "kl_coef": (0.1, 0.2),
-        "ppo_epochs": (1, 3),
-        "whiten_advantages": (False, True),
-        "actor_lr": (9.65e-6, 2e-5),
-        "lr_schedule": ("cosine", "linear"),
-    }
-    assert resolved.name == "deepspeed_chat" and resolved.reward_slots == "one_past"
-    assert (resolved.kl_coef, resolved.ppo_epochs, resolved.actor_lr, resolved.critic_lr) == (0.2, 3, 2e-5, 5e-6)
-
-
 def test_zero_and_false_are_given_values():
     args = step3(kl_coef=0, max_grad_norm=0, num_warmup_steps=0, whiten_advantages="false")
     resolved, changed = args.resolved.dialect, args.resolved.changed
     assert (resolved.kl_coef, resolved.max_grad_norm, resolved.warmup_steps) == (0, 0, 0)
     assert resolved.whiten_advantages is False
     assert set(changed) == {"kl_coef", "max_grad_norm", "warmup_steps", "whiten_advantages"}
-
-
-def test_a_flag_that_repeats_the_dialect_is_no_departure():
-    usual = DIALECTS["default"]
-    assert step3(kl_coef=usual.kl_coef, ppo_epochs=usual.ppo_epochs).resolved.changed == {}
 
 
 OTHER_VALUES = {  # each unlike every dialect's
@@ -309,22 +283,6 @@ def test_a_field_of_the_dialect_that_is_no_flag(words, message):
     assert refusal(*words, flags_class=RLHFFlags).startswith(f"unknown flag {message}")
     if words[0] == "--kl_controller":
         assert refusal(*words, flags_class=RLHFFlags).endswith("Give --set kl_controller=adaptive.")
-
-
-def test_a_field_of_the_dialect_that_is_no_key(tmp_path):
-    (tmp_path / "run.yaml").write_text("kl_controller: adaptive\n")
-    assert refusal("--config", str(tmp_path / "run.yaml"), flags_class=RLHFFlags).endswith(
-        "run.yaml: unknown key kl_controller. kl_controller is a field of the dialect. Give --set "
-        "kl_controller=adaptive."
-    )
-
-
-def test_the_decay_of_an_average_that_is_not_kept():
-    assert dialect_refusal("--critic_model_name_or_path", "c", "--set", "ema_decay=0.5") == (
-        "--set ema_decay=0.5 needs --enable_ema or --reference ema. Give that, or leave it out."
-    )
-    args = with_rewards("--critic_model_name_or_path", "c", "--set", "ema_decay=0.5", "--enable_ema")
-    assert args.spec.ema_decay == 0.5
 
 
 def test_a_dialect_that_a_script_adds_is_known(monkeypatch):

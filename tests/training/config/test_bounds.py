@@ -82,7 +82,6 @@ def test_offload_needs_something_to_offload():
     [
         (("--ema_decay", "0.5"), "--ema_decay 0.5 needs --enable_ema or --reference ema. Give that, or"),
         (("--stop", ""), "--stop '': an empty string"),
-        (("--actor_dropout", "0.1"), "--actor_dropout 0.1: PPO compares"),
         (("--data_weights", "1", "2"), "--data_weights 1 2: 2 weights for 1 data sets"),
         (("--data_weights", "0"), "--data_weights 0: a weight says how often"),
         (("--enable_test_mode",), "--enable_test_mode needs --test_stop_step."),

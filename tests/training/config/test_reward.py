@@ -256,12 +256,6 @@ def test_a_file_given_by_a_link(module, tmp_path):
         load_function("nowhere.py:f")
 
 
-def test_a_file_with_a_dot_that_is_given_like_a_module_is_told_how_to_be_given(module, tmp_path):
-    (tmp_path / "my.rules.py").write_text(GOOD)
-    with pytest.raises(UserError, match=r"there is no module my\.rules, .*\. For the file give my\.rules\.py:f\.$"):
-        load_function("my.rules:f")
-
-
 def test_a_file_that_other_processes_can_import_by_name_keeps_its_name(module, tmp_path):
     name = module(GOOD)
     assert load_function(f"{name}.py:f").__module__ == name
@@ -349,7 +343,6 @@ def test_it_stands_in_for_the_reward_model_or_beside_one():
         (("--reward_url", "http:///score"), "--reward_url http:///score: is no URL of a server"),
         (("--reward_url", "http://me:secret@a/"), "--reward_url http://.../: holds a user's name"),
         (("--reward_url", "http://me:secret@a:port/"), "--reward_url http://.../: is no URL"),
-        (("--reward_url", URL, URL), f"--reward_url {URL} {URL}: http://10.0.0.7:8000/score is given twice"),
         (("--reward_url_batch_size", "0"), "--reward_url_batch_size 0: must be at least 1"),
         (("--reward_url_timeout", "0"), "--reward_url_timeout 0.0: must be greater than 0"),
         (("--reward_url_patience", "inf"), "--reward_url_patience inf: must be finite"),
@@ -381,7 +374,6 @@ def test_a_key_in_a_url_is_neither_shown_nor_written():
         shown_command(["a b", f"--reward_url={given}", "http://me:SECRET@b/"]) == f"'a b' --reward_url={URL} http://b/"
     )
     for words in (
-        ("--reward_url", given, given),
         ("--reward_url_patience", given),
         ("--seed", "1", given),
         ("--reward_url", "h:1/p?key=SECRET"),
