@@ -112,37 +112,6 @@ class Report:
         return lines
 
 
-def scale_table(reports: list[Report]) -> list[str]:
-    """How the cost of a step grows from the first setting to the others."""
-    plain = "plain" in reports[0].steps
-    rows = [
-        (
-            "setting",
-            "arithmetic",
-            "floor, s",
-            "ours, s",
-            "ours / floor",
-            "ours grown by",
-            *(["plain, s", "plain / floor", "plain grown by", "ours / plain"] if plain else []),
-        )
-    ]
-    for report in reports:
-        row = [
-            report.name,
-            f"x {sum(report.flops.values()) / sum(reports[0].flops.values()):.2f}",
-            f"{report.floor['step']:.3g}",
-        ]
-        for side in report.steps:
-            seconds = report.seconds(side, "step")
-            row += [
-                f"{seconds:.3g}",
-                f"{seconds / report.floor['step']:.2f}",
-                f"x {seconds / reports[0].seconds(side, 'step'):.2f}",
-            ]
-        rows.append((*row, *([report.ratio("step")] if plain else [])))
-    return markdown(rows)
-
-
 def markdown(rows: list[tuple[str, ...]]) -> list[str]:
     """The rows as a Markdown table; the first is its head."""
     head, *body = ["| " + " | ".join(row) + " |" for row in rows]

@@ -2,7 +2,6 @@
 
     deepspeed --num_gpus 2 scripts/benchmark_step3.py --size 34m --zero_stage 3
     deepspeed --num_gpus 2 scripts/benchmark_step3.py --size 260k --zero_stage 3 --rollout_backend replica zero3
-    deepspeed --num_gpus 2 scripts/benchmark_step3.py --size 34m --zero_stage 3 --scale
 
 Our step and the plain one (scripts/benchmark_plain.py) take turns in the same processes, on the same prompts and with
 responses of the same length. docs/performance.md explains the numbers.
@@ -40,7 +39,7 @@ from scripts.benchmark_floor import Rates, Work, floor, now, peak_memory, reset_
 from scripts.benchmark_models import SIZES, make_models, make_scorer
 from scripts.benchmark_ours import Ours, Setting, build_ours, compare_backends, decode_seconds, make_prompts, our_step
 from scripts.benchmark_plain import Plain
-from scripts.benchmark_report import PHASES, Report, scale_table
+from scripts.benchmark_report import PHASES, Report
 
 
 def plain_step(plain: Plain, prompts: PromptBatch) -> dict[str, float]:
@@ -138,29 +137,16 @@ def header(setting: Setting, work: Work, args: argparse.Namespace) -> list[str]:
 
 def settings(args: argparse.Namespace, folder: Path) -> Iterator[Setting]:
     """What is to be measured, one after the other; models are made when their turn comes."""
-
-    def setting(name: str, size: str | None, *, batch: int = 1, length: int = 1) -> Setting:
-        actor, critic = checked(lambda: models(args, folder / (size or "given"), size))
-        return Setting(
-            name=name,
+    for size in [None] if args.model else args.size:
+        actor, critic = checked(lambda size=size: models(args, folder / (size or "given"), size))
+        yield Setting(
+            name=size or args.model,
             actor=actor,
             critic=critic,
-            prompts=args.prompts * batch,
-            prompt_length=args.prompt_length * length,
-            response_length=args.response_length * length,
+            prompts=args.prompts,
+            prompt_length=args.prompt_length,
+            response_length=args.response_length,
         )
-
-    sizes = [None] if args.model else args.size
-    if not args.scale:
-        yield from (setting(size or args.model, size) for size in sizes)
-        return
-    base = sizes[0]
-    yield setting("base", base)
-    if base in list(SIZES)[:-1]:
-        larger = list(SIZES)[list(SIZES).index(base) + 1]
-        yield setting(f"larger model ({larger})", larger)
-    yield setting("batch x 4", base, batch=4)
-    yield setting("length x 4", base, length=4)
 
 
 def models(args: argparse.Namespace, folder: Path, size: str | None) -> tuple[str, str]:
@@ -203,7 +189,6 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--dtype", choices=("auto", "fp32", "bf16"), default="auto", help="auto: bf16 where a GPU has it"
     )
     parser.add_argument("--no_plain", action="store_true", help="leave out the plain step")
-    parser.add_argument("--scale", action="store_true", help="a table of how cost grows: larger model, batch, lengths")
     parser.add_argument("--peak_tflops", type=float, help="of one GPU by its data sheet, to be compared with")
     parser.add_argument("--json", type=Path, help="a file for all numbers")
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # the launcher gives it
@@ -231,8 +216,6 @@ def main(args: argparse.Namespace) -> None:
             if distributed.is_main():
                 print(*reports[-1].text(), "", sep="\n", flush=True)
         distributed.barrier()  # no rank may still read in the folder
-    if distributed.is_main() and args.scale:
-        print(*scale_table(reports), sep="\n", flush=True)
     if distributed.is_main() and args.json:
         args.json.write_text(json.dumps([asdict(report) for report in reports], indent=1))
 

@@ -2,8 +2,8 @@
 #
 #   HARDWARE=1xv100-32g how many GPUs of which kind, as the launcher's first lines list them; by default the first there
 #   HOSTFILE=hosts      lines `name slots=8`, one for each node; without it, this machine alone
-#   NUM_NODES           how many nodes; by default all of HOSTFILE's, which are at least as many as HARDWARE has
-#   NUM_GPUS            how many GPUs of each node; by default as HARDWARE has them, 8 where there are more
+#   NUM_NODES           how many nodes; by default all in HOSTFILE, which needs at least as many as HARDWARE
+#   NUM_GPUS            how many GPUs of each node; by default HARDWARE's number, at most 8
 #   MASTER_ADDR, MASTER_PORT where the nodes meet, if not at the first one's first address and at 29500
 #   DTYPE=fp16          by default fp16 on V100, and bf16, which A100 and newer have, on others
 #   OUT=out/opt-1.3b    where the three steps write, and step 3 finds what steps 1 and 2 made; by default by the size

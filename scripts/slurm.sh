@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# A step as a SLURM job that survives the end of its time and pre-emption: two minutes before, SLURM sends USR1 to the
-# ranks, which finish their step, write a checkpoint and end with code 75; the job is then put back into the queue and
-# goes on from there. One task a GPU, without a launcher between SLURM and the ranks, which read from SLURM's variables who
-# they are and meet on the first node (set MASTER_ADDR and MASTER_PORT to have them meet elsewhere). Nodes, GPUs, cores
-# and hours are given to sbatch, in the environment that is active; to this script a step and its flags, or a launcher,
-# its step and flags, which then names its hardware only to choose flags:
+# A step as a SLURM job that survives the end of its time and pre-emption. Two minutes before, SLURM sends USR1 to the
+# ranks. They finish their step, write a checkpoint and end with code 75. The job then goes back into the queue, and goes
+# on from the checkpoint.
+#
+# SLURM starts one task a GPU. Each reads its rank from SLURM's variables; all meet on the first node, or at MASTER_ADDR
+# and MASTER_PORT. sbatch gets nodes, GPUs, cores and hours, in the environment that is active. This script gets a step
+# and its flags, or a launcher, its step and flags; the launcher's HARDWARE then only chooses flags:
 #
 #   sbatch --nodes 4 --gpus-per-node 8 --ntasks-per-node 8 --cpus-per-task 8 --mem 0 --time 12:00:00 \
 #       scripts/slurm.sh training/step3_rlhf.py --output_dir /shared/out --save_steps 50 ...

@@ -4,8 +4,8 @@
 #   PYTHON=/path/to/python3.12   which Python to use; by default python3
 #   VENV=/path/to/folder         where the environment is; by default .venv_vllm in the repository
 #
-# vLLM 0.32 says that it wants transformers below 5.20, but runs with that of constraints.txt, which was tried together:
-# vLLM is installed with what it asks for, and then what is pinned here without asking it.
+# vLLM 0.32 asks for transformers below 5.20, but was tried with constraints.txt's, and works. So vLLM is installed with
+# its own requirements first, then the pinned packages.
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 venv="${VENV:-$root/.venv_vllm}"

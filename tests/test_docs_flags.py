@@ -23,7 +23,8 @@ from training.tools.serve.flags import ServeFlags
 DOCS = Path(__file__).parents[1] / "docs"
 PAGES = (
     *("guide", "sharing", "compare", "serve", "reward_server"),
-    *("from_deepspeed_chat", "from_llamafactory", "from_trl", "from_trlx", "from_openrlhf"),
+    *("from_deepspeed_chat", "from_llamafactory", "from_ms_swift", "from_openrlhf", "from_trl", "from_trlx"),
+    "from_verl",
 )
 OTHERS = {  # of launchers, and of the program of tools/export
     *("num_gpus", "log_level", "module", "hostfile", "master_port", "output", "local_rank"),
@@ -78,9 +79,8 @@ def test_openrlhfs_script_and_defaults_are_a_command_line_that_step_3_takes():
     assert args.max_prompt_seq_len + args.max_answer_seq_len == sizes["--data.max_len"]
 
 
-@pytest.mark.parametrize("script", [0, 1])
-def test_a_command_of_trl_keeps_its_sizes(script):
-    theirs, ours = (each[script] for each in commands("from_trl"))
+def test_a_command_of_trl_keeps_its_sizes():
+    (theirs,), (ours,) = commands("from_trl")
     given = {word.lstrip("-"): after for word, after in pairwise(theirs)}
     passes, rows = int(given["gradient_accumulation_steps"]), int(given["per_device_train_batch_size"])
     args = parse_flags(RLHFFlags, ours, "")

@@ -138,7 +138,7 @@ def main(args: RewardFlags, callbacks: Sequence[Callback] = ()) -> None:
     with saved_models_named(run.saved):  # if normalisation fails, the message names the saved model
         normalize(args, run, model, plan)
     chance = chance_text(found, "eval/accuracy", 0.5)
-    advice = f"{chance}: step 3 would follow noise; docs/metrics_steps_1_2.md says what to try" if chance else ""
+    advice = f"{chance}: step 3 would follow noise; docs/metrics.md says what to try" if chance else ""
     accuracy = f"{value_text(found, 'eval/accuracy')}{change_text(found, 'eval/accuracy')}"
     margin = f"{value_text(found, 'eval/margin')} before normalisation{advice}"
     run.end(partial(tell_result, line=f"held-out pair accuracy {accuracy}; margin {margin}"), of_reward)

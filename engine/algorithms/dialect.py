@@ -88,10 +88,9 @@ class Dialect:
     temperature_in_logprobs: bool = choice(True, "divide logits by the temperature before log-probs are taken, too")
     old_logprobs: str = choice(
         "auto",
-        "where the ratio's old log-probs come from. forward: a forward pass over the finished responses; the first "
-        "ratio is then 1. sampler: the sampler, which saves this pass; rollout/logprob_gap measures the "
-        "difference. auto: the sampler in fp32, if the sampler computes with the actor's own code, only drawn "
-        "tokens count and there is no correction; else a forward pass",
+        "where the ratio's old log-probs come from. forward: a forward pass over the finished responses. sampler: "
+        "the sampler, which saves this pass. auto: the sampler in fp32, if it computes with the actor's own code, "
+        "only drawn tokens count and there is no correction; else a forward pass",
         choices=("auto", "forward", "sampler"),
     )
     samples_per_prompt: int = choice(1, "number of responses drawn for each prompt", above=0)
@@ -303,10 +302,10 @@ class Dialect:
     value_factor: float = choice(1.0, "factor of the critic's loss", least=0, only_with="critic_start")
     loss_scope: str = choice(
         "optimizer_step",
-        "how losses are averaged. optimizer_step: a mean over all tokens of the optimizer step. micro_batch: the "
-        "mean of the micro-batches' means. micro_batch_sum: the sum of a rank's micro-batch means, averaged over "
-        "ranks. response, for the policy alone: the mean of the responses' means. fixed_length, for the policy "
-        "alone: the sum divided by the number of responses times --max_answer_seq_len",
+        "how losses are averaged. optimizer_step: over all tokens of the optimizer step. micro_batch: the mean of the "
+        "micro-batches' means. micro_batch_sum: the sum of a rank's micro-batch means, averaged over ranks. For the "
+        "policy alone, response: the mean of the responses' means; fixed_length: the sum divided by the number of "
+        "responses times --max_answer_seq_len",
         choices=("optimizer_step", "micro_batch", "micro_batch_sum", "response", "fixed_length"),
     )
     early_stop_kl: float | None = choice(
@@ -323,9 +322,8 @@ class Dialect:
     correction: str = choice(
         "none",
         "importance sampling: multiply the policy's loss by the ratio of the old policy's probability to the "
-        "sampler's. token: each token's ratio; sequence: the product over the response. truncate: cut ratios to "
-        "correction_min and correction_max; mask: set ratios outside of these to 0. The old log-probs then come "
-        "from a forward pass",
+        "sampler's, of each token or of the response (sequence). truncate: cut ratios to correction_min and "
+        "correction_max; mask: set those outside to 0. The old log-probs then come from a forward pass",
         choices=lambda: ("none", *CORRECTIONS),
         group="importance sampling",
     )

@@ -147,7 +147,7 @@ def known_words(files: list[Path]) -> frozenset[str]:
 
 REVIEWS = Task(
     name="reviews",
-    what="positive film reviews by a pretrained Llama of 260,000 parameters (docs/trial_reviews.md)",
+    what="positive film reviews by a pretrained Llama of 260,000 parameters (docs/guide.md)",
     flags=_flags(32, 48, *REWARD_MODEL),
     fixed_slots=40,
     responses=64,

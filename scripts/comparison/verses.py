@@ -3,7 +3,7 @@
     printf 'gen1:1-rev22:21\\n' | bible -f > kjv.txt        # the program of Debian's package bible-kjv
     python -m scripts.comparison.verses kjv.txt OUTPUT_DIR
 
-Writes base/, and data/ with the files and fields of the reviews (docs/trial_reviews.md): sft.jsonl, pairs.jsonl,
+Writes base/, and data/ with the files and fields of the reviews (docs/guide.md): sft.jsonl, pairs.jsonl,
 prompts.jsonl, eval_prompts.jsonl. Prompts are of verses that no other file has.
 """
 

@@ -8,9 +8,8 @@ import pytest
 from scripts.harness.programs import command_line, metric_lines, run_words
 from tests.test_docs_flags import commands
 
-COMMANDS = [
-    (page, number) for page in ("from_trl", "from_openrlhf", "from_trlx") for number in range(len(commands(page)[1]))
-]
+PAGES = ("from_trl", "from_openrlhf", "from_trlx", "from_verl", "from_ms_swift")
+COMMANDS = [(page, number) for page in PAGES for number in range(len(commands(page)[1]))]
 
 
 @pytest.fixture
@@ -22,10 +21,11 @@ def prompts(tiny):
 @pytest.mark.parametrize("page, number", COMMANDS)
 def test_a_ported_command_trains(page, number, tiny, prompts, tmp_path, monkeypatch):
     (tmp_path / "sentiments.py").write_text("def positive(prompts, responses):\n    return [1.0 for _ in responses]\n")
+    (tmp_path / "rules.py").write_text("def score(prompts, responses, rows):\n    return [1.0 for _ in responses]\n")
     monkeypatch.chdir(tmp_path)
     words = commands(page)[1][number]
     here = {"data_path": prompts, "output_dir": tmp_path / "out", "actor_model_name_or_path": tiny.folder / "sft"}
-    here |= {"critic_model_name_or_path": tiny.folder / "reward"} if page != "from_trlx" else {}
+    here |= {"critic_model_name_or_path": tiny.folder / "reward"} if "--critic_model_name_or_path" in words else {}
     here |= {"eval_data_path": tiny.folder / "prompts.jsonl"} if "--eval_data_path" in words else {}
     sizes = {"max_steps": 1, "max_prompt_seq_len": 6, "max_answer_seq_len": 8, "dtype": "fp32"}
     assert run_words(3, words + command_line(here | sizes)) == 0

@@ -56,8 +56,7 @@ class AlgorithmFlags(DataFlags):
     set: list[str] = flag(
         [],
         "fields of the dialect as FIELD=VALUE, such as kl_controller=adaptive kl_target=6; `python -m "
-        "engine.algorithms` lists them. Given several times, the settings add up; a field on the command line wins "
-        "over a YAML file's",
+        "engine.algorithms` lists them. Settings given several times add up",
         adds_up=True,
     )
 
@@ -70,10 +69,9 @@ class AlgorithmFlags(DataFlags):
     max_grad_norm: float | None = dialect_flag("max_grad_norm")
     critic_pretrain_steps: int = flag(
         0,
-        "steps before the first one, in which the critic alone trains on responses of the SFT model, with lambda "
-        "1. These steps use up no prompts and do not change the learning rates of later steps. The critic is saved "
-        "as OUTPUT_DIR/critic_pretrained; another run can start from it with --critic_model_name_or_path, and then "
-        "needs --reward_model_name_or_path",
+        "steps before the first one, in which the critic alone trains on responses of the SFT model "
+        "(docs/critic.md). They use up no prompts and change no schedule. The critic is saved as "
+        "OUTPUT_DIR/critic_pretrained",
         least=0,
     )
     critic_pretrain_learning_rate: float | None = flag(

@@ -135,13 +135,13 @@ class RunFlags(TokenizerFlags):
     output_dir: str = flag(REQUIRED, "folder for models, metrics and checkpoints: new, empty, or that of a resumed run")
     dry_run: bool = flag(
         False,
-        "check everything that needs no GPU and no download, and end. Prints the command, some rows as the model "
-        "sees them, each engine's configuration and the memory that the run needs",
+        "check everything that needs no GPU and no download, print the command, some rows as the model sees them, "
+        "the engines' configurations and the memory that the run needs, and end",
     )
     preflight: bool = flag(
         False,
-        "start the run's ranks on all nodes, check all that is checked before models are loaded (versions, the output "
-        "folder, models, data), and end; the exit code is 0 if all nodes are fit, else 2",
+        "start the run's ranks on all nodes, check all that is checked before models are loaded, and end; exit code "
+        "0 if all nodes are fit, else 2",
     )
     seed: int = flag(1234, "seed of data order, new weights and sampling", least=0, most=2**31 - 1)
     dtype: str | None = flag(
@@ -152,16 +152,16 @@ class RunFlags(TokenizerFlags):
     attn_implementation: str = flag(
         "auto",
         "code that computes attention. sdpa: torch's own. eager: the plain code of the model's family. "
-        "flash_attention_2, flash_attention_3: the flash-attn packages, in bf16 or fp16. flex_attention: torch's "
-        "compiled flex attention. cudnn: sdpa with cuDNN's kernels, which are off otherwise. auto: sdpa if the model's "
-        "family has it, else eager",
+        "flash_attention_2, flash_attention_3: the flash-attn packages. flex_attention: torch's compiled one. "
+        "cudnn: sdpa with cuDNN's kernels, which are off otherwise. auto: sdpa if the model's family has it, else "
+        "eager",
         choices=IMPLEMENTATIONS,
     )
     packing: str = flag(
         "auto",
-        "whether rows of a batch are padded. packed: rows are joined end to end, without padding. padded: "
-        "all rows are padded to one length. auto: packed where attention has a kernel for rows of various lengths "
-        "(flash attention; torch's own on most GPUs since A100, in bf16 or fp16, from torch 2.11), else padded",
+        "whether rows of a batch are padded to one length (padded) or joined end to end (packed). auto: packed "
+        "where attention has a kernel for rows of various lengths (flash attention; torch's own on most GPUs since "
+        "A100, in bf16 or fp16, from torch 2.11), else padded",
         choices=PACKING,
     )
     report_to: list[str] = flag(
@@ -311,8 +311,7 @@ class HubFlags(RunFlags):
 
     push_to_hub: bool = flag(
         False,
-        "upload the trained model (step 3: the actor) to the Hugging Face Hub when the run has ended well. If the "
-        "upload fails, the model stays in its folder, and the run prints the command that tries again",
+        "upload the trained model (step 3: the actor) to the Hugging Face Hub when the run has ended well",
         group="sharing",
         only_with="hub_model_id",
     )
@@ -407,9 +406,8 @@ class DataFlags(RunFlags):
     )
     overlong: str = flag(
         "cut_prompt",
-        "what happens to rows that are too long. cut_prompt: a prompt loses its beginning; in a dialogue it then "
-        "begins with a user's turn. cut_answer: a text loses its end, and step 3 leaves a prompt out. drop: the "
-        "row is left out",
+        "what happens to rows that are too long. cut_prompt: a prompt loses its beginning. cut_answer: a text loses "
+        "its end, and step 3 leaves a prompt out. drop: the row is left out",
         choices=OVERLONG,
     )
     data_output_path: str | None = flag(

@@ -38,8 +38,8 @@ class LoraFlags(RunFlags):
 
     only_optimize_lora: bool = flag(
         False,
-        "train only the LoRA factors and a score head. Without this flag, weights without an adapter, such as "
-        "biases, norms and embeddings, train too, at the model's own learning rate",
+        "train only the LoRA factors and a score head. Without this flag, weights without an adapter train too, at "
+        "the model's own learning rate",
         only_with=RANKS,
         group="LoRA",
     )
@@ -52,7 +52,7 @@ class LoraFlags(RunFlags):
     lora_target_modules: list[str] = flag(
         [],
         "layers that get an adapter, by the last part of their names, such as q_proj v_proj. all-linear, the "
-        "default, means all linear layers but the output head; all-linear lm_head adds the head",
+        "default: all linear layers but the output head; all-linear lm_head adds it",
         only_with=RANKS,
     )
     save_merged: str = flag(
@@ -221,9 +221,8 @@ class RewardFunctionFlags(AlgorithmFlags):
     )
     overlap_rewards: bool = flag(
         False,
-        "score finished responses while others are still drawn: functions are called in threads of their own, and "
-        "the reward server is asked early. The score of a response must not depend on other responses, nor on the "
-        "thread",
+        "score finished responses, in threads, while others are still drawn. The score of a response must not "
+        "depend on other responses",
         only_with=("reward_function", "reward_url"),
     )
     reward_model_weight: float = flag(1.0, "weight of the reward model in the score")
@@ -351,9 +350,9 @@ class ModelFlags(RoleLoraFlags, ReferenceFlags, RewardServerFlags):
     )
     critic_model_name_or_path: str | None = flag(
         None,
-        "reward model that the critic starts from. With --reward_function or --reward_url this flag is optional; "
-        "without it the critic is the SFT model with a new head. In dialects without a critic, or whose critic "
-        "starts otherwise, it names the reward model only",
+        "reward model that the critic starts from. With --reward_function or --reward_url it is optional; without "
+        "it the critic is the SFT model with a new head. In dialects without a critic, or whose critic starts "
+        "otherwise, it names the reward model only",
     )
     reward_model_name_or_path: str | None = flag(
         None,

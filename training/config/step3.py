@@ -22,10 +22,9 @@ class RolloutFlags(RunFlags):
 
     rollout_backend: str = flag(
         "auto",
-        "how responses are generated. replica: with a whole copy of the actor on each rank, gathered once per "
-        "update. zero3: through the actor's ZeRO-3 partitions. vllm: by vLLM in these processes (has to be "
-        "installed). auto: a whole copy if it fits in memory, else a copy that several ranks hold together "
-        "(--inference_tp_size); the run ends at its start if none fits",
+        "how responses are generated (docs/rollouts.md). replica: with a whole copy of the actor on each rank. "
+        "zero3: through the actor's ZeRO-3 partitions. vllm: by vLLM in these processes. auto: a whole copy if it "
+        "fits in memory, else one that several ranks hold together; the run ends at its start if none fits",
         choices=ROLLOUT_BACKENDS,
         group="rollouts",
     )
@@ -44,8 +43,8 @@ class RolloutFlags(RunFlags):
     )
     inference_tp_size: int | None = flag(
         None,
-        "number of neighbouring ranks of a node that hold the actor's copy together, each with a part of every matrix "
-        "(tensor parallelism); by default as few as have room for it (auto), or 1 (replica)",
+        "number of neighbouring ranks of a node that hold the actor's copy together (tensor parallelism); by "
+        "default as few as have room for it (auto), or 1 (replica)",
         least=1,
         only_with="rollout_backend=auto|replica",
     )

@@ -33,7 +33,8 @@ kl_coef: 0.05
 enable_ema: true
 ```
 
-A flag that is off or on is given bare (`--offload`) or with `true` or `false`.
+A switch is given bare (`--offload`) or with `true` or `false`. Flags of [DeepSpeed-Chat](from_deepspeed_chat.md) that
+have no effect here are accepted.
 """
 SECTIONS: tuple[tuple[str, Sequence[type[ProgramFlags]]], ...] = (
     ("All three steps", (SFTFlags, RewardFlags, RLHFFlags)),
@@ -46,7 +47,6 @@ SECTIONS: tuple[tuple[str, Sequence[type[ProgramFlags]]], ...] = (
     ("Comparing, `python -m training.compare`", (CompareFlags,)),
     ("Serving, `python -m training.serve`", (ServeFlags,)),
 )
-OLD = "DeepSpeed-Chat's flags that have nothing left to do"
 DIALECT = """## Fields of a dialect
 
 [Dialects](dialects.md) are rows of these choices. Each is set by `--set FIELD=VALUE`, some by a flag of step 3, too.
@@ -86,19 +86,18 @@ def section(title: str, programs: Sequence[type[ProgramFlags]], told: dict[str, 
     for there, names in others.items():
         lines.append(f'From the section "{there.partition(",")[0]}" it also takes: {", ".join(names)}.\n')
     for group, found in groups.items():
-        lines += _table(group, ("flag",) if group == OLD else ("flag", "value", "default", ""), found)
+        lines += _table(group, ("flag", "value", "default", ""), found)
     return "\n".join(lines)
 
 
 def rows(program: type[ProgramFlags]) -> list[tuple[str, str]]:
-    """(group, table row) for each flag of a program. The flags of DeepSpeed-Chat that have no effect come last."""
+    """(group, table row) for each flag of a program."""
     hints = typing.get_type_hints(program)
-    found = [
+    return [
         (group, _row(f"`--{spec.name}`", _value(spec, hints[spec.name]), _default(spec), _help(spec)))
         for group, specs in by_group(program).items()
         for spec in specs
     ]
-    return [*found, *((OLD, _row(f"`--{name}`")) for name in program.old_flags)]
 
 
 def dialect_tables() -> str:
@@ -111,7 +110,8 @@ def dialect_tables() -> str:
         found = []
         for spec in specs:
             value, default = _value(spec, hints[spec.name]), _default(spec) or "none"
-            found.append(_row(f"`{spec.name}`", value, default, flags.get(spec.name, ""), _help(spec)))
+            says = "" if spec.name in flags else _help(spec)  # the flag's row has the same help
+            found.append(_row(f"`{spec.name}`", value, default, flags.get(spec.name, ""), says))
         lines += _table(group, ("field", "value", "default", "flag", ""), found)
     return "\n".join(lines)
 
@@ -136,10 +136,11 @@ def _value(spec: dataclasses.Field, hint) -> str:
         hint = next(kind for kind in typing.get_args(hint) if kind is not type(None))
     many = typing.get_origin(hint) in (list, tuple)
     kind = typing.get_args(hint)[0] if many else hint
-    names = {str: "text", int: "whole number", float: "number", bool: "true or false"}
-    limits = [f"{words} {spec.metadata[key]}" for key, words, _ in LIMITS if spec.metadata[key] is not None]
-    pair = ", two" if typing.get_origin(hint) is tuple else ", one or more" if many else ""
-    return ", ".join([names[kind] + pair, *limits])
+    names = {str: "text", int: "integer", float: "number", bool: "switch"}
+    signs = {"least": "≥", "above": ">", "most": "≤", "below": "<"}
+    limits = [f"{signs[key]} {spec.metadata[key]}" for key, *_ in LIMITS if spec.metadata[key] is not None]
+    pair = ["two"] if typing.get_origin(hint) is tuple else ["one or more"] if many else []
+    return ", ".join([" ".join([names[kind], *limits[:1]]), *limits[1:], *pair])
 
 
 def _default(spec: dataclasses.Field) -> str:
