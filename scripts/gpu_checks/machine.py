@@ -6,7 +6,6 @@ import torch
 from torch.utils.cpp_extension import CUDA_HOME
 
 from engine.gpus import data_sheet
-from engine.memory.memory_plan import gb
 from scripts.gpu_checks.check import Trial
 from training.reporting.records import versions
 
@@ -32,8 +31,8 @@ def look(trial: Trial) -> None:
         {
             "GPUs": torch.cuda.device_count(),
             "name": name,
-            "memory, GB": gb(total),
-            "free, GB": gb(free),
+            "memory, GB": round(total / 1e9, 1),
+            "free, GB": round(free / 1e9, 1),
             "CUDA": torch.version.cuda or "-",
             "bf16": torch.cuda.is_bf16_supported(including_emulation=False),
         }
