@@ -27,7 +27,7 @@ from scripts.gpu_checks.copies import figures_of
 from scripts.gpu_checks.decoding import TokenTimes, in_dtype
 from scripts.gpu_checks.models import metrics_of, prompts, random_models
 from tests.e2e.bad_checks import is_running
-from training.reporting import step_metrics
+from training.tools.memory.callback import measured_line
 
 PROGRAM = Path(__file__).resolve().parents[2] / "scripts" / "check_gpu.sh"
 # Without a GPU these do what others do, or run programs that other tests run. DRY=1 makes them all.
@@ -198,13 +198,9 @@ def test_data_sheets_go_by_torchs_names(name, expected):
     assert data_sheet(name) == expected
 
 
-def test_measured_bytes_are_read_off_step_3(monkeypatch):
-    monkeypatch.setattr(step_metrics, "on_gpu", lambda: True)
-    monkeypatch.setattr(step_metrics.phase_memory, "bytes", {"generate": 12e8, "make_experience": 99e8, "train": 101e8})
-    said = ["start"]
-    with step_metrics.memory_measured(said.append):
-        pass
-    assert figures_of("\n".join(said)) == {"generate": 1.2, "make_experience": 9.9, "train": 10.1}
+def test_measured_bytes_are_read_off_step_3():
+    line = measured_line({"generate": 12 * 10**8, "train": 101 * 10**8}, {"generate": 13 * 10**8, "train": 99 * 10**8})
+    assert figures_of(f"start\n{line}") == {"generate": (1.2, 1.3), "train": (10.1, 9.9)}
     assert figures_of("nothing of the kind") == {}
 
 
