@@ -2,8 +2,8 @@
 # OPT 66B with a 350M reward model.
 #
 #   HARDWARE                    what trains in step 3                planned: needed of a GPU (highest phase), a node's host
-#   64xa100-80g or 64xh100-80g  all weights                          73 GB (experience), 116 GB
-#   8xa100-80g or 8xh100-80g    adapters                             78 GB (experience), 13 GB
+#   64xa100-80g or 64xh100-80g  all weights                          76 GB (experience), 116 GB
+#   8xa100-80g or 8xh100-80g    adapters                             80 GB (experience), 12 GB
 #
 #   scripts/opt_66b.sh 1      supervised fine-tuning; then 2, the reward model; then 3, PPO
 #   HARDWARE=8xa100-80g scripts/opt_66b.sh 3 --dry_run      another row; --dry_run only looks

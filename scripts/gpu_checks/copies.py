@@ -11,7 +11,6 @@ import torch
 from engine.copies import copies_bytes
 from engine.errors import UserError
 from engine.experience import Rollout
-from engine.memory.memory_plan import MemoryPlan
 from engine.rollout import build_rollouts
 from engine.rollout.cache import cache_bytes
 from engine.rollout.choice import _later
@@ -29,11 +28,9 @@ from scripts.gpu_checks.models import (
     random_models,
     rows,
     sizes_here,
-    words_of,
     write_prompts,
 )
 from scripts.gpu_checks.steps import give_back
-from training.config.parsing import parse_flags
 from training.ppo_trainer import PPOTrainer
 
 # What the actor's copy, keys and values take of the memory that is free beside gradients and moments, by what auto does
@@ -175,9 +172,7 @@ def planned(trial: Trial) -> None:
     measured = figures_of(program(3, **flags))
     metrics_of(trial, trial.folder / "out")
     trial.expect(bool(measured) == counts, "step 3 printed no line of measured bytes, or a CPU's did")
-    plan = plan_of(flags)
-    for phase, size in measured.items():
-        expected = round(plan.peak_of(PLANNED[phase]).device.total / 1e9, 1)
+    for phase, (size, expected) in measured.items():
         trial.tell({f"{phase}, GB planned": expected, f"{phase}, GB measured": size})
         off = expected / size - 1
         least = -WITHIN if phase == "train" else 0.0
@@ -185,20 +180,8 @@ def planned(trial: Trial) -> None:
         trial.expect(right, f"{phase}: planned {expected} GB, measured {size}, {off:+.0%}")
 
 
-PLANNED = {"generate": "generate", "make_experience": "experience", "train": "train"}  # phases, by the plan's names
-
-
-def plan_of(flags: dict[str, object]) -> MemoryPlan:
-    """What is planned for step 3 with these flags on this machine."""
-    from training.config.step3 import RLHFFlags  # needs pyarrow, which most checks do without
-    from training.runtime.memory_lines import setting_here
-
-    args = parse_flags(RLHFFlags, words_of(flags), "")
-    return setting_here(args, args.resolved.dialect).planned()
-
-
-def figures_of(printed: str) -> dict[str, float]:
-    """Measured GB by phase, of the line that step 3 prints after its first step."""
+def figures_of(printed: str) -> dict[str, tuple[float, float]]:
+    """{phase: (measured GB, planned GB)}, of the line that step 3 prints after its first step."""
     line = next((line for line in printed.splitlines() if line.startswith("memory, ")), "")
-    found = re.findall(r"([a-z_]+) (\d+\.\d)", line.partition("peak: ")[2])
-    return {phase: float(size) for phase, size in found}
+    found = re.findall(r"([a-z_]+) (\d+\.\d) \((\d+\.\d)\)", line)
+    return {phase: (float(size), float(planned)) for phase, size, planned in found}

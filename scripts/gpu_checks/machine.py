@@ -3,7 +3,6 @@
 import shutil
 
 import torch
-from engine.memory.memory_plan import gb
 from torch.utils.cpp_extension import CUDA_HOME
 
 from engine.gpus import data_sheet
@@ -32,8 +31,8 @@ def look(trial: Trial) -> None:
         {
             "GPUs": torch.cuda.device_count(),
             "name": name,
-            "memory, GB": gb(total),
-            "free, GB": gb(free),
+            "memory, GB": round(total / 1e9, 1),
+            "free, GB": round(free / 1e9, 1),
             "CUDA": torch.version.cuda or "-",
             "bf16": torch.cuda.is_bf16_supported(including_emulation=False),
         }

@@ -20,7 +20,7 @@ from scripts.harness.models import EOS, PAD, make_causal_lm, make_config, make_t
 from scripts.harness.ranks import run_ranks
 from tests.distributed.tiny_run import engine_spec, prompt_batch
 from tests.distributed.work_rollouts import _by_key
-from tests.engine.meters import LiveBytes
+from training.tools.memory.passes import LiveBytes
 
 
 def engine(module, stage: int) -> SimpleNamespace:

@@ -18,7 +18,9 @@ from scripts.gpu_checks import __main__ as front
 from scripts.gpu_checks import attention
 from scripts.gpu_checks.__main__ import CHECKS
 from scripts.gpu_checks.check import Check, Outcome, Trial, lines_of, make, outcomes_of
+from scripts.gpu_checks.copies import figures_of
 from tests.e2e.bad_checks import is_running
+from training.tools.memory.callback import measured_line
 
 PROGRAM = Path(__file__).resolve().parents[2] / "scripts" / "check_gpu.sh"
 # Without a GPU these do what others do, or run programs that other tests run. DRY=1 makes them all.
@@ -139,6 +141,12 @@ def made_here(checks: list[Check], folder: Path, budget: float = 60) -> list[Out
 )
 def test_data_sheets_go_by_torchs_names(name, expected):
     assert data_sheet(name) == expected
+
+
+def test_measured_bytes_are_read_off_step_3():
+    line = measured_line({"generate": 12 * 10**8, "train": 101 * 10**8}, {"generate": 13 * 10**8, "train": 99 * 10**8})
+    assert figures_of(f"start\n{line}") == {"generate": (1.2, 1.3), "train": (10.1, 9.9)}
+    assert figures_of("nothing of the kind") == {}
 
 
 @pytest.fixture(scope="module")

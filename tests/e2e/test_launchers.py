@@ -12,21 +12,20 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from engine.memory.gpus import gpu_bytes
-from engine.memory.memory_plan import MemoryPlan
-from engine.memory.planning import plan
-from engine.memory.workload import Cluster
-from training.runtime.memory_lines import workload
 
 from engine import distributed
 from scripts.harness import ROOT
 from training import memory_plan
 from training.config.parsing import parse_flags
-from training.config.step3 import MemoryFlags, RLHFFlags
+from training.config.step3 import RLHFFlags
 from training.config.supervised import RewardFlags, SFTFlags
 from training.runtime.plan import count_steps
 from training.runtime.start_report import POINTS, RunSchedule, supervised_schedule
 from training.tools import dry_run
+from training.tools.memory import Compared
+from training.tools.memory.cluster import Cluster, gpu_bytes
+from training.tools.memory.flags import MemoryFlags
+from training.tools.memory.plan import MemoryPlan, plan
 
 
 def stand_in(program: Path, prints: str) -> None:
@@ -126,7 +125,7 @@ def in_dry_run(monkeypatch, tmp_path):
         monkeypatch.setattr(sys, "argv", [str(ROOT / "training" / "dry_run.py"), *words])
         monkeypatch.chdir(tmp_path)
         capfd.readouterr()
-        return dry_run.main(words), *capfd.readouterr()
+        return dry_run.main(words, callbacks=(Compared(),)), *capfd.readouterr()
 
     return tried
 
@@ -435,11 +434,10 @@ def flags_given(launcher: str, step: int, hardware: str, folder: Path) -> list[s
 def plan_of(words: list[str], hardware: str) -> MemoryPlan:
     """The plan of step 3 with these flags, on "8xa100-40g" and its like."""
     args = parse_flags(MemoryFlags, words, "")
-    dialect = args.resolved.dialect
     _ = args.ds_configs  # what DeepSpeed cannot do is refused
     count, _, gpu = hardware.partition("x")
     cluster = Cluster(gpus=min(8, int(count)), nodes=max(1, int(count) // 8), gpu=gpu_bytes(gpu))
-    return plan(args.spec, workload(args, dialect), cluster)
+    return plan(args, cluster)
 
 
 @pytest.fixture(scope="module")
@@ -451,7 +449,7 @@ def folders(tmp_path_factory) -> Path:
 @pytest.mark.parametrize("launcher, hardware", sorted(rows()))
 def test_a_launcher_needs_what_it_says(launcher, hardware, folders):
     found, row = planned(launcher, hardware, folders / launcher), rows()[launcher, hardware]
-    needed, host = round(found.needed / 1e9), round(found.host_peak / 1e9)
+    needed, host = round(found.needed / 1e9), round(found.host / 1e9)
     said = f"#   {hardware} ... {needed} GB ({found.peak.phase}), {host} GB"
     assert row[5] == found.peak.phase and abs(int(row[4]) - needed) <= 1, said
     assert abs(int(row[6]) - host) <= max(1, 0.03 * host), said
@@ -516,10 +514,10 @@ def test_what_deepspeed_chat_has_published_fits(size, hardware, folders):
     others = layers * (9 * width + ffn) + 2 * width + (50272 + 2050) * width  # biases, norms; embeddings
     factors = 128 * layers * (4 * 2 * width + 2 * (width + ffn))
     ranks = int(hardware.partition("x")[0])
-    rest = found.phases["generate"]
-    assert rest["actor"]["weights"] == pytest.approx(2 * (matrices + others + factors) / ranks, rel=1e-3)
-    assert rest["actor"]["optimizer"] == pytest.approx(12 * (others + factors) / ranks, rel=1e-3)
-    assert rest["reference"]["weights"] == pytest.approx(2 * (matrices + others) / ranks, rel=1e-3)
+    rest = found.peak_of("generate").device
+    assert rest["actor", "weights"] == pytest.approx(2 * (matrices + others + factors) / ranks, rel=1e-3)
+    assert rest["actor", "optimizer"] == pytest.approx(12 * (others + factors) / ranks, rel=1e-3)
+    assert rest["reference", "weights"] == pytest.approx(2 * (matrices + others) / ranks, rel=1e-3)
     assert found.fits, found.needed
     figures = f"{found.needed / 1e9:.1f} of {gpu_bytes(hardware.partition('x')[2]) / 1e9:.1f} GB"
     assert figures in PAGE.read_text(), f"{PAGE} should say {figures}"
