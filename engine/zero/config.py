@@ -270,9 +270,10 @@ def _is_off(value: Any) -> bool:
 
 def _setting(config: Mapping, name: str) -> Any:
     """The value of a setting by its dotted name; None if the file does not have it."""
+    found: Any = config
     for part in name.split("."):
-        config = config.get(part) if isinstance(config, Mapping) else None
-    return config
+        found = found.get(part) if isinstance(found, Mapping) else None
+    return found
 
 
 def _check_trained(config: Mapping, dtype: str, path: str | None) -> None:
