@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from engine.models.attention import USUAL, Attention
 from engine.models.lora import LoraSpec
-from engine.models.places import is_adapter, same_model
+from engine.models.model_paths import is_adapter, same_model
 from engine.zero.config import EngineConfig
 
 
@@ -48,7 +48,7 @@ class EngineSpec:
     actor_lora, critic_lora: LoRA adapters that train in place of the model's own matrices; None trains the model
         itself.
     share_trunk: whether one frozen language model serves all roles; each role then has its own adapter and head.
-    pad_token: the rule for the tokenizer's pad token (engine/models/reading.py).
+    pad_token: the rule for the tokenizer's pad token (engine/models/config_and_tokenizer.py).
     chat_template: a file with the tokenizer's chat template, or None.
     trust_remote_code: whether code in the models' folders may run.
     attention: which implementation computes attention in all models, and the longest row, for models with longrope.

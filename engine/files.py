@@ -131,7 +131,7 @@ class RepeatedName(ValueError):
     and how often it occurs."""
 
     def __init__(self, fields: dict[str, object], name: str, count: int):
-        super().__init__(f"{name} stands there {count} times")
+        super().__init__(f"{name} occurs {count} times")
         self.fields = fields
         self.name = name
         self.count = count

@@ -17,7 +17,7 @@ _kept = False
 COPIES_SHARE = 0.9
 """The largest share of the free host memory that the copies of the state for a checkpoint may take."""
 
-GIVEN_BACK_EVERY = 20
+RELEASED_EVERY = 20
 """Each time this number of training steps has passed, freed memory that the C library has kept is given back to the
 system."""
 
@@ -32,19 +32,19 @@ def keep_freed_memory() -> None:
     _kept = _set(*_KEEP)
 
 
-def give_back_at(step: int) -> None:
-    """Give freed memory back after every GIVEN_BACK_EVERY-th step.
+def release_freed_memory(step: int) -> None:
+    """Give freed memory back after every RELEASED_EVERY-th step.
 
     The lengths of rows change from step to step, so freed memory is reused only in part. If freed memory were always
     kept, it would add up over thousands of steps. The cost of giving it back is that pages are cleared again in the
     next step.
     """
-    if _kept and step % GIVEN_BACK_EVERY == 0:
+    if _kept and step % RELEASED_EVERY == 0:
         ctypes.CDLL(None).malloc_trim(0)
 
 
 @contextlib.contextmanager
-def freed_memory_given_back() -> Iterator[None]:
+def releasing_freed_memory() -> Iterator[None]:
     """Within this context the memory of a large tensor is given back to the system as soon as it is freed; at the end
     of the context all free memory is given back. Memory that is needed only once, to load or save a model, is thus not
     kept."""

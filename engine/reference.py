@@ -10,8 +10,8 @@ from torch import Tensor
 from engine.experience import Rollout
 from engine.trace import traced
 from engine.zero.engines import FrozenModel, FrozenRole, TrainedModel
-from engine.zero.roles import TrainedRole
-from engine.zero.shards import Shard, ShardSource, read
+from engine.zero.shared_engine import TrainedRole
+from engine.zero.training_state import Shard, ShardSource, read
 
 
 class EMA:

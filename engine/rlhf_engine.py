@@ -17,7 +17,7 @@ import torch
 from engine import distributed
 from engine.engine_spec import EngineSpec, OptimizerSpec
 from engine.errors import UserError
-from engine.host_memory import freed_memory_given_back
+from engine.host_memory import releasing_freed_memory
 from engine.models.adapter_folders import AdapterFolder, read_adapter
 from engine.models.checking import (
     check_attention,
@@ -28,12 +28,12 @@ from engine.models.checking import (
     check_vocabularies,
     is_pretrained_critic,
 )
+from engine.models.config_and_tokenizer import classifier_pad_token_id, read_config, read_tokenizer
 from engine.models.hydra import check_hydra, load_hydra
 from engine.models.loading import DTYPES, check_padding, load_policy, load_scorer, new_critic
 from engine.models.lora import LoraSpec, adapt
-from engine.models.places import base_of, same_model
+from engine.models.model_paths import base_of, same_model
 from engine.models.policy import Policy, Scorer
-from engine.models.reading import classifier_pad_token_id, read_config, read_tokenizer
 from engine.models.trunk import ScoringRole, make_trunk, owner
 from engine.optim import build_optimizer, optimizer_groups, optimizer_of
 from engine.reference import EMA, MovingReference, Reference
@@ -41,7 +41,7 @@ from engine.reward.base import RewardModel
 from engine.zero.communication import init
 from engine.zero.config import EngineConfig, build_ds_config, refuse_offload_of_roles
 from engine.zero.engines import FrozenModel, FrozenRole, TrainedModel
-from engine.zero.roles import SharedModel, TrainedRole
+from engine.zero.shared_engine import SharedEngine, TrainedRole
 
 FIELDS = {role: f"{role}_path" for role in ("actor", "critic", "reward")}  # of an EngineSpec
 
@@ -84,7 +84,7 @@ def check_roles(
     return tokenizer
 
 
-def shared_trunk(spec: EngineSpec) -> SharedModel:
+def shared_trunk(spec: EngineSpec) -> SharedEngine:
     """One engine for all models (`EngineSpec.share_trunk`): actor and critic learn in it, reference and reward model
     compute in it.
 
@@ -112,7 +112,7 @@ def shared_trunk(spec: EngineSpec) -> SharedModel:
         groups += [{**group, "role": role} for group in optimizer_groups(own, optimizer, lora.lr)]
     adam = optimizer_of(groups, spec.actor_optimizer, offload=False)
     limits = {role: optimizer.max_grad_norm for role, (optimizer, _) in settings.items()}
-    model = SharedModel(trunk, ds_config, adam, limits)
+    model = SharedEngine(trunk, ds_config, adam, limits)
     _probe(model)
     return model
 
@@ -307,7 +307,7 @@ def trained_model(
     return wrap_trained(module, ds_config, config, optimizer, gradient_checkpointing, lora, frozen)
 
 
-@freed_memory_given_back()
+@releasing_freed_memory()
 def wrap_trained(
     module: Policy | Scorer,
     ds_config: dict,
@@ -350,7 +350,7 @@ def _frozen(
     return frozen_model(load, path, config, spec)
 
 
-@freed_memory_given_back()
+@releasing_freed_memory()
 def frozen_model(load, path: str, config: EngineConfig, spec: EngineSpec) -> FrozenModel:
     """The module that `load` loads from `path`, in an engine without an optimizer."""
     ds_config = build_ds_config(config, dtype=spec.dtype, micro_batch_size=spec.micro_batch_size, trained=False)

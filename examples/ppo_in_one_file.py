@@ -96,8 +96,12 @@ def sequence_scores(reward_model: nn.Module, sequences: Tensor, attention_mask: 
 @torch.no_grad()
 def sample(policy: nn.Module, prompts: Tensor, prompt_mask: Tensor, length: int, eos: int, pad: int) -> Tensor:
     """(B, S) int64: the prompts, (B, P) int64 padded on the left, and a response to each, padded behind its EOS."""
-    sequences, attention_mask, ended = prompts, prompt_mask, torch.zeros(len(prompts), dtype=torch.bool)
-    tokens, place, cache = prompts, positions(prompt_mask), None
+    sequences = prompts
+    attention_mask = prompt_mask
+    ended = torch.zeros(len(prompts), dtype=torch.bool)
+    tokens = prompts
+    place = positions(prompt_mask)
+    cache = None
     for _ in range(length):
         out = policy(
             input_ids=tokens, attention_mask=attention_mask, position_ids=place, past_key_values=cache, use_cache=True
@@ -231,7 +235,9 @@ def main() -> None:
     s = Settings(**{name: getattr(args, name) for name in vars(Settings())})
     torch.manual_seed(s.seed)
     tokenizer = AutoTokenizer.from_pretrained(args.policy, padding_side="left", truncation_side="left")
-    eos, pad, models = tokenizer.eos_token_id, tokenizer.pad_token_id, load_models(args.policy, args.reward_model)
+    eos = tokenizer.eos_token_id
+    pad = tokenizer.pad_token_id
+    models = load_models(args.policy, args.reward_model)
     optimizers = make_optimizers(models)
     texts = [json.loads(line)["prompt"] for line in Path(args.prompts).read_text(encoding="utf-8").splitlines()]
     for step in range(s.steps):

@@ -146,7 +146,10 @@ class Rates:
     """
 
     def __init__(self, work: Work, *, rows_per_rank: int, tokens: int, dtype: torch.dtype):
-        self.shape, self.rows, self.tokens, self.dtype = work.actor, rows_per_rank, tokens, dtype
+        self.shape = work.actor
+        self.rows = rows_per_rank
+        self.tokens = tokens
+        self.dtype = dtype
         self._samples: dict[str, list[float]] = {}
 
     def measure(self) -> None:

@@ -23,10 +23,15 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from engine import distributed
 from engine.algo.advantages import gae
-from engine.algo.losses import policy_loss, value_loss
+from engine.algo.losses import clipped_surrogate, clipped_value_loss
 from engine.experience import PromptBatch
 
-KL_COEF, GAMMA, LAMBDA, CLIP_RANGE, MAX_GRAD_NORM, LEARNING_RATE = 0.1, 1.0, 0.95, 0.2, 1.0, 1e-6
+KL_COEF = 0.1
+GAMMA = 1.0
+LAMBDA = 0.95
+CLIP_RANGE = 0.2
+MAX_GRAD_NORM = 1.0
+LEARNING_RATE = 1e-6
 TORCH_LINEAR = torch._C._nn.linear  # what F.linear is until DeepSpeed's zero.Init puts its own in its place, for good
 
 
@@ -116,11 +121,13 @@ class Plain:
 
         def critic_loss(rows: slice) -> Tensor:
             values = self._values(self.critic, experience.sequences[rows])[:, :-1]
-            return value_loss(values, experience.values[rows], experience.returns[rows], mask[rows], CLIP_RANGE).loss
+            return clipped_value_loss(
+                values, experience.values[rows], experience.returns[rows], mask[rows], CLIP_RANGE
+            ).loss
 
         def actor_loss(rows: slice) -> Tensor:
             logprobs = self._logprobs(self.actor, experience.sequences[rows])
-            return policy_loss(
+            return clipped_surrogate(
                 logprobs, experience.logprobs[rows], experience.advantages[rows], mask[rows], CLIP_RANGE
             ).loss
 

@@ -30,8 +30,8 @@ from transformers.utils import logging
 from engine import distributed
 from engine.errors import UserError
 from engine.experience import PromptBatch
+from engine.models.config_and_tokenizer import read_config
 from engine.models.loading import DTYPES
-from engine.models.reading import read_config
 from engine.rollout import DECODING, ROLLOUT_BACKENDS
 from engine.zero.accelerator import natural_dtype
 from engine.zero.communication import init

@@ -148,7 +148,9 @@ def main(arguments: list[str] | None = None) -> int:
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     try:
-        entries, tasks, results = chosen_entries(options.entries), chosen_tasks(options), Results(options.output / FILE)
+        entries = chosen_entries(options.entries)
+        tasks = chosen_tasks(options)
+        results = Results(options.output / FILE)
         options.output.mkdir(parents=True, exist_ok=True)
         with ended_with_us():
             wrong = compare(options, tasks, entries, results)

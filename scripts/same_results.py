@@ -400,7 +400,9 @@ def named(name: str):
 def data(jobs: dict[str, dict]) -> dict[str, dict]:
     """By name, fingerprints, held-out rows, ids and orders. A job: {"model": folder, "form": its name, "template": chat
     template, "rows": arguments of load_rows, "examples": arguments of the class that makes examples of the rows}."""
-    load_rows, batches, order = named("load_rows"), named("epoch_batches"), named("PromptOrder")
+    load_rows = named("load_rows")
+    batches = named("epoch_batches")
+    order = named("PromptOrder")
     form_class = named("Form")
     found = vars(sys.modules[form_class.__module__]).values()
     forms = {form.name: form for form in found if isinstance(form, form_class)}

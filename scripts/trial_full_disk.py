@@ -47,7 +47,10 @@ def score(prompts, responses):
     return [0.5 + 0.1 * calls] * len(responses)
 """
 # Held-out prompts are scored in calls 1 and 2, and after the last step in 5 and 6; the two steps in 3 and 4.
-NEVER, FIRST_STEP, LAST_STEP, LAST_EVALUATION = 0, 3, 4, 5
+NEVER = 0
+FIRST_STEP = 3
+LAST_STEP = 4
+LAST_EVALUATION = 5
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ from transformers.utils import logging
 
 from engine import distributed
 from engine.experience import position_ids
-from engine.models.places import base_of, is_adapter
+from engine.models.model_paths import base_of, is_adapter
 from engine.zero.communication import init
 from scripts.harness import ROOT
 from scripts.harness.models import UNK, VOCABULARY, family_config, make_family, save_random
@@ -52,7 +52,7 @@ from scripts.harness.programs import (
     write_partitioned,
 )
 from training import step3_rlhf
-from training.checkpoints.resuming import ResumePoint
+from training.checkpoints.resuming import Checkpoint
 from training.tools.export import export
 
 NAMES = ("llama", "mistral", "mixtral", "qwen2", "gemma2", "phi", "gpt2", "gpt_neox", "opt", "falcon")
@@ -327,12 +327,12 @@ def gaps_of(given: Path, output: Path, way: str) -> dict[str, float]:
         for when in ("begun", "resumed")
         for role, logprobs in torch.load(f"{output}.{when}").items()
     }
-    point = ResumePoint.find(str(output), str(output), with_ema=True)
+    checkpoint = Checkpoint.find(str(output), str(output), with_ema=True)
     saved = {"saved actor": "actor", "saved adapter": "actor_adapter", "saved average": "actor_ema"}
     config = json.loads((Path(base_of(str(given), "model")) / "config.json").read_text())
     if not get_checkpoint_conversion_mapping(config["model_type"]):  # else an export is refused
         for name, ema in {"exported": False, "exported average": True}.items():
-            export(point, output / name, ema=ema)
+            export(checkpoint, output / name, ema=ema)
             saved[name] = name
     computed |= {what: logprobs(output / name) for what, name in saved.items() if (output / name).is_dir()}
     expected = logprobs(given)

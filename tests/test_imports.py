@@ -15,14 +15,14 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # A module may import from its own layer, if no circle closes, and from those above it in this list.
 LAYERS = [
-    ["engine.files", "engine.gpus", "engine.host_memory", "engine.lazy", "engine.options", "engine.whole_files"],
+    ["engine.files", "engine.gpus", "engine.host_memory", "engine.lazy", "engine.options", "engine.atomic_files"],
     ["engine.algo"],
     ["engine.algorithms", "engine.experience"],
     ["engine.trace", "engine.zero.accelerator"],
     ["engine.distributed"],
     ["engine.zero"],
     ["engine.models", "engine.packing"],
-    ["engine.copies"],
+    ["engine.actor_copy"],
     ["engine.engine_spec", "engine.optim"],
     ["engine.reference", "engine.reward", "engine.rlhf_engine", "engine.rollout"],
     ["engine.experience_maker"],
@@ -47,7 +47,7 @@ OWNERS = {
     "deepspeed.initialize": "engine.zero.engines",
     "transformers.integrations": "engine.zero.partitioned_loading",
     "peft": "engine.models",
-    "transformers.AutoTokenizer": "engine.models.reading",  # whose tokenizers decode texts as they are
+    "transformers.AutoTokenizer": "engine.models.config_and_tokenizer",  # whose tokenizers decode texts as they are
 }
 # Names of DeepSpeed's insides, whether as names, attributes or strings.
 OWNED_WORDS = {"HfDeepSpeedConfig": "engine.zero.partitioned_loading", "get_accelerator": "engine.zero"} | {
@@ -326,9 +326,13 @@ def test_no_script_imports_a_test_and_no_test_a_script_that_is_only_a_trial():
             "reporting.Sum instead of training.reporting.Sum",
         ),
         ("training.runtime.loop", "import reporting", "reporting instead of training.reporting"),
-        ("training.data.order", "from . import rows", "relative import ..rows"),
-        ("training.data.order", "from .rows import load_rows", "relative import .rows.load_rows"),
-        ("engine.reward.new", "import importlib\nimportlib.import_module('training.data.rows')", "imports at run time"),
+        ("training.data.order", "from . import row_selection", "relative import ..row_selection"),
+        ("training.data.order", "from .row_selection import load_rows", "relative import .row_selection.load_rows"),
+        (
+            "engine.reward.new",
+            "import importlib\nimportlib.import_module('training.data.row_selection')",
+            "imports at run time",
+        ),
     ],
 )
 def test_a_breach_would_be_seen(module, source, breach):
@@ -343,7 +347,7 @@ def test_a_breach_would_be_seen(module, source, breach):
         ("engine.zero.engines", "import deepspeed\nfrom engine import distributed\nrank = distributed.rank()"),
         (
             "training.data.order",
-            "from engine import distributed, rlhf_engine\nfrom training.data.rows import load_rows",
+            "from engine import distributed, rlhf_engine\nfrom training.data.row_selection import load_rows",
         ),
         ("training.data.new", "'torch.distributed'\n'deepspeed --num_gpus 2'  # deepspeed.comm"),
         ("training.step3_rlhf", "if __name__ == '__main__':\n    from training import tools"),

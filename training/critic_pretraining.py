@@ -21,10 +21,10 @@ from dataclasses import replace
 
 from engine import distributed
 from engine.algorithms import Algorithm
+from engine.atomic_files import write_whole
 from engine.errors import without_query
 from engine.experience import PromptBatch, TrainingBatch
 from engine.models.checking import PRETRAINING_RECORD
-from engine.whole_files import write_whole
 from training.group_sampling import PromptFeed
 from training.learner import Counters, Learner, mini_batch_rows
 from training.ppo_trainer import PPOTrainer, StepReport, batch_to_learn
@@ -95,7 +95,9 @@ class CriticPretraining:
     def step(self, prompts: PromptBatch) -> StepReport:
         """Draw responses to these prompts and train the critic on their returns (all ranks call this together, with
         equally many prompts each)."""
-        trainer, counters, metrics = self.trainer, self.counters, Accumulator()
+        trainer = self.trainer
+        counters = self.counters
+        metrics = Accumulator()
         counters.steps_done = trainer.steps_done  # a resumed run has restored trainer.steps_done only
         batch = self._batch(prompts.to(distributed.device()).repeat(self.algorithm.dialect.samples_per_prompt))
         trainer.counters.begin_updates()

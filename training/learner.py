@@ -31,7 +31,7 @@ from engine.experience import TrainingBatch, position_ids
 from engine.packing import micro_batches
 from engine.rlhf_engine import RLHFEngine
 from engine.zero.engines import TrainedModel
-from engine.zero.roles import TrainedRole
+from engine.zero.shared_engine import TrainedRole
 from training.reporting.guards import stop_for_gradients, stop_unless_losses_finite
 from training.reporting.metrics import Accumulator
 
@@ -260,10 +260,10 @@ class Learner:
     def _value_gradients(self, passes: list[Pass], last: bool) -> Tensor:
         """Make the critic's forward and backward passes; returns the loss of each pass, (N,). last: see
         `accumulate_gradients`."""
-        losses = (self._value_loss(one.rows, one.metrics) * one.value_weight for one in passes)
+        losses = (self._value_pass(one.rows, one.metrics) * one.value_weight for one in passes)
         return accumulate_gradients(self.models.critic, losses, len(passes), last)
 
-    def _value_loss(self, rows: TrainingBatch, metrics: Accumulator | None) -> Tensor:
+    def _value_pass(self, rows: TrainingBatch, metrics: Accumulator | None) -> Tensor:
         rollout = rows.rollout
         values = self.models.critic(rollout.sequences, rollout.attention_mask, rollout.position_ids)
         values = values[:, rollout.prompt_length - 1 : -1]
@@ -280,14 +280,14 @@ class Learner:
 
         Adds to `ratios`: the sum of the policy's ratios, the sum of approxkl, and the number of tokens.
         """
-        losses = (self._policy_loss(one.rows, one.metrics, ratios) * one.policy_weight for one in passes)
+        losses = (self._policy_pass(one.rows, one.metrics, ratios) * one.policy_weight for one in passes)
         if self.pretraining is None:
             return accumulate_gradients(self.models.actor, losses, len(passes))
         texts, more = self.pretraining.losses(self.counters.optimizer_steps, metrics)
         halves = (0.5 * loss for loss in chain(losses, texts))
         return accumulate_gradients(self.models.actor, halves, len(passes) + more)
 
-    def _policy_loss(self, rows: TrainingBatch, metrics: Accumulator | None, ratios: Tensor) -> Tensor:
+    def _policy_pass(self, rows: TrainingBatch, metrics: Accumulator | None, ratios: Tensor) -> Tensor:
         rollout, losses = rows.rollout, self.algorithm.losses
         logprobs, _ = self.models.actor(
             rollout.sequences,

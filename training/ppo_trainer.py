@@ -257,10 +257,10 @@ class PPOTrainer:
         from training.checkpoints.conditions import Conditions
         from training.checkpoints.files import Schedule, config_files
         from training.checkpoints.resuming import set_aside_newer
-        from training.checkpoints.saving import Checkpoints
+        from training.checkpoints.saving import CheckpointWriter
 
         models, step = self.models, self.steps_done
-        checkpoints = Checkpoints(
+        checkpoints = CheckpointWriter(
             Path(folder),
             Schedule(),
             models=models.trained,
@@ -283,19 +283,19 @@ class PPOTrainer:
         taken. Returns the checkpoint's folder. Raises: UserError on all ranks if none is whole, or it does not fit.
         """
         from training.checkpoints.conditions import Conditions
-        from training.checkpoints.resuming import ResumePoint, restore
+        from training.checkpoints.resuming import Checkpoint, restore
 
         models = self.models
-        point = ResumePoint.find(str(folder), str(folder), with_ema=models.ema is not None)
-        assert point is not None, "a folder was given"
-        ours, written = Conditions.of_trainer(self.algorithm.dialect, self.config), Conditions.read(point.state)
+        checkpoint = Checkpoint.find(str(folder), str(folder), with_ema=models.ema is not None)
+        assert checkpoint is not None, "a folder was given"
+        ours, written = Conditions.of_trainer(self.algorithm.dialect, self.config), Conditions.read(checkpoint.state)
         known = {name: value for name, value in written.settings.items() if name in ours.settings}
-        ours.check(replace(written, settings=known), point.folder)
-        notes = restore(point, models.trained, models.ema, models.kept_reference)
-        self.load_state_dict(point.state)
+        ours.check(replace(written, settings=known), checkpoint.folder)
+        notes = restore(checkpoint, models.trained, models.ema, models.kept_reference)
+        self.load_state_dict(checkpoint.state)
         if distributed.is_main():
-            print("\n".join([*point.lines(), *ours.changes_since(written), *notes]), flush=True)
-        return point.folder
+            print("\n".join([*checkpoint.lines(), *ours.changes_since(written), *notes]), flush=True)
+        return checkpoint.folder
 
     def state_dict(self) -> dict:
         """The state that a checkpoint holds in addition to the models' weights and Adam moments."""

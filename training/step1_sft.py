@@ -22,14 +22,14 @@ from engine.errors import UserError
 from engine.experience import position_ids
 from engine.models.attention import attention_in_words
 from engine.models.checking import check_attention, check_policy, check_rows
+from engine.models.config_and_tokenizer import LANGUAGE_MODEL, vocabulary_size
 from engine.models.loading import DTYPES, load_policy
-from engine.models.reading import LANGUAGE_MODEL, vocabulary_size
 from engine.rlhf_engine import wrap_trained
 from training.checkpoints.conditions import fingerprints
-from training.checkpoints.resuming import ResumePoint
+from training.checkpoints.resuming import Checkpoint
 from training.config.supervised import SFTFlags
 from training.data.examples import SFTBatch, SFTExamples, collate_sft, sft_fit
-from training.data.forms import SFT
+from training.data.record_forms import SFT
 from training.reporting.guards import of_sft
 from training.reporting.metrics import Accumulator
 from training.reporting.sinks import SFT_VIEW
@@ -49,16 +49,16 @@ def main(args: SFTFlags, callbacks: Sequence[Callback] = ()) -> None:
     """The order of a run, from flags to the saved model. All ranks call this, in their process group."""
     # 1. What can be wrong is found before the model is loaded.
     called = Callbacks(callbacks)
-    point = ResumePoint.find(args.resume, args.output_dir)
-    checked(lambda: check(args, point))
+    checkpoint = Checkpoint.find(args.resume, args.output_dir)
+    checked(lambda: check(args, checkpoint))
     if args.dry_run:
         report_supervised_dry_run(
-            args, lambda: make_plan(args, point, fingerprints(args)), partial(first_lines, args), called
+            args, lambda: make_plan(args, checkpoint, fingerprints(args)), partial(first_lines, args), called
         )
         return
     check_shared(args.output_dir)
     inputs = checked(lambda: fingerprints(args))
-    plan = agreed(lambda: make_plan(args, point, inputs))
+    plan = agreed(lambda: make_plan(args, checkpoint, inputs))
     if distributed.is_main():
         print(*first_lines(args, plan), sep="\n", flush=True)
     called.planned(args, plan)
@@ -137,7 +137,7 @@ def held_out_loss(units: Units, before: Units | None) -> dict[str, float]:
     return with_errors(estimates(units), before and estimates(before))
 
 
-def make_plan(args: SFTFlags, point: ResumePoint | None, inputs: Mapping[str, str | None]) -> SupervisedPlan:
+def make_plan(args: SFTFlags, checkpoint: Checkpoint | None, inputs: Mapping[str, str | None]) -> SupervisedPlan:
     """Read the data and make the run's plan. Raises: UserError; no model is loaded yet.
 
     inputs: the result of `training.checkpoints.conditions.fingerprints` on rank 0.
@@ -149,7 +149,7 @@ def make_plan(args: SFTFlags, point: ResumePoint | None, inputs: Mapping[str, st
     examples = [
         SFTExamples(rows, tokenizer, args.max_seq_len, args.loss_on, args.cache, args.overlong, stops) for rows in parts
     ]
-    return SupervisedPlan.of(args, point, tokenizer, examples, [rows.fingerprint for rows in parts], inputs)
+    return SupervisedPlan.of(args, checkpoint, tokenizer, examples, [rows.fingerprint for rows in parts], inputs)
 
 
 def first_lines(args: SFTFlags, plan: SupervisedPlan) -> list[str]:
@@ -167,9 +167,9 @@ def recurrent_lines(args: SFTFlags) -> list[str]:
     return []
 
 
-def check(args: SFTFlags, point: ResumePoint | None = None) -> None:
+def check(args: SFTFlags, checkpoint: Checkpoint | None = None) -> None:
     """Check files, model and machine before anything large is loaded. Raises: UserError."""
-    launch.check_run(args, resumed=point is not None and point.in_output_dir)
+    launch.check_run(args, resumed=checkpoint is not None and checkpoint.in_output_dir)
     args.ds_settings()
     if args.looks_at(args.model_name_or_path):
         config = check_policy(args.model_name_or_path, "--model_name_or_path", args.trust_remote_code)

@@ -31,19 +31,19 @@ from engine.errors import RunStopped
 from engine.experience import position_ids
 from engine.models.attention import attention_in_words
 from engine.models.checking import check_policy, check_rows, check_trunk, check_vocabularies
+from engine.models.config_and_tokenizer import CLASSIFIER, classifier_pad_token_id, vocabulary_size
 from engine.models.loading import DTYPES, load_policy, new_scorer
-from engine.models.reading import CLASSIFIER, classifier_pad_token_id, vocabulary_size
 from engine.rlhf_engine import frozen_model, wrap_trained
 from engine.rollout import SamplingConfig, build_rollouts
 from engine.zero.config import EngineConfig
 from engine.zero.engines import FrozenModel, TrainedModel
 from training.checkpoints.conditions import fingerprints
-from training.checkpoints.resuming import ResumePoint
+from training.checkpoints.resuming import Checkpoint
 from training.config.supervised import RewardFlags
 from training.data.examples import PairBatch, PairExamples, Prompts, collate_pairs, collate_prompts, pair_fit
-from training.data.forms import PAIRS, PROMPTS
 from training.data.order import epoch_permutation
-from training.data.rows import load_rows
+from training.data.record_forms import PAIRS, PROMPTS
+from training.data.row_selection import load_rows
 from training.reporting.guards import of_reward
 from training.reporting.metrics import Accumulator
 from training.reporting.sinks import REWARD_VIEW, ProgressBar
@@ -65,16 +65,16 @@ def main(args: RewardFlags, callbacks: Sequence[Callback] = ()) -> None:
     """The order of a run, from flags to the saved model. All ranks call this, in their process group."""
     # 1. What can be wrong is found before the model is loaded.
     called = Callbacks(callbacks)
-    point = ResumePoint.find(args.resume, args.output_dir)
-    checked(lambda: check(args, point))
+    checkpoint = Checkpoint.find(args.resume, args.output_dir)
+    checked(lambda: check(args, checkpoint))
     if args.dry_run:
         report_supervised_dry_run(
-            args, lambda: make_plan(args, point, fingerprints(args)), partial(first_lines, args), called
+            args, lambda: make_plan(args, checkpoint, fingerprints(args)), partial(first_lines, args), called
         )
         return
     check_shared(args.output_dir)
     inputs = checked(lambda: fingerprints(args))
-    plan = agreed(lambda: make_plan(args, point, inputs))
+    plan = agreed(lambda: make_plan(args, checkpoint, inputs))
     if distributed.is_main():
         print(*first_lines(args, plan), sep="\n", flush=True)
     called.planned(args, plan)
@@ -92,7 +92,7 @@ def main(args: RewardFlags, callbacks: Sequence[Callback] = ()) -> None:
         ds_config,
         "--model_name_or_path",
         args.dropout,
-        starting_scale(args, plan.tokenizer, plan.prompts, pad) if args.normalize_before and not point else 1.0,
+        starting_scale(args, plan.tokenizer, plan.prompts, pad) if args.normalize_before and not checkpoint else 1.0,
         args.trust_remote_code,
         attention=args.attention,
     )
@@ -332,7 +332,7 @@ def normalization_prompts(args: RewardFlags, tokenizer) -> Prompts:
 # Before a model is loaded: reading data, checks, and the first printed lines.
 
 
-def make_plan(args: RewardFlags, point: ResumePoint | None, inputs: Mapping[str, str | None]) -> SupervisedPlan:
+def make_plan(args: RewardFlags, checkpoint: Checkpoint | None, inputs: Mapping[str, str | None]) -> SupervisedPlan:
     """Read the data and make the run's plan. Raises: UserError; no model is loaded yet.
 
     inputs: the result of `training.checkpoints.conditions.fingerprints` on rank 0.
@@ -345,7 +345,7 @@ def make_plan(args: RewardFlags, point: ResumePoint | None, inputs: Mapping[str,
     args.steps_per_epoch(len(examples[0]))  # raises for too few pairs, before prompts are read
     prompts = normalization_prompts(args, tokenizer) if args.normalization_samples else None
     fingerprints_of_rows = [rows.fingerprint for rows in parts]
-    return SupervisedPlan.of(args, point, tokenizer, examples, fingerprints_of_rows, inputs, prompts)
+    return SupervisedPlan.of(args, checkpoint, tokenizer, examples, fingerprints_of_rows, inputs, prompts)
 
 
 def first_lines(args: RewardFlags, plan: SupervisedPlan) -> list[str]:
@@ -357,9 +357,9 @@ def first_lines(args: RewardFlags, plan: SupervisedPlan) -> list[str]:
     return lines + adapted_lines(adapted_model(args, scorer=True))
 
 
-def check(args: RewardFlags, point: ResumePoint | None = None) -> None:
+def check(args: RewardFlags, checkpoint: Checkpoint | None = None) -> None:
     """Check files, models and machine before anything large is loaded. Raises: UserError."""
-    launch.check_run(args, resumed=point is not None and point.in_output_dir)
+    launch.check_run(args, resumed=checkpoint is not None and checkpoint.in_output_dir)
     args.ds_settings()
     if args.looks_at(args.model_name_or_path):
         config = check_trunk(args.model_name_or_path, "--model_name_or_path", args.trust_remote_code)

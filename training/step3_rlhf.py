@@ -25,7 +25,7 @@ from engine.models.attention import attention_in_words
 from engine.rlhf_engine import RLHFEngine
 from engine.rollout import RolloutBackend, build_rollouts
 from training.checkpoints.conditions import BEFORE, FIRST, fingerprints
-from training.checkpoints.resuming import ResumePoint
+from training.checkpoints.resuming import Checkpoint
 from training.config.reward import build_reward
 from training.config.step3 import RLHFFlags
 from training.critic_pretraining import SEED, CriticPretraining, pretrain
@@ -51,15 +51,15 @@ def main(args: RLHFFlags, callbacks: Sequence[Callback] = ()) -> None:
     """The order of a run, from flags to saved models. All ranks call this, in their process group."""
     # 1. What can be wrong is found before a model is loaded. Rank 0 reads files, all ranks end with its message.
     called = Callbacks(callbacks)
-    point = ResumePoint.find(args.resume, args.output_dir, with_ema=args.keeps_average)
-    checked(lambda: check_files(args, point))
+    checkpoint = Checkpoint.find(args.resume, args.output_dir, with_ema=args.keeps_average)
+    checked(lambda: check_files(args, checkpoint))
     if args.dry_run:
-        report_dry_run(args, point, called)
+        report_dry_run(args, checkpoint, called)
         return
     check_shared(args.output_dir)
     with phase("reading data"):
         inputs = checked(lambda: fingerprints(args))
-        plan = agreed(lambda: make_plan(args, point, inputs))
+        plan = agreed(lambda: make_plan(args, checkpoint, inputs))
     if args.reward_url:
         with phase("asking the reward server"):
             agreed(lambda: check_server(args, plan))

@@ -21,7 +21,7 @@ from training.data.order import EpochBatches, epoch_batches
 from training.learner import StepReport, accumulate_gradients
 from training.reporting.guards import stop_unless_weights_finite
 from training.reporting.metrics import Accumulator
-from training.reporting.records import METRICS_FILE, read_metrics
+from training.reporting.run_record import METRICS_FILE, read_metrics
 from training.reporting.standard_errors import Units, gathered, metrics_text
 from training.reporting.step_metrics import TrainingArithmetic, peak_memory_gb, phase_memory
 from training.reporting.summary import seconds_by_part, time_lines
@@ -94,9 +94,14 @@ class SupervisedTrainer:
         loss: Callable,
         count: Callable,
     ):
-        self.model, self.args, self.examples, self.total_steps = model, args, plan.examples, plan.last_step
+        self.model = model
+        self.args = args
+        self.examples = plan.examples
+        self.total_steps = plan.last_step
         self.models = OneModel({"model": model}, plan.tokenizer)
-        self.collate, self.loss, self.count = collate, loss, count
+        self.collate = collate
+        self.loss = loss
+        self.count = count
         self.arithmetic = TrainingArithmetic(model)
         self.steps_per_epoch = args.steps_per_epoch(len(plan.examples))
         step_size = args.per_device_train_batch_size * args.gradient_accumulation_steps
@@ -217,8 +222,13 @@ class HeldOutExamples:
         summarize: Callable[[Units, Units | None], dict[str, float]],
         score: Callable[[Mapping[str, float]], float],
     ):
-        self.model, self.args, self.plan, self.collate = model, args, plan, collate
-        self.measure, self.summarize, self.score = measure, summarize, score
+        self.model = model
+        self.args = args
+        self.plan = plan
+        self.collate = collate
+        self.measure = measure
+        self.summarize = summarize
+        self.score = score
         self.before: Units | None = plan.resume.state.get(BEFORE) if plan.resume else None
 
     def due(self, step: int) -> bool:

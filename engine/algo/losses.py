@@ -66,7 +66,7 @@ def shares_of_responses(mask: Tensor) -> Tensor:
     return 1.0 / mask.sum(-1, keepdim=True).clamp(min=1)
 
 
-def policy_loss(
+def clipped_surrogate(
     logprobs: Tensor,
     old_logprobs: Tensor,
     advantages: Tensor,
@@ -97,10 +97,10 @@ def policy_loss(
     """
     log_ratio = masked_log_ratios(logprobs, old_logprobs, mask)
     high = clip_range if clip_range_high is None else clip_range_high
-    return _clipped_surrogate(log_ratio, advantages, mask, (clip_range, high), dual_clip, (correction, weights))
+    return _surrogate_sums(log_ratio, advantages, mask, (clip_range, high), dual_clip, (correction, weights))
 
 
-def response_policy_loss(
+def response_clipped_surrogate(
     logprobs: Tensor,
     old_logprobs: Tensor,
     advantages: Tensor,
@@ -120,7 +120,7 @@ def response_policy_loss(
         advantages: (B,) float32, one for each response.
         mask: (B, T) bool.
         counted: (B,) bool, the responses that count; by default those with at least one token in the mask.
-        correction: (B,) float32, as in `policy_loss`. clip_range_high, dual_clip: as in `policy_loss`.
+        correction: (B,) float32, as in `clipped_surrogate`. clip_range_high, dual_clip: as in `clipped_surrogate`.
         mean: whether rho is the geometric mean of the tokens' ratios instead of their product.
 
     Returns: sums over responses. Source: huggingface/trl v0.11.0, trl/trainer/rloo_trainer.py; for the mean Zheng et
@@ -129,10 +129,10 @@ def response_policy_loss(
     log_ratio = response_log_ratios(logprobs, old_logprobs, mask, mean)
     high = clip_range if clip_range_high is None else clip_range_high
     counted = mask.any(-1) if counted is None else counted
-    return _clipped_surrogate(log_ratio, advantages, counted, (clip_range, high), dual_clip, (correction,))
+    return _surrogate_sums(log_ratio, advantages, counted, (clip_range, high), dual_clip, (correction,))
 
 
-def _clipped_surrogate(
+def _surrogate_sums(
     log_ratio: Tensor,
     advantages: Tensor,
     mask: Tensor,
@@ -180,7 +180,7 @@ def kl_loss(
         ratio: (B, T) or (B, 1) float32, the ratio of the policy to the rollout's policy, finite everywhere, with its
             gradient. Each estimate is multiplied by the ratio. The expected gradients of k1 and k3 are then the KL's
             gradient too. None for the ratio 1.
-        weights: as in `policy_loss`.
+        weights: as in `clipped_surrogate`.
 
     Source: Schulman 2020, "Approximating KL divergence"; Shao et al. 2024, "DeepSeekMath", eq. 4, which uses k3; for
     the ratio: DeepSeek-AI 2025, "DeepSeek-V3.2", section 3.1, and TRL 1.16.0, `use_bias_correction_kl`.
@@ -192,7 +192,7 @@ def kl_loss(
     return masked_sum(estimates, mask)
 
 
-def value_loss(
+def clipped_value_loss(
     values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, clip_range: float | None, factor: float = 1.0
 ) -> ValueLoss:
     """The clipped squared error of the critic's values: factor / 2 times the sum over positions of

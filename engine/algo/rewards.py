@@ -92,7 +92,7 @@ def positions_after_tokens(counted: Tensor) -> Tensor:
     return F.pad(counted[:, :-1], (1, 0), value=True)
 
 
-def compute_rewards(kl: Tensor, kl_coef: float, kl_mask: Tensor, scores: Tensor, positions: Tensor) -> Tensor:
+def token_rewards(kl: Tensor, kl_coef: float, kl_mask: Tensor, scores: Tensor, positions: Tensor) -> Tensor:
     """r_t = -kl_coef * KL_t where `kl_mask` is set, plus the score on one position.
 
     Args:

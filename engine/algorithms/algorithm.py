@@ -27,13 +27,13 @@ from engine.algo.rewards import (
     ScoreScale,
     apply_missing_end,
     clip_scores,
-    compute_rewards,
     counted_tokens,
     first_positions,
     overlong_penalties,
     positions_after_tokens,
     positions_up_to,
     score_positions,
+    token_rewards,
     valid_responses,
 )
 from engine.algo.truncation import has_end, kept_positions
@@ -137,20 +137,20 @@ class Algorithm:
         dialect, width = self.dialect, responses.shape[1]
         counted = counted_tokens(responses, response_mask, self.pad_token_id, dialect.length_rule)
         lengths = counted.sum(-1)
-        if dialect.reward_slots == "after_tokens":
+        if dialect.kl_positions == "after_tokens":
             kl_mask = positions_up_to(lengths, width, "two_past") & positions_after_tokens(counted)
         else:
-            kl_mask = positions_up_to(lengths, width, dialect.reward_slots)
-        value = counted if dialect.value_loss_slots == "response" else first_positions(lengths + 1, width)
+            kl_mask = positions_up_to(lengths, width, dialect.kl_positions)
+        value = counted if dialect.value_loss_positions == "response" else first_positions(lengths + 1, width)
         long_enough = (lengths >= dialect.min_response_tokens).unsqueeze(-1)
         return Positions(
             lengths=lengths,
-            score=score_positions(lengths, width, dialect.score_slot),
+            score=score_positions(lengths, width, dialect.score_position),
             kl_mask=kl_mask,
             masks=Masks(
                 policy=counted & long_enough,
                 value=value & long_enough,
-                state=positions_up_to(lengths, width, dialect.value_slots),
+                state=positions_up_to(lengths, width, dialect.value_positions),
             ),
         )
 
@@ -212,7 +212,7 @@ class Algorithm:
         """
         kl = kl_estimate(logprobs, ref_logprobs, self.dialect.kl_estimator)
         coefficient = kl_coef if self.dialect.kl_in == "reward" else 0.0
-        return compute_rewards(kl, coefficient, positions.kl_mask, scores, positions.score)
+        return token_rewards(kl, coefficient, positions.kl_mask, scores, positions.score)
 
     # Values, advantages and returns.
 
@@ -292,9 +292,9 @@ class Algorithm:
 
     def _whitened_together(self, masks: Masks, mask: Tensor) -> Tensor:
         """The positions over which whitening computes mean and variance, (B, T) bool: the positions in `mask`. With
-        whiten_slots "row" they are the first n positions of every row, where n is the largest number of values kept in
-        a row."""
-        if self.dialect.whiten_slots == "response":
+        whiten_positions "row" they are the first n positions of every row, where n is the largest number of values kept
+        in a row."""
+        if self.dialect.whiten_positions == "response":
             return mask
         return first_positions(masks.state.sum(-1).amax().expand(len(mask)), mask.shape[1])
 

@@ -162,9 +162,9 @@ def check_effect(dialect, given: Collection[str]) -> None:
         refuse("gamma", f"the dialect {dialect.name} has no critic, nor a discount. Leave it out.")
     if "lam" in given and dialect.value_lam is not None and dialect.length_adaptive_alpha is not None:
         refuse("lam", "value_lam and length_adaptive_alpha say both lambdas. Leave it out, or one of these.")
-    if "whiten_slots" in given and estimator.per_response and not dialect.whiten_rewards:
+    if "whiten_positions" in given and estimator.per_response and not dialect.whiten_rewards:
         refuse(
-            "whiten_slots",
+            "whiten_positions",
             f"the dialect {dialect.name} has one advantage a response, and whitens no positions. Leave it out.",
         )
     if "score_order" in given and (dialect.score_scaling == "none" or dialect.score_clip is None):

@@ -116,7 +116,7 @@ class Dialect:
     pad_token: str = choice(
         "tokenizer",
         "which token pads. tokenizer: the tokenizer's own. The other values are rules of other systems "
-        "(engine/models/reading.py)",
+        "(engine/models/config_and_tokenizer.py)",
         choices=("tokenizer", "never_eos", "padding", "eos", "eos_unless_llama"),
     )
 
@@ -128,25 +128,25 @@ class Dialect:
         choices=("sampled", "before_pad", "not_pad", "row"),
         group="positions",
     )
-    reward_slots: str = choice(
+    kl_positions: str = choice(
         "response",
         "positions at which the KL penalty counts. response: those of the response. one_past: also the next one. "
         "after_tokens: the first one, and each that follows a counted token. all: the whole row",
         choices=("response", "one_past", "after_tokens", "all"),
     )
-    score_slot: str = choice(
+    score_position: str = choice(
         "last",
         "position of the score: the response's last token (last), the position after it (after_last), or the "
         "second position after it (two_after)",
         choices=("last", "after_last", "two_after"),
     )
-    value_slots: str = choice(
+    value_positions: str = choice(
         "response",
         "positions whose values are kept; all other values are set to 0. response: those of the response. "
         "one_past, two_past: also the next one or two. all: the whole row",
         choices=("response", "one_past", "two_past", "all"),
     )
-    value_loss_slots: str = choice(
+    value_loss_positions: str = choice(
         "response",
         "positions of the critic's loss: those of the response, or also the next one, at which the response is "
         "complete (one_past)",
@@ -251,7 +251,7 @@ class Dialect:
     )
     whiten_rewards: bool = choice(False, "scale rewards to variance 1, and keep their mean")
     whiten_advantages: bool = choice(True, "scale advantages to mean 0 and variance 1 over all tokens")
-    whiten_slots: str = choice(
+    whiten_positions: str = choice(
         "response",
         "positions over which whitening computes mean and variance: those of the response, or the whole padded row",
         choices=("response", "row"),
@@ -518,12 +518,12 @@ class Dialect:
         """Whether log-probs count at positions where no token was drawn, or where the drawn token was cut off."""
         if self.length_rule == "row":
             return self.sampling == "until_eos"
-        return self.reward_slots != "response" and (self.sampling == "until_eos" or bool(self.truncate_token))
+        return self.kl_positions != "response" and (self.sampling == "until_eos" or bool(self.truncate_token))
 
     @property
     def positions_past_response(self) -> int | None:
         """How many positions after a response's last token still count; None: all of the row."""
-        if "all" in (self.reward_slots, self.value_slots):
+        if "all" in (self.kl_positions, self.value_positions):
             return None
         past = {
             "response": 0,
@@ -534,7 +534,10 @@ class Dialect:
             "after_last": 1,
             "two_after": 2,
         }
-        return max(past[rule] for rule in (self.reward_slots, self.value_slots, self.value_loss_slots, self.score_slot))
+        return max(
+            past[rule]
+            for rule in (self.kl_positions, self.value_positions, self.value_loss_positions, self.score_position)
+        )
 
     @property
     def counts_padding(self) -> bool:

@@ -12,14 +12,14 @@ from torch import Tensor
 from engine.algo.losses import (
     PolicyLoss,
     ValueLoss,
+    clipped_surrogate,
+    clipped_value_loss,
     kl_loss,
     loss_weights,
     masked_log_ratios,
-    policy_loss,
+    response_clipped_surrogate,
     response_log_ratios,
-    response_policy_loss,
     shares_of_responses,
-    value_loss,
 )
 from engine.algo.rewards import valid_responses
 from engine.algorithms.dialect import Dialect
@@ -56,7 +56,7 @@ class Losses:
         means, mean_ratio = dialect.loss_scope == "response", dialect.ratio == "response_mean"
         shares = shares_of_responses(mask) if means or mean_ratio else None
         if dialect.ratio == "token":
-            sums = policy_loss(
+            sums = clipped_surrogate(
                 logprobs,
                 old_logprobs,
                 advantages,
@@ -71,7 +71,7 @@ class Losses:
             counted = valid_responses(mask, dialect.min_response_tokens)
             if mean_ratio:  # TRL: no mean of no ratios (GRPO); a product of no ratios is 1 (RLOO)
                 counted = counted & mask.any(-1)
-            sums = response_policy_loss(
+            sums = response_clipped_surrogate(
                 logprobs,
                 old_logprobs,
                 advantages[:, 0],
@@ -100,7 +100,9 @@ class Losses:
     def value_loss(self, values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor) -> ValueLoss:
         """The critic's loss and statistics, summed over the positions in the mask. values, old_values, returns: (B, T)
         float32. mask: (B, T) bool."""
-        return value_loss(values, old_values, returns, mask, self.dialect.value_clip_range, self.dialect.value_factor)
+        return clipped_value_loss(
+            values, old_values, returns, mask, self.dialect.value_clip_range, self.dialect.value_factor
+        )
 
     def policy_count(self, mask: Tensor) -> Tensor:
         """The number by which the dialect's `loss_scope` divides a policy loss that is summed over this mask, (B, T)

@@ -29,7 +29,7 @@ from transformers import PretrainedConfig
 from engine.errors import UserError, shortened
 from engine.files import parsed_json, refuse_pointers
 from engine.models.adapters import inject
-from engine.models.places import ADAPTER_CONFIG, base_of, is_adapter, one_line
+from engine.models.model_paths import ADAPTER_CONFIG, base_of, is_adapter, one_line
 from engine.models.weight_files import Header, Misfit, file_headers, listed
 
 WEIGHTS, PICKLED_WEIGHTS = "adapter_model.safetensors", "adapter_model.bin"
@@ -140,7 +140,7 @@ class AdapterFolder:
         bad = [name for name, tensor in state.items() if not torch.isfinite(tensor).all()]
         if bad:
             raise UserError(
-                f"{self.what}: NaN or infinite numbers stand in {len(bad)} of the adapter's weights in {self.path} "
+                f"{self.what}: NaN or infinite numbers are in {len(bad)} of the adapter's weights in {self.path} "
                 f"({listed(bad)}). Give an adapter whose training did not fail, or write it again."
             )
         return {name.removeprefix(PREFIX): tensor for name, tensor in state.items()}
@@ -308,13 +308,13 @@ def check_config(config: LoraConfig) -> None:
     for name in ("target_modules", "modules_to_save"):
         value = getattr(config, name)
         if not isinstance(value, str | None) and not _are_texts(value):
-            raise ValueError(f"{name} is no list of names: {value!r}")
+            raise ValueError(f"{name} is not a list of names: {value!r}")
     for name in ("rank_pattern", "alpha_pattern"):
         if not isinstance(getattr(config, name) or {}, Mapping):
-            raise ValueError(f"{name} is no table: {getattr(config, name)!r}")
+            raise ValueError(f"{name} is not a table: {getattr(config, name)!r}")
     for rank in (config.r, *(config.rank_pattern or {}).values()):
         if isinstance(rank, bool) or not isinstance(rank, int):
-            raise ValueError(f"a rank is no whole number: {rank!r}")
+            raise ValueError(f"a rank is not a whole number: {rank!r}")
     for alpha in (config.lora_alpha, *(config.alpha_pattern or {}).values()):
         if not _is_number(alpha) or alpha == 0:
             raise ValueError(f"a scaling (alpha) is 0 or no number: {alpha!r}")
@@ -325,11 +325,11 @@ def check_score(settings: Mapping) -> None:
     id."""
     offset, position, pad = (settings[name] for name in ("score_offset", "score_position", "pad_token_id"))
     if not _is_number(offset):
-        raise ValueError(f"score_offset is no number: {offset!r}")
+        raise ValueError(f"score_offset is not a number: {offset!r}")
     if position not in POSITIONS:
         raise ValueError(f"score_position is none of {', '.join(POSITIONS)}: {position!r}")
     if pad is not None and (isinstance(pad, bool) or not isinstance(pad, int) or pad < 0):
-        raise ValueError(f"pad_token_id is no id: {pad!r}")
+        raise ValueError(f"pad_token_id is not an id: {pad!r}")
 
 
 def _are_texts(value: object) -> bool:

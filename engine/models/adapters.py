@@ -38,7 +38,7 @@ class Adapters:
             name: layer for name, layer in model.named_modules() if isinstance(layer, LoraLayer)
         }
 
-    def take(self, role: str | None) -> None:
+    def select(self, role: str | None) -> None:
         """Compute in this role until the next call. None: in the role `own`.
 
         The role stays chosen after the forward pass, because with activation checkpointing the backward pass has to

@@ -29,7 +29,7 @@ from transformers.utils import import_utils
 
 from engine import distributed
 from engine.errors import UserError
-from engine.models.reading import head_sizes, model_class, read_config
+from engine.models.config_and_tokenizer import head_sizes, model_class, read_config
 from engine.zero.accelerator import capability, device, on_gpu
 
 BY_ROW = "sdpa_by_row"
@@ -77,9 +77,9 @@ class PackedRows:
         of them, counted among all N real tokens.
         """
         before = slice(-response_length - 1, -1)
-        slots = self.real[:, -response_length:] & self.real[:, before]
+        positions = self.real[:, -response_length:] & self.real[:, before]
         numbers = self.real.flatten().cumsum(0).view(self.real.shape) - 1
-        return slots, numbers[:, before][slots]
+        return positions, numbers[:, before][positions]
 
 
 def _attention_by_row(

@@ -16,8 +16,7 @@ from transformers import MODEL_MAPPING, PreTrainedTokenizerBase
 from engine.errors import UserError
 from engine.files import parsed_json
 from engine.models.adapter_folders import BASE, SCORE, AdapterFolder, read_adapter
-from engine.models.places import ADAPTER_CONFIG, base_of
-from engine.models.reading import (
+from engine.models.config_and_tokenizer import (
     CLASSIFIER,
     LANGUAGE_MODEL,
     has_tokenizer,
@@ -26,6 +25,7 @@ from engine.models.reading import (
     read_tokenizer,
     vocabulary_size,
 )
+from engine.models.model_paths import ADAPTER_CONFIG, base_of
 from engine.models.reward_formats import (
     ARCHITECTURE,
     deepspeed_chat_names,
@@ -52,7 +52,7 @@ def check_policy(path: str, what: str, trust_remote_code: bool = False):
     if is_deepspeed_chat_scorer(base, what):
         heads = ["a reward model of DeepSpeed-Chat"]
     if heads:  # its head would load with random weights
-        raise UserError(f"{what}: {base} is no language model but {heads[0]}. Give the SFT model or a base model.")
+        raise UserError(f"{what}: {base} is not a language model but {heads[0]}. Give the SFT model or a base model.")
     check_weights(base, config, kind, what)
     if adapter is not None:
         if adapter.has_head:
@@ -159,7 +159,7 @@ def _check_whole_scorer(path: str, what: str, trust_remote_code: bool) -> str:
         return "deepspeed_chat"
     if not _scorers(config) and _score_head(path, config, kind, what) is None:
         raise UserError(
-            f"{what}: {path} is no reward model but {', '.join(_heads(config, '')) or 'of no named architecture'}. "
+            f"{what}: {path} is not a reward model but {', '.join(_heads(config, '')) or 'of no named architecture'}. "
             "Give a folder written by training/step2_reward.py or a ForSequenceClassification model with "
             "num_labels = 1."
         )

@@ -25,10 +25,10 @@ from transformers import PreTrainedModel
 from engine.errors import UserError
 from engine.models.attention import USUAL, Attention
 from engine.models.checking import check_policy
+from engine.models.config_and_tokenizer import LANGUAGE_MODEL, model_class
 from engine.models.loading import load_policy
 from engine.models.lora import ask_for_gradient, decoder_stack
 from engine.models.policy import Policy
-from engine.models.reading import LANGUAGE_MODEL, model_class
 from engine.zero.gathering import full_shape, is_partitioned, whole_copy
 
 

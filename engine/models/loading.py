@@ -24,13 +24,11 @@ from transformers import GenerationConfig
 from engine import distributed
 from engine.errors import SharedError, UserError
 from engine.experience import position_ids
-from engine.host_memory import freed_memory_given_back
+from engine.host_memory import releasing_freed_memory
 from engine.models.adapter_folders import HEAD, AdapterFolder, read_adapter
 from engine.models.attention import USUAL, Attention, fixed_rope
 from engine.models.checking import check_policy, check_scorer, check_trunk
-from engine.models.places import base_of
-from engine.models.policy import Backbone, Policy, Scorer
-from engine.models.reading import (
+from engine.models.config_and_tokenizer import (
     CLASSIFIER,
     LANGUAGE_MODEL,
     classifier_pad_token_id,
@@ -38,6 +36,8 @@ from engine.models.reading import (
     read_config,
     read_tokenizer,
 )
+from engine.models.model_paths import base_of
+from engine.models.policy import Backbone, Policy, Scorer
 from engine.models.reward_formats import (
     deepspeed_chat_names,
     deepspeed_chat_state,
@@ -276,7 +276,7 @@ def _loaded(
     """
     source = path if state is None else None
     how = attention.prepare(kind, config, dtype)
-    with freed_memory_given_back(), read_by_pieces(), partitioned_loading(ds_config):
+    with releasing_freed_memory(), read_by_pieces(), partitioned_loading(ds_config):
         model, info = kind.from_pretrained(
             source,
             config=config,
@@ -322,7 +322,7 @@ def _refuse_not_finite(model: nn.Module, path: str, dtype: torch.dtype, what: st
     if bad:
         why = " Numbers over 65504 do not fit into fp16: try --dtype bf16." if dtype == torch.float16 else ""
         raise UserError(
-            f"{what}: NaN or infinite numbers stand in {len(bad)} of the weights in {path} ({listed(bad)}).{why} "
+            f"{what}: NaN or infinite numbers are in {len(bad)} of the weights in {path} ({listed(bad)}).{why} "
             "Give a model whose training did not fail, or write it again."
         )
 

@@ -26,8 +26,8 @@ from engine.errors import UserError, nearest
 from engine.models.adapter_folders import AdapterFolder, read_adapter, unset
 from engine.models.adapters import Adapters, inject
 from engine.models.checking import contents
+from engine.models.config_and_tokenizer import CLASSIFIER, LANGUAGE_MODEL, model_class, read_config
 from engine.models.policy import Backbone, Policy, Scorer
-from engine.models.reading import CLASSIFIER, LANGUAGE_MODEL, model_class, read_config
 
 
 def decoder_stack(model: PreTrainedModel) -> str | None:
@@ -101,7 +101,7 @@ def adapt(module: Backbone, spec: LoraSpec, role: str, frozen_role: str | None =
     for adapter in configs:
         fill_factors(module.adapters, adapter, start, spec)
     _choose_trained(module, spec)
-    module.adapters.take(None)
+    module.adapters.select(None)
 
 
 def adapter_config(model: PreTrainedModel, start: AdapterFolder | None, spec: LoraSpec | None) -> LoraConfig:

@@ -68,11 +68,11 @@ class Backbone(nn.Module):
         models."""
         return self
 
-    def take_role(self, role: str | None) -> None:
+    def select_role(self, role: str | None) -> None:
         """Compute in this role until the next call. None: compute in the role that trains. Other roles are possible
         only for modules that can compute as several models."""
         if self.adapters is not None:
-            self.adapters.take(role)
+            self.adapters.select(role)
         else:
             assert role is None, f"a model without adapters was asked to be the {role}"
 
@@ -137,7 +137,7 @@ class Policy(Backbone):
 
         Returns: (logprobs, entropy), each (B, T) float32.
         """
-        self.take_role(role)
+        self.select_role(role)
         if probe:
             return self._probe(sequences)
         assert attention_mask is not None and position_ids is not None
@@ -165,8 +165,8 @@ class Policy(Backbone):
     ) -> tuple[Tensor, Tensor]:
         """The result of `forward`, computed from packed rows. The result is zero where a token or the preceding token
         is padding."""
-        slots, before = rows.predicted(labels.shape[1])
-        wanted = labels[slots].unsqueeze(0)
+        positions, before = rows.predicted(labels.shape[1])
+        wanted = labels[positions].unsqueeze(0)
         if self.direct_head:
             hidden = self.packed_states(rows, sequences, position_ids).index_select(1, before)
             found = self.model.get_output_embeddings()(hidden, wanted, temperature, with_entropy)
@@ -175,7 +175,9 @@ class Policy(Backbone):
             found = _logits_logprobs(
                 self.model(**inputs, logits_to_keep=before).logits, wanted, temperature, with_entropy
             )
-        logprobs, entropy = (torch.zeros_like(slots, dtype=torch.float32).masked_scatter(slots, one) for one in found)
+        logprobs, entropy = (
+            torch.zeros_like(positions, dtype=torch.float32).masked_scatter(positions, one) for one in found
+        )
         return logprobs, entropy
 
     def _probe(self, sequences: Tensor) -> Tensor:
@@ -252,7 +254,7 @@ class Scorer(Backbone):
 
         role: "reward" for the scores of the model before training, if this module also computes that model.
         """
-        self.take_role(role)
+        self.select_role(role)
         head = dict(self.kept_heads.items()).get(role or "", self.model.score)
         if self.packs:
             rows = PackedRows(attention_mask)
@@ -272,6 +274,6 @@ class Scorer(Backbone):
         counted = attention_mask.bool()
         if self.score_position == "last_non_pad" and self.pad_token_id is not None:
             counted = counted & (sequences != self.pad_token_id)
-        slots = torch.arange(sequences.shape[1], device=sequences.device)
-        last = torch.where(counted, slots, torch.zeros_like(slots)).amax(-1)
+        positions = torch.arange(sequences.shape[1], device=sequences.device)
+        last = torch.where(counted, positions, torch.zeros_like(positions)).amax(-1)
         return token_scores.gather(1, last.unsqueeze(-1)).squeeze(-1)

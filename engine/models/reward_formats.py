@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from engine.errors import UserError
-from engine.models.reading import read_tokenizer
+from engine.models.config_and_tokenizer import read_tokenizer
 from engine.models.weight_files import headers, tensors_of, weight_files
 
 FILE = "pytorch_model.bin"

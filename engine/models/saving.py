@@ -16,12 +16,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, modeling_util
 from transformers.pytorch_utils import Conv1D
 
 from engine import distributed
+from engine.atomic_files import file_order, write_safetensors
 from engine.files import os_errors
 from engine.lazy import Lazy
 from engine.models.adapter_folders import HEAD, PREFIX, WEIGHTS, AdapterFolder, peft_files
 from engine.models.adapters import Adapters, is_factor, merged, update
 from engine.models.policy import Backbone, Policy, Scorer
-from engine.whole_files import file_order, write_safetensors
 from engine.zero.gathering import gathered_params, set_parameter, whole_weights
 
 
@@ -134,7 +134,7 @@ def merged_state(module: Backbone, state: Mapping[str, Tensor], role: str | None
     A merged matrix is a `Lazy` tensor: it is computed, from the base model's matrix and its two factors, when it is
     copied. An adapted output head that is tied to the embedding becomes a separate weight.
 
-    state: {name: weight} of `module.model`, from `lent_state`. role: the role whose adapter is merged; None for the
+    state: {name: weight} of `module.model`, from `gathered_state`. role: the role whose adapter is merged; None for the
     module's own role.
     """
     adapters = module.adapters

@@ -27,9 +27,9 @@ from transformers import PreTrainedModel
 
 from engine.algo.logprobs import CHUNK_ELEMENTS, token_logprobs
 from engine.distributed import RankGroup
+from engine.models.config_and_tokenizer import head_sizes
 from engine.models.heads import LogProbHead
 from engine.models.policy import Backbone
-from engine.models.reading import head_sizes
 
 # Styles in transformers' plans. By columns: the outputs of a layer are divided among ranks. By rows: its inputs are
 # divided.

@@ -23,9 +23,9 @@ from transformers import PretrainedConfig, PreTrainedModel
 from engine.models.adapter_folders import HEAD, AdapterFolder
 from engine.models.adapters import Adapters, inject
 from engine.models.checking import contents
+from engine.models.config_and_tokenizer import CLASSIFIER, model_class
 from engine.models.lora import LoraSpec, adapter_config, ask_for_gradient, decoder_stack, fill_factors
 from engine.models.policy import Backbone, Policy, Scorer
-from engine.models.reading import CLASSIFIER, model_class
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,11 +29,11 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PretrainedConfig, PreTrainedModel, modeling_utils
 
-from engine import whole_files
+from engine import atomic_files
 from engine.errors import UserError, shortened
 from engine.files import parsed_json, refuse_pointers
 from engine.lazy import Lazy
-from engine.models.places import WEIGHT_FILES, one_line
+from engine.models.model_paths import WEIGHT_FILES, one_line
 
 FLOATS = ("F64", "F32", "F16", "BF16", "float64", "float32", "float16", "bfloat16")
 
@@ -209,7 +209,7 @@ def _of_pickle(file: Path, what: str) -> dict[str, Header]:
 
 PIECE = 1 << 24  # the number of bytes read at a time
 # {safetensors' name: dtype} for lazy tensors. Tensors of other dtypes are read by the libraries.
-DTYPES = {name: dtype for dtype, name in whole_files.DTYPES.items() if dtype.is_floating_point}
+DTYPES = {name: dtype for dtype, name in atomic_files.DTYPES.items() if dtype.is_floating_point}
 
 
 @contextlib.contextmanager

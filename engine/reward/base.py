@@ -130,7 +130,7 @@ class AgreedReward(RewardSource):
         """The AgreedReward that wraps source(tokenizer). Raises: RunStopped on all ranks if creating the source fails
         on one rank."""
         made, problem = _called(partial(source, tokenizer))
-        stop_together(
+        stop_all_ranks(
             problem and f"{problem} as it was made",
             name,
             "It is made of the tokenizer, once on each rank. Fix its constructor.",
@@ -156,7 +156,7 @@ class AgreedReward(RewardSource):
         if type(self.source).prepare is RewardSource.prepare:
             return
         _, problem = _called(partial(self.source.prepare, rollout))
-        stop_together(problem, self.name, "It is told which responses come next. Fix its method prepare.")
+        stop_all_ranks(problem, self.name, "It is told which responses come next. Fix its method prepare.")
 
     def on_device(self) -> contextlib.AbstractContextManager:
         """The source's context."""
@@ -168,7 +168,7 @@ class AgreedReward(RewardSource):
         if problem is None:  # an object of a user's class may raise when its attributes are read
             wrong, raised = _called(partial(_misshapen, parts, len(rollout)))
             problem = wrong or raised
-        stop_together(problem, self.name, "Have its score return one number a response, a tensor (B,).")
+        stop_all_ranks(problem, self.name, "Have its score return one number a response, a tensor (B,).")
         return {name: values.float() for name, values in parts.items()}
 
 
@@ -188,13 +188,13 @@ def _misshapen(parts: dict, count: int) -> str | None:
         if name in TAKEN or (name == "scores" and len(parts) > 1):
             return f"calls a part of its score {name!r}, which is the name of something else that is measured"
         if not isinstance(values, Tensor):
-            return f"returned {shortened(values)}, which is no tensor"
+            return f"returned {shortened(values)}, which is not a tensor"
         if values.shape != torch.Size([count]):
             return f"returned a tensor of shape {tuple(values.shape)} for {count} responses"
     return None if parts else "returned nothing"
 
 
-def stop_together(problem: str | None, name: str, contract: str) -> None:
+def stop_all_ranks(problem: str | None, name: str, contract: str) -> None:
     """Raise RunStopped on all ranks if one of them has a problem with the user's code (all ranks call this together).
 
     problem: what went wrong on this rank, or None if nothing did. name, contract: the beginning and the end of the

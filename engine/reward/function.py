@@ -25,7 +25,7 @@ from torch import Tensor
 
 from engine.errors import shortened
 from engine.experience import Rollout
-from engine.reward.base import EarlyCalls, Numbers, RewardSource, decoded, described, keys_of, stop_together
+from engine.reward.base import EarlyCalls, Numbers, RewardSource, decoded, described, keys_of, stop_all_ranks
 from engine.trace import traced
 
 
@@ -66,7 +66,7 @@ class FunctionReward(RewardSource):
             values |= dict(zip(left, called))
         torch.set_default_dtype(self._dtype)  # the function may have changed the default of the whole process
         contract = "It gets lists of texts and has to return one number for each response. Correct the function."
-        stop_together(problem, f"the reward function {self.name}", contract)
+        stop_all_ranks(problem, f"the reward function {self.name}", contract)
         scores = [values[place] for place in range(len(texts))]
         return torch.tensor(scores, dtype=torch.float32, device=rollout.sequences.device)
 
@@ -93,13 +93,13 @@ def _numbers(returned, count: int) -> Numbers:
     """Returns (the numbers in `returned` as floats, None), or ([], a text that says what is wrong with `returned`)."""
     values = returned.tolist() if hasattr(returned, "tolist") else returned  # arrays and tensors
     if not isinstance(values, Sequence) or isinstance(values, (str, bytes)):
-        return [], f"returned {shortened(returned)}, which is no sequence of numbers"
+        return [], f"returned {shortened(returned)}, which is not a sequence of numbers"
     if len(values) != count:
         return [], f"returned {len(values)} values for {count} responses: {shortened(values)}"
     values = [value.item() if getattr(value, "shape", None) == () else value for value in values]
     for place, value in enumerate(values):
         if not isinstance(value, numbers.Real):
-            return [], f"returned {shortened(value)} for response {place} of {count}, which is no number"
+            return [], f"returned {shortened(value)} for response {place} of {count}, which is not a number"
     return [float(value) for value in values], None
 
 

@@ -45,7 +45,7 @@ def compared(answer: str, response: str) -> dict:
 
     expected = parsed_answer(answer)
     if not expected:
-        return {"problem": f"math-verify finds no answer in {answer[:100]!r}, which stands in the data"}
+        return {"problem": f"math-verify finds no answer in {answer[:100]!r}, which is in the data"}
     found = [part for text in answers_in(response) for part in parse(text, parsing_timeout=SECONDS)]
     return {"equal": bool(verify(expected, found, timeout_seconds=SECONDS))}
 

@@ -52,7 +52,7 @@ from engine import distributed, trace
 from engine.errors import UserError, shortened, without_query
 from engine.experience import Rollout
 from engine.files import RepeatedName, unique_names
-from engine.reward.base import EarlyCalls, Numbers, RewardSource, decoded, keys_of, stop_together
+from engine.reward.base import EarlyCalls, Numbers, RewardSource, decoded, keys_of, stop_all_ranks
 from engine.trace import traced
 
 PIECE = 1 << 16  # the number of bytes read at a time
@@ -252,7 +252,9 @@ def decoded_scores(form: str, body: bytes, items: Sequence[Item]) -> list[float]
     found = FORMS[form].scores(answer, items)
     for place, value in enumerate(found):
         if not isinstance(value, (int, float)) or isinstance(value, bool):
-            raise WrongAnswer(f"answered {shortened(value)} for response {place} of {len(items)}, which is no number")
+            raise WrongAnswer(
+                f"answered {shortened(value)} for response {place} of {len(items)}, which is not a number"
+            )
         if not abs(value) <= LARGEST:
             raise WrongAnswer(f"answered {shortened(value)} for response {place} of {len(items)}, which is not finite")
     return [float(value) for value in found]
@@ -543,7 +545,7 @@ class ServerReward(RewardSource):
         self._begin(keys, items)
         values, problem = self._early.taken(keys, items)
         contract = "Nothing was learned from these responses. docs/reward_server.md describes requests and answers."
-        stop_together(problem, "the reward server", contract)
+        stop_all_ranks(problem, "the reward server", contract)
         scores = [values[place] for place in range(len(items))]
         return torch.tensor(scores, dtype=torch.float32, device=rollout.sequences.device)
 

@@ -2,7 +2,7 @@
 actor's own module, whose weights ZeRO stage 3 has partitioned."""
 
 from engine import distributed
-from engine.copies import ActorCopy, Model
+from engine.actor_copy import ActorCopy, Model
 from engine.experience import PromptBatch, Rollout
 from engine.rollout.base import RolloutBackend, SamplingConfig
 from engine.rollout.decode import Sampler
@@ -46,7 +46,7 @@ class ReplicaRollouts(RolloutBackend):
         """One response for each row of the prompts. The ranks of a group, which hold a copy together, wait for each
         other at every token."""
         policy = self.copy.module()
-        policy.take_role(None)  # the actor's own module may last have computed as another role
+        policy.select_role(None)  # the actor's own module may last have computed as another role
         return self.sampler.responses(policy.model, prompts, sampling, self.finished)
 
     def release_memory(self) -> None:
@@ -72,5 +72,5 @@ class Zero3Rollouts(RolloutBackend):
 
     def generate(self, prompts: PromptBatch, sampling: SamplingConfig) -> Rollout:
         """One response for each row of the prompts (all ranks call this together)."""
-        self.actor.module.take_role(None)
+        self.actor.module.select_role(None)
         return self.sampler.responses(self.actor.module.model, prompts, sampling, self.finished)

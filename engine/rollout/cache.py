@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from engine.models.reading import head_sizes
+from engine.models.config_and_tokenizer import head_sizes
 
 SLOTS = 16
 

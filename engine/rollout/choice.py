@@ -3,19 +3,19 @@
 from collections.abc import Callable, Sequence
 
 from engine import distributed
-from engine.copies import ActorCopy, Model, copies_bytes
+from engine.actor_copy import ActorCopy, Model, copies_bytes
 from engine.errors import UserError
 from engine.rollout.backends import ReplicaRollouts, Zero3Rollouts
 from engine.rollout.base import RolloutBackend
 from engine.rollout.cache import cache_bytes
 from engine.rollout.decode import slots_of_a_row
 from engine.rollout.passes import resolved_decoding
-from engine.rollout.placing import Placing, placed
+from engine.rollout.placement import Placement, place_copy
 from engine.rollout.vllm_rollouts import SPARE_SLOTS, VLLMRollouts, vllm_version
 from engine.zero import accelerator
 from engine.zero.engines import TrainedModel
 from engine.zero.gathering import full_numel
-from engine.zero.roles import TrainedRole
+from engine.zero.shared_engine import TrainedRole
 
 # {name for --rollout_backend: a function (actor, tokenizer) -> backend}. Add a backend of your own here; the function
 # is usually the backend's class. None marks a built-in backend, which `build_rollouts` creates itself.
@@ -35,7 +35,7 @@ def build_rollouts(
     tensor_parallel: int | None = None,
     sampler: str = "keyed",
 ) -> RolloutBackend:
-    """The rollout backend with this name. "auto" is "replica", with a copy on as many ranks as `placed` says. The
+    """The rollout backend with this name. "auto" is "replica", with a copy on as many ranks as `place_copy` says. The
     backend's attribute `why` explains the choice.
 
     Args:
@@ -62,22 +62,22 @@ def build_rollouts(
         rollouts: RolloutBackend = Zero3Rollouts(actor, tokenizer, rows_at_once)
         rollouts.why = "rollouts by zero3: as asked; decoding plain: ZeRO's hooks fetch each layer"
         return rollouts
-    most, placing = accelerator.ranks_of_this_machine(), Placing(tensor_parallel or 1, between_steps, "as asked")
+    most, placement = accelerator.ranks_of_this_machine(), Placement(tensor_parallel or 1, between_steps, "as asked")
     asked = tensor_parallel or (1 if name == "replica" else None)
     sizes = copies_bytes(actor.module, most, asked) if actor.stage == 3 else {1: 0}
     if name == "auto":
         cache = cache_bytes(actor.module.model, (rows_at_once or 1) * slots_of_a_row(row_length, waiting=True))
         free = -distributed.largest(-accelerator.free_memory()) - sum(map(_later, models))
-        placing = placed(sizes, cache, free, between_steps)
-        if not placing.fits:
+        placement = place_copy(sizes, cache, free, between_steps)
+        if not placement.fits:
             raise UserError(
-                f"--rollout_backend auto: {placing.why}. Give a smaller --per_device_generation_batch_size, more "
+                f"--rollout_backend auto: {placement.why}. Give a smaller --per_device_generation_batch_size, more "
                 "ranks on each machine, or --rollout_backend zero3, which gathers every layer for each token: slow."
             )
-    actor.copy = copy = ActorCopy(actor, placing.ranks if actor.stage == 3 else 1, placing.between_steps)
+    actor.copy = copy = ActorCopy(actor, placement.ranks if actor.stage == 3 else 1, placement.between_steps)
     how, reason = _decoding(copy, decoding)
     rollouts = ReplicaRollouts(actor, tokenizer, rows_at_once, copy, how, row_length)
-    rollouts.why = f"rollouts by replica: {placing.why}; decoding {how}: {reason}"
+    rollouts.why = f"rollouts by replica: {placement.why}; decoding {how}: {reason}"
     return rollouts
 
 

@@ -10,8 +10,8 @@ from engine.distributed import RankGroup
 from engine.experience import PromptBatch, Rollout
 from engine.rollout.base import SamplingConfig
 from engine.rollout.cache import Batch, SlotCache
-from engine.rollout.passes import Passes, passes_of, takes_slot_masks
-from engine.rollout.request import Draws, Ends, Request, Schedule, prompts_of_group, requests_of, rollout_of
+from engine.rollout.passes import Passes, make_passes, takes_slot_masks
+from engine.rollout.request import Draws, Ends, Request, Schedule, make_requests, prompts_of_group, rollout_of
 
 Finished = Callable[[Rollout], None] | None
 CHECK_EVERY = 8  # the host reads drawn tokens once per this number of tokens
@@ -77,9 +77,9 @@ class Sampler:
             if self._slot_masks is None:
                 self._slot_masks = takes_slot_masks(model)
             if self._passes is None or self._passes.model is not model:
-                self._passes = passes_of(model, self.cache, self._slot_masks, self.decoding)
+                self._passes = make_passes(model, self.cache, self._slot_masks, self.decoding)
             whole, own = prompts_of_group(prompts, self.group)
-            requests = requests_of(whole, sampling.max_new_tokens)
+            requests = make_requests(whole, sampling.max_new_tokens)
             loop = _Loop(self, self._passes, whole, requests, sampling)
 
             def tell(done: list[Request]) -> None:

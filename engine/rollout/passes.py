@@ -30,7 +30,7 @@ def resolved_decoding(decoding: str, on_gpu: bool) -> str:
     return decoding if decoding != "auto" else "graphs" if on_gpu else "recorded"
 
 
-def passes_of(model: nn.Module, cache: SlotCache, slot_masks: bool, decoding: str) -> "Passes":
+def make_passes(model: nn.Module, cache: SlotCache, slot_masks: bool, decoding: str) -> "Passes":
     """The passes that `decoding` (one of DECODING) names. If the model does not support them, this function warns and
     returns plain passes. Other arguments: as in Passes."""
     decoding = resolved_decoding(decoding, next(model.parameters()).is_cuda)
@@ -362,7 +362,7 @@ class GraphedPasses(Passes):
         """A graph of this shape. It is returned only if its logits for the present inputs equal `expected`, (B, V),
         within rounding.
 
-        Raises: ValueError if the logits differ, or if the model's code does what no graph can hold (`_NoQuestions`).
+        Raises: ValueError if the logits differ, or if the model's code does what no graph can hold (`_NoHostReads`).
         """
         inputs, own = self._inputs, self.model.config.get_text_config()._attn_implementation
 
@@ -372,7 +372,7 @@ class GraphedPasses(Passes):
             with _configured(self.model, "_attn_implementation", own if own == "eager" else ONE_TOKEN):
                 return self._forward(inputs.ids[:rows], masks, inputs.positions[:rows])
 
-        with _NoQuestions():  # such an operation would end the capture halfway, with a message that does not name it
+        with _NoHostReads():  # such an operation would end the capture halfway, with a message that does not name it
             step()
         replay = self._capture(step)
         if not _alike(replay()[: len(expected)], expected, torch.finfo(self.cache.tensors()[0].dtype).eps ** 0.5):
@@ -445,7 +445,7 @@ def _configured(model: PreTrainedModel, name: str, value: int | str) -> Iterator
         setattr(config, name, before)
 
 
-class _NoQuestions(TorchDispatchMode):
+class _NoHostReads(TorchDispatchMode):
     """Within this context, an operation that copies numbers between the host and the device raises ValueError, if this
     thread calls it. No graph can hold such an operation.
 

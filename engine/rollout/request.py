@@ -84,7 +84,7 @@ class Request:
             del self.tokens[end:]
 
 
-def requests_of(prompts: PromptBatch, most: int) -> list[Request]:
+def make_requests(prompts: PromptBatch, most: int) -> list[Request]:
     """A request for each row of the prompts, in their order. most: the largest number of tokens in a response."""
     return [Request(row, length, most) for row, length in enumerate(prompts.attention_mask.sum(-1).tolist())]
 

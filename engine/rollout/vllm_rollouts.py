@@ -12,17 +12,17 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from engine import distributed
+from engine.actor_copy import Model
 from engine.algo.sampling import keyed_uniforms
-from engine.copies import Model
 from engine.distributed import RankGroup
 from engine.errors import UserError
 from engine.experience import PromptBatch, Rollout
 from engine.gpus import NCCL
-from engine.models.reading import head_sizes
+from engine.models.config_and_tokenizer import head_sizes
 from engine.models.saving import merged_weights
 from engine.rollout.base import RolloutBackend, SamplingConfig
 from engine.rollout.decode import CHECK_EVERY
-from engine.rollout.request import Draws, Ends, Request, prompts_of_group, requests_of, rollout_of
+from engine.rollout.request import Draws, Ends, Request, make_requests, prompts_of_group, rollout_of
 from engine.trace import moved, traced
 from engine.zero.accelerator import on_gpu
 from engine.zero.communication import SHARED_MEMORY, clear_dead_buffers
@@ -138,7 +138,7 @@ class VLLMRollouts(RolloutBackend):
         if self._loaded != self.actor.version:
             self._load()
         whole, own = prompts_of_group(prompts, self.group)
-        requests = requests_of(whole, sampling.max_new_tokens)
+        requests = make_requests(whole, sampling.max_new_tokens)
         draws = Draws(whole, sampling, sampling.max_new_tokens)
         self._draw(whole, requests, draws)
         recorded = {name: column[own] for name, column in draws.recorded.items()}

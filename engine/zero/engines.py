@@ -17,10 +17,10 @@ from engine.host_memory import copies_in, host_buffer
 from engine.trace import traced
 from engine.zero.config import decoder_layers, with_fitting_bucket, with_fitting_sizes
 from engine.zero.extensions import nothing_compiled
+from engine.zero.gather_once import InferenceGather, TrainingGather
 from engine.zero.gathering import fill_parameters, is_available, is_partitioned, own_hpz_groups
-from engine.zero.long_batch import LongBatch, LongInference
-from engine.zero.shards import Shard, ShardSource, TrainingState
 from engine.zero.stages import stage_of
+from engine.zero.training_state import Shard, ShardSource, TrainingState
 
 FLOOR_OVERFLOWS = 16
 """The run ends after this many fp16 overflows in a row that do not lower the loss scale. A few overflows may come from
@@ -29,9 +29,9 @@ the model's numbers are too large for fp16."""
 
 
 class Copy(Protocol):
-    """The interface of `engine.copies.ActorCopy`."""
+    """The interface of `engine.actor_copy.ActorCopy`."""
 
-    def holding(self) -> nn.Module | None:
+    def current_module(self) -> nn.Module | None:
         """The copy if it holds the model's current weights, whole; otherwise None."""
 
 
@@ -122,8 +122,8 @@ class TrainedModel(LearningModel):
         self._overflows_at_floor = 0  # the number of overflows in a row that left the loss scale unchanged
         self.state = TrainingState(self.module, self._by_stage)
         _, sums = self.ds_engine.get_data_types()
-        self.long_inference = LongInference(self.module)
-        self.long_batch = LongBatch(self.module, role, self._by_stage.forget_gradients, sums)
+        self.inference_gather = InferenceGather(self.module)
+        self.training_gather = TrainingGather(self.module, role, self._by_stage.forget_gradients, sums)
         self._passes = 0  # backward passes since the last step
         self.ds_engine.train()
 
@@ -139,10 +139,10 @@ class TrainedModel(LearningModel):
     def inferring(self) -> contextlib.AbstractContextManager:
         """A context for forward passes without gradients (all ranks enter it together). At stage 3, if memory allows,
         weights are gathered once for all of them, or not at all if the copy has them."""
-        return self.long_inference.of(self._copied())
+        return self.inference_gather.gathered(self._copied())
 
     def _copied(self) -> nn.Module | None:
-        return None if self.copy is None else self.copy.holding()
+        return None if self.copy is None else self.copy.current_module()
 
     def on_device(self) -> contextlib.AbstractContextManager:
         """Does nothing: the weights of a trained model are always on the device."""
@@ -151,8 +151,8 @@ class TrainedModel(LearningModel):
     def accumulating(self, passes: int) -> contextlib.AbstractContextManager:
         """A context for this many forward and backward passes before the next optimizer step (all ranks enter it
         together). At stage 3, if memory allows, weights are gathered once for all passes, and gradients are reduced in
-        the last pass only (`LongBatch`)."""
-        return self.long_batch.of(passes, not self._passes, self._copied())
+        the last pass only (`TrainingGather`)."""
+        return self.training_gather.gathered(passes, not self._passes, self._copied())
 
     @traced("{0.role} backward")
     def backward(self, loss: Tensor, last: bool) -> None:
@@ -165,7 +165,7 @@ class TrainedModel(LearningModel):
         """
         # "managed_gradient_accumulation": false is no alternative: stages 0 and 1 then reduce gradients inside step(),
         # where overflows and gradient norms cannot be checked before the weights change.
-        self.long_batch.before_backward()
+        self.training_gather.before_backward()
         self._passes += 1
         self.ds_engine.set_gradient_accumulation_boundary(last)
         factor = distributed.world_size() * self._by_stage.loss_factor
@@ -267,7 +267,7 @@ class FrozenModel:
         self.module: Any = self.ds_engine.module  # a Policy or a Scorer; engine/zero may not import these classes
         self.role = role  # for messages and traces
         self.copy: Copy | None = None
-        self.long_inference = LongInference(self.module)
+        self.inference_gather = InferenceGather(self.module)
         self.stage = self.ds_engine.zero_optimization_stage()
         self.version = 0  # increases when `take` changes the weights
         self.ds_engine.eval()
@@ -287,7 +287,7 @@ class FrozenModel:
 
     def inferring(self) -> contextlib.AbstractContextManager:
         """As TrainedModel.inferring."""
-        return self.long_inference.of()
+        return self.inference_gather.gathered()
 
     def take(self, fetch: Callable[[str], Tensor]) -> None:
         """Replace the weights (all ranks call this together, outside `on_device` if the weights are offloaded). fetch:
@@ -314,7 +314,7 @@ class HostedRole:
     """A model that computes in the engine of another model. It has the interface of a TrainedModel or FrozenModel.
 
     Args:
-        host: the other model's engine. Its module can compute in this model's role (`Backbone.take_role`).
+        host: the other model's engine. Its module can compute in this model's role (`Backbone.select_role`).
     """
 
     def __init__(self, host: TrainedModel, role: str):

@@ -54,7 +54,7 @@ def is_available(parameter: Any) -> bool:
     return parameter.ds_status is ZeroParamStatus.AVAILABLE
 
 
-def stand_in(parameter: Any, whole: Tensor) -> None:
+def set_gathered(parameter: Any, whole: Tensor) -> None:
     """Let a partitioned parameter use `whole` as its data until it is partitioned again. whole: a tensor of the
     parameter's full shape and dtype."""
     parameter.data = whole.detach()
@@ -127,7 +127,7 @@ def whole_copy(module: nn.Module, *shared: object) -> nn.Module:
 
 
 @contextlib.contextmanager
-def lent_state(module: nn.Module) -> Iterator[dict[str, Tensor]]:
+def gathered_state(module: nn.Module) -> Iterator[dict[str, Tensor]]:
     """A context that gives the main rank the module's full weights, {name: `Lazy` tensor}; a weight is gathered when
     its tensor is copied. Other ranks get {}. All ranks enter the context together.
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from engine import distributed
 from engine.zero.gathering import forget_second_copies, own_run
-from engine.zero.shards import Master, Masters, Span, without_gradients
+from engine.zero.training_state import Master, Masters, Span, without_gradients
 
 
 class Stage(Masters, Protocol):

@@ -108,7 +108,7 @@ def step3_words(entry: Entry, task: Task, models: Path, *, rate: float, seed: in
         )
     words = ["training/step3_rlhf.py", "--dialect", entry.dialect, *task.words(models)]
     if dialect.length_rule == "row" or dialect.sampling == "without_eos":  # what follows an end is learned, too
-        words[words.index("--max_answer_seq_len") + 1] = str(task.fixed_slots)
+        words[words.index("--max_answer_seq_len") + 1] = str(task.fixed_positions)
     words += ["--actor_learning_rate", f"{rate:g}"]
     if dialect.critic_start != "none":
         words += ["--critic_learning_rate", f"{rate:g}"]

@@ -27,7 +27,7 @@ from scripts.comparison.entries import TRL, Entry, program, step3_words
 from scripts.comparison.frontier import Point
 from scripts.comparison.tasks import HELD_OUT, ROOT, Task
 from training.checkpoints.files import CHECKPOINTS
-from training.reporting.records import METRICS_FILE, read_metrics
+from training.reporting.run_record import METRICS_FILE, read_metrics
 from training.tools.export import export
 
 OF_LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")

@@ -18,8 +18,8 @@ HELD_OUT = 256
 class Task:
     """All runs of a task learn from equally many responses, in steps of equally many, and are judged alike.
 
-    what: for the page. flags: step 3's, with `models` for the folder of models and data. fixed_slots: of dialects that
-    learn what follows an end, too: about as many as a response has tokens. responses: in a step; steps: of a run;
+    what: for the page. flags: step 3's, with `models` for the folder of models and data. fixed_positions: of dialects
+    that learn what follows an end, too: about as many as a response has tokens. responses: in a step; steps: of a run;
     every: steps between evaluations. rates: what the search chooses from, each the peak of actor and critic. search_kl:
     the search takes the best score at no more than this KL, in nats a response. kls: where scores are read. least_rise:
     of the score, by which an entry has learned. texts: files under `models` whose words are known. prepare: makes what
@@ -29,7 +29,7 @@ class Task:
     name: str
     what: str
     flags: tuple[str, ...]
-    fixed_slots: int
+    fixed_positions: int
     responses: int
     steps: int
     every: int
@@ -149,7 +149,7 @@ REVIEWS = Task(
     name="reviews",
     what="positive film reviews by a pretrained Llama of 260,000 parameters (docs/guide.md)",
     flags=_flags(32, 48, *REWARD_MODEL),
-    fixed_slots=40,
+    fixed_positions=40,
     responses=64,
     steps=24,
     every=3,
@@ -169,7 +169,7 @@ TASKS = {
             name="quickstart",
             what="positive film reviews from a grammar, a model of 0.2 million parameters",
             flags=_flags(12, 32, *REWARD_MODEL),
-            fixed_slots=16,
+            fixed_positions=16,
             responses=128,
             steps=30,
             every=5,
@@ -193,7 +193,7 @@ TASKS = {
             name="sums",
             what="right answers to two-digit sums, by a checker (docs/verifiable.md); the score is the share of them",
             flags=_flags(8, 4, "--reward_function", "training.toy.sums:right"),
-            fixed_slots=4,
+            fixed_positions=4,
             responses=256,
             steps=60,
             every=10,

@@ -17,7 +17,10 @@ from engine.errors import UserError
 
 LENGTHS = range(30, 221)  # characters
 PROMPT = "Verse:"
-SFT, PAIRS, PROMPTS, HELD_OUT = 16000, 4000, 6000, 256
+SFT = 16000
+PAIRS = 4000
+PROMPTS = 6000
+HELD_OUT = 256
 VERSE = re.compile(r"^(?P<book>(?:[1-3])?[A-Z][A-Za-z]+)\d+:\d+ (?P<text>.+)$")
 FIRST_OF_THE_NEW = "Mat"
 

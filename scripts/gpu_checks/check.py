@@ -20,7 +20,11 @@ from pathlib import Path
 from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[2]
-PASS, FAIL, SKIPPED, NOT_RUN, RUNNING = "pass", "FAIL", "skipped", "not run", "running"
+PASS = "pass"
+FAIL = "FAIL"
+SKIPPED = "skipped"
+NOT_RUN = "not run"
+RUNNING = "running"
 Figure = float | int | str | bool
 FOUND = "found.jsonl"
 
@@ -81,7 +85,9 @@ class Outcome:
             self.first += line.get("seconds", 0.0)
             self.first_since = None if "seconds" in line else line["at"]
         if "status" in line:
-            self.status, self.why, self.seconds = line["status"], line["why"], line["seconds"]
+            self.status = line["status"]
+            self.why = line["why"]
+            self.seconds = line["seconds"]
         self.skipped = line.get("skipped", self.skipped)
         self.done = self.done or "done" in line
 

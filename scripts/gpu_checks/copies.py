@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import torch
 
-from engine.copies import copies_bytes
+from engine.actor_copy import copies_bytes
 from engine.errors import UserError
 from engine.experience import Rollout
 from engine.rollout import build_rollouts
@@ -34,7 +34,7 @@ from scripts.gpu_checks.steps import give_back
 from training.ppo_trainer import PPOTrainer
 
 # What the actor's copy, keys and values take of the memory that is free beside gradients and moments, by what auto does
-# with them then (engine/rollout/placing.py).
+# with them then (engine/rollout/placement.py).
 LEVELS = {"keep": 0.3, "free": 0.68, "refused": 0.9}
 TOKENS = 64
 WITHIN = 0.1

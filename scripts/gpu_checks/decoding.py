@@ -9,8 +9,8 @@ import torch
 
 from engine.experience import Rollout
 from engine.gpus import data_sheet
+from engine.models.config_and_tokenizer import read_tokenizer
 from engine.models.loading import DTYPES, load_policy
-from engine.models.reading import read_tokenizer
 from engine.rollout.base import RolloutBackend
 from engine.rollout.decode import Sampler
 from engine.rollout.passes import Passes, RecordedPasses

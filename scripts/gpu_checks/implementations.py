@@ -7,9 +7,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from engine.errors import UserError
 from engine.experience import position_ids
 from engine.models.attention import IMPLEMENTATIONS, Attention
+from engine.models.config_and_tokenizer import LANGUAGE_MODEL
 from engine.models.loading import DTYPES, load_policy
 from engine.models.policy import Policy
-from engine.models.reading import LANGUAGE_MODEL
 from scripts.gpu_checks.check import Trial
 from scripts.gpu_checks.decoding import GAP, sixteen_bits
 from scripts.gpu_checks.machine import device

@@ -7,7 +7,7 @@ from torch.utils.cpp_extension import CUDA_HOME
 
 from engine.gpus import data_sheet
 from scripts.gpu_checks.check import Trial
-from training.reporting.records import versions
+from training.reporting.run_record import versions
 
 COPIED = 1 << 30  # bytes
 

@@ -15,7 +15,9 @@ class Followed:
     """Prints each line that is new in an output folder, and keeps the folder's page in step with them."""
 
     def __init__(self, output: Path, dry: bool):
-        self.output, self.dry, self.printed = output, dry, 0
+        self.output = output
+        self.dry = dry
+        self.printed = 0
 
     def __call__(self) -> None:
         lines = lines_of(self.output)

@@ -20,7 +20,9 @@ from scripts.gpu_checks.models import MICRO_BATCH, new_trainer, prompts, sizes_h
 from training.ppo_trainer import PPOTrainer
 
 # {name: settings of new_trainer}. The first is what a run on one GPU does if nothing is asked for.
-USUAL, PADDED, LARGER = "stage 1", "stage 1, padded", "stage 1, 32 rows a micro-batch"
+USUAL = "stage 1"
+PADDED = "stage 1, padded"
+LARGER = "stage 1, 32 rows a micro-batch"
 SETTINGS: dict[str, dict] = {
     USUAL: {"stage": 1},
     "stage 1, equal lengths": {"stage": 1, "ragged": False},  # as docs/performance.md counts a step
@@ -29,7 +31,10 @@ SETTINGS: dict[str, dict] = {
     PADDED: {"stage": 1, "packing": "padded"},
     "stage 3": {"stage": 3},  # the last, because DeepSpeed keeps its partitions
 }
-ROWS, LENGTH, STEPS = 64, 256, 3  # of a step; the longest prompt, and the longest response; of a setting
+# of a step; the longest prompt, and the longest response; of a setting
+ROWS = 64
+LENGTH = 256
+STEPS = 3
 PHASES = {"generate": "generate", "make_experience": "experience", "train": "train"}
 MFU = 0.4  # model FLOPs utilisation of training that is aimed at
 LARGEST = 25  # kernels that are told

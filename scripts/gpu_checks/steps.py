@@ -13,9 +13,9 @@ from unittest import mock
 
 import torch
 
+from engine.models.config_and_tokenizer import read_tokenizer
 from engine.models.loading import new_scorer
 from engine.models.lora import LoraSpec, adapt
-from engine.models.reading import read_tokenizer
 from engine.zero.accelerator import why_not
 from engine.zero.extensions import load_extension
 from scripts.gpu_checks.check import Skipped, Trial

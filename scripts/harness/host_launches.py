@@ -51,7 +51,9 @@ class Launched:
     """A run under way. folder: holds what each host prints."""
 
     def __init__(self, hosts: TwoHosts, processes: Mapping[str, subprocess.Popen], folder: Path):
-        self.hosts, self.processes, self.folder = hosts, dict(processes), folder
+        self.hosts = hosts
+        self.processes = dict(processes)
+        self.folder = folder
 
     def running(self) -> bool:
         """Whether all that was started is still there."""

@@ -20,7 +20,7 @@ from scripts.harness.models import make_adapter
 from scripts.harness.programs import TIMEOUT, Tiny, begun, by_deepspeed, command_line, differences, write_partitioned
 from scripts.harness.ranks import ForkedProgram
 from scripts.harness.step3_rlhf import WRITING, write_watch
-from training.checkpoints.files import points_in
+from training.checkpoints.files import checkpoints_in
 
 PHASES = ("evaluating", WRITING, "train", "generate", "make_experience", "saving models", "loading models")
 
@@ -76,7 +76,9 @@ class KillTrial:
     """
 
     def __init__(self, tiny: Tiny, folder: Path, steps: int = 4, forked: bool = False, **flags):
-        self.folder, self.steps, self.forked = folder, steps, forked
+        self.folder = folder
+        self.steps = steps
+        self.forked = forked
         folder.mkdir(parents=True, exist_ok=True)
         config = write_partitioned(folder / "zero3.json")
         own = {
@@ -119,7 +121,7 @@ class KillTrial:
         wait = instant.share * self.seconds[instant.phase, instant.step]
         run = Run(self, self.folder / name)
         seconds, phase = run.killed(instant, wait)
-        points = points_in(run.output_dir)
+        points = checkpoints_in(run.output_dir)
         again = Run(self, run.output_dir, resume="auto")
         again.ended()
         said = [line for line in again.stdout.splitlines() if line.startswith("goes on from ")]

@@ -33,7 +33,10 @@ from transformers import (
     Qwen2Tokenizer,
 )
 
-PAD, BOS, EOS, UNK = 0, 1, 2, 3
+PAD = 0
+BOS = 1
+EOS = 2
+UNK = 3
 VOCABULARY = 64
 WIDTH = 32
 POSITIONS = 64
@@ -126,7 +129,9 @@ def _scorer(
     family: str, seed: int, layers: int, offset: float, score_position: str, pad_is_eos: bool
 ) -> dict[str, bytes]:
     config = make_config(family, layers=layers, pad_is_eos=pad_is_eos)
-    config.num_labels, config.score_offset, config.score_position = 1, offset, score_position
+    config.num_labels = 1
+    config.score_offset = offset
+    config.score_position = score_position
     return _files(AutoModelForSequenceClassification, config, seed, pad_is_eos)
 
 
@@ -266,5 +271,7 @@ def make_family(family: str, folder: Path, offset: float = -0.3, **changes) -> N
     config = family_config(family, **changes)
     save_random(AutoModelForCausalLM.from_config(config, dtype=torch.float32), folder / "actor", seed=0)
     config = family_config(family, **changes)
-    config.num_labels, config.score_offset, config.score_position = 1, offset, "last"
+    config.num_labels = 1
+    config.score_offset = offset
+    config.score_position = "last"
     save_random(AutoModelForSequenceClassification.from_config(config, dtype=torch.float32), folder / "reward", seed=1)

@@ -91,7 +91,9 @@ def srun(words: list[str]) -> int:
     }
     for asked in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(asked, lambda number, _: signal_all(tasks, number))
-    bad_exit, deadline, told = "--kill-on-bad-exit=1" in options, None, set()
+    bad_exit = "--kill-on-bad-exit=1" in options
+    deadline = None
+    told = set()
     while any(task.poll() is None for task in tasks.values()):
         failed = {node: task.returncode for node, task in tasks.items() if task.returncode}
         for number, (node, code) in enumerate(failed.items()):

@@ -60,8 +60,8 @@ def batch(folder) -> TrainingBatch:
     """7 rows of any length up to 9 + 12, one of them without influence on the policy; many tokens are clipped."""
     generator = torch.Generator().manual_seed(11)
     prompts, lengths = torch.tensor([9, 2, 5, 1, 7, 3, 8]), torch.tensor([12, 1, 3, 9, 2, 1, 2])
-    slots, ahead = torch.arange(21), (9 - prompts).unsqueeze(1)
-    mask = (slots >= ahead) & (slots < 9 + lengths.unsqueeze(1))
+    columns, ahead = torch.arange(21), (9 - prompts).unsqueeze(1)
+    mask = (columns >= ahead) & (columns < 9 + lengths.unsqueeze(1))
     sequences = torch.randint(4, VOCABULARY, mask.shape, generator=generator).masked_fill(~mask, PAD)
     response_mask = mask[:, 9:].clone()
     rollout = Rollout(

@@ -26,14 +26,14 @@ from engine.reference import EMA
 from engine.rlhf_engine import EngineSpec, OptimizerSpec, trained_model
 from engine.zero.config import EngineConfig
 from engine.zero.engines import TrainedModel
-from engine.zero.shards import SCALER_COUNTERS, Shard
+from engine.zero.training_state import SCALER_COUNTERS, Shard
 from scripts.harness.models import VOCABULARY, make_causal_lm
 from scripts.harness.ranks import run_ranks
 from tests.engine.zero.inspecting import masters, moments, pretend_cpus_have_fp16, weights
 from tests.engine.zero.shard_memory import InMemory, whole
-from tests.training.checkpoints.tiny_points import TinyRun, flip_bit
+from tests.training.checkpoints.tiny_checkpoints import TinyRun, flip_bit
 from training.checkpoints import files, saving
-from training.checkpoints.resuming import ResumePoint
+from training.checkpoints.resuming import Checkpoint
 from training.runtime import output_folder
 
 
@@ -90,10 +90,10 @@ def looked_at(folder: str) -> dict:
 def find(path: str) -> tuple[str, ...]:
     """The point's name and what was passed over, or the message."""
     try:
-        point = ResumePoint.find(path, "elsewhere")
+        checkpoint = Checkpoint.find(path, "elsewhere")
     except UserError as error:
         return ("refused", str(error))
-    return (point.folder.name, *point.passed_over)
+    return (checkpoint.folder.name, *checkpoint.passed_over)
 
 
 @pytest.fixture(scope="module")

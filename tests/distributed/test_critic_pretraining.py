@@ -10,10 +10,10 @@ from tests.distributed.tiny_run import (
     TinyPrompts,
     build_trainer,
     engine_spec,
-    load_point,
     of_each,
-    save_point,
+    read_checkpoint,
     timeless,
+    write_checkpoint,
 )
 from tests.engine.zero.inspecting import masters
 from training.critic_pretraining import CriticPretraining
@@ -33,7 +33,7 @@ def one_run(folder: str, output: str, stage: int, config: str) -> dict:
         found["pretraining"].append(report.metrics)
         found["learned"] = report.batch.returns, report.batch.value_mask, report.batch.processed_scores
         if report.step == SAVED_AT:
-            save_point(output, trainer.models, trainer.state_dict())
+            write_checkpoint(output, trainer.models, trainer.state_dict())
     models = trainer.models
     model_folders.save_forms(models.critic, models.tokenizer, Path(output), "critic_pretrained")
     found["actor stayed"] = state(trainer)["actor"], start["actor"]
@@ -42,7 +42,7 @@ def one_run(folder: str, output: str, stage: int, config: str) -> dict:
     found["whole"] = end_of(trainer)
 
     again = new_trainer(folder, stage, config)
-    again.load_state_dict(load_point(output, again.models))
+    again.load_state_dict(read_checkpoint(output, again.models))
     found["pretraining again"] = [report.metrics for report in CriticPretraining(again).fit(TinyPrompts(8))]
     found["resumed"] = end_of(again)
 

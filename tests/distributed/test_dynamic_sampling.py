@@ -12,10 +12,10 @@ from tests.distributed.tiny_run import (
     TinyPrompts,
     build_trainer,
     engine_spec,
-    load_point,
     prompt_batch,
-    save_point,
+    read_checkpoint,
     timeless,
+    write_checkpoint,
 )
 from tests.engine.zero.inspecting import masters
 from training.ppo_trainer import PPOTrainer, StepReport
@@ -71,8 +71,8 @@ def runs(folder: str, output: str, chosen: list[list[int]]) -> dict[str, dict]:
         for report in whole.fit(TinyPrompts(PER_BATCH)):
             reports.append(told(report))
             if report.step == SAVED_AFTER:
-                save_point(point, whole.models, whole.state_dict())
-        resumed.load_state_dict(load_point(point, resumed.models))
+                write_checkpoint(point, whole.models, whole.state_dict())
+        resumed.load_state_dict(read_checkpoint(point, resumed.models))
         found[name] = {
             "whole": {"reports": reports, "end": end(whole)},
             "resumed": {

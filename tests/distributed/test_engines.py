@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from engine.experience import Rollout
 from engine.rlhf_engine import RLHFEngine
 from engine.rollout import build_rollouts
+from engine.zero.gather_once import InferenceGather
 from engine.zero.gathering import is_available
-from engine.zero.long_batch import LongInference
 from scripts.harness.ranks import run_ranks
 from tests.distributed import plain
 from tests.distributed.tiny_run import DIALECT, SAMPLING, TinyPrompts, counted_fills, engine_spec, prompt_tokens
@@ -117,17 +117,17 @@ def _events(engine: RLHFEngine, mode: str) -> dict:
 def _judged(engine: RLHFEngine, trainer: PPOTrainer, rollout: Rollout, fits: bool) -> dict:
     """What the models say of a rollout, by the names of Experience's fields; whose weights were gathered whole for
     that, and how often ZeRO gathered a layer's. fits: whether there is memory for whole weights, the copy's too."""
-    copy, whole, gathered = engine.actor.copy, [], LongInference._gathered
-    roles = {id(model.long_inference): model.role for model in engine.engines}
+    copy, whole, gathered = engine.actor.copy, [], InferenceGather._gathered
+    roles = {id(model.inference_gather): model.role for model in engine.engines}
 
-    def watched(inference: LongInference) -> dict:
+    def watched(inference: InferenceGather) -> dict:
         whole.append(roles[id(inference)])
         return gathered(inference)
 
     engine.actor.copy = copy if fits else None
     with (
-        mock.patch.object(LongInference, "_fits", lambda inference: fits),
-        mock.patch.object(LongInference, "_gathered", watched),
+        mock.patch.object(InferenceGather, "_fits", lambda inference: fits),
+        mock.patch.object(InferenceGather, "_gathered", watched),
         counted_gathers() as gathers,
     ):
         experience = trainer.experience_maker.make_experience(rollout)

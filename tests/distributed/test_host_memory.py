@@ -12,9 +12,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from engine import distributed
-from engine.host_memory import freed_memory_given_back
+from engine.host_memory import releasing_freed_memory
+from engine.models.config_and_tokenizer import read_tokenizer
 from engine.models.loading import load_policy
-from engine.models.reading import read_tokenizer
 from engine.rlhf_engine import EngineSpec, frozen_model
 from engine.zero.communication import init
 from engine.zero.config import EngineConfig
@@ -107,7 +107,7 @@ def loaded_and_saved(path: str, warm: str, output: str, stage: int, settings: st
 def _settle() -> None:
     """Count nothing twice that is free already."""
     gc.collect()
-    with freed_memory_given_back():
+    with releasing_freed_memory():
         pass
     distributed.barrier()
 

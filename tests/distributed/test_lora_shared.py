@@ -22,9 +22,9 @@ from tests.distributed.tiny_run import (
     TinyPrompts,
     counted_fills,
     engine_spec,
-    load_point,
-    save_point,
+    read_checkpoint,
     timeless,
+    write_checkpoint,
 )
 from tests.engine.zero.inspecting import parameter_bytes, weights
 from training.ppo_trainer import PPOConfig, PPOTrainer
@@ -84,7 +84,7 @@ def one_run(
         result["metrics"].append(timeless(report.metrics))
         result["fills"].append(len(fills))
         if resumed and report.step == SAVED_AFTER:
-            save_point(output, engine, trainer.state_dict())
+            write_checkpoint(output, engine, trainer.state_dict())
     rollout = report.batch.rollout
     copy = engine.actor.copy and engine.actor.copy._module
     result["copied"] = sum(p.numel() for p in copy.parameters()) if copy is not None else 0
@@ -97,7 +97,7 @@ def one_run(
     result["after"] = {role: weights(model) for role, model in engine.trained.items()}
     if resumed:
         again = new_trainer(spec, backend)
-        again.load_state_dict(load_point(output, again.models))
+        again.load_state_dict(read_checkpoint(output, again.models))
         result["resumed_metrics"] = [timeless(report.metrics) for report in again.fit(feed)]
         result["resumed"] = judged(again.models, own, rollout)
         result["resumed after"] = {role: weights(model) for role, model in again.models.trained.items()}

@@ -14,7 +14,15 @@ from engine.rlhf_engine import RLHFEngine
 from engine.rollout import build_rollouts
 from engine.zero.config import EngineConfig
 from scripts.harness.models import make_adapter
-from tests.distributed.tiny_run import DIALECT, SAMPLING, TinyPrompts, load_point, of_each, save_point, timeless
+from tests.distributed.tiny_run import (
+    DIALECT,
+    SAMPLING,
+    TinyPrompts,
+    of_each,
+    read_checkpoint,
+    timeless,
+    write_checkpoint,
+)
 from tests.engine.zero.inspecting import parameter_bytes, weights
 from training.critic_pretraining import CriticPretraining
 from training.ppo_trainer import PPOConfig, PPOTrainer
@@ -69,7 +77,7 @@ def one_run(folder: str, output: str, resumed: bool = False, steps: int = STEPS,
         report = trainer.step(feed.prompts(trainer.steps_done))
         found["metrics"].append(timeless(report.metrics))
         if report.step == SAVED_AFTER and resumed:
-            save_point(output, models, trainer.state_dict())
+            write_checkpoint(output, models, trainer.state_dict())
     rollout, copy = report.batch.rollout, trainer.rollouts.copy._module
     found |= {
         "weights": {role: weights(model) for role, model in models.trained.items()},
@@ -86,7 +94,7 @@ def one_run(folder: str, output: str, resumed: bool = False, steps: int = STEPS,
         for role, model in models.trained.items():
             model_folders.save_forms(model, models.tokenizer, Path(output), role)
         again = new_trainer(folder, **arguments)
-        again.load_state_dict(load_point(output, again.models))
+        again.load_state_dict(read_checkpoint(output, again.models))
         found["resumed_metrics"] = [timeless(report.metrics) for report in again.fit(feed)]
         found["resumed weights"] = {role: weights(model) for role, model in again.models.trained.items()}
         found["resumed average"] = [mean.clone() for mean in again.models.ema.means]

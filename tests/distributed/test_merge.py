@@ -8,7 +8,7 @@ from statistics import fmean
 import pytest
 import torch
 
-from engine.models.reading import read_tokenizer
+from engine.models.config_and_tokenizer import read_tokenizer
 from engine.zero.config import EngineConfig
 from scripts.harness.models import make_causal_lm
 from scripts.harness.ranks import run_ranks

@@ -11,10 +11,10 @@ from tests.distributed.tiny_run import (
     TinyPrompts,
     build_trainer,
     engine_spec,
-    load_point,
     of_each,
-    save_point,
+    read_checkpoint,
     timeless,
+    write_checkpoint,
 )
 from tests.engine.zero.inspecting import masters
 from training.ppo_trainer import PPOTrainer
@@ -55,13 +55,13 @@ def one_run(folder: str, output: str, stage: int, lora: dict | None = None, laye
         found["batches"].append(report.batch)
         found["metrics"].append(timeless(report.metrics))
         if report.step == SAVED_AFTER:
-            save_point(output, engine, trainer.state_dict())
+            write_checkpoint(output, engine, trainer.state_dict())
     if engine.ema is not None:
         with engine.ema.swapped(), engine.reference.on_device():
             found["average and reference"] = judged(engine, report.batch.rollout)
     found["end"] = masters(engine.actor), kept(engine)
     resumed = new_trainer()
-    resumed.load_state_dict(load_point(output, resumed.models))
+    resumed.load_state_dict(read_checkpoint(output, resumed.models))
     found["resumed metrics"] = [timeless(report.metrics) for report in resumed.fit(feed)]
     found["resumed end"] = masters(resumed.models.actor), kept(resumed.models)
     return found

@@ -8,7 +8,7 @@ import torch
 from engine import distributed
 from engine.engine_spec import OptimizerSpec
 from engine.zero.engines import TrainedModel
-from engine.zero.shards import MOMENTS, moment_of
+from engine.zero.training_state import MOMENTS, moment_of
 from scripts.harness.ranks import run_ranks
 from tests.distributed import plain
 from tests.distributed.tiny_run import DIALECT, TinyPrompts, build_trainer, engine_spec, timeless

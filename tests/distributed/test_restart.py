@@ -14,9 +14,9 @@ from tests.distributed.tiny_run import (
     TinyPrompts,
     build_trainer,
     engine_spec,
-    load_point,
-    save_point,
+    read_checkpoint,
     timeless,
+    write_checkpoint,
 )
 from tests.engine.zero.inspecting import masters, pretend_cpus_have_fp16, weights
 from training.checkpoints.files import ShardFiles
@@ -36,7 +36,7 @@ def uninterrupted(folder: str, output: str, runs: dict[str, dict]) -> dict[str, 
         for report in trainer.fit(TinyPrompts(8)):
             metrics.append(timeless(report.metrics))
             if report.step == SAVED_AFTER:
-                save_point(Path(output) / name, trainer.models, trainer.state_dict())
+                write_checkpoint(Path(output) / name, trainer.models, trainer.state_dict())
                 save_models(trainer, Path(output) / name / "saved")
                 saved = state(trainer)
         found[name] = {"metrics": metrics, "saved": saved, "end": state(trainer)}
@@ -49,7 +49,7 @@ def gone_on(folder: str, output: str, runs: dict[str, dict]) -> dict[str, dict]:
     for name, arguments in runs.items():
         trainer = new_trainer(folder, **arguments)
         fresh = state(trainer)
-        trainer.load_state_dict(load_point(Path(output) / name, trainer.models))
+        trainer.load_state_dict(read_checkpoint(Path(output) / name, trainer.models))
         loaded = state(trainer)
         metrics = [timeless(report.metrics) for report in trainer.fit(TinyPrompts(8))]
         found[name] = {"metrics": metrics, "fresh": fresh, "loaded": loaded, "end": state(trainer)}

@@ -56,7 +56,7 @@ WAITS = {
     "engine/packing.py micro_batches": 3,  # lengths, to divide rows by
     "engine/rollout/decode.py _Loop._draw": 2,  # once in 8 tokens
     "engine/rollout/passes.py Passes._forward": 1,  # as for hidden states
-    "engine/rollout/request.py requests_of": 1,  # prompts' lengths
+    "engine/rollout/request.py make_requests": 1,  # prompts' lengths
     "engine/zero/stages.py Stage0.step": 4,  # U * M: the gradient's norm
     "training/learner.py Learner._loss_weights": 2,  # U: tokens of all ranks
     "training/ppo_trainer.py mean_kls": 1,  # KL

@@ -169,8 +169,8 @@ def spoilers(trainer: PPOTrainer) -> dict:
     models = trainer.models
     return {
         **{name: bad_experience(trainer, name) for name in EXPERIENCE},
-        "policy loss": bad_loss(trainer, "_policy_loss"),
-        "value loss": bad_loss(trainer, "_value_loss"),
+        "policy loss": bad_loss(trainer, "_policy_pass"),
+        "value loss": bad_loss(trainer, "_value_pass"),
         "actor gradient": bad_gradient(models.actor),
         "critic gradient": bad_gradient(models.critic),
         "critic weight": bad_weight(models.critic),

@@ -9,12 +9,12 @@ import pytest
 from safetensors.torch import load_file
 
 from engine import distributed
-from engine.zero.long_batch import LongBatch
+from engine.zero.gather_once import TrainingGather
 from scripts.harness.programs import PROGRAMS, Tiny, command_line, lasting_metrics, metric_lines, run_here
 from scripts.harness.ranks import run_ranks
 from tests.distributed import plain
-from tests.engine.zero.work_long_batch import WAYS, counted
-from training.checkpoints.saving import Checkpoints
+from tests.engine.zero.work_gather_once import WAYS, counted
+from training.checkpoints.saving import CheckpointWriter
 from training.config.parsing import parse_flags
 from training.runtime import output_folder
 from training.supervised import SupervisedTrainer
@@ -78,7 +78,7 @@ def run(step: int, flags: dict, output_dir: Path) -> bool:
 
 def broken_at(step: int):
     """Within this context a run ends in the middle of this step, after its backward passes."""
-    whole, save = SupervisedTrainer.optimizer_step, Checkpoints.save
+    whole, save = SupervisedTrainer.optimizer_step, CheckpointWriter.save
 
     def optimizer_step(self, number, batches):
         if number == step:
@@ -89,7 +89,9 @@ def broken_at(step: int):
     stack = contextlib.ExitStack()
     stack.enter_context(mock.patch.object(SupervisedTrainer, "optimizer_step", optimizer_step))
     # The checkpoint of step 3 is whole, however slow the disk.
-    stack.enter_context(mock.patch.object(Checkpoints, "save", lambda self, step, wait=False: save(self, step, True)))
+    stack.enter_context(
+        mock.patch.object(CheckpointWriter, "save", lambda self, step, wait=False: save(self, step, True))
+    )
     return stack
 
 
@@ -174,7 +176,7 @@ def all_ways(folder: str, models: str, tiny: Tiny) -> dict[str, dict]:
             **({"normalization_samples": 0} if step == 2 else {}),
         )
         for name in names:
-            with mock.patch.object(LongBatch, "_decided", lambda batch, name=name: WAYS[name]), counted() as calls:
+            with mock.patch.object(TrainingGather, "_decided", lambda batch, name=name: WAYS[name]), counted() as calls:
                 assert run(step, flags, Path(folder) / f"{step}_{name}")
             found[f"{step}_{name}"] = dict(calls)
     return found
@@ -191,7 +193,7 @@ def calls(tmp_path_factory, folder, output) -> list[dict]:
 
 @pytest.mark.parametrize("step", CASES)
 def test_weights_are_gathered_once_and_gradients_reduced_once_a_step(calls, step):
-    """By hand, as in test_long_batch.py: 5 units of one model, each gathered once or in each pass to and fro."""
+    """By hand, as in test_gather_once.py: 5 units of one model, each gathered once or in each pass to and fro."""
     passes = STEPS * PASSES
     expected = {
         "nothing": {"passes": passes, "gathers": 2 * 5 * passes, "reductions": passes},

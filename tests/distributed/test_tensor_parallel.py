@@ -9,7 +9,7 @@ import torch
 from transformers import MixtralConfig, MixtralForCausalLM, OPTConfig, OPTForCausalLM
 
 from engine import distributed
-from engine.copies import ActorCopy
+from engine.actor_copy import ActorCopy
 from engine.models.loading import load_policy
 from engine.models.tensor_parallel import bare_model
 from engine.rlhf_engine import RLHFEngine
@@ -56,7 +56,7 @@ def partitions(folder: str, config: str, ranks: int, sampling: SamplingConfig) -
             actor.backward(-(logprobs * rollout.response_mask).sum() / 100, last=True)
             actor.step(0.05)
         with (
-            mock.patch("engine.copies.bare_model", lambda module: bare),
+            mock.patch("engine.actor_copy.bare_model", lambda module: bare),
             mock.patch("engine.zero.gathering.GATHER_BUCKET", 1),
             LiveBytes() as live,
         ):

@@ -10,8 +10,8 @@ from unittest import mock
 import torch
 
 from engine import distributed
+from engine.actor_copy import ActorCopy
 from engine.algorithms import Dialect
-from engine.copies import ActorCopy
 from engine.experience import PromptBatch
 from engine.reward.base import RewardSource
 from engine.rlhf_engine import EngineSpec, RLHFEngine
@@ -22,8 +22,8 @@ from scripts.harness.ranks import run_ranks
 from tests.engine.zero.inspecting import pretend_cpus_have_fp16
 from training.checkpoints.conditions import Conditions
 from training.checkpoints.files import Schedule, config_files
-from training.checkpoints.resuming import ResumePoint, restore
-from training.checkpoints.saving import Checkpoints
+from training.checkpoints.resuming import Checkpoint, restore
+from training.checkpoints.saving import CheckpointWriter
 from training.data.examples import collate_prompts
 from training.ppo_trainer import PPOConfig, PPOTrainer
 
@@ -125,9 +125,9 @@ def timeless(metrics: dict[str, float]) -> dict[str, float]:
     }
 
 
-def save_point(output: str | Path, models: RLHFEngine, state: dict) -> Path:
+def write_checkpoint(output: str | Path, models: RLHFEngine, state: dict) -> Path:
     """Write the checkpoint of these models; returns its folder."""
-    checkpoints = Checkpoints(
+    checkpoints = CheckpointWriter(
         Path(output),
         Schedule(),
         models=models.trained,
@@ -137,16 +137,16 @@ def save_point(output: str | Path, models: RLHFEngine, state: dict) -> Path:
         conditions=Conditions(),
         config_files=config_files(models.trained, models.tokenizer) if distributed.is_main() else {},
     )
-    point = checkpoints.save(state["steps_done"], wait=True)
-    assert point is not None
-    return point
+    checkpoint = checkpoints.save(state["steps_done"], wait=True)
+    assert checkpoint is not None
+    return checkpoint
 
 
-def load_point(output: str | Path, models: RLHFEngine) -> dict:
+def read_checkpoint(output: str | Path, models: RLHFEngine) -> dict:
     """Put the models to the newest checkpoint; returns its state."""
-    point = ResumePoint.find(str(output), str(output), with_ema=models.ema is not None)
-    restore(point, models.trained, models.ema, models.kept_reference)
-    return point.state
+    checkpoint = Checkpoint.find(str(output), str(output), with_ema=models.ema is not None)
+    restore(checkpoint, models.trained, models.ema, models.kept_reference)
+    return checkpoint.state
 
 
 @contextlib.contextmanager
@@ -159,5 +159,5 @@ def counted_fills() -> Iterator[list]:
         fills.append(None)
         fill(copy)
 
-    with mock.patch("engine.copies.ActorCopy._fill", counted):
+    with mock.patch("engine.actor_copy.ActorCopy._fill", counted):
         yield fills

@@ -10,7 +10,7 @@ import torch
 from engine.experience import PromptBatch, Rollout
 from engine.rlhf_engine import RLHFEngine
 from engine.zero.engines import TrainedModel
-from tests.distributed.tiny_run import engine_spec, load_point, prompt_batch, save_point
+from tests.distributed.tiny_run import engine_spec, prompt_batch, read_checkpoint, write_checkpoint
 from tests.distributed.work_hydra import local_bytes
 from tests.engine.zero.inspecting import weights
 from training.runtime import model_folders
@@ -44,7 +44,7 @@ def _without_critic(folder: str, output: str, stage: int) -> dict:
     rollout = whole_rollout(prompt_batch([0, 1, 2, 3]))
     one_step(engine.actor, rollout)
     engine.ema.update()
-    point = save_point(output, engine, {"steps_done": 1})
+    point = write_checkpoint(output, engine, {"steps_done": 1})
     found["files"] = sorted(path.name for path in point.iterdir())
     one_step(engine.actor, rollout)
     engine.ema.update()
@@ -53,7 +53,7 @@ def _without_critic(folder: str, output: str, stage: int) -> dict:
         model_folders.save(model, engine.tokenizer, Path(output), role).name for role, model in engine.trained.items()
     )
     resumed = RLHFEngine.from_pretrained(alone)
-    load_point(output, resumed)
+    read_checkpoint(output, resumed)
     one_step(resumed.actor, rollout)
     resumed.ema.update()
     found["resumed"] = weights(resumed.actor), [shard.clone() for shard in resumed.ema.means]

@@ -11,7 +11,14 @@ from engine.reference import Reference
 from engine.rlhf_engine import EngineSpec, RLHFEngine, frozen_model
 from engine.zero.config import EngineConfig
 from engine.zero.engines import TrainedModel
-from tests.distributed.tiny_run import TinyPrompts, build_trainer, engine_spec, load_point, save_point, timeless
+from tests.distributed.tiny_run import (
+    TinyPrompts,
+    build_trainer,
+    engine_spec,
+    read_checkpoint,
+    timeless,
+    write_checkpoint,
+)
 from tests.engine.zero.inspecting import parameter_bytes, weights
 from training.ppo_trainer import PPOTrainer
 from training.runtime import model_folders
@@ -71,7 +78,7 @@ def one_run(
         if report.step == 1:
             result["first"] = report.batch
         if report.step == SAVED_AFTER:
-            save_point(output, engine, trainer.state_dict())
+            write_checkpoint(output, engine, trainer.state_dict())
     rollout = report.batch.rollout
     result["logprobs"] = judged(engine, own, rollout)
     with engine.ema.swapped():
@@ -84,7 +91,7 @@ def one_run(
         "ema": [shard.clone() for shard in engine.ema.means],
     }
     resumed = new_trainer()
-    resumed.load_state_dict(load_point(output, resumed.models))
+    resumed.load_state_dict(read_checkpoint(output, resumed.models))
     result["resumed_metrics"] = [timeless(report.metrics) for report in resumed.fit(TinyPrompts(8))]
     result["resumed"] = {
         "after": weights(resumed.models.actor),

@@ -26,6 +26,6 @@ def verdicts(path: str, stage: int, config: str) -> dict[str, str | bool]:
     expected = torch.rand(3)
     torch.manual_seed(5)
     found: dict[str, str | bool] = {"as it is": said(), "random numbers": torch.equal(torch.rand(3), expected)}
-    with mock.patch("engine.models.reading.has_own_head", return_value=False):
+    with mock.patch("engine.models.config_and_tokenizer.has_own_head", return_value=False):
         found["by weights"] = said()
     return found

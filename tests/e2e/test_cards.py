@@ -154,7 +154,7 @@ def whoami_once(self):
     [
         ({"hub_model_id": None}, ["--push_to_hub needs --hub_model_id"]),
         ({"push_to_hub": None}, ["--hub_model_id someone/tiny needs --push_to_hub"]),
-        ({"hub_model_id": "a b/c"}, ["--hub_model_id a b/c: no name of the Hub"]),
+        ({"hub_model_id": "a b/c"}, ["--hub_model_id a b/c: not a name on the Hub"]),
         ({"hub_model_id": "alone"}, ["--hub_model_id alone: the owner is missing"]),
     ],
 )

@@ -19,9 +19,9 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from engine.experience import position_ids
 from engine.models.loading import load_scorer
-from scripts.harness.point_damages import DAMAGES, tried
+from scripts.harness.checkpoint_damages import DAMAGES, tried
 from scripts.harness.programs import MACHINE, Result, Tiny, forked, metric_lines, run_here
-from training.checkpoints.files import points_in, rank_file
+from training.checkpoints.files import checkpoints_in, rank_file
 from training.reporting.standard_errors import ENDINGS
 from training.reporting.step_metrics import phase_memory
 from training.supervised import HeldOutExamples, SupervisedTrainer
@@ -181,11 +181,11 @@ def test_restart_points_are_timed_and_whole(chain):
     timed = [line["step"] for line in metric_lines(chain["ppo"]) if "time/checkpoint" in line]
     assert timed == [3]  # in the line after the one that it followed; the last one has no such line
     points = sorted(chain["ppo/checkpoints"].iterdir())
-    assert [point.name for point in points] == ["step_000002", "step_000004"]
-    for point in points:
-        names = {path.name for path in point.iterdir()}
+    assert [checkpoint.name for checkpoint in points] == ["step_000002", "step_000004"]
+    for checkpoint in points:
+        names = {path.name for path in checkpoint.iterdir()}
         assert names == {"actor", "critic", "ema", "config", "trainer_state.json", "manifest.json"}
-        assert [path.name for path in sorted((point / "ema").iterdir())] == [rank_file(0), rank_file(1)]
+        assert [path.name for path in sorted((checkpoint / "ema").iterdir())] == [rank_file(0), rank_file(1)]
     sizes = [line["checkpoint/bytes"] for line in metric_lines(chain["ppo"]) if "checkpoint/bytes" in line]
     files = [path for path in points[0].rglob("*") if path.is_file() and path.name != "manifest.json"]
     assert sizes[0] == sum(path.stat().st_size for path in files)
@@ -310,16 +310,16 @@ def test_peaks_of_memory_begin_anew_before_the_first_optimizer_step(tiny, tmp_pa
 
 @pytest.mark.parametrize("name", DAMAGES)
 def test_a_damaged_point_is_passed_over_and_refused_by_its_name(chain, tmp_path, name):
-    older, newest = points_in(chain["ppo"])
-    places = [tmp_path / "checkpoints" / point.name for point in (newest, older)]
-    for point, place in zip((newest, older), places):
-        shutil.copytree(point, place)
+    older, newest = checkpoints_in(chain["ppo"])
+    places = [tmp_path / "checkpoints" / checkpoint.name for checkpoint in (newest, older)]
+    for checkpoint, place in zip((newest, older), places):
+        shutil.copytree(checkpoint, place)
     DAMAGES[name](*places)
     assert not tried(tmp_path, *places).startswith("FAILED")
 
 
 def test_points_that_nothing_happened_to_are_used(chain, tmp_path):
-    older, newest = points_in(chain["ppo"])
+    older, newest = checkpoints_in(chain["ppo"])
     assert tried(chain["ppo"], newest, older) == f"FAILED: {newest.name} was used"
 
 

@@ -8,9 +8,9 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, models
 
+from engine.atomic_files import remove_folder, restored, sync, write_whole
 from engine.errors import UserError
 from engine.files import expanded, os_errors, without_links
-from engine.whole_files import remove_folder, restored, sync, write_whole
 
 
 def test_a_link_to_itself_stays(tmp_path):

@@ -19,11 +19,11 @@ import torch
 import torch.nn.functional as F
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
-from engine.algo.losses import policy_loss
+from engine.algo.losses import clipped_surrogate
 from engine.algorithms import Algorithm, Dialect
 from engine.experience import Rollout
 from engine.experience_maker import ExperienceMaker
-from engine.host_memory import GIVEN_BACK_EVERY, give_back_at, keep_freed_memory
+from engine.host_memory import RELEASED_EVERY, keep_freed_memory, release_freed_memory
 from engine.models import heads
 from engine.models.policy import Policy, Scorer
 from engine.reference import Reference
@@ -113,7 +113,7 @@ def training(policy: Policy, rows: int) -> int:
         logprobs, _ = policy(
             learned.sequences, learned.attention_mask, learned.position_ids, response_length=RESPONSE, temperature=0.7
         )
-        policy_loss(logprobs, logprobs.detach() + 0.1, numbers + 1, learned.response_mask, 0.2).loss.backward()
+        clipped_surrogate(logprobs, logprobs.detach() + 0.1, numbers + 1, learned.response_mask, 0.2).loss.backward()
     assert policy.model.lm_head.weight.grad.any()
     return meter.peak
 
@@ -190,8 +190,8 @@ def _readings(answers) -> None:
     found = [_resident()]
     tensors = tensors[::2]  # what is freed lies in between
     found.append(_resident())
-    for step in (GIVEN_BACK_EVERY - 1, GIVEN_BACK_EVERY):
-        give_back_at(step)
+    for step in (RELEASED_EVERY - 1, RELEASED_EVERY):
+        release_freed_memory(step)
         found.append(_resident())
     assert len(tensors) == 100
     answers.put(found)

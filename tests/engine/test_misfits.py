@@ -10,7 +10,7 @@ from engine.errors import UserError
 from engine.files import misfit, rust_panics
 from training.checkpoints.files import MANIFEST, Damage, Manifest
 from training.data.tokens import _encode
-from training.reporting.records import read_run_record
+from training.reporting.run_record import read_run_record
 
 HARD = Regex(r"^(([a-z0-9])+.?)+[?]$")  # gives up at long texts
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from engine.algo.losses import policy_loss, value_loss
+from engine.algo.losses import clipped_surrogate, clipped_value_loss
 from engine.algorithms import Algorithm, Dialect, get_dialect
 from engine.errors import RunStopped, UserError
 from engine.experience import Rollout, TrainingBatch
@@ -132,12 +132,12 @@ def test_where_models_pack_real_tokens_fill_a_pass():
 def test_rewards_to_losses_by_hand(system, policy, policy_clipped, value):
     made = make(TableModels(BATCH), batch(), get_dialect(system).override(lam=0.5))
     ratios = torch.tensor([[1.1, 1.3, 50.0], [0.7, 1.25, 1.0]])  # 50 on a slot that is not learned
-    sums = policy_loss(made.logprobs + ratios.log(), made.logprobs, made.advantages, made.policy_mask, 0.2)
+    sums = clipped_surrogate(made.logprobs + ratios.log(), made.logprobs, made.advantages, made.policy_mask, 0.2)
     assert sums.loss.item() == pytest.approx(policy, abs=1e-5)
     assert sums.clipped.item() == policy_clipped
     assert sums.ratio.item() == pytest.approx(5.35, abs=1e-5) and sums.ratio_max.item() == pytest.approx(1.3, abs=1e-6)
     new_values = torch.tensor([[1.1, 2.5, 99.0], [0.5, 0.1, 2.5]])
-    sums = value_loss(new_values, made.values, made.returns, made.value_mask, 0.2)
+    sums = clipped_value_loss(new_values, made.values, made.returns, made.value_mask, 0.2)
     assert sums.loss.item() == pytest.approx(value, abs=1e-5)
     assert sums.clipped.item() == 1 and sums.value.item() == pytest.approx(6.7, abs=1e-5)
 

@@ -38,21 +38,25 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from engine import distributed
+from engine.atomic_files import DTYPES, write_safetensors
 from engine.errors import SharedError, UserError
 from engine.files import misfit, parsed_json
 from engine.models.saving import adapter_files, save_model
-from engine.whole_files import DTYPES, write_safetensors
 from engine.zero.engines import TrainedModel
-from engine.zero.shards import Shard
+from engine.zero.training_state import Shard
 
 CHECKPOINTS = "checkpoints"
 AUTO = "auto"  # value of --resume: resume from the newest checkpoint in --output_dir, if there is one
 STATE_FILE, MANIFEST = "trainer_state.json", "manifest.json"
-CONFIG, EMA, REFERENCE = "config", "ema", "reference"
-PARTIAL, PRUNED, ABANDONED = ".partial", ".pruned", ".abandoned"
+CONFIG = "config"
+EMA = "ema"
+REFERENCE = "reference"
+PARTIAL = ".partial"
+PRUNED = ".pruned"
+ABANDONED = ".abandoned"
 
 
-def point_folder(output_dir: Path, step: int) -> Path:
+def checkpoint_folder(output_dir: Path, step: int) -> Path:
     """The folder of the checkpoint of a step."""
     return output_dir / CHECKPOINTS / f"step_{step:06d}"
 
@@ -68,12 +72,12 @@ def step_of(folder: Path) -> int | None:
     return int(match[1]) if match else None
 
 
-def holds_point(folder: Path) -> bool:
+def holds_checkpoint(folder: Path) -> bool:
     """Whether a folder, whatever its name, has some of the files of a checkpoint."""
     return any((folder / name).is_file() for name in (MANIFEST, STATE_FILE))
 
 
-def points_in(output_dir: Path) -> list[Path]:
+def checkpoints_in(output_dir: Path) -> list[Path]:
     """The folders of checkpoints in a run's output folder, complete or not, in the order of their steps."""
     folder = output_dir / CHECKPOINTS
     if not folder.is_dir():
@@ -111,7 +115,9 @@ class _HashedFile:
 
     def __init__(self, path: Path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file, self._hash, self._size = path.open("xb", buffering=0), hashlib.blake2b(), 0
+        self._file = path.open("xb", buffering=0)
+        self._hash = hashlib.blake2b()
+        self._size = 0
 
     def __enter__(self):
         return self

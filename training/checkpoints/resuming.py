@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from engine import distributed
+from engine.atomic_files import file_order, remove_folder
 from engine.errors import SharedError, UserError
 from engine.files import misfit, parsed_json, without_links
 from engine.lazy import Lazy
@@ -23,11 +24,10 @@ from engine.models.adapter_folders import CLASSIFIER, HEAD, PREFIX, AdapterFolde
 from engine.models.adapters import is_factor, merged, update
 from engine.models.checking import check_base
 from engine.models.loading import load_policy, load_scorer, new_scorer
-from engine.models.places import is_adapter
+from engine.models.model_paths import is_adapter
 from engine.models.reward_formats import is_deepspeed_chat_scorer
 from engine.models.saving import BASE
 from engine.reference import EMA
-from engine.whole_files import file_order, remove_folder
 from engine.zero.engines import TrainedModel
 from training.checkpoints.conditions import BEFORE, FIRST, OWED, Conditions
 from training.checkpoints.files import (
@@ -36,9 +36,9 @@ from training.checkpoints.files import (
     REFERENCE,
     STATE_FILE,
     ShardFiles,
+    checkpoints_in,
     damages,
-    holds_point,
-    points_in,
+    holds_checkpoint,
     set_aside,
     step_of,
     unfinished_in,
@@ -67,7 +67,7 @@ SHOWN = 3  # number of damaged files that a message names
 
 
 @dataclass(frozen=True, slots=True)
-class ResumePoint:
+class Checkpoint:
     """A checkpoint that was found and verified at the start of a run.
 
     folder: .../checkpoints/step_N. state: the content of its trainer_state.json (training/checkpoints/conditions.py).
@@ -81,7 +81,7 @@ class ResumePoint:
     passed_over: tuple[str, ...] = ()
 
     @classmethod
-    def find(cls, path: str | None, output_dir: str, with_ema: bool = False) -> "ResumePoint | None":
+    def find(cls, path: str | None, output_dir: str, with_ema: bool = False) -> "Checkpoint | None":
         """The checkpoint that --resume names; None if the run starts anew (all ranks call this).
 
         All files of a checkpoint are hashed before it is chosen. If `path` is a run's output folder and its newest
@@ -142,11 +142,11 @@ class ResumePoint:
 def _candidates(path: str, output_dir: str) -> tuple[bool, list[Path]]:
     """(whether `path` is itself a checkpoint's folder; the folders of the checkpoints to try, the first one first)."""
     if path == AUTO:
-        return False, points_in(Path(output_dir))[::-1]
+        return False, checkpoints_in(Path(output_dir))[::-1]
     folder = Path(path)
-    if folder.is_dir() and (step_of(folder) is not None or holds_point(folder)):
+    if folder.is_dir() and (step_of(folder) is not None or holds_checkpoint(folder)):
         return True, [folder]
-    points = points_in(folder)[::-1]
+    points = checkpoints_in(folder)[::-1]
     if not points:
         raise UserError(
             f"--resume {path}: no checkpoint there. Give a folder .../checkpoints/step_N, or the output folder of a "
@@ -185,14 +185,14 @@ def set_aside_newer(output_dir: Path, step: int) -> None:
         for folder in unfinished_in(output_dir):
             with contextlib.suppress(OSError):
                 remove_folder(folder)
-        for point in points_in(output_dir):
-            if (step_of(point) or 0) > step:
-                set_aside(point)
+        for checkpoint in checkpoints_in(output_dir):
+            if (step_of(checkpoint) or 0) > step:
+                set_aside(checkpoint)
     distributed.barrier()
 
 
 def restore(
-    point: ResumePoint, models: Mapping[str, TrainedModel], ema: EMA | None = None, reference: EMA | None = None
+    checkpoint: Checkpoint, models: Mapping[str, TrainedModel], ema: EMA | None = None, reference: EMA | None = None
 ) -> list[str]:
     """Load a checkpoint into the models, the moving average and a reference that is refreshed (all ranks call this).
 
@@ -200,15 +200,15 @@ def restore(
     lines that say so are returned. Raises: UserError if the checkpoint holds other models.
     """
     for name, model in models.items():
-        if name not in point.state["models"]:
-            raise UserError(f"--resume {point.folder}: it has no {name}. Use an earlier checkpoint.")
-        model.load_shards(ShardFiles(Path(point.folder) / name), point.state["models"][name])
+        if name not in checkpoint.state["models"]:
+            raise UserError(f"--resume {checkpoint.folder}: it has no {name}. Use an earlier checkpoint.")
+        model.load_shards(ShardFiles(Path(checkpoint.folder) / name), checkpoint.state["models"][name])
     if reference is not None:
-        reference.load_shards(ShardFiles(point.folder / REFERENCE))
+        reference.load_shards(ShardFiles(checkpoint.folder / REFERENCE))
     if ema is None:
         return []
-    if point.state["ema"]:
-        ema.load_shards(ShardFiles(point.folder / EMA_FOLDER))
+    if checkpoint.state["ema"]:
+        ema.load_shards(ShardFiles(checkpoint.folder / EMA_FOLDER))
         return []
     for mean, weights in zip(ema.means, ema.actor.master_shards(), strict=True):
         mean.copy_(weights)
@@ -234,7 +234,7 @@ class Tensors(dict[str, Tensor]):
         return Tensors({name: self[name] for name in names})
 
 
-class AdapterPoint:
+class CheckpointAdapter:
     """One of a checkpoint's models, which was trained with LoRA.
 
     Args:
@@ -245,11 +245,13 @@ class AdapterPoint:
     Raises: UserError if the model has no adapter.
     """
 
-    def __init__(self, point: ResumePoint, model: str, tensors, base: str | None = None):
-        self.point, self.model, self.tensors = point, model, tensors
-        folder = str(point.folder / CONFIG / model)
+    def __init__(self, checkpoint: Checkpoint, model: str, tensors, base: str | None = None):
+        self.checkpoint = checkpoint
+        self.model = model
+        self.tensors = tensors
+        folder = str(checkpoint.folder / CONFIG / model)
         if not is_adapter(folder):
-            raise UserError(f"{point.folder} has no adapter of the {model}. Leave --adapter out.")
+            raise UserError(f"{checkpoint.folder} has no adapter of the {model}. Leave --adapter out.")
         self.base, self.config = base, folder
 
     def adapter(self) -> Tensors:
@@ -262,8 +264,8 @@ class AdapterPoint:
                 found[f"{PREFIX}{name}"] = self.tensors[name]
             elif self.tensors.is_trained(name):
                 raise UserError(
-                    f"{self.point.folder}: beside the factors {name} and others train, for which an adapter has no "
-                    "place. Leave --adapter out."
+                    f"{self.checkpoint.folder}: beside the factors {name} and others train, for which an adapter has "
+                    "no place. Leave --adapter out."
                 )
         return Tensors(found)
 
@@ -297,7 +299,7 @@ class AdapterPoint:
 
     def _folder(self) -> AdapterFolder:
         try:
-            found = read_adapter(self.config, str(self.point.folder), self.base)
+            found = read_adapter(self.config, str(self.checkpoint.folder), self.base)
         except UserError as error:
             raise UserError(f"{error} Or say with --base where it stands now.") from None
         assert found is not None
@@ -306,7 +308,7 @@ class AdapterPoint:
 
     def _base(self, adapter: AdapterFolder) -> PreTrainedModel:
         """The model with which the run began."""
-        what = str(self.point.folder)
+        what = str(self.checkpoint.folder)
         load: Any = load_policy
         if is_deepspeed_chat_scorer(adapter.base, what):
             load = load_scorer

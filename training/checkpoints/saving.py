@@ -1,6 +1,6 @@
 """Writes checkpoints when they are due, while training goes on, and deletes older checkpoints.
 
-    checkpoints = Checkpoints(output_dir, Schedule(steps=100), models=models.trained, state=..., config_files=...)
+    checkpoints = CheckpointWriter(output_dir, Schedule(steps=100), models=models.trained, state=..., config_files=...)
     ...                                             # a step has been trained
     checkpoints.save_if_due(step)                   # on all ranks, at the end of each step
     ...
@@ -26,13 +26,13 @@ import psutil
 import torch
 
 from engine import distributed
+from engine.atomic_files import remove_folder, sync
 from engine.errors import RunStopped, UserError
 from engine.host_memory import COPIES_SHARE, copies_in, host_buffer, room_of
 from engine.reference import EMA
-from engine.whole_files import remove_folder, sync
 from engine.zero.accelerator import ranks_of_this_machine
 from engine.zero.engines import TrainedModel
-from engine.zero.shards import Shard
+from engine.zero.training_state import Shard
 from training.checkpoints.conditions import Conditions, state_file
 from training.checkpoints.files import EMA as EMA_FOLDER
 from training.checkpoints.files import (
@@ -45,9 +45,9 @@ from training.checkpoints.files import (
     FileRecord,
     Manifest,
     Schedule,
+    checkpoint_folder,
+    checkpoints_in,
     files_in,
-    point_folder,
-    points_in,
     rank_file,
     set_aside,
     step_of,
@@ -84,7 +84,9 @@ class PendingPoint:
     def __init__(
         self, final: Path, step: int, shards: Mapping[str, list[Shard]], texts: Mapping[str, bytes], started: float
     ):
-        self.final, self.step, self.started = final, step, started
+        self.final = final
+        self.step = step
+        self.started = started
         self.partial = final.with_name(final.name + PARTIAL)
         self.outcome = Outcome()
         self.seconds, self.size = 0.0, 0
@@ -186,21 +188,21 @@ def prune(output_dir: Path, keep: int, best: int | None, say: Callable[[str], No
     """
     if not keep:
         return
-    for point in points_in(output_dir)[:-keep]:
-        if step_of(point) == best:
+    for checkpoint in checkpoints_in(output_dir)[:-keep]:
+        if step_of(checkpoint) == best:
             continue
         try:
-            if _is_ours(point):
-                going = point.with_name(point.name + PRUNED)
+            if _is_ours(checkpoint):
+                going = checkpoint.with_name(checkpoint.name + PRUNED)
                 remove_folder(going)
-                remove_folder(point.rename(going))
+                remove_folder(checkpoint.rename(going))
         except OSError as error:
-            say(f"the older checkpoint {point} could not be deleted: {error}. It may be deleted by hand.")
+            say(f"the older checkpoint {checkpoint} could not be deleted: {error}. It may be deleted by hand.")
 
 
-def _is_ours(point: Path) -> bool:
+def _is_ours(checkpoint: Path) -> bool:
     try:
-        return not point.is_symlink() and files_in(point) == {MANIFEST, *Manifest.read(point).files}
+        return not checkpoint.is_symlink() and files_in(checkpoint) == {MANIFEST, *Manifest.read(checkpoint).files}
     except (Damage, UserError):
         return False
 
@@ -209,7 +211,7 @@ RETRY_AFTER = 60.0  # seconds from a failed write to the next try
 LOOKING = 0.02  # seconds between two looks while the run waits for a checkpoint to be complete
 
 
-class Checkpoints:
+class CheckpointWriter:
     """Writes a run's checkpoints.
 
     Args:
@@ -241,7 +243,10 @@ class Checkpoints:
         say: Callable[[str], None] = print,
     ):
         self.output_dir, self.schedule = output_dir, schedule
-        self.models, self.ema, self.state, self.conditions = models, ema, state, conditions
+        self.models = models
+        self.ema = ema
+        self.state = state
+        self.conditions = conditions
         self.averages = {name: kept for name, kept in ((EMA_FOLDER, ema), (REFERENCE, reference)) if kept is not None}
         self.config_files = dict(config_files or {})
         self.newest: Path | None = resumed
@@ -291,7 +296,7 @@ class Checkpoints:
             room for a copy.
         """
         self.wait()
-        final = point_folder(self.output_dir, step)
+        final = checkpoint_folder(self.output_dir, step)
         if self.newest is not None and self.newest.resolve() == final.resolve():
             return self.newest
         started = time.perf_counter()
@@ -377,7 +382,9 @@ class Checkpoints:
     def _best_step(self) -> int | None:
         if not self.schedule.keep_best or not self.scores:
             return None
-        there = {step: score for step, score in self.scores.items() if point_folder(self.output_dir, step).is_dir()}
+        there = {
+            step: score for step, score in self.scores.items() if checkpoint_folder(self.output_dir, step).is_dir()
+        }
         return max(there, key=lambda step: (there[step], step), default=None)
 
     def _failed(self, step: int, problem: str) -> None:
@@ -411,7 +418,7 @@ def _amount(size: int) -> str:
 
 
 @contextlib.contextmanager
-def last_good_named(checkpoints: Checkpoints, weights_of: Callable[[], int | None]) -> Iterator[None]:
+def last_good_named(checkpoints: CheckpointWriter, weights_of: Callable[[], int | None]) -> Iterator[None]:
     """If all ranks raise RunStopped within this block, add the checkpoint from which the run can be resumed to its
     message.
 
@@ -439,11 +446,15 @@ def last_good_named(checkpoints: Checkpoints, weights_of: Callable[[], int | Non
 def last_good(output_dir: Path, good_until: float) -> str:
     """Text that names the newest checkpoint that is not after the step `good_until`, and warns of the checkpoints after
     it."""
-    steps = {step_of(point) or 0: point for point in points_in(output_dir) if (point / MANIFEST).is_file()}
+    steps = {
+        step_of(checkpoint) or 0: checkpoint
+        for checkpoint in checkpoints_in(output_dir)
+        if (checkpoint / MANIFEST).is_file()
+    }
     good = [step for step in steps if step <= good_until]
     spoilt = [steps[step].name for step in sorted(steps) if step > good_until]
     later = f" {', '.join(spoilt)} came after it: do not go on from there." if spoilt else ""
     if not good:
         return f"There is no checkpoint of a sound step in {output_dir}: --save_steps N writes them.{later}"
-    point = steps[max(good)]
-    return f"The last good checkpoint is {point}: go on from it with --resume {point}.{later}"
+    checkpoint = steps[max(good)]
+    return f"The last good checkpoint is {checkpoint}: go on from it with --resume {checkpoint}.{later}"

@@ -22,15 +22,15 @@ from engine import distributed
 from engine.errors import UserError, without_query
 from engine.files import expanded
 from engine.models.attention import IMPLEMENTATIONS, PACKING, Attention
-from engine.models.places import base_of
-from engine.models.reading import read_chat_template, read_tokenizer
+from engine.models.config_and_tokenizer import read_chat_template, read_tokenizer
+from engine.models.model_paths import base_of
 from engine.options import REQUIRED, default_of, fault, option, unmet
 from engine.zero.accelerator import on_gpu
 from training.checkpoints.files import Schedule
-from training.data.forms import Form
-from training.data.rows import Rows, checked_weights, load_rows, parse_split
+from training.data.record_forms import Form
+from training.data.row_selection import Rows, checked_weights, load_rows, parse_split
 from training.data.sources import name_and_split
-from training.data.tables import cache_folder
+from training.data.token_cache import cache_folder
 from training.data.tokens import OVERLONG, Fit
 from training.reporting.trackers import TRACKERS
 
@@ -124,7 +124,7 @@ class TokenizerFlags(ProgramFlags):
             read_chat_template(self.chat_template)
 
     def read_tokenizer(self, path: str, what: str, pad_token: str = "tokenizer") -> PreTrainedTokenizerBase:
-        """Read the tokenizer of the model at `path` with these flags (engine/models/reading.py)."""
+        """Read the tokenizer of the model at `path` with these flags (engine/models/config_and_tokenizer.py)."""
         return read_tokenizer(path, what, pad_token, self.trust_remote_code, self.chat_template)
 
 
@@ -331,7 +331,7 @@ class HubFlags(RunFlags):
         try:
             validate_repo_id(self.hub_model_id)
         except HFValidationError as error:
-            raise UserError(f"{given}: no name of the Hub ({error}). Give OWNER/NAME.") from None
+            raise UserError(f"{given}: not a name on the Hub ({error}). Give OWNER/NAME.") from None
         if "/" not in self.hub_model_id:
             raise UserError(f"{given}: the owner is missing. Give OWNER/NAME.")
 
@@ -426,7 +426,8 @@ class DataFlags(RunFlags):
         return None if self.dry_run else cache_folder(self.data_output_path)
 
     def load_rows(self, form: Form, tokenizer, fit: Callable[[dict], Fit], **held_out) -> tuple[Rows, Rows]:
-        """(training rows, held-out rows) of this step. held_out: more arguments of load_rows (training/data/rows.py).
+        """(training rows, held-out rows) of this step. held_out: more arguments of load_rows
+        (training/data/row_selection.py).
 
         fit: row -> the part that the model is shown. Rows that `fit` drops are not held out.
         Raises: UserError for a data set that is missing or cannot be read.

@@ -249,7 +249,7 @@ def check_format(pattern: str | None) -> None:
         re.compile(pattern or "")
     except re.error as error:
         raise UserError(
-            f"--response_format {pattern}: is no regular expression ({error}). Correct the pattern."
+            f"--response_format {pattern}: is not a regular expression ({error}). Correct the pattern."
         ) from None
 
 
@@ -334,10 +334,10 @@ def check_reward_url(url: str) -> None:
     except ValueError:
         parts, whole = urlsplit(""), False
     if not whole or parts.fragment or not url.isascii() or not url.isprintable() or " " in url:
-        raise UserError(f"--reward_url {shown}: is no URL of a server. Give http://HOST:PORT/PATH.")
+        raise UserError(f"--reward_url {shown}: is not a URL of a server. Give http://HOST:PORT/PATH.")
     if parts.username is not None or parts.password is not None:
         raise UserError(
-            f"--reward_url {shown}: holds a user's name, which would stand in messages and files. Leave it out."
+            f"--reward_url {shown}: holds a user's name, which messages and files would show. Leave it out."
         )
 
 

@@ -99,7 +99,9 @@ def rows() -> Iterator[Row]:
     """The rows of all tables with one of the HEADINGS, on all pages."""
     for page in sorted(PAGES.glob("from_*.md")):
         text = re.sub(r"\[[^]]*\]\(([^)]*)\)", r"docs/\1", page.read_text(encoding="utf-8"))
-        system, heading, column = text.partition("\n")[0].removeprefix("# From "), "", 0
+        system = text.partition("\n")[0].removeprefix("# From ")
+        heading = ""
+        column = 0
         for line in text.splitlines():
             cells = [cell.strip() for cell in line.split("|")[1:-1]]
             named = [place for place, cell in enumerate(cells) if cell in HEADINGS]

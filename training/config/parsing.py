@@ -36,7 +36,7 @@ def read_yaml(path: str) -> dict:
             for key_node, _ in node.value:
                 if key_node.value in seen if isinstance(key_node.value, str) else False:
                     raise yaml.constructor.ConstructorError(
-                        None, None, f"the key {key_node.value} stands there twice", key_node.start_mark
+                        None, None, f"the key {key_node.value} occurs twice", key_node.start_mark
                     )
                 seen.add(str(key_node.value))
             return super().construct_mapping(node, deep)
@@ -227,7 +227,7 @@ def _words(path: str, key: str, value) -> list[str]:
     for item in values:
         if not isinstance(item, (str, int, float, bool, type(None))) or (item is None and isinstance(value, list)):
             raise UserError(
-                f"{path}, key {key}: {reprlib.repr(value)} is no text, number, truth value or list of these."
+                f"{path}, key {key}: {reprlib.repr(value)} is not a text, number, truth value or list of these."
             )
     if value is None:
         return []
@@ -235,7 +235,7 @@ def _words(path: str, key: str, value) -> list[str]:
     if len(texts) == 1:
         return [f"--{key}={texts[0]}"]
     if any(text.startswith("--") for text in texts):
-        raise UserError(f"{path}, key {key}: a value that begins with -- cannot stand in a list.")
+        raise UserError(f"{path}, key {key}: a value that begins with -- cannot be in a list.")
     return [f"--{key}", *texts]
 
 

@@ -155,7 +155,9 @@ def _check_parameters(function: Callable, what: str) -> None:
     try:
         if is_source(function):
             signature.bind(None)
-            what, signature, called = f"{what}.score", inspect.signature(function.score), "the rollout alone"
+            what = f"{what}.score"
+            signature = inspect.signature(function.score)
+            called = "the rollout alone"
             own = isinstance(inspect.getattr_static(function, "score"), (staticmethod, classmethod))
             signature.bind(*[None] * (1 if own else 2))
             return

@@ -28,7 +28,7 @@ from engine.algo.truncation import trim_query
 from engine.errors import UserError
 from engine.experience import PromptBatch
 from training.data.files import Unread, quoted
-from training.data.tables import IDS, MadeTable, Progress, cached_table, count_of, ids_at
+from training.data.token_cache import IDS, MadeTable, Progress, cached_table, count_of, ids_at
 from training.data.tokens import (
     CUT,
     DROPPED,
@@ -77,7 +77,10 @@ class FittedRows(Sequence):
         """
 
         def examples(counts: Counter) -> Iterator[tuple]:
-            lengths, noted, notes, unread = Counter(), defaultdict(list), {}, {}
+            lengths = Counter()
+            noted = defaultdict(list)
+            notes = {}
+            unread = {}
             progress = Progress(len(rows), "tokenising")
             for number, (row, found) in enumerate(progress.over(fit.each(rows))):
                 counts[found.kind] += 1

@@ -37,7 +37,7 @@ from pyarrow import ipc, parquet, types
 
 from engine.errors import UserError
 from engine.files import lfs_problem, open_file
-from training.data.tables import mapped, no_room
+from training.data.token_cache import mapped, no_room
 
 ENDINGS = (".jsonl", ".json", ".csv", ".parquet")
 COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".xz": "xz", ".zst": "zstd"}  # ending: name, Arrow's if Arrow reads it
@@ -209,7 +209,9 @@ class RecordList:
     record's number that gives (where, record)."""
 
     def __init__(self, starts: array, record: Callable[[int], tuple[str, object]], fingerprint: str):
-        self.starts, self.record, self.fingerprint = starts, record, fingerprint
+        self.starts = starts
+        self.record = record
+        self.fingerprint = fingerprint
 
     def __len__(self) -> int:
         return len(self.starts)
@@ -223,7 +225,9 @@ class JsonLines:
     because a JSON string may contain U+2028."""
 
     def __init__(self, file: DataFile):
-        self.path, self.file, self.fingerprint = file.path, file, file.hash()
+        self.path = file.path
+        self.file = file
+        self.fingerprint = file.hash()
         self.starts, self.numbers = array("q"), array("I")  # of the lines that are not blank
         self.end = 0
         for number, line in enumerate(file.lines(), start=1):
@@ -277,7 +281,10 @@ class ArrowRecords:
 
     def __init__(self, table: pyarrow.Table, unread: dict[str, Unread], name: str, fingerprint: str):
         """unread: the `unread_columns` of the file or data set, including columns that the table does not hold."""
-        self.size, self.unread, self.name, self.fingerprint = len(table), unread, name, fingerprint
+        self.size = len(table)
+        self.unread = unread
+        self.name = name
+        self.fingerprint = fingerprint
         self.types = {field.name: field.type for field in table.schema if field.name not in unread}
         self.json = {
             column
@@ -403,7 +410,9 @@ def _decoded(path: Path, content: bytes, first_line: int = 1) -> str:
 
 def _json(path: Path, text: str, fingerprint: str) -> RecordList:
     """The records of a .json file. A file that holds only blanks has none."""
-    decode, starts, place = json.JSONDecoder().raw_decode, array("q"), BLANKS.match(text).end()
+    decode = json.JSONDecoder().raw_decode
+    starts = array("q")
+    place = BLANKS.match(text).end()
     is_list = text.startswith("[", place)
     between = COMMA if is_list else BLANKS
     _check_brackets(str(path), text)
@@ -451,7 +460,12 @@ def _line(text: str, place: int) -> str:
 def _csv(path: Path, text: str, fingerprint: str) -> RecordList:
     """The records of the lines below the header. An empty cell becomes None, since CSV cannot leave a value out."""
     csv.field_size_limit(LONGEST_CELL)
-    starts, numbers, header, place, start, number = array("q"), array("I"), None, 0, 0, 1
+    starts = array("q")
+    numbers = array("I")
+    header = None
+    place = 0
+    start = 0
+    number = 1
 
     def lines() -> Iterator[str]:
         nonlocal place
@@ -491,7 +505,7 @@ def _csv(path: Path, text: str, fingerprint: str) -> RecordList:
 
 def _check_names(where: str, names: list[str]) -> None:
     if len(set(names)) < len(names):
-        raise UserError(f"{where}: found the column names {_named(names)}; each may stand there once. Rename them.")
+        raise UserError(f"{where}: found the column names {_named(names)}; each may occur once. Rename them.")
 
 
 def _named(names: list[str]) -> str:
@@ -544,7 +558,9 @@ def _limited(path: Path, file: IO[bytes], limit: int) -> Iterator[Callable[[pyar
     Therefore the process may take only MEMORY + TIMES * size of the file more memory within this context. Raises:
     UserError if it would take more, or if the batches together have more than `limit` bytes.
     """
-    total, pool, limits = 0, pyarrow.default_memory_pool(), resource.getrlimit(resource.RLIMIT_AS)
+    total = 0
+    pool = pyarrow.default_memory_pool()
+    limits = resource.getrlimit(resource.RLIMIT_AS)
     taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     most = taken + MEMORY + TIMES * os.fstat(file.fileno()).st_size
 

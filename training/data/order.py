@@ -35,7 +35,9 @@ class PromptOrder:
                 f"a batch of {batch_size} prompts is asked for, and there are {size}; lower the batch size "
                 "or add prompts."
             )
-        self.size, self.batch_size, self.seed = size, batch_size, seed
+        self.size = size
+        self.batch_size = batch_size
+        self.seed = seed
         self._orders: dict[int, np.ndarray] = {}  # of the last batch's epochs, since drawing takes time
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
@@ -64,7 +66,9 @@ class EpochBatches(Sequence):
     """This rank's batches of one epoch. Each batch is a list of indices, which is made when it is asked for."""
 
     def __init__(self, order: np.ndarray, global_size: int, end: int, rank: int, world: int):
-        self._order, self._size, self._rank = _small(order), global_size, (rank, world)
+        self._order = _small(order)
+        self._size = global_size
+        self._rank = (rank, world)
         self._starts = range(0, end, global_size)
 
     def __len__(self) -> int:

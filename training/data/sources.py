@@ -19,7 +19,7 @@ import huggingface_hub
 from fsspec.utils import glob_translate
 
 from engine.errors import UserError
-from engine.models.places import can_be_hub_name
+from engine.models.model_paths import can_be_hub_name
 from training.data.files import (
     ENDINGS,
     ArrowRecords,
@@ -204,7 +204,9 @@ def _splits_of_card(path: Path, files: list[Path], config_name: str | None) -> d
     config = configs.get(config_name or next(iter(default), None))
     if config is None:
         raise ValueError(f"README.md has the configurations {', '.join(configs)}")
-    folder, listed, splits = config.get("data_dir") or "", config.get("data_files"), {}
+    folder = config.get("data_dir") or ""
+    listed = config.get("data_files")
+    splits = {}
     if listed is None:
         return _splits_by_name([file for file in files if file.is_relative_to(folder)])
     for each in [listed] if isinstance(listed, str) else listed:
@@ -284,7 +286,9 @@ class ChangedRecords:
     part of the fingerprint."""
 
     def __init__(self, records: Records, change: Callable[[dict], dict], name: str):
-        self.records, self.change, self.fingerprint = records, change, f"{records.fingerprint} {name}"
+        self.records = records
+        self.change = change
+        self.fingerprint = f"{records.fingerprint} {name}"
 
     def __len__(self) -> int:
         return len(self.records)

@@ -219,7 +219,12 @@ def padded(token_lists: list[list[int]], pad_id: int, left: bool = False) -> tup
 
 
 OVERLONG = ("cut_prompt", "cut_answer", "drop")
-WHOLE, CUT, DROPPED, EQUAL, EMPTY = "whole", "cut", "dropped", "equal", "empty"  # kinds of rows
+# kinds of rows
+WHOLE = "whole"
+CUT = "cut"
+DROPPED = "dropped"
+EQUAL = "equal"
+EMPTY = "empty"
 ROWS, CHARACTERS = 1000, 2**20  # the largest number of rows, and of characters, that a tokenizer is given at once
 
 
@@ -293,7 +298,9 @@ def together(rows: Iterable[dict], texts: Callable[[dict], list[str]]) -> Iterat
         size += sum(map(len, own))
         if len(some) >= ROWS or size >= CHARACTERS:
             yield some, many
-            some, many, size = [], [], 0
+            some = []
+            many = []
+            size = 0
     if some:
         yield some, many
 

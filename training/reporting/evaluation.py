@@ -16,13 +16,13 @@ from pathlib import Path
 import torch
 
 from engine import distributed
+from engine.atomic_files import write_whole
 from engine.errors import RunStopped
 from engine.experience import Rollout
 from engine.experience_maker import ExperienceMaker
 from engine.reference import EMA
 from engine.reward.base import decoded
 from engine.rollout.base import RolloutBackend, SamplingConfig
-from engine.whole_files import write_whole
 from training.checkpoints.conditions import BEFORE, FIRST
 from training.data.examples import Prompts, collate_prompts
 from training.reporting.standard_errors import Estimate, Units, comparable_scores, paired, with_errors
@@ -76,9 +76,14 @@ class Evaluator:
         first: Sequence[str] | None = None,
         samples: int = 1,
     ):
-        self.prompts, self.rollouts, self.experience_maker = prompts, rollouts, experience_maker
+        self.prompts = prompts
+        self.rollouts = rollouts
+        self.experience_maker = experience_maker
         self.sampling = dataclasses.replace(sampling, seed=sampling.seed ^ EVAL_SEED)
-        self.tokenizer, self.first_index, self.before, self.first = tokenizer, first_index, before, first
+        self.tokenizer = tokenizer
+        self.first_index = first_index
+        self.before = before
+        self.first = first
         self.samples = samples
 
     def run(self, step: int) -> tuple[dict[str, float], list[dict]]:
@@ -158,7 +163,9 @@ class PromptEvaluations:
     """
 
     def __init__(self, evaluator: Evaluator | None, ema: EMA | None, output_dir: Path, last_step: int, every: int):
-        self.evaluator, self.ema, self.output_dir = evaluator, ema, output_dir
+        self.evaluator = evaluator
+        self.ema = ema
+        self.output_dir = output_dir
         self.last_step, self.every = last_step, every
 
     def due(self, step: int) -> bool:

@@ -1,6 +1,6 @@
 """Finds signs of problems in a PPO run's metrics. A `Finding` says what the metrics show, and what to try.
 
-    for finding in health(read_metrics(output_dir / "metrics.jsonl")):  # of training.reporting.records
+    for finding in health(read_metrics(output_dir / "metrics.jsonl")):  # of training.reporting.run_record
         print(finding.severity, finding.text)
 
 A rule takes a run's records and returns a Finding, or None if it finds nothing or the run lacks the metrics that it
@@ -16,7 +16,9 @@ from statistics import fmean
 
 from training.reporting.standard_errors import NOISE, of_one_reward
 
-ALARM, LOOK, FINE = "alarm", "look", "fine"
+ALARM = "alarm"
+LOOK = "look"
+FINE = "fine"
 """ALARM: the run is probably spoilt. LOOK: the run may be healthy, but look at it. FINE: nothing stood out."""
 FEWEST_STEPS, SHARE = 8, 0.1
 """FEWEST_STEPS: a run with fewer steps is too short to show a trend. SHARE: the start and the end of a run are its
@@ -192,7 +194,9 @@ def score_unmoved(rows: Sequence[Mapping]) -> Finding | None:
     window = max(2, int(SHARE * len(scores)))
     error = NOISE * noise(scores) * (2 / window) ** 0.5
     means = [fmean(scores[i : i + window]) for i in range(len(scores) - window + 1)]
-    first, highest, last = means[0], max(means), means[-1]
+    first = means[0]
+    highest = max(means)
+    last = means[-1]
     if last < first - error:
         return Finding(
             ALARM,

@@ -30,11 +30,11 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
+from engine.atomic_files import write_whole
 from engine.distributed import is_main
 from engine.errors import without_query
-from engine.models.places import one_line
-from engine.whole_files import write_whole
-from training.reporting.records import METRICS_FILE, read_lines, read_metrics
+from engine.models.model_paths import one_line
+from training.reporting.run_record import METRICS_FILE, read_lines, read_metrics
 from training.reporting.sample_tables import samples_markdown, samples_text
 from training.reporting.standard_errors import NOISE
 from training.reporting.trackers import TrackerSink
@@ -477,7 +477,10 @@ class ProgressBar:
         clock=time.monotonic,
     ):
         self._stream = sys.stderr if stream is None else stream
-        self._total, self._first, self._shown, self._clock = total_steps, first_step, shown, clock
+        self._total = total_steps
+        self._first = first_step
+        self._shown = shown
+        self._clock = clock
         self._unit, self._below = unit, below
         self._started = self._due = clock()
         self._bar = None

@@ -37,8 +37,8 @@ from engine.algorithms import Algorithm
 from engine.errors import RunStopped
 from engine.experience import Experience, Rollout, TrainingBatch
 from engine.gpus import data_sheet
+from engine.models.config_and_tokenizer import head_sizes
 from engine.models.policy import Backbone, Policy
-from engine.models.reading import head_sizes
 from engine.rlhf_engine import RLHFEngine
 from engine.zero.accelerator import on_gpu
 from engine.zero.engines import TrainedModel
@@ -174,7 +174,9 @@ def peak_memory_gb() -> float:
 
 def add_objective(metrics: Accumulator, batch: TrainingBatch, algorithm: Algorithm) -> None:
     """Add the metrics objective/... and rollout/..., which are means or sums over responses or over their tokens."""
-    dialect, rollout, count = algorithm.dialect, batch.rollout, len(batch)
+    dialect = algorithm.dialect
+    rollout = batch.rollout
+    count = len(batch)
     mask, tokens = rollout.response_mask, rollout.response_mask.sum()
     total_rewards = batch.rewards.sum()
     metrics.add("objective/kl", batch.kl.sum(), count)
@@ -207,9 +209,13 @@ def add_objective(metrics: Accumulator, batch: TrainingBatch, algorithm: Algorit
 def add_advantages(metrics: Accumulator, batch: TrainingBatch, algorithm: Algorithm) -> None:
     """Add mean and standard deviation of advantages and returns: over tokens, or, if all tokens of a response have the
     same advantage, over responses."""
-    advantages, returns, mask = batch.advantages, batch.returns, batch.policy_mask
+    advantages = batch.advantages
+    returns = batch.returns
+    mask = batch.policy_mask
     if algorithm.estimator.per_response:  # all positions of a row have the same numbers
-        advantages, returns, mask = advantages[:, 0], returns[:, 0], algorithm.valid_responses(mask)
+        advantages = advantages[:, 0]
+        returns = returns[:, 0]
+        mask = algorithm.valid_responses(mask)
     elif algorithm.estimator.needs_critic:
         # Advantages before whitening: after whitening, mean and deviation are always 0 and 1.
         advantages = returns - batch.values
@@ -478,7 +484,9 @@ class Profiler:
     """
 
     def __init__(self, steps: Sequence[int], output_dir: Path, say: Callable[[str], None]):
-        self.steps, self.folder, self.say = frozenset(steps), output_dir / PROFILE, say
+        self.steps = frozenset(steps)
+        self.folder = output_dir / PROFILE
+        self.say = say
 
     @contextlib.contextmanager
     def record(self, step: int) -> Iterator[None]:

@@ -16,7 +16,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from training.reporting.health import Finding, health
-from training.reporting.records import METRICS_FILE, read_metrics
+from training.reporting.run_record import METRICS_FILE, read_metrics
 from training.reporting.standard_errors import ENDINGS, NOISE, scored_otherwise, with_error, within_noise
 from training.runtime.stopping import unwritten_noted
 

@@ -7,8 +7,8 @@ import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from engine.atomic_files import write_whole
 from engine.errors import UserError
-from engine.whole_files import write_whole
 
 RUNS_FILE = "trackers.json"
 """The file {tracker: its id of the run} in the output folder. A resumed run continues the runs that it names."""

@@ -16,15 +16,15 @@ from typing import Any, NoReturn, Protocol
 
 from engine import distributed
 from engine.algorithms import Dialect
-from engine.host_memory import give_back_at
+from engine.host_memory import release_freed_memory
 from training.checkpoints.conditions import OWED, Conditions
 from training.checkpoints.files import config_files
-from training.checkpoints.resuming import ResumePoint, restore, set_aside_newer
-from training.checkpoints.saving import Checkpoints, last_good_named
+from training.checkpoints.resuming import Checkpoint, restore, set_aside_newer
+from training.checkpoints.saving import CheckpointWriter, last_good_named
 from training.config.flags import RestartFlags
 from training.learner import StepReport
 from training.reporting.guards import Verdict, conclude
-from training.reporting.records import METRICS_FILE, RUN_FILE, read_metrics, write_run_record
+from training.reporting.run_record import METRICS_FILE, RUN_FILE, read_metrics, write_run_record
 from training.reporting.sinks import View
 from training.runtime import model_folders, output_folder, stopping
 from training.runtime.callbacks import Callback
@@ -37,7 +37,7 @@ class Planned(Protocol):
     """What a Run reads of a plan: the checkpoint from which it resumes, or None; the conditions under which it trains;
     its last step; the DeepSpeed configuration of each engine; step 3's dialect."""
 
-    resume: ResumePoint | None
+    resume: Checkpoint | None
     conditions: Conditions
     last_step: int
     ds_configs: Mapping[str, Mapping]
@@ -108,9 +108,14 @@ class Run:
         callbacks: Callback,
         extra: Mapping[str, float] | None = None,
     ):
-        self.args, self.plan, self.trainer, self.evaluations = args, plan, trainer, evaluations
+        self.args = args
+        self.plan = plan
+        self.trainer = trainer
+        self.evaluations = evaluations
         self.view, self.callbacks = view, callbacks
-        self.output_dir, self.models, self.counters = Path(args.output_dir), trainer.models, trainer.counters
+        self.output_dir = Path(args.output_dir)
+        self.models = trainer.models
+        self.counters = trainer.counters
         self.saved: dict[str, Path] = {}
         self.verdict: Verdict | None = None
         self.found: dict[str, float] | None = None
@@ -134,7 +139,7 @@ class Run:
             args, total_steps=plan.last_step, view=view, resume_step=logged if plan.resume else None
         )
         files = config_files(self.models.trained, self.models.saved_tokenizer) if distributed.is_main() else {}
-        self.checkpoints = Checkpoints(
+        self.checkpoints = CheckpointWriter(
             self.output_dir,
             args.schedule(),
             models=self.models.trained,
@@ -151,12 +156,12 @@ class Run:
     def _restore(self) -> None:
         """Restore the checkpoint, if there is one. The models are loaded, so the start of the run will hardly fail any
         more: a run that fails before then changes nothing in the output folder."""
-        point = self.plan.resume
-        if point is None:
+        checkpoint = self.plan.resume
+        if checkpoint is None:
             return
-        notes = restore(point, self.models.trained, self.models.ema, self.models.kept_reference)
-        self.trainer.load_state_dict(point.state)
-        self.owed = point.state.get(OWED)
+        notes = restore(checkpoint, self.models.trained, self.models.ema, self.models.kept_reference)
+        self.trainer.load_state_dict(checkpoint.state)
+        self.owed = checkpoint.state.get(OWED)
         if distributed.is_main() and notes:
             print("\n".join(notes), flush=True)
 
@@ -246,7 +251,7 @@ class Run:
             show(report)
             self.checkpoints.save_if_due(step, score)
         stopping.request.saved = self.checkpoints.newest
-        give_back_at(step)
+        release_freed_memory(step)
 
     def log_step(self, step: int, samples: int) -> float | None:
         """Evaluate if an evaluation is due, and write the step's metrics. Returns the held-out score if an evaluation
@@ -267,8 +272,8 @@ class Run:
         evaluation and writes the step's metrics."""
         if not self.evaluations.due(report.step):
             self.log_step(report.step, report.samples)
-        point = self.checkpoints.save(report.step, wait=True)
-        stopping.end_early(reason, report.step, self.plan.last_step, point)
+        checkpoint = self.checkpoints.save(report.step, wait=True)
+        stopping.end_early(reason, report.step, self.plan.last_step, checkpoint)
 
     def written(self, name: str, folder: Path) -> None:
         """Called on rank 0 when a model was written into this folder."""

@@ -21,14 +21,14 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from engine import distributed
+from engine.atomic_files import PARTIAL, exchange, remove_folder, sync_tree
 from engine.errors import RunStopped
-from engine.host_memory import freed_memory_given_back
+from engine.host_memory import releasing_freed_memory
 from engine.models.saving import adapter_holds_all, adapter_state, merged_state, save_adapter, save_model
-from engine.whole_files import PARTIAL, exchange, remove_folder, sync_tree
 from engine.zero.engines import TrainedModel
-from engine.zero.gathering import full_numel, lent_state
+from engine.zero.gathering import full_numel, gathered_state
 from training.checkpoints.files import set_aside
-from training.reporting.records import RUN_FILE, record_models, recorded_models
+from training.reporting.run_record import RUN_FILE, record_models, recorded_models
 from training.runtime import output_folder
 from training.runtime.stopping import note_unwritten, reason_of, unwritten_noted
 
@@ -116,7 +116,7 @@ def save(
     Returns the folder. Raises: RunStopped on all ranks if no place could be written.
     """
     place, problem = output_dir / name, None
-    with freed_memory_given_back(), lent_state(model.module.model) as lent:
+    with releasing_freed_memory(), gathered_state(model.module.model) as lent:
         if distributed.is_main():
             state = (adapter_state if adapter else merged_state)(model.module, lent)
             saves = save_adapter if adapter else save_model

@@ -10,10 +10,10 @@ from transformers import GenerationConfig
 from engine.algorithms import Dialect
 from engine.errors import UserError, shortened
 from engine.models.adapter_folders import AdapterFolder, read_adapter
+from engine.models.config_and_tokenizer import read_config
 from engine.models.loading import saveable
 from engine.models.lora import AdaptedModel, LoraSpec
-from engine.models.places import base_of, one_line
-from engine.models.reading import read_config
+from engine.models.model_paths import base_of, one_line
 from training.config.flags import RunFlags
 from training.config.models import LoraFlags
 from training.config.step3 import RLHFFlags

@@ -20,12 +20,12 @@ import torch
 from engine import distributed
 from engine.errors import SharedError, UserError
 from engine.models.checking import BLOCK, block_starts, fingerprint
-from engine.models.places import can_be_hub_name, one_line
+from engine.models.model_paths import can_be_hub_name, one_line
 from engine.zero.accelerator import on_gpu, ranks_of_this_machine
 from training.config.flags import RunFlags
 from training.config.reward import names_file
 from training.data.sources import DEEPSPEED_CHAT_FILES, is_path, name_and_split
-from training.reporting.records import versions
+from training.reporting.run_record import versions
 from training.runtime.environment import print_line
 from training.runtime.ranks import open_store, start_key
 
@@ -61,7 +61,9 @@ def roll_call(patience: float, environment: Mapping[str, str] = os.environ):
         for other in missing:
             key = start_key(f"came/{other}", environment)
             if store.check([key]):
-                came[other], latest, told = _parsed(store.get(key)), time.monotonic(), False
+                came[other] = _parsed(store.get(key))
+                latest = time.monotonic()
+                told = False
         quiet = time.monotonic() - latest
         if quiet > patience:
             raise UserError(

@@ -23,13 +23,13 @@ from datetime import datetime
 from pathlib import Path
 
 from engine import distributed
+from engine.atomic_files import OLD, PARTIAL, remove_folder, restored, sync
 from engine.errors import SharedError, UserError, shown_command
 from engine.files import read_text, without_links
-from engine.models.places import base_of, is_adapter
-from engine.whole_files import OLD, PARTIAL, remove_folder, restored, sync
-from training.checkpoints.files import AUTO, CHECKPOINTS, points_in
+from engine.models.model_paths import base_of, is_adapter
+from training.checkpoints.files import AUTO, CHECKPOINTS, checkpoints_in
 from training.config.flags import RunFlags
-from training.reporting.records import METRICS_FILE, RUN_FILE, recorded_models
+from training.reporting.run_record import METRICS_FILE, RUN_FILE, recorded_models
 from training.reporting.sinks import MetricWriter, View
 from training.reporting.step_metrics import PROFILE
 from training.reporting.trackers import RUNS_FILE
@@ -230,13 +230,13 @@ def check_output_dirs(args: RunFlags, resumed: bool = False) -> None:
         found = folder.iterdir() if folder.is_dir() else ()
         # A log is often there before the program starts: `... > out/training.log`.
         if any(path.suffix != ".log" and path.name != LOCK_FILE for path in found):
-            way = ", or go on from a checkpoint in it with --resume" if points_in(folder) else ""
+            way = ", or go on from a checkpoint in it with --resume" if checkpoints_in(folder) else ""
             raise UserError(f"{name} {folder} is not empty. Choose another folder{way}.")
 
 
 def _only_begun(folder: Path) -> bool:
     """Whether the folder holds a run without checkpoints whose models were not saved. Raises: UserError."""
-    return (folder / RUN_FILE).is_file() and not points_in(folder) and not recorded_models(folder)
+    return (folder / RUN_FILE).is_file() and not checkpoints_in(folder) and not recorded_models(folder)
 
 
 def _check_writable(name: str, folder: Path) -> None:

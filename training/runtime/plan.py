@@ -14,7 +14,7 @@ from engine.algorithms import Dialect, check_sizes, end_token_id, token_id
 from engine.engine_spec import EngineSpec
 from engine.errors import UserError, shortened, without_query
 from engine.models.checking import own_tokenizer
-from engine.models.reading import CLASSIFIER, LANGUAGE_MODEL, pad_token_line, read_config, vocabulary_size
+from engine.models.config_and_tokenizer import CLASSIFIER, LANGUAGE_MODEL, pad_token_line, read_config, vocabulary_size
 from engine.reward.server import FORMS, probe
 from engine.rlhf_engine import check_roles, scoring_roles
 from engine.rollout import SamplingConfig
@@ -22,14 +22,14 @@ from engine.rollout.vllm_rollouts import check_heads, vllm_version
 from engine.zero.accelerator import on_gpu
 from engine.zero.extensions import refuse_missing
 from training.checkpoints.conditions import Conditions
-from training.checkpoints.resuming import AUTO, ResumePoint
+from training.checkpoints.resuming import AUTO, Checkpoint
 from training.config.reward import check_columns, load_functions
 from training.config.step3 import RLHFFlags
 from training.config.supervised import SupervisedFlags
 from training.data.chat import Rendered
 from training.data.examples import FittedRows, Prompts, TextBlocks, prompt_fit
-from training.data.forms import PROMPTS, TEXTS
-from training.data.rows import Rows, load_rows
+from training.data.record_forms import PROMPTS, TEXTS
+from training.data.row_selection import Rows, load_rows
 from training.data.tokens import TextEncoder, end_of_turn
 from training.runtime.launch import check_run
 from training.runtime.models import adapted_roles, check_positions, generation_stops
@@ -54,7 +54,7 @@ class Plan:
     sampling: SamplingConfig
     total_steps: int
     last_step: int
-    resume: ResumePoint | None
+    resume: Checkpoint | None
     conditions: Conditions
     ds_configs: Mapping[str, dict]
     pad_token: str
@@ -78,7 +78,7 @@ class SupervisedPlan:
     held_out: FittedRows
     prompts: Prompts | None
     last_step: int
-    resume: ResumePoint | None
+    resume: Checkpoint | None
     conditions: Conditions
     ds_configs: Mapping[str, dict]
     dialect: None = None
@@ -87,7 +87,7 @@ class SupervisedPlan:
     def of(
         cls,
         args: SupervisedFlags,
-        point: ResumePoint | None,
+        checkpoint: Checkpoint | None,
         tokenizer: PreTrainedTokenizerBase,
         parts: Iterable[FittedRows],
         data: list[str],
@@ -99,21 +99,21 @@ class SupervisedPlan:
         examples, held_out = parts
         last_step = args.total_steps(len(examples))
         conditions = Conditions.of(args, data, tokenizer, inputs)
-        if point:
-            point.check(conditions, last_step)
+        if checkpoint:
+            checkpoint.check(conditions, last_step)
         return cls(
             tokenizer=tokenizer,
             examples=examples,
             held_out=held_out,
             prompts=prompts,
             last_step=last_step,
-            resume=point,
+            resume=checkpoint,
             conditions=conditions,
             ds_configs={"model": args.ds_settings()},
         )
 
 
-def make_plan(args: RLHFFlags, point: ResumePoint | None, inputs: Mapping[str, str | None] | None = None) -> Plan:
+def make_plan(args: RLHFFlags, checkpoint: Checkpoint | None, inputs: Mapping[str, str | None] | None = None) -> Plan:
     """Make the plan of a run. Each rank that calls this reads the data. Raises: UserError; no model is loaded yet.
 
     inputs: the result of `training.checkpoints.conditions.fingerprints` on rank 0.
@@ -127,10 +127,10 @@ def make_plan(args: RLHFFlags, point: ResumePoint | None, inputs: Mapping[str, s
     check_columns(functions, by_part(prompts, held_out))
     texts, texts_fingerprints = read_texts(args, tokenizer)
     conditions = Conditions.of(args, fingerprints + texts_fingerprints, tokenizer, inputs or {})
-    if point:
-        point.check(conditions, last_step)
+    if checkpoint:
+        checkpoint.check(conditions, last_step)
     # With --resume auto the same command is started again, so --profile_steps may name steps that are already recorded.
-    first = point.steps_done + 1 if point and args.resume != AUTO else 1
+    first = checkpoint.steps_done + 1 if checkpoint and args.resume != AUTO else 1
     check_profile_steps(args.profile_steps, first, last_step)
     return Plan(
         dialect=dialect,
@@ -143,7 +143,7 @@ def make_plan(args: RLHFFlags, point: ResumePoint | None, inputs: Mapping[str, s
         sampling=sampling_config(args, dialect, tokenizer),
         total_steps=total_steps,
         last_step=last_step,
-        resume=point,
+        resume=checkpoint,
         conditions=conditions,
         ds_configs=args.ds_configs,
         pad_token=pad_token_line(tokenizer, dialect, args.actor_model_name_or_path),
@@ -299,11 +299,11 @@ def _written(tokenizer, rows: Rows) -> list[int]:
     return [*TextEncoder(tokenizer).prompt(prompt), tokenizer.eos_token_id if end is None else end]
 
 
-def check_files(args: RLHFFlags, point: ResumePoint | None) -> None:
-    """Check files, models and machine; called by one process. point: the checkpoint from which the run resumes, or
+def check_files(args: RLHFFlags, checkpoint: Checkpoint | None) -> None:
+    """Check files, models and machine; called by one process. checkpoint: the checkpoint from which the run resumes, or
     None. Raises: UserError."""
     dialect = args.resolved.dialect
-    check_run(args, resumed=point is not None and point.in_output_dir)
+    check_run(args, resumed=checkpoint is not None and checkpoint.in_output_dir)
     check_engines(args)
     check_vllm(args)
     load_functions(args)

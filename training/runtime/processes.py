@@ -46,7 +46,9 @@ class Place:
     def enter(self, phase: str) -> None:
         """Begin the phase with this name."""
         self._count()
-        self.phase, self.since, self.entered = phase, time.time(), time.monotonic()
+        self.phase = phase
+        self.since = time.time()
+        self.entered = time.monotonic()
         self.changed()
 
     def take_seconds(self) -> dict[str, float]:

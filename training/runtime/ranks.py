@@ -105,7 +105,9 @@ class MeetingPoint:
         Waits at most PATIENCE for rank 0 to print a failure. Rank 0 prints its own failure before it calls this, and
         then waits here until the other ranks have read it. A failure that is already in the store is not replaced.
         """
-        store, said, deadline = None, False, time.monotonic() + PATIENCE
+        store = None
+        said = False
+        deadline = time.monotonic() + PATIENCE
         while self._world > 1 and time.monotonic() < deadline:
             try:
                 store = store or open_store(self._environment, serve=self._rank == 0)
@@ -156,7 +158,7 @@ def agreed(load: Callable[[], Result]) -> Result:
     One rank of each node loads first. The node's other ranks wait for it without a time limit, and then use the rows
     that it found and the tables that it put into the cache. If a rank dies meanwhile, the run ends (heartbeats.py).
     """
-    from training.data.tables import (
+    from training.data.token_cache import (
         recorded,
         repeated,
     )  # imported late: a host that lacks packages must be able to say so

@@ -24,7 +24,7 @@ from engine.models.checking import is_pretrained_critic
 from engine.reward.base import sum_in_words
 from training.checkpoints.conditions import Conditions, fingerprints
 from training.checkpoints.files import Schedule
-from training.checkpoints.resuming import ResumePoint
+from training.checkpoints.resuming import Checkpoint
 from training.config.flags import DataFlags
 from training.config.reward import score_parts
 from training.config.step3 import RLHFFlags
@@ -32,7 +32,7 @@ from training.config.supervised import SupervisedFlags
 from training.data.examples import NOTED, FittedRows, place_of
 from training.data.sources import DEEPSPEED_CHAT_FILES, is_path, name_and_split, open_source
 from training.data.tokens import CUT, DROPPED, EMPTY, EQUAL, WHOLE, Fit
-from training.reporting.records import command_line
+from training.reporting.run_record import command_line
 from training.runtime.callbacks import Callback
 from training.runtime.models import adapted_lines, adapted_roles, model_notes, most_tokens
 from training.runtime.plan import (
@@ -342,8 +342,8 @@ def report_supervised_dry_run(
     print_report(checked, unseen, {"model": args.ds_settings()}, lambda: callbacks.planned(args, plan))
 
 
-def report_dry_run(args: RLHFFlags, point: ResumePoint | None, callbacks: Callback) -> None:
-    """Print the report of a dry run of step 3. point: the checkpoint from which the run resumes, or None."""
+def report_dry_run(args: RLHFFlags, checkpoint: Checkpoint | None, callbacks: Callback) -> None:
+    """Print the report of a dry run of step 3. checkpoint: the checkpoint from which the run resumes, or None."""
     dialect, changed = args.resolved.dialect, args.resolved.changed
     unseen = unseen_models(
         args, args.actor_model_name_or_path, args.critic_model_name_or_path, args.reward_model_name_or_path
@@ -353,7 +353,7 @@ def report_dry_run(args: RLHFFlags, point: ResumePoint | None, callbacks: Callba
     checked = [dialect_lines(dialect, changed), *score_lines(args, dialect), *opened(data, unseen)]
     plan = None
     if not unseen:
-        plan = make_plan(args, point, fingerprints(args))
+        plan = make_plan(args, checkpoint, fingerprints(args))
         checked += [*plan_lines(args, plan), *changes_since(plan)]
         checked += [
             f"{without_query(url)} gives one text the score {score:g}"

@@ -158,16 +158,16 @@ def let_through() -> None:
     request.followed = Followed.NOT_ANY_MORE
 
 
-def end_early(reason: Reason, step: int, last_step: int, point: Path | None) -> NoReturn:
-    """End the run between two steps, after the checkpoint `point` was written (all ranks call this).
+def end_early(reason: Reason, step: int, last_step: int, checkpoint: Path | None) -> NoReturn:
+    """End the run between two steps, after the checkpoint `checkpoint` was written (all ranks call this).
 
     Raises: EndedEarly; RunStopped if the checkpoint could not be written.
     """
     let_through()
     asked = f"{reason.text}: ended early after step {step} of {last_step}"
-    if point is None:
+    if checkpoint is None:
         raise RunStopped(f"{asked}, and its checkpoint could not be written: see above.")
-    raise EndedEarly(f"{asked}, saved in {point}. Go on with --resume {point.parent.parent}.")
+    raise EndedEarly(f"{asked}, saved in {checkpoint}. Go on with --resume {checkpoint.parent.parent}.")
 
 
 @contextlib.contextmanager

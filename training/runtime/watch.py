@@ -46,7 +46,9 @@ class Watch:
     """The watch thread. timeout_minutes: the run ends if no rank has moved for this many minutes."""
 
     def __init__(self, request: StopRequest, timeout_minutes: float):
-        self.request, self.timeout_minutes, self.launchers = request, timeout_minutes, Launchers()
+        self.request = request
+        self.timeout_minutes = timeout_minutes
+        self.launchers = Launchers()
         self.reporter: Reporter | None = None
         self._meeting_point = MeetingPoint()
         self._monitor: Monitor | None = None

@@ -30,14 +30,14 @@ from huggingface_hub.errors import (
 )
 
 from engine import distributed
+from engine.atomic_files import write_whole
 from engine.errors import UserError
 from engine.files import read_text
-from engine.models.places import base_of, is_adapter, one_line
-from engine.whole_files import write_whole
+from engine.models.model_paths import base_of, is_adapter, one_line
 from training.config.flags import HubFlags
 from training.data.sources import DEEPSPEED_CHAT_FILES, is_path, name_and_split
 from training.reporting.guards import Kind
-from training.reporting.records import METRICS_FILE, RUN_FILE, git_state, read_metrics, read_run_record, versions
+from training.reporting.run_record import METRICS_FILE, RUN_FILE, git_state, read_metrics, read_run_record, versions
 from training.reporting.standard_errors import scored_otherwise, with_error
 from training.reporting.summary import EVALUATED
 from training.runtime.callbacks import Callback
@@ -56,7 +56,7 @@ ROLES = {  # {model: (title, tags, task on the Hub)}
     ),
     "actor": ("A language model trained by PPO", ["ppo"], "text-generation"),
     "actor_ema": ("A language model trained by PPO: the moving average of its weights", ["ppo"], "text-generation"),
-    "critic": ("A critic of PPO, which gives no scores: it is no reward model", ["ppo", "critic"], None),
+    "critic": ("A critic of PPO, which gives no scores: it is not a reward model", ["ppo", "critic"], None),
     "critic_pretrained": ("A critic, pretrained before the first step of PPO", ["ppo", "critic"], None),
     "merged": ("A merge of a language model with what was trained from it", ["merge"], "text-generation"),
 }
@@ -88,7 +88,9 @@ def model_card(start: Mapping, rows: Sequence[Mapping], name: str) -> str:
 
     start: the last entry of run.json. rows: the rows of metrics.jsonl, up to the last step that counts.
     """
-    flags, dialect, machine = start["flags"], start.get("dialect") or {}, start["machine"]
+    flags = start["flags"]
+    dialect = start.get("dialect") or {}
+    machine = start["machine"]
     kind = "ppo" if "actor_model_name_or_path" in flags else "reward" if "pairwise_loss" in flags else "sft"
     role = name.removesuffix("_adapter") if kind == "ppo" else kind
     models = [(label, flags[flag]) for flag, label in MODEL_FLAGS.items() if flags.get(flag)]
@@ -113,7 +115,9 @@ def model_card(start: Mapping, rows: Sequence[Mapping], name: str) -> str:
 def merge_card(source: Mapping, versions: Mapping[str, str | None], git: Mapping | None) -> str:
     """The text of the card of a merged model. source: the content of merged_from.json, which training.merge writes.
     versions, git: as in run.json."""
-    sft, trained, measured = source["sft"], source["trained"], source.get("measured")
+    sft = source["sft"]
+    trained = source["trained"]
+    measured = source.get("measured")
     held_out = "Not measured."
     if measured:
         score, kl = (with_error(measured[name], measured.get(f"{name}_se")) for name in ("score", "kl"))

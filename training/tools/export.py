@@ -28,13 +28,13 @@ from torch import Tensor
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.utils import logging
 
+from engine.atomic_files import file_order, sync
 from engine.errors import UserError
 from engine.files import without_links
 from engine.models.adapter_folders import BASE, SCORE, WEIGHTS
-from engine.models.places import ADAPTER_CONFIG, is_adapter
-from engine.whole_files import file_order, sync
+from engine.models.model_paths import ADAPTER_CONFIG, is_adapter
 from training.checkpoints.files import CONFIG, EMA, PARTIAL, ShardFiles, write_bytes, write_tensors
-from training.checkpoints.resuming import OF_MODELS, AdapterPoint, ResumePoint
+from training.checkpoints.resuming import OF_MODELS, Checkpoint, CheckpointAdapter
 from training.runtime.environment import program
 from training.tools.cards import add_card
 
@@ -44,7 +44,7 @@ WITHIN = "model."  # prefix of the names of the transformers model's weights wit
 SHARD_SIZE = "50GB"  # the default of save_pretrained
 
 
-class PointTensors(Mapping):
+class CheckpointTensors(Mapping):
     """The weights of one of a checkpoint's models, as a run would save them. Each tensor is read when it is asked for.
 
     files: the model's training state. averages: the moving average, if it replaces the weights. computed: the dtype in
@@ -93,16 +93,16 @@ class PointTensors(Mapping):
     def __len__(self) -> int:
         return len(self._places)
 
-    def only(self, names: Sequence[str]) -> "PointTensors":
+    def only(self, names: Sequence[str]) -> "CheckpointTensors":
         """The tensors with these names."""
-        part = PointTensors.__new__(PointTensors)
+        part = CheckpointTensors.__new__(CheckpointTensors)
         part._computed, part._given = self._computed, self._given
         part._places = {name: self._places[name] for name in names}
         return part
 
 
 def export(
-    point: str | ResumePoint,
+    checkpoint: str | Checkpoint,
     output: str | Path,
     *,
     model: str = "actor",
@@ -115,9 +115,9 @@ def export(
     """Write a model of a checkpoint as a Hugging Face folder; returns the folder.
 
     Args:
-        point: a checkpoint's folder; or the output folder of a run, whose newest whole checkpoint is taken; or a
-            ResumePoint. If there are several ranks, all of them must call this function, unless `point` is a
-            ResumePoint: then one process may call it alone.
+        checkpoint: a checkpoint's folder; or the output folder of a run, whose newest whole checkpoint is taken; or a
+            Checkpoint. If there are several ranks, all of them must call this function, unless `checkpoint` is a
+            Checkpoint: then one process may call it alone.
         output: a folder that does not exist or is empty.
         model: the model's name in the checkpoint.
         ema: whether the moving average is written instead of the weights.
@@ -132,13 +132,13 @@ def export(
     folder = Path(output)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} is there and not an empty folder. Give another one to write into.")
-    found = point if isinstance(point, ResumePoint) else _found(point, folder)
+    found = checkpoint if isinstance(checkpoint, Checkpoint) else _found(checkpoint, folder)
     if without_links(folder).is_relative_to(without_links(found.folder)):
         raise UserError(f"{folder} lies in the checkpoint {found.folder}, which would be damaged. Give another one.")
     tensors = _tensors(found, model, ema, dtype)
     source = found.folder / CONFIG / model
     if adapter or is_adapter(source):
-        weights = AdapterPoint(found, model, tensors, base)
+        weights = CheckpointAdapter(found, model, tensors, base)
         tensors = weights.adapter() if adapter else weights.merged()
     partial = folder.with_name(f"{folder.name}.{os.getpid()}{PARTIAL}")
     try:
@@ -159,10 +159,10 @@ def export(
     return folder
 
 
-def _found(path: str, folder: Path) -> ResumePoint:
+def _found(path: str, folder: Path) -> Checkpoint:
     """The checkpoint that a path names. Prints which checkpoint was chosen."""
     try:
-        found = ResumePoint.find(path, str(folder), with_ema=True)
+        found = Checkpoint.find(path, str(folder), with_ema=True)
     except UserError as error:
         raise UserError(str(error).removeprefix("--resume").lstrip(": ")) from None  # this program has no flag --resume
     assert found is not None, "a path was given"
@@ -178,21 +178,23 @@ def _name(model: str, ema: bool, adapter: bool) -> str:
     return name if not adapter else "adapter" if name == "." else f"{name}_adapter"
 
 
-def _tensors(point: ResumePoint, model: str, ema: bool, dtype: str | None) -> PointTensors:
-    if model not in point.state["models"]:
-        raise UserError(f"{point.folder} has no {model}. It has: {', '.join(point.state['models'])}.")
-    if ema and (model != "actor" or not point.state["ema"]):
-        raise UserError(f"{point.folder} has no moving average of the {model}. Leave --ema out.")
-    config = json.loads((point.folder / CONFIG / model / "config.json").read_text())
+def _tensors(checkpoint: Checkpoint, model: str, ema: bool, dtype: str | None) -> CheckpointTensors:
+    if model not in checkpoint.state["models"]:
+        raise UserError(f"{checkpoint.folder} has no {model}. It has: {', '.join(checkpoint.state['models'])}.")
+    if ema and (model != "actor" or not checkpoint.state["ema"]):
+        raise UserError(f"{checkpoint.folder} has no moving average of the {model}. Leave --ema out.")
+    config = json.loads((checkpoint.folder / CONFIG / model / "config.json").read_text())
     if get_checkpoint_conversion_mapping(config["model_type"]):
         raise UserError(
-            f"{point.folder}: files of {config['model_type']} models hold the weights in another arrangement than "
+            f"{checkpoint.folder}: files of {config['model_type']} models hold the weights in another arrangement than "
             "models compute with, which needs the model. Go on from the checkpoint with --resume and --max_steps "
-            f"{point.steps_done}, which saves it."
+            f"{checkpoint.steps_done}, which saves it."
         )
-    averages = ShardFiles(point.folder / EMA) if ema else None
+    averages = ShardFiles(checkpoint.folder / EMA) if ema else None
     computed = getattr(torch, config["dtype"])
-    return PointTensors(ShardFiles(point.folder / model), averages, computed, FLOATS[dtype] if dtype else None)
+    return CheckpointTensors(
+        ShardFiles(checkpoint.folder / model), averages, computed, FLOATS[dtype] if dtype else None
+    )
 
 
 def write_weights(tensors: Any, max_shard_size: str, folder: Path) -> None:
@@ -229,7 +231,7 @@ def _write_config(source: Path, dtype: str | None, folder: Path, left_out: Seque
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the export that the command line describes; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("point", help="a checkpoint, or the output folder of a run")
+    parser.add_argument("checkpoint", help="a checkpoint, or the output folder of a run")
     parser.add_argument("output", help="a folder that is not there, or empty")
     parser.add_argument("--model", default="actor", choices=("actor", "critic", "model"), help="which one (actor)")
     parser.add_argument("--ema", action="store_true", help="the moving average of the actor")
@@ -240,7 +242,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = vars(parser.parse_args(argv))
     logging.set_verbosity_error()  # a base without a score head is no problem: the checkpoint has it
     logging.disable_progress_bar()
-    print(f"written: {export(given.pop('point'), given.pop('output'), **given)}")
+    print(f"written: {export(given.pop('checkpoint'), given.pop('output'), **given)}")
     return 0
 
 

@@ -19,8 +19,8 @@ from engine.errors import UserError
 from engine.experience_maker import ExperienceMaker
 from engine.models.checking import check_attention, check_policy, check_scorer, check_vocabularies
 from engine.models.checking import check_rows as check_embedding
+from engine.models.config_and_tokenizer import CLASSIFIER, LANGUAGE_MODEL, read_config, read_tokenizer, vocabulary_size
 from engine.models.loading import load_policy, load_scorer
-from engine.models.reading import CLASSIFIER, LANGUAGE_MODEL, read_config, read_tokenizer, vocabulary_size
 from engine.models.weight_files import listed
 from engine.reference import Reference
 from engine.reward.base import RewardSource
@@ -29,7 +29,7 @@ from engine.rollout import RolloutBackend, SamplingConfig, build_rollouts
 from engine.zero.communication import init
 from engine.zero.engines import FrozenModel
 from training.data.examples import Prompts, prompt_fit
-from training.data.forms import PROMPTS
+from training.data.record_forms import PROMPTS
 from training.reporting.evaluation import Evaluator
 from training.runtime.models import check_positions, generation_stops
 from training.tools.flags import MeasuringFlags
@@ -104,7 +104,9 @@ class Measuring:
 
     def __init__(self, args: MeasuringFlags, spec: EngineSpec, held_out: HeldOut):
         init()
-        self.args, self.spec, self.held_out = args, spec, held_out
+        self.args = args
+        self.spec = spec
+        self.held_out = held_out
         self.reference = self.loaded(spec.actor_path, "reference")
         self.scorers = [self.loaded(path, "reward", load_scorer) for path in args.reward_models]
 

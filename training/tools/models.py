@@ -13,9 +13,9 @@ from pathlib import Path
 from engine import distributed
 from engine.errors import SharedError, UserError
 from engine.files import expanded
-from engine.models.places import ADAPTER_CONFIG
-from training.checkpoints.files import CONFIG, holds_point, points_in, step_of
-from training.checkpoints.resuming import ResumePoint
+from engine.models.model_paths import ADAPTER_CONFIG
+from training.checkpoints.files import CONFIG, checkpoints_in, holds_checkpoint, step_of
+from training.checkpoints.resuming import Checkpoint
 from training.runtime.ranks import checked
 from training.tools.export import export
 
@@ -71,12 +71,12 @@ def located(name: str, given: str) -> Model:
     folder, what = Path(given), f"--models {name}"
     if not folder.is_dir() or _is_model(folder):
         return Model(name, what, given, given)
-    if step_of(folder) is not None or holds_point(folder):
+    if step_of(folder) is not None or holds_checkpoint(folder):
         return Model(name, what, given, given, is_checkpoint=True)
     inner = next((folder / place for place in OF_RUNS if _is_model(folder / place)), None)
     if inner is not None:
         return Model(name, what, given, str(inner))
-    return Model(name, what, given, given, is_checkpoint=bool(points_in(folder)))
+    return Model(name, what, given, given, is_checkpoint=bool(checkpoints_in(folder)))
 
 
 def _is_model(folder: Path) -> bool:
@@ -88,7 +88,7 @@ def config_of(model: Model) -> str:
     has no policy."""
     if not model.is_checkpoint:
         return model.path
-    checkpoints = [Path(model.path), *reversed(points_in(Path(model.path)))]
+    checkpoints = [Path(model.path), *reversed(checkpoints_in(Path(model.path)))]
     folders = [checkpoint / CONFIG / part for checkpoint in checkpoints for part in model.parts]
     found = next((folder for folder in folders if _is_model(folder)), None)
     if found is None:
@@ -108,12 +108,12 @@ def exported(model: Model, folder: Path) -> Model:
     if not model.is_checkpoint:
         return model
     try:
-        point = ResumePoint.find(model.path, str(folder), with_ema=True)
-        assert point is not None, "a path was given"
+        checkpoint = Checkpoint.find(model.path, str(folder), with_ema=True)
+        assert checkpoint is not None, "a path was given"
         if distributed.is_main():
-            print("\n".join([*point.passed_over, f"reads {point.folder}"]), flush=True)
-        part = next((name for name in model.parts if name in point.state["models"]), model.parts[0])
-        checked(lambda: str(export(point, folder, model=part)))
+            print("\n".join([*checkpoint.passed_over, f"reads {checkpoint.folder}"]), flush=True)
+        part = next((name for name in model.parts if name in checkpoint.state["models"]), model.parts[0])
+        checked(lambda: str(export(checkpoint, folder, model=part)))
     except UserError as error:
         raise SharedError(f"{model.what}: {str(error).removeprefix('--resume').lstrip(': ')}") from None
     return replace(model, path=str(folder), is_checkpoint=False)

@@ -7,7 +7,7 @@ import torch
 
 from engine.algo.corrections import CORRECTIONS, importance_ratios, outside
 
-# Ratios, with a last slot that was not drawn. Of the whole responses: 2 x 1/4 x 4 = 2, and 1/2 x 1/2 = 1/4.
+# Ratios, with a last position that was not drawn. Of the whole responses: 2 x 1/4 x 4 = 2, and 1/2 x 1/2 = 1/4.
 RATIOS = torch.tensor([[2.0, 0.25, 4.0, 1.0], [0.5, 0.5, 1.0, 1.0]])
 MASK = torch.tensor([[True, True, True, False], [True, True, False, False]])
 BY_HAND = {  # between 1/3 and 3

@@ -71,7 +71,7 @@ def test_half_precision_logits_are_widened_before_the_softmax(dtype):
 
 
 def test_a_token_is_predicted_one_position_before_it_stands():
-    # Prompt 3 slots, response 2: tokens at positions 3 and 4 are read at 2 and 3; 4 predicts a token not drawn.
+    # Prompt 3 positions, response 2: tokens at positions 3 and 4 are read at 2 and 3; 4 predicts a token not drawn.
     states = torch.arange(10).view(1, 5, 2)
     assert predicting(states, 2).tolist() == [[[4, 5], [6, 7]]]
     sequence = torch.tensor([[7, 8, 9, 1, 0]])

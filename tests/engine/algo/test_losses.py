@@ -9,17 +9,17 @@ import pytest
 import torch
 
 from engine.algo.losses import (
+    clipped_surrogate,
+    clipped_value_loss,
     kl_loss,
     loss_weights,
     masked_log_ratios,
     pairwise_loss,
     pairwise_loss_from_difference,
-    policy_loss,
     ratio_exploded,
+    response_clipped_surrogate,
     response_log_ratios,
-    response_policy_loss,
     shares_of_responses,
-    value_loss,
     went_too_far,
 )
 
@@ -52,7 +52,7 @@ def test_policy_loss_by_hand_on_all_four_sides():
     ratios, advantages = [1.5, 0.5, 1.5, 0.5, 1.1], row(1, 1, -1, -1, 2)
     old = row(-1, -2, -3, -4, -5)
     new = old + row(*ratios).log()
-    sums = policy_loss(new, old, advantages, everywhere(old), 0.2)
+    sums = clipped_surrogate(new, old, advantages, everywhere(old), 0.2)
     assert sums.loss.item() == pytest.approx(-1.2 - 0.5 + 1.5 + 0.8 - 2.2, abs=1e-5)
     assert sums.clipped.item() == 2.0
     assert sums.approxkl.item() == pytest.approx(sum(math.log(ratio) ** 2 / 2 for ratio in ratios), abs=1e-5)
@@ -66,10 +66,10 @@ def test_the_policy_gradient_by_finite_differences():
     new = old + torch.tensor(rng.uniform(-0.6, 0.6, (3, 6)))
     mask = torch.tensor(rng.random((3, 6)) < 0.7)
     point = new.clone().requires_grad_()
-    sums = policy_loss(point, old, advantages, mask, 0.2)
+    sums = clipped_surrogate(point, old, advantages, mask, 0.2)
     sums.loss.backward()
     assert 0 < sums.clipped.item() < mask.sum()
-    expected = finite_differences(lambda x: policy_loss(x, old, advantages, mask, 0.2).loss.item(), new)
+    expected = finite_differences(lambda x: clipped_surrogate(x, old, advantages, mask, 0.2).loss.item(), new)
     torch.testing.assert_close(point.grad, expected, rtol=0, atol=1e-7)
     assert not point.grad[~mask].any()
 
@@ -79,7 +79,7 @@ def test_before_the_first_update_the_gradient_is_minus_the_advantage():
     old, advantages = (torch.tensor(rng.normal(size=(2, 5)), dtype=torch.float32) for _ in range(2))
     mask = torch.tensor([[True] * 5, [True] * 3 + [False] * 2])
     new = old.clone().requires_grad_()
-    sums = policy_loss(new, old, advantages, mask, 0.2)
+    sums = clipped_surrogate(new, old, advantages, mask, 0.2)
     (sums.loss / mask.sum()).backward()
     assert (sums.loss / 8).item() == pytest.approx(-advantages[mask].double().mean().item(), abs=1e-6)
     torch.testing.assert_close(new.grad, torch.where(mask, -advantages / 8, torch.zeros(2, 5)), rtol=0, atol=1e-7)
@@ -90,7 +90,7 @@ def test_before_the_first_update_the_gradient_is_minus_the_advantage():
 def test_differences_outside_the_mask_are_harmless(poison):
     old, mask = row(-1, -2, -3), torch.tensor([[True, False, True]])
     new = row(-0.9, poison, -3.3).requires_grad_()
-    sums = policy_loss(new, old, row(0.5, NAN, -1), mask, 0.2)
+    sums = clipped_surrogate(new, old, row(0.5, NAN, -1), mask, 0.2)
     # -0.5 e^0.1; e^-0.3 = 0.7408 is cut to 0.8
     assert sums.loss.item() == pytest.approx(-0.5 * math.exp(0.1) + 0.8, abs=1e-6)
     assert sums.ratio_max.item() == pytest.approx(math.exp(0.1), abs=1e-6)
@@ -102,9 +102,9 @@ def test_differences_outside_the_mask_are_harmless(poison):
 
 def test_an_empty_mask_gives_zeros():
     nothing = torch.zeros(1, 2, dtype=torch.bool)
-    sums = policy_loss(row(1, NAN), row(2, 3), row(1, 1), nothing, 0.2)
+    sums = clipped_surrogate(row(1, NAN), row(2, 3), row(1, 1), nothing, 0.2)
     assert [sums.loss, sums.clipped, sums.approxkl, sums.ratio, sums.ratio_max] == [0, 0, 0, 0, 0]
-    sums = value_loss(row(1, 2), row(1, 2), row(3, 4), nothing, 0.2)
+    sums = clipped_value_loss(row(1, 2), row(1, 2), row(3, 4), nothing, 0.2)
     assert [sums.loss, sums.clipped, sums.value] == [0, 0, 0]
 
 
@@ -113,18 +113,18 @@ def test_value_loss_by_hand_on_both_sides():
     # 1.1, 2: 0.81, 0.81 -> 0.81       1.5, 2: 0.25, 0.64 -> 0.64 (clipped)     0.5, 2: 2.25, 1.44 -> 2.25
     # 0.5, 0: 0.25, 0.64 -> 0.64 (clipped)    1.5, 0: 2.25, 1.44 -> 2.25         sum 6.59
     values = row(1.1, 1.5, 0.5, 0.5, 1.5)
-    sums = value_loss(values, torch.ones(1, 5), row(2, 2, 2, 0, 0), everywhere(values), 0.2)
+    sums = clipped_value_loss(values, torch.ones(1, 5), row(2, 2, 2, 0, 0), everywhere(values), 0.2)
     assert sums.loss.item() == pytest.approx(6.59 / 2, abs=1e-5)
     assert sums.clipped.item() == 2.0
     assert sums.value.item() == pytest.approx(5.1, abs=1e-5) and sums.count.item() == 5
-    tenth = value_loss(values, torch.ones(1, 5), row(2, 2, 2, 0, 0), everywhere(values), 0.2, factor=0.1)
+    tenth = clipped_value_loss(values, torch.ones(1, 5), row(2, 2, 2, 0, 0), everywhere(values), 0.2, factor=0.1)
     assert tenth.loss.item() == pytest.approx(0.659 / 2, abs=1e-6) and tenth.value.item() == sums.value.item()
 
 
 def test_without_a_clip_range_the_value_loss_is_the_squared_error():
     # 0.81 + 0.25 + 2.25 + 0.25 + 2.25 = 5.81; the gradient is V - R everywhere
     values = row(1.1, 1.5, 0.5, 0.5, 1.5).requires_grad_()
-    sums = value_loss(values, torch.ones(1, 5), row(2, 2, 2, 0, 0), everywhere(values), None)
+    sums = clipped_value_loss(values, torch.ones(1, 5), row(2, 2, 2, 0, 0), everywhere(values), None)
     sums.loss.backward()
     assert sums.loss.item() == pytest.approx(5.81 / 2, abs=1e-5) and sums.clipped.item() == 0
     torch.testing.assert_close(values.grad, row(-0.9, -0.5, -1.5, 0.5, 1.5), rtol=0, atol=1e-6)
@@ -136,10 +136,10 @@ def test_the_value_gradient_by_finite_differences():
     values = old + torch.tensor(rng.uniform(-0.6, 0.6, (3, 6)))
     mask = torch.tensor(rng.random((3, 6)) < 0.7)
     point = values.clone().requires_grad_()
-    sums = value_loss(point, old, returns, mask, 0.2)
+    sums = clipped_value_loss(point, old, returns, mask, 0.2)
     sums.loss.backward()
     assert 0 < sums.clipped.item() < mask.sum()
-    expected = finite_differences(lambda x: value_loss(x, old, returns, mask, 0.2).loss.item(), values)
+    expected = finite_differences(lambda x: clipped_value_loss(x, old, returns, mask, 0.2).loss.item(), values)
     torch.testing.assert_close(point.grad, expected, rtol=0, atol=1e-7)
 
 
@@ -151,12 +151,12 @@ def test_sums_over_micro_batches_add_up_and_means_of_means_do_not():
     pieces = [slice(0, 1), slice(1, 3), slice(3, 6)]
     for whole, parts in [
         (
-            policy_loss(new, old, advantages, mask, 0.2),
-            [policy_loss(new[p], old[p], advantages[p], mask[p], 0.2) for p in pieces],
+            clipped_surrogate(new, old, advantages, mask, 0.2),
+            [clipped_surrogate(new[p], old[p], advantages[p], mask[p], 0.2) for p in pieces],
         ),
         (
-            value_loss(new, old, returns, mask, 0.2),
-            [value_loss(new[p], old[p], returns[p], mask[p], 0.2) for p in pieces],
+            clipped_value_loss(new, old, returns, mask, 0.2),
+            [clipped_value_loss(new[p], old[p], returns[p], mask[p], 0.2) for p in pieces],
         ),
     ]:
         for name in type(whole).__slots__:
@@ -165,14 +165,14 @@ def test_sums_over_micro_batches_add_up_and_means_of_means_do_not():
                 assert total == pytest.approx(getattr(whole, name).item(), rel=1e-5)
         mean_of_means = sum(part.loss.item() / mask[p].sum().item() for part, p in zip(parts, pieces)) / len(pieces)
         assert mean_of_means != pytest.approx(whole.loss.item() / mask.sum().item(), rel=0.1)
-    ratios = [policy_loss(new[p], old[p], advantages[p], mask[p], 0.2).ratio_max.item() for p in pieces]
-    assert max(ratios) == policy_loss(new, old, advantages, mask, 0.2).ratio_max.item()
+    ratios = [clipped_surrogate(new[p], old[p], advantages[p], mask[p], 0.2).ratio_max.item() for p in pieces]
+    assert max(ratios) == clipped_surrogate(new, old, advantages, mask, 0.2).ratio_max.item()
 
 
 def test_only_the_loss_carries_a_gradient():
     new, old = row(0.1, 0.2).requires_grad_(), row(0.0, 0.0)
-    policy = policy_loss(new, old, old + 1, everywhere(old), 0.2)
-    for sums in (policy, value_loss(new, old, old, everywhere(old), 0.2)):
+    policy = clipped_surrogate(new, old, old + 1, everywhere(old), 0.2)
+    for sums in (policy, clipped_value_loss(new, old, old, everywhere(old), 0.2)):
         assert sums.loss.requires_grad
         assert not any(getattr(sums, name).requires_grad for name in type(sums).__slots__ if name != "loss")
 
@@ -182,13 +182,13 @@ def test_the_ratio_of_a_whole_response_by_hand():
     # e^0.3 = 1.349859: -2 x 1.2 (clipped); e^-0.5 = 0.606531: 3 x 0.8 (clipped)
     new = torch.tensor([[0.1, 0.2, 9.0], [-0.5, NAN, INF], [1.0, 1.0, 1.0]]).requires_grad_()
     mask = torch.tensor([[True, True, False], [True, False, False], [False, False, False]])
-    sums = response_policy_loss(new, torch.zeros(3, 3), torch.tensor([2.0, -3.0, 5.0]), mask, 0.2)
+    sums = response_clipped_surrogate(new, torch.zeros(3, 3), torch.tensor([2.0, -3.0, 5.0]), mask, 0.2)
     assert sums.loss.item() == pytest.approx(-2.4 + 2.4, abs=1e-6)
     assert (sums.clipped.item(), sums.count.item()) == (2, 2)
     assert sums.ratio.item() == pytest.approx(1.349859 + 0.606531, abs=1e-5)
     assert sums.approxkl.item() == pytest.approx((0.09 + 0.25) / 2, abs=1e-6)
     assert sums.ratio_max.item() == pytest.approx(1.349859, abs=1e-5)
-    wide = response_policy_loss(new, torch.zeros(3, 3), torch.tensor([2.0, -3.0, 5.0]), mask, 0.5)
+    wide = response_clipped_surrogate(new, torch.zeros(3, 3), torch.tensor([2.0, -3.0, 5.0]), mask, 0.5)
     wide.loss.backward()  # every token of a response gets -A rho
     expected = [[-2 * 1.349859, -2 * 1.349859, 0], [3 * 0.606531, 0, 0], [0, 0, 0]]
     torch.testing.assert_close(new.grad, torch.tensor(expected), rtol=0, atol=1e-5)
@@ -198,15 +198,15 @@ def test_a_correction_multiplies_losses_and_gradients_and_nothing_else():
     # The four sides of above, -1.2 -0.5 1.5 0.8, times 0, 2, 0.5, 3; gradients 0 -0.5 1.5 0 times those.
     new = row(1.5, 0.5, 1.5, 0.5).log().requires_grad_()
     old, advantages, correction = torch.zeros(1, 4), row(1, 1, -1, -1), row(0, 2, 0.5, 3)
-    sums = policy_loss(new, old, advantages, everywhere(old), 0.2, correction)
+    sums = clipped_surrogate(new, old, advantages, everywhere(old), 0.2, correction)
     assert sums.loss.item() == pytest.approx(-1.0 + 0.75 + 2.4, abs=1e-6)
     sums.loss.backward()
     torch.testing.assert_close(new.grad, row(0.0, -1.0, 0.75, 0.0), rtol=0, atol=1e-6)
-    plain = policy_loss(new, old, advantages, everywhere(old), 0.2)
+    plain = clipped_surrogate(new, old, advantages, everywhere(old), 0.2)
     assert all(getattr(sums, name) == getattr(plain, name) for name in type(sums).__slots__ if name != "loss")
     # Of whole responses, ratios 2 and 1/2: -2 x 1.2 x 0.5 and 3 x 0.8 x 0
     new, mask = torch.tensor([[2.0, 1.0], [0.5, 1.0]]).log(), torch.ones(2, 2, dtype=torch.bool)
-    whole = response_policy_loss(
+    whole = response_clipped_surrogate(
         new, 0 * new, torch.tensor([2.0, -3.0]), mask, 0.2, correction=torch.tensor([0.5, 0.0])
     )
     assert whole.loss.item() == pytest.approx(-1.2, abs=1e-6) and whole.count.item() == 2
@@ -277,7 +277,7 @@ def surrogate(**options):
     """The loss of each ratio by itself, and its gradient with respect to the log-prob."""
     new = RATIOS.log().requires_grad_()
     terms = [
-        policy_loss(new[:, [i]], torch.zeros(1, 1), ADVANTAGES[:, [i]], everywhere(row(0)), 0.2, **options)
+        clipped_surrogate(new[:, [i]], torch.zeros(1, 1), ADVANTAGES[:, [i]], everywhere(row(0)), 0.2, **options)
         for i in range(5)
     ]
     sum(term.loss for term in terms).backward()
@@ -299,7 +299,7 @@ def test_a_dual_clip_bounds_what_a_negative_advantage_costs():
     assert losses == pytest.approx([-1.2, -0.5, 1.5, 0.8, 2.0], abs=1e-6)  # 3.0 counts as 2.0
     assert gradient == pytest.approx([0.0, -0.5, 1.5, 0.0, 0.0], abs=1e-6)
     new = torch.tensor([[3.0], [3.0]]).log()
-    whole = response_policy_loss(new, 0 * new, torch.tensor([1.0, -1.0]), everywhere(new), 0.2, dual_clip=2.0)
+    whole = response_clipped_surrogate(new, 0 * new, torch.tensor([1.0, -1.0]), everywhere(new), 0.2, dual_clip=2.0)
     assert whole.loss.item() == pytest.approx(-1.2 + 2.0, abs=1e-6)
 
 
@@ -311,12 +311,12 @@ def test_the_geometric_mean_of_a_responses_ratios_by_hand():
     assert response_log_ratios(new, old, mask, mean=True).tolist() == pytest.approx([0.2, -0.5, 0.0])
     assert response_log_ratios(new, old, mask).tolist() == pytest.approx([0.4, -0.5, 0.0])
     assert masked_log_ratios(new, old, mask).tolist()[1] == pytest.approx([-0.5, 0.0, 0.0])
-    sums = response_policy_loss(new, old, advantages, mask, 0.6, mean=True)
+    sums = response_clipped_surrogate(new, old, advantages, mask, 0.6, mean=True)
     assert sums.loss.item() == pytest.approx(-2 * math.exp(0.2) - 3 * math.exp(-0.5), abs=1e-5) and sums.count == 2
     sums.loss.backward()  # each of n tokens gets -A rho / n
     expected = [[-math.exp(0.2)] * 2 + [0.0], [-3 * math.exp(-0.5), 0.0, 0.0], [0.0] * 3]
     torch.testing.assert_close(new.grad, torch.tensor(expected), rtol=0, atol=1e-5)
-    near = response_policy_loss(new, old, advantages, mask, 0.1, clip_range_high=0.15, mean=True)
+    near = response_clipped_surrogate(new, old, advantages, mask, 0.1, clip_range_high=0.15, mean=True)
     assert near.loss.item() == pytest.approx(-2 * 1.15 - 3 * math.exp(-0.5), abs=1e-5) and near.clipped == 1
 
 
@@ -325,10 +325,10 @@ def test_shares_make_a_sum_of_the_responses_means():
     mask = torch.tensor([[True, True, True], [True, False, False], [False, False, False]])
     advantages, zeros = torch.tensor([[1.0, 2.0, 3.0], [4.0, NAN, 9.0], [7.0, 7.0, 7.0]]), torch.zeros(3, 3)
     assert shares_of_responses(mask).tolist() == [[pytest.approx(1 / 3)], [1.0], [1.0]]
-    sums = policy_loss(zeros, zeros, advantages, mask, 0.2, weights=shares_of_responses(mask))
+    sums = clipped_surrogate(zeros, zeros, advantages, mask, 0.2, weights=shares_of_responses(mask))
     assert sums.loss.item() == pytest.approx(-2.0 - 4.0) and (sums.count, sums.ratio) == (4, 4)
     correction = torch.tensor([[0.5, 1.0, 2.0], [3.0, 1.0, 1.0], [1.0, 1.0, 1.0]])
-    both = policy_loss(zeros, zeros, advantages, mask, 0.2, correction, weights=shares_of_responses(mask))
+    both = clipped_surrogate(zeros, zeros, advantages, mask, 0.2, correction, weights=shares_of_responses(mask))
     assert both.loss.item() == pytest.approx(-(0.5 + 2.0 + 6.0) / 3 - 12.0, abs=1e-6)
 
 

@@ -15,13 +15,13 @@ from engine.algo.rewards import (
     ScoreScale,
     apply_missing_end,
     clip_scores,
-    compute_rewards,
     counted_tokens,
     first_positions,
     groups_alike,
     overlong_penalties,
     positions_up_to,
     score_positions,
+    token_rewards,
 )
 
 EOS, PAD = 2, 9
@@ -71,18 +71,18 @@ def test_unknown_rules_are_refused():
         positions_up_to(torch.ones(1).long(), 1, "three_past")
 
 
-def test_slots_stay_within_the_row():
+def test_positions_stay_within_the_row():
     lengths = torch.tensor([0, 1, 3, 4])
     assert score_positions(lengths, 4, "last").tolist() == [0, 0, 2, 3]
     assert score_positions(lengths, 4, "after_last").tolist() == [0, 1, 3, 3]
     assert score_positions(lengths, 4, "two_after").tolist() == [1, 2, 3, 3]
 
 
-def test_first_slots():
+def test_first_positions():
     assert first_positions(torch.tensor([0, 2, 3, 7]), 3).int().tolist() == [[0, 0, 0], [1, 1, 0], [1, 1, 1], [1, 1, 1]]
 
 
-def test_slots_up_to_and_past_the_response():
+def test_positions_up_to_and_past_the_response():
     lengths = torch.tensor([1, 3, 4])
     assert positions_up_to(lengths, 4, "response").sum(-1).tolist() == [1, 3, 4]
     assert positions_up_to(lengths, 4, "one_past").sum(-1).tolist() == [2, 4, 4]
@@ -94,7 +94,7 @@ def test_rewards_of_a_batch_by_hand():
     kl = torch.tensor([[1.0, -2.0, float("nan")], [0.5, 0.0, 4.0]])
     mask = torch.tensor([[True, True, False], [True, True, True]])
     before = kl.clone()
-    rewards = compute_rewards(kl, 0.5, mask, torch.tensor([3.0, -1.0]), torch.tensor([1, 2]))
+    rewards = token_rewards(kl, 0.5, mask, torch.tensor([3.0, -1.0]), torch.tensor([1, 2]))
     assert rewards.tolist() == [[-0.5, 4.0, 0.0], [-0.25, 0.0, -3.0]]  # -0.5 x -2 + 3; -0.5 x 4 - 1
     assert torch.equal(kl.nan_to_num(), before.nan_to_num())
 

@@ -21,9 +21,9 @@ RESPONSES = torch.tensor([[DOT, 5, DOT, 6, DOT], [5, 6, 7, 8, 9], [5, 6, 7, 8, D
     ],
 )
 def test_truncation_by_hand(after, kept, ended):
-    slots = kept_positions(RESPONSES, DOT, after)
-    assert slots.sum(-1).tolist() == kept
-    assert torch.equal(slots, torch.arange(5) < torch.tensor(kept).unsqueeze(-1))
+    positions = kept_positions(RESPONSES, DOT, after)
+    assert positions.sum(-1).tolist() == kept
+    assert torch.equal(positions, torch.arange(5) < torch.tensor(kept).unsqueeze(-1))
     assert has_end(RESPONSES, DOT, after).tolist() == ended
 
 

@@ -25,7 +25,7 @@ CASES = {  # tokens, sampled ones, pad token
     "B": ([11, 12, 13, EOS, EOS, EOS], 4, EOS),
     "C": ([11, 12, 13, 14, 15, 16], 6, PAD),
 }
-# Case and width: the slot that receives the score.
+# Case and width: the position that receives the score.
 SCORE_SLOTS = {
     "openai": {"A6": 5, "A5": 4, "A4": 3, "B6": 5, "B5": 4, "B4": 3, "C6": 5, "C5": 4, "C4": 3},
     "deepspeed_chat": {"A6": 4, "A5": 4, "A4": 3, "B6": 3, "B5": 3, "B4": 3, "C6": 5, "C5": 4, "C4": 3},
@@ -60,7 +60,7 @@ def positions_of(system: str, case: str, width: int):
 @pytest.mark.parametrize("width", [6, 5, 4])
 @pytest.mark.parametrize("case", ["A", "B", "C"])
 @pytest.mark.parametrize("system", list(SCORE_SLOTS))
-def test_score_slots_and_loss_masks_of_the_table(system, case, width):
+def test_score_positions_and_loss_masks_of_the_table(system, case, width):
     positions = positions_of(system, case, width)
     learned = L_OF.get(system, L_OF["others"])[case][6 - width]
     valued = VALUE_OF[system][case][6 - width] if system in VALUE_OF else learned
@@ -136,7 +136,9 @@ def test_what_is_scored_ends_where_the_dialect_says():
     late = get_dialect("openai").override(truncate_after=2)
     mask, ended = algorithm(late).scored_text(sampled, everywhere, nowhere)
     assert mask.all() and ended.tolist() == [True, False]
-    mask, ended = algorithm(late, end=6).scored_text(sampled, everywhere, nowhere)  # there, but not at or after slot 2
+    mask, ended = algorithm(late, end=6).scored_text(
+        sampled, everywhere, nowhere
+    )  # there, but not at or after position 2
     assert mask.all() and ended.tolist() == [False, False]
     stops = torch.tensor([True, False])
     assert algorithm("default").scored_text(sampled, everywhere, stops)[1].tolist() == [True, False]
@@ -212,7 +214,7 @@ def test_whitening_over_the_response_or_over_the_padded_row():
     assert whitened(plain(whiten_variance="unbiased"))[0] == pytest.approx([-root, -2 * root, 3 * root], abs=1e-5)
     # 1 0 5 2 0 0: mean 4 / 3, squares 1 / 9 16 / 9 121 / 9 4 / 9 16 / 9 16 / 9 = 174 / 9, variance 174 / 54
     root = (54 / 174) ** 0.5
-    row = whitened(plain(whiten_slots="row"))
+    row = whitened(plain(whiten_positions="row"))
     assert row[0] == pytest.approx([-root / 3, -4 * root / 3, 11 * root / 3], abs=1e-5)
     assert row[1] == pytest.approx([2 * root / 3, -4 * root / 3, -4 * root / 3], abs=1e-5)
 
@@ -220,7 +222,7 @@ def test_whitening_over_the_response_or_over_the_padded_row():
 def test_the_padded_row_ends_with_the_longest_response_of_the_rows_given():
     state = torch.tensor([[True, True, False], [True, False, False]])
     masks = Masks(state, state, state)
-    values, _ = algorithm(plain(whiten_slots="row")).compute_advantages(
+    values, _ = algorithm(plain(whiten_positions="row")).compute_advantages(
         torch.tensor([[1.0, 0.0, 0.0], [3.0, 0.0, 0.0]]), torch.zeros(2, 3), masks
     )
     # 1 0 3 0: mean 1, variance 1.5: the third column is nobody's
@@ -327,7 +329,7 @@ ROW = [5, PAD, 6, EOS, PAD, PAD, PAD]  # four tokens sampled, one of them a pad
 
 
 def by_counting(offset: int) -> tuple[list[int], int]:
-    """The loss mask, and where the score goes: the last of the slots before `ends`."""
+    """The loss mask, and where the score goes: the last of the positions before `ends`."""
     sequence = torch.tensor([[11, 12, *ROW]])
     action_mask = (sequence != PAD).long()[:, 1:]
     start = P - 1
@@ -339,13 +341,13 @@ def of_trlx() -> tuple[list[int], int]:
     mask = (torch.tensor([11, 12, *ROW]) != PAD).long()
     start = P - 1
     ends = int(start + mask[start:].sum() + 1)
-    slots = list(range(start, len(mask) - 1))[: ends - start]
-    return mask[start + 1 :].tolist(), slots[-1] - start
+    positions = list(range(start, len(mask) - 1))[: ends - start]
+    return mask[start + 1 :].tolist(), positions[-1] - start
 
 
-def before_the_first(score_slot: int) -> tuple[list[int], int]:
+def before_the_first(score_position: int) -> tuple[list[int], int]:
     length = ROW.index(PAD)
-    return [1] * length + [0] * (WIDTH - length), length + score_slot
+    return [1] * length + [0] * (WIDTH - length), length + score_position
 
 
 EXPECTED = {
@@ -367,7 +369,7 @@ def test_the_formulas_by_hand():
 
 
 @pytest.mark.parametrize("system", EXPECTED)
-def test_masks_and_score_slot(system):
+def test_masks_and_score_position(system):
     mask, place = EXPECTED[system]
     algorithm = Algorithm(get_dialect(system), pad_token_id=PAD, end_token_id=EOS)
     positions = algorithm.positions(torch.tensor([ROW]), torch.arange(WIDTH).unsqueeze(0) < 4)

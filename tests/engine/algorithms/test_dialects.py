@@ -46,7 +46,7 @@ def test_an_unknown_field_is_refused_with_the_nearest():
         ("trl_rloo", {"samples_per_prompt": 1}, "samples_per_prompt 1: RLOO compares"),
         (
             "default",
-            {"old_logprobs": "sampler", "reward_slots": "one_past"},
+            {"old_logprobs": "sampler", "kl_positions": "one_past"},
             "old_logprobs 'sampler': the sampler knows",
         ),
         ("openai", {"sampling": "until_eos"}, "old_logprobs 'sampler': the sampler knows"),
@@ -212,7 +212,7 @@ def test_differences_name_both_values():
     assert default.differences(default) == {}
     assert default.differences(default.override(name="mine", lam=1.0)) == {"lam": (0.95, 1.0)}
     differences = default.differences(chat)
-    assert differences["score_slot"] == ("last", "after_last") and differences["ppo_epochs"] == (4, 1)
+    assert differences["score_position"] == ("last", "after_last") and differences["ppo_epochs"] == (4, 1)
     assert "name" not in differences and "gamma" not in differences
     assert chat.differences(default) == {name: pair[::-1] for name, pair in differences.items()}
 
@@ -237,10 +237,10 @@ def test_temperatures_of_sampling_and_of_log_probs():
         ("openai", {"old_logprobs": "auto"}, ["fp32"]),
         ("default", {"correction": "token_truncate"}, []),
         # nothing was drawn past the end, nor of the prompt
-        ("default", {"reward_slots": "one_past"}, []),
+        ("default", {"kl_positions": "one_past"}, []),
         ("default", {"length_rule": "row"}, []),
-        ("default", {"sampling": "fixed", "reward_slots": "one_past"}, ["fp32"]),
-        ("default", {"sampling": "fixed", "reward_slots": "one_past", "truncate_token": "eos"}, []),
+        ("default", {"sampling": "fixed", "kl_positions": "one_past"}, ["fp32"]),
+        ("default", {"sampling": "fixed", "kl_positions": "one_past", "truncate_token": "eos"}, []),
         ("default", {"kl_controller": "adaptive", "kl_measure": "exp_delta"}, []),
     ],
 )
@@ -257,7 +257,7 @@ def test_where_old_log_probs_are_the_samplers(name, changed, dtypes):
 
 
 @pytest.mark.parametrize(
-    "name, slots",
+    "name, positions",
     [
         ("default", 0),
         ("deepspeed_chat", 1),
@@ -269,8 +269,8 @@ def test_where_old_log_probs_are_the_samplers(name, changed, dtypes):
         ("trl_rloo", 0),
     ],
 )
-def test_slots_past_the_response_that_carry_a_number(name, slots):
-    assert get_dialect(name).positions_past_response == slots
+def test_positions_past_the_response_that_carry_a_number(name, positions):
+    assert get_dialect(name).positions_past_response == positions
 
 
 def test_variance_by_the_number_of_ranks():
@@ -311,9 +311,9 @@ ONE_UPDATE = "there is one optimizer step a rollout, in which every ratio is 1"
         ),
         (
             "rloo",
-            {"whiten_slots": "row", "whiten_advantages": True},
-            "whiten_slots",
-            "whiten_slots 'row': the dialect rloo has one advantage a response",
+            {"whiten_positions": "row", "whiten_advantages": True},
+            "whiten_positions",
+            "whiten_positions 'row': the dialect rloo has one advantage a response",
         ),
         ("reinforce_pp", {"lam": 0.9}, "lam", "lam 0.9: the dialect reinforce_pp has no critic."),
     ],

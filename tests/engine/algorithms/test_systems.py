@@ -79,15 +79,15 @@ def whitened(rows: list, pool: list, unbiased: bool, keep_mean: bool = False) ->
 
 
 def ppo_losses(
-    n: dict, a: list, returns: list, kept_values: list, policy_slots: list, value_slots: list, factor: float
+    n: dict, a: list, returns: list, kept_values: list, policy_positions: list, value_positions: list, factor: float
 ) -> tuple:
     """Both losses of one micro-batch, each a mean over its positions, as float64 tensors that carry gradients."""
     policy, value = [], []
     for i in range(2):
-        for t in policy_slots[i]:
+        for t in policy_positions[i]:
             rho = (n["new"][i, t] - n["old"][i, t]).exp()
             policy.append(torch.maximum(-a[i][t] * rho, -a[i][t] * rho.clamp(1 - CLIP, 1 + CLIP)))
-        for t in value_slots[i]:
+        for t in value_positions[i]:
             v, v0 = n["new_values"][i, t], kept_values[i][t]
             near = v.clamp(v0 - CLIP, v0 + CLIP)
             value.append(torch.maximum((v - returns[i][t]) ** 2, (near - returns[i][t]) ** 2))
@@ -105,7 +105,7 @@ def row_of(system: str, tokens: list[int], length: int, width: int, n: dict, i: 
         s = max(-5.0, min(5.0, s))
     elif system == "deepspeed_chat_2023":
         row, place, kept, s = penalties, length - 1, width, max(-5.0, min(5.0, s))
-    elif system == "openai":  # truncate token EOS at or after slot 2
+    elif system == "openai":  # truncate token EOS at or after position 2
         row, place, kept, s = penalties, width - 1, width, s if SYSTEM_EOS in tokens[2:] else -1.0
     elif system in ("summarize", "trl_ppo", "trl_rloo"):
         row, place, kept = penalties[:length], length if length < width else length - 1, length + 1
@@ -120,7 +120,7 @@ def row_of(system: str, tokens: list[int], length: int, width: int, n: dict, i: 
 
 def straight(system: str, ranks: list[int], n: dict[int, dict]) -> dict[int, tuple]:
     """By rank: rewards, values, advantages, and both losses; advantages before whitening give the returns."""
-    r, v, policy_slots, value_slots, out = {}, {}, {}, {}, {}
+    r, v, policy_positions, value_positions, out = {}, {}, {}, {}, {}
     for k in ranks:
         rows = tokens_of(system, k)
         width, lengths = max(map(len, rows)), [len(row) for row in rows]
@@ -129,15 +129,15 @@ def straight(system: str, ranks: list[int], n: dict[int, dict]) -> dict[int, tup
         made = [row_of(system, rows[i], lengths[i], width, n[k], i) for i in range(2)]
         r[k], v[k] = [list(column) for column in zip(*made)]
         past = system in ("summarize", "trl_ppo")
-        policy_slots[k] = [range(length) for length in lengths]
-        value_slots[k] = [range(min(length + past, width)) for length in lengths]
+        policy_positions[k] = [range(length) for length in lengths]
+        value_positions[k] = [range(min(length + past, width)) for length in lengths]
 
     if system == "trl_rloo":
         for k in ranks:
             one, two = math.fsum(r[k][0]), math.fsum(r[k][1])
             terms = []
             for i, a in enumerate((one - two, two - one)):
-                rho = sum(n[k]["new"][i, t] - n[k]["old"][i, t] for t in policy_slots[k][i]).exp()
+                rho = sum(n[k]["new"][i, t] - n[k]["old"][i, t] for t in policy_positions[k][i]).exp()
                 terms.append(torch.maximum(-a * rho, -a * rho.clamp(1 - CLIP, 1 + CLIP)))
             out[k] = (r[k], None, [[one - two] * T, [two - one] * T], sum(terms) / 2, None)
         return out
@@ -150,15 +150,17 @@ def straight(system: str, ranks: list[int], n: dict[int, dict]) -> dict[int, tup
         returns[k] = [[x + y for x, y in zip(row, own)] for row, own in zip(a[k], v[k])]
     for k in ranks:
         if system in ("summarize", "trl_ppo", "openai"):
-            pool = [a[k][i][t] for i in range(2) for t in policy_slots[k][i]]
-        elif system == "trlx":  # the tensor of a micro-batch ends two slots after its longest response, or with the row
+            pool = [a[k][i][t] for i in range(2) for t in policy_positions[k][i]]
+        elif (
+            system == "trlx"
+        ):  # the tensor of a micro-batch ends two positions after its longest response, or with the row
             pool = [x for j in ranks for row in a[j] for x in row]
         elif system == "default":
-            pool = [a[j][i][t] for j in ranks for i in range(2) for t in policy_slots[j][i]]
+            pool = [a[j][i][t] for j in ranks for i in range(2) for t in policy_positions[j][i]]
         unbiased = system == "trl_ppo" or (system == "trlx" and len(ranks) == 1)
         final = a[k] if system.startswith("deepspeed") else whitened(a[k], pool, unbiased)
         factor = 0.1 if system in ("openai", "summarize", "trl_ppo") else 1.0
-        losses = ppo_losses(n[k], final, returns[k], v[k], policy_slots[k], value_slots[k], factor)
+        losses = ppo_losses(n[k], final, returns[k], v[k], policy_positions[k], value_positions[k], factor)
         out[k] = (r[k], v[k], final, *losses)
     return out
 
@@ -223,7 +225,7 @@ def test_rewards_advantages_losses_and_gradients(system, ranks):
         rewards, values, advantages, masks, policy, value, new, new_values = got
         want_rewards, want_values, want_advantages, want_policy, want_value = expected[rank]
         width = rewards.shape[1]
-        if system == "trl_rloo":  # a response's rewards are summed: on which slot the score stands does not matter
+        if system == "trl_rloo":  # a response's rewards are summed: on which position the score stands does not matter
             assert rewards.sum(-1).tolist() == pytest.approx([math.fsum(row) for row in want_rewards], abs=1e-5)
         elif system != "openai":  # whose rewards the version above has whitened
             close(rewards, want_rewards)
@@ -342,7 +344,7 @@ def test_trlxs_penalty_has_a_hole_behind_a_pad():
     tokens = torch.tensor([[11, 12, 5, PAD, 6, 9, PAD, PAD]])
     mask, start = (tokens != PAD).long(), 1
     ends = start + mask[0, start:].sum() + 1
-    log_ratio = torch.tensor([[0.1 * slot for slot in range(1, 8)]]) * mask[:, :-1]
+    log_ratio = torch.tensor([[0.1 * position for position in range(1, 8)]]) * mask[:, :-1]
     expected = torch.zeros(6)
     expected[: ends - start] = -0.1 * log_ratio[0, start:ends]
     assert expected.tolist() == pytest.approx([-0.02, -0.03, 0.0, -0.05, -0.06, 0.0], abs=1e-7)
@@ -350,7 +352,7 @@ def test_trlxs_penalty_has_a_hole_behind_a_pad():
     algorithm = Algorithm(get_dialect("trlx"), pad_token_id=PAD, end_token_id=EOS)
     sampled = torch.tensor([[True] * 4 + [False] * 2])
     positions = algorithm.positions(tokens[:, 2:], sampled)
-    ours = torch.tensor([[0.1 * slot for slot in range(2, 8)]])
+    ours = torch.tensor([[0.1 * position for position in range(2, 8)]])
     rewards = algorithm.compute_rewards(ours, torch.zeros(1, 6), torch.zeros(1), positions, 0.1)
     torch.testing.assert_close(rewards[0], expected)
 

@@ -17,9 +17,9 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from engine.errors import UserError
 from engine.experience import position_ids
 from engine.models.checking import check_policy, check_scorer, check_trunk, fingerprint
+from engine.models.config_and_tokenizer import read_tokenizer
 from engine.models.loading import load_policy, load_scorer, new_scorer
 from engine.models.lora import LoraSpec, adapt
-from engine.models.reading import read_tokenizer
 from engine.models.saving import adapter_files, save_adapter
 from engine.models.trunk import make_trunk
 from scripts.harness.models import make_adapter, make_causal_lm, make_tokenizer
@@ -202,7 +202,7 @@ def test_adapters_of_other_bases_and_kinds_and_of_no_numbers_are_refused(whole, 
     bad = tmp_path / "nan"
     shutil.copytree(whole / "adapter", bad)
     change(bad, lambda state: {name: value * float("nan") for name, value in state.items()})
-    with pytest.raises(UserError, match="NaN or infinite numbers stand in 8 of the adapter's weights"):
+    with pytest.raises(UserError, match="NaN or infinite numbers are in 8 of the adapter's weights"):
         load_policy(str(bad), torch.float32)
 
 

@@ -17,16 +17,16 @@ from transformers import (
     AutoModelForSequenceClassification,
 )
 
-from engine.copies import ActorCopy
+from engine.actor_copy import ActorCopy
 from engine.errors import SharedError, UserError
 from engine.experience import position_ids
 from engine.models import attention as attention_module
 from engine.models import loading
 from engine.models.attention import BY_ROW, Attention, PackedRows, attention_in_words, has_kernel
+from engine.models.config_and_tokenizer import CLASSIFIER, LANGUAGE_MODEL
 from engine.models.hydra import load_hydra
 from engine.models.loading import check_padding, load_policy, load_scorer, new_critic, new_scorer
 from engine.models.lora import LoraSpec
-from engine.models.reading import CLASSIFIER, LANGUAGE_MODEL
 from engine.models.saving import save_model
 from engine.models.trunk import ScoringRole, make_trunk
 from engine.rollout.passes import takes_slot_masks

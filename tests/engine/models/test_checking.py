@@ -30,8 +30,8 @@ from engine.models.checking import (
     check_vocabularies,
     fingerprint,
 )
+from engine.models.config_and_tokenizer import read_tokenizer
 from engine.models.loading import load_policy, load_scorer, new_scorer
-from engine.models.reading import read_tokenizer
 from scripts.harness import model_damages as damages
 from scripts.harness.model_damages import edit_config, edit_weights
 from scripts.harness.models import make_causal_lm, make_config, make_scorer, make_tokenizer, save_random
@@ -60,7 +60,7 @@ def config_only(folder, config, **more):
     [
         (
             make_causal_lm,
-            r"is no reward model but LlamaForCausalLM\. Give a folder written by training/step2_reward\.py",
+            r"is not a reward model but LlamaForCausalLM\. Give a folder written by training/step2_reward\.py",
         ),
         (lambda folder: with_labels(folder, 2), r"has num_labels = 2\. Give a reward model, which has 1"),
         (
@@ -82,7 +82,7 @@ def test_what_is_no_reward_model_is_refused(tmp_path, make, message):
 def test_a_reward_model_is_refused_as_an_actor(tmp_path):
     ours, theirs = make_scorer(tmp_path / "ours"), deepspeed_chat_reward(tmp_path / "theirs", "opt")[0]
     for path, found in ((ours, "LlamaForSequenceClassification"), (theirs, "a reward model of DeepSpeed-Chat")):
-        with pytest.raises(UserError, match=rf"^--actor: .* is no language model but {found}\. Give the SFT model"):
+        with pytest.raises(UserError, match=rf"^--actor: .* is not a language model but {found}\. Give the SFT model"):
             check_policy(path, "--actor")
 
 
@@ -275,7 +275,7 @@ def test_weights_that_are_no_numbers_are_refused(tmp_path, value):
     edit_weights(make_causal_lm(tmp_path / "actor"), spoil)
     edit_weights(make_scorer(tmp_path / "critic"), spoil)
     for load, name in ((load_policy, "actor"), (load_scorer, "critic")):
-        with pytest.raises(UserError, match=r"NaN or infinite numbers stand in 1 of .* \(model\.norm\.weight\)"):
+        with pytest.raises(UserError, match=r"NaN or infinite numbers are in 1 of .* \(model\.norm\.weight\)"):
             load(str(tmp_path / name), torch.float32)
 
 

@@ -148,7 +148,7 @@ def test_it_is_a_trunk_for_a_new_head_and_no_language_model(tmp_path):
     path, _ = openrlhf_reward(tmp_path, value_head_prefix="value_head", normalize_reward=True)
     config = new_scorer(path, torch.float32, PAD, seed=0).model.config
     assert config.score_offset == 0 and not hasattr(config, "mean") and not hasattr(config, "value_head_prefix")
-    with pytest.raises(UserError, match=r"^--actor: .* is no language model but RewardModel\. Give the SFT model"):
+    with pytest.raises(UserError, match=r"^--actor: .* is not a language model but RewardModel\. Give the SFT model"):
         check_policy(path, "--actor")
 
 

@@ -15,10 +15,10 @@ from transformers import (
     MixtralForCausalLM,
 )
 
+from engine.models.config_and_tokenizer import read_tokenizer
 from engine.models.loading import load_policy, load_scorer, new_scorer
-from engine.models.reading import read_tokenizer
 from engine.models.saving import save_model
-from engine.zero.gathering import lent_state
+from engine.zero.gathering import gathered_state
 from scripts.harness.models import EOS, PAD, make_causal_lm, make_tokenizer, save_random
 from tests.engine.meters import LiveBytes
 from tests.engine.models.scored_rows import ROWS, batch, pooled, saved, scores
@@ -114,7 +114,7 @@ def test_files_written_a_tensor_at_a_time_are_those_of_save_pretrained(tmp_path,
     monkeypatch.setattr(type(policy.model), "save_pretrained", partialmethod(save, max_shard_size=shard_size))
     vars(policy.model.config).update(policy.replaced)  # as in the source, and in what save_model writes
     policy.model.save_pretrained(tmp_path / "whole")
-    with lent_state(policy.model) as state:
+    with gathered_state(policy.model) as state:
         save_model(policy, state, make_tokenizer(), tmp_path / "written")
     files = sorted(path.name for path in (tmp_path / "whole").iterdir())
     assert ("model.safetensors.index.json" in files) == (shard_size == "20KB")
@@ -141,7 +141,7 @@ def make_mixtral(folder) -> str:
 
 def test_a_weight_is_fetched_when_its_turn_comes(tmp_path):
     policy = load_policy(make_causal_lm(tmp_path / "source"), torch.float32)
-    with lent_state(policy.model) as state, LiveBytes(known=policy.model.parameters()) as meter:
+    with gathered_state(policy.model) as state, LiveBytes(known=policy.model.parameters()) as meter:
         save_model(policy, state, make_tokenizer(), tmp_path / "saved")
     largest = max(weight.nbytes for weight in policy.model.parameters())
     assert largest <= meter.peak < 1.5 * largest

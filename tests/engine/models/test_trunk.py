@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from engine.copies import ActorCopy
+from engine.actor_copy import ActorCopy
 from engine.engine_spec import EngineSpec
 from engine.errors import UserError
 from engine.experience import position_ids

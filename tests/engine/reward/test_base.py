@@ -251,7 +251,7 @@ def test_scores_and_parts_are_the_sources():
     [
         (ConnectionError("no answer"), r"judge raised ConnectionError: no answer \(.*test_base.py, line \d+"),
         (SystemExit(0), "judge raised SystemExit: 0"),
-        ([1.0, 2.0, 3.0], "which is no tensor"),
+        ([1.0, 2.0, 3.0], "which is not a tensor"),
         (torch.zeros(3, 1), r"shape \(3, 1\) for 3 responses"),
     ],
 )

@@ -121,7 +121,7 @@ def test_what_is_equal_and_what_is_not():
 
 @installed
 def test_an_answer_of_the_data_in_which_there_is_none():
-    with pytest.raises(ValueError, match=r"column answer: math-verify finds no answer in '', which stands in the data"):
+    with pytest.raises(ValueError, match=r"column answer: math-verify finds no answer in '', which is in the data"):
         scored([("", "42")])
 
 

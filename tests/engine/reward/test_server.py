@@ -242,9 +242,9 @@ REFUSED = {
     "unknown": "answered a score for the id 'another', which it was not asked for",
     "nan": "answered nan for response 0 of 3, which is not finite",
     "infinite": "answered inf for response 0 of 3, which is not finite",
-    "text": "answered '1.0' for response 0 of 3, which is no number",
-    "truth": "answered True for response 0 of 3, which is no number",
-    "null": "answered None for response 0 of 3, which is no number",
+    "text": "answered '1.0' for response 0 of 3, which is not a number",
+    "truth": "answered True for response 0 of 3, which is not a number",
+    "null": "answered None for response 0 of 3, which is not a number",
     "not json": "answered b'<html>', which is no JSON",
     "huge": r"answered more than 1097728 bytes, which begin b'\[\[",  # 2^20 + 3 * 2^14
 }

@@ -6,11 +6,11 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
-from engine.copies import copies_bytes
+from engine.actor_copy import copies_bytes
 from engine.errors import UserError
 from engine.models.policy import Policy, Scorer
 from engine.rollout import ReplicaRollouts, Zero3Rollouts, build_rollouts
-from engine.rollout.placing import KEPT, MOST, placed
+from engine.rollout.placement import KEPT, MOST, place_copy
 from scripts.harness.models import make_tokenizer
 
 ROLES = ("actor", "critic", "reference", "reward model")
@@ -102,7 +102,7 @@ GB = 10**9
 )
 def test_the_fewest_ranks_that_can_hold_a_70b_actor(free, ranks, between_steps, fits):
     """140 GB of weights in 16 bits, 10 GB of keys and values on each rank."""
-    found = placed({1: 140 * GB, 2: 70 * GB, 4: 35 * GB}, 10 * GB, free * GB)
+    found = place_copy({1: 140 * GB, 2: 70 * GB, 4: 35 * GB}, 10 * GB, free * GB)
     assert (found.ranks, found.between_steps, found.fits) == (ranks, between_steps, fits)
     held = 140 // ranks + 10
     where = f"a copy, keys and values on {ranks} ranks" if ranks > 1 else "a copy, keys and values"

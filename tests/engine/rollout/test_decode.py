@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, Mistra
 from engine.algo.sampling import keyed_uniforms
 from engine.algorithms import get_dialect
 from engine.experience import PromptBatch, Rollout
+from engine.models.config_and_tokenizer import read_tokenizer
 from engine.models.loading import load_policy
-from engine.models.reading import read_tokenizer
 from engine.rlhf_engine import EngineSpec, frozen_model
 from engine.rollout import ReplicaRollouts, decode, request
 from engine.rollout.base import SamplingConfig

@@ -33,9 +33,9 @@ from engine.rollout.passes import (
     Passes,
     RecordedPasses,
     _CudaCapture,
-    _NoQuestions,
+    _NoHostReads,
     _slots_of_shape,
-    passes_of,
+    make_passes,
     rows_of_shape,
     takes_slot_masks,
     windows_of,
@@ -108,7 +108,7 @@ def of_config(folder, family: str, **config):
 
 def taken(model: nn.Module, decoding: str) -> Passes:
     with torch.inference_mode():
-        return passes_of(model, SlotCache(), takes_slot_masks(model), decoding)
+        return make_passes(model, SlotCache(), takes_slot_masks(model), decoding)
 
 
 @pytest.mark.parametrize("family, rows_at_once", ANSWERED)
@@ -508,7 +508,7 @@ def test_what_no_graph_can_hold(ask, reason, context):
     """The meta device stands for a GPU."""
     with context():
         x, device = torch.tensor([1.0, 0.0]), torch.empty(2, device="meta")
-        with pytest.raises(ValueError, match=reason) if reason else contextlib.nullcontext(), _NoQuestions():
+        with pytest.raises(ValueError, match=reason) if reason else contextlib.nullcontext(), _NoHostReads():
             ask(x, device)
 
 
@@ -557,4 +557,4 @@ def test_the_models_own_code_goes_on_where_a_capture_fails(graphed_models, expec
 
 def test_there_are_no_graphs_on_cpus(graphed_models):
     with pytest.warns(UserWarning, match="decoding graphs does not work .*not on a GPU"), torch.inference_mode():
-        assert type(passes_of(graphed_models["llama"], Sampler(make_tokenizer()).cache, True, "graphs")) is Passes
+        assert type(make_passes(graphed_models["llama"], Sampler(make_tokenizer()).cache, True, "graphs")) is Passes

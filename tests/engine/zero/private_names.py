@@ -67,7 +67,7 @@ PRIVATE_NAMES = (
         "gathering anew what a checkpoint has put into frozen weights",
         "none: it is taken for what never changes",
     ),
-    # engine/zero/long_batch.py
+    # engine/zero/gather_once.py
     PrivateName(
         _PARTITIONS,
         "ds_active_sub_modules",
@@ -176,7 +176,7 @@ PRIVATE_NAMES = (
     ),
     PrivateName("deepspeed.runtime.fp16.loss_scaler.LossScaleConfig", "cur_iter", "counting a step once", "none"),
     PrivateName(_MASTERS, "_update_scale", "changing the scale after the step and not within", "none"),
-    # engine/zero/shards.py
+    # engine/zero/training_state.py
     *(
         PrivateName(
             "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler", name, "checkpoints", "none gives the counters"

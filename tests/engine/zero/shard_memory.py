@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from engine.zero.shards import Shard
+from engine.zero.training_state import Shard
 
 
 def whole(shards: list[Shard]) -> dict[str, Tensor]:

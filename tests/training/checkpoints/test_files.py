@@ -13,12 +13,12 @@ from safetensors.torch import load_file
 
 from engine import distributed
 from engine.errors import UserError
-from tests.training.checkpoints.tiny_points import SETTINGS, TinyRun, flip_bit, write_points
+from tests.training.checkpoints.tiny_checkpoints import SETTINGS, TinyRun, flip_bit, write_checkpoints
 from training.checkpoints import saving
 from training.checkpoints import saving as module
 from training.checkpoints.conditions import Conditions
-from training.checkpoints.files import ShardFiles, damages, point_folder, points_in
-from training.checkpoints.resuming import ResumePoint, _read, restore, set_aside_newer
+from training.checkpoints.files import ShardFiles, checkpoint_folder, checkpoints_in, damages
+from training.checkpoints.resuming import Checkpoint, _read, restore, set_aside_newer
 
 
 def names(output_dir: Path) -> list[str]:
@@ -58,13 +58,13 @@ def test_training_goes_on_while_a_point_is_written_unless_that_is_not_wanted(tmp
     run.model.matrix.fill_(7.0)  # the next step
     unwritten_noted.set()
     run.checkpoints.wait()
-    point = tmp_path / "checkpoints" / "step_000001"
-    assert ShardFiles(point / "actor").whole("weights/matrix").tolist() == [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
+    checkpoint = tmp_path / "checkpoints" / "step_000001"
+    assert ShardFiles(checkpoint / "actor").whole("weights/matrix").tolist() == [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
     metrics = run.checkpoints.take_metrics()
     assert metrics.keys() == {"time/checkpoint", "checkpoint/seconds", "checkpoint/bytes"}
-    files = [path for path in point.rglob("*") if path.is_file() and path.name != "manifest.json"]
+    files = [path for path in checkpoint.rglob("*") if path.is_file() and path.name != "manifest.json"]
     assert metrics["checkpoint/bytes"] == sum(path.stat().st_size for path in files)
-    assert str(point) in run.said[0] and run.checkpoints.take_metrics() == {}
+    assert str(checkpoint) in run.said[0] and run.checkpoints.take_metrics() == {}
 
 
 def test_minutes_are_counted_from_the_point_before(tmp_path, monkeypatch):
@@ -114,13 +114,13 @@ def test_a_folder_that_cannot_be_made_is_a_failed_write_too(tmp_path):
 def test_a_link_in_the_place_of_a_point_is_not_written_through(name, target, tmp_path):
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "theirs").write_text("theirs")
-    link = point_folder(tmp_path / "out", 1).with_name(name)
+    link = checkpoint_folder(tmp_path / "out", 1).with_name(name)
     link.parent.mkdir(parents=True)
     link.symlink_to(tmp_path / target)
     run = TinyRun(tmp_path / "out", steps=1)
     run.train_to(1)
-    point = point_folder(tmp_path / "out", 1)
-    assert damages(point) == [] and not point.is_symlink()
+    checkpoint = checkpoint_folder(tmp_path / "out", 1)
+    assert damages(checkpoint) == [] and not checkpoint.is_symlink()
     assert [path.name for path in (tmp_path / "other").iterdir()] == ["theirs"]
     assert not (tmp_path / "nowhere").exists()
 
@@ -134,7 +134,7 @@ def test_the_newest_and_the_best_are_kept(tmp_path):
 
 
 def test_scores_of_before_a_restart_count(tmp_path):
-    points = write_points(tmp_path, 1, 2)
+    points = write_checkpoints(tmp_path, 1, 2)
     run = TinyRun(tmp_path, resumed=points[1], scores={1: 0.5}, steps=1, keep=1, keep_best=True)
     run.step = 2
     run.train_to(4, scores={3: 0.4})
@@ -142,7 +142,7 @@ def test_scores_of_before_a_restart_count(tmp_path):
 
 
 def test_nothing_is_deleted_that_the_program_did_not_write(tmp_path):
-    write_points(tmp_path, 1, 2)
+    write_checkpoints(tmp_path, 1, 2)
     (tmp_path / "checkpoints" / "step_000001" / "notes.txt").write_text("mine")
     (tmp_path / "checkpoints" / "step_000000").mkdir()
     (tmp_path / "checkpoints" / "mine").mkdir()
@@ -163,12 +163,12 @@ def test_a_point_is_written_once_and_another_course_is_set_aside(tmp_path):
     assert names(tmp_path) == ["step_000003", "step_000003.abandoned"]
 
 
-def find(path, output_dir="elsewhere", **run) -> ResumePoint:
-    return ResumePoint.find(str(path), str(output_dir), **run)
+def find(path, output_dir="elsewhere", **run) -> Checkpoint:
+    return Checkpoint.find(str(path), str(output_dir), **run)
 
 
 def test_the_newest_point_is_found_by_its_number(tmp_path):
-    write_points(tmp_path, 5, 999_998, 1_000_000)
+    write_checkpoints(tmp_path, 5, 999_998, 1_000_000)
     for name in ("step_2000000.partial", "step_2000001.abandoned", "step_2000002.pruned"):
         (tmp_path / "checkpoints" / name).mkdir()
     assert find(tmp_path).folder.name == "step_1000000" and find(tmp_path).steps_done == 1_000_000
@@ -176,20 +176,20 @@ def test_the_newest_point_is_found_by_its_number(tmp_path):
 
 def test_auto_is_the_beginning_where_there_is_none(tmp_path):
     assert find("auto", tmp_path / "new") is None and find("auto", tmp_path) is None
-    write_points(tmp_path, 5)
-    point = find("auto", tmp_path)
-    assert point.steps_done == 5 and point.in_output_dir
-    assert ResumePoint.find(None, str(tmp_path)) is None
+    write_checkpoints(tmp_path, 5)
+    checkpoint = find("auto", tmp_path)
+    assert checkpoint.steps_done == 5 and checkpoint.in_output_dir
+    assert Checkpoint.find(None, str(tmp_path)) is None
 
 
 def test_going_on_from_an_older_point_sets_the_newer_ones_aside(tmp_path, monkeypatch):
-    write_points(tmp_path, 5, 6, 10)
+    write_checkpoints(tmp_path, 5, 6, 10)
     with monkeypatch.context() as other:
         other.setattr(distributed, "is_main", lambda: False)
         set_aside_newer(tmp_path, 5)
     assert find(tmp_path).folder.name == "step_000010"  # the main rank does it
     set_aside_newer(tmp_path, 5)
-    write_points(tmp_path, 10)
+    write_checkpoints(tmp_path, 10)
     for name in ("step_000007.partial", "step_000003.pruned"):  # of a killed run
         (tmp_path / "checkpoints" / name / "actor").mkdir(parents=True)
     set_aside_newer(tmp_path, 5)
@@ -203,39 +203,39 @@ def test_steps_before_the_first_are_below_0(tmp_path):
     run = TinyRun(tmp_path)
     for run.step in (-8, -2, 0, 4):
         run.checkpoints.save(run.step, wait=True)
-    names = [path.name for path in points_in(tmp_path)]
+    names = [path.name for path in checkpoints_in(tmp_path)]
     assert names == ["step_-00008", "step_-00002", "step_000000", "step_000004"]
     partial = tmp_path / "checkpoints" / "step_-00001.partial"
     partial.mkdir()
     assert find(tmp_path).steps_done == 4
     set_aside_newer(tmp_path, -2)
-    assert not partial.exists() and [path.name for path in points_in(tmp_path)] == names[:2]
+    assert not partial.exists() and [path.name for path in checkpoints_in(tmp_path)] == names[:2]
     assert find(tmp_path).steps_done == -2 and find("auto", tmp_path).folder.name == "step_-00002"
 
 
 def test_whether_the_run_stands_in_the_output_folder(tmp_path, monkeypatch):
-    write_points(tmp_path, 5)
+    write_checkpoints(tmp_path, 5)
     monkeypatch.chdir(tmp_path)
     assert find(tmp_path, ".").in_output_dir and find("checkpoints/step_000005", "x/..").in_output_dir
     assert not find(tmp_path).in_output_dir
 
 
 def test_other_settings_are_refused_by_name(tmp_path):
-    point = find(*write_points(tmp_path, 5))
-    point.check(Conditions(SETTINGS), last_step=5)
+    checkpoint = find(*write_checkpoints(tmp_path, 5))
+    checkpoint.check(Conditions(SETTINGS), last_step=5)
     with pytest.raises(UserError, match="--seed was 1 when it was written and is 2 now"):
-        point.check(Conditions({**SETTINGS, "--seed": 2}), last_step=5)
+        checkpoint.check(Conditions({**SETTINGS, "--seed": 2}), last_step=5)
     with pytest.raises(UserError, match="stands at step 5, behind the run's last step 4. Raise --max_steps"):
-        point.check(Conditions(SETTINGS), last_step=4)
+        checkpoint.check(Conditions(SETTINGS), last_step=4)
 
 
 def test_a_damaged_point_is_passed_over_for_the_one_before_it(tmp_path):
-    older, newer = write_points(tmp_path, 5, 10)
+    older, newer = write_checkpoints(tmp_path, 5, 10)
     flip_bit(newer / "actor" / "rank_00000.safetensors")
     for path in (tmp_path, "auto"):
-        point = find(path, tmp_path)
-        assert point.folder == older and point.state["samples"] == 40
-        assert point.lines() == [
+        checkpoint = find(path, tmp_path)
+        assert checkpoint.folder == older and checkpoint.state["samples"] == 40
+        assert checkpoint.lines() == [
             f"PASSED OVER: the checkpoint {newer} is damaged: actor/rank_00000.safetensors holds other bytes than "
             "were written",
             f"goes on from {older}, after step 5",
@@ -243,7 +243,7 @@ def test_a_damaged_point_is_passed_over_for_the_one_before_it(tmp_path):
 
 
 def test_a_damaged_point_that_is_named_is_refused(tmp_path):
-    first, second, third = write_points(tmp_path, 5, 10, 15)
+    first, second, third = write_checkpoints(tmp_path, 5, 10, 15)
     (third / "trainer_state.json").unlink()
     (second / "manifest.json").write_text("{}")
     with pytest.raises(UserError) as refusal:
@@ -259,7 +259,7 @@ def test_a_damaged_point_that_is_named_is_refused(tmp_path):
 
 
 def test_a_point_of_another_format_is_refused_by_it_and_passed_over_for_none(tmp_path, monkeypatch):
-    write_points(tmp_path, 5, 10)
+    write_checkpoints(tmp_path, 5, 10)
     monkeypatch.setattr("training.checkpoints.files.FORMAT", 2)
     for path in (tmp_path, tmp_path / "checkpoints" / "step_000010"):
         with pytest.raises(UserError, match="step_000010: the checkpoint is of format 1, and .* reads format 2"):
@@ -268,7 +268,7 @@ def test_a_point_of_another_format_is_refused_by_it_and_passed_over_for_none(tmp
 
 def test_an_average_is_not_lost_by_a_flag_that_was_forgotten(tmp_path, monkeypatch):
     monkeypatch.setattr("training.checkpoints.saving.state_file", state_with_average)
-    folder = write_points(tmp_path, 5)[0]
+    folder = write_checkpoints(tmp_path, 5)[0]
     with pytest.raises(UserError, match="it has a moving average, which would be lost. Give --enable_ema"):
         find(folder)
     assert find(folder, with_ema=True).steps_done == 5
@@ -285,10 +285,10 @@ def test_nothing_there_is_said_with_what_to_do(tmp_path):
 
 
 def test_an_average_that_the_checkpoint_lacks_begins_with_its_weights():
-    point = ResumePoint(Path("step_000003"), {"ema": False, "models": {}})
+    checkpoint = Checkpoint(Path("step_000003"), {"ema": False, "models": {}})
     ema = SimpleNamespace(means=[torch.zeros(2)], actor=SimpleNamespace(master_shards=lambda: [torch.ones(2)]))
-    assert restore(point, {}) == []
-    assert "begins with the weights" in restore(point, {}, ema)[0] and ema.means[0].tolist() == [1, 1]
+    assert restore(checkpoint, {}) == []
+    assert "begins with the weights" in restore(checkpoint, {}, ema)[0] and ema.means[0].tolist() == [1, 1]
 
 
 @pytest.mark.parametrize(

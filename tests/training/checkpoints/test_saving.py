@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from tests.engine.meters import LiveBytes
-from tests.training.checkpoints.tiny_points import TinyModel, TinyRun
+from tests.training.checkpoints.tiny_checkpoints import TinyModel, TinyRun
 from training.checkpoints import saving
-from training.checkpoints.files import ShardFiles, point_folder
+from training.checkpoints.files import ShardFiles, checkpoint_folder
 
 
 def matrix(run: TinyRun, step: int) -> list:
-    return ShardFiles(point_folder(run.checkpoints.output_dir, step) / "actor").whole("weights/matrix").tolist()
+    return ShardFiles(checkpoint_folder(run.checkpoints.output_dir, step) / "actor").whole("weights/matrix").tolist()
 
 
 def allocated(run: TinyRun) -> LiveBytes:

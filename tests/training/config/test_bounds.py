@@ -97,7 +97,10 @@ def test_offload_needs_something_to_offload():
         (("--reward_function", "m:f", "--reward_weights", "nan"), "--reward_weights nan: must be finite."),
         (("--reward_function", "m:f", "m:f"), "--reward_function m:f m:f: m:f is given twice."),
         (("--answer_column", "solution"), "--answer_column solution needs --reward_function math_verify."),
-        (("--reward_function", "format", "--response_format", "(a"), "--response_format (a: is no regular expression"),
+        (
+            ("--reward_function", "format", "--response_format", "(a"),
+            "--response_format (a: is not a regular expression",
+        ),
         (("--overlap_rewards",), "--overlap_rewards needs --reward_function or --reward_url"),
         (
             ("--reward_function", "m:f", "m:g", "--reward_weights", "0", "0"),

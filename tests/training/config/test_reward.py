@@ -337,12 +337,12 @@ def test_it_stands_in_for_the_reward_model_or_beside_one():
 @pytest.mark.parametrize(
     "words, message",
     [
-        (("--reward_url", "10.0.0.7:8000"), "--reward_url 10.0.0.7:8000: is no URL of a server"),
-        (("--reward_url", "ftp://a/"), "--reward_url ftp://a/: is no URL of a server"),
-        (("--reward_url", "http://a:99999/"), "--reward_url http://a:99999/: is no URL of a server"),
-        (("--reward_url", "http:///score"), "--reward_url http:///score: is no URL of a server"),
+        (("--reward_url", "10.0.0.7:8000"), "--reward_url 10.0.0.7:8000: is not a URL of a server"),
+        (("--reward_url", "ftp://a/"), "--reward_url ftp://a/: is not a URL of a server"),
+        (("--reward_url", "http://a:99999/"), "--reward_url http://a:99999/: is not a URL of a server"),
+        (("--reward_url", "http:///score"), "--reward_url http:///score: is not a URL of a server"),
         (("--reward_url", "http://me:secret@a/"), "--reward_url http://.../: holds a user's name"),
-        (("--reward_url", "http://me:secret@a:port/"), "--reward_url http://.../: is no URL"),
+        (("--reward_url", "http://me:secret@a:port/"), "--reward_url http://.../: is not a URL"),
         (("--reward_url_batch_size", "0"), "--reward_url_batch_size 0: must be at least 1"),
         (("--reward_url_timeout", "0"), "--reward_url_timeout 0.0: must be greater than 0"),
         (("--reward_url_patience", "inf"), "--reward_url_patience inf: must be finite"),

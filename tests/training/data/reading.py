@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from training.data.forms import Form
-from training.data.rows import load_rows
+from training.data.record_forms import Form
+from training.data.row_selection import load_rows
 
 
 def rows_of(path: str | Path, form: Form, tokenizer=None) -> list[dict]:

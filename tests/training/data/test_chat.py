@@ -15,7 +15,7 @@ from tests.training.data.reading import rows_of
 from tests.training.data.tiny_tokenizers import CHATML, EOS, chat_tokenizer, word_tokenizer
 from training.data.chat import Rendered, Turns
 from training.data.examples import PairExamples, Prompts, SFTExamples
-from training.data.forms import PAIRS, PROMPTS, SFT
+from training.data.record_forms import PAIRS, PROMPTS, SFT
 from training.data.tokens import TextEncoder, end_of_turn, stop_token_ids
 
 EACH = "{% for m in messages %}"

@@ -23,7 +23,7 @@ from engine.errors import UserError
 from tests.training.data.reading import rows_of
 from training.data import files
 from training.data.files import read_records
-from training.data.forms import SFT
+from training.data.record_forms import SFT
 from training.data.sources import open_source
 
 

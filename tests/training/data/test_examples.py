@@ -14,7 +14,7 @@ from pyarrow import parquet
 from tokenizers.normalizers import BertNormalizer
 
 from engine.errors import UserError
-from engine.models.reading import read_tokenizer
+from engine.models.config_and_tokenizer import read_tokenizer
 from scripts.harness.models import make_causal_lm
 from tests.training.data.tiny_tokenizers import BOS, CHATML, EOS, PAD, chat_tokenizer, word_tokenizer
 from training.data.examples import (
@@ -29,8 +29,8 @@ from training.data.examples import (
     collate_sft,
     prompt_batch,
 )
-from training.data.forms import PAIRS, PROMPTS, SFT
-from training.data.rows import load_rows
+from training.data.record_forms import PAIRS, PROMPTS, SFT
+from training.data.row_selection import load_rows
 from training.data.tokens import EMPTY, TextEncoder, stop_token_ids
 from training.runtime.start_report import counted, shown_rows
 

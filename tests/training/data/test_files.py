@@ -21,7 +21,7 @@ from engine.zero.config import stage_of_file
 from tests.training.data.reading import rows_of
 from training.config.parsing import read_yaml
 from training.data.files import DataFile, Unread, read_records
-from training.data.forms import PAIRS, PROMPTS, SFT
+from training.data.record_forms import PAIRS, PROMPTS, SFT
 from training.data.sources import open_source
 
 
@@ -55,7 +55,7 @@ def test_csv_cells_are_texts_and_empty_ones_are_absent(write):
         (b"text\na\nb,c\n", r"rows.csv, line 3: found 2 cells in the 1 columns text\. Put cells"),
         (b'text\na\n"b\nc\n', r"""rows.csv, line 3: found '"b', which is no CSV \(unexpected end of data\)"""),
         (b'text\n"a"b\n', r"""line 2: found '"a"b', which is no CSV"""),
-        (b"text,text\na,b\n", r"line 1: found the column names text, text; each may stand there once"),
+        (b"text,text\na,b\n", r"line 1: found the column names text, text; each may occur once"),
         (b"text\na\nb\xff\n", r"line 3: found the byte 0xff"),
         (b"text\na\n\0\n", r"line 3: found a NUL character"),
         (
@@ -148,7 +148,7 @@ def test_a_column_of_bytes_where_a_text_is_needed(tmp_path):
 def test_two_columns_of_a_name(tmp_path):
     table = pyarrow.table([["a"], ["b"]], names=["text", "text"])
     parquet.write_table(table, tmp_path / "rows.parquet")
-    with pytest.raises(UserError, match="rows.parquet: found the column names text, text; each may stand there once"):
+    with pytest.raises(UserError, match="rows.parquet: found the column names text, text; each may occur once"):
         read_records(tmp_path / "rows.parquet")
 
 

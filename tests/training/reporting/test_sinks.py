@@ -12,8 +12,8 @@ import torch
 
 from engine.errors import RunStopped, UserError
 from scripts.harness.programs import metric_lines
-from training.reporting import records, sinks
-from training.reporting.records import read_lines
+from training.reporting import run_record, sinks
+from training.reporting.run_record import read_lines
 from training.reporting.sinks import JsonlSink, MetricWriter, TensorBoardSink, truncate_after
 from training.reporting.trackers import flattened
 from training.runtime import stopping
@@ -57,7 +57,7 @@ def test_a_failed_truncation_leaves_the_file_as_it_was(tmp_path, monkeypatch):
     def fail(*_):
         raise OSError("disk full")
 
-    monkeypatch.setattr(records.os, "fsync", fail)
+    monkeypatch.setattr(run_record.os, "fsync", fail)
     with pytest.raises(OSError):
         truncate_after(path, 1)
     assert path.read_text() == '{"step": 1}\n{"step": 2}\n'

@@ -12,7 +12,7 @@ from tests.training.reporting.metric_rows import ROWS, write
 from training.reporting.evaluation import PromptEvaluations
 from training.reporting.guards import Kind, Verdict, conclude, of_ppo, of_reward, of_sft
 from training.reporting.health import Finding, health
-from training.reporting.records import read_metrics
+from training.reporting.run_record import read_metrics
 from training.reporting.standard_errors import Estimate, paired, with_errors, without_scores
 from training.reporting.summary import RunSummary, summary_text
 

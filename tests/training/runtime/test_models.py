@@ -94,7 +94,7 @@ def test_an_adapted_head_that_is_the_embedding_too_is_saved_untied(family, tmp_p
     goes_on = load_policy(str(saved["actor_adapter"]), torch.float32, merge=False)
     adapt(goes_on, LoraSpec(dim=4, only=True), "actor", "reference")
     for role in (None, "reference"):
-        goes_on.take_role(role)
+        goes_on.select_role(role)
         torch.testing.assert_close(goes_on.model(**INPUTS).logits, expected, **CLOSE)
 
 

@@ -18,7 +18,7 @@ import pytest
 
 from engine.errors import RunStopped, UserError
 from tests.training.config.command_lines import step3
-from training.checkpoints.files import point_folder
+from training.checkpoints.files import checkpoint_folder
 from training.runtime import model_folders, output_folder, stopping
 from training.runtime.output_folder import COMPLETE, LOCK_FILE, finish_interrupted
 
@@ -159,7 +159,7 @@ def kill_at(number: int, monkeypatch) -> None:
 
     for owner, name in OPERATIONS:
         monkeypatch.setattr(owner, name, killing(getattr(owner, name)))
-    monkeypatch.setattr("engine.whole_files._exchanged", killing(EXCHANGED[0]))
+    monkeypatch.setattr("engine.atomic_files._exchanged", killing(EXCHANGED[0]))
 
 
 EXCHANGED = [None]
@@ -168,9 +168,9 @@ EXCHANGED = [None]
 @pytest.mark.parametrize("at_once", [True, False], ids=["exchanged", "renamed"])
 @pytest.mark.parametrize("name", ["actor", "."])
 def test_every_instant(name, at_once, tmp_path):
-    from engine import whole_files
+    from engine import atomic_files
 
-    EXCHANGED[0] = whole_files._exchanged if at_once else lambda one, other: False
+    EXCHANGED[0] = atomic_files._exchanged if at_once else lambda one, other: False
     for number in range(100):
         out = tmp_path / str(number)
         model_folders._replace(writer(OLD), out, name)
@@ -260,7 +260,7 @@ def begun(folder: Path) -> Path:
         (folder / name).parent.mkdir(exist_ok=True, parents=True)
         (folder / name).write_text("")
     (folder / "run.json").write_text(json.dumps({"starts": [{"models": None}]}))
-    partial = point_folder(folder, 1).with_name("step_000001.partial")
+    partial = checkpoint_folder(folder, 1).with_name("step_000001.partial")
     (partial / "actor").mkdir(parents=True)
     (partial / "actor" / "rank_00000.safetensors").write_bytes(b"half")
     (partial / "manifest.json").write_text("{}")
@@ -288,9 +288,9 @@ def test_a_run_that_came_to_nothing_begins_again_on_request(tmp_path):
 
 def test_results_and_anything_else_are_no_beginning(tmp_path):
     (begun(tmp_path / "done") / "run.json").write_text('{"starts": [{"models": {"step": 2, "actor": "x"}}, {}]}')
-    point_folder(begun(tmp_path / "point"), 1).mkdir()
+    checkpoint_folder(begun(tmp_path / "checkpoint"), 1).mkdir()
     (begun(tmp_path / "other") / "run.json").unlink()
-    for name in ("done", "point", "other"):
+    for name in ("done", "checkpoint", "other"):
         with pytest.raises(UserError, match="is not empty"):
             check(tmp_path / name)
     (begun(tmp_path / "strange") / "run.json").write_text('{"starts": [{"models": 5}]}')

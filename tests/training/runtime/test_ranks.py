@@ -25,7 +25,7 @@ from scripts.harness import free_port
 from scripts.harness.programs import Tiny, command_line
 from training import step3_rlhf
 from training.config.step3 import RLHFFlags
-from training.data.tables import Found, KnownRows, handed_over
+from training.data.token_cache import Found, KnownRows, handed_over
 from training.runtime import environment, import_errors, launch, nodes, ranks, watch
 from training.runtime.processes import phase
 from training.runtime.ranks import MeetingPoint, agreed, checked

@@ -18,8 +18,8 @@ from training.checkpoints.files import Schedule
 from training.config.step3 import RLHFFlags
 from training.config.supervised import RewardFlags, SFTFlags
 from training.data.examples import PairExamples, Prompts, SFTExamples
-from training.data.forms import PROMPTS
-from training.data.rows import load_rows
+from training.data.record_forms import PROMPTS
+from training.data.row_selection import load_rows
 from training.runtime.models import HARMLESS, model_notes
 from training.runtime.plan import reward_writing_line
 from training.runtime.start_report import (

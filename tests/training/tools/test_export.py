@@ -11,9 +11,9 @@ from engine.models.adapters import is_factor
 from engine.models.loading import load_policy
 from engine.models.lora import LoraSpec, adapt
 from engine.models.saving import adapter_files, merged_state
-from engine.zero.shards import Shard
+from engine.zero.training_state import Shard
 from scripts.harness.models import make_causal_lm
-from tests.training.checkpoints.tiny_points import TinyRun, flip_bit
+from tests.training.checkpoints.tiny_checkpoints import TinyRun, flip_bit
 from training.checkpoints.files import damages
 from training.tools.export import INDEX, main
 

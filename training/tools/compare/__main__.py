@@ -26,9 +26,9 @@ if __name__ == "__main__":
 import torch
 
 from engine import distributed
-from engine.models.reading import read_config
+from engine.atomic_files import write_whole
+from engine.models.config_and_tokenizer import read_config
 from engine.reward.base import CombinedReward, RewardModel, RewardSource
-from engine.whole_files import write_whole
 from engine.zero.accelerator import on_gpu
 from engine.zero.engines import FrozenModel
 from training.config.reward import check_columns, function_source, load_given

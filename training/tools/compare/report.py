@@ -221,7 +221,9 @@ def content(comparison: Comparison) -> dict:
 
 def page(comparison: Comparison) -> str:
     """The HTML page of the comparison."""
-    shown, args, samples = _shown(comparison), comparison.args, _samples(comparison)
+    shown = _shown(comparison)
+    args = comparison.args
+    samples = _samples(comparison)
     each = f", {args.num_samples_per_prompt} samples of each" if args.num_samples_per_prompt > 1 else ""
     drawn = "greedy" if args.greedy else f"temperature {args.temperature:g}, seed {args.seed}"
     how = f"{len(comparison.prompts):,} held-out prompts{each}; {drawn}; the same random numbers for all models."

@@ -10,7 +10,9 @@ from training.tools.memory.cluster import Cluster
 from training.tools.memory.flags import MemoryFlags
 from training.tools.memory.plan import MemoryPlan, plan, verdict
 
-GPUS_OF_A_NODE, MOST_GPUS, MOST_ROWS = 8, 1024, 512
+GPUS_OF_A_NODE = 8
+MOST_GPUS = 1024
+MOST_ROWS = 512
 BATCHES = ("per_device_generation_batch_size", "per_device_training_batch_size")
 
 Flags = dict[str, object]  # {flag: new value}

@@ -21,10 +21,10 @@ from typing import Any
 
 from engine.engine_spec import OptimizerSpec
 from engine.zero.config import EngineConfig, build_ds_config, with_fitting_sizes, zero_settings
+from engine.zero.gather_once import NOTHING_KEPT, Kept
 from engine.zero.gathering import GATHER_BUCKET
-from engine.zero.long_batch import NOTHING_KEPT, Kept
-from training.tools.memory.blueprint import Blueprint
 from training.tools.memory.cluster import Cluster
+from training.tools.memory.meta_model import MetaModel
 
 FLOAT = 4
 SUB_GROUP = 1_000_000_000  # parameters that DeepSpeed updates at a time at stage 3
@@ -45,7 +45,7 @@ class Engine:
     tf_adam: whether the optimizer is TensorFlowAdam, which has a buffer of its own.
     """
 
-    model: Blueprint
+    model: MetaModel
     stage: int
     zero: Any
     world: int
@@ -56,7 +56,7 @@ class Engine:
 
     @classmethod
     def of(
-        cls, model: Blueprint, config: EngineConfig, dtype: str, cluster: Cluster, passes: int, optimizer: OptimizerSpec
+        cls, model: MetaModel, config: EngineConfig, dtype: str, cluster: Cluster, passes: int, optimizer: OptimizerSpec
     ) -> "Engine":
         """The engine that this configuration makes of the model. Raises: UserError for a wrong DeepSpeed file."""
         ds_config = build_ds_config(config, dtype=dtype, micro_batch_size=1, trained=model.trained)

@@ -20,7 +20,7 @@ from engine.experience import position_ids
 from engine.models.hydra import HydraPolicy
 from engine.models.lora import decoder_stack
 from engine.models.policy import Policy
-from training.tools.memory.blueprint import Blueprint
+from training.tools.memory.meta_model import MetaModel
 
 SCORED = ("critic", "reward")  # the roles that compute scores
 FEW, MORE = 2, 4
@@ -28,7 +28,7 @@ _GROUPED = torch.ops.aten._grouped_mm.default
 
 
 @lru_cache(maxsize=256)
-def training_pass(model: Blueprint, rows: int, length: int, response: int, role: str | None = None) -> int:
+def training_pass(model: MetaModel, rows: int, length: int, response: int, role: str | None = None) -> int:
     """The number of bytes at the peak of a forward and backward pass.
 
     The gradient of a weight is counted from the moment when it is computed to the moment when it is added to the other
@@ -45,7 +45,7 @@ def training_pass(model: Blueprint, rows: int, length: int, response: int, role:
 
 
 @lru_cache(maxsize=256)
-def forward_pass(model: Blueprint, rows: int, length: int, response: int, role: str | None = None) -> int:
+def forward_pass(model: MetaModel, rows: int, length: int, response: int, role: str | None = None) -> int:
     """The number of bytes at the peak of a forward pass without gradients. Such passes compute experience, and read
     prompts. Arguments: as those of `training_pass`."""
     model.module.eval()
@@ -54,7 +54,7 @@ def forward_pass(model: Blueprint, rows: int, length: int, response: int, role: 
 
 
 def _output(
-    model: Blueprint, rows: int, length: int, response: int, role: str | None, with_entropy: bool = False
+    model: MetaModel, rows: int, length: int, response: int, role: str | None, with_entropy: bool = False
 ) -> Tensor:
     ids = torch.zeros(rows, length, dtype=torch.int64, device="meta")
     mask = torch.ones_like(ids)
@@ -64,7 +64,7 @@ def _output(
     return model.module(*given, role=role)
 
 
-def _peak(model: Blueprint, run: Callable[[], object]) -> int:
+def _peak(model: MetaModel, run: Callable[[], object]) -> int:
     """The bytes at the peak of a pass. Of a deep model only FEW and MORE layers are run, since each further layer adds
     the same number of bytes."""
     name = None if isinstance(model.module, HydraPolicy) else decoder_stack(model.module.model)

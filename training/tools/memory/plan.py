@@ -8,18 +8,18 @@ import math
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from engine.copies import copies_bytes
+from engine.actor_copy import copies_bytes
 from engine.host_memory import COPIES_SHARE
-from engine.models.reading import CLASSIFIER, LANGUAGE_MODEL
+from engine.models.config_and_tokenizer import CLASSIFIER, LANGUAGE_MODEL
 from engine.rollout.cache import cache_bytes
 from engine.rollout.decode import slots_of_a_row
-from engine.rollout.placing import Placing, placed
-from engine.zero.long_batch import KEPT, NOTHING_KEPT, Kept, what_to_keep
+from engine.rollout.placement import Placement, place_copy
+from engine.zero.gather_once import KEPT, NOTHING_KEPT, Kept, what_to_keep
 from training.config.step3 import RLHFFlags
 from training.config.supervised import RewardFlags, SupervisedFlags
-from training.tools.memory.blueprint import blueprints, built
 from training.tools.memory.cluster import FRAGMENTS, Cluster
 from training.tools.memory.engines import Bytes, Engine
+from training.tools.memory.meta_model import built, meta_models
 from training.tools.memory.passes import forward_pass, training_pass
 
 PHASES = ("generate", "experience", "train")
@@ -118,7 +118,7 @@ class _Planner:
     def __post_init__(self):
         args, spec = self.args, self.args.spec
         self.spec, self.dialect = spec, args.resolved.dialect
-        self.models = blueprints(spec)
+        self.models = meta_models(spec)
         self.engines = {
             config.role: Engine.of(
                 self.models[config.role],
@@ -150,7 +150,9 @@ class _Planner:
 
     def _averages(self) -> None:
         """Add the moving average and a moving reference."""
-        actor, spec, found = self.engines["actor"], self.spec, Bytes()
+        actor = self.engines["actor"]
+        spec = self.spec
+        found = Bytes()
         if spec.ema_decay is not None:
             found["ema", "weights"] = actor.average
         if spec.reference_refresh_steps is not None:
@@ -163,12 +165,16 @@ class _Planner:
 
     def _rollouts(self) -> None:
         """Find out how the actor's copy is held, and how many bytes copy, keys and values take."""
-        args, actor, model = self.args, self.engines["actor"], self.models["actor"].module
+        args = self.args
+        actor = self.engines["actor"]
+        model = self.models["actor"].module
         rows = args.per_device_generation_batch_size * self.dialect.samples_per_prompt
         length = args.max_prompt_seq_len + args.max_answer_seq_len
         waiting = rows < max(args.rows_per_rank, -(-args.num_eval_prompts // self.cluster.world))
-        self.cache, self.copy, self.vllm = Bytes(), Bytes(), Bytes()
-        self.placing = Placing(1, args.replicas_between_steps, f"by {args.rollout_backend}")
+        self.cache = Bytes()
+        self.copy = Bytes()
+        self.vllm = Bytes()
+        self.placement = Placement(1, args.replicas_between_steps, f"by {args.rollout_backend}")
         if args.rollout_backend == "vllm":  # each rank of a group holds a part of all rows of the group
             self.vllm["vLLM", "weights"] = actor.bytes("weights", actor.model.numbers).total() // (
                 args.vllm_tensor_parallel_size
@@ -183,7 +189,7 @@ class _Planner:
         if actor.stage == 3:
             asked = args.inference_tp_size or (None if room is not None else 1)
             sizes = copies_bytes(model, self.cluster.gpus, asked)
-        self.placing = Placing(min(sizes), args.replicas_between_steps, "as asked")
+        self.placement = Placement(min(sizes), args.replicas_between_steps, "as asked")
         if room is not None:
             cache = cache_bytes(model.model, slots_of_a_row(length, waiting=True) * rows)
             gradients = sum(
@@ -191,8 +197,8 @@ class _Planner:
                 for engine in self.engines.values()
             )
             free = room - self.rest.total() - gradients
-            self.placing = placed(sizes, cache, free, args.replicas_between_steps)
-        self.copy["copy", "weights"] = sizes[self.placing.ranks]
+            self.placement = place_copy(sizes, cache, free, args.replicas_between_steps)
+        self.copy["copy", "weights"] = sizes[self.placement.ranks]
 
     def plan(self) -> MemoryPlan:
         """The plan of the run."""
@@ -205,8 +211,8 @@ class _Planner:
             self.moments,
             self.cluster,
             max(engine.loading for engine in self.engines.values()),
-            self.placing.why,
-            self.placing.fits,
+            self.placement.why,
+            self.placement.fits,
             checkpoint,
         )
 
@@ -242,15 +248,14 @@ class _Planner:
             self._moment("experience", f"{role} computes", gathered, needed)
 
     def _train(self) -> None:
-        between = self.placing.between_steps
+        between = self.placement.between_steps
         kept_rollouts = self.copy + self.cache if between == "keep" else Bytes()
         if not self.cluster.on_gpu:
             kept_rollouts = kept_rollouts + self.vllm  # on GPUs vLLM sleeps during training
-        moved = self.copy if between == "host" else Bytes()
         whole_copy = (
             between == "keep"
             and self.copy.total() > 0
-            and self.placing.ranks == 1
+            and self.placement.ranks == 1
             and self.models["actor"].module.adapters is None
         )
         trained = {role: host for role in ("critic", "actor") if (host := self._host(role)) is not None}
@@ -265,9 +270,9 @@ class _Planner:
             gathered = Bytes() if lent else engine.gathered(kept)
             if kept.weights and not lent:  # in the first pass layers are fetched as usual
                 first = [kept_rollouts, held, needed, engine.in_backward(), engine.gathered()]
-                self._moment("train", f"{role}'s first pass", *first, host=moved)
+                self._moment("train", f"{role}'s first pass", *first)
             backward = [kept_rollouts, held, needed, engine.in_backward(kept), gathered]
-            self._moment("train", f"{role}'s backward pass", *backward, host=moved)
+            self._moment("train", f"{role}'s backward pass", *backward)
             if role == host:
                 held = held + engine.held
         for host in dict.fromkeys(trained.values()):

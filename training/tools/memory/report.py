@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from engine.errors import UserError
-from engine.models.places import base_of
-from engine.models.reading import read_config
+from engine.models.config_and_tokenizer import read_config
+from engine.models.model_paths import base_of
 from training.runtime.models import adapted_roles, check_positions
 from training.tools.memory.changes import BATCHES, GPUS_OF_A_NODE, change_lines, fewest_gpus, largest_batch
 from training.tools.memory.flags import MemoryFlags

@@ -22,9 +22,9 @@ if __name__ == "__main__":
     first_look("training.tools.merge.flags:MergeFlags", __doc__)
 
 from engine import distributed
+from engine.atomic_files import write_whole
 from engine.errors import RunStopped
 from engine.models.checking import check_policy
-from engine.whole_files import write_whole
 from training.config.reward import load_function
 from training.reporting.evaluation import write_rows
 from training.runtime.launch import check_run, leave, run

@@ -20,15 +20,15 @@ from transformers import PreTrainedTokenizerBase
 from transformers.pytorch_utils import Conv1D
 
 from engine.algo.weight_changes import METHODS
+from engine.atomic_files import PARTIAL, file_order, sync_tree
 from engine.errors import UserError
 from engine.lazy import Lazy
 from engine.models.adapter_folders import AdapterFolder, read_adapter
 from engine.models.adapters import merged, update
-from engine.models.places import base_of, same_model
-from engine.models.reading import LANGUAGE_MODEL, model_class, read_config
+from engine.models.config_and_tokenizer import LANGUAGE_MODEL, model_class, read_config
+from engine.models.model_paths import base_of, same_model
 from engine.models.saving import save_tokenizer
 from engine.models.weight_files import headers, listed, stored_name, tensors_of, weight_files, weights_folder
-from engine.whole_files import PARTIAL, file_order, sync_tree
 from training.tools.cards import add_merge_card
 from training.tools.export import write_weights
 
@@ -53,7 +53,9 @@ class MergedWeights(Mapping[str, Tensor]):
     def __init__(
         self, sft: Mapping[str, Tensor], trained: Sequence[Mapping[str, Tensor]], scale: float, method: str = "linear"
     ):
-        self.sft, self.trained, self.scale = sft, trained, scale
+        self.sft = sft
+        self.trained = trained
+        self.scale = scale
         self.change = METHODS[method]
 
     def shape_and_dtype(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:

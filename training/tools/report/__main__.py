@@ -25,7 +25,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, help=f"file to write; by default {PAGE} in the folder of a single run")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing file")
     args = parser.parse_args(arguments)
-    from engine.whole_files import write_whole  # these imports take seconds; a mistyped command line is reported first
+    from engine.atomic_files import write_whole  # these imports take seconds; a mistyped command line is reported first
     from training.tools.report.page import page, read_runs
 
     try:

@@ -17,7 +17,7 @@ from engine.algorithms import get_dialect
 from engine.errors import UserError
 from engine.files import parsed_json, without_links
 from training.reporting.health import health
-from training.reporting.records import METRICS_FILE, RUN_FILE, read_metrics, read_run_record
+from training.reporting.run_record import METRICS_FILE, RUN_FILE, read_metrics, read_run_record
 from training.reporting.sinks import PPO_VIEW, REWARD_VIEW, SFT_VIEW, View, averaged_view
 from training.reporting.standard_errors import scored_otherwise, with_error, within_noise
 from training.tools.pages.page import Response, SampleRow, Samples, document, dot, sample_data, sample_section, table

@@ -16,13 +16,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from engine.experience import PromptBatch, position_ids
 from engine.models.attention import Attention
 from engine.models.checking import check_attention, check_policy, check_rows, check_scorer, check_vocabularies
+from engine.models.config_and_tokenizer import read_config, vocabulary_size
 from engine.models.loading import DTYPES, load_policy, load_scorer
 from engine.models.policy import Scorer
-from engine.models.reading import read_config, vocabulary_size
 from engine.rollout.base import SamplingConfig
 from engine.rollout.request import Draws, Ends
 from engine.zero import accelerator
-from training.checkpoints.files import holds_point
+from training.checkpoints.files import holds_checkpoint
 from training.data.chat import render
 from training.data.tokens import TextEncoder, padded
 from training.runtime.models import generation_stops
@@ -177,7 +177,7 @@ def load_models(args: ServeFlags) -> ServedModels:
 
         paths = {name: path_of(located(name, path)) for name, path in named(args.models).items()}
         reward = args.reward_model_name_or_path
-        if reward is not None and holds_point(Path(reward)):
+        if reward is not None and holds_checkpoint(Path(reward)):
             reward = path_of(Model(REWARD, REWARD, reward, reward, is_checkpoint=True, parts=SCORERS))
         context = _check(args, paths, reward)
         models = {name: _model(args, name, path, dtype, device) for name, path in paths.items()}

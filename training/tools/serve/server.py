@@ -387,7 +387,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def is_own_name(host: str) -> bool:
-    """Whether a Host header names this machine: localhost, or an IP address, which is no name of a web page."""
+    """Whether a Host header names this machine: localhost, or an IP address, which is not a name of a web page."""
     try:
         name = (urlsplit(f"//{host}").hostname or "").rstrip(".")
         return name == "localhost" or name.endswith(".localhost") or bool(ipaddress.ip_address(name))

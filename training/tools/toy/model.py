@@ -14,8 +14,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from engine.errors import UserError
-from training.data.forms import Form
-from training.data.rows import load_rows
+from training.data.record_forms import Form
+from training.data.row_selection import load_rows
 from training.runtime.environment import program
 from training.runtime.launch import quiet_libraries
 from training.tools.toy.reviews import refuse_non_empty

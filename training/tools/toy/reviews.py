@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine.errors import UserError
-from training.data.forms import Form
-from training.data.rows import load_rows
+from training.data.record_forms import Form
+from training.data.row_selection import load_rows
 from training.reporting.variety import distinct_bigrams
 from training.runtime.environment import program
 from training.tools.toy.grammar import EITHER, derive, pattern

@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from engine.errors import UserError
-from training.data.forms import PROMPTS
-from training.data.rows import load_rows
+from training.data.record_forms import PROMPTS
+from training.data.row_selection import load_rows
 from training.runtime.environment import program
 from training.runtime.launch import quiet_libraries
 from training.tools.toy.reviews import refuse_non_empty
@@ -36,7 +36,9 @@ def make_sums(seed: int, sft: int, eval_prompts: int) -> dict[str, list[dict]]:
     sums = [(first, second) for first in range(10, 100) for second in range(10, 100)]
     random.Random(seed).shuffle(sums)
     records = [{"prompt": f"{first}+{second}=", "answer": first + second} for first, second in sums]
-    learned, held_out, asked = records[:sft], records[sft : sft + eval_prompts], records[sft + eval_prompts :]
+    learned = records[:sft]
+    held_out = records[sft : sft + eval_prompts]
+    asked = records[sft + eval_prompts :]
     return {
         "sft.jsonl": [{"prompt": each["prompt"], "response": str(each["answer"])} for each in learned],
         "prompts.jsonl": asked,
@@ -61,7 +63,7 @@ def accuracy(folder: Path, rows: Sequence[dict], sampled: bool, seed: int = 0) -
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
-    from engine.models.reading import read_tokenizer
+    from engine.models.config_and_tokenizer import read_tokenizer
 
     logging.disable_progress_bar()
     tokenizer, model = read_tokenizer(str(folder), "models"), AutoModelForCausalLM.from_pretrained(folder)
@@ -81,7 +83,7 @@ def run_accuracy(args: argparse.Namespace) -> None:
     found = [rows[place] for place in range(len(rows))]
     for folder in args.models:
         if not (folder / "config.json").is_file():
-            raise UserError(f"{folder}: this is no folder of a model, as it has no config.json. Name another.")
+            raise UserError(f"{folder}: this is not a folder of a model, as it has no config.json. Name another.")
     print("| model | greedy | sampled |\n| --- | --- | --- |")
     for folder in args.models:
         name = folder.parent.name if folder.name == "actor" else folder.name

@@ -2,11 +2,11 @@
 
 import pytest
 
+from engine.models.config_and_tokenizer import LANGUAGE_MODEL
 from engine.models.lora import LoraSpec
-from engine.models.reading import LANGUAGE_MODEL
 from scripts.harness.models import family_config, make_config
 from training.tools.memory import passes
-from training.tools.memory.blueprint import built
+from training.tools.memory.meta_model import built
 from training.tools.memory.passes import forward_pass, training_pass
 
 

@@ -22,8 +22,8 @@ from tests.training.tools.memory.configurations import (
 )
 from training.config.parsing import parse_flags
 from training.config.supervised import RewardFlags, SFTFlags
-from training.tools.memory.blueprint import blueprints
 from training.tools.memory.cluster import Cluster
+from training.tools.memory.meta_model import meta_models
 from training.tools.memory.plan import PHASES, MemoryPlan, plan, plan_one_model
 
 
@@ -140,7 +140,7 @@ def test_keys_and_values_and_the_average(path):
 
 
 def test_a_copy_without_room_is_given_back_or_refused_as_a_run_does(path):
-    """engine/rollout/placing.py, of what is free beside engines and gradients: of 32 + 64 slots a row here."""
+    """engine/rollout/placement.py, of what is free beside engines and gradients: of 32 + 64 slots a row here."""
     copy, cache, gradients = 2 * POLICY, 2 * CACHE_NUMBERS * (32 + 64) // 32, POLICY + SCORER
     usual = plan(flags_of(path, 3, "--rollout_backend zero3"), Cluster(gpus=2))
     drawn = next(one for one in usual.moments if one.name == "responses are drawn").device
@@ -215,7 +215,7 @@ def test_an_adapter_that_is_gone_on_with_is_there_twice(base, tmp_path):
 def test_a_tied_head_with_an_adapter_in_it_is_a_matrix_of_its_own(base, tmp_path, modules, numbers):
     config = Path(base) / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"tie_word_embeddings": True}))
-    found = blueprints(flags_of(adapter(tmp_path / "actor", base, modules=modules), 0, critic=base).spec)
+    found = meta_models(flags_of(adapter(tmp_path / "actor", base, modules=modules), 0, critic=base).spec)
     assert (found["actor"].numbers, found["reference"].numbers) == (numbers, numbers)
 
 

@@ -49,7 +49,7 @@ class Running:
         self.server, self.port = server, server.server_address[1]
 
     def request(self, method: str, path: str, body=None, headers: dict | None = None) -> tuple[int, dict]:
-        """(status, the answer's JSON) of one request; a body that is no text is sent as JSON."""
+        """(status, the answer's JSON) of one request; a body that is not a text is sent as JSON."""
         with contextlib.closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)) as connection:
             given = body if isinstance(body, (str, bytes, type(None))) else json.dumps(body)
             connection.request(method, path, given, headers or {"Content-Type": "application/json"})

@@ -8,9 +8,9 @@ from transformers import AutoModelForCausalLM
 
 from engine.errors import UserError
 from engine.models.loading import load_policy
-from engine.zero.shards import Shard
+from engine.zero.training_state import Shard
 from scripts.harness.models import EOS, FAMILIES, make_adapter, make_causal_lm, make_family, make_scorer
-from tests.training.checkpoints.tiny_points import TinyRun, flip_bit
+from tests.training.checkpoints.tiny_checkpoints import TinyRun, flip_bit
 from tests.training.tools.serve.conftest import flags
 from training.tools.serve.models import load_models
 from training.tools.serve.requests import Comparison
@@ -42,7 +42,7 @@ class Weights:
         return {"adam_steps": 0, "loss_scale": {}}
 
 
-def make_point(folder: Path, model: str) -> Path:
+def make_checkpoint(folder: Path, model: str) -> Path:
     run = TinyRun(folder)
     run.model, run.step = Weights(model), 3
     run.checkpoints.models = {"actor": run.model}
@@ -64,7 +64,7 @@ def test_a_response_is_what_the_model_gives_without_a_cache(tmp_path, family):
 def test_a_folder_an_adapter_and_a_restart_point(tmp_path):
     base = make_causal_lm(tmp_path / "base", seed=3)
     adapter = make_adapter(tmp_path / "made", base)
-    point = make_point(tmp_path / "run", make_causal_lm(tmp_path / "trained", seed=5))
+    point = make_checkpoint(tmp_path / "run", make_causal_lm(tmp_path / "trained", seed=5))
     found = load_models(flags(f"base={base}", f"adapter={adapter}", f"point={point}", dtype="fp32"))
     expected = {
         "base": AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32),
@@ -79,14 +79,14 @@ def test_a_folder_an_adapter_and_a_restart_point(tmp_path):
 
 
 def test_a_damaged_point_is_refused(tmp_path):
-    point = make_point(tmp_path / "run", make_causal_lm(tmp_path / "trained"))
+    point = make_checkpoint(tmp_path / "run", make_causal_lm(tmp_path / "trained"))
     flip_bit(next((point / "actor").iterdir()))
     with pytest.raises(UserError, match=f"--models point: .*{point} is damaged"):
         load_models(flags(f"point={point}"))
 
 
 def test_a_mistake_about_another_model_does_not_name_the_point(tmp_path):
-    point = make_point(tmp_path / "run", make_causal_lm(tmp_path / "trained"))
+    point = make_checkpoint(tmp_path / "run", make_causal_lm(tmp_path / "trained"))
     with pytest.raises(UserError, match=f"^--models other: there is no folder {tmp_path}/nowhere"):
         load_models(flags(f"point={point}", f"other={tmp_path}/nowhere"))
 

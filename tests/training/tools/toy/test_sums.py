@@ -71,7 +71,7 @@ def test_a_folder_without_a_model_is_told_before_a_model_is_asked(tmp_path, caps
     (tmp_path / "held_out.jsonl").write_text('{"prompt": "12+34=", "answer": 46}\n')
     flags = ["accuracy", "--data", str(tmp_path / "held_out.jsonl"), str(tmp_path)]
     assert sums.main(flags) == 2
-    assert f"error: {tmp_path}: this is no folder of a model" in capsys.readouterr().err
+    assert f"error: {tmp_path}: this is not a folder of a model" in capsys.readouterr().err
 
 
 REVIEWS = generate_reviews(3000, seed=0)

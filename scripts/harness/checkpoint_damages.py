@@ -16,101 +16,99 @@ from functools import partial
 from pathlib import Path
 
 from engine.errors import UserError
-from training.checkpoints.resuming import ResumePoint
+from training.checkpoints.resuming import Checkpoint
 
 Damage = Callable[[Path, Path], None]
 ACTOR, OTHER = "actor/rank_00000.safetensors", "actor/rank_00001.safetensors"
 CRITIC, AVERAGE = "critic/rank_00000.safetensors", "ema/rank_00001.safetensors"
-STATE, MANIFEST, CONFIG, TOKENS = (
-    "trainer_state.json",
-    "manifest.json",
-    "config/actor/config.json",
-    "config/actor/tokenizer.json",
-)
+STATE = "trainer_state.json"
+MANIFEST = "manifest.json"
+CONFIG = "config/actor/config.json"
+TOKENS = "config/actor/tokenizer.json"
 
 
-def flip(name: str, place: float, point: Path, older: Path) -> None:
+def flip(name: str, place: float, checkpoint: Path, older: Path) -> None:
     """Another bit at this part of a file."""
-    data = bytearray((point / name).read_bytes())
+    data = bytearray((checkpoint / name).read_bytes())
     data[int(place * (len(data) - 1))] ^= 4
-    (point / name).write_bytes(data)
+    (checkpoint / name).write_bytes(data)
 
 
-def cut(name: str, keep: float, point: Path, older: Path) -> None:
+def cut(name: str, keep: float, checkpoint: Path, older: Path) -> None:
     """This part of a file is left."""
-    os.truncate(point / name, int(keep * (point / name).stat().st_size))
+    os.truncate(checkpoint / name, int(keep * (checkpoint / name).stat().st_size))
 
 
-def remove(name: str, point: Path, older: Path) -> None:
+def remove(name: str, checkpoint: Path, older: Path) -> None:
     """A file or folder is missing."""
-    path = point / name
+    path = checkpoint / name
     shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
-def take_older(name: str, point: Path, older: Path) -> None:
+def take_older(name: str, checkpoint: Path, older: Path) -> None:
     """A file or folder is the older checkpoint's; "" for all of it."""
     if name:
-        remove(name, point, older)
+        remove(name, checkpoint, older)
     else:
-        shutil.rmtree(point)
+        shutil.rmtree(checkpoint)
     source = older / name
-    shutil.copytree(source, point / name) if source.is_dir() else shutil.copy(source, point / name)
+    shutil.copytree(source, checkpoint / name) if source.is_dir() else shutil.copy(source, checkpoint / name)
 
 
-def exchange(one: str, other: str, point: Path, older: Path) -> None:
+def exchange(one: str, other: str, checkpoint: Path, older: Path) -> None:
     """Two files have each other's place."""
-    paths = point / one, point / other
+    paths = checkpoint / one, checkpoint / other
     texts = [path.read_bytes() for path in paths]
     for path, text in zip(paths, reversed(texts)):
         path.write_bytes(text)
 
 
-def write(name: str, data: bytes, point: Path, older: Path) -> None:
+def write(name: str, data: bytes, checkpoint: Path, older: Path) -> None:
     """A file has other content."""
-    (point / name).write_bytes(data)
+    (checkpoint / name).write_bytes(data)
 
 
-def append(name: str, point: Path, older: Path) -> None:
+def append(name: str, checkpoint: Path, older: Path) -> None:
     """A file has grown."""
-    with (point / name).open("ab") as file:
+    with (checkpoint / name).open("ab") as file:
         file.write(b"\0" * 8)
 
 
-def blank(name: str, point: Path, older: Path) -> None:
+def blank(name: str, checkpoint: Path, older: Path) -> None:
     """A block of a file is zeros, as after a power cut."""
-    path = point / name
+    path = checkpoint / name
     data = path.read_bytes()
     middle = len(data) // 2
     path.write_bytes(data[:middle] + b"\0" * 4096 + data[middle + 4096 :])
 
 
-def edit(change: Callable[[dict], None], point: Path, older: Path) -> None:
+def edit(change: Callable[[dict], None], checkpoint: Path, older: Path) -> None:
     """The manifest was changed by hand."""
-    manifest = json.loads((point / MANIFEST).read_text())
+    manifest = json.loads((checkpoint / MANIFEST).read_text())
     change(manifest)
-    (point / MANIFEST).write_text(json.dumps(manifest))
+    (checkpoint / MANIFEST).write_text(json.dumps(manifest))
 
 
-def drop_with_line(point: Path, older: Path) -> None:
+def drop_with_line(checkpoint: Path, older: Path) -> None:
     """A file is missing, and its line in the manifest."""
-    remove(OTHER, point, older)
-    edit(lambda manifest: manifest["files"].pop(OTHER), point, older)
+    remove(OTHER, checkpoint, older)
+    edit(lambda manifest: manifest["files"].pop(OTHER), checkpoint, older)
 
 
-def other_line(change: Callable[[dict], object], point: Path, older: Path) -> None:
+def other_line(change: Callable[[dict], object], checkpoint: Path, older: Path) -> None:
     """A file's line in the manifest says something else."""
-    edit(lambda manifest: manifest["files"].update({ACTOR: change(manifest["files"])}), point, older)
+    edit(lambda manifest: manifest["files"].update({ACTOR: change(manifest["files"])}), checkpoint, older)
 
 
-def rename(point: Path, older: Path) -> None:
+def rename(checkpoint: Path, older: Path) -> None:
     """The checkpoint is named after a later step."""
-    point.rename(point.with_name("step_000099"))
+    checkpoint.rename(checkpoint.with_name("step_000099"))
 
 
-def replace(name: str, make: Callable[[Path], object], point: Path, older: Path) -> None:
+def replace(name: str, make: Callable[[Path], object], checkpoint: Path, older: Path) -> None:
     """Something else than a file stands in a file's place."""
-    (point / name).unlink()
-    make(point / name)
+    (checkpoint / name).unlink()
+    make(checkpoint / name)
 
 
 class Marked:
@@ -123,9 +121,9 @@ class Marked:
         return Path.touch, (Path(self.path),)
 
 
-def pickled(name: str, point: Path, older: Path) -> None:
+def pickled(name: str, checkpoint: Path, older: Path) -> None:
     """A pickle that runs code stands in a file's place."""
-    (point / name).write_bytes(pickle.dumps(Marked(str(point.parent / "unpickled"))))
+    (checkpoint / name).write_bytes(pickle.dumps(Marked(str(checkpoint.parent / "unpickled"))))
 
 
 DAMAGES: dict[str, Damage] = {
@@ -183,14 +181,14 @@ def tried(output_dir: Path, newest: Path, older: Path) -> str:
     """What --resume makes of a damaged checkpoint, by its run's folder and by its own name; begins with "FAILED" where
     the checkpoint was used, or something else than a message came of it."""
     try:
-        point = ResumePoint.find(str(output_dir), str(output_dir), with_ema=True)
+        checkpoint = Checkpoint.find(str(output_dir), str(output_dir), with_ema=True)
     except Exception as error:
         return f"FAILED: {type(error).__name__}: {error}"
     named = newest if newest.exists() else newest.with_name("step_000099")
-    if point is None or point.folder != older or str(named) not in " ".join(point.passed_over):
-        return f"FAILED: {point and point.folder.name} was used"
+    if checkpoint is None or checkpoint.folder != older or str(named) not in " ".join(checkpoint.passed_over):
+        return f"FAILED: {checkpoint and checkpoint.folder.name} was used"
     try:
-        ResumePoint.find(str(named), str(output_dir), with_ema=True)
+        Checkpoint.find(str(named), str(output_dir), with_ema=True)
         return "FAILED: it was used by its name"
     except UserError as refusal:
         message = str(refusal)

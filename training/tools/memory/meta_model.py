@@ -1,4 +1,4 @@
-"""A blueprint is a model that is built from its configuration on the meta device, where tensors have shapes but no
+"""A meta model is a model that is built from its configuration on the meta device, where tensors have shapes but no
 memory."""
 
 from collections.abc import Callable
@@ -11,18 +11,18 @@ from engine.engine_spec import EngineSpec
 from engine.errors import UserError
 from engine.models.adapter_folders import AdapterFolder, read_adapter
 from engine.models.attention import USUAL, Attention
+from engine.models.config_and_tokenizer import CLASSIFIER, LANGUAGE_MODEL, model_class, read_config
 from engine.models.hydra import HydraPolicy
 from engine.models.loading import DTYPES, as_computed
 from engine.models.lora import LoraSpec, adapt
 from engine.models.policy import Backbone, Policy, Scorer
-from engine.models.reading import CLASSIFIER, LANGUAGE_MODEL, model_class, read_config
 from engine.models.trunk import make_trunk
 from engine.rlhf_engine import scoring_roles
 from engine.zero.config import decoder_layers
 
 
 @dataclass(frozen=True)
-class Blueprint:
+class MetaModel:
     """One engine's module on the meta device.
 
     role: the engine's role.
@@ -64,15 +64,15 @@ class Blueprint:
         return max([self.largest, *(sum(parameter.numel() for parameter in layer.parameters()) for layer in layers)])
 
 
-def blueprints(spec: EngineSpec) -> dict[str, Blueprint]:
-    """{role: blueprint} for each engine that `spec` asks for, in the order in which the engines are loaded.
+def meta_models(spec: EngineSpec) -> dict[str, MetaModel]:
+    """{role: meta model} for each engine that `spec` asks for, in the order in which the engines are loaded.
 
     Reads only the config.json of each model and the adapter_config.json of each adapter. Raises: UserError, with the
     role's flag and the path in its message, if one of these files is missing or cannot be read.
     """
     of_spec = partial(built, dtype=spec.dtype, trust_remote_code=spec.trust_remote_code, attention=spec.attention)
     reward_path = spec.reward_path or str(spec.critic_path)
-    build: dict[str, Callable[[], Blueprint]] = {
+    build: dict[str, Callable[[], MetaModel]] = {
         "actor": lambda: of_spec(
             "actor",
             spec.actor_path,
@@ -101,8 +101,8 @@ def blueprints(spec: EngineSpec) -> dict[str, Blueprint]:
 
 
 @lru_cache(maxsize=8)
-def _trunk(spec: EngineSpec) -> Blueprint:
-    """The blueprint of the single engine that serves all roles."""
+def _trunk(spec: EngineSpec) -> MetaModel:
+    """The meta model of the single engine that serves all roles."""
     assert spec.actor_lora is not None
     actor, critic, reward = (f"--{role}_model_name_or_path" for role in ("actor", "critic", "reward"))
     policy = module_on_meta(
@@ -117,7 +117,7 @@ def _trunk(spec: EngineSpec) -> Blueprint:
     checkpointing = spec.actor_gradient_checkpointing or spec.critic_gradient_checkpointing
     if checkpointing:
         trunk.checkpoint_activations()
-    return Blueprint("actor", spec.actor_path, trunk, True, checkpointing)
+    return MetaModel("actor", spec.actor_path, trunk, True, checkpointing)
 
 
 @lru_cache(maxsize=32)
@@ -134,13 +134,13 @@ def built(
     hydra_layers: int = 0,
     also_computes: str | None = None,
     attention: Attention = USUAL,
-) -> Blueprint:
-    """The blueprint of one engine, for the model at `path`. kind: LANGUAGE_MODEL for a language model, CLASSIFIER for a
-    scorer.
+) -> MetaModel:
+    """The meta model of one engine, for the model at `path`. kind: LANGUAGE_MODEL for a language model, CLASSIFIER for
+    a scorer.
 
     lora, hydra_layers: as in EngineSpec. also_computes: the role of the frozen model that this engine also computes, or
     None. If `lora` is given, an adapter at `path` is trained further; otherwise the adapter is merged.
-    Raises: UserError, as `blueprints` does.
+    Raises: UserError, as `meta_models` does.
     """
     flag = "--actor_model_name_or_path" if kind == LANGUAGE_MODEL else f"--{role}_model_name_or_path"
     start = read_adapter(path, flag)
@@ -156,7 +156,7 @@ def built(
             module.model.to(DTYPES[dtype])
     if checkpointing:
         module.checkpoint_activations()
-    return Blueprint(role, path, module, trained, checkpointing)
+    return MetaModel(role, path, module, trained, checkpointing)
 
 
 def module_on_meta(

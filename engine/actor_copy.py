@@ -49,7 +49,7 @@ class ActorCopy:
             self._fill()
         return self._module
 
-    def holding(self) -> nn.Module | None:
+    def current_module(self) -> nn.Module | None:
         """The module if it has the model's current weights, whole and without an adapter; otherwise None."""
         current = self._version == self.model.version and self.group.size == 1
         return self._module if current and self.model.module.adapters is None else None

@@ -10,7 +10,7 @@ KEPT, MOST = 0.6, 0.75
 
 
 @dataclass(frozen=True, slots=True)
-class Placing:
+class Placement:
     """How the actor's copy is held. ranks: the number of ranks that hold it together. between_steps: as in ActorCopy.
     why: the reason, as a text. fits: whether there is memory for it."""
 
@@ -20,7 +20,7 @@ class Placing:
     fits: bool = True
 
 
-def placed(copies: Mapping[int, int], cache: int, free: int, between_steps: str = "keep") -> Placing:
+def place_copy(copies: Mapping[int, int], cache: int, free: int, between_steps: str = "keep") -> Placement:
     """The copy that the fewest ranks hold together and that fits. It is freed between steps if it leaves too little to
     passes.
 
@@ -35,5 +35,5 @@ def placed(copies: Mapping[int, int], cache: int, free: int, between_steps: str 
         if not copy or copy + cache <= MOST * free:
             given_back = between_steps == "keep" and copy + cache > KEPT * free
             more = ", and are given back while training" if given_back else ""
-            return Placing(ranks, "free" if given_back else between_steps, why + more)
-    return Placing(ranks, "free", f"{why}, and may take {MOST:.0%} of that", fits=False)
+            return Placement(ranks, "free" if given_back else between_steps, why + more)
+    return Placement(ranks, "free", f"{why}, and may take {MOST:.0%} of that", fits=False)

@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from engine import distributed
 from engine.trace import traced
 from engine.zero.engines import HostedRole, LearningModel, TrainedModel
-from engine.zero.shards import Master, Shard, TrainingState, scaled_gradients
+from engine.zero.training_state import Master, Shard, TrainingState, scaled_gradients
 
 
-class SharedModel(TrainedModel):
+class SharedEngine(TrainedModel):
     """An engine in which several models learn. Each parameter group of its optimizer belongs to one model.
 
-        shared = SharedModel(trunk, ds_config, optimizer, {"actor": 1.0, "critic": 1.0})
+        shared = SharedEngine(trunk, ds_config, optimizer, {"actor": 1.0, "critic": 1.0})
         critic, actor = shared.roles["critic"], shared.roles["actor"]
         critic.backward(value_loss, last=False)
         actor.backward(policy_loss, last=True)
@@ -95,11 +95,11 @@ class SharedModel(TrainedModel):
 
 
 class TrainedRole(HostedRole, LearningModel):
-    """One of the models that learn in a SharedModel. It has the interface of a TrainedModel."""
+    """One of the models that learn in a SharedEngine. It has the interface of a TrainedModel."""
 
-    host: SharedModel
+    host: SharedEngine
 
-    def __init__(self, host: SharedModel, role: str):
+    def __init__(self, host: SharedEngine, role: str):
         super().__init__(host, role)
         self.grad_norm = 0.0  # gradient norm of the latest step, before clipping
         self.state = _RoleState(self.module, _RoleMasters(host, role))
@@ -135,9 +135,9 @@ class TrainedRole(HostedRole, LearningModel):
 
 
 class _RoleMasters:
-    """The part of a SharedModel's stage that one role trains."""
+    """The part of a SharedEngine's stage that one role trains."""
 
-    def __init__(self, host: SharedModel, role: str):
+    def __init__(self, host: SharedEngine, role: str):
         self.host, self.role = host, role
 
     @property

@@ -20,14 +20,17 @@ import numpy as np
 
 from engine.errors import UserError
 from training.data.files import Records
-from training.data.forms import Form, alternatives
+from training.data.record_forms import Form, alternatives
 from training.data.sources import Source, open_source
-from training.data.tables import Progress, handed_over, say
+from training.data.token_cache import Progress, handed_over, say
 
 PLACE = np.int32  # a place takes eight bytes; each rank holds the places of all rows, maybe tens of millions
 EMPTY = np.empty((0, 2), PLACE)  # no places
 HASHED = 100_000  # number of rows that are hashed at once
-DIVIDE, DRAW, LIMIT = 1, 2, 3  # purposes of a draw, parts of its seed: draws for different purposes are independent
+# purposes of a draw, parts of its seed: draws for different purposes are independent
+DIVIDE = 1
+DRAW = 2
+LIMIT = 3
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -170,8 +173,12 @@ class _Mixture:
     """The records of all data sets of a run, and the choice of this step's records."""
 
     def __init__(self, form: Form, tokenizer, seed: int, proportions: list[float] | None, phase: int):
-        self.form, self.tokenizer, self.seed = form, tokenizer, seed
-        self.proportions, self.phase, self.records = proportions, phase, []
+        self.form = form
+        self.tokenizer = tokenizer
+        self.seed = seed
+        self.proportions = proportions
+        self.phase = phase
+        self.records = []
 
     def add(self, records: list[Records], name: str, divide: bool) -> np.ndarray:
         """Add a data set; returns the places of its records (n, 2), as in `Rows.places`. divide: whether only this

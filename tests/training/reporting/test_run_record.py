@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from engine.errors import UserError
-from training.reporting import records
-from training.reporting.records import command_line, git_state, read_run_record, write_run_record
+from training.reporting import run_record
+from training.reporting.run_record import command_line, git_state, read_run_record, write_run_record
 
 FLAGS = {"output_dir": "out", "kl_coef": 0.1, "data_path": Path("prompts.jsonl"), "stop": ["\n"]}
 
@@ -39,7 +39,7 @@ def test_a_record_holds_what_is_needed_to_run_again(tmp_path, monkeypatch):
     assert start["deepspeed"] == {"actor": {"zero_optimization": {"stage": 3}}}
     assert start["command"] == "python training/step3_rlhf.py --stop 'a b' --x=http://a/b"
     assert start["versions"]["python"] == ".".join(map(str, sys.version_info[:3]))
-    assert set(start["versions"]) == {"python", *records.PACKAGES} and start["versions"]["torch"].startswith("2.")
+    assert set(start["versions"]) == {"python", *run_record.PACKAGES} and start["versions"]["torch"].startswith("2.")
     assert start["machine"]["world_size"] == 1 and start["machine"]["accelerator"] and start["machine"]["host"]
     assert start["started"][4] == "-" and start["started"][10] == "T"
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["run.json"]
@@ -65,7 +65,7 @@ def test_a_kill_while_writing_leaves_the_earlier_record(tmp_path, monkeypatch):
     def killed(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(records.os, "fsync", killed)
+    monkeypatch.setattr(run_record.os, "fsync", killed)
     with pytest.raises(KeyboardInterrupt):
         _write(tmp_path, resumed=True)
     assert (tmp_path / "run.json").read_text() == before
@@ -80,7 +80,7 @@ def test_a_file_that_is_no_record_is_named_and_left(tmp_path, text):
 
 
 def test_other_ranks_write_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(records.distributed, "is_main", lambda: False)
+    monkeypatch.setattr(run_record.distributed, "is_main", lambda: False)
     _write(tmp_path / "run")
     assert not (tmp_path / "run").exists()
 

@@ -1,7 +1,7 @@
-"""Damages checkpoints in every way of scripts/harness/point_damages.py, and shows what --resume makes of each.
+"""Damages checkpoints in every way of scripts/harness/checkpoint_damages.py, and shows what --resume makes of each.
 
-    python scripts/damage_points.py                     # of a small run on two ranks, which is made first
-    python scripts/damage_points.py --output_dir out    # on copies of the two newest checkpoints of a run
+    python scripts/damage_checkpoints.py                     # of a small run on two ranks, which is made first
+    python scripts/damage_checkpoints.py --output_dir out    # on copies of the two newest checkpoints of a run
 
 By its run's folder a damaged checkpoint has to be passed over for the one before it, by its own name it has to be
 refused. Three are tried on the whole program. Exit code 1 if one was used, or ended in a
@@ -20,9 +20,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script, it finds the project
 os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}  # before torch is imported
 
-from scripts.harness.point_damages import DAMAGES, tried
+from scripts.harness.checkpoint_damages import DAMAGES, tried
 from scripts.harness.programs import Tiny, launch
-from training.checkpoints.files import point_folder, points_in, step_of
+from training.checkpoints.files import checkpoint_folder, checkpoints_in, step_of
 
 WHOLE_PROGRAM = ("flipped bit: actor/rank_00000.safetensors, at 60%", "missing: trainer_state.json", "manifest: null")
 
@@ -38,14 +38,14 @@ def main() -> int:
         root = Path(folder)
         tiny = Tiny(root / "tiny") if options.output_dir is None else None
         source = options.output_dir or small_run(tiny, root / "run")
-        older, newest = points_in(source)[-2:]
+        older, newest = checkpoints_in(source)[-2:]
         print(f"{'damage':64} what is said of it")
         for name, damage in DAMAGES.items():
             copy = root / "copy"
             shutil.rmtree(copy, ignore_errors=True)
-            places = [point_folder(copy, step_of(point) or 0) for point in (newest, older)]
-            for point, place in zip((newest, older), places):
-                shutil.copytree(point, place)
+            places = [checkpoint_folder(copy, step_of(checkpoint) or 0) for checkpoint in (newest, older)]
+            for checkpoint, place in zip((newest, older), places):
+                shutil.copytree(checkpoint, place)
             damage(*places)
             with contextlib.redirect_stdout(io.StringIO()):
                 outcome = tried(copy, *places)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from peft import LoraConfig, inject_adapter_in_model
 
-from engine.copies import ActorCopy
+from engine.actor_copy import ActorCopy
 from engine.experience import position_ids
 from engine.models.adapters import Adapters
 from engine.models.loading import load_policy
@@ -49,15 +49,15 @@ def test_a_copy_is_filled_when_the_actor_has_learned(tmp_path, family, tied):
         gathered.append(module)
         return merged_weights(module)
 
-    assert copy.holding() is None
-    with mock.patch("engine.copies.merged_weights", watched):
+    assert copy.current_module() is None
+    with mock.patch("engine.actor_copy.merged_weights", watched):
         for fills in (1, 2):
             module = copy.module()
-            assert copy.module() is module is copy.holding() and len(gathered) == fills
+            assert copy.module() is module is copy.current_module() and len(gathered) == fills
             assert (module.model.get_output_embeddings().weight is module.model.get_input_embeddings().weight) == tied
             assert torch.equal(logprobs(module), logprobs(actor.module)) and logprobs(module).isfinite().all()
             train(actor, fills)
-            assert copy.holding() is None
+            assert copy.current_module() is None
 
 
 def test_what_is_released_between_steps(tmp_path):
@@ -66,7 +66,7 @@ def test_what_is_released_between_steps(tmp_path):
         copy = ActorCopy(actor, between_steps=between_steps)
         before = copy.module()
         copy.release_memory()
-        assert (copy._module is before, copy.holding() is before) == (module, lent)
+        assert (copy._module is before, copy.current_module() is before) == (module, lent)
         assert torch.equal(logprobs(copy.module()), logprobs(actor.module))
 
 
@@ -83,7 +83,7 @@ def test_an_adapter_is_merged_into_the_copy_alone(tmp_path, family, tied, target
         train(actor, seed)
         assert torch.allclose(logprobs(copy.module()), logprobs(policy), atol=1e-5)
         assert not torch.allclose(logprobs(policy), logprobs(policy, role="reference"), atol=1e-3)
-        assert copy.holding() is None, "no pass of the actor or the reference may use merged weights"
+        assert copy.current_module() is None, "no pass of the actor or the reference may use merged weights"
 
 
 def test_an_embedding_that_is_the_head_too_is_not_merged_into(tmp_path):

@@ -13,15 +13,15 @@ from torch import Tensor, nn
 from engine import distributed
 from engine.trace import traced
 from engine.zero import accelerator
-from engine.zero.gathering import is_available, is_partitioned, stand_in, whole_weights
+from engine.zero.gathering import is_available, is_partitioned, set_gathered, whole_weights
 
 USED, KEPT = 0.8, 0.4
 """Fractions of the free memory. USED: the fraction for passes, kept weights and kept gradients together, if the memory
 that passes take is known. KEPT: the fraction for kept weights and gradients, if the memory that passes take is not
 known."""
 _LONG_BATCH = -1
-"""The id under which LongBatch is listed among the modules that use a parameter. DeepSpeed's ids of modules start at
-0."""
+"""The id under which TrainingGather is listed among the modules that use a parameter. DeepSpeed's ids of modules start
+at 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +55,12 @@ def partitioned(module: nn.Module) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def held(named: dict[str, Any], whole: Mapping[str, Tensor]) -> Iterator[None]:
+def kept_gathered(named: dict[str, Any], whole: Mapping[str, Tensor]) -> Iterator[None]:
     """Within this context parameters stay gathered once a forward pass has gathered them. whole: full weights that
     stand in for them. DeepSpeed frees a parameter only when no module uses it."""
     for name, parameter in named.items():
         if name in whole and not is_available(parameter):
-            stand_in(parameter, whole[name])
+            set_gathered(parameter, whole[name])
         parameter.ds_active_sub_modules.add(_LONG_BATCH)
     try:
         yield
@@ -71,19 +71,21 @@ def held(named: dict[str, Any], whole: Mapping[str, Tensor]) -> Iterator[None]:
                 parameter.partition()
 
 
-class LongInference:
+class InferenceGather:
     """Keeps the weights of a module at stage 3 gathered for several forward passes without gradients."""
 
     def __init__(self, module: nn.Module):
         self.module, self._named = module, partitioned(module)
 
     @contextlib.contextmanager
-    def of(self, copy: nn.Module | None = None) -> Iterator[None]:
-        """A context for forward passes (all ranks enter it together). copy: as in `LongBatch.of`."""
+    def gathered(self, copy: nn.Module | None = None) -> Iterator[None]:
+        """A context for forward passes (all ranks enter it together). copy: as in `TrainingGather.gathered`."""
         if not self._named or (copy is None and not self._fits()):
             yield
             return
-        with held(self._named, dict(copy.named_parameters(remove_duplicate=False)) if copy else self._gathered()):
+        with kept_gathered(
+            self._named, dict(copy.named_parameters(remove_duplicate=False)) if copy else self._gathered()
+        ):
             yield
 
     @traced("gather of weights")
@@ -108,7 +110,7 @@ class LongInference:
         return sum(one.ds_numel * one.element_size() for one in self._named.values()) <= KEPT * free
 
 
-class LongBatch:
+class TrainingGather:
     """Keeps the weights of a module at stage 3 gathered from the first forward pass to the last backward pass, and adds
     up gradients on each rank, so that they are reduced in the last pass only.
 
@@ -136,7 +138,7 @@ class LongBatch:
         self._passes: int | None = None  # the measured number of bytes of a pass; None if not measured
 
     @contextlib.contextmanager
-    def of(self, passes: int, first: bool, copy: nn.Module | None = None) -> Iterator[None]:
+    def gathered(self, passes: int, first: bool, copy: nn.Module | None = None) -> Iterator[None]:
         """A context for `passes` forward passes, each followed by its backward pass (all ranks enter it together).
 
         first: whether these are the first passes of an optimizer step. copy: an unpartitioned module with the same
@@ -147,13 +149,13 @@ class LongBatch:
             return
         with contextlib.ExitStack() as kept:
             if copy is not None:
-                kept.enter_context(held(self._named, dict(copy.named_parameters(remove_duplicate=False))))
+                kept.enter_context(kept_gathered(self._named, dict(copy.named_parameters(remove_duplicate=False))))
             if passes > 1 and self.kept is None and accelerator.on_gpu() and self._passes is None:
                 kept.enter_context(self._measured())
             elif passes > 1:
                 self.kept = self.kept or self._decided()
                 if self.kept.weights and copy is None:
-                    kept.enter_context(held(self._named, {}))
+                    kept.enter_context(kept_gathered(self._named, {}))
                 if self.kept.gradients:
                     kept.enter_context(self._summed(passes, first))
             yield

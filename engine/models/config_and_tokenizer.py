@@ -34,7 +34,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from engine.algorithms.dialect import Dialect
 from engine.errors import UserError, shortened
 from engine.files import read_text, refuse_pointers, rust_panics
-from engine.models.places import base_of, one_line, require_model
+from engine.models.model_paths import base_of, one_line, require_model
 from engine.models.weight_files import file_names, mapped_tensors, weight_files, weights_folder
 
 LANGUAGE_MODEL, CLASSIFIER = "AutoModelForCausalLM", "AutoModelForSequenceClassification"

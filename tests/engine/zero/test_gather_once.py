@@ -8,7 +8,7 @@ from torch import nn
 
 from engine import distributed
 from engine.zero import accelerator
-from engine.zero.long_batch import Kept, LongBatch, what_to_keep
+from engine.zero.gather_once import Kept, TrainingGather, what_to_keep
 
 NOTHING, WEIGHTS, BOTH = Kept(), Kept(weights=True), Kept(weights=True, gradients=True)
 
@@ -47,10 +47,10 @@ def test_on_gpus_a_first_step_finds_what_passes_take(monkeypatch, capsys, free, 
     emptied = []
     module = nn.Module()
     module.register_parameter("weight", parameter)
-    batch = LongBatch(module, "actor", lambda: emptied.append(1), torch.float32)
-    with batch.of(3, first=True):
+    batch = TrainingGather(module, "actor", lambda: emptied.append(1), torch.float32)
+    with batch.gathered(3, first=True):
         assert batch.kept is None and not parameter.ds_active_sub_modules
-    with batch.of(3, first=True):
+    with batch.gathered(3, first=True):
         assert batch.kept == kept and bool(parameter.ds_active_sub_modules) == kept.weights
         ready = []
         for _ in range(3):
@@ -72,7 +72,7 @@ def test_gradients_are_not_added_up_on_a_rank_in_another_dtype_than_asked_for(mo
     monkeypatch.setattr(accelerator, "free_memory", lambda: 10**6)
     module = nn.Module()
     module.register_parameter("weight", parameter)
-    batch = LongBatch(module, "actor", lambda: None, sums)
-    with batch.of(3, first=True):
+    batch = TrainingGather(module, "actor", lambda: None, sums)
+    with batch.gathered(3, first=True):
         assert batch.kept == kept
     assert ("gradients are added up in float32" in capsys.readouterr().out) == (kept is WEIGHTS)

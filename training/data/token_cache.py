@@ -240,7 +240,7 @@ class NotHandedOver(Exception):
 
 @dataclass(frozen=True, slots=True)
 class KnownRows(Sequence):
-    """Stands for `Rows` (rows.py) that another rank has read: their number and their fingerprint."""
+    """Stands for `Rows` (row_selection.py) that another rank has read: their number and their fingerprint."""
 
     size: int
     fingerprint: str
@@ -323,7 +323,10 @@ class Progress:
     """
 
     def __init__(self, total: int, what: str, noun: str = "rows", clock: Callable[[], float] = time.monotonic):
-        self.total, self.what, self.noun, self.clock = total, what, noun, clock
+        self.total = total
+        self.what = what
+        self.noun = noun
+        self.clock = clock
         self.done = 0
         self._started = clock()
         self._due = self._started + FIRST

@@ -18,13 +18,13 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, modeling_utils
 from transformers.integrations import hub_kernels
 
+from engine.actor_copy import ActorCopy
 from engine.algorithms import get_dialect
-from engine.copies import ActorCopy
 from engine.errors import UserError
-from engine.models import reading
+from engine.models import config_and_tokenizer
 from engine.models.checking import check_attention, check_policy, check_vocabularies
+from engine.models.config_and_tokenizer import LANGUAGE_MODEL, pad_token_line, read_config, read_tokenizer
 from engine.models.loading import load_policy
-from engine.models.reading import LANGUAGE_MODEL, pad_token_line, read_config, read_tokenizer
 from engine.models.saving import save_model, save_tokenizer
 from engine.rlhf_engine import RLHFEngine
 from scripts.harness import model_damages as damages
@@ -43,7 +43,7 @@ from scripts.harness.weights import full_state
 from tests.distributed.conftest import write_stage_files
 from training.config.step3 import RLHFFlags
 from training.runtime.plan import sampling_config
-from training.tools.memory.blueprint import module_on_meta
+from training.tools.memory.meta_model import module_on_meta
 
 
 def make_folder(parent: Path, family: str = "llama", **settings) -> Path:
@@ -301,7 +301,7 @@ def test_a_known_family_with_code_beside_it_is_read_without_running_it(code_fold
     ],
 )
 def test_code_that_a_configuration_names_on_the_hub_is_not_fetched(tmp_path, monkeypatch, name, value):
-    monkeypatch.setattr(reading, "is_kernels_available", lambda: True)
+    monkeypatch.setattr(config_and_tokenizer, "is_kernels_available", lambda: True)
     for module, function in ((hub_kernels, "get_kernel"), (modeling_utils, "lazy_import_flash_attention")):
         monkeypatch.setattr(module, function, lambda *names, **options: pytest.fail(f"{names} was fetched"))
     path = make_causal_lm(tmp_path / "theirs")

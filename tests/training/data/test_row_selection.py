@@ -13,8 +13,8 @@ import pytest
 from engine.errors import UserError
 from tests.training.data.tiny_tokenizers import word_tokenizer
 from training.data.examples import SFTExamples, sft_fit
-from training.data.forms import PAIRS, PROMPTS, SFT, TEXTS
-from training.data.rows import load_rows, parse_split, split_held_out, split_part
+from training.data.record_forms import PAIRS, PROMPTS, SFT, TEXTS
+from training.data.row_selection import load_rows, parse_split, split_held_out, split_part
 
 
 @pytest.fixture

@@ -9,11 +9,11 @@ import deepspeed
 import torch
 
 from engine import distributed
-from engine.copies import ActorCopy
+from engine.actor_copy import ActorCopy
 from engine.experience import TrainingBatch
 from engine.zero.engines import TrainedModel
+from engine.zero.gather_once import Kept
 from engine.zero.gathering import is_available
-from engine.zero.long_batch import Kept
 from tests.distributed.tiny_run import build_trainer, engine_spec
 from tests.distributed.work_gradients import ROWS, STILL, one_step
 from training.ppo_trainer import PPOTrainer
@@ -31,10 +31,10 @@ def steps(folder: str, batch: TrainingBatch, dtypes: list[str]) -> dict[tuple[st
         spec = engine_spec(folder, 3, config="stage3.json", dtype=dtype)
         trainer = build_trainer(spec, dialect=STILL, micro_batch_size=1)
         models = [trainer.models.actor, trainer.models.critic]
-        found[dtype, "decided"] = one_step(trainer, own) | {"kept": [model.long_batch.kept for model in models]}
+        found[dtype, "decided"] = one_step(trainer, own) | {"kept": [model.training_gather.kept for model in models]}
         for name, kept in WAYS.items():
             for model in models:
-                model.long_batch.kept = kept
+                model.training_gather.kept = kept
             with counted() as calls:
                 found[dtype, name] = one_step(trainer, own)
             whole = [p for model in models for p in model.module.parameters() if is_available(p)]
@@ -47,7 +47,7 @@ def _copied(trainer: PPOTrainer, batch: TrainingBatch) -> dict[str, dict]:
     """A step while copies hold the weights, "copied", and the one after it, whose weights they do not hold, "stale"."""
     models, found = [trainer.models.actor, trainer.models.critic], {}
     for model in models:
-        model.long_batch.kept = Kept()
+        model.training_gather.kept = Kept()
     models[0].copy = ActorCopy(models[0])
     held = [models[0].copy.module()]
     before = [[weight.clone() for weight in copy.parameters()] for copy in held]

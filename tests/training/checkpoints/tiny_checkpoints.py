@@ -4,10 +4,10 @@ from pathlib import Path
 
 import torch
 
-from engine.zero.shards import Shard
+from engine.zero.training_state import Shard
 from training.checkpoints.conditions import Conditions
 from training.checkpoints.files import Schedule
-from training.checkpoints.saving import Checkpoints
+from training.checkpoints.saving import CheckpointWriter
 
 SETTINGS = {"--seed": 1, "--dtype": "fp32"}
 
@@ -37,7 +37,7 @@ class TinyRun:
 
     def __init__(self, output_dir: Path, resumed: Path | None = None, scores=None, **schedule):
         self.model, self.said, self.step = TinyModel(), [], 0
-        self.checkpoints = Checkpoints(
+        self.checkpoints = CheckpointWriter(
             output_dir,
             Schedule(**schedule),
             models={"actor": self.model},
@@ -58,7 +58,7 @@ class TinyRun:
         self.checkpoints.wait()
 
 
-def write_points(output_dir: Path, *steps: int) -> list[Path]:
+def write_checkpoints(output_dir: Path, *steps: int) -> list[Path]:
     """Checkpoints of these steps; returns their folders."""
     run = TinyRun(output_dir)
     for step in steps:

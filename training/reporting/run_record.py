@@ -25,9 +25,9 @@ from pathlib import Path
 import torch
 
 from engine import distributed
+from engine.atomic_files import write_whole
 from engine.errors import UserError, shortened, shown_command
 from engine.files import misfit, parsed_json
-from engine.whole_files import write_whole
 from engine.zero.accelerator import on_gpu
 from training.runtime.environment import is_slurm_task
 

@@ -19,9 +19,9 @@ from tests.training.data.tiny_tokenizers import BOS, EOS, chat_tokenizer, mergin
 from training.data import tokens
 from training.data.examples import PairExamples, Prompts, SFTExamples, TextBlocks, _enough
 from training.data.files import read_records
-from training.data.forms import PROMPTS, SFT
-from training.data.rows import load_rows
-from training.data.tables import (
+from training.data.record_forms import PROMPTS, SFT
+from training.data.row_selection import load_rows
+from training.data.token_cache import (
     KnownRows,
     MadeTable,
     NotHandedOver,

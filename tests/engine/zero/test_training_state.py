@@ -15,7 +15,7 @@ from engine.optim import TensorFlowAdam, build_optimizer
 from engine.zero.communication import init
 from engine.zero.config import EngineConfig, build_ds_config
 from engine.zero.engines import TrainedModel
-from engine.zero.shards import MOMENTS, moment_of, set_steps, settle, steps_of
+from engine.zero.training_state import MOMENTS, moment_of, set_steps, settle, steps_of
 from tests.engine.zero.inspecting import pretend_cpus_have_fp16
 from tests.engine.zero.shard_memory import InMemory, whole
 

@@ -3,7 +3,7 @@
 import pytest
 
 from engine.errors import UserError
-from engine.models.places import can_be_hub_name, require_model
+from engine.models.model_paths import can_be_hub_name, require_model
 from training.data.sources import open_source
 
 

@@ -12,7 +12,7 @@ import pytest
 from engine.errors import UserError
 from tests.training.data.reading import rows_of
 from tests.training.data.tiny_tokenizers import chat_tokenizer, word_tokenizer
-from training.data.forms import PAIRS, PROMPTS, SFT, TEXTS
+from training.data.record_forms import PAIRS, PROMPTS, SFT, TEXTS
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"

@@ -5,17 +5,17 @@ One rank has more micro-batches than the other, which makes as many passes.
 
 import pytest
 
-from engine.zero.long_batch import Kept
+from engine.zero.gather_once import Kept
 from scripts.harness.ranks import run_ranks
 from tests.distributed import plain
-from tests.engine.zero.work_long_batch import WAYS
+from tests.engine.zero.work_gather_once import WAYS
 
 ROUNDING = {"fp32": 1e-6, "bf16": 2**-7}  # of sums that are taken in another order
 
 
 @pytest.fixture(scope="module")
 def ranks(folder, batch) -> list[dict]:
-    return run_ranks("tests.engine.zero.work_long_batch:steps", folder=folder, batch=batch, dtypes=list(ROUNDING))
+    return run_ranks("tests.engine.zero.work_gather_once:steps", folder=folder, batch=batch, dtypes=list(ROUNDING))
 
 
 @pytest.mark.parametrize("way", WAYS)
