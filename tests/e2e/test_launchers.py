@@ -22,7 +22,6 @@ from training.config.supervised import RewardFlags, SFTFlags
 from training.runtime.plan import count_steps
 from training.runtime.start_report import POINTS, RunSchedule, supervised_schedule
 from training.tools import dry_run
-from training.tools.memory import Compared
 from training.tools.memory.cluster import Cluster, gpu_bytes
 from training.tools.memory.flags import MemoryFlags
 from training.tools.memory.plan import MemoryPlan, plan
@@ -125,7 +124,7 @@ def in_dry_run(monkeypatch, tmp_path):
         monkeypatch.setattr(sys, "argv", [str(ROOT / "training" / "dry_run.py"), *words])
         monkeypatch.chdir(tmp_path)
         capfd.readouterr()
-        return dry_run.main(words, callbacks=(Compared(),)), *capfd.readouterr()
+        return dry_run.main(words), *capfd.readouterr()
 
     return tried
 
