@@ -38,7 +38,7 @@ class Callback:
     def after_step(self, report: Any) -> None:
         """Called on all ranks after each step, before its metrics are written.
 
-        report: the StepReport (training/ppo_trainer.py): step, samples, metrics, batch. What is added to
+        report: the StepReport (training/learner.py): step, samples, metrics, batch. What is added to
         `report.metrics` is written with the step's metrics.
         """
 

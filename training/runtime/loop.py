@@ -227,11 +227,11 @@ class Run:
                     report = step()
                 self.after_step(report, show)
 
-    def after_step(self, report: StepReport, show: Callable[[StepReport], None] = lambda report: None) -> None:
+    def after_step(self, report: StepReport, show: Callable[[StepReport], None]) -> None:
         """Write the step's metrics; evaluate, show samples and save if they are due; end the run if a signal asked for
         it.
 
-        After the last step the models are saved before anything else is done, so that no later error can lose them. The
+        After the last step the models are saved before it is evaluated, so that no later error can lose them. The
         critic's last pretraining step and the evaluation before the first PPO step both have the number 0, so
         `before_first_step` writes the metrics of both together.
         """
