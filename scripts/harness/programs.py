@@ -129,11 +129,6 @@ def forked_program(file: Path | str, flags: dict, ranks: int) -> Result:
         return Result(code, *(file.read_text(errors="backslashreplace") for file in (stdout, stderr)))
 
 
-def start_words(step: int, words: list[str]) -> Result:
-    """Run the program of this step in one process of its own, without a launcher; raises TimeoutError."""
-    return ended(begun([sys.executable, str(program(step)), *words], 1, **PIPES))
-
-
 def begin(step: int, flags: dict, log: Path, ranks: int = 2) -> subprocess.Popen:
     """Begin what `launch` runs; all that it prints goes to the log."""
     with log.open("wb") as file:

@@ -42,11 +42,11 @@ MISTAKES = [
         {"sft_model_name_or_path": "{bad}/sft_other_tokenizer"},
         ["--model_name_or_path", "the tokenizer in {tiny}/sft gives other ids", "must be trained"],
     ),
-    ((3,), {"actor_model_name_or_path": "{tiny}/reward"}, ["--actor_model_name_or_path", "no language model"]),
+    ((3,), {"actor_model_name_or_path": "{tiny}/reward"}, ["--actor_model_name_or_path", "is not a language model"]),
     (
         (3,),
         {"critic_model_name_or_path": "{tiny}/sft"},
-        ["--critic_model_name_or_path", "no reward model but GPT2LMHeadModel", "training/step2_reward.py"],
+        ["--critic_model_name_or_path", "is not a reward model but GPT2LMHeadModel", "training/step2_reward.py"],
     ),
     (
         (3,),

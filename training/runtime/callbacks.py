@@ -10,9 +10,11 @@ As transformers' TrainerCallback, `Callback` has all methods, and they do nothin
 needs.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from engine.errors import RunStopped
 
 
 class Callback:
@@ -39,12 +41,12 @@ class Callback:
         """Called on all ranks after each step, before its metrics are written.
 
         report: the StepReport (training/learner.py): step, samples, metrics, batch. What is added to
-        `report.metrics` is written with the step's metrics.
+        `report.metrics` is written with the step's metrics; it has to be a number, or a tensor with one number.
         """
 
     def saved(self, name: str, folder: Path, run: Any) -> None:
         """Called on rank 0 alone, when a model was written into `folder`. Files that are added there belong to the
-        model. An OSError counts as a failure to write the model.
+        model. What is raised here is printed; the run goes on, and ends with an error when all is saved.
 
         name: the model's name, "actor" or "." for example. The folder gets its final name, `run.output_dir / name`,
         after this call; there an earlier save of this model may stand until then.
@@ -80,3 +82,16 @@ class Callbacks(Callback):
         """See Callback."""
         for callback in self.each:
             callback.ended(run)
+
+
+def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """The metrics as floats. Raises: RunStopped for one that is not a number; callbacks can add such."""
+    found = {}
+    for name, value in metrics.items():
+        try:
+            found[name] = float(value)
+        except (TypeError, ValueError, RuntimeError):
+            raise RunStopped(
+                f"the metric {name} is {value!r}, which is not a number. See `Callback.after_step`."
+            ) from None
+    return found

@@ -10,6 +10,7 @@ stops, saved models, the verdict.
 
 import contextlib
 import dataclasses
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
@@ -27,10 +28,10 @@ from training.reporting.guards import Verdict, conclude
 from training.reporting.run_record import METRICS_FILE, RUN_FILE, read_metrics, write_run_record
 from training.reporting.sinks import View
 from training.runtime import model_folders, output_folder, stopping
-from training.runtime.callbacks import Callback
+from training.runtime.callbacks import Callback, numbers
 from training.runtime.output_folder import begin_output_dir, open_writer
 from training.runtime.processes import phase, place
-from training.runtime.stopping import check_all_written, saved_models_named, unwritten_noted
+from training.runtime.stopping import check_all_written, note_unwritten, saved_models_named, unwritten_noted
 
 
 class Planned(Protocol):
@@ -237,7 +238,7 @@ class Run:
         """
         step = report.step
         self.callbacks.after_step(report)
-        self.owed = {**report.metrics, **self.checkpoints.take_metrics()}
+        self.owed = {**numbers(report.metrics), **self.checkpoints.take_metrics()}
         if step > 0:
             self.owed, self._extra = {**self.owed, **self._extra}, {}
         reason = stopping.agreed()
@@ -276,8 +277,13 @@ class Run:
         stopping.end_early(reason, report.step, self.plan.last_step, checkpoint)
 
     def written(self, name: str, folder: Path) -> None:
-        """Called on rank 0 when a model was written into this folder."""
-        self.callbacks.saved(name, folder, self)
+        """Called on rank 0 when a model was written into this folder. What callbacks raise here spoils no model: it is
+        noted, and ends the run with an error when all is saved."""
+        try:
+            self.callbacks.saved(name, folder, self)
+        except (Exception, SystemExit) as error:
+            traceback.print_exc()
+            note_unwritten(f"what callbacks add to the model {name}", error)
 
     @phase("saving models")
     def save_models(self, **how) -> None:
