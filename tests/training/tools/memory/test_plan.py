@@ -27,12 +27,6 @@ from training.tools.memory.meta_model import meta_models
 from training.tools.memory.plan import PHASES, MemoryPlan, plan, plan_one_model
 
 
-@pytest.fixture(autouse=True)
-def no_rank(monkeypatch):
-    """The planner is a program of its own; other tests, which join a group in this process, leave a rank behind."""
-    monkeypatch.delenv("RANK", raising=False)
-
-
 @pytest.fixture(scope="module")
 def path(tmp_path_factory) -> str:
     return llama(tmp_path_factory.mktemp("llama"))

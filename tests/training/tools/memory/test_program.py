@@ -10,12 +10,6 @@ from training.memory_plan import main
 from training.tools.memory.callback import measured_line
 
 
-@pytest.fixture(autouse=True)
-def no_rank(monkeypatch):
-    """The planner is a program of its own; other tests, which join a group in this process, leave a rank behind."""
-    monkeypatch.delenv("RANK", raising=False)
-
-
 @pytest.fixture(scope="module")
 def words(tmp_path_factory) -> list[str]:
     path = llama(tmp_path_factory.mktemp("llama"))
