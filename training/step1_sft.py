@@ -39,10 +39,16 @@ from training.runtime.callbacks import Callback, Callbacks
 from training.runtime.loop import Run
 from training.runtime.models import adapted_lines, adapted_model, check_positions, generation_stops
 from training.runtime.output_folder import check_shared
-from training.runtime.plan import SupervisedPlan
 from training.runtime.ranks import agreed, checked
-from training.runtime.start_report import report_supervised_dry_run, supervised_lines
-from training.supervised import HeldOutExamples, SupervisedTrainer, tell_result, train
+from training.supervised import (
+    HeldOutExamples,
+    SupervisedPlan,
+    SupervisedTrainer,
+    report_dry_run,
+    supervised_lines,
+    tell_result,
+    train,
+)
 
 
 def main(args: SFTFlags, callbacks: Sequence[Callback] = ()) -> None:
@@ -52,7 +58,7 @@ def main(args: SFTFlags, callbacks: Sequence[Callback] = ()) -> None:
     checkpoint = Checkpoint.find(args.resume, args.output_dir)
     checked(lambda: check(args, checkpoint))
     if args.dry_run:
-        report_supervised_dry_run(
+        report_dry_run(
             args, lambda: make_plan(args, checkpoint, fingerprints(args)), partial(first_lines, args), called
         )
         return

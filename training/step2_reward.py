@@ -53,12 +53,19 @@ from training.runtime.callbacks import Callback, Callbacks
 from training.runtime.loop import Run
 from training.runtime.models import adapted_lines, adapted_model, check_positions, generation_stops
 from training.runtime.output_folder import check_shared
-from training.runtime.plan import SupervisedPlan
 from training.runtime.processes import phase
 from training.runtime.ranks import agreed, checked
-from training.runtime.start_report import report_supervised_dry_run, supervised_lines, warnings
+from training.runtime.start_report import warnings
 from training.runtime.stopping import saved_models_named
-from training.supervised import HeldOutExamples, SupervisedTrainer, tell_result, train
+from training.supervised import (
+    HeldOutExamples,
+    SupervisedPlan,
+    SupervisedTrainer,
+    report_dry_run,
+    supervised_lines,
+    tell_result,
+    train,
+)
 
 
 def main(args: RewardFlags, callbacks: Sequence[Callback] = ()) -> None:
@@ -68,7 +75,7 @@ def main(args: RewardFlags, callbacks: Sequence[Callback] = ()) -> None:
     checkpoint = Checkpoint.find(args.resume, args.output_dir)
     checked(lambda: check(args, checkpoint))
     if args.dry_run:
-        report_supervised_dry_run(
+        report_dry_run(
             args, lambda: make_plan(args, checkpoint, fingerprints(args)), partial(first_lines, args), called
         )
         return

@@ -1,23 +1,27 @@
-"""Steps 1 and 2: an optimizer step on examples, and evaluations on held-out examples. training/runtime/loop.py has what
-stands around the steps.
+"""Steps 1 and 2: what a run plans and prints at its start, an optimizer step on examples, and evaluations on held-out
+examples. training/runtime/loop.py has what stands around the steps.
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from engine import distributed
 from engine.algo.schedules import lr_factor
 from engine.errors import RunStopped
 from engine.zero.engines import TrainedModel
-from training.checkpoints.conditions import BEFORE
+from training.checkpoints.conditions import BEFORE, Conditions
+from training.checkpoints.resuming import Checkpoint
 from training.config.supervised import SupervisedFlags
+from training.data.examples import FittedRows, Prompts
 from training.data.order import EpochBatches, epoch_batches
+from training.data.row_selection import listed
 from training.learner import StepReport, accumulate_gradients
 from training.reporting.guards import stop_unless_weights_finite
 from training.reporting.metrics import Accumulator
@@ -26,10 +30,72 @@ from training.reporting.standard_errors import Units, gathered, metrics_text
 from training.reporting.step_metrics import TrainingArithmetic, peak_memory_gb, phase_memory
 from training.reporting.summary import seconds_by_part, time_lines
 from training.runtime import model_folders
+from training.runtime.callbacks import Callback
 from training.runtime.loop import Run
-from training.runtime.plan import SupervisedPlan
+from training.runtime.models import model_notes
 from training.runtime.processes import phase
+from training.runtime.start_report import (
+    RunSchedule,
+    changes_since,
+    counted,
+    opened,
+    print_report,
+    too_long,
+    unseen_data,
+    unseen_models,
+)
 from training.runtime.stopping import unwritten_noted
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SupervisedPlan:
+    """Everything about a run of step 1 or 2 that is decided before the model is loaded.
+
+    prompts: the prompts on which step 2 normalises scores, or None. last_step: the run's last step. resume: the
+    checkpoint from which the run resumes, or None.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    examples: FittedRows
+    held_out: FittedRows
+    prompts: Prompts | None
+    last_step: int
+    resume: Checkpoint | None
+    conditions: Conditions
+    ds_configs: Mapping[str, dict]
+    dialect: None = None
+
+    @classmethod
+    def of(
+        cls,
+        args: SupervisedFlags,
+        checkpoint: Checkpoint | None,
+        tokenizer: PreTrainedTokenizerBase,
+        parts: Iterable[FittedRows],
+        data: list[str],
+        inputs: Mapping[str, str | None],
+        prompts: Prompts | None = None,
+    ) -> "SupervisedPlan":
+        """The plan of a run with these data.
+
+        parts: training examples and held-out examples. data: their fingerprints. inputs: as in the `make_plan` of steps
+        1 and 2. Raises: UserError if the run cannot resume from the checkpoint.
+        """
+        examples, held_out = parts
+        last_step = args.total_steps(len(examples))
+        conditions = Conditions.of(args, data, tokenizer, inputs)
+        if checkpoint:
+            checkpoint.check(conditions, last_step)
+        return cls(
+            tokenizer=tokenizer,
+            examples=examples,
+            held_out=held_out,
+            prompts=prompts,
+            last_step=last_step,
+            resume=checkpoint,
+            conditions=conditions,
+            ds_configs={"model": args.ds_settings()},
+        )
 
 
 def train(run: Run, trainer: "SupervisedTrainer", held_out: "HeldOutExamples") -> dict[str, float]:
@@ -267,3 +333,46 @@ class HeldOutExamples:
 def batch_of(collate: Callable, examples: Sequence, indices: Sequence[int]):
     """The batch of the examples with these indices, on this rank's device."""
     return collate([examples[index] for index in indices]).to(distributed.device())
+
+
+# What a run prints at its start.
+
+
+def supervised_lines(args: SupervisedFlags, noun: str, plan: SupervisedPlan) -> list[str]:
+    """The first lines of step 1 or 2. noun: what the lines call the examples. A dry run shows more examples."""
+    examples, held_out = plan.examples, plan.held_out
+    return [
+        *changes_since(plan),
+        f"{counted(examples, noun, held_out)}; {args.total_steps(len(examples))} steps on "
+        f"{distributed.ranks_in_words()}",
+        *supervised_schedule(args, len(examples)).lines(),
+        *too_long(examples, noun, "--max_seq_len", args, plan.tokenizer, [args.model_name_or_path]),
+        f"ZeRO stage {args.engine_config().stage}; {args.dtype}",
+        *model_notes(args, "model_name_or_path"),
+    ]
+
+
+def supervised_schedule(args: SupervisedFlags, examples: int) -> RunSchedule:
+    """The schedule of the whole run, even if this start resumes it. examples: number of training examples."""
+    total, an_epoch = args.total_steps(examples), args.steps_per_epoch(examples)
+    return RunSchedule(total, total / an_epoch, args.schedule(), lambda step: args.evaluates(step, examples))
+
+
+def report_dry_run(
+    args: SupervisedFlags,
+    make_plan: Callable[[], SupervisedPlan],
+    lines: Callable[[SupervisedPlan], list[str]],
+    callbacks: Callback,
+) -> None:
+    """Print the report of a dry run of step 1 or 2. make_plan: function that reads the data. lines: function that
+    returns the lines that a run would print first."""
+    models, data = (
+        [path for spec in fields(args) if spec.name.endswith(ending) for path in listed(getattr(args, spec.name))]
+        for ending in ("model_name_or_path", "data_path")
+    )
+    unseen = unseen_models(args, *models) + unseen_data(data)
+    checked, plan = opened(data, unseen), None
+    if not unseen:
+        plan = make_plan()
+        checked += lines(plan)
+    print_report(checked, unseen, {"model": args.ds_settings()}, lambda: callbacks.planned(args, plan))

@@ -20,7 +20,8 @@ from training.config.parsing import parse_flags
 from training.config.step3 import RLHFFlags
 from training.config.supervised import RewardFlags, SFTFlags
 from training.runtime.plan import count_steps
-from training.runtime.start_report import POINTS, RunSchedule, supervised_schedule
+from training.runtime.start_report import POINTS, RunSchedule
+from training.supervised import supervised_schedule
 from training.tools import dry_run
 from training.tools.memory.cluster import Cluster, gpu_bytes
 from training.tools.memory.flags import MemoryFlags

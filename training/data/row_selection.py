@@ -115,7 +115,7 @@ def load_rows(
 
     Raises: UserError for data sets that cannot be read, and for flags that leave no rows.
     """
-    divided, eval_paths = _listed(data_path), _listed(eval_data_path)
+    divided, eval_paths = listed(data_path), listed(eval_data_path)
     proportions = parse_split(split)
     factors = [*checked_weights(weights, divided), *[1.0] * len(undivided)]
     paths = [*divided, *undivided]
@@ -153,7 +153,8 @@ def load_rows(
     return mixture.rows(training), mixture.rows([limited(_joined(apart), eval_limit, seed, kept)])
 
 
-def _listed(paths: str | Sequence[str] | None) -> list[str]:
+def listed(paths: str | Sequence[str] | None) -> list[str]:
+    """One path, several or none, as a list."""
     return [paths] if isinstance(paths, str) else list(paths or [])
 
 

@@ -4,10 +4,8 @@ servers answer with scores.
 
 import contextlib
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-
-from transformers import PreTrainedTokenizerBase
 
 from engine import distributed
 from engine.algorithms import Dialect, check_sizes, end_token_id, token_id
@@ -25,9 +23,8 @@ from training.checkpoints.conditions import Conditions
 from training.checkpoints.resuming import AUTO, Checkpoint
 from training.config.reward import check_columns, load_functions
 from training.config.step3 import RLHFFlags
-from training.config.supervised import SupervisedFlags
 from training.data.chat import Rendered
-from training.data.examples import FittedRows, Prompts, TextBlocks, prompt_fit
+from training.data.examples import Prompts, TextBlocks, prompt_fit
 from training.data.record_forms import PROMPTS, TEXTS
 from training.data.row_selection import Rows, load_rows
 from training.data.tokens import TextEncoder, end_of_turn
@@ -63,54 +60,6 @@ class Plan:
     def scores_changed(self) -> bool:
         """Whether the reward has changed since the checkpoint from which the run resumes."""
         return self.resume is not None and self.conditions.scores_changed_since(Conditions.read(self.resume.state))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SupervisedPlan:
-    """Everything about a run of step 1 or 2 that is decided before the model is loaded.
-
-    prompts: the prompts on which step 2 normalises scores, or None. last_step: the run's last step. resume: the
-    checkpoint from which the run resumes, or None.
-    """
-
-    tokenizer: PreTrainedTokenizerBase
-    examples: FittedRows
-    held_out: FittedRows
-    prompts: Prompts | None
-    last_step: int
-    resume: Checkpoint | None
-    conditions: Conditions
-    ds_configs: Mapping[str, dict]
-    dialect: None = None
-
-    @classmethod
-    def of(
-        cls,
-        args: SupervisedFlags,
-        checkpoint: Checkpoint | None,
-        tokenizer: PreTrainedTokenizerBase,
-        parts: Iterable[FittedRows],
-        data: list[str],
-        inputs: Mapping[str, str | None],
-        prompts: Prompts | None = None,
-    ) -> "SupervisedPlan":
-        """The plan of a run with these data. parts: training examples and held-out examples. data: their fingerprints.
-        inputs: as in `make_plan`. Raises: UserError if the run cannot resume from the checkpoint."""
-        examples, held_out = parts
-        last_step = args.total_steps(len(examples))
-        conditions = Conditions.of(args, data, tokenizer, inputs)
-        if checkpoint:
-            checkpoint.check(conditions, last_step)
-        return cls(
-            tokenizer=tokenizer,
-            examples=examples,
-            held_out=held_out,
-            prompts=prompts,
-            last_step=last_step,
-            resume=checkpoint,
-            conditions=conditions,
-            ds_configs={"model": args.ds_settings()},
-        )
 
 
 def make_plan(args: RLHFFlags, checkpoint: Checkpoint | None, inputs: Mapping[str, str | None] | None = None) -> Plan:

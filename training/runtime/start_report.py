@@ -9,7 +9,6 @@ model sees them:
       [156 tokens cut] '\\n\\nHuman: Can you help me?\\n\\nAssistant:' -> ' Of course.</s>'
 """
 
-import dataclasses
 import json
 import os
 import sys
@@ -28,21 +27,14 @@ from training.checkpoints.resuming import Checkpoint
 from training.config.flags import DataFlags
 from training.config.reward import score_parts
 from training.config.step3 import RLHFFlags
-from training.config.supervised import SupervisedFlags
 from training.data.examples import NOTED, FittedRows, place_of
 from training.data.sources import DEEPSPEED_CHAT_FILES, is_path, name_and_split, open_source
 from training.data.tokens import CUT, DROPPED, EMPTY, EQUAL, WHOLE, Fit
 from training.reporting.run_record import command_line
 from training.runtime.callbacks import Callback
+from training.runtime.loop import Planned
 from training.runtime.models import adapted_lines, adapted_roles, model_notes, most_tokens
-from training.runtime.plan import (
-    Plan,
-    SupervisedPlan,
-    check_server,
-    make_plan,
-    reward_writing_line,
-    server_lines,
-)
+from training.runtime.plan import Plan, check_server, make_plan, reward_writing_line, server_lines
 
 POINTS = 3
 """Number of checkpoints before a run's end that a warning advises."""
@@ -152,26 +144,6 @@ def warnings(rows: FittedRows, flag: str, args: DataFlags, models: Sequence[str 
     """A warning if many rows are too long; [] otherwise. Arguments: as in `too_long`."""
     limit = getattr(args, flag.removeprefix("--"))
     return rows.warnings(flag, limit, args.overlong, lambda: most_tokens(args, models, beside))
-
-
-def supervised_lines(args: SupervisedFlags, noun: str, plan: SupervisedPlan) -> list[str]:
-    """The first lines of step 1 or 2. noun: what the lines call the examples. A dry run shows more examples."""
-    examples, held_out = plan.examples, plan.held_out
-    return [
-        *changes_since(plan),
-        f"{counted(examples, noun, held_out)}; {args.total_steps(len(examples))} steps on "
-        f"{distributed.ranks_in_words()}",
-        *supervised_schedule(args, len(examples)).lines(),
-        *too_long(examples, noun, "--max_seq_len", args, plan.tokenizer, [args.model_name_or_path]),
-        f"ZeRO stage {args.engine_config().stage}; {args.dtype}",
-        *model_notes(args, "model_name_or_path"),
-    ]
-
-
-def supervised_schedule(args: SupervisedFlags, examples: int) -> RunSchedule:
-    """The schedule of the whole run, even if this start resumes it. examples: number of training examples."""
-    total, an_epoch = args.total_steps(examples), args.steps_per_epoch(examples)
-    return RunSchedule(total, total / an_epoch, args.schedule(), lambda step: args.evaluates(step, examples))
 
 
 def first_lines(args: RLHFFlags, plan: Plan) -> str:
@@ -287,7 +259,7 @@ def run_schedule(args: RLHFFlags, plan: Plan) -> RunSchedule:
     return RunSchedule(plan.last_step, epochs, args.schedule(), evaluates if plan.held_out is not None else None)
 
 
-def changes_since(plan: Plan | SupervisedPlan) -> list[str]:
+def changes_since(plan: Planned) -> list[str]:
     """Lines that name the checkpoint from which the run resumes, and each setting that has changed since."""
     if plan.resume is None:
         return []
@@ -317,31 +289,6 @@ def print_report(
     print("dry run: nothing was loaded or written", flush=True)
 
 
-def report_supervised_dry_run(
-    args: SupervisedFlags,
-    make_plan: Callable[[], SupervisedPlan],
-    lines: Callable[[SupervisedPlan], list[str]],
-    callbacks: Callback,
-) -> None:
-    """Print the report of a dry run of step 1 or 2. make_plan: function that reads the data. lines: function that
-    returns the lines that a run would print first."""
-    models, data = (
-        [
-            path
-            for spec in dataclasses.fields(args)
-            if spec.name.endswith(ending)
-            for path in _listed(getattr(args, spec.name))
-        ]
-        for ending in ("model_name_or_path", "data_path")
-    )
-    unseen = unseen_models(args, *models) + unseen_data(data)
-    checked, plan = opened(data, unseen), None
-    if not unseen:
-        plan = make_plan()
-        checked += lines(plan)
-    print_report(checked, unseen, {"model": args.ds_settings()}, lambda: callbacks.planned(args, plan))
-
-
 def report_dry_run(args: RLHFFlags, checkpoint: Checkpoint | None, callbacks: Callback) -> None:
     """Print the report of a dry run of step 3. checkpoint: the checkpoint from which the run resumes, or None."""
     dialect, changed = args.resolved.dialect, args.resolved.changed
@@ -360,10 +307,6 @@ def report_dry_run(args: RLHFFlags, checkpoint: Checkpoint | None, callbacks: Ca
             for url, score in check_server(args, plan).items()
         ]
     print_report(checked, unseen, args.ds_configs, lambda: callbacks.planned(args, plan))
-
-
-def _listed(value: str | list[str] | None) -> list[str]:
-    return value if isinstance(value, list) else [] if value is None else [value]
 
 
 def opened(data: Sequence[str], unseen: Sequence[str]) -> list[str]:

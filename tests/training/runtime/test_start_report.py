@@ -28,10 +28,10 @@ from training.runtime.start_report import (
     dialect_lines,
     score_lines,
     shown_rows,
-    supervised_lines,
     too_long,
 )
 from training.step2_reward import first_lines
+from training.supervised import supervised_lines
 from training.tools import dry_run
 
 
