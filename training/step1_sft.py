@@ -25,7 +25,6 @@ from engine.models.checking import check_attention, check_policy, check_rows
 from engine.models.config_and_tokenizer import LANGUAGE_MODEL, vocabulary_size
 from engine.models.loading import DTYPES, load_policy
 from engine.rlhf_engine import wrap_trained
-from training.checkpoints.conditions import fingerprints
 from training.checkpoints.resuming import Checkpoint
 from training.config.supervised import SFTFlags
 from training.data.examples import SFTBatch, SFTExamples, collate_sft, sft_fit
@@ -38,13 +37,11 @@ from training.runtime import launch
 from training.runtime.callbacks import Callback, Callbacks
 from training.runtime.loop import Run
 from training.runtime.models import adapted_lines, adapted_model, check_positions, generation_stops
-from training.runtime.output_folder import check_shared
-from training.runtime.ranks import agreed, checked
 from training.supervised import (
     HeldOutExamples,
     SupervisedPlan,
     SupervisedTrainer,
-    report_dry_run,
+    planned,
     supervised_lines,
     tell_result,
     train,
@@ -55,20 +52,8 @@ def main(args: SFTFlags, callbacks: Sequence[Callback] = ()) -> None:
     """The order of a run, from flags to the saved model. All ranks call this, in their process group."""
     # 1. What can be wrong is found before the model is loaded.
     called = Callbacks(callbacks)
-    checkpoint = Checkpoint.find(args.resume, args.output_dir)
-    checked(lambda: check(args, checkpoint))
-    if args.dry_run:
-        report_dry_run(
-            args, lambda: make_plan(args, checkpoint, fingerprints(args)), partial(first_lines, args), called
-        )
-        return
-    check_shared(args.output_dir)
-    inputs = checked(lambda: fingerprints(args))
-    plan = agreed(lambda: make_plan(args, checkpoint, inputs))
-    if distributed.is_main():
-        print(*first_lines(args, plan), sep="\n", flush=True)
-    called.planned(args, plan)
-    if args.preflight:
+    plan = planned(args, called, check, make_plan, first_lines)
+    if plan is None:
         return
 
     # 2. The engine, and what is learned and measured with it.

@@ -37,7 +37,6 @@ from engine.rlhf_engine import frozen_model, wrap_trained
 from engine.rollout import SamplingConfig, build_rollouts
 from engine.zero.config import EngineConfig
 from engine.zero.engines import FrozenModel, TrainedModel
-from training.checkpoints.conditions import fingerprints
 from training.checkpoints.resuming import Checkpoint
 from training.config.supervised import RewardFlags
 from training.data.examples import PairBatch, PairExamples, Prompts, collate_pairs, collate_prompts, pair_fit
@@ -52,16 +51,14 @@ from training.runtime import launch
 from training.runtime.callbacks import Callback, Callbacks
 from training.runtime.loop import Run
 from training.runtime.models import adapted_lines, adapted_model, check_positions, generation_stops
-from training.runtime.output_folder import check_shared
 from training.runtime.processes import phase
-from training.runtime.ranks import agreed, checked
 from training.runtime.start_report import warnings
 from training.runtime.stopping import saved_models_named
 from training.supervised import (
     HeldOutExamples,
     SupervisedPlan,
     SupervisedTrainer,
-    report_dry_run,
+    planned,
     supervised_lines,
     tell_result,
     train,
@@ -72,20 +69,8 @@ def main(args: RewardFlags, callbacks: Sequence[Callback] = ()) -> None:
     """The order of a run, from flags to the saved model. All ranks call this, in their process group."""
     # 1. What can be wrong is found before the model is loaded.
     called = Callbacks(callbacks)
-    checkpoint = Checkpoint.find(args.resume, args.output_dir)
-    checked(lambda: check(args, checkpoint))
-    if args.dry_run:
-        report_dry_run(
-            args, lambda: make_plan(args, checkpoint, fingerprints(args)), partial(first_lines, args), called
-        )
-        return
-    check_shared(args.output_dir)
-    inputs = checked(lambda: fingerprints(args))
-    plan = agreed(lambda: make_plan(args, checkpoint, inputs))
-    if distributed.is_main():
-        print(*first_lines(args, plan), sep="\n", flush=True)
-    called.planned(args, plan)
-    if args.preflight:
+    plan = planned(args, called, check, make_plan, first_lines)
+    if plan is None:
         return
 
     # 2. The engine, and what is learned and measured with it.
@@ -99,7 +84,7 @@ def main(args: RewardFlags, callbacks: Sequence[Callback] = ()) -> None:
         ds_config,
         "--model_name_or_path",
         args.dropout,
-        starting_scale(args, plan.tokenizer, plan.prompts, pad) if args.normalize_before and not checkpoint else 1.0,
+        starting_scale(args, plan.tokenizer, plan.prompts, pad) if args.normalize_before and not plan.resume else 1.0,
         args.trust_remote_code,
         attention=args.attention,
     )

@@ -16,7 +16,7 @@ from engine import distributed
 from engine.algo.schedules import lr_factor
 from engine.errors import RunStopped
 from engine.zero.engines import TrainedModel
-from training.checkpoints.conditions import BEFORE, Conditions
+from training.checkpoints.conditions import BEFORE, Conditions, fingerprints
 from training.checkpoints.resuming import Checkpoint
 from training.config.supervised import SupervisedFlags
 from training.data.examples import FittedRows, Prompts
@@ -33,7 +33,9 @@ from training.runtime import model_folders
 from training.runtime.callbacks import Callback
 from training.runtime.loop import Run
 from training.runtime.models import model_notes
+from training.runtime.output_folder import check_shared
 from training.runtime.processes import phase
+from training.runtime.ranks import agreed, checked
 from training.runtime.start_report import (
     RunSchedule,
     changes_since,
@@ -96,6 +98,31 @@ class SupervisedPlan:
             conditions=conditions,
             ds_configs={"model": args.ds_settings()},
         )
+
+
+def planned(
+    args: SupervisedFlags,
+    callbacks: Callback,
+    check: Callable[[SupervisedFlags, Checkpoint | None], None],
+    make_plan: Callable[[SupervisedFlags, Checkpoint | None, Mapping[str, str | None]], SupervisedPlan],
+    first_lines: Callable[[SupervisedFlags, SupervisedPlan], list[str]],
+) -> SupervisedPlan | None:
+    """Check and plan the run, and print its first lines; None if the run ends here, as a dry run or a preflight does.
+
+    check: checks files, models and machine (rank 0 calls it). make_plan: reads the data (all ranks call it).
+    """
+    checkpoint = Checkpoint.find(args.resume, args.output_dir)
+    checked(lambda: check(args, checkpoint))
+    if args.dry_run:
+        report_dry_run(args, lambda: make_plan(args, checkpoint, fingerprints(args)), first_lines, callbacks)
+        return None
+    check_shared(args.output_dir)
+    inputs = checked(lambda: fingerprints(args))
+    plan = agreed(lambda: make_plan(args, checkpoint, inputs))
+    if distributed.is_main():
+        print(*first_lines(args, plan), sep="\n", flush=True)
+    callbacks.planned(args, plan)
+    return None if args.preflight else plan
 
 
 def train(run: Run, trainer: "SupervisedTrainer", held_out: "HeldOutExamples") -> dict[str, float]:
@@ -361,10 +388,10 @@ def supervised_schedule(args: SupervisedFlags, examples: int) -> RunSchedule:
 def report_dry_run(
     args: SupervisedFlags,
     make_plan: Callable[[], SupervisedPlan],
-    lines: Callable[[SupervisedPlan], list[str]],
+    first_lines: Callable[[SupervisedFlags, SupervisedPlan], list[str]],
     callbacks: Callback,
 ) -> None:
-    """Print the report of a dry run of step 1 or 2. make_plan: function that reads the data. lines: function that
+    """Print the report of a dry run of step 1 or 2. make_plan: function that reads the data. first_lines: function that
     returns the lines that a run would print first."""
     models, data = (
         [path for spec in fields(args) if spec.name.endswith(ending) for path in listed(getattr(args, spec.name))]
@@ -374,5 +401,5 @@ def report_dry_run(
     checked, plan = opened(data, unseen), None
     if not unseen:
         plan = make_plan()
-        checked += lines(plan)
+        checked += first_lines(args, plan)
     print_report(checked, unseen, {"model": args.ds_settings()}, lambda: callbacks.planned(args, plan))
