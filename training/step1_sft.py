@@ -34,7 +34,7 @@ from training.reporting.metrics import Accumulator
 from training.reporting.sinks import SFT_VIEW
 from training.reporting.standard_errors import Estimate, Units, change_text, value_text, with_errors
 from training.runtime import launch
-from training.runtime.callbacks import Callback, Callbacks
+from training.runtime.callbacks import Callback
 from training.runtime.loop import Run
 from training.runtime.models import adapted_lines, adapted_model, check_positions, generation_stops
 from training.supervised import (
@@ -51,8 +51,7 @@ from training.supervised import (
 def main(args: SFTFlags, callbacks: Sequence[Callback] = ()) -> None:
     """The order of a run, from flags to the saved model. All ranks call this, in their process group."""
     # 1. What can be wrong is found before the model is loaded.
-    called = Callbacks(callbacks)
-    plan = planned(args, called, check, make_plan, first_lines)
+    plan = planned(args, callbacks, check, make_plan, first_lines)
     if plan is None:
         return
 
@@ -108,7 +107,7 @@ def main(args: SFTFlags, callbacks: Sequence[Callback] = ()) -> None:
     )
 
     # 3. The steps.
-    run = Run(args, plan, trainer, held_out, SFT_VIEW, called)
+    run = Run(args, plan, trainer, held_out, SFT_VIEW, callbacks)
     found = train(run, trainer, held_out)
     perplexity = f"{value_text(found, 'eval/perplexity')} a token{change_text(found, 'eval/perplexity')}"
     vocabulary = vocabulary_size(plan.tokenizer)

@@ -48,7 +48,7 @@ from training.reporting.metrics import Accumulator
 from training.reporting.sinks import REWARD_VIEW, ProgressBar
 from training.reporting.standard_errors import Estimate, Units, chance_text, change_text, value_text, with_errors
 from training.runtime import launch
-from training.runtime.callbacks import Callback, Callbacks
+from training.runtime.callbacks import Callback
 from training.runtime.loop import Run
 from training.runtime.models import adapted_lines, adapted_model, check_positions, generation_stops
 from training.runtime.processes import phase
@@ -68,8 +68,7 @@ from training.supervised import (
 def main(args: RewardFlags, callbacks: Sequence[Callback] = ()) -> None:
     """The order of a run, from flags to the saved model. All ranks call this, in their process group."""
     # 1. What can be wrong is found before the model is loaded.
-    called = Callbacks(callbacks)
-    plan = planned(args, called, check, make_plan, first_lines)
+    plan = planned(args, callbacks, check, make_plan, first_lines)
     if plan is None:
         return
 
@@ -125,7 +124,7 @@ def main(args: RewardFlags, callbacks: Sequence[Callback] = ()) -> None:
     )
 
     # 3. The steps, and the normalisation of the scores.
-    run = Run(args, plan, trainer, held_out, REWARD_VIEW, called)
+    run = Run(args, plan, trainer, held_out, REWARD_VIEW, callbacks)
     found = train(run, trainer, held_out)
     with saved_models_named(run.saved):  # if normalisation fails, the message names the saved model
         normalize(args, run, model, plan)

@@ -38,7 +38,7 @@ from training.reporting.sinks import PPO_VIEW, averaged_view
 from training.reporting.standard_errors import without_scores
 from training.reporting.summary import tell_result
 from training.runtime import launch
-from training.runtime.callbacks import Callback, Callbacks
+from training.runtime.callbacks import Callback
 from training.runtime.loop import Run
 from training.runtime.output_folder import check_shared
 from training.runtime.plan import Plan, check_files, check_server, make_plan
@@ -50,11 +50,10 @@ from training.runtime.start_report import first_lines, report_dry_run
 def main(args: RLHFFlags, callbacks: Sequence[Callback] = ()) -> None:
     """The order of a run, from flags to saved models. All ranks call this, in their process group."""
     # 1. What can be wrong is found before a model is loaded. Rank 0 reads files, all ranks end with its message.
-    called = Callbacks(callbacks)
     checkpoint = Checkpoint.find(args.resume, args.output_dir, with_ema=args.keeps_average)
     checked(lambda: check_files(args, checkpoint))
     if args.dry_run:
-        report_dry_run(args, checkpoint, called)
+        report_dry_run(args, checkpoint, callbacks)
         return
     check_shared(args.output_dir)
     with phase("reading data"):
@@ -65,7 +64,8 @@ def main(args: RLHFFlags, callbacks: Sequence[Callback] = ()) -> None:
             agreed(lambda: check_server(args, plan))
     if distributed.is_main():
         print(first_lines(args, plan), flush=True)
-    called.planned(args, plan)
+    for callback in callbacks:
+        callback.planned(args, plan)
     if args.preflight:
         return
 
@@ -83,7 +83,7 @@ def main(args: RLHFFlags, callbacks: Sequence[Callback] = ()) -> None:
     evaluations = PromptEvaluations(evaluator, models.ema, Path(args.output_dir), plan.last_step, args.eval_steps)
     view = PPO_VIEW if models.ema is None else averaged_view(PPO_VIEW)
     extra = {"objective/reward_changed": 1.0} if plan.scores_changed else {}
-    run = Run(args, plan, trainer, evaluations, view, called, extra)
+    run = Run(args, plan, trainer, evaluations, view, callbacks, extra)
     train(args, plan, trainer, run)
     held_out = len(plan.held_out or ())
     run.end(

@@ -102,7 +102,7 @@ class SupervisedPlan:
 
 def planned(
     args: SupervisedFlags,
-    callbacks: Callback,
+    callbacks: Sequence[Callback],
     check: Callable[[SupervisedFlags, Checkpoint | None], None],
     make_plan: Callable[[SupervisedFlags, Checkpoint | None, Mapping[str, str | None]], SupervisedPlan],
     first_lines: Callable[[SupervisedFlags, SupervisedPlan], list[str]],
@@ -121,7 +121,8 @@ def planned(
     plan = agreed(lambda: make_plan(args, checkpoint, inputs))
     if distributed.is_main():
         print(*first_lines(args, plan), sep="\n", flush=True)
-    callbacks.planned(args, plan)
+    for callback in callbacks:
+        callback.planned(args, plan)
     return None if args.preflight else plan
 
 
@@ -389,7 +390,7 @@ def report_dry_run(
     args: SupervisedFlags,
     make_plan: Callable[[], SupervisedPlan],
     first_lines: Callable[[SupervisedFlags, SupervisedPlan], list[str]],
-    callbacks: Callback,
+    callbacks: Sequence[Callback],
 ) -> None:
     """Print the report of a dry run of step 1 or 2. make_plan: function that reads the data. first_lines: function that
     returns the lines that a run would print first."""
@@ -402,4 +403,4 @@ def report_dry_run(
     if not unseen:
         plan = make_plan()
         checked += first_lines(args, plan)
-    print_report(checked, unseen, {"model": args.ds_settings()}, lambda: callbacks.planned(args, plan))
+    print_report(args, plan, callbacks, checked, unseen, {"model": args.ds_settings()})

@@ -10,7 +10,7 @@ As transformers' TrainerCallback, `Callback` has all methods, and they do nothin
 needs.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from engine.errors import RunStopped
 
 
 class Callback:
-    """What a run calls, in this order. A method that raises ends the run.
+    """What a run calls, in this order, each method of several callbacks in theirs. A method that raises ends the run.
 
     run: the run (training/runtime/loop.py), of which callbacks read
         args: its flags.
@@ -55,33 +55,6 @@ class Callback:
     def ended(self, run: Any) -> None:
         """Called on all ranks after the last model was saved and the summary was printed. A broken model ends the run
         with an error after this call: see `run.verdict`."""
-
-
-class Callbacks(Callback):
-    """Several callbacks as one: each is called, in the given order."""
-
-    def __init__(self, each: Sequence[Callback] = ()):
-        self.each = tuple(each)
-
-    def planned(self, args: Any, plan: Any) -> None:
-        """See Callback."""
-        for callback in self.each:
-            callback.planned(args, plan)
-
-    def after_step(self, report: Any) -> None:
-        """See Callback."""
-        for callback in self.each:
-            callback.after_step(report)
-
-    def saved(self, name: str, folder: Path, run: Any) -> None:
-        """See Callback."""
-        for callback in self.each:
-            callback.saved(name, folder, run)
-
-    def ended(self, run: Any) -> None:
-        """See Callback."""
-        for callback in self.each:
-            callback.ended(run)
 
 
 def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:

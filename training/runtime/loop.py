@@ -11,7 +11,7 @@ stops, saved models, the verdict.
 import contextlib
 import dataclasses
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
@@ -106,7 +106,7 @@ class Run:
         trainer: Trainer,
         evaluations: Evaluations,
         view: View,
-        callbacks: Callback,
+        callbacks: Sequence[Callback],
         extra: Mapping[str, float] | None = None,
     ):
         self.args = args
@@ -237,7 +237,8 @@ class Run:
         `before_first_step` writes the metrics of both together.
         """
         step = report.step
-        self.callbacks.after_step(report)
+        for callback in self.callbacks:
+            callback.after_step(report)
         self.owed = {**numbers(report.metrics), **self.checkpoints.take_metrics()}
         if step > 0:
             self.owed, self._extra = {**self.owed, **self._extra}, {}
@@ -280,7 +281,8 @@ class Run:
         """Called on rank 0 when a model was written into this folder. What callbacks raise here spoils no model: it is
         noted, and ends the run with an error when all is saved."""
         try:
-            self.callbacks.saved(name, folder, self)
+            for callback in self.callbacks:
+                callback.saved(name, folder, self)
         except (Exception, SystemExit) as error:
             traceback.print_exc()
             note_unwritten(f"what callbacks add to the model {name}", error)
@@ -304,6 +306,7 @@ class Run:
                 tell(self)
             rows = read_metrics(self.output_dir / METRICS_FILE) if distributed.is_main() else []
             self.verdict = distributed.broadcast_object(judge(rows) if distributed.is_main() else None)
-            self.callbacks.ended(self)
+            for callback in self.callbacks:
+                callback.ended(self)
             check_all_written()
         conclude(self.verdict, self.args.output_dir)

@@ -24,7 +24,7 @@ from engine.reward.base import sum_in_words
 from training.checkpoints.conditions import Conditions, fingerprints
 from training.checkpoints.files import Schedule
 from training.checkpoints.resuming import Checkpoint
-from training.config.flags import DataFlags
+from training.config.flags import DataFlags, RestartFlags
 from training.config.reward import score_parts
 from training.config.step3 import RLHFFlags
 from training.data.examples import NOTED, FittedRows, place_of
@@ -270,12 +270,17 @@ def changes_since(plan: Planned) -> list[str]:
 
 
 def print_report(
-    checked: Sequence[str], unseen: Sequence[str], engines: Mapping[str, dict], last: Callable[[], None]
+    args: RestartFlags,
+    plan: Planned | None,
+    callbacks: Sequence[Callback],
+    checked: Sequence[str],
+    unseen: Sequence[str],
+    engines: Mapping[str, dict],
 ) -> None:
     """Print what a dry run has found.
 
     checked: lines about what was checked. unseen: models and data that were not checked, because they are not on this
-    machine. engines: {engine: its DeepSpeed configuration}. last: called before the last line; callbacks print there.
+    machine. engines: {engine: its DeepSpeed configuration}. callbacks: they may print before the last line.
     """
     print("command\n  " + _command())
     for line in checked:
@@ -285,11 +290,12 @@ def print_report(
     print("engines, with gradient_accumulation_steps 1: the program itself adds up gradients, as its flag says")
     for role, ds_config in engines.items():
         print(f"engine {role}: " + json.dumps(ds_config, indent=2))
-    last()
+    for callback in callbacks:
+        callback.planned(args, plan)
     print("dry run: nothing was loaded or written", flush=True)
 
 
-def report_dry_run(args: RLHFFlags, checkpoint: Checkpoint | None, callbacks: Callback) -> None:
+def report_dry_run(args: RLHFFlags, checkpoint: Checkpoint | None, callbacks: Sequence[Callback]) -> None:
     """Print the report of a dry run of step 3. checkpoint: the checkpoint from which the run resumes, or None."""
     dialect, changed = args.resolved.dialect, args.resolved.changed
     unseen = unseen_models(
@@ -306,7 +312,7 @@ def report_dry_run(args: RLHFFlags, checkpoint: Checkpoint | None, callbacks: Ca
             f"{without_query(url)} gives one text the score {score:g}"
             for url, score in check_server(args, plan).items()
         ]
-    print_report(checked, unseen, args.ds_configs, lambda: callbacks.planned(args, plan))
+    print_report(args, plan, callbacks, checked, unseen, args.ds_configs)
 
 
 def opened(data: Sequence[str], unseen: Sequence[str]) -> list[str]:

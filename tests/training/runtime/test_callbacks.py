@@ -8,7 +8,7 @@ import torch
 
 from engine.errors import RunStopped
 from training.runtime import stopping
-from training.runtime.callbacks import Callback, Callbacks, numbers
+from training.runtime.callbacks import Callback, numbers
 from training.runtime.loop import Run
 
 
@@ -30,7 +30,7 @@ def test_a_callback_that_fails_spoils_no_model_and_ends_the_run_at_its_end(error
             raise error
 
     monkeypatch.setattr(stopping, "_noted", {})
-    Run.written(SimpleNamespace(callbacks=Callbacks([Failing()])), "actor", Path("actor.partial"))
+    Run.written(SimpleNamespace(callbacks=[Failing()]), "actor", Path("actor.partial"))
     assert "Traceback" in capsys.readouterr().err
     with pytest.raises(RunStopped, match="what callbacks add to the model actor"):
         stopping.check_all_written()

@@ -16,7 +16,6 @@ from tests.training.config.command_lines import parse, step3
 from training.config.step3 import RLHFFlags
 from training.critic_pretraining import pretrain
 from training.runtime import model_folders, stopping
-from training.runtime.callbacks import Callback
 from training.runtime.loop import Run
 from training.runtime.plan import check_files, check_vllm
 
@@ -32,7 +31,7 @@ class Notes(Run):
         self.models, self.output_dir = SimpleNamespace(critic="critic", saved_tokenizer=None), folder
         self.writer, self.checkpoints, self.view = self, self, SimpleNamespace(bar={"kl": "objective/kl"})
         self.evaluations = SimpleNamespace(due=lambda step: step == 0)
-        self.owed, self._extra, self.newest, self.callbacks = None, {}, None, Callback()
+        self.owed, self._extra, self.newest, self.callbacks = None, {}, None, ()
 
     def count(self, total, **how):
         self.said.append(f"count {total} from {how.get('first_step', 0)}, below {how.get('below', 0)}")
