@@ -33,7 +33,6 @@ from training.reporting.metrics import Accumulator
 from training.reporting.step_metrics import add_advantages
 from training.runtime import model_folders
 from training.runtime.loop import Run
-from training.runtime.output_folder import PRETRAINED
 from training.runtime.processes import phase
 from training.runtime.stopping import unwritten_noted
 
@@ -159,7 +158,9 @@ def save_critic(run: Run, pretraining: CriticPretraining, metrics: dict[str, flo
     """Save the critic as at the end of a run, with a record of its pretraining (all ranks call this)."""
     critic, tokenizer = run.models.critic, run.models.saved_tokenizer
     merged = model_folders.merged_wanted(run.args.save_merged, [critic], run.output_dir)
-    saved = model_folders.save_forms(critic, tokenizer, run.output_dir, PRETRAINED[0], merged, written=run.written)
+    saved = model_folders.save_forms(
+        critic, tokenizer, run.output_dir, "critic_pretrained", merged, written=run.written
+    )
     if not distributed.is_main():
         return
     args, dialect = run.args, run.plan.dialect

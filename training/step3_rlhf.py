@@ -106,6 +106,8 @@ def train(args: RLHFFlags, plan: Plan, trainer: PPOTrainer, run: Run) -> None:
             pretraining = CriticPretraining(trainer, args.critic_pretrain_learning_rate)
             pretrain(run, pretraining, prompt_feed(args, plan, args.seed ^ SEED))
         run.before_first_step()
+        if args.critic_pretrain_steps and counters.steps_done == 0:
+            run.checkpoints.save_if_due(0)
         run.train(step, plan.last_step, "between phases", partial(show_samples, run, args.print_answers_interval))
 
 

@@ -27,7 +27,7 @@ from training.learner import StepReport
 from training.reporting.guards import Verdict, conclude
 from training.reporting.run_record import METRICS_FILE, RUN_FILE, read_metrics, write_run_record
 from training.reporting.sinks import View
-from training.runtime import model_folders, output_folder, stopping
+from training.runtime import model_folders, stopping
 from training.runtime.callbacks import Callback, numbers
 from training.runtime.output_folder import begin_output_dir, open_writer
 from training.runtime.processes import phase, place
@@ -200,8 +200,7 @@ class Run:
     def before_first_step(self) -> None:
         """Evaluate before the first step, unless this was done before the run was resumed. If an earlier start ended
         early and left an evaluation to this one, make it here too."""
-        pretrained = self.steps_done == 0 and bool(getattr(self.args, "critic_pretrain_steps", 0))
-        if self.steps_done == 0 and self.evaluations.due(0) and not (pretrained and self.evaluations.state_dict()):
+        if self.steps_done == 0 and self.evaluations.due(0) and not self.evaluations.state_dict():
             self.found = self.evaluations.evaluate(0)
             self.writer.log(0, 0, {**(self.owed or {}), **self.found})
             self.owed = None
@@ -209,8 +208,6 @@ class Run:
             if self.steps_done == self.plan.last_step:
                 self.save_models()
             self.log_step(self.steps_done, self.counters.samples)
-        if pretrained:
-            self.checkpoints.save_if_due(0)
 
     def train(
         self,
@@ -292,8 +289,7 @@ class Run:
         """Save the trained models into the output folder; run.json lists them. how: more arguments of the trainer's
         `save_models`."""
         self.saved |= self.trainer.save_models(self.output_dir, self.args.save_merged, self.written, **how)
-        kept = output_folder.PRETRAINED if getattr(self.args, "critic_pretrain_steps", 0) else ()
-        model_folders.finish(self.output_dir, self.saved, self.steps_done, kept)
+        model_folders.finish(self.output_dir, self.saved, self.steps_done)
 
     def end(self, tell: Callable[["Run"], None], judge: Callable[[list[dict]], Verdict]) -> None:
         """Print the result and the verdict.

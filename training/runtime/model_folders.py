@@ -204,11 +204,11 @@ def _keep_others(old: Path, place: Path) -> None:
     shutil.rmtree(old)
 
 
-def finish(output_dir: Path, saved: dict[str, Path], step: int, kept: Iterable[str] = ()) -> None:
+def finish(output_dir: Path, saved: dict[str, Path], step: int) -> None:
     """Called after all models of a run are saved. Lists them in run.json (rank 0 does). Models that the run saved in
     another form, before it was resumed, are renamed to NAME.abandoned.
 
-    saved: {name: folder} of the saved models. kept: names of models that this run saved earlier and that stay.
+    saved: {name: folder} of the saved models.
 
     Nothing is renamed if a model was written to another place because the disk was full.
     """
@@ -216,7 +216,7 @@ def finish(output_dir: Path, saved: dict[str, Path], step: int, kept: Iterable[s
         return
     with unwritten_noted(output_dir / RUN_FILE):
         if all(place == output_dir / name for name, place in saved.items()):
-            for name in recorded_models(output_dir) & {*output_folder.MODEL_FOLDERS} - {*saved, *kept}:
+            for name in recorded_models(output_dir) & {*output_folder.MODEL_FOLDERS} - {*saved}:
                 other = output_dir / ("config.json" if name == "." else name)  # without which no model can be loaded
                 if other.exists():
                     set_aside(other)

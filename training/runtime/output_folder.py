@@ -194,11 +194,9 @@ def _content(path: Path) -> str:
 
 
 COMPLETE = "model.complete"  # a whole model that is being moved into the output folder itself; see model_folders.py
-PRETRAINED = ("critic_pretrained", "critic_pretrained_adapter")
 MODEL_FOLDERS = (
     *("actor", "critic", "actor_ema", "actor_adapter", "critic_adapter", "actor_ema_adapter"),
-    *PRETRAINED,
-    *("adapter", "."),
+    *("critic_pretrained", "critic_pretrained_adapter", "adapter", "."),
 )
 WEIGHTS = re.compile(r"(adapter_)?model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
 """The names of a saved model's files of weights. Two saves of a model may differ in their number."""
