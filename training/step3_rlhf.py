@@ -82,8 +82,7 @@ def main(args: RLHFFlags, callbacks: Sequence[Callback] = ()) -> None:
     # 3. The steps.
     evaluations = PromptEvaluations(evaluator, models.ema, Path(args.output_dir), plan.last_step, args.eval_steps)
     view = PPO_VIEW if models.ema is None else averaged_view(PPO_VIEW)
-    extra = {"objective/reward_changed": 1.0} if plan.scores_changed else {}
-    run = Run(args, plan, trainer, evaluations, view, callbacks, extra)
+    run = Run(args, plan, trainer, evaluations, view, callbacks)
     train(args, plan, trainer, run)
     held_out = len(plan.held_out or ())
     run.end(
@@ -96,10 +95,14 @@ def train(args: RLHFFlags, plan: Plan, trainer: PPOTrainer, run: Run) -> None:
     counters = trainer.counters
     profiler = step_metrics.Profiler(args.profile_steps, run.output_dir, say=run.writer.write)
     feed = prompt_feed(args, plan, args.seed)
+    first = max(counters.steps_done, 0) + 1
 
     def step() -> StepReport:
         with profiler.record(counters.step):
-            return trainer.step(feed.prompts(counters.prompt_batches), feed)
+            report = trainer.step(feed.prompts(counters.prompt_batches), feed)
+        if plan.scores_changed and report.step == first:
+            report.metrics["objective/reward_changed"] = 1.0
+        return report
 
     with run.kept():
         if trainer.steps_done < 0:

@@ -2,7 +2,7 @@
 
 steps_done, optimizer_steps, samples, prompt_batches, kl, score_scale    the training state (PPOTrainer.state_dict);
                     steps_done is negative while the critic is pretrained
-held_out_..., metrics_without_evaluation    the keys BEFORE, FIRST and OWED below; each is present only if it is needed
+held_out_..., metrics_without_evaluation    the keys BEFORE, FIRST and UNLOGGED below; each only if it is needed
 models              step counts and loss scales of each model (TrainedModel.scalars)
 ema                 whether the checkpoint has a moving average
 settings            flags and fields of the dialect. A resumed run may change those in MAY_CHANGE, and prints each
@@ -65,7 +65,7 @@ FUNCTION = "--reward_function"
 DATA = "the data"
 TEMPLATE = "the chat template"
 
-OWED = "metrics_without_evaluation"
+UNLOGGED = "metrics_without_evaluation"
 """Key of the state: the last step's metrics, if the checkpoint was written before the evaluation whose results belong
 to them."""
 BEFORE = "held_out_before_training"

@@ -29,7 +29,7 @@ from engine.models.reward_formats import is_deepspeed_chat_scorer
 from engine.models.saving import BASE
 from engine.reference import EMA
 from engine.zero.engines import TrainedModel
-from training.checkpoints.conditions import BEFORE, FIRST, OWED, Conditions
+from training.checkpoints.conditions import BEFORE, FIRST, UNLOGGED, Conditions
 from training.checkpoints.files import (
     AUTO,
     CONFIG,
@@ -53,7 +53,7 @@ STATE = {
     "ema": bool,
     "settings": dict,
     "contents": {str: str | None},
-    OWED: (ABSENT, {str: NUMBER | None}),
+    UNLOGGED: (ABSENT, {str: NUMBER | None}),
     BEFORE: (ABSENT, {str: [NUMBER]}),
     FIRST: (ABSENT, [str]),
 }

@@ -18,7 +18,7 @@ from typing import Any, NoReturn, Protocol
 from engine import distributed
 from engine.algorithms import Dialect
 from engine.host_memory import release_freed_memory
-from training.checkpoints.conditions import OWED, Conditions
+from training.checkpoints.conditions import UNLOGGED, Conditions
 from training.checkpoints.files import config_files
 from training.checkpoints.resuming import Checkpoint, restore, set_aside_newer
 from training.checkpoints.saving import CheckpointWriter, last_good_named
@@ -96,7 +96,7 @@ class Evaluations(Protocol):
 class Run:
     """A run, from its loaded models to its verdict. All ranks call all methods, in the order of the example above.
 
-    view: the metrics that the progress bar and the charts show. extra: metrics that the first step's line has too.
+    view: the metrics that the progress bar and the charts show.
     """
 
     def __init__(
@@ -107,7 +107,6 @@ class Run:
         evaluations: Evaluations,
         view: View,
         callbacks: Sequence[Callback],
-        extra: Mapping[str, float] | None = None,
     ):
         self.args = args
         self.plan = plan
@@ -121,24 +120,28 @@ class Run:
         self.verdict: Verdict | None = None
         self.found: dict[str, float] | None = None
         """The metrics of the latest evaluation; None before the first one of this start."""
-        self.owed: dict | None = None
+        self.unlogged: dict | None = None
         """The metrics of a step whose line is not written yet. A run that ends early leaves a line that lacks an
         evaluation to the resumed run."""
-        self._extra = dict(extra or {})
-        goes_on = plan.resume is not None and plan.resume.in_output_dir
+
+        # The models are loaded, so the start of the run will hardly fail any more. A run that fails before this point
+        # changes nothing in the output folder.
         self._restore()
+        goes_on = plan.resume is not None and plan.resume.in_output_dir
         begin_output_dir(args, goes_on)
         set_aside_newer(self.output_dir, self.steps_done)
+
+        # What the run writes: run.json, metrics, checkpoints.
         dialect = dataclasses.asdict(plan.dialect) if plan.dialect is not None else None
-        self._settings = args.as_dict() | ({"resolved_dialect": dialect} if dialect is not None else {})
         with unwritten_noted(self.output_dir / RUN_FILE):  # written first: it marks the folder as this run's
             write_run_record(
                 self.output_dir, flags=args.as_dict(), dialect=dialect, ds_configs=plan.ds_configs, resumed=goes_on
             )
-        logged = self.steps_done - (self.owed is not None)
+        logged = self.steps_done - (self.unlogged is not None)
         self.writer = open_writer(
             args, total_steps=plan.last_step, view=view, resume_step=logged if plan.resume else None
         )
+        self.writer.hparams(args.as_dict() | ({} if dialect is None else {"resolved_dialect": dialect}))
         files = config_files(self.models.trained, self.models.saved_tokenizer) if distributed.is_main() else {}
         self.checkpoints = CheckpointWriter(
             self.output_dir,
@@ -155,14 +158,13 @@ class Run:
         )
 
     def _restore(self) -> None:
-        """Restore the checkpoint, if there is one. The models are loaded, so the start of the run will hardly fail any
-        more: a run that fails before then changes nothing in the output folder."""
+        """Restore the checkpoint, if there is one."""
         checkpoint = self.plan.resume
         if checkpoint is None:
             return
         notes = restore(checkpoint, self.models.trained, self.models.ema, self.models.kept_reference)
         self.trainer.load_state_dict(checkpoint.state)
-        self.owed = checkpoint.state.get(OWED)
+        self.unlogged = checkpoint.state.get(UNLOGGED)
         if distributed.is_main() and notes:
             print("\n".join(notes), flush=True)
 
@@ -177,8 +179,8 @@ class Run:
 
     def state_dict(self) -> dict:
         """The state that a checkpoint holds in addition to the models."""
-        owed = {OWED: self.owed} if self.owed is not None else {}
-        return self.trainer.state_dict() | owed | self.evaluations.state_dict()
+        unlogged = {UNLOGGED: self.unlogged} if self.unlogged is not None else {}
+        return self.trainer.state_dict() | unlogged | self.evaluations.state_dict()
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
@@ -191,7 +193,6 @@ class Run:
             contextlib.closing(self.writer),  # also if the run stops: write the last steps, end the progress bar
             last_good_named(self.checkpoints, lambda: counters.steps_done if counters.weights_are_whole else None),
         ):
-            self.writer.hparams(self._settings)
             yield
             self.checkpoints.wait()
             if not self.saved:  # a run that resumes from the checkpoint of its last step makes no step
@@ -202,9 +203,9 @@ class Run:
         early and left an evaluation to this one, make it here too."""
         if self.steps_done == 0 and self.evaluations.due(0) and not self.evaluations.state_dict():
             self.found = self.evaluations.evaluate(0)
-            self.writer.log(0, 0, {**(self.owed or {}), **self.found})
-            self.owed = None
-        if self.owed is not None:
+            self.writer.log(0, 0, {**(self.unlogged or {}), **self.found})
+            self.unlogged = None
+        if self.unlogged is not None:
             if self.steps_done == self.plan.last_step:
                 self.save_models()
             self.log_step(self.steps_done, self.counters.samples)
@@ -236,9 +237,7 @@ class Run:
         step = report.step
         for callback in self.callbacks:
             callback.after_step(report)
-        self.owed = {**numbers(report.metrics), **self.checkpoints.take_metrics()}
-        if step > 0:
-            self.owed, self._extra = {**self.owed, **self._extra}, {}
+        self.unlogged = {**numbers(report.metrics), **self.checkpoints.take_metrics()}
         reason = stopping.agreed()
         if reason:
             self.end_early(reason, report)
@@ -262,8 +261,8 @@ class Run:
                 if text := self.evaluations.text(step, found):
                     self.writer.write(text)
         finally:  # the step's metrics are written even if its evaluation fails
-            self.writer.log(step, samples, {**(self.owed or {}), **found})
-        self.owed = None
+            self.writer.log(step, samples, {**(self.unlogged or {}), **found})
+        self.unlogged = None
         return self.evaluations.score(found) if found else None
 
     def end_early(self, reason: stopping.Reason, report: StepReport) -> NoReturn:

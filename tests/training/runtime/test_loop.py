@@ -31,7 +31,7 @@ class Notes(Run):
         self.models, self.output_dir = SimpleNamespace(critic="critic", saved_tokenizer=None), folder
         self.writer, self.checkpoints, self.view = self, self, SimpleNamespace(bar={"kl": "objective/kl"})
         self.evaluations = SimpleNamespace(due=lambda step: step == 0)
-        self.owed, self._extra, self.newest, self.callbacks = None, {}, None, ()
+        self.unlogged, self.newest, self.callbacks = None, None, ()
 
     def count(self, total, **how):
         self.said.append(f"count {total} from {how.get('first_step', 0)}, below {how.get('below', 0)}")
@@ -49,7 +49,7 @@ class Notes(Run):
         self.said.append(text.split(":")[0])
 
     def end_early(self, reason, report):
-        raise EndedEarly(f"{reason} after {report.step}, owed {self.owed}")
+        raise EndedEarly(f"{reason} after {report.step}, unlogged {self.unlogged}")
 
 
 class Pretraining:
@@ -99,7 +99,7 @@ def test_each_step_has_its_line_and_the_last_ones_waits_for_the_held_out_scores(
         *("step on prompts 2", "critic pretrained in 3 steps"),
         "count 9 from 0, below 0",
     ]
-    assert notes.owed == line
+    assert notes.unlogged == line
     record = json.loads((tmp_path / "critic_pretrained" / PRETRAINING_RECORD).read_text())
     assert (record["steps"], record["gamma"], record["learning_rate"]) == (3, 1.0, 1e-5)
 
@@ -122,7 +122,7 @@ def test_a_run_that_goes_on_makes_the_steps_that_are_left(asked, tmp_path):
 @pytest.mark.parametrize("borders, step", [([stopping.Reason.SIGTERM], -1), ([None, stopping.Reason.SIGTERM], 0)])
 def test_a_request_to_end_is_followed_at_each_border(asked, tmp_path, borders, step):
     asked += borders
-    with pytest.raises(EndedEarly, match=f"after {step}, owed {{'critic_pretrain/loss': 0.5}}"):
+    with pytest.raises(EndedEarly, match=f"after {step}, unlogged {{'critic_pretrain/loss': 0.5}}"):
         run(Notes(tmp_path, steps=2))
     assert (tmp_path / "critic_pretrained").exists() == (step == 0)
 
