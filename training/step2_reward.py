@@ -126,7 +126,7 @@ def main(args: RewardFlags, callbacks: Sequence[Callback] = ()) -> None:
     # 3. The steps, and the normalisation of the scores.
     run = Run(args, plan, trainer, held_out, REWARD_VIEW, callbacks)
     found = train(run, trainer, held_out)
-    with saved_models_named(run.saved):  # if normalisation fails, the message names the saved model
+    with saved_models_named(run.saved_models):  # if normalisation fails, the message names the saved model
         normalize(args, run, model, plan)
     chance = chance_text(found, "eval/accuracy", 0.5)
     advice = f"{chance}: step 3 would follow noise; docs/metrics.md says what to try" if chance else ""

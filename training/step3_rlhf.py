@@ -86,7 +86,8 @@ def main(args: RLHFFlags, callbacks: Sequence[Callback] = ()) -> None:
     train(args, plan, trainer, run)
     held_out = len(plan.held_out or ())
     run.end(
-        lambda run: tell_result(run.output_dir, run.saved, run.writer.take_time()), lambda rows: of_ppo(rows, held_out)
+        lambda run: tell_result(run.output_dir, run.saved_models, run.writer.take_time()),
+        lambda rows: of_ppo(rows, held_out),
     )
 
 

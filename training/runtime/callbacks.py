@@ -24,7 +24,7 @@ class Callback:
         args: its flags.
         output_dir: its output folder, a Path.
         steps_done: how many steps are done.
-        saved: {name: folder} of the trained models that are saved; {} before the last step.
+        saved_models: {name: folder} of the trained models that are saved; {} before the last step.
         verdict: the Verdict on the run (training/reporting/guards.py), on all ranks; None before `ended`.
         writer: its MetricWriter; `writer.write(line)` prints a line below which a progress bar goes on.
     """

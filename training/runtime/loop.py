@@ -116,7 +116,7 @@ class Run:
         self.output_dir = Path(args.output_dir)
         self.models = trainer.models
         self.counters = trainer.counters
-        self.saved: dict[str, Path] = {}
+        self.saved_models: dict[str, Path] = {}
         self.verdict: Verdict | None = None
         self.found: dict[str, float] | None = None
         """The metrics of the latest evaluation; None before the first one of this start."""
@@ -189,13 +189,13 @@ class Run:
         are saved already."""
         counters = self.counters
         with (
-            saved_models_named(self.saved),
+            saved_models_named(self.saved_models),
             contextlib.closing(self.writer),  # also if the run stops: write the last steps, end the progress bar
             last_good_named(self.checkpoints, lambda: counters.steps_done if counters.weights_are_whole else None),
         ):
             yield
             self.checkpoints.wait()
-            if not self.saved:  # a run that resumes from the checkpoint of its last step makes no step
+            if not self.saved_models:  # a run that resumes from the checkpoint of its last step makes no step
                 self.save_models()
 
     def before_first_step(self) -> None:
@@ -248,7 +248,7 @@ class Run:
             score = self.log_step(step, report.samples)
             show(report)
             self.checkpoints.save_if_due(step, score)
-        stopping.request.saved = self.checkpoints.newest
+        stopping.request.newest = self.checkpoints.newest
         release_freed_memory(step)
 
     def log_step(self, step: int, samples: int) -> float | None:
@@ -287,8 +287,8 @@ class Run:
     def save_models(self, **how) -> None:
         """Save the trained models into the output folder; run.json lists them. how: more arguments of the trainer's
         `save_models`."""
-        self.saved |= self.trainer.save_models(self.output_dir, self.args.save_merged, self.written, **how)
-        model_folders.finish(self.output_dir, self.saved, self.steps_done)
+        self.saved_models |= self.trainer.save_models(self.output_dir, self.args.save_merged, self.written, **how)
+        model_folders.finish(self.output_dir, self.saved_models, self.steps_done)
 
     def end(self, tell: Callable[["Run"], None], judge: Callable[[list[dict]], Verdict]) -> None:
         """Print the result and the verdict.
@@ -296,7 +296,7 @@ class Run:
         tell: prints the result (rank 0 calls it). judge: the rows of metrics.jsonl -> the verdict. Raises: RunStopped
         if something could not be written, or if training broke the model.
         """
-        with saved_models_named(self.saved):
+        with saved_models_named(self.saved_models):
             if distributed.is_main():
                 tell(self)
             rows = read_metrics(self.output_dir / METRICS_FILE) if distributed.is_main() else []

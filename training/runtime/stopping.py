@@ -78,7 +78,7 @@ class StopRequest:
     """Whether this process was asked to end, and when the run follows the request.
 
     grace: seconds from a request in haste to its deadline. deadline: the time, by time.monotonic(), at which the
-    process ends even if it has not finished. saved: the newest checkpoint, for the message of a run that misses its
+    process ends even if it has not finished. newest: the newest checkpoint, for the message of a run that misses its
     deadline.
     """
 
@@ -86,7 +86,7 @@ class StopRequest:
     reason: Reason | None = None
     deadline: float | None = None
     followed: Followed = Followed.AT_ONCE
-    saved: Path | None = None
+    newest: Path | None = None
     _interrupts: list[float] = field(default_factory=list)
 
     def ask(self, reason: Reason) -> None:
@@ -99,7 +99,7 @@ class StopRequest:
     @property
     def left(self) -> str:
         """A sentence about what is on the disk when a run ends without saving."""
-        where = f"go on with --resume {self.saved.parent.parent}" if self.saved else "no checkpoint is there"
+        where = f"go on with --resume {self.newest.parent.parent}" if self.newest else "no checkpoint is there"
         return f"what was trained since the last checkpoint is lost; {where}."
 
     def interrupted_again(self) -> bool:

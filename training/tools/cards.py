@@ -264,7 +264,7 @@ class Cards(Callback):
 
     def ended(self, run: Any) -> None:
         """See Callback."""
-        for name, folder in run.saved.items() if distributed.is_main() else ():
+        for name, folder in run.saved_models.items() if distributed.is_main() else ():
             add_card(folder, run.output_dir, name)
 
 
@@ -290,7 +290,7 @@ class Upload(Callback):
             return
         with phase("uploading"), distributed.waiting(LONGEST):
             if distributed.is_main():
-                folder = next(run.saved[name] for name in UPLOADED if name in run.saved)
+                folder = next(run.saved_models[name] for name in UPLOADED if name in run.saved_models)
                 upload(run.args, folder, [*dict.fromkeys([*model_files.get(folder, ["*"]), CARD])])
 
 
