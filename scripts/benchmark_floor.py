@@ -8,7 +8,6 @@ seconds = floor(work, rates, ranks=2)["step"]
 """
 
 import contextlib
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import cycle
@@ -20,7 +19,7 @@ from torch import nn
 from transformers import AutoModel, PretrainedConfig
 
 from engine import distributed
-from engine.zero.accelerator import on_gpu
+from engine.zero.accelerator import now, on_gpu
 
 SECONDS, TRIALS = 0.05, 5  # of one trial of a rate, and how many there are each time it is measured
 COPIED = 1 << 28  # bytes copied at a time, more than any cache holds
@@ -215,13 +214,6 @@ def floor(work: Work, rates: Rates, ranks: int) -> dict[str, float]:
     }
     seconds = {phase: each / ranks for phase, each in seconds.items()}
     return seconds | {"step": sum(seconds.values())}
-
-
-def now() -> float:
-    """Seconds of wall-clock time, with the device's queue emptied."""
-    if on_gpu():
-        torch.cuda.synchronize()
-    return time.perf_counter()
 
 
 def timed(call: Callable) -> tuple[float, object]:

@@ -33,9 +33,9 @@ from engine.experience import PromptBatch
 from engine.models.config_and_tokenizer import read_config
 from engine.models.loading import DTYPES
 from engine.rollout import DECODING, ROLLOUT_BACKENDS
-from engine.zero.accelerator import natural_dtype
+from engine.zero.accelerator import natural_dtype, now
 from engine.zero.communication import init
-from scripts.benchmark_floor import Rates, Work, floor, now, peak_memory, reset_peak_memory, slowest, timed
+from scripts.benchmark_floor import Rates, Work, floor, peak_memory, reset_peak_memory, slowest, timed
 from scripts.benchmark_models import SIZES, make_models, make_scorer
 from scripts.benchmark_ours import Ours, Setting, build_ours, compare_backends, decode_seconds, make_prompts, our_step
 from scripts.benchmark_plain import Plain

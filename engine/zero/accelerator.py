@@ -1,6 +1,7 @@
 """The device that this process computes on, its memory and its dtypes, as reported by DeepSpeed's accelerator."""
 
 import os
+import time
 
 import psutil
 import torch
@@ -18,6 +19,13 @@ def on_gpu() -> bool:
     from deepspeed.accelerator import get_accelerator
 
     return get_accelerator().device_name() == "cuda"
+
+
+def now() -> float:
+    """Seconds of wall-clock time, when this rank's GPU has done all that it was given."""
+    if on_gpu():
+        torch.cuda.synchronize()
+    return time.perf_counter()
 
 
 def capability() -> tuple[int, int] | None:

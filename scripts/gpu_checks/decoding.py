@@ -15,6 +15,7 @@ from engine.rollout.base import RolloutBackend
 from engine.rollout.decode import Sampler
 from engine.rollout.passes import Passes, RecordedPasses
 from engine.rollout.request import Draws
+from engine.zero.accelerator import now
 from scripts.gpu_checks.check import Trial
 from scripts.gpu_checks.machine import device
 from scripts.gpu_checks.models import prompts, random_models, sampling, sizes_here
@@ -205,10 +206,6 @@ def compared(trial: Trial, name: str, plain: Rollout, other: Rollout) -> None:
 
 def timed(call) -> float:
     """Seconds of a call, the GPU's queue emptied."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    started = time.perf_counter()
+    started = now()
     call()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter() - started
+    return now() - started

@@ -18,7 +18,6 @@ open. The phases of `StepLog` are ranges in the trace; the passes of each model 
 
 import contextlib
 import resource
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -40,7 +39,7 @@ from engine.gpus import data_sheet
 from engine.models.config_and_tokenizer import head_sizes
 from engine.models.policy import Backbone, Policy
 from engine.rlhf_engine import RLHFEngine
-from engine.zero.accelerator import on_gpu
+from engine.zero.accelerator import now, on_gpu
 from engine.zero.engines import TrainedModel
 from engine.zero.gathering import full_shape
 from training.reporting.metrics import Accumulator
@@ -128,9 +127,9 @@ class StepLog:
         it.
         """
         with _flags_named(name), phase_memory.phase(name), record_function(name), processes.phase(name):
-            started = _now()
+            started = now()
             yield
-            self.seconds[name] = self.seconds.get(name, 0.0) + _now() - started
+            self.seconds[name] = self.seconds.get(name, 0.0) + now() - started
 
     def end(self, tokens: Tensor) -> dict[str, float]:
         """All metrics, reduced over all ranks (all ranks call this). The time of a phase is that of the slowest rank.
@@ -157,12 +156,6 @@ def _flags_named(phase: str) -> Iterator[None]:
         raise RunStopped(
             f"{first} on rank {distributed.rank()}, in the phase {phase}. Give {LESS_MEMORY[phase]}."
         ) from error
-
-
-def _now() -> float:
-    if on_gpu():
-        torch.cuda.synchronize()
-    return time.perf_counter()
 
 
 def peak_memory_gb() -> float:
