@@ -184,11 +184,6 @@ class AdvantageInputs:
     value_lam: float | None = None
     length_adaptive_alpha: float | None = None
 
-    @property
-    def decoupled(self) -> bool:
-        """Whether advantages and returns are estimated with different lambdas."""
-        return self.value_lam is not None or self.length_adaptive_alpha is not None
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdvantageEstimator:
@@ -220,7 +215,7 @@ def _gae(given: AdvantageInputs) -> tuple[Tensor, Tensor]:
     if given.length_adaptive_alpha is not None:
         lam = length_adaptive_lambda(given.policy_mask.sum(-1), given.length_adaptive_alpha)
     advantages, returns = gae(given.rewards, given.values, given.gamma, lam)
-    if given.decoupled:
+    if given.value_lam is not None or given.length_adaptive_alpha is not None:
         value_lam = given.lam if given.value_lam is None else given.value_lam
         returns = gae(given.rewards, given.values, given.gamma, value_lam)[1]
     return advantages, returns
