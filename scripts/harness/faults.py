@@ -74,12 +74,8 @@ class FaultyRun:
 
     def processes(self) -> list[psutil.Process]:
         """Those that have the run's folder on their command lines."""
-        found = []
-        for process in psutil.process_iter():
-            with contextlib.suppress(psutil.Error):
-                if str(self.folder) in " ".join(process.cmdline()):
-                    found.append(process)
-        return found
+        every = psutil.process_iter(["cmdline"])
+        return [process for process in every if str(self.folder) in " ".join(process.info["cmdline"] or [])]
 
     def points(self) -> list[str]:
         """The names of its checkpoints."""

@@ -57,14 +57,28 @@ def second_verdicts(stages: tuple[int, ...], folders: dict[str, str]) -> dict[in
     spec = EngineSpec(actor_path="", critic_path="")
     with mock.patch("engine.models.checking.check_weights"):
         return {
-            stage: {name: _verdict(path, EngineConfig("reward", stage), spec) for name, path in folders.items()}
+            stage: {name: verdict(path, EngineConfig("reward", stage), spec) for name, path in folders.items()}
             for stage in stages
         }
 
 
-def _verdict(path: str, choice: EngineConfig, spec: EngineSpec) -> str:
+def verdict(path: str, choice: EngineConfig, spec: EngineSpec) -> str:
     try:
         frozen_model(load_policy, path, choice, spec)
     except SharedError as error:
         return str(error)
     return "it was loaded"
+
+
+def verdicts(path: str, stage: int, config: str) -> dict[str, str | bool]:
+    """What is said of the model at `path`: as it is loaded; with its head and embedding tied; and whether random
+    numbers go on as they would."""
+    loaded = path, EngineConfig("reward", stage, path=config), EngineSpec(actor_path="", critic_path="")
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    found: dict[str, str | bool] = {"as it is": verdict(*loaded)}
+    found["random numbers"] = torch.equal(torch.rand(3), expected)
+    with mock.patch("engine.models.config_and_tokenizer.has_own_head", return_value=False):
+        found["by weights"] = verdict(*loaded)
+    return found

@@ -11,11 +11,6 @@ from tests.reward_server import process_serving, score, serving
 STEPS, PER_STEP, HELD_OUT = 3, 8, 8
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory) -> Tiny:
-    return Tiny(tmp_path_factory.mktemp("tiny"))
-
-
 def flags(tiny: Tiny, url: str, **changes) -> dict:
     """Of a run whose score is the reward model's and half the server's."""
     served = {

@@ -159,14 +159,11 @@ def test_at_ctrl_c_a_launched_run_speaks_before_its_launcher_and_after_it(tiny, 
 
 def ranks_of(folder) -> list[int]:
     """The processes that name this folder on their command lines."""
-    return [process.pid for process in psutil.process_iter() if str(folder) in " ".join(words(process))]
-
-
-def words(process) -> list[str]:
-    try:
-        return process.cmdline()
-    except psutil.Error:
-        return []
+    return [
+        process.pid
+        for process in psutil.process_iter(["cmdline"])
+        if str(folder) in " ".join(process.info["cmdline"] or [])
+    ]
 
 
 def waited_for(condition, seconds: float = 120.0) -> None:

@@ -131,7 +131,7 @@ def test_weights_that_are_not_contiguous_in_their_file_are_compared(tmp_path):
 def test_engines_refuse_another_model_than_the_folder_has(tmp_path):
     folder = make_folder(tmp_path, tie_word_embeddings=True)
     write_stage_files(tmp_path)
-    target, config = "tests.distributed.work_loaded_check:verdicts", str(tmp_path / "stage3.json")
+    target, config = "tests.distributed.work_model_files:verdicts", str(tmp_path / "stage3.json")
     for found in run_ranks(target, path=str(folder), stage=3, config=config):
         assert found["as it is"] == "it was loaded" and found["random numbers"] is True
         assert "1 of the weights" in found["by weights"] and "(lm_head.weight)" in found["by weights"]
