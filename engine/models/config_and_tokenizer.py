@@ -34,6 +34,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from engine.algorithms.dialect import Dialect
 from engine.errors import UserError, shortened
 from engine.files import read_text, refuse_pointers, rust_panics
+from engine.models import classifiers
 from engine.models.model_paths import base_of, one_line, require_model
 from engine.models.weight_files import file_names, mapped_tensors, weight_files, weights_folder
 
@@ -64,12 +65,16 @@ def model_class(config: PretrainedConfig, kind: str, path: str, what: str, trust
     family = type(config)
     # transformers has causal classes for BERT and similar models too, but these models were trained on masked words.
     decoder = family in MODEL_FOR_CAUSAL_LM_MAPPING and family not in MODEL_FOR_MASKED_LM_MAPPING
-    if family not in _CLASSES[kind] or not decoder or config.is_encoder_decoder:
+    found = None
+    if decoder and not config.is_encoder_decoder:
+        name = MODEL_FOR_CAUSAL_LM_MAPPING[family].__name__.replace("ForCausalLM", "ForSequenceClassification")
+        found = _CLASSES[kind].get(family, None) or getattr(classifiers, name, None)
+    if found is None:
         raise UserError(
             f"{what}: {path} is of type {config.model_type!r}, which is not a decoder-only model that "
             "transformers offers for this role. Give one, such as Llama, Qwen, OPT or GPT-2."
         )
-    return _CLASSES[kind][family]
+    return found
 
 
 ROWS = 1 << 12  # rows of head and embedding that are compared at a time
