@@ -11,7 +11,6 @@ are chosen and factors are initialised as in DeepSpeed-Chat, where alpha is 1.
 Sources: Hu et al. 2021 (LoRA), section 4.1; microsoft/DeepSpeedExamples 83757d9c, dschat/utils/module/lora.py.
 """
 
-import contextlib
 import math
 import zlib
 from dataclasses import dataclass, replace
@@ -19,6 +18,7 @@ from typing import Self
 
 import torch
 from peft import LoraConfig
+from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -174,14 +174,10 @@ def _not_adapted(model: PreTrainedModel, names: list[str]) -> set[str]:
     takes names of layers that stand beside the experts for the experts' (transformers_weight_conversion.py).
     """
     config = LoraConfig(target_modules=names)
-    with contextlib.suppress(ImportError):  # older versions of peft
-        from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
-
-        convert_peft_config_for_transformers(config, model, None)
-    others = set(names) - set(config.target_modules or [])
+    convert_peft_config_for_transformers(config, model, None)
     mambas = [name for name, part in model.named_modules() if hasattr(part, "A_log") and hasattr(part, "D")]
-    inner = {f"{mamba}.{name}" for mamba in mambas for name in ("x_proj", "dt_proj", "out_proj")}
-    return others | inner
+    uncalled = {f"{mamba}.{name}" for mamba in mambas for name in ("x_proj", "dt_proj", "out_proj")}
+    return uncalled | (set(names) - set(config.target_modules or []))
 
 
 # The names of linear layers' classes. When a model is adapted, its output head is already a LogProbHead or ScoreHead.
