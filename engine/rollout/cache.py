@@ -8,10 +8,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionCacheLayerMixin
-
-from engine.models.config_and_tokenizer import head_sizes
 
 SLOTS = 16
 
@@ -110,13 +107,6 @@ class SlotCache(Cache):
     def states(self) -> list[Tensor]:
         """The states of all layers that keep some, each (rows, ...)."""
         return [state for layer in self.layers for state in layer.memory.values()]
-
-
-def cache_bytes(model: PreTrainedModel, slots: int) -> int:
-    """The number of bytes of a model's keys and values in this many slots, counted over all rows."""
-    config = model.config.get_text_config()
-    _, kept, width = head_sizes(config)
-    return 2 * config.num_hidden_layers * kept * width * slots * next(model.parameters()).element_size()
 
 
 class GivenSlots(SlotCache):
