@@ -358,8 +358,11 @@ def vocabulary_size(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def head_sizes(config: PretrainedConfig) -> tuple[int, int, int]:
-    """(number of attention heads, number of heads that have keys and values of their own, width of a head)."""
+    """(number of attention heads, number of heads that have keys and values of their own, width of a head); zeros for
+    a model without attention."""
     config = config.get_text_config()
-    heads = config.num_attention_heads
+    heads = getattr(config, "num_attention_heads", 0)
+    if not heads:
+        return 0, 0, 0
     kept = getattr(config, "num_key_value_heads", None) or heads
     return heads, kept, getattr(config, "head_dim", None) or config.hidden_size // heads
