@@ -170,8 +170,8 @@ def target_names(model: PreTrainedModel, targets: str | tuple[str, ...]) -> list
 def _not_adapted(model: PreTrainedModel, names: list[str]) -> set[str]:
     """Those of these linear layers whose adapter would have no effect, or would become another layer's.
 
-    Mamba's kernels read the matrices of all layers but in_proj, and do not call the layers. In mixtures of experts, peft
-    takes names of layers that stand beside the experts for the experts' (transformers_weight_conversion.py).
+    Mamba's kernels read the matrices of all layers but in_proj, and do not call the layers. In mixtures of experts,
+    peft takes names of layers beside the experts for the experts' (transformers_weight_conversion.py).
     """
     config = LoraConfig(target_modules=names)
     convert_peft_config_for_transformers(config, model, None)
