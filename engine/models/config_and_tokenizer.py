@@ -8,6 +8,9 @@ one of the two was trained. Without ZeRO-3, transformers loads both matrices of 
 transformers cannot compare the partitioned matrices, and drops the head. `read_config` returns a configuration without
 the tie in this case, so that engines, copies and memory plans all have a separate head.
 
+A composite model has a vision tower, or an audio tower, beside its language model. `read_config` returns the
+configuration of the language model, so that the rest of the program sees a language model and nothing else.
+
 Each system has its own rule for the pad token. The field `pad_token` of its dialect names this rule. A system whose
 attention mask is `ids != pad` cannot tell EOS from padding if EOS is the pad token. Such a system then does not learn
 EOS, and reads the score one token earlier. The rule for the pad token therefore affects the results of a dialect.
@@ -20,7 +23,7 @@ from typing import Any
 
 import torch
 from jinja2 import TemplateSyntaxError
-from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
+from transformers import CONFIG_MAPPING, AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.models.auto.auto_factory import add_generation_mixin_to_remote_model
 from transformers.models.auto.modeling_auto import (
@@ -34,6 +37,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from engine.algorithms.dialect import Dialect
 from engine.errors import UserError, shortened
 from engine.files import read_text, refuse_pointers, rust_panics
+from engine.models import classifiers
 from engine.models.model_paths import base_of, one_line, require_model
 from engine.models.weight_files import file_names, mapped_tensors, weight_files, weights_folder
 
@@ -64,12 +68,16 @@ def model_class(config: PretrainedConfig, kind: str, path: str, what: str, trust
     family = type(config)
     # transformers has causal classes for BERT and similar models too, but these models were trained on masked words.
     decoder = family in MODEL_FOR_CAUSAL_LM_MAPPING and family not in MODEL_FOR_MASKED_LM_MAPPING
-    if family not in _CLASSES[kind] or not decoder or config.is_encoder_decoder:
+    found = None
+    if decoder and not config.is_encoder_decoder:
+        name = MODEL_FOR_CAUSAL_LM_MAPPING[family].__name__.replace("ForCausalLM", "ForSequenceClassification")
+        found = _CLASSES[kind].get(family, None) or getattr(classifiers, name, None)
+    if found is None:
         raise UserError(
             f"{what}: {path} is of type {config.model_type!r}, which is not a decoder-only model that "
             "transformers offers for this role. Give one, such as Llama, Qwen, OPT or GPT-2."
         )
-    return _CLASSES[kind][family]
+    return found
 
 
 ROWS = 1 << 12  # rows of head and embedding that are compared at a time
@@ -174,8 +182,8 @@ VOCABULARIES = ("tokenizer.model", "spiece.model", "vocab.json", "merges.txt", "
 
 def read_config(path: str, what: str, trust_remote_code: bool = False):
     """The configuration of the model at `path`; if `path` is an adapter folder, the configuration of the adapter's base
-    model. The result does not tie output head and embedding if the weight files hold two different matrices
-    (`has_own_head`).
+    model; if it holds a composite model, the configuration of its language model (`text_part`). The result does not tie
+    output head and embedding if the weight files hold two different matrices (`has_own_head`).
 
     trust_remote_code: whether transformers may run code in the model's folder that `auto_map` names, or code from the
     Hub that config.json names.
@@ -199,6 +207,8 @@ def read_config(path: str, what: str, trust_remote_code: bool = False):
         ) from None
     if not trust_remote_code:
         _refuse_fetched_code(config, path, what)
+    if not trust_remote_code or not (getattr(config, "auto_map", None) or {}):
+        config = text_part(config)
     names = config.architectures
     if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
         raise UserError(
@@ -208,6 +218,47 @@ def read_config(path: str, what: str, trust_remote_code: bool = False):
     if has_own_head(config, path, what, trust_remote_code):
         config.tie_word_embeddings = False
     return config
+
+
+# The language models of these composite models have no class of their own. They differ from the models named here in
+# their positions, of which an image's tokens have three (row, column, time). A text's three are equal: on texts both
+# compute the same, and their weights have the same names.
+_ON_TEXTS = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
+_ROTATION_OF_IMAGES = ("mrope_section", "mrope_interleaved")
+
+
+def text_part(config: PretrainedConfig) -> PretrainedConfig:
+    """The configuration of the language model within a composite model, with the attribute `text_part_of`: the
+    composite model's type. Any other configuration, and one whose language model has no class of its own in
+    transformers, is returned as it is.
+
+    Transformers' versions write some settings at the top only: the number of labels, the ids of special tokens, and
+    whether head and embedding are tied. Where both levels say something about the tie, the weight files decide
+    (`has_own_head`).
+    """
+    text = getattr(config, "text_config", None)
+    if not isinstance(text, PretrainedConfig):
+        return config
+    if text.model_type in _ON_TEXTS:
+        settings = {name: value for name, value in text.to_dict().items() if name != "model_type"}
+        text = CONFIG_MAPPING[_ON_TEXTS[text.model_type]].from_dict(settings)
+        text.rope_parameters = {
+            name: value for name, value in text.rope_parameters.items() if name not in _ROTATION_OF_IMAGES
+        }
+    if type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return config
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        if getattr(text, name, None) is None:
+            setattr(text, name, getattr(config, name, None))
+    text.tie_word_embeddings = any(getattr(part, "tie_word_embeddings", False) for part in (config, text))
+    if getattr(config, "quantization_config", None) is not None:
+        text.quantization_config = config.quantization_config
+    names = [name for name in config.architectures or [] if name.endswith("ForSequenceClassification")]
+    if names:
+        text.id2label = config.id2label  # the labels and their number
+    text.architectures = names or [MODEL_FOR_CAUSAL_LM_MAPPING[type(text)].__name__]
+    text.text_part_of = config.model_type
+    return text
 
 
 @lru_cache(maxsize=16)
@@ -353,8 +404,11 @@ def vocabulary_size(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def head_sizes(config: PretrainedConfig) -> tuple[int, int, int]:
-    """(number of attention heads, number of heads that have keys and values of their own, width of a head)."""
+    """(number of attention heads, number of heads that have keys and values of their own, width of a head); zeros for
+    a model without attention."""
     config = config.get_text_config()
-    heads = config.num_attention_heads
+    heads = getattr(config, "num_attention_heads", 0)
+    if not heads:
+        return 0, 0, 0
     kept = getattr(config, "num_key_value_heads", None) or heads
     return heads, kept, getattr(config, "head_dim", None) or config.hidden_size // heads

@@ -48,6 +48,7 @@ from engine.models.reward_formats import (
 from engine.models.saving import merge_adapter
 from engine.models.weight_files import (
     Misfit,
+    key_mapping,
     listed,
     mapped_tensors,
     read_by_pieces,
@@ -282,10 +283,14 @@ def _loaded(
             config=config,
             dtype=dtype,
             state_dict=state,
+            key_mapping=key_mapping(config),
             output_loading_info=True,
             trust_remote_code=False,
             **how,
         )
+    if hasattr(config, "text_part_of"):
+        # With these, the model would be saved with the names that it has within the composite model.
+        del model._weight_conversions
     if dtype != torch.float32 and is_partitioned(next(model.parameters())):
         restore_buffers(model, dtype)
     misfit, message = replace(Misfit.of(info), left_over=()), None  # the headers were checked for this before

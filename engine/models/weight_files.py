@@ -132,12 +132,32 @@ def weight_files(folder: Path, what: str) -> list[Path]:
     )
 
 
+TEXT_PARTS = ("language_model", "text_model")  # what composite models of transformers call their language model
+
+
+def key_mapping(config: PretrainedConfig) -> dict[str, str] | None:
+    """{pattern of names in the files: replacement} for the language model of a composite model
+    (`config_and_tokenizer.text_part`): transformers' argument `key_mapping`. None for other models.
+
+    Depending on the version of transformers that wrote the files, the layers are in `language_model.model`, in
+    `model.language_model`, or, without the head, in `language_model`.
+    """
+    if not hasattr(config, "text_part_of"):
+        return None
+    parts = "|".join(TEXT_PARTS)
+    return {rf"^model\.(?:{parts})\.": "model.", rf"^(?:{parts})\.": ""}
+
+
 def file_names(name: str, model: Any) -> tuple[str, ...]:
     """The names under which a file may hold a weight; transformers looks for all of them. name: the weight's name in
     `model`. model: a model or its class."""
     trunk = f"{model.base_model_prefix}."
+    inner = name.removeprefix(trunk)
     older = name.replace("lm_head.", "embed_out.")  # GPT-NeoX's old name
-    return name, name.removeprefix(trunk), f"{trunk}{name}", older
+    within = [
+        f"{outer}{part}.{rest}" for part in TEXT_PARTS for outer, rest in (("", name), (trunk, inner), ("", inner))
+    ]
+    return name, inner, f"{trunk}{name}", older, *within
 
 
 def stored_name(name: str, model: Any, stored: Container[str]) -> str | None:
@@ -394,7 +414,7 @@ def check_weights(
 def check_headers(found: Mapping[str, Header], path: str, config: PretrainedConfig, model_class, what: str) -> None:
     """As `check_weights`, for headers that have already been read. found: {name in the model: header}."""
     try:
-        misfit, _ = _verdict(found, config, model_class)
+        misfit, whole = _verdict(found, config, model_class)
         floats = {name: header for name, header in found.items() if header.is_float}
         lacking, model = (misfit, None) if len(floats) == len(found) else _verdict(floats, config, model_class)
     except Exception as error:  # transformers may raise anything for sizes that contradict each other
@@ -403,6 +423,9 @@ def check_headers(found: Mapping[str, Header], path: str, config: PretrainedConf
             f"{one_line(error)[:300]}). Correct config.json, or save the model again."
         ) from None
     weights = tuple(name for name in misfit.left_over if not _is_computed(name, found))
+    if hasattr(config, "text_part_of"):  # the weights of the towers are not read
+        parts = {_part(name, whole) for name in whole.state_dict()}
+        weights = tuple(name for name in weights if _part(name, whole) in parts)
     replace(misfit, left_over=weights).refuse(path, what)
     if model is None:
         return
@@ -415,6 +438,11 @@ def check_headers(found: Mapping[str, Header], path: str, config: PretrainedConf
             "weights cannot be trained: they are packed or quantized, or were converted by mistake. Give the model in "
             "fp32, fp16 or bf16."
         )
+
+
+def _part(name: str, model: Any) -> str:
+    """The first part of a weight's name that tells anything: `layers`, `lm_head` or `vision_tower`, for example."""
+    return name.removeprefix(f"{model.base_model_prefix}.").partition(".")[0]
 
 
 def _is_computed(name: str, found: Mapping[str, Header]) -> bool:
@@ -432,6 +460,7 @@ def _verdict(found: Mapping[str, Header], config: PretrainedConfig, model_class)
         None,
         config=config,
         state_dict=state,
+        key_mapping=key_mapping(config),
         dtype=torch.float32,
         device_map="meta",
         ignore_mismatched_sizes=True,

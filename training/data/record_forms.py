@@ -87,6 +87,7 @@ class Form:
         its texts cannot be tokenised.
         """
         _check_depth(where, record)
+        _refuse_media(where, record)
         record = messages_on_both_sides(_from_share_gpt(record)) if isinstance(record, dict) else record
         names = matching_columns(where, record, self.columns)
         if "completion" in names and isinstance(record.get("label"), bool):
@@ -190,6 +191,23 @@ def _check_depth(where: str, record: object) -> None:
         if not level:
             return
     raise UserError(f"{where}: found more than {DEEPEST} lists within lists. Correct the record or take it out.")
+
+
+MEDIA = ("image", "video", "audio")
+TEXTS_ALONE = (
+    "Models are shown texts alone here, and would learn to answer about what they cannot see. Take the record out, or"
+)
+
+
+def _refuse_media(where: str, record: object) -> None:
+    """Raise UserError if the record has a column of images, videos or sound, which other programs show to the model."""
+    names = [name + plural for name in MEDIA for plural in ("", "s")]
+    for name in names if isinstance(record, dict) else ():
+        if record.get(name):
+            raise UserError(
+                f"{where}, column {name}: found {described(record[name])}. {TEXTS_ALONE} the column if the texts do "
+                "without it."
+            )
 
 
 def _split_dialogues(where: str, record: dict) -> dict[str, str]:
@@ -343,12 +361,20 @@ def _checked(where: str, column: str, messages: object) -> list[dict]:
                 f"{where}, column {column}, message {number}: found {described(message)}; needed an object "
                 "with role and content. Correct the record or take it out."
             )
-        if message.get("content") is not None or not message.get("tool_calls"):
-            check_text(where, f"{column}, message {number}, content", message.get("content"), may_be_blank=True)
+        content = message.get("content")
+        kinds = [str(part.get("type")) for part in content if isinstance(part, dict)] if type(content) is list else []
+        shown = next((kind for kind in kinds if any(name in kind for name in MEDIA)), None)
+        if shown is not None:  # such as image_url
+            raise UserError(
+                f"{where}, column {column}, message {number}, content: found a part of the type {shown}. {TEXTS_ALONE} "
+                "give the message as a string without it."
+            )
+        if content is not None or not message.get("tool_calls"):
+            check_text(where, f"{column}, message {number}, content", content, may_be_blank=True)
         kept = {
             key: value for key, value in message.items() if value is not None and (key, value) != ("tool_calls", [])
         }
-        found.append({**kept, "role": _role(message), "content": message.get("content")})
+        found.append({**kept, "role": _role(message), "content": content})
     return found
 
 

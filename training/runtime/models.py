@@ -105,6 +105,11 @@ def model_notes(args: RunFlags, *flags: str) -> list[str]:
         if path is None or not args.looks_at(path):
             continue
         config, found = read_config(path, f"--{flag}", args.trust_remote_code), []
+        if hasattr(config, "text_part_of"):
+            found.append(
+                f"the language model alone of a {config.text_part_of} model: it is shown texts alone, and saved models "
+                "have no towers for images or sound"
+            )
         if getattr(config, "output_router_logits", False):
             found.append("no balancing loss is trained with, which config.json asks for (output_router_logits)")
         rope = getattr(config, "rope_parameters", None) or {}

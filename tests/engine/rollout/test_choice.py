@@ -134,7 +134,7 @@ def test_a_backend_that_was_asked_for_is_taken(monkeypatch):
 )
 def test_how_tokens_are_decoded_is_told_and_why(monkeypatch, free, gpu, asked, told):
     monkeypatch.setattr("engine.rollout.choice.copies_bytes", lambda *_: {1: 3 * GB // 2})
-    monkeypatch.setattr("engine.rollout.choice.cache_bytes", lambda model, slots: GB)
+    monkeypatch.setattr("engine.rollout.choice.cache_bytes", lambda module, slots, rows: GB)
     monkeypatch.setattr("engine.zero.accelerator.on_gpu", lambda: gpu)
     rollouts = chosen(engines(3), free * GB, monkeypatch, decoding=asked)
     assert rollouts.why.endswith(f"; decoding {told}")

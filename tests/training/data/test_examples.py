@@ -200,15 +200,15 @@ def test_queries_may_start_and_end_at_tokens():
 
 def test_rows_are_without_the_columns_that_were_not_read(tmp_path):
     texts, images = pyarrow.array(["a", "b"]), pyarrow.array([{"bytes": b"x"}, None])
-    parquet.write_table(pyarrow.table({"prompt": texts, "image": images, "n": [1, 2]}), tmp_path / "rows.parquet")
+    parquet.write_table(pyarrow.table({"prompt": texts, "scan": images, "n": [1, 2]}), tmp_path / "rows.parquet")
     rows = load_rows(str(tmp_path / "rows.parquet"), PROMPTS, None, phase=3, seed=0)[0]
     for _ in range(2):  # made, and found in the cache
         prompts = Prompts(rows, word_tokenizer(), 4, cache=tmp_path)
         assert list(prompts.rows) == [{"prompt": "a", "n": 1}, {"prompt": "b", "n": 2}]
         prompts.refuse_unread(["n", "absent"], "somebody asks for")
-        told = r"^somebody asks for the column image, which is not read: it holds bytes \(of the type struct<"
+        told = r"^somebody asks for the column scan, which is not read: it holds bytes \(of the type struct<"
         with pytest.raises(UserError, match=told):
-            prompts.refuse_unread(["n", "image"], "somebody asks for")
+            prompts.refuse_unread(["n", "scan"], "somebody asks for")
 
 
 def test_prompt_batch_is_left_padded_and_keeps_its_visits():
