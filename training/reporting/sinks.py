@@ -21,6 +21,7 @@ import json
 import math
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -354,6 +355,7 @@ class TensorBoardSink:
     def __init__(self, log_dir: str | Path, *, view: View, resume_step: int | None = None):
         from torch.utils.tensorboard import SummaryWriter  # takes seconds, so only the main rank imports it
 
+        threading.excepthook = _print_unless_tensorboards
         self._writer = SummaryWriter(str(log_dir), purge_step=0 if resume_step is None else resume_step + 1)
         self._with_bounds = {name for charts in view.held_out.values() for name in charts.values()}
         self._writer.add_custom_scalars(_layout(view))
@@ -411,6 +413,13 @@ def _layout(view: View) -> dict:
         for section, charts in view.charts.items()
     }
     return held_out | training
+
+
+def _print_unless_tensorboards(failure: threading.ExceptHookArgs) -> None:
+    """Print the stack trace of a thread that failed. For TensorBoard's thread nothing is printed: the next call of the
+    library raises the thread's error."""
+    if type(failure.thread).__module__ != "tensorboard.summary.writer.event_file_writer":
+        threading.__excepthook__(failure)
 
 
 # Time and progress.

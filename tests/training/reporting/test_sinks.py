@@ -6,6 +6,7 @@ import contextlib
 import json
 import re
 import resource
+import threading
 
 import pytest
 import torch
@@ -273,6 +274,17 @@ def test_a_folder_that_is_moved_away_gets_no_more_lines(tmp_path):
     assert [line["step"] for line in metric_lines(out)] == [2]
     assert [line["step"] for line in metric_lines(tmp_path / "moved")] == [1]
     check_all_written()
+
+
+def test_tensorboard_without_space_is_told_without_a_stack_trace(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(threading, "excepthook", threading.__excepthook__)  # in place of pytest's
+    writer = MetricWriter(tmp_path, total_steps=1)
+    with files_of_at_most(100):
+        writer.histogram(1, "scores", torch.arange(1000.0))
+        writer.close()
+    said = capsys.readouterr().err
+    assert f"{tmp_path}/tensorboard cannot be written" in said
+    assert "Traceback" not in said
 
 
 def test_a_sink_that_fails_is_told_once_and_left_out(tmp_path, capfd, monkeypatch):
