@@ -100,10 +100,10 @@ class ServedModel:
         ends = Ends(self.tokenizer, sampling.stop_token_ids, sampling.stop_strings)
         before = prompt_ids[-BEFORE:]
         known = len(self.tokenizer.decode(before, skip_special_tokens=True))
-        response, cache = Response(prompt_ids), None
+        response, cache = Response(prompt_ids), {}
         for place in range(most):
-            output = self.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
-            cache = output.past_key_values
+            output = self.model(input_ids=ids, **cache, use_cache=True, logits_to_keep=1)
+            cache = {name: output[name] for name in ("past_key_values", "cache_params") if name in output}  # or Mamba's
             ids = draws.draw(output.logits[:, -1], first, first + place)
             response.tokens.append(int(ids.item()))
             response.text = self.tokenizer.decode(before + response.tokens, skip_special_tokens=True)[known:]
