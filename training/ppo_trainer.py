@@ -92,7 +92,9 @@ class PPOTrainer:
         )
         alone = config.critic_pretrain_steps, config.critic_warmup_steps
         assert dialect.has_critic or not any(alone), "training of a critic that is not there"
-        assert reward or models.reward, "there is no reward model, and no other reward was given"
+        if reward is None:
+            assert len(models.rewards) == 1, f"{len(models.rewards)} reward models, and `reward` does not say what scores"
+            (reward,) = models.rewards
         self.models = models
         self.rollouts = rollouts
         self.config = config
@@ -112,7 +114,7 @@ class PPOTrainer:
             actor=models.actor,
             critic=models.critic,
             reference=models.reference,
-            reward=reward or models.reward,
+            reward=reward,
             algorithm=self.algorithm,
             micro_batch_size=config.micro_batch_size,
             exact_sampler=config.exact_sampler,

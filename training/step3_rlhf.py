@@ -163,7 +163,7 @@ def exact_sampler(args: RLHFFlags, rollouts: RolloutBackend) -> bool:
 def build_trainer(args: RLHFFlags, plan: Plan, models: RLHFEngine, rollouts: RolloutBackend) -> PPOTrainer:
     """Build a trainer that has made no step yet."""
     rows = ConcatDataset([prompts.rows for prompts in (plan.prompts, plan.held_out) if prompts is not None])
-    reward = build_reward(args, plan.reward_functions, models.reward, models.tokenizer, rows)
+    reward = build_reward(args, plan.reward_functions, models.rewards, models.tokenizer, rows)
     if args.overlap_rewards:
         rollouts.finished = reward.begin
     return PPOTrainer(

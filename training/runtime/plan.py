@@ -334,10 +334,8 @@ def check_vllm(args: RLHFFlags) -> None:
 
 def check_trunk_shared(args: RLHFFlags) -> None:
     """With --share_trunk: check that the models are adapters on one base. Raises: UserError."""
-    flags = [f"--{role}_model_name_or_path" for role in ("actor", "critic", "reward")]
-    paths = [getattr(args, flag.removeprefix("--")) for flag in flags]
-    if args.share_trunk and all(path is None or args.looks_at(path) for path in paths):
-        scoring_roles(args.spec, *flags)
+    if args.share_trunk and all(args.looks_at(path) for _, path in args.models):
+        scoring_roles(args.spec, *(f"--{role}_model_name_or_path" for role in ("actor", "critic", "reward")))
 
 
 def check_dialect(args: RLHFFlags, dialect: Dialect) -> None:
@@ -359,18 +357,25 @@ def check_dialect(args: RLHFFlags, dialect: Dialect) -> None:
 def check_models(args: RLHFFlags, dialect: Dialect) -> None:
     """Check that the models are of the kinds that the flags need, and fit each other. Raises: UserError."""
     flags = {role: f"--{role}_model_name_or_path" for role in ("actor", "critic", "reward")}
-    paths = {role: getattr(args, flag.removeprefix("--")) for role, flag in flags.items()}
-    reward = flags["critic" if paths["reward"] is None else "reward"]
-    tokenizer = check_roles(args.spec, flags | {"reward": reward}, args.looks_at)
+    if not args.reward_model_name_or_path:
+        flags["reward"] = flags["critic"]
+    elif args.critic_model_name_or_path is None:
+        flags["critic"] = flags["reward"]
+    tokenizer = check_roles(args.spec, flags, args.looks_at)
     if tokenizer is not None:
         generation_stops(args.actor_model_name_or_path, tokenizer, args.trust_remote_code)
-    for role, path in paths.items():
-        if path is None or not args.looks_at(path):
+    lengths = {name: getattr(args, name) for name in ("max_prompt_seq_len", "max_answer_seq_len")}
+    for name, path in args.models:
+        if not args.looks_at(path):
             continue
-        args.check_attention(path, LANGUAGE_MODEL if role == "actor" else CLASSIFIER, flags[role])
-        check_positions(
-            read_config(path, flags[role], args.trust_remote_code),
-            f"{flags[role]} {path}",
-            max_prompt_seq_len=args.max_prompt_seq_len,
-            max_answer_seq_len=args.max_answer_seq_len,
+        args.check_attention(path, LANGUAGE_MODEL if name.startswith("actor") else CLASSIFIER, f"--{name}")
+        given = lengths
+        if path in args.text_reward_paths and path != args.critic_path:
+            limit = args.max_reward_seq_len
+            given = {} if limit is None else {"max_reward_seq_len": limit}
+        check_positions(read_config(path, f"--{name}", args.trust_remote_code), f"--{name} {path}", **given)
+    if args.max_reward_seq_len is not None and tokenizer is not None and not args.text_reward_paths:
+        raise UserError(
+            f"{args.word('max_reward_seq_len')}: every reward model reads the actor's token ids, so "
+            "--max_prompt_seq_len and --max_answer_seq_len say how much. Leave it out."
         )
