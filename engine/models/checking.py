@@ -242,12 +242,46 @@ def check_vocabularies(
     own = own_tokenizer(path, what, trust_remote_code)
     if own is None:
         return
-    differing = own.get_vocab().items() ^ actor_tokenizer.get_vocab().items()
-    if differing - {(actor_tokenizer.pad_token, actor_tokenizer.pad_token_id)}:  # the run may have added it
+    if has_other_ids(actor_tokenizer, own):
         raise UserError(
             f"{what}: the tokenizer in {path} gives other ids than the actor's. The reward model must be "
             "trained with the actor's tokenizer."
         )
+
+
+def reads_texts(
+    actor_tokenizer: PreTrainedTokenizerBase,
+    path: str,
+    what: str,
+    trust_remote_code: bool = False,
+    messages: bool = True,
+) -> bool:
+    """Whether the reward model at `path` writes texts in other ids than the actor, so that it has to get texts.
+
+    It does if its vocabulary is another one, if its tokenizer begins a text otherwise (with a BOS or without), or if
+    its chat template is another one. A folder without a tokenizer, or without a template, is taken to have the actor's.
+
+    messages: whether prompts are messages. If they are texts, the templates do not matter.
+    Raises: UserError, with the flag `what` in its message, if the tokenizer cannot be read.
+    """
+    own = own_tokenizer(path, what, trust_remote_code)
+    if own is None:
+        return False
+    templates = own.chat_template, actor_tokenizer.chat_template
+    other_template = messages and templates[0] is not None and templates[0] != templates[1]
+    return other_template or has_other_ids(actor_tokenizer, own) or _began(own) != _began(actor_tokenizer)
+
+
+def has_other_ids(actor_tokenizer: PreTrainedTokenizerBase, own: PreTrainedTokenizerBase) -> bool:
+    """Whether an id stands for another token in the tokenizer `own` than in the actor's."""
+    differing = own.get_vocab().items() ^ actor_tokenizer.get_vocab().items()
+    return bool(differing - {(actor_tokenizer.pad_token, actor_tokenizer.pad_token_id)})  # the run may have added it
+
+
+def _began(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The ids of a text with the tokens that the tokenizer puts before it, such as BOS."""
+    ids = tokenizer("a text")["input_ids"]
+    return ids[:-1] if ids[-1] == tokenizer.eos_token_id else ids
 
 
 def own_tokenizer(path: str, what: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase | None:

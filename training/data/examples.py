@@ -403,6 +403,9 @@ class Prompts(FittedRows):
     overlong: what happens to prompts of more than max_prompt_length tokens (training/data/tokens.py). Only kept prompts
     are numbered. A prompt's number is part of the key of the random numbers with which its responses are drawn.
 
+    with_dialogues: whether the attribute `dialogues` holds each kept prompt's `Row.dialogue`, for reward models that
+    read texts. Otherwise it holds None for each.
+
     query_start, query_end: token ids. If given, only a part of the text is the prompt (`trim_query`): the part begins
     after the first start token, is cut to max_prompt_length tokens, and then ends with its last end token. Texts
     without these tokens are dropped.
@@ -417,19 +420,25 @@ class Prompts(FittedRows):
         cache: Path | None = None,
         query_start: int | None = None,
         query_end: int | None = None,
+        with_dialogues: bool = False,
     ):
         fit = prompt_fit(tokenizer, max_prompt_length, overlong, query_start, query_end)
         trimmed = query_start is not None or query_end is not None
         schema = pyarrow.schema({"token_ids": IDS, "row": pyarrow.large_string()})
         settings = {"kind": "prompts", "max_length": max_prompt_length, "overlong": overlong}
         settings |= {"query": [query_start, query_end]} if trimmed else {}
+        if with_dialogues:
+            schema = schema.append(pyarrow.field("dialogue", pyarrow.large_string()))
+            settings["dialogues"] = True
 
-        def columns(found: Fit, row: dict) -> tuple[list[int], str]:
+        def columns(found: Fit, row: dict) -> tuple:
             kept = {name: value for name, value in row.items() if not isinstance(value, Unread)}
-            return found.prompt, json.dumps(kept, default=str)  # decimals, dates and times become texts
+            values = found.prompt, json.dumps(kept, default=str)  # decimals, dates and times become texts
+            return (*values, json.dumps(getattr(row, "dialogue", None), default=str)) if with_dialogues else values
 
         super().__init__(rows, fit, schema, columns, tokenizer, cache, **settings)
         self.rows = _JsonColumn(self.table["row"])
+        self.dialogues = _JsonColumn(self.table["dialogue"]) if with_dialogues else [None] * len(self)
         if not len(self):
             raise UserError(
                 f"none of the {len(rows)} prompts has the dialect's query_start and query_end within "

@@ -56,11 +56,13 @@ REPEATED = (
 
 class Row(dict):
     """The checked texts of a record. notes: what the model may be shown otherwise than it is meant: messages that are
-    left out, special tokens within answers and messages, repeated prompts."""
+    left out, special tokens within answers and messages, repeated prompts. dialogue: the messages of the prompt as the
+    user gave them, {"messages": [...], "tools": [...] or None}; None if the prompt was given as a text."""
 
-    def __init__(self, texts: dict, notes: tuple[str, ...] = ()):
+    def __init__(self, texts: dict, notes: tuple[str, ...] = (), dialogue: dict | None = None):
         super().__init__(texts)
         self.notes = notes
+        self.dialogue = dialogue
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +98,8 @@ class Form:
                 "be learned. Keep the records whose completion is good, and take the column label out."
             )
         if names == ("messages",) or any(is_dialogue(record[name]) for name in names if name != "text"):
-            texts, notes = messages_as_texts(where, record, names, tokenizer, self.answers)
-            return Row(self.shape(record, texts), notes)
+            texts, notes, dialogue = messages_as_texts(where, record, names, tokenizer, self.answers)
+            return Row(self.shape(record, texts), notes, dialogue)
         if names == ("chosen", "rejected"):
             texts = _split_dialogues(where, record)
         else:
@@ -272,9 +274,9 @@ def is_dialogue(value: object) -> bool:
 
 def messages_as_texts(
     where: str, record: dict, names: tuple[str, ...], tokenizer, answers: bool
-) -> tuple[dict[str, str], tuple[str, ...]]:
+) -> tuple[dict[str, str], tuple[str, ...], dict]:
     """Render the columns `names`, which hold messages, as texts. Returns (the texts; notes on the parts of messages
-    that the model is not shown).
+    that the model is not shown; the prompt's `Row.dialogue`).
 
     answers: whether answers are learned from. If False, the prompt alone is rendered. The template also gets the column
     `tools` and the content of `chat_template_kwargs`. If the last message of a column `prompt` is the assistant's, the
@@ -325,7 +327,7 @@ def messages_as_texts(
         at_once = texts[name].lstrip().startswith((answer[0]["content"] or "").strip())
         if not begun and not at_once and render(tokenizer, context, placed, **options) == prompt:
             notes = (*notes, NO_BEGINNING)
-    return texts, tuple(dict.fromkeys(notes))
+    return texts, tuple(dict.fromkeys(notes)), {"messages": context, "tools": options.get("tools")}
 
 
 def _checked(where: str, column: str, messages: object) -> list[dict]:
