@@ -422,8 +422,8 @@ class ModelFlags(RoleLoraFlags, ReferenceFlags, RewardServerFlags):
         count, models = len(self.reward_model_weight), self.reward_paths
         if self.raw_reward_scores and len(models) < 2:
             raise UserError(
-                f"--raw_reward_scores: the score has {len(models) or 'no'} reward model{'s' * (not models)}, whose scores "
-                "are taken as they are anyhow. Leave it out."
+                "--raw_reward_scores: only the scores of several reward models are changed, and the score has "
+                f"{len(models) or 'none'}. Leave it out."
             )
         if models and count not in (0, len(models)):
             raise UserError(
