@@ -9,6 +9,7 @@ whole texts. A model of our step 2, and one of OpenRLHF, gets what step 2 would 
 with the first token that ends a turn, and a response without an end has none.
 """
 
+import json
 import os
 import re
 from collections import Counter
@@ -18,11 +19,16 @@ from dataclasses import dataclass, field
 from transformers import PreTrainedTokenizerBase
 
 from engine import distributed
+from engine.errors import UserError
 from engine.experience import Rollout
 from engine.models.checking import own_tokenizer, reads_texts
 from engine.reward.base import RewardModel, RewardSource, decoded
 from engine.reward.texts import TextRewardModel
 from training.data.chat import Rendered, render
+from training.data.examples import Prompts
+from training.data.files import quoted
+from training.data.record_forms import left_out
+from training.data.token_cache import Progress
 from training.data.tokens import Fit, Lengths, end_of_turn
 
 WHAT = "--reward_model_name_or_path"
@@ -124,34 +130,35 @@ class Reader:
         """The text of an answer with its prompt. Raises: UserError if the template refuses the dialogue."""
         if answer.dialogue is None:
             return Parts(answer.prompt, "", answer.response, "")
-        text, marked = (self._rendered(answer.dialogue, response) for response in (answer.response, MARK))
+        text, marked = (self.rendered(answer.dialogue, response) for response in (answer.response, MARK))
         before, _, after = marked.rpartition(MARK)
         start = len(os.path.commonprefix([before, text]))
         end = len(text) - len(os.path.commonprefix([after[::-1], text[start:][::-1]]))
         response, tail = text[start:end], text[end:]
-        if response.strip() != answer.response.strip():
+        if not _squeezed(text).endswith(_squeezed(answer.response) + _squeezed(tail)):
             self.counts[CHANGED] += 1
         prompt = text[:start]
         if self.by_step_2:
-            begun = self._rendered(answer.dialogue, None)
+            begun = self.rendered(answer.dialogue, None)
             prompt = begun if prompt.startswith(begun) else prompt
             cut = tail.rfind(self.closing) if self.closing else -1
             tail = tail[: cut + len(self.closing)] if cut >= 0 else tail.rstrip()
             tail = tail if answer.ended else ""
         return Parts(Rendered(prompt), text[len(prompt) : start], response, tail)
 
-    def _rendered(self, dialogue: dict, response: str | None) -> str:
-        """The dialogue with the response; without one (None), up to where the response begins."""
+    def rendered(self, dialogue: dict, response: str | None, where: str = "a response") -> str:
+        """The dialogue with the response; without one (None), up to where the response begins. Raises: UserError, which
+        names `where`, if the template refuses the dialogue."""
         messages, options = list(dialogue["messages"]), {"tools": dialogue["tools"]} if dialogue["tools"] else {}
         begun = messages[-1] if messages[-1]["role"] == "assistant" else None  # the response continues this message
         if response is None:
             asked = {"continue_final_message": True} if begun else {"add_generation_prompt": True}
-            return render(self.tokenizer, messages, "a response", **asked, **options)
+            return render(self.tokenizer, messages, where, **asked, **options)
         if begun:
             said = {**messages.pop(), "content": (begun["content"] or "") + response}
         else:
             said = {"role": "assistant", "content": response}
-        return render(self.tokenizer, [*messages, said], "a response", **options)
+        return render(self.tokenizer, [*messages, said], where, **options)
 
     def _read(self, answer: Answer, parts: Parts) -> list[int]:
         self.counts[READ] += 1
@@ -206,12 +213,65 @@ SPELT = "the response spells a control token of the reward model, which is read 
 CHANGED = "the reward model's chat template leaves out or changes a part of the response"
 
 
+def _squeezed(text: str) -> str:
+    return "".join(text.split())
+
+
 def control_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern:
     """A pattern of the texts of which the tokenizer makes special tokens. The unknown token is none of them: texts may
     contain <unk>."""
     special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
     tokens = sorted((special | {*tokenizer.all_special_tokens}) - {tokenizer.unk_token}, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, tokens)) or "(?!)")
+
+
+def check_prompts(prompts: Prompts, reader: Reader, which: str, model: str) -> list[str]:
+    """Check that a reward model can read the prompts. Returns a line for the prompts of which its template leaves out
+    messages; [] if there are none.
+
+    which: what messages call the prompts. model: what they call the reward model.
+    Raises: UserError if there are messages and the model has no chat template, if its template refuses a prompt or
+    leaves out the message to be answered, or if the text of a prompt spells one of its control tokens.
+    """
+    tokenizer, spelt, lossy = reader.tokenizer, [], []
+    for index in Progress(len(prompts), f"checking {which}").over(range(len(prompts))):
+        dialogue = prompts.dialogues[index]
+        if dialogue is None:
+            text = prompts.rows[index]["prompt"]
+            shown = text.removeprefix(reader.lengths.encoder.spelt_bos(text))
+        elif not tokenizer.chat_template:
+            raise UserError(
+                f"{model}: it has no chat template, and {which} are messages. Set chat_template in its "
+                "tokenizer_config.json to the one that it was trained with, or give texts instead of messages."
+            )
+        else:
+            messages = dialogue["messages"]
+            text = reader.rendered(dialogue, MARK, f"{model}, prompt {index + 1} of {which}")
+            lost = [message for message, what, _ in left_out(text, messages)[0] if what != "reasoning"]
+            if any(message is messages[-1] for message in lost):
+                raise UserError(
+                    f"{model}: its chat template leaves out the message that is to be answered, in prompt {index + 1} "
+                    f"of {which} ({quoted(str(messages[-1]))}). Correct the record, or the template."
+                )
+            if lost:
+                lossy.append((index, lost[0]["role"]))
+            shown = json.dumps(dialogue, ensure_ascii=False)
+        if match := reader.control.search(shown):
+            spelt.append((index, match[0]))
+    if spelt:
+        (index, token), count = spelt[0], len(spelt)
+        raise UserError(
+            f"{model}: {count:,} of {len(prompts):,} of {which} spell its control tokens, first prompt {index + 1}: "
+            f"{quoted(token)}. It would read them as turns that nobody took. Give prompts that a chat template was "
+            "applied to as messages; elsewhere take these words out."
+        )
+    if not lossy:
+        return []
+    (index, role), count = lossy[0], len(lossy)
+    return [
+        f"WARNING: {model}: its chat template leaves out messages in {count:,} of {len(prompts):,} of {which}, first "
+        f"in prompt {index + 1}, of the role {role!r}: it scores without them"
+    ]
 
 
 def reading_limit(config, limit: int | None, longest: int) -> int:

@@ -5,7 +5,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from engine import distributed
 from engine.experience import Rollout, position_ids
 from engine.packing import passes
 from engine.reward.base import RewardModel, keys_of, stop_all_ranks

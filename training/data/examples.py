@@ -17,7 +17,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pyarrow
 import torch
@@ -434,7 +434,9 @@ class Prompts(FittedRows):
         def columns(found: Fit, row: dict) -> tuple:
             kept = {name: value for name, value in row.items() if not isinstance(value, Unread)}
             values = found.prompt, json.dumps(kept, default=str)  # decimals, dates and times become texts
-            return (*values, json.dumps(getattr(row, "dialogue", None), default=str)) if with_dialogues else values
+            dialogue = getattr(row, "dialogue", None)
+            kept_too = dialogue and json.dumps(dialogue, default=str)
+            return (*values, kept_too) if with_dialogues else values
 
         super().__init__(rows, fit, schema, columns, tokenizer, cache, **settings)
         self.rows = _JsonColumn(self.table["row"])
@@ -463,7 +465,7 @@ class Prompts(FittedRows):
 
 
 class _JsonColumn(Sequence):
-    """The values of a column of JSON texts, each parsed when it is asked for."""
+    """The values of a column of JSON texts, each parsed when it is asked for; None where the column has none."""
 
     def __init__(self, column: pyarrow.ChunkedArray):
         self.column = column
@@ -471,8 +473,9 @@ class _JsonColumn(Sequence):
     def __len__(self) -> int:
         return len(self.column)
 
-    def __getitem__(self, index: int) -> dict:
-        return json.loads(self.column[index].as_py())
+    def __getitem__(self, index: int) -> Any:
+        text = self.column[index].as_py()
+        return None if text is None else json.loads(text)
 
 
 def collate_prompts(token_lists: list[list[int]], indices: Tensor, visits: Tensor, pad_id: int) -> PromptBatch:
