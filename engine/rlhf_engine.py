@@ -70,8 +70,11 @@ def check_roles(
         if spec.with_critic and spec.critic_path is None:
             check_trunk(path, what, trusted)
     rewards = spec.rewards.values()
-    for scorer, what in {**dict.fromkeys(rewards, names["reward"]), spec.critic_path: names["critic"]}.items():
-        if scorer is None or not looks_at(scorer):
+    scorers = dict.fromkeys(rewards, names["reward"])
+    if spec.critic_path is not None:
+        scorers[spec.critic_path] = names["critic"]
+    for scorer, what in scorers.items():
+        if not looks_at(scorer):
             continue
         check_scorer(scorer, what, trusted)
         if scorer in rewards and is_pretrained_critic(scorer):

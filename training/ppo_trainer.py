@@ -93,9 +93,7 @@ class PPOTrainer:
         alone = config.critic_pretrain_steps, config.critic_warmup_steps
         assert dialect.has_critic or not any(alone), "training of a critic that is not there"
         if reward is None:
-            assert len(models.rewards) == 1, (
-                f"{len(models.rewards)} reward models, and `reward` does not say what scores"
-            )
+            assert len(models.rewards) == 1, f"{len(models.rewards)} reward models, and no `reward` was given"
             (reward,) = models.rewards
         self.models = models
         self.rollouts = rollouts

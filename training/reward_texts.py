@@ -13,9 +13,10 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from torch.utils.data import ConcatDataset
 from transformers import PreTrainedTokenizerBase
 
 from engine import distributed
@@ -40,17 +41,35 @@ class Texts:
     """What turns a rollout into texts.
 
     tokenizer: the policy's. stops: the ids that end a response. rows, dialogues: by the index of a prompt, its row and
-    its `Row.dialogue`. longest: the largest number of the policy's tokens of prompt + response. rows_at_once: the
-    number of rows of full length in a forward pass.
+    its `Row.dialogue`. messages: as `all_messages`. longest: the largest number of the policy's tokens of prompt +
+    response. rows_at_once: the number of rows of full length in a forward pass.
     """
 
     tokenizer: PreTrainedTokenizerBase
     stops: frozenset[int]
     rows: Sequence[dict]
     dialogues: Sequence[dict | None]
+    messages: bool | None
     longest: int
     rows_at_once: int
     trust_remote_code: bool = False
+
+    @classmethod
+    def of(
+        cls, parts: Sequence[Prompts], tokenizer: PreTrainedTokenizerBase, stops: Iterable[int], **lengths
+    ) -> "Texts":
+        """The Texts of these prompts, which are numbered one part after the other. lengths: the further fields."""
+        rows, dialogues = (
+            ConcatDataset([getattr(prompts, name) for prompts in parts]) for name in ("rows", "dialogues")
+        )
+        return cls(
+            tokenizer=tokenizer,
+            stops=frozenset(stops),
+            rows=rows,
+            dialogues=dialogues,
+            messages=all_messages(parts),
+            **lengths,
+        )
 
     def answers(self, rollout: Rollout) -> list["Answer"]:
         """The responses as texts, without the tokens that end them; other special tokens are spelled out. A response
@@ -65,6 +84,13 @@ class Texts:
             Answer(self.rows[index]["prompt"], self.dialogues[index], text if ended else text.rstrip("\ufffd"), ended)
             for index, text, ended in zip(rollout.indices.tolist(), responses, rollout.ended.tolist(), strict=True)
         ]
+
+
+def all_messages(parts: Iterable[Prompts]) -> bool | None:
+    """Whether all prompts were given as messages; None if some were and others were texts."""
+    counts = [(prompts.messages, len(prompts)) for prompts in parts]
+    messages, prompts = (sum(column) for column in zip(*counts))
+    return {0: False, prompts: True}.get(messages)
 
 
 def _last(mask) -> list[int]:
@@ -108,7 +134,7 @@ class Reader:
 
     tokenizer: PreTrainedTokenizerBase
     limit: int
-    by_step_2: bool
+    by_step_2: bool = False
     counts: Counter = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
@@ -286,8 +312,7 @@ def reward_source(model: RewardModel, path: str, texts: Texts, limit: int | None
 
     path: the model's folder. limit: the value of --max_reward_seq_len.
     """
-    messages = any(texts.dialogues[index] is not None for index in range(len(texts.dialogues)))
-    if not reads_texts(texts.tokenizer, path, WHAT, texts.trust_remote_code, messages):
+    if not reads_texts(texts.tokenizer, path, WHAT, texts.trust_remote_code, texts.messages):
         return model
     scorer = model.model.module
     most = reading_limit(scorer.model.config, limit, texts.longest)

@@ -157,7 +157,7 @@ class Conditions:
     def _may_change(self, name: str, written: "Conditions") -> bool:
         if name.endswith(MODEL):  # a model may move
             now = self.contents.get(name)
-            return now is not None and None not in now and now == written.contents.get(name)
+            return now == written.contents.get(name) and None not in (now if isinstance(now, list) else [now])
         return name.removeprefix("--") in MAY_CHANGE.split()
 
     def changes_since(self, written: "Conditions") -> list[str]:

@@ -463,14 +463,17 @@ class ModelFlags(RoleLoraFlags, ReferenceFlags, RewardServerFlags):
 
     @cached_property
     def text_reward_paths(self) -> list[str]:
-        """Those of the reward models that read texts (`reads_texts`). Models that are not on this machine count as
-        reading the actor's token ids."""
+        """Those of the reward models that read texts (`reads_texts`). Models that are not on this machine, or cannot be
+        read, count as reading the actor's token ids."""
         actor, flag = self.actor_model_name_or_path, "--reward_model_name_or_path"
         here = [path for path in self.reward_paths if self.looks_at(path) and self.looks_at(actor)]
         if not here:
             return []
-        tokenizer = self.read_tokenizer(actor, "--actor_model_name_or_path", self.resolved.dialect.pad_token)
-        return [path for path in here if reads_texts(tokenizer, path, flag, self.trust_remote_code)]
+        try:
+            tokenizer = self.read_tokenizer(actor, "--actor_model_name_or_path", self.resolved.dialect.pad_token)
+            return [path for path in here if reads_texts(tokenizer, path, flag, self.trust_remote_code)]
+        except UserError:  # `check_models` says what is wrong with the models
+            return []
 
     @property
     def critic_path(self) -> str | None:

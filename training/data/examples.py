@@ -404,7 +404,7 @@ class Prompts(FittedRows):
     are numbered. A prompt's number is part of the key of the random numbers with which its responses are drawn.
 
     with_dialogues: whether the attribute `dialogues` holds each kept prompt's `Row.dialogue`, for reward models that
-    read texts. Otherwise it holds None for each.
+    read texts. Otherwise it holds None for each. messages: how many dialogues it holds.
 
     query_start, query_end: token ids. If given, only a part of the text is the prompt (`trim_query`): the part begins
     after the first start token, is cut to max_prompt_length tokens, and then ends with its last end token. Texts
@@ -441,6 +441,7 @@ class Prompts(FittedRows):
         super().__init__(rows, fit, schema, columns, tokenizer, cache, **settings)
         self.rows = _JsonColumn(self.table["row"])
         self.dialogues = _JsonColumn(self.table["dialogue"]) if with_dialogues else [None] * len(self)
+        self.messages = len(self) - self.table["dialogue"].null_count if with_dialogues else 0
         if not len(self):
             raise UserError(
                 f"none of the {len(rows)} prompts has the dialect's query_start and query_end within "

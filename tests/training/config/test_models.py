@@ -36,11 +36,11 @@ def roles(args) -> dict[str, int]:
 def test_a_critic_starts_as_the_dialect_says():
     for name, critic in (("default", "rm"), ("openai", None), ("trl_rloo", None)):
         spec = flags(dialect=name).spec
-        assert (spec.critic_path, spec.reward_path, spec.with_reward_model) == (critic, "rm", True)
+        assert (spec.critic_path, spec.reward_paths) == (critic, ("rm",))
         assert spec.with_critic == (name != "trl_rloo")
     assert flags(reward_model_name_or_path="other").spec.critic_path == "rm"
     spec = flags(**FUNCTION).spec
-    assert spec.critic_path is None and spec.with_critic and not spec.with_reward_model
+    assert spec.critic_path is None and spec.with_critic and not spec.reward_paths
 
 
 def test_engines_of_each_kind_of_dialect():

@@ -330,8 +330,8 @@ def test_the_servers_weight_comes_after_the_functions(words, parts):
 
 
 def test_it_stands_in_for_the_reward_model_or_beside_one():
-    assert parsed().reward_path is None
-    assert parsed("--reward_model_name_or_path", "reward").reward_path == "reward"
+    assert parsed().reward_paths == []
+    assert parsed("--reward_model_name_or_path", "reward").reward_paths == ["reward"]
 
 
 @pytest.mark.parametrize(

@@ -366,7 +366,7 @@ def test_the_flags_that_are_told_mix_half_and_half():
     words = ("--reward_function", "rules.py:right", "format")
     told = said_of_score(*words)[-1].partition("give ")[2].split()
     assert said_of_score(*words, *told) == ["score = 0.5 reward model + 0.25 right + 0.25 format, clipped at 5"]
-    assert parse(*words, *told, flags_class=RLHFFlags).spec.reward_path == "reward"
+    assert parse(*words, *told, flags_class=RLHFFlags).spec.reward_paths == ("reward",)
 
 
 def test_one_line_for_each_setting_names_the_flags(tmp_path):
