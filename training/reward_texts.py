@@ -9,20 +9,27 @@ whole texts. A model of our step 2, and one of OpenRLHF, gets what step 2 would 
 with the first token that ends a turn, and a response without an end has none.
 """
 
+import json
 import os
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from torch.utils.data import ConcatDataset
 from transformers import PreTrainedTokenizerBase
 
 from engine import distributed
+from engine.errors import UserError
 from engine.experience import Rollout
 from engine.models.checking import own_tokenizer, reads_texts
 from engine.reward.base import RewardModel, RewardSource, decoded
 from engine.reward.texts import TextRewardModel
 from training.data.chat import Rendered, render
+from training.data.examples import Prompts
+from training.data.files import quoted
+from training.data.record_forms import left_out
+from training.data.token_cache import Progress
 from training.data.tokens import Fit, Lengths, end_of_turn
 
 WHAT = "--reward_model_name_or_path"
@@ -34,17 +41,35 @@ class Texts:
     """What turns a rollout into texts.
 
     tokenizer: the policy's. stops: the ids that end a response. rows, dialogues: by the index of a prompt, its row and
-    its `Row.dialogue`. longest: the largest number of the policy's tokens of prompt + response. rows_at_once: the
-    number of rows of full length in a forward pass.
+    its `Row.dialogue`. messages: as `all_messages`. longest: the largest number of the policy's tokens of prompt +
+    response. rows_at_once: the number of rows of full length in a forward pass.
     """
 
     tokenizer: PreTrainedTokenizerBase
     stops: frozenset[int]
     rows: Sequence[dict]
     dialogues: Sequence[dict | None]
+    messages: bool | None
     longest: int
     rows_at_once: int
     trust_remote_code: bool = False
+
+    @classmethod
+    def of(
+        cls, parts: Sequence[Prompts], tokenizer: PreTrainedTokenizerBase, stops: Iterable[int], **lengths
+    ) -> "Texts":
+        """The Texts of these prompts, which are numbered one part after the other. lengths: the further fields."""
+        rows, dialogues = (
+            ConcatDataset([getattr(prompts, name) for prompts in parts]) for name in ("rows", "dialogues")
+        )
+        return cls(
+            tokenizer=tokenizer,
+            stops=frozenset(stops),
+            rows=rows,
+            dialogues=dialogues,
+            messages=all_messages(parts),
+            **lengths,
+        )
 
     def answers(self, rollout: Rollout) -> list["Answer"]:
         """The responses as texts, without the tokens that end them; other special tokens are spelled out. A response
@@ -59,6 +84,13 @@ class Texts:
             Answer(self.rows[index]["prompt"], self.dialogues[index], text if ended else text.rstrip("\ufffd"), ended)
             for index, text, ended in zip(rollout.indices.tolist(), responses, rollout.ended.tolist(), strict=True)
         ]
+
+
+def all_messages(parts: Iterable[Prompts]) -> bool | None:
+    """Whether all prompts were given as messages; None if some were and others were texts."""
+    counts = [(prompts.messages, len(prompts)) for prompts in parts]
+    messages, prompts = (sum(column) for column in zip(*counts))
+    return {0: False, prompts: True}.get(messages)
 
 
 def _last(mask) -> list[int]:
@@ -102,7 +134,7 @@ class Reader:
 
     tokenizer: PreTrainedTokenizerBase
     limit: int
-    by_step_2: bool
+    by_step_2: bool = False
     counts: Counter = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
@@ -124,34 +156,35 @@ class Reader:
         """The text of an answer with its prompt. Raises: UserError if the template refuses the dialogue."""
         if answer.dialogue is None:
             return Parts(answer.prompt, "", answer.response, "")
-        text, marked = (self._rendered(answer.dialogue, response) for response in (answer.response, MARK))
+        text, marked = (self.rendered(answer.dialogue, response) for response in (answer.response, MARK))
         before, _, after = marked.rpartition(MARK)
         start = len(os.path.commonprefix([before, text]))
         end = len(text) - len(os.path.commonprefix([after[::-1], text[start:][::-1]]))
         response, tail = text[start:end], text[end:]
-        if response.strip() != answer.response.strip():
+        if not _squeezed(text).endswith(_squeezed(answer.response) + _squeezed(tail)):
             self.counts[CHANGED] += 1
         prompt = text[:start]
         if self.by_step_2:
-            begun = self._rendered(answer.dialogue, None)
+            begun = self.rendered(answer.dialogue, None)
             prompt = begun if prompt.startswith(begun) else prompt
             cut = tail.rfind(self.closing) if self.closing else -1
             tail = tail[: cut + len(self.closing)] if cut >= 0 else tail.rstrip()
             tail = tail if answer.ended else ""
         return Parts(Rendered(prompt), text[len(prompt) : start], response, tail)
 
-    def _rendered(self, dialogue: dict, response: str | None) -> str:
-        """The dialogue with the response; without one (None), up to where the response begins."""
+    def rendered(self, dialogue: dict, response: str | None, where: str = "a response") -> str:
+        """The dialogue with the response; without one (None), up to where the response begins. Raises: UserError, which
+        names `where`, if the template refuses the dialogue."""
         messages, options = list(dialogue["messages"]), {"tools": dialogue["tools"]} if dialogue["tools"] else {}
         begun = messages[-1] if messages[-1]["role"] == "assistant" else None  # the response continues this message
         if response is None:
             asked = {"continue_final_message": True} if begun else {"add_generation_prompt": True}
-            return render(self.tokenizer, messages, "a response", **asked, **options)
+            return render(self.tokenizer, messages, where, **asked, **options)
         if begun:
             said = {**messages.pop(), "content": (begun["content"] or "") + response}
         else:
             said = {"role": "assistant", "content": response}
-        return render(self.tokenizer, [*messages, said], "a response", **options)
+        return render(self.tokenizer, [*messages, said], where, **options)
 
     def _read(self, answer: Answer, parts: Parts) -> list[int]:
         self.counts[READ] += 1
@@ -206,12 +239,65 @@ SPELT = "the response spells a control token of the reward model, which is read 
 CHANGED = "the reward model's chat template leaves out or changes a part of the response"
 
 
+def _squeezed(text: str) -> str:
+    return "".join(text.split())
+
+
 def control_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern:
     """A pattern of the texts of which the tokenizer makes special tokens. The unknown token is none of them: texts may
     contain <unk>."""
     special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
     tokens = sorted((special | {*tokenizer.all_special_tokens}) - {tokenizer.unk_token}, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, tokens)) or "(?!)")
+
+
+def check_prompts(prompts: Prompts, reader: Reader, which: str, model: str) -> list[str]:
+    """Check that a reward model can read the prompts. Returns a line for the prompts of which its template leaves out
+    messages; [] if there are none.
+
+    which: what messages call the prompts. model: what they call the reward model.
+    Raises: UserError if there are messages and the model has no chat template, if its template refuses a prompt or
+    leaves out the message to be answered, or if the text of a prompt spells one of its control tokens.
+    """
+    tokenizer, spelt, lossy = reader.tokenizer, [], []
+    for index in Progress(len(prompts), f"checking {which}").over(range(len(prompts))):
+        dialogue = prompts.dialogues[index]
+        if dialogue is None:
+            text = prompts.rows[index]["prompt"]
+            shown = text.removeprefix(reader.lengths.encoder.spelt_bos(text))
+        elif not tokenizer.chat_template:
+            raise UserError(
+                f"{model}: it has no chat template, and {which} are messages. Set chat_template in its "
+                "tokenizer_config.json to the one that it was trained with, or give texts instead of messages."
+            )
+        else:
+            messages = dialogue["messages"]
+            text = reader.rendered(dialogue, MARK, f"{model}, prompt {index + 1} of {which}")
+            lost = [message for message, what, _ in left_out(text, messages)[0] if what != "reasoning"]
+            if any(message is messages[-1] for message in lost):
+                raise UserError(
+                    f"{model}: its chat template leaves out the message that is to be answered, in prompt {index + 1} "
+                    f"of {which} ({quoted(str(messages[-1]))}). Correct the record, or the template."
+                )
+            if lost:
+                lossy.append((index, lost[0]["role"]))
+            shown = json.dumps(dialogue, ensure_ascii=False)
+        if match := reader.control.search(shown):
+            spelt.append((index, match[0]))
+    if spelt:
+        (index, token), count = spelt[0], len(spelt)
+        raise UserError(
+            f"{model}: {count:,} of {len(prompts):,} of {which} spell its control tokens, first prompt {index + 1}: "
+            f"{quoted(token)}. It would read them as turns that nobody took. Give prompts that a chat template was "
+            "applied to as messages; elsewhere take these words out."
+        )
+    if not lossy:
+        return []
+    (index, role), count = lossy[0], len(lossy)
+    return [
+        f"WARNING: {model}: its chat template leaves out messages in {count:,} of {len(prompts):,} of {which}, first "
+        f"in prompt {index + 1}, of the role {role!r}: it scores without them"
+    ]
 
 
 def reading_limit(config, limit: int | None, longest: int) -> int:
@@ -226,8 +312,7 @@ def reward_source(model: RewardModel, path: str, texts: Texts, limit: int | None
 
     path: the model's folder. limit: the value of --max_reward_seq_len.
     """
-    messages = any(texts.dialogues[index] is not None for index in range(len(texts.dialogues)))
-    if not reads_texts(texts.tokenizer, path, WHAT, texts.trust_remote_code, messages):
+    if not reads_texts(texts.tokenizer, path, WHAT, texts.trust_remote_code, texts.messages):
         return model
     scorer = model.model.module
     most = reading_limit(scorer.model.config, limit, texts.longest)

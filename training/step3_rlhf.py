@@ -18,8 +18,6 @@ from training.runtime.first_look import first_look
 if __name__ == "__main__":
     first_look("training.config.step3:RLHFFlags", __doc__)
 
-from torch.utils.data import ConcatDataset
-
 from engine import distributed
 from engine.models.attention import attention_in_words
 from engine.rlhf_engine import RLHFEngine
@@ -37,11 +35,12 @@ from training.reporting.guards import of_ppo, rounding_bound
 from training.reporting.sinks import PPO_VIEW, averaged_view
 from training.reporting.standard_errors import without_scores
 from training.reporting.summary import tell_result
+from training.reward_texts import Texts, reward_source
 from training.runtime import launch
 from training.runtime.callbacks import Callback, Callbacks
 from training.runtime.loop import Run
 from training.runtime.output_folder import check_shared
-from training.runtime.plan import Plan, check_files, check_server, make_plan
+from training.runtime.plan import Plan, check_files, check_reward_texts, check_server, make_plan
 from training.runtime.processes import phase
 from training.runtime.ranks import agreed, checked
 from training.runtime.start_report import first_lines, report_dry_run
@@ -63,8 +62,9 @@ def main(args: RLHFFlags, callbacks: Sequence[Callback] = ()) -> None:
     if args.reward_url:
         with phase("asking the reward server"):
             agreed(lambda: check_server(args, plan))
+    texts = checked(lambda: check_reward_texts(args, plan)) if args.text_reward_paths else []
     if distributed.is_main():
-        print(first_lines(args, plan), flush=True)
+        print(first_lines(args, plan), *texts, sep="\n", flush=True)
     called.planned(args, plan)
     if args.preflight:
         return
@@ -162,8 +162,20 @@ def exact_sampler(args: RLHFFlags, rollouts: RolloutBackend) -> bool:
 
 def build_trainer(args: RLHFFlags, plan: Plan, models: RLHFEngine, rollouts: RolloutBackend) -> PPOTrainer:
     """Build a trainer that has made no step yet."""
-    rows = ConcatDataset([prompts.rows for prompts in (plan.prompts, plan.held_out) if prompts is not None])
-    reward = build_reward(args, plan.reward_functions, models.rewards, models.tokenizer, rows)
+    prompts = [prompts for prompts in (plan.prompts, plan.held_out) if prompts is not None]
+    texts = Texts.of(
+        prompts,
+        models.tokenizer,
+        stops=plan.sampling.stop_token_ids,
+        longest=args.max_prompt_seq_len + args.max_answer_seq_len,
+        rows_at_once=args.per_device_training_batch_size,
+        trust_remote_code=args.trust_remote_code,
+    )
+    scorers = [
+        reward_source(model, path, texts, args.max_reward_seq_len)
+        for model, path in zip(models.rewards, args.reward_paths, strict=True)
+    ]
+    reward = build_reward(args, plan.reward_functions, scorers, models.tokenizer, texts.rows)
     if args.overlap_rewards:
         rollouts.finished = reward.begin
     return PPOTrainer(

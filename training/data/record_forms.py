@@ -457,7 +457,7 @@ def _answer_text(place: str, dialogue: str, start: int, answer: list[dict], toke
 
     Raises: UserError if the text lacks a part of the answer.
     """
-    lost, end = _left_out(dialogue, answer, start)
+    lost, end = left_out(dialogue, answer, start)
     if lost:
         _, what, piece = lost[0]
         raise UserError(
@@ -472,7 +472,7 @@ def _answer_text(place: str, dialogue: str, start: int, answer: list[dict], toke
 def _notes(place: str, prompt: str, context: list[dict], tools: list, tokenizer) -> tuple[str, ...]:
     """Notes on the parts of a prompt that the template leaves out. Raises UserError if the template leaves out the
     message to be answered."""
-    lost, _ = _left_out(prompt, context)
+    lost, _ = left_out(prompt, context)
     notes = []
     for message, what, piece in lost:
         role = message["role"]
@@ -540,7 +540,7 @@ def _tool_names(tools: list[dict]) -> list[str]:
     return [name for function in functions if isinstance(name := function.get("name"), str) and name]
 
 
-def _left_out(text: str, messages: list[dict], start: int = 0) -> tuple[list[tuple[dict, str, str]], int]:
+def left_out(text: str, messages: list[dict], start: int = 0) -> tuple[list[tuple[dict, str, str]], int]:
     """Look for the parts of the messages in a rendered text. Returns ([(message, name of the part, text of the part)]
     for each part that the rendered text lacks; the position after the last part that was found).
 

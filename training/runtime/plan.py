@@ -2,18 +2,16 @@
 servers answer with scores.
 """
 
-import contextlib
-import os
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
 from engine import distributed
 from engine.algorithms import Dialect, check_sizes, end_token_id, token_id
 from engine.engine_spec import EngineSpec
-from engine.errors import UserError, shortened, without_query
-from engine.models.checking import own_tokenizer
+from engine.errors import UserError, without_query
+from engine.models.checking import own_tokenizer, reads_texts
 from engine.models.config_and_tokenizer import CLASSIFIER, LANGUAGE_MODEL, pad_token_line, read_config, vocabulary_size
 from engine.reward.server import FORMS, probe
 from engine.rlhf_engine import check_roles, scoring_roles
@@ -26,11 +24,10 @@ from training.checkpoints.resuming import AUTO, Checkpoint
 from training.config.reward import check_columns, load_functions
 from training.config.step3 import RLHFFlags
 from training.config.supervised import SupervisedFlags
-from training.data.chat import Rendered
 from training.data.examples import FittedRows, Prompts, TextBlocks, prompt_fit
 from training.data.record_forms import PROMPTS, TEXTS
-from training.data.row_selection import Rows, load_rows
-from training.data.tokens import TextEncoder, end_of_turn
+from training.data.row_selection import load_rows
+from training.reward_texts import Reader, all_messages, check_prompts, reading_limit
 from training.runtime.launch import check_run
 from training.runtime.models import adapted_roles, check_positions, generation_stops
 
@@ -162,7 +159,11 @@ def read_prompts(args: RLHFFlags, dialect: Dialect, tokenizer) -> tuple[Prompts,
         held_out_flag="--num_eval_prompts",
     )
     prompts, held_out = (
-        Prompts(rows, tokenizer, args.max_prompt_seq_len, args.overlong, args.cache, *query) if len(rows) else None
+        Prompts(
+            rows, tokenizer, args.max_prompt_seq_len, args.overlong, args.cache, *query, bool(args.text_reward_paths)
+        )
+        if len(rows)
+        else None
         for rows in parts
     )
     return prompts, held_out, [rows.fingerprint for rows in parts]
@@ -269,34 +270,22 @@ def server_lines(args: RLHFFlags) -> list[str]:
     return [f"scores from {' and '.join(map(without_query, args.reward_url))} (form {args.reward_url_form}{columns})"]
 
 
-def reward_writing_line(args: RLHFFlags, plan: Plan) -> list[str]:
-    """A warning if the reward model's own tokenizer gives other ids than the actor's to the first prompt and the end
-    of its response; [] otherwise, and if its folder has no tokenizer."""
-    path = args.reward_path
-    flag = "--reward_model_name_or_path" if args.reward_model_name_or_path else "--critic_model_name_or_path"
-    if path is None or not args.looks_at(path) or not (own := own_tokenizer(path, flag, args.trust_remote_code)):
-        return []
-    tokenizer, rows = plan.tokenizer, plan.prompts.source
-    own.chat_template = own.chat_template or tokenizer.chat_template
-    actors, scorers = _written(tokenizer, rows), []
-    with contextlib.suppress(UserError):  # its template may refuse the messages
-        scorers = _written(own, rows)
-    if actors == scorers:
-        return []
-    start = len(os.path.commonprefix([actors, scorers]))
-    shown, others = (shortened(tokenizer.decode(ids[start : start + 8])) for ids in (actors, scorers))
-    return [
-        f"WARNING: {flag} {path}: the reward model is shown texts as the actor's tokenizer writes them. Its own (chat "
-        f"template, BOS, EOS) {f'writes {others}' if scorers else 'refuses the first prompt'}, not {shown}, from token "
-        f"{start} of the first prompt and its end on: scores may differ from those that it gives by itself."
-    ]
-
-
-def _written(tokenizer, rows: Rows) -> list[int]:
-    """The ids of the first prompt, and the id that ends a response to it, by this tokenizer."""
-    prompt = replace(rows, tokenizer=tokenizer)[0]["prompt"]
-    end = end_of_turn(tokenizer) if isinstance(prompt, Rendered) else None
-    return [*TextEncoder(tokenizer).prompt(prompt), tokenizer.eos_token_id if end is None else end]
+def check_reward_texts(args: RLHFFlags, plan: Plan) -> list[str]:
+    """Check that the reward models that read texts can read the prompts. Returns lines about these models to print.
+    Raises: UserError."""
+    lines, trusted, parts = [], args.trust_remote_code, by_part(plan.prompts, plan.held_out)
+    for path in args.text_reward_paths:
+        model = f"--reward_model_name_or_path {path}"
+        config, lengths = read_config(path, model, trusted), prompt_and_answer(args)
+        if not reads_texts(plan.tokenizer, path, model, trusted, all_messages(parts.values())):
+            check_positions(config, model, **lengths)
+            continue
+        limit = reading_limit(config, args.max_reward_seq_len, sum(lengths.values()))
+        lines.append(f"{model}: gets texts, by its own tokenizer and chat template, of up to {limit} of its tokens")
+        reader = Reader(own_tokenizer(path, model, trusted), limit)
+        for which, prompts in parts.items():
+            lines += check_prompts(prompts, reader, which, model)
+    return lines
 
 
 def check_files(args: RLHFFlags, checkpoint: Checkpoint | None) -> None:
@@ -354,6 +343,11 @@ def check_dialect(args: RLHFFlags, dialect: Dialect) -> None:
     )
 
 
+def prompt_and_answer(args: RLHFFlags) -> dict[str, int]:
+    """{flag: tokens}, whose sum is the longest row of the models that get the policy's token ids."""
+    return {name: getattr(args, name) for name in ("max_prompt_seq_len", "max_answer_seq_len")}
+
+
 def check_models(args: RLHFFlags, dialect: Dialect) -> None:
     """Check that the models are of the kinds that the flags need, and fit each other. Raises: UserError."""
     flags = {role: f"--{role}_model_name_or_path" for role in ("actor", "critic", "reward")}
@@ -364,7 +358,7 @@ def check_models(args: RLHFFlags, dialect: Dialect) -> None:
     tokenizer = check_roles(args.spec, flags, args.looks_at)
     if tokenizer is not None:
         generation_stops(args.actor_model_name_or_path, tokenizer, args.trust_remote_code)
-    lengths = {name: getattr(args, name) for name in ("max_prompt_seq_len", "max_answer_seq_len")}
+    lengths = prompt_and_answer(args)
     for name, path in args.models:
         if not args.looks_at(path):
             continue

@@ -38,9 +38,9 @@ from training.runtime.models import adapted_lines, adapted_roles, model_notes, m
 from training.runtime.plan import (
     Plan,
     SupervisedPlan,
+    check_reward_texts,
     check_server,
     make_plan,
-    reward_writing_line,
     server_lines,
 )
 
@@ -252,7 +252,6 @@ def plan_lines(args: RLHFFlags, plan: Plan) -> list[str]:
         ),
         f"ZeRO stages: {stages}; {args.dtype}{scorer}{pad_token}",
         *model_notes(args, args.models),
-        *reward_writing_line(args, plan),
         *adapted_lines(adapted_roles(args, plan.dialect)),
         *(f"{what}: no second copy" for what in plan.spec.shared.values()),
         *server_lines(args),
@@ -354,7 +353,7 @@ def report_dry_run(args: RLHFFlags, checkpoint: Checkpoint | None, callbacks: Ca
     plan = None
     if not unseen:
         plan = make_plan(args, checkpoint, fingerprints(args))
-        checked += [*plan_lines(args, plan), *changes_since(plan)]
+        checked += [*plan_lines(args, plan), *check_reward_texts(args, plan), *changes_since(plan)]
         checked += [
             f"{without_query(url)} gives one text the score {score:g}"
             for url, score in check_server(args, plan).items()
