@@ -370,7 +370,7 @@ class ModelFlags(RoleLoraFlags, ReferenceFlags, RewardServerFlags):
     max_reward_seq_len: int | None = flag(
         None,
         "most tokens of a prompt and its response for reward models that read texts, in their own tokens; by default "
-        "what they have positions for",
+        "twice --max_prompt_seq_len + --max_answer_seq_len and 64, but never more than they have positions for",
         least=1,
         only_with=("reward_model_name_or_path", "critic_model_name_or_path"),
     )
