@@ -191,9 +191,6 @@ def dialect_lines(dialect: Dialect, changed: dict) -> str:
     )
 
 
-STANDARDISED = "(score - mean) / standard deviation of the first responses that are scored, except of models that step 2 normalised"
-
-
 def score_lines(args: RLHFFlags, dialect: Dialect) -> list[str]:
     """Lines about the parts of the score, and about the changes that turn the score into a reward; and a warning if the
     critic starts from a reward model that the score does not use."""
