@@ -301,16 +301,20 @@ class PPOTrainer:
 
     def state_dict(self) -> dict:
         """The state that a checkpoint holds in addition to the models' weights and Adam moments."""
-        return self.counters.state_dict() | {
+        state = self.counters.state_dict() | {
             "kl": self.kl_controller.state_dict(),
             "score_scale": self.algorithm.score_scale.state_dict(),
         }
+        reward = self.experience_maker.reward.state_dict()
+        return state | ({"reward": reward} if reward else {})
 
     def load_state_dict(self, state: dict) -> None:
         """Restore what `state_dict` returned."""
         self.counters.load_state_dict(state)
         self.kl_controller.load_state_dict(state["kl"])
         self.algorithm.score_scale.load_state_dict(state["score_scale"])
+        if "reward" in state:
+            self.experience_maker.reward.load_state_dict(state["reward"])
 
 
 def batch_to_learn(algorithm: Algorithm, experience: Experience, kl_coef: float) -> TrainingBatch:

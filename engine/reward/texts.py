@@ -1,6 +1,6 @@
 """A reward model that reads texts: it gets the ids of its own tokenizer and chat template, not the policy's ids."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -44,6 +44,10 @@ class TextRewardModel(RewardModel):
         stop_all_ranks(problem, self.name, "It reads texts by its own chat template and tokenizer. Correct these.")
         self._ids = dict(zip(keys_of(rollout), found, strict=True))
         self.tell()
+
+    def in_pieces(self, call, rollout: Rollout, passes: Sequence[Tensor]) -> dict[str, Tensor]:
+        """As in RewardSource, in one call: its texts have other lengths, so `score` deals them to passes itself."""
+        return super().in_pieces(call, rollout, [torch.cat(list(passes)).sort().values])
 
     @traced("reward model")
     def score(self, rollout: Rollout) -> Tensor:

@@ -22,7 +22,7 @@ def score(prompts, responses):
 def reward_of(model=None, function=None, **flags):
     args = step3(**flags)
     functions = dict.fromkeys(args.reward_function, function)
-    return build_reward(args, functions, model, None, [{}])
+    return build_reward(args, functions, [] if model is None else [model], None, [{}])
 
 
 def test_a_source_alone_is_the_reward_itself():

@@ -1,7 +1,7 @@
 """The content of a checkpoint's trainer_state.json: the training state, and the conditions of the run that wrote it.
 
-steps_done, optimizer_steps, samples, prompt_batches, kl, score_scale    the training state (PPOTrainer.state_dict);
-                    steps_done is negative while the critic is pretrained
+steps_done, optimizer_steps, samples, prompt_batches, kl, score_scale, reward    the training state
+                    (PPOTrainer.state_dict); steps_done is negative while the critic is pretrained
 held_out_..., metrics_without_evaluation    the keys BEFORE, FIRST and OWED below; each is present only if it is needed
 models              step counts and loss scales of each model (TrainedModel.scalars)
 ema                 whether the checkpoint has a moving average
@@ -168,15 +168,18 @@ class Conditions:
             f"changed since the checkpoint: {name} {then} -> {now}{notes.get(name, '')}"
             for name, then, now in self._changed(written)
         ]
-        if self.scores_changed_since(written):
+        if self._functions_changed(written):
             names = self.settings[FUNCTION]
             lines.append(f"changed since the checkpoint: the source of {FUNCTION} {names} (later scores are its own)")
         return lines
 
     def scores_changed_since(self, written: "Conditions") -> bool:
-        """Whether the source of a reward function has changed since the checkpoint was written."""
-        now, then = (conditions.contents.get(FUNCTION) for conditions in (self, written))
-        return differ(now, then) or self._other_servers(written)
+        """Whether the source of a reward function has changed since the checkpoint was written, or the reward servers
+        are others."""
+        return self._functions_changed(written) or self._other_servers(written)
+
+    def _functions_changed(self, written: "Conditions") -> bool:
+        return differ(self.contents.get(FUNCTION), written.contents.get(FUNCTION))
 
     def _other_servers(self, written: "Conditions") -> bool:
         """Whether none of the reward servers was asked before the checkpoint was written. Servers that share requests

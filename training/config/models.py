@@ -229,6 +229,11 @@ class RewardFunctionFlags(AlgorithmFlags):
     reward_model_weight: list[float] = flag(
         [], "weights of the reward models in the score, one for each; by default 1. With weight 0 one is only measured"
     )
+    raw_reward_scores: bool = flag(
+        False,
+        "take the scores of several reward models as they are. By default each model's become (score - mean) / "
+        "standard deviation, of the first responses that are scored, unless step 2 normalised them",
+    )
     length_penalty: float = flag(0.0, "number subtracted from the score for each token of the response")
 
     def validate(self) -> None:
@@ -415,6 +420,11 @@ class ModelFlags(RoleLoraFlags, ReferenceFlags, RewardServerFlags):
             )
         refuse_twice(self, "reward_model_name_or_path")
         count, models = len(self.reward_model_weight), self.reward_paths
+        if self.raw_reward_scores and len(models) < 2:
+            raise UserError(
+                f"--raw_reward_scores: the score has {len(models) or 'no'} reward model{'s' * (not models)}, whose scores "
+                "are taken as they are anyhow. Leave it out."
+            )
         if models and count not in (0, len(models)):
             raise UserError(
                 f"{self.word('reward_model_weight')}: {count} weight{'s' * (count > 1)} for "

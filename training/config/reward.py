@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 
 from engine.errors import UserError, shortened
 from engine.files import refuse_pointers
-from engine.reward.base import OBJECTIVE, AgreedReward, CombinedReward, RewardSource
+from engine.reward.base import OBJECTIVE, AgreedReward, CombinedReward, RewardModel, RewardSource, Standardisation
 from engine.reward.built_in import BUILT_IN, BuiltInSettings
 from engine.reward.function import FunctionReward, Signature
 from engine.reward.server import ServerReward
@@ -219,7 +219,7 @@ def _what(name: str, given: str) -> str:
 def build_reward(
     args: ModelFlags,
     functions: Mapping[str, Callable],
-    reward_models: Sequence[RewardSource],
+    reward_models: Sequence[RewardModel],
     tokenizer,
     rows: Sequence[dict],
 ) -> RewardSource:
@@ -241,7 +241,16 @@ def build_reward(
     (alone, weight), *others = weighted.values()
     if not others and weight == 1.0 and not args.length_penalty:
         return alone
-    return CombinedReward(weighted, length_penalty=args.length_penalty)
+    comparable = len(reward_models) > 1 and not args.raw_reward_scores
+    return CombinedReward(
+        weighted,
+        length_penalty=args.length_penalty,
+        standardised={
+            part.name: Standardisation(f"the {part.what}")
+            for part, model in zip(parts, reward_models)
+            if comparable and not model.normalised
+        },
+    )
 
 
 def load_functions(args: ModelFlags) -> dict[str, Callable]:

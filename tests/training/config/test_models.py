@@ -38,7 +38,7 @@ def test_a_critic_starts_as_the_dialect_says():
         spec = flags(dialect=name).spec
         assert (spec.critic_path, spec.reward_paths) == (critic, ("rm",))
         assert spec.with_critic == (name != "trl_rloo")
-    assert flags(reward_model_name_or_path="other").spec.critic_path == "rm"
+    assert flags(reward_model_name_or_path=["other"]).spec.critic_path == "rm"
     spec = flags(**FUNCTION).spec
     assert spec.critic_path is None and spec.with_critic and not spec.reward_paths
 
@@ -94,8 +94,8 @@ HEAD = "the reward model is the critic with its adapters off and its first head"
         ("default", {"only_optimize_lora": False}, {"actor": 3, "critic": 2, "reference": 3, "reward": 0}, []),
         ("default", {"critic_lora_dim": 0}, {"actor": 3, "critic": 2, "reward": 0}, [OFF]),
         ("default", {"actor_lora_dim": 0}, {"actor": 3, "critic": 2, "reference": 3}, [HEAD]),
-        ("default", {"reward_model_name_or_path": "other"}, {"actor": 3, "critic": 2, "reward": 0}, [OFF]),
-        ("default", {"reward_model_name_or_path": "rm"}, {"actor": 3, "critic": 2}, [OFF, HEAD]),
+        ("default", {"reward_model_name_or_path": ["other"]}, {"actor": 3, "critic": 2, "reward": 0}, [OFF]),
+        ("default", {"reward_model_name_or_path": ["rm"]}, {"actor": 3, "critic": 2}, [OFF, HEAD]),
         ("default", FUNCTION, {"actor": 3, "critic": 2}, [OFF]),
         ("openai", {}, {"actor": 3, "critic": 2, "reward": 0}, [OFF]),
         ("trl_rloo", {"critic_lora_dim": 0, "critic_zero_stage": None}, {"actor": 3, "reward": 3}, [OFF]),
@@ -158,7 +158,7 @@ def test_gradients_are_clipped_as_the_dialect_has_it(name, norm):
         ),
         (
             "trl_rloo",
-            {"reward_model_name_or_path": "other"},
+            {"reward_model_name_or_path": ["other"]},
             "--critic_model_name_or_path rm: in the dialect trl_rloo the critic does not exist, and the scores come "
             "from elsewhere. Leave it out.",
         ),

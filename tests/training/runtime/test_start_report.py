@@ -377,14 +377,14 @@ def test_one_line_for_each_setting_names_the_flags(tmp_path):
         routed = {"output_router_logits": name != "reward"}
         path.write_text(json.dumps(json.loads(path.read_text()) | routed | settings))
     paths = {name: str(tmp_path / name) for name in ("actor", "critic", "reward")}
-    args = SimpleNamespace(**paths, none=None, looks_at=lambda path: True, trust_remote_code=False)
-    assert model_notes(args, "none", *paths) == [
+    args = SimpleNamespace(looks_at=lambda path: True, trust_remote_code=False)
+    assert model_notes(args, paths.items()) == [
         "--actor, --critic: no balancing loss is trained with, which config.json asks for (output_router_logits)",
         "--critic: scores stay without mean and std of config.json (OpenRLHF's normalize_reward is false)",
         "--reward: scores are (score - mean) / std of config.json (OpenRLHF's normalize_reward is true)",
     ]
     args.looks_at = lambda path: False
-    assert model_notes(args, *paths) == []
+    assert model_notes(args, paths.items()) == []
 
 
 @pytest.mark.parametrize("longest, factors", [(40, "short"), (41, "long")])
@@ -396,7 +396,7 @@ def test_the_factors_of_longrope_are_told(tmp_path, longest, factors):
         json.dumps(json.loads((path / "config.json").read_text()) | {"rope_parameters": rope})
     )
     given = ("--model_name_or_path", str(path), "--data_path", "x", "--max_seq_len", str(longest))
-    (told,) = model_notes(parse(*given, flags_class=SFTFlags), "model_name_or_path")
+    (told,) = model_notes(parse(*given, flags_class=SFTFlags), [("model_name_or_path", str(path))])
     assert told.startswith(
         f"--model_name_or_path: longrope's {factors} factors in all rows, since rows may have {longest}"
     )
@@ -419,7 +419,7 @@ def test_settings_of_generate_that_a_saved_model_keeps_are_told(tmp_path, file, 
     known = json.loads((path / file).read_text())
     (path / file).write_text(json.dumps(known | settings))
     args = parse("--model_name_or_path", str(path), "--data_path", "x", flags_class=SFTFlags)
-    told = "\n".join(model_notes(args, "model_name_or_path"))
+    told = "\n".join(model_notes(args, [("model_name_or_path", str(path))]))
     start = "--model_name_or_path: saved models keep settings of generate() that nothing here draws with: "
     assert told.startswith(start + kept) if kept else told == ""
     load_policy(str(path), torch.float32).model.save_pretrained(tmp_path / "saved")
