@@ -271,6 +271,15 @@ def server_lines(args: RLHFFlags) -> list[str]:
     return [f"scores from {' and '.join(map(without_query, args.reward_url))} (form {args.reward_url_form}{columns})"]
 
 
+class LengthFlags(Protocol):
+    """The flags that say how long texts are."""
+
+    max_prompt_seq_len: int
+    max_answer_seq_len: int
+    max_reward_seq_len: int | None
+    trust_remote_code: bool
+
+
 def check_reward_texts(args: LengthFlags, paths: Iterable[str], tokenizer, parts: Mapping[str, Prompts]) -> list[str]:
     """Check that the reward models that read texts can read the prompts. Returns lines about these models to print.
 
@@ -344,15 +353,6 @@ def check_dialect(args: RLHFFlags, dialect: Dialect) -> None:
         ranks=distributed.data_parallel_size(),
         layers=layers,
     )
-
-
-class LengthFlags(Protocol):
-    """The flags that say how long texts are."""
-
-    max_prompt_seq_len: int
-    max_answer_seq_len: int
-    max_reward_seq_len: int | None
-    trust_remote_code: bool
 
 
 def prompt_and_answer(args: LengthFlags) -> dict[str, int]:

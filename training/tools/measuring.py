@@ -74,13 +74,15 @@ def check_answering(args: MeasuringFlags, path: str, what: str) -> None:
 
 def check_scoring(args: MeasuringFlags, tokenizer) -> None:
     """Raise UserError if a reward model cannot score responses made with this tokenizer."""
-    trusted = args.trust_remote_code
+    trusted, texts = args.trust_remote_code, text_models(args, tokenizer)
     for path in args.reward_models:
         check_scorer(path, REWARD_MODEL, trusted)
         args.check_attention(path, CLASSIFIER, REWARD_MODEL)
-        if path not in text_models(args, tokenizer):  # others are checked with the prompts that they read
+        if path not in texts:  # others are checked with the prompts that they read
             check_vocabularies(tokenizer, path, REWARD_MODEL, trusted)
-            check_positions(read_config(path, REWARD_MODEL, trusted), f"{REWARD_MODEL} {path}", **prompt_and_answer(args))
+            check_positions(
+                read_config(path, REWARD_MODEL, trusted), f"{REWARD_MODEL} {path}", **prompt_and_answer(args)
+            )
 
 
 def text_models(args: MeasuringFlags, tokenizer: PreTrainedTokenizerBase) -> list[str]:
