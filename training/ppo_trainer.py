@@ -22,7 +22,7 @@ from engine.algorithms import Algorithm, Dialect, end_token_id
 from engine.errors import RunStopped
 from engine.experience import Experience, PromptBatch, TrainingBatch
 from engine.experience_maker import ExperienceMaker
-from engine.reward.base import RewardSource
+from engine.reward.base import CombinedReward, RewardSource
 from engine.rlhf_engine import RLHFEngine
 from engine.rollout.base import RolloutBackend, SamplingConfig
 from training.group_sampling import GroupSampler, PromptFeed, Sampled
@@ -305,16 +305,19 @@ class PPOTrainer:
             "kl": self.kl_controller.state_dict(),
             "score_scale": self.algorithm.score_scale.state_dict(),
         }
-        reward = self.experience_maker.reward.state_dict()
-        return state | ({"reward": reward} if reward else {})
+        reward = self.experience_maker.reward
+        if isinstance(reward, CombinedReward) and reward.standardised:
+            state["reward"] = reward.state_dict()
+        return state
 
     def load_state_dict(self, state: dict) -> None:
         """Restore what `state_dict` returned."""
         self.counters.load_state_dict(state)
         self.kl_controller.load_state_dict(state["kl"])
         self.algorithm.score_scale.load_state_dict(state["score_scale"])
-        if "reward" in state:
-            self.experience_maker.reward.load_state_dict(state["reward"])
+        reward = self.experience_maker.reward
+        if isinstance(reward, CombinedReward) and "reward" in state:
+            reward.load_state_dict(state["reward"])
 
 
 def batch_to_learn(algorithm: Algorithm, experience: Experience, kl_coef: float) -> TrainingBatch:

@@ -32,6 +32,7 @@ from training.ppo_trainer import PPOConfig, PPOTrainer, StepReport
 from training.reporting import step_metrics
 from training.reporting.evaluation import Evaluator, PromptEvaluations, sample_rows
 from training.reporting.guards import of_ppo, rounding_bound
+from training.reporting.health import scores_clipped
 from training.reporting.sinks import PPO_VIEW, averaged_view
 from training.reporting.standard_errors import without_scores
 from training.reporting.summary import tell_result
@@ -109,7 +110,15 @@ def train(args: RLHFFlags, plan: Plan, trainer: PPOTrainer, run: Run) -> None:
             pretraining = CriticPretraining(trainer, args.critic_pretrain_learning_rate)
             pretrain(run, pretraining, prompt_feed(args, plan, args.seed ^ SEED))
         run.before_first_step()
-        run.train(step, plan.last_step, "between phases", partial(show_samples, run, args.print_answers_interval))
+        run.train(step, plan.last_step, "between phases", partial(show, run, args.print_answers_interval))
+
+
+def show(run: Run, every: int, report: StepReport) -> None:
+    """After the first step: say if many scores are clipped, which need not wait for the run's end. After every so many
+    steps: show samples."""
+    if report.step == 1 and (clipped := scores_clipped([report.metrics])) is not None:
+        run.writer.write(f"WARNING: {clipped.text}")
+    show_samples(run, every, report)
 
 
 def show_samples(run: Run, every: int, report: StepReport, count: int = 4) -> None:

@@ -10,7 +10,7 @@ servers in threads before their results are needed.
 import contextlib
 import math
 import traceback
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
@@ -86,14 +86,6 @@ class RewardSource(Protocol):
             found = [call(rollout.select(rows)) for rows in passes]
         order = torch.cat(list(passes)).argsort()
         return {name: torch.cat([piece[name] for piece in found])[order] for name in found[0]}
-
-    def state_dict(self) -> dict:
-        """What a checkpoint keeps of the source, as JSON values. By default nothing."""
-        return {}
-
-    def load_state_dict(self, state: dict) -> None:
-        """Restore what `state_dict` returned."""
-        return
 
     def begin(self, rollout: Rollout) -> None:
         """Called with finished responses while others are still being drawn. A source may begin to score them here;
@@ -409,8 +401,8 @@ def _whole_score(source: RewardSource, rollout: Rollout) -> dict[str, Tensor]:
 
 
 class Standardisation:
-    """Makes scores comparable: (score - mean) / standard deviation, with mean and deviation of the first batch of scores
-    of all ranks. The deviation is computed with n - 1.
+    """Makes scores comparable: (score - mean) / standard deviation. Mean and deviation are those of the first batch of
+    scores, over all ranks. The deviation is computed with n - 1.
 
     name: the name of what gives the scores, for messages.
     """
@@ -446,9 +438,8 @@ class Standardisation:
             )
         self.totals = totals
         if distributed.is_main():
-            print(
-                f"{self.name}: score = (its score - {mean:.6g}) / {variance**0.5:.6g}, by {count} responses", flush=True
-            )
+            scale = f"(score - {mean:.6g}) / {variance**0.5:.6g}"
+            print(f"{self.name}: its scores become {scale}, by the first {count} responses", flush=True)
 
     def state_dict(self) -> dict:
         """The sums of the first batch, for a checkpoint."""

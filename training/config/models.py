@@ -258,8 +258,8 @@ def check_reward_models(args: ProgramFlags, models: Sequence[str]) -> None:
     refuse_twice(args, "reward_model_name_or_path")
     if args.raw_reward_scores and len(models) < 2:
         raise UserError(
-            f"--raw_reward_scores: the score has {len(models) or 'no'} reward model{'s' * (not models)}, whose scores "
-            "are taken as they are anyhow. Leave it out."
+            "--raw_reward_scores: only the scores of several reward models are changed, and the score has "
+            f"{len(models) or 'none'}. Leave it out."
         )
     count = len(args.reward_model_weight)
     if models and count not in (0, len(models)):
@@ -389,7 +389,7 @@ class ModelFlags(RoleLoraFlags, ReferenceFlags, RewardServerFlags):
     max_reward_seq_len: int | None = flag(
         None,
         "most tokens of a prompt and its response for reward models that read texts, in their own tokens; by default "
-        "what they have positions for",
+        "twice --max_prompt_seq_len + --max_answer_seq_len and 64, but never more than they have positions for",
         least=1,
         only_with=("reward_model_name_or_path", "critic_model_name_or_path"),
     )

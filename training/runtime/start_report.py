@@ -198,6 +198,9 @@ def score_lines(args: RLHFFlags, dialect: Dialect) -> list[str]:
     terms = [(part.what, part.weight) for part in score_parts(args)]
     changes = _score_changes(dialect, args.max_answer_seq_len)
     lines = [f"score = {', '.join([sum_in_words(terms, args.length_penalty), *changes])}"]
+    if len(args.reward_paths) > 1:
+        how = "(score - mean) / standard deviation, both of the first responses, unless step 2 normalised the model's"
+        lines.append(f"scores of the reward models: {'as they are' if args.raw_reward_scores else how}")
     critic = args.critic_model_name_or_path
     if critic is not None and not args.reward_paths and not is_pretrained_critic(critic):
         lines.append(
