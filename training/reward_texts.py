@@ -24,7 +24,7 @@ from engine import distributed
 from engine.errors import UserError
 from engine.experience import Rollout
 from engine.models.checking import own_tokenizer, reads_texts
-from engine.reward.base import RewardModel, RewardSource, decoded
+from engine.reward.base import RewardModel, decoded
 from engine.reward.texts import TextRewardModel
 from training.data.chat import Rendered, render
 from training.data.examples import Prompts
@@ -305,7 +305,7 @@ def reading_limit(config, limit: int | None, longest: int) -> int:
     return min(wanted, getattr(config.get_text_config(), "max_position_embeddings", None) or wanted)
 
 
-def reward_source(model: RewardModel, path: str, texts: Texts, limit: int | None) -> RewardSource:
+def reward_source(model: RewardModel, path: str, texts: Texts, limit: int | None) -> RewardModel:
     """The source of a reward model's scores: `model` itself if it reads the policy's ids, else one that gets texts.
 
     path: the model's folder. limit: the value of --max_reward_seq_len.

@@ -41,7 +41,7 @@ from training.runtime import launch
 from training.runtime.callbacks import Callback, Callbacks
 from training.runtime.loop import Run
 from training.runtime.output_folder import check_shared
-from training.runtime.plan import Plan, check_files, check_reward_texts, check_server, make_plan
+from training.runtime.plan import Plan, by_part, check_files, check_reward_texts, check_server, make_plan
 from training.runtime.processes import phase
 from training.runtime.ranks import agreed, checked
 from training.runtime.start_report import first_lines, report_dry_run
@@ -63,7 +63,10 @@ def main(args: RLHFFlags, callbacks: Sequence[Callback] = ()) -> None:
     if args.reward_url:
         with phase("asking the reward server"):
             agreed(lambda: check_server(args, plan))
-    texts = checked(lambda: check_reward_texts(args, plan)) if args.text_reward_paths else []
+    parts = by_part(plan.prompts, plan.held_out)
+    texts = args.text_reward_paths and checked(
+        lambda: check_reward_texts(args, args.text_reward_paths, plan.tokenizer, parts)
+    )
     if distributed.is_main():
         print(first_lines(args, plan), *texts, sep="\n", flush=True)
     called.planned(args, plan)

@@ -7,6 +7,7 @@ the head; in OPT these are the same layers.
 """
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import ClassVar
@@ -251,6 +252,24 @@ def refuse_twice(args: ProgramFlags, name: str) -> None:
         raise UserError(f"{args.word(name)}: {without_query(twice)} is given twice. Give it once.")
 
 
+def check_reward_models(args: ProgramFlags, models: Sequence[str]) -> None:
+    """Raise UserError if one of these reward models is given twice, or if --reward_model_weight or --raw_reward_scores
+    does not fit their number."""
+    refuse_twice(args, "reward_model_name_or_path")
+    if args.raw_reward_scores and len(models) < 2:
+        raise UserError(
+            "--raw_reward_scores: only the scores of several reward models are changed, and the score has "
+            f"{len(models) or 'none'}. Leave it out."
+        )
+    count = len(args.reward_model_weight)
+    if models and count not in (0, len(models)):
+        raise UserError(
+            f"{args.word('reward_model_weight')}: {count} weight{'s' * (count > 1)} for "
+            f"{len(models)} reward model{'s' * (len(models) > 1)}, {', '.join(models)}. Give one for each, in this "
+            "order, or none."
+        )
+
+
 def check_format(pattern: str | None) -> None:
     """Raise UserError if --response_format is not a valid regular expression."""
     try:
@@ -418,19 +437,8 @@ class ModelFlags(RoleLoraFlags, ReferenceFlags, RewardServerFlags):
                 f"--{role}_model_name_or_path is missing: give the reward model's folder, or a function of "
                 "your own with --reward_function, or a server with --reward_url."
             )
-        refuse_twice(self, "reward_model_name_or_path")
-        count, models = len(self.reward_model_weight), self.reward_paths
-        if self.raw_reward_scores and len(models) < 2:
-            raise UserError(
-                "--raw_reward_scores: only the scores of several reward models are changed, and the score has "
-                f"{len(models) or 'none'}. Leave it out."
-            )
-        if models and count not in (0, len(models)):
-            raise UserError(
-                f"{self.word('reward_model_weight')}: {count} weight{'s' * (count > 1)} for "
-                f"{len(models)} reward model{'s' * (len(models) > 1)}, {', '.join(models)}. Give one for each, in this "
-                "order, or none."
-            )
+        models = self.reward_paths
+        check_reward_models(self, models)
         weights, others = self.reward_weights, self.other_rewards
         if weights and len(weights) != len(others):
             parts = [*self.reward_function, *["the reward server"] * bool(self.reward_url)]

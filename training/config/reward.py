@@ -231,7 +231,8 @@ def build_reward(
     i comes.
     """
     parts = score_parts(args)
-    sources = {part.name: source for part, source in zip(parts, reward_models)}
+    models = {part.name: model for part, model in zip(parts, reward_models)}
+    sources: dict[str, RewardSource] = {**models}
     for part in parts:
         if part.given is not None:
             sources[part.name] = function_source(functions[part.given], part.given, tokenizer, rows)
@@ -241,16 +242,16 @@ def build_reward(
     (alone, weight), *others = weighted.values()
     if not others and weight == 1.0 and not args.length_penalty:
         return alone
-    comparable = len(reward_models) > 1 and not args.raw_reward_scores
-    return CombinedReward(
-        weighted,
-        length_penalty=args.length_penalty,
-        standardised={
-            part.name: Standardisation(f"the {part.what}")
-            for part, model in zip(parts, reward_models)
-            if comparable and not model.normalised
-        },
-    )
+    made_comparable = standardised(models, args.raw_reward_scores)
+    return CombinedReward(weighted, length_penalty=args.length_penalty, standardised=made_comparable)
+
+
+def standardised(models: Mapping[str, RewardModel], raw: bool) -> dict[str, Standardisation]:
+    """{name: Standardisation} of the reward models whose scores are made comparable: of several, those whose folders do
+    not normalise them. raw: whether all scores are taken as they are."""
+    if raw or len(models) < 2:
+        return {}
+    return {name: Standardisation(f"the reward model {name}") for name, model in models.items() if not model.normalised}
 
 
 def load_functions(args: ModelFlags) -> dict[str, Callable]:

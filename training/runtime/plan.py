@@ -4,6 +4,7 @@ servers answer with scores.
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 from transformers import PreTrainedTokenizerBase
 
@@ -270,14 +271,25 @@ def server_lines(args: RLHFFlags) -> list[str]:
     return [f"scores from {' and '.join(map(without_query, args.reward_url))} (form {args.reward_url_form}{columns})"]
 
 
-def check_reward_texts(args: RLHFFlags, plan: Plan) -> list[str]:
+class LengthFlags(Protocol):
+    """The flags that say how long texts are."""
+
+    max_prompt_seq_len: int
+    max_answer_seq_len: int
+    max_reward_seq_len: int | None
+    trust_remote_code: bool
+
+
+def check_reward_texts(args: LengthFlags, paths: Iterable[str], tokenizer, parts: Mapping[str, Prompts]) -> list[str]:
     """Check that the reward models that read texts can read the prompts. Returns lines about these models to print.
-    Raises: UserError."""
-    lines, trusted, parts = [], args.trust_remote_code, by_part(plan.prompts, plan.held_out)
-    for path in args.text_reward_paths:
+
+    paths: the models' folders. tokenizer: the policy's. parts: {name in messages: prompts}. Raises: UserError.
+    """
+    lines, trusted = [], args.trust_remote_code
+    for path in paths:
         model = f"--reward_model_name_or_path {path}"
         config, lengths = read_config(path, model, trusted), prompt_and_answer(args)
-        if not reads_texts(plan.tokenizer, path, model, trusted, all_messages(parts.values())):
+        if not reads_texts(tokenizer, path, model, trusted, all_messages(parts.values())):
             check_positions(config, model, **lengths)
             continue
         limit = reading_limit(config, args.max_reward_seq_len, sum(lengths.values()))
@@ -343,7 +355,7 @@ def check_dialect(args: RLHFFlags, dialect: Dialect) -> None:
     )
 
 
-def prompt_and_answer(args: RLHFFlags) -> dict[str, int]:
+def prompt_and_answer(args: LengthFlags) -> dict[str, int]:
     """{flag: tokens}, whose sum is the longest row of the models that get the policy's token ids."""
     return {name: getattr(args, name) for name in ("max_prompt_seq_len", "max_answer_seq_len")}
 

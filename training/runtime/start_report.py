@@ -38,6 +38,7 @@ from training.runtime.models import adapted_lines, adapted_roles, model_notes, m
 from training.runtime.plan import (
     Plan,
     SupervisedPlan,
+    by_part,
     check_reward_texts,
     check_server,
     make_plan,
@@ -356,7 +357,9 @@ def report_dry_run(args: RLHFFlags, checkpoint: Checkpoint | None, callbacks: Ca
     plan = None
     if not unseen:
         plan = make_plan(args, checkpoint, fingerprints(args))
-        checked += [*plan_lines(args, plan), *check_reward_texts(args, plan), *changes_since(plan)]
+        parts = by_part(plan.prompts, plan.held_out)
+        texts = check_reward_texts(args, args.text_reward_paths, plan.tokenizer, parts)
+        checked += [*plan_lines(args, plan), *texts, *changes_since(plan)]
         checked += [
             f"{without_query(url)} gives one text the score {score:g}"
             for url, score in check_server(args, plan).items()

@@ -141,13 +141,13 @@ def built(
     None. If `lora` is given, an adapter at `path` is trained further; otherwise the adapter is merged.
     Raises: UserError, as `meta_models` does.
     """
-    flag = "--actor_model_name_or_path" if kind == LANGUAGE_MODEL else f"--{role}_model_name_or_path"
+    flag = "--actor_model_name_or_path" if kind == LANGUAGE_MODEL else f"--{role.partition('_')[0]}_model_name_or_path"
     start = read_adapter(path, flag)
     module = module_on_meta(path, kind, dtype, flag, trust_remote_code, start if lora is None else None, attention)
     with torch.device("meta"):
         if hydra_layers:
             module = HydraPolicy(module.model, layers=hydra_layers)
-        if also_computes == "reward" and isinstance(module, Scorer):
+        if also_computes is not None and isinstance(module, Scorer):
             module.keep_head(also_computes)
         if lora is not None:
             module.start = start
