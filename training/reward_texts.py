@@ -187,7 +187,8 @@ class Reader:
         self.counts[READ] += 1
         encoder, spelt = self.lengths.encoder, self.control.search(parts.response) is not None
         self.counts[SPELT] += spelt
-        end = [self.tokenizer.eos_token_id] if answer.dialogue is None and not self.by_step_2 else []
+        eos = self.tokenizer.eos_token_id
+        end = [eos] if answer.dialogue is None and not self.by_step_2 and eos is not None else []
         whole = encoder.prompt(type(parts.prompt)(parts.prompt + parts.answer)) + end
         if len(whole) <= self.limit and not spelt and not self.by_step_2:
             return whole
