@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch.utils.data import ConcatDataset
 from transformers import PreTrainedTokenizerBase
 
@@ -74,11 +75,11 @@ class Texts:
     def answers(self, rollout: Rollout) -> list["Answer"]:
         """The responses as texts, without the tokens that end them; other special tokens are spelled out. A response
         that was cut within a character loses this character. The prompts are whole, as the data have them."""
-        kept, last = rollout.response_mask.clone(), _last(rollout.response_mask)
-        for row, place in enumerate(last):
-            if rollout.ended[row] and rollout.responses[row, place].item() in self.stops:
-                kept[row, place] = False
-        shown = rollout.cut(kept, rollout.ended, self.tokenizer.pad_token_id)
+        mask, positions = rollout.response_mask, torch.arange(rollout.response_length, device=rollout.sequences.device)
+        last = torch.where(mask, positions, 0).amax(-1, keepdim=True)
+        stops = torch.tensor(sorted(self.stops), device=positions.device)
+        ends = torch.isin(rollout.responses, stops) & (positions == last) & rollout.ended.unsqueeze(1)
+        shown = rollout.cut(mask & ~ends, rollout.ended, self.tokenizer.pad_token_id)
         _, responses = decoded(shown, self.tokenizer, special_tokens=True)
         return [
             Answer(self.rows[index]["prompt"], self.dialogues[index], text if ended else text.rstrip("\ufffd"), ended)
@@ -91,11 +92,6 @@ def all_messages(parts: Iterable[Prompts]) -> bool | None:
     counts = [(prompts.messages, len(prompts)) for prompts in parts]
     messages, prompts = (sum(column) for column in zip(*counts))
     return {0: False, prompts: True}.get(messages)
-
-
-def _last(mask) -> list[int]:
-    """The last position of each row that is set; 0 if none is."""
-    return [max((place for place, set_ in enumerate(row) if set_), default=0) for row in mask.tolist()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +143,8 @@ class Reader:
         """The ids of each answer. Raises: UserError if the template refuses a dialogue."""
         parts = [self.parts(answer) for answer in answers]
         encoder = self.lengths.encoder
-        encoder.ahead(text for part in parts for text in (part.prompt, part.prompt + part.answer))
+        heads = [part.prompt for part in parts if self.by_step_2]
+        encoder.ahead([*heads, *(part.prompt + part.answer for part in parts)])
         found = [self._read(*pair) for pair in zip(answers, parts, strict=True)]
         encoder.ahead([])
         return found
@@ -188,32 +185,34 @@ class Reader:
 
     def _read(self, answer: Answer, parts: Parts) -> list[int]:
         self.counts[READ] += 1
-        encoder = self.lengths.encoder
-        head, tail = encoder.prompt(parts.prompt), encoder.continuation("\n", parts.tail)
-        spanned = 0
-        if self.control.search(parts.response):
-            self.counts[SPELT] += 1
-            rest = encoder.continuation("\n", parts.lead) + self._plain(parts.response) + tail
+        encoder, spelt = self.lengths.encoder, self.control.search(parts.response) is not None
+        self.counts[SPELT] += spelt
+        eos = self.tokenizer.eos_token_id
+        end = [eos] if answer.dialogue is None and not self.by_step_2 and eos is not None else []
+        whole = encoder.prompt(type(parts.prompt)(parts.prompt + parts.answer)) + end
+        if len(whole) <= self.limit and not spelt and not self.by_step_2:
+            return whole
+        head, spanned = encoder.prompt(parts.prompt), 0
+        tail = [] if self.by_step_2 else encoder.continuation("\n", parts.tail) + end
+        if spelt:
+            rest = self._plain(parts) + end
         elif self.by_step_2:
             rest = encoder.continuation(parts.prompt, parts.answer)
         else:
-            whole = encoder.prompt(type(parts.prompt)(parts.prompt + parts.answer))
             same = len(os.path.commonprefix([head, whole]))
-            spanned, rest = len(head) - same, whole[same:]  # a token may span the border
-        if self.by_step_2:
-            rest, tail = encoder.ended(rest) if answer.ended else rest, []
-        elif answer.dialogue is None:
-            tail = [self.tokenizer.eos_token_id]
-            rest = rest + tail
+            rest, spanned = whole[same:], len(head) - same  # a token may span the border
+        if self.by_step_2 and answer.ended:
+            rest = encoder.ended(rest)
         return self._fitted(parts.prompt, head, rest, tail, spanned)
 
-    def _plain(self, text: str) -> list[int]:
-        """The ids of a text in which nothing is a control token."""
+    def _plain(self, parts: Parts) -> list[int]:
+        """The ids of an answer in whose response nothing is a control token."""
+        lead, tail = (self.lengths.encoder.continuation("\n", text) for text in (parts.lead, parts.tail))
         before, both = (
-            self.tokenizer(part, add_special_tokens=False, split_special_tokens=True)["input_ids"]
-            for part in ("\n", "\n" + text)
+            self.tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+            for text in ("\n", "\n" + parts.response)
         )
-        return both[len(before) :]
+        return lead + both[len(before) :] + tail
 
     def _fitted(self, prompt: str, head: list[int], rest: list[int], tail: list[int], spanned: int = 0) -> list[int]:
         """The ids of a prompt and of the rest, cut as `cut_prompt` of training/data/tokens.py says. tail: the ids at
@@ -221,10 +220,10 @@ class Reader:
         own = len(head) - spanned
         if own + len(rest) <= self.limit:
             return head[:own] + rest
-        self.counts[CUT] += 1
         room = self.lengths.room(Fit(head, [rest], 0))
         shorter, _ = self.lengths.shorter(prompt, head, room + spanned)
         shorter = shorter[: len(shorter) - spanned]
+        self.counts[CUT] += len(shorter) < own
         left = self.limit - len(shorter)
         if len(rest) > left:
             self.counts[END_CUT] += 1

@@ -438,7 +438,7 @@ class Standardisation:
             )
         self.totals = totals
         if distributed.is_main():
-            scale = f"(score - {mean:.6g}) / {variance**0.5:.6g}"
+            scale = f"(score {'-' if mean >= 0 else '+'} {abs(mean):.6g}) / {variance**0.5:.6g}"
             print(f"{self.name}: its scores become {scale}, by the first {count} responses", flush=True)
 
     def state_dict(self) -> dict:

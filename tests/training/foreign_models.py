@@ -7,7 +7,7 @@ scores_alone(folder, [ids])              # by transformers alone
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import (
     AutoModelForSequenceClassification,
     GPT2Config,
@@ -28,27 +28,25 @@ DATED = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}<|im_end|>\n\n{{ m['content'] }}{{ eos_token }}{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant<|im_end|>\n\n{% endif %}"
 )
-CORPUS = [
-    "Review : they chose a drama",
-    " it was great , superb .",
-    "system user assistant",
-    "You are a film critic.",
-] * 3
+_SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>", "<|begin|>"]
+WORDS = ["Review", "they", "chose", "a", "drama", "it", "was", "great", "superb", "user", "assistant", "film"]
 
 
 def foreign_tokenizer(
-    template: str | None = None, pad_is_eos: bool = False, bos: bool = False, size: int = 300
+    template: str | None = None, pad_is_eos: bool = False, bos: bool = False, words: int = len(WORDS)
 ) -> PreTrainedTokenizerFast:
-    """A byte-level BPE. bos: whether it puts a BOS before a text."""
-    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>", "<|begin|>"]
-    bpe = Tokenizer(models.BPE())
+    """A byte-level BPE, in which each of the first so many WORDS is a token, with a blank before it and without. bos:
+    whether it puts a BOS before a text."""
+    tokens = [*_SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    merges = []
+    for word in (blank + word for word in WORDS[:words] for blank in ("", "\u0120")):
+        for end in range(1, len(word)):
+            if (word[:end], word[end]) not in merges:
+                merges.append((word[:end], word[end]))
+                tokens.append(word[: end + 1])
+    bpe = Tokenizer(models.BPE({token: index for index, token in enumerate(dict.fromkeys(tokens))}, merges))
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    bpe.train_from_iterator(
-        CORPUS,
-        trainers.BpeTrainer(vocab_size=size, special_tokens=special, initial_alphabet=alphabet, show_progress=False),
-    )
     if bos:
         bpe.post_processor = processors.TemplateProcessing(single="<|begin|> $A", special_tokens=[("<|begin|>", 4)])
     return PreTrainedTokenizerFast(

@@ -164,7 +164,7 @@ def test_a_response_that_is_too_long_loses_its_end_and_is_closed(talk):
     closing = tokenizer("<|im_end|>\n" if talk else tokenizer.eos_token)["input_ids"]
     assert len(found) == 60 and found[-len(closing) :] == closing
     assert " it was great" in tokenizer.decode(found)
-    assert reader.counts[CUT] == reader.counts[END_CUT] == 1
+    assert reader.counts[END_CUT] == 1 and reader.counts[CUT] == (talk is not None)
 
 
 @pytest.mark.parametrize("talk", [None, dialogue(USER)])
@@ -201,8 +201,10 @@ RECORDS = {
         "rejected": [{"role": "assistant", "content": " no"}],
     },
 }
+# What it writes before the answer makes one token with the answer's first word.
 THINKING = FILM.replace(
-    "{{ m['content'] | trim }}", "{{ '<think></think>' if loop.last and m['role'] == 'assistant' }}{{ m['content'] }}"
+    "{{ m['content'] | trim }}",
+    "{{ '<think></think> ' if loop.last and m['role'] == 'assistant' }}{{ m['content'] | trim }}",
 )
 
 
@@ -303,9 +305,9 @@ def a_rollout(tokenizer, prompts: list[str], responses: list[str]):
 @pytest.mark.parametrize("kind", ["text", "messages"])
 def test_scores_are_those_of_transformers_alone(tmp_path, packs, pad_is_eos, kind):
     folder = foreign_model(tmp_path / "reward", FILM, pad_is_eos=pad_is_eos)
-    own, policy = foreign_tokenizer(FILM, pad_is_eos), foreign_tokenizer(size=280)
-    prompts = ["they chose a drama " * count for count in (1, 3, 2, 5)]
-    responses = ["superb", " it was great , superb .", "no " * 20, " a drama"]
+    own, policy = foreign_tokenizer(FILM, pad_is_eos), foreign_tokenizer(words=4)
+    prompts = ["they chose a drama " * count for count in (1, 3, 2, 5, 6)]
+    responses = ["superb", " it was great , superb .", "no " * 20, " a drama", "no"]
     rollout = a_rollout(policy, prompts, responses)
     rows = [PROMPTS.row("", {"prompt": prompt}, own) for prompt in prompts]
     if kind == "messages":
@@ -333,7 +335,7 @@ def test_a_model_with_the_actors_tokenizer_stays_as_it_is(tmp_path):
 
 def test_a_template_that_fails_stops_the_run_with_one_message(tmp_path):
     broken = FILM.replace("{% for", "{% if messages[-1]['content'] == ' no' %}{{ 1 + '' }}{% endif %}{% for")
-    folder, policy = foreign_model(tmp_path / "reward", broken), foreign_tokenizer(size=280)
+    folder, policy = foreign_model(tmp_path / "reward", broken), foreign_tokenizer(words=4)
     rows = [PROMPTS.row("", {"prompt": [USER]}, foreign_tokenizer(FILM))] * 2
     source = reward_source(RewardModel(Frozen(folder, False)), folder, texts_of(rows, policy), None)
     with pytest.raises(RunStopped, match="the reward model .*cannot read a response: .*chat template .*fails"):

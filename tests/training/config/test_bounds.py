@@ -111,6 +111,18 @@ def test_offload_needs_something_to_offload():
             "--reward_model_weight 2.0: there is no reward model",
         ),
         (
+            ("--reward_model_name_or_path", "a", "b", "--reward_model_weight", "2"),
+            "--reward_model_weight 2.0: 1 weight for 2 reward models, a, b. Give one for each, in this order, or none.",
+        ),
+        (
+            ("--reward_model_name_or_path", "a", "b", "a"),
+            "--reward_model_name_or_path a b a: a is given twice. Give it once.",
+        ),
+        (
+            ("--raw_reward_scores",),
+            "--raw_reward_scores: only the scores of several reward models are changed, and the score has 1.",
+        ),
+        (
             ("--reward_function", "m:f", "--offload_reward_model"),
             "--offload_reward_model: there is no reward model beside --reward_function.",
         ),

@@ -82,6 +82,37 @@ def test_one_gpu_in_16_bits_has_another_usual_stage(machine, given, stages, tmp_
     assert step2.ds_settings()["zero_optimization"]["stage"] == stages[1 if "actor_zero_stage" in given else 0]
 
 
+@pytest.mark.parametrize(
+    "given, critic",
+    [
+        ({}, "own"),  # the first that reads the actor's ids
+        ({"critic_model_name_or_path": "other"}, "other"),
+        ({"reward_model_name_or_path": ["foreign"]}, None),
+        ({"reward_function": ["m:f"]}, None),
+        ({"dialect": "openai"}, None),  # whose critic starts with a new head
+    ],
+)
+def test_the_critic_starts_from_a_reward_model_that_reads_the_actors_ids(monkeypatch, given, critic):
+    monkeypatch.setattr(RLHFFlags, "read_tokenizer", lambda *args: None)
+    monkeypatch.setattr("training.config.models.reads_texts", lambda tokenizer, path, *more: path == "foreign")
+    models = {"critic_model_name_or_path": None, "reward_model_name_or_path": ["foreign", "own", "third"]}
+    args = flags(**(models | given))
+    assert args.spec.critic_path == critic and args.spec.text_reward_paths == ("foreign",)
+    expected = ["actor", "critic", "reference", "reward", "reward_2", "reward_3"]
+    assert [choice.role for choice in args.spec.engine_configs] == expected[: 3 + len(args.reward_paths)]
+
+
+def test_all_reward_models_have_the_same_engine_and_one_may_be_the_critics():
+    three = {"reward_model_name_or_path": ["a", "b", "c"], "critic_model_name_or_path": "b", "critic_zero_stage": 3}
+    spec = flags(**three, offload_reward_model=True).spec
+    assert [(one.role, one.stage, one.offload) for one in spec.engine_configs[3:]] == [
+        (role, 3, True) for role in ("reward", "reward_2", "reward_3")
+    ]
+    spec = flags(**three, **LORA, offload_reward_model=True).spec
+    assert [one.role for one in spec.engine_configs] == ["actor", "critic", "reward", "reward_3"]
+    assert spec.shared["reward_2"] == "the reward model b is the critic with its adapters off and its first head"
+
+
 LORA = {"actor_lora_dim": 4, "critic_lora_dim": 4, "only_optimize_lora": True}
 OFF = "the reference is the actor with its adapters off"
 HEAD = "the reward model is the critic with its adapters off and its first head"
