@@ -17,7 +17,8 @@ def micro_batches(rollout: Rollout, tokens: int, equally_many: bool = False, pad
         padded: whether the models also compute padding, so that padding counts as tokens.
     """
     lengths = rollout.attention_mask[:, : rollout.prompt_length].sum(-1), rollout.response_mask.sum(-1)
-    pieces = passes(*torch.stack(lengths).tolist(), tokens, equally_many, padded)
+    prompt, response = torch.stack(lengths).tolist()
+    pieces = passes(prompt, response, tokens, equally_many, padded)
     rows = torch.tensor([row for piece in pieces for row in piece], device=rollout.sequences.device)
     return list(rows.split([len(piece) for piece in pieces]))
 

@@ -220,10 +220,10 @@ class Reader:
         own = len(head) - spanned
         if own + len(rest) <= self.limit:
             return head[:own] + rest
-        self.counts[CUT] += 1
         room = self.lengths.room(Fit(head, [rest], 0))
         shorter, _ = self.lengths.shorter(prompt, head, room + spanned)
         shorter = shorter[: len(shorter) - spanned]
+        self.counts[CUT] += len(shorter) < own
         left = self.limit - len(shorter)
         if len(rest) > left:
             self.counts[END_CUT] += 1
