@@ -114,7 +114,7 @@ def own_models(spec: EngineSpec, folder: str) -> SimpleNamespace:
 
     return SimpleNamespace(
         reference=Reference(engine("reference", load_policy, spec.actor_path)),
-        reward=RewardModel(engine("reward", load_scorer, spec.critic_path)),
+        rewards=[RewardModel(engine("reward", load_scorer, spec.critic_path))],
     )
 
 

@@ -96,7 +96,7 @@ def runs(folder) -> dict[str, list[dict]]:
 def test_the_critic_starts_as_the_language_models_trunk_with_a_head_of_zeros(runs, folder, kind):
     stored = load_file(f"{folder}/actor/model.safetensors")
     for rank in runs[kind]:
-        assert rank["reward_engine"] is None
+        assert rank["reward_engines"] == []
         start = dict(rank["critic"][0])
         assert torch.equal(start.pop("score.weight"), torch.zeros(1, 32))
         assert start.keys() == stored.keys() - {"lm_head.weight"}

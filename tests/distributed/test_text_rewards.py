@@ -54,7 +54,6 @@ def run(folder: str, stage: int) -> dict:
     return found | {"message": str(stopped.value)}
 
 
-@pytest.mark.slow
 def test_scores_are_transformers_own_and_a_failing_template_stops_all_ranks(tmp_path):
     folder, tokenizer = foreign_model(tmp_path / "reward", FILM, pad_is_eos=True), foreign_tokenizer(FILM)
     found = run_ranks("tests.distributed.test_text_rewards:run", folder=folder, stage=3)
