@@ -259,7 +259,8 @@ def _model(
 
 
 def _scorer(args: ServeFlags, path: str, context: int, dtype: torch.dtype, device: torch.device) -> ServedScorer:
-    tokenizer = own_tokenizer(path, REWARD, args.trust_remote_code) or args.read_tokenizer(path, REWARD)
+    own = own_tokenizer(path, REWARD, args.trust_remote_code)
+    tokenizer = own if own is not None and own.chat_template else args.read_tokenizer(path, REWARD)
     tokenizer.name_or_path = "the reward model"
     rows = Attention(max_length=args.max_seq_len)
     scorer = load_scorer(path, dtype, what=REWARD, trust_remote_code=args.trust_remote_code, attention=rows)
