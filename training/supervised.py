@@ -376,7 +376,7 @@ def supervised_lines(args: SupervisedFlags, noun: str, plan: SupervisedPlan) -> 
         *supervised_schedule(args, len(examples)).lines(),
         *too_long(examples, noun, "--max_seq_len", args, plan.tokenizer, [args.model_name_or_path]),
         f"ZeRO stage {args.engine_config().stage}; {args.dtype}",
-        *model_notes(args, "model_name_or_path"),
+        *model_notes(args, [("model_name_or_path", args.model_name_or_path)]),
     ]
 
 

@@ -54,7 +54,7 @@ def one_step(actor: str, critic: str, stage: int) -> dict:
         "actor": full_state(engine.actor.module.model),
         "critic": full_state(engine.critic.module.model),
         "reference": full_state(engine.reference.model.module.model),
-        "reward": full_state(engine.reward.model.module.model),
+        "reward": full_state(engine.rewards[0].model.module.model),
     }
 
 

@@ -26,6 +26,7 @@ from engine.rollout import ReplicaRollouts, decode, request
 from engine.rollout.base import SamplingConfig
 from engine.rollout.cache import SlotCache
 from engine.rollout.decode import Sampler, slots_of_a_row, takes_slot_masks
+from engine.rollout.passes import cache_bytes
 from engine.zero.communication import init
 from engine.zero.config import EngineConfig
 from scripts.harness.models import BOS, EOS, PAD, POSITIONS, VOCABULARY, make_causal_lm, make_tokenizer, save_random
@@ -630,3 +631,12 @@ def test_states_join_leave_and_move_with_their_rows(hybrids, family):
         )
     # These large weights amplify rounding: one token at a time with transformers' own cache differs by 1e-5, too.
     assert (drawn.logprobs - logprobs)[drawn.response_mask].abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_the_planned_bytes_are_those_that_the_cache_takes(hybrids, family):
+    sampler = Sampler(make_tokenizer(), 3)
+    sampler.responses(hybrids[family], BATCH, SAMPLING)
+    cache = sampler.cache
+    taken = sum(tensor.nbytes for tensor in (*cache.tensors(), *cache.states()))
+    assert cache_bytes(Policy(hybrids[family]), cache.room.rows * cache.room.slots, cache.room.rows) == taken
