@@ -65,6 +65,10 @@ LIMITS = (
     "from are its own, too."
 )
 PART = "The language model of a {} model, without its towers: it reads texts alone, and no images or sound."
+OF_AN_ADAPTER = (
+    " The adapter fits the language model's own class. On the whole model, whose layers have other names, peft loads "
+    "nothing of it and only warns."
+)
 MODEL_FLAGS = {
     "model_name_or_path": "started from",
     "actor_model_name_or_path": "SFT model",
@@ -96,7 +100,8 @@ def model_card(start: Mapping, rows: Sequence[Mapping], name: str, part_of: str 
     kind = "ppo" if "actor_model_name_or_path" in flags else "reward" if "pairwise_loss" in flags else "sft"
     role = name.removesuffix("_adapter") if kind == "ppo" else kind
     models = [(label, flags[flag]) for flag, label in MODEL_FLAGS.items() if flags.get(flag)]
-    parts = {} if part_of is None else {"Language model alone": PART.format(part_of)}
+    told = PART.format(part_of) + OF_AN_ADAPTER * ("adapter" in name)
+    parts = {} if part_of is None else {"Language model alone": told}
     given = {flag: [flags[flag]] if isinstance(flags.get(flag), str) else flags.get(flag) or [] for flag in DATA_FLAGS}
     data = [(DATA_FLAGS[flag], path) for flag, paths in given.items() for path in paths]
     last, settings = rows[-1] if rows else {}, {**flags, **dialect}
@@ -253,9 +258,11 @@ def add_card(folder: Path, output_dir: Path, name: str, steps: int | None = None
 
 
 def _whole_model(folder: Path) -> str | None:
-    """The type of the composite model of which the model in a folder is the language model; None for other models."""
-    file = folder / "config.json"
-    return parsed_json(file.read_text(encoding="utf-8")).get("text_part_of") if file.is_file() else None
+    """The type of the composite model of which the model in a folder, or an adapter's base, is the language model; None
+    for other models."""
+    file = Path(base_of(str(folder), "model")) / "config.json"
+    config = parsed_json(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    return config.get("text_part_of") or (config["model_type"] if "text_config" in config else None)
 
 
 def add_merge_card(folder: Path, source: Mapping) -> None:
