@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoConfig,
@@ -21,7 +22,7 @@ from engine.models.checking import check_policy, check_scorer, check_trunk
 from engine.models.config_and_tokenizer import read_config
 from engine.models.loading import load_policy, load_scorer, new_critic
 from engine.models.saving import save_model
-from scripts.harness.models import BOS, EOS, PAD, POSITIONS, VOCABULARY, WIDTH, save_random
+from scripts.harness.models import BOS, EOS, PAD, POSITIONS, VOCABULARY, WIDTH, make_adapter, save_random
 from scripts.harness.weights import full_state
 from tests.made import Made
 
@@ -227,3 +228,18 @@ def test_a_critic_begins_from_the_language_model(folders, family):
     trunk = load_policy(str(folders[family]), torch.float32).model.base_model.state_dict()
     critic = new_critic(str(folders[family]), torch.float32).model.base_model.state_dict()
     assert trunk.keys() == critic.keys() and all(torch.equal(trunk[name], critic[name]) for name in trunk)
+
+
+def test_an_adapter_of_the_whole_is_told_from_one_of_the_language_model(folders, tmp_path):
+    whole = AutoModelForImageTextToText.from_pretrained(folders["gemma3"], dtype=torch.float32)
+    lora = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    get_peft_model(whole, lora).save_pretrained(tmp_path / "whole")
+    with pytest.raises(UserError, match=r"If it was trained on the whole gemma3 model, .* merge it into its model"):
+        check_policy(str(tmp_path / "whole"), "model")
+    adapter = make_adapter(tmp_path / "adapter", str(folders["gemma3"]))
+    merged = load_policy(adapter, torch.float32).model
+    alone = AutoModelForCausalLM.from_pretrained(
+        save(load_policy(str(folders["gemma3"]), torch.float32), tmp_path / "alone"), dtype=torch.float32
+    )
+    expected = logits_of(PeftModel.from_pretrained(alone, adapter))  # not merged: rounded otherwise
+    torch.testing.assert_close(logits_of(merged), expected, rtol=0, atol=2e-5)
