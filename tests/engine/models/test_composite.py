@@ -19,7 +19,7 @@ from transformers import (
 
 from engine.errors import UserError
 from engine.models.checking import check_policy, check_scorer, check_trunk
-from engine.models.config_and_tokenizer import read_config
+from engine.models.config_and_tokenizer import read_config, read_tokenizer
 from engine.models.loading import load_policy, load_scorer, new_critic
 from engine.models.saving import save_model
 from scripts.harness.models import BOS, EOS, PAD, POSITIONS, VOCABULARY, WIDTH, make_adapter, save_random
@@ -172,6 +172,14 @@ def test_weights_are_found_by_the_names_of_each_version(folders, layout, tmp_pat
     save_file(state, tmp_path / "model.safetensors")
     found = load_policy(str(tmp_path), torch.float32)
     torch.testing.assert_close(logits_of(found.model), texts_of_the_whole(tmp_path), rtol=0, atol=0)
+
+
+def test_a_template_in_the_processors_file_is_the_tokenizers(folders, tmp_path):
+    folder = edit_weights(folders["mistral3"], tmp_path / "templated", lambda state: None)
+    template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    (tmp_path / "templated" / "chat_template.json").write_text(json.dumps({"chat_template": template}))
+    tokenizer = read_tokenizer(folder, "model")
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "w05"}], tokenize=False) == "<user>w05"
 
 
 def edit_weights(folder: Path, target: Path, change) -> str:
