@@ -207,14 +207,14 @@ def read_config(path: str, what: str, trust_remote_code: bool = False):
         ) from None
     if not trust_remote_code:
         _refuse_fetched_code(config, path, what)
-    if not trust_remote_code or not (getattr(config, "auto_map", None) or {}):
-        config = text_part(config)
     names = config.architectures
     if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
         raise UserError(
             f"{what}: {path}/config.json names no class of its weights: architectures is {shortened(names)}. Make it a "
             'list of one name, such as ["LlamaForCausalLM"].'
         )
+    if not trust_remote_code or not (getattr(config, "auto_map", None) or {}):
+        config = text_part(config)
     if has_own_head(config, path, what, trust_remote_code):
         config.tie_word_embeddings = False
     return config
@@ -224,7 +224,7 @@ def read_config(path: str, what: str, trust_remote_code: bool = False):
 # their positions, of which an image's tokens have three (row, column, time). A text's three are equal: on texts both
 # compute the same, and their weights have the same names.
 _ON_TEXTS = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
-_ROTATION_OF_IMAGES = ("mrope_section", "mrope_interleaved")
+_ROTATION_OF_IMAGES = ("type", "mrope_section", "mrope_interleaved")
 
 
 def text_part(config: PretrainedConfig) -> PretrainedConfig:
@@ -240,16 +240,17 @@ def text_part(config: PretrainedConfig) -> PretrainedConfig:
     if not isinstance(text, PretrainedConfig):
         return config
     if text.model_type in _ON_TEXTS:
-        settings = {name: value for name, value in text.to_dict().items() if name != "model_type"}
-        text = CONFIG_MAPPING[_ON_TEXTS[text.model_type]].from_dict(settings)
-        text.rope_parameters = {
+        settings = text.to_dict()
+        settings["rope_parameters"] = {
             name: value for name, value in text.rope_parameters.items() if name not in _ROTATION_OF_IMAGES
         }
+        text = CONFIG_MAPPING[_ON_TEXTS[settings.pop("model_type")]].from_dict(settings)
     if type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         return config
-    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        if getattr(text, name, None) is None:
-            setattr(text, name, getattr(config, name, None))
+    # The whole model's texts end by the ids at the top; its classifiers find padding by the id of the language model.
+    for name, parts in (("bos", (config, text)), ("eos", (config, text)), ("pad", (text, config))):
+        ids = (getattr(part, f"{name}_token_id", None) for part in parts)
+        setattr(text, f"{name}_token_id", next((found for found in ids if found is not None), None))
     text.tie_word_embeddings = any(getattr(part, "tie_word_embeddings", False) for part in (config, text))
     if getattr(config, "quantization_config", None) is not None:
         text.quantization_config = config.quantization_config

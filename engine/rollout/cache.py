@@ -65,6 +65,10 @@ class SlotCache(Cache):
         self.window, self.room = Window(), Room()
         super().__init__(layers=_Layers(lambda: _Slots(self.window, self.room)))
 
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        """Whether a pass goes on with states that earlier passes left; the same for all layers."""
+        return self.window.end > self.window.start
+
     def reserve(self, rows: int, slots: int) -> None:
         """Allocate memory for this many rows and slots, unless the cache already has enough.
 

@@ -72,7 +72,7 @@ def build_rollouts(
         rows = rows_at_once or 1
         cache = cache_bytes(actor.module, rows * slots_of_a_row(row_length, waiting=True), rows)
         free = -distributed.largest(-accelerator.free_memory()) - sum(map(_later, models))
-        placement = place_copy(sizes, cache, free, between_steps)
+        placement = place_copy(sizes, cache, free, between_steps, states=cache_bytes(actor.module, 0, rows))
         if not placement.fits:
             raise UserError(
                 f"--rollout_backend auto: {placement.why}. Give a smaller --per_device_generation_batch_size, more "

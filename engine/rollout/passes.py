@@ -212,6 +212,7 @@ def cache_bytes(module: Backbone, slots: int, rows: int) -> int:
         return 2 * config.num_hidden_layers * kept * width * slots * next(module.model.parameters()).element_size()
     # Each family has states of its own shapes. A pass over one token on the meta device shows them.
     bare, token = bare_model(module).eval(), torch.zeros(1, 1, dtype=torch.int64, device="meta")
+    bare.config.get_text_config()._experts_implementation = "batched_mm"  # runs on the meta device in every dtype
     cache = SlotCache()
     cache.reserve(1, SLOTS)
     exporting = torch.compiler._is_exporting_flag

@@ -171,7 +171,7 @@ def _randomised(model, seed: int):
 def _saved(model, folder: Path | str, pad_is_eos: bool) -> str:
     model.save_pretrained(folder)
     tokenizer = make_tokenizer(pad_is_eos)
-    if model.config.model_type == "qwen2":
+    if model.config.model_type in ("qwen2", "qwen3_5"):
         tokenizer = _qwen2_tokenizer(tokenizer)
     tokenizer.save_pretrained(folder)
     return str(folder)

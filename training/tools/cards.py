@@ -32,7 +32,7 @@ from huggingface_hub.errors import (
 from engine import distributed
 from engine.atomic_files import write_whole
 from engine.errors import UserError
-from engine.files import read_text
+from engine.files import parsed_json, read_text
 from engine.models.model_paths import base_of, is_adapter, one_line
 from training.config.flags import HubFlags
 from training.data.sources import DEEPSPEED_CHAT_FILES, is_path, name_and_split
@@ -64,6 +64,11 @@ LIMITS = (
     "Scores are of the reward of its own training. The licence and the limits of the models and data that it was made "
     "from are its own, too."
 )
+PART = "The language model of a {} model, without its towers: it reads texts alone, and no images or sound."
+OF_AN_ADAPTER = (
+    " The adapter fits the language model's own class. On the whole model, whose layers have other names, peft loads "
+    "nothing of it and only warns."
+)
 MODEL_FLAGS = {
     "model_name_or_path": "started from",
     "actor_model_name_or_path": "SFT model",
@@ -83,10 +88,11 @@ HELD_OUT = {
 }
 
 
-def model_card(start: Mapping, rows: Sequence[Mapping], name: str) -> str:
+def model_card(start: Mapping, rows: Sequence[Mapping], name: str, part_of: str | None = None) -> str:
     """The text of the card of the model that a run saves in the folder `name` ("." for the output folder itself).
 
-    start: the last entry of run.json. rows: the rows of metrics.jsonl, up to the last step that counts.
+    start: the last entry of run.json. rows: the rows of metrics.jsonl, up to the last step that counts. part_of: the
+    type of the composite model of which this is the language model alone; None for other models.
     """
     flags = start["flags"]
     dialect = start.get("dialect") or {}
@@ -94,6 +100,8 @@ def model_card(start: Mapping, rows: Sequence[Mapping], name: str) -> str:
     kind = "ppo" if "actor_model_name_or_path" in flags else "reward" if "pairwise_loss" in flags else "sft"
     role = name.removesuffix("_adapter") if kind == "ppo" else kind
     models = [(label, flags[flag]) for flag, label in MODEL_FLAGS.items() if flags.get(flag)]
+    told = PART.format(part_of) + OF_AN_ADAPTER * ("adapter" in name)
+    parts = {} if part_of is None else {"Language model alone": told}
     given = {flag: [flags[flag]] if isinstance(flags.get(flag), str) else flags.get(flag) or [] for flag in DATA_FLAGS}
     data = [(DATA_FLAGS[flag], path) for flag, paths in given.items() for path in paths]
     last, settings = rows[-1] if rows else {}, {**flags, **dialect}
@@ -101,7 +109,7 @@ def model_card(start: Mapping, rows: Sequence[Mapping], name: str) -> str:
     how |= {"steps": max(last.get("step", 0), 0), "responses" if dialect else "examples": last.get("samples", 0)}
     how |= {"ranks": f"{machine['world_size']}, {machine['accelerator']}"}
     how |= {f"`{name}`": settings[name] for name in SHOWN if settings.get(name) not in (None, 0)}
-    parts = {
+    parts |= {
         "Made from": "\n".join(f"- {label}: {_public(path)}" for label, path in [*models, *data]),
         "How": "\n".join(["| | |", "| --- | --- |", *(f"| {label} | {value} |" for label, value in how.items())]),
         "Held out": _held_out(rows, kind, "ema_" if role == "actor_ema" else ""),
@@ -244,9 +252,17 @@ def add_card(folder: Path, output_dir: Path, name: str, steps: int | None = None
             rows = read_metrics(metrics) if metrics.is_file() else []
             rows = [row for row in rows if steps is None or row["step"] <= steps]
             start = read_run_record(output_dir / RUN_FILE)[-1]
-            write_whole(folder / CARD, signed(model_card(start, rows, name)))
+            write_whole(folder / CARD, signed(model_card(start, rows, name, _whole_model(folder))))
     except Exception as error:  # also an error in the content of a file
         note_unwritten(f"the model card {output_dir / name / CARD}", error)
+
+
+def _whole_model(folder: Path) -> str | None:
+    """The type of the composite model of which the model in a folder, or an adapter's base, is the language model; None
+    for other models."""
+    file = Path(base_of(str(folder), "model")) / "config.json"
+    config = parsed_json(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    return config.get("text_part_of") or (config["model_type"] if "text_config" in config else None)
 
 
 def add_merge_card(folder: Path, source: Mapping) -> None:

@@ -184,6 +184,7 @@ class _Planner:
         self.cache["actor", "keys and values"] = cache_bytes(model, slots_of_a_row(length, waiting) * rows, rows)
         if args.rollout_backend == "zero3":
             return
+        states = cache_bytes(model, 0, rows)
         room = self.cluster.room if args.rollout_backend == "auto" else None
         sizes = {1: 0}
         if actor.stage == 3:
@@ -197,7 +198,8 @@ class _Planner:
                 for engine in self.engines.values()
             )
             free = room - self.rest.total() - gradients
-            self.placement = place_copy(sizes, cache, free, args.replicas_between_steps)
+            self.placement = place_copy(sizes, cache, free, args.replicas_between_steps, states)
+        self.cache["actor", "keys and values"] += states * (self.placement.ranks - 1)
         self.copy["copy", "weights"] = sizes[self.placement.ranks]
 
     def plan(self) -> MemoryPlan:
