@@ -1,12 +1,15 @@
 """The families of models that are promised to work, each against plain Hugging Face calls on the same folder."""
 
 import json
+import re
+import warnings
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -19,11 +22,17 @@ from transformers import (
 )
 
 from engine.algo.sampling import keyed_uniforms
+from engine.errors import UserError
 from engine.experience import position_ids
+from engine.models.attention import Attention
+from engine.models.config_and_tokenizer import CLASSIFIER, LANGUAGE_MODEL, model_class
 from engine.models.loading import load_policy, load_scorer, new_scorer
+from engine.models.lora import LoraSpec, adapt
 from engine.models.policy import Policy
 from engine.models.saving import save_model
 from engine.models.tensor_parallel import TensorParallelPlan
+from engine.rollout.cache import SlotCache
+from engine.rollout.passes import make_passes, takes_slot_masks
 from scripts.harness.models import (
     BOS,
     EOS,
@@ -323,11 +332,14 @@ def check_step(actor_path, critic_path, ranks, offset=OFFSET):
     assert all(np.isfinite(value) for value in main["metrics"].values())
 
 
-MATRIX = (
-    *("llama", "qwen2", "qwen3", "qwen3_5_text", "qwen3_next", "qwen3_moe", "mistral", "ministral", "mixtral"),
-    *("gemma2", "gemma3_text", "gemma4_text", "llama4_text", "gpt_oss", "deepseek_v3", "glm4", "phi3", "smollm3"),
-    *("olmo2", "olmo3", "lfm2", "nemotron_h", "granitemoehybrid", "opt", "gpt2", "gpt_neox", "bloom", "falcon"),
-)
+def page_rows() -> dict[str, list[str]]:
+    """{model type: the further cells} of the table in docs/families.md."""
+    page = (Path(__file__).parents[3] / "docs" / "families.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\|[^|]+\| `(\w+)` \|(.+)\|$", page, re.MULTILINE)
+    return {model_type: [cell.strip() for cell in cells.split("|")] for model_type, cells in rows}
+
+
+MATRIX = page_rows()
 
 
 @pytest.fixture(scope="module")
@@ -396,3 +408,61 @@ def divides(base) -> bool:
     config = AutoConfig.from_pretrained(base)
     with torch.device("meta"):
         return TensorParallelPlan.of(AutoModelForCausalLM.from_config(config), 2).obstacle is None
+
+
+@pytest.mark.parametrize("model_type", MATRIX)
+def test_the_page_says_what_a_family_can(bases, model_type):
+    base = bases[model_type]
+    kind = model_class(AutoConfig.from_pretrained(base), CLASSIFIER, base, "critic")
+    policy = probed(base)
+    found = [
+        "transformers'" if kind.__module__.startswith("transformers.") else "made here",
+        "yes" if packs(base, policy) else "no",
+        adapted(base),
+        decoding(policy),
+        "yes" if divides(base) else "no",
+    ]
+    assert found == MATRIX[model_type]
+
+
+@torch.no_grad()
+def packs(base, policy) -> bool:
+    """Whether rows may be packed. If so, they have the log-probs of padded rows."""
+    attention = Attention(packing="packed")
+    try:
+        attention.check(base, LANGUAGE_MODEL, "fp32", "actor")
+    except UserError:
+        return False
+    found = load_policy(base, torch.float32, attention=attention)
+    found(SEQUENCES[:1], probe=True)
+    assert found.packs
+    sequences, mask = padded(3, 0)
+    mask[1, :3] = 1  # the second row is longer
+    torch.testing.assert_close(
+        logprobs_of(found, sequences, mask), logprobs_of(policy, sequences, mask), rtol=0, atol=1e-5
+    )
+    return True
+
+
+def adapted(base) -> str:
+    """Which layers LoRA adapts, without embeddings, output head and convolutions. Each adapter learns."""
+    policy = load_policy(base, torch.float32)
+    adapt(policy, LoraSpec(dim=2, only=True), "actor")
+    mask = torch.ones_like(SEQUENCES)
+    policy(SEQUENCES, mask, position_ids(mask), response_length=4)[0].sum().backward()
+    assert all(b.grad.any() for _, b in policy.adapters.factors().values())
+    others = set()
+    for name, weight in policy.model.named_parameters():
+        layer = name.rpartition(".")[0]
+        own = policy.model.get_submodule(layer)
+        whole = isinstance(own, nn.Embedding | nn.Conv1d) or own is policy.model.get_output_embeddings()
+        if weight.dim() > 1 and not whole and "lora_" not in name and not layer.endswith("base_layer"):
+            others.add(layer.rpartition(".")[2])
+    return f"all but {', '.join(sorted(others))}" if others else "all"
+
+
+def decoding(policy) -> str:
+    with torch.inference_mode(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the reason for plain passes
+        found = make_passes(policy.model, SlotCache(), takes_slot_masks(policy.model), "recorded").decoding
+    return {"recorded": "graphs"}.get(found, found)
