@@ -24,7 +24,9 @@ from transformers import (
 from engine.algo.sampling import keyed_uniforms
 from engine.errors import UserError
 from engine.experience import position_ids
+from engine.models import classifiers
 from engine.models.attention import Attention
+from engine.models.checking import check_decoding
 from engine.models.config_and_tokenizer import CLASSIFIER, LANGUAGE_MODEL, model_class
 from engine.models.loading import load_policy, load_scorer, new_scorer
 from engine.models.lora import LoraSpec, adapt
@@ -41,6 +43,7 @@ from scripts.harness.models import (
     VOCABULARY,
     family_config,
     make_causal_lm,
+    make_family,
     make_scorer,
     save_random,
 )
@@ -332,14 +335,16 @@ def check_step(actor_path, critic_path, ranks, offset=OFFSET):
     assert all(np.isfinite(value) for value in main["metrics"].values())
 
 
-def page_rows() -> dict[str, list[str]]:
-    """{model type: the further cells} of the table in docs/families.md."""
-    page = (Path(__file__).parents[3] / "docs" / "families.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\|[^|]+\| `(\w+)` \|(.+)\|$", page, re.MULTILINE)
-    return {model_type: [cell.strip() for cell in cells.split("|")] for model_type, cells in rows}
-
-
-MATRIX = page_rows()
+PAGE = (Path(__file__).parents[3] / "docs" / "families.md").read_text(encoding="utf-8")
+MATRIX = {  # {model type: the further cells of its row}
+    model_type: [cell.strip() for cell in cells.split("|")]
+    for model_type, cells in re.findall(r"^\|[^|]+\| `(\w+)` \|(.+)\|$", PAGE, re.MULTILINE)
+}
+REFUSED = [  # (model type, role)
+    (model_type, role)
+    for types, role in re.findall(r"^\| (`.+`) \| (\w+).*\|.*\|$", PAGE, re.MULTILINE)
+    for model_type in re.findall(r"`(\w+)`", types)
+]
 
 
 @pytest.fixture(scope="module")
@@ -466,3 +471,45 @@ def decoding(policy) -> str:
         warnings.simplefilter("ignore")  # the reason for plain passes
         found = make_passes(policy.model, SlotCache(), takes_slot_masks(policy.model), "recorded").decoding
     return {"recorded": "graphs"}.get(found, found)
+
+
+@pytest.mark.parametrize("model_type, role", REFUSED)
+def test_what_the_page_says_is_refused(tmp_path, model_type, role):
+    config = AutoConfig.for_model(model_type)
+    if role == "any":
+        for kind in (LANGUAGE_MODEL, CLASSIFIER):
+            with pytest.raises(UserError, match=f"of type '{model_type}', which is not a decoder-only model"):
+                model_class(config, kind, "there", "model")
+    elif role == "critic":
+        assert model_class(config, LANGUAGE_MODEL, "there", "model")
+        with pytest.raises(UserError, match=f"of type '{model_type}'.* for this role"):
+            model_class(config, CLASSIFIER, "there", "model")
+    else:
+        config.save_pretrained(tmp_path)
+        with pytest.raises(UserError, match=f"a {model_type} model.*--rollout_backend vllm"):
+            check_decoding(str(tmp_path), "actor")
+
+
+def test_a_saved_classifier_brings_its_class(tmp_path):
+    make_family("lfm2", tmp_path)
+    folder, config = tmp_path / "reward", json.loads((tmp_path / "reward" / "config.json").read_text())
+    assert config["auto_map"] == {CLASSIFIER: "classifiers.Lfm2ForSequenceClassification"}
+    assert (folder / "classifiers.py").read_bytes() == Path(classifiers.__file__).read_bytes()
+    expected = load_scorer(folder, torch.float32).model(SEQUENCES).logits
+    for found in (classifier(folder), classifiers.Lfm2ForSequenceClassification.from_pretrained(folder)):
+        assert torch.equal(found(SEQUENCES).logits, expected)
+    assert (
+        type(classifier(folder)).__module__.endswith(".classifiers") and type(found).__module__ == classifiers.__name__
+    )
+    with pytest.raises(AttributeError, match="no attribute 'OtherForSequenceClassification'"):
+        classifiers.OtherForSequenceClassification  # noqa: B018
+
+
+def test_a_made_classifier_trains_and_saves_with_code_from_its_folder(tmp_path):
+    """As with --trust_remote_code: the class is the folder's then, and is saved again."""
+    make_family("lfm2", tmp_path)
+    scorer = load_scorer(tmp_path / "reward", torch.float32, trust_remote_code=True)
+    assert type(scorer.model).__module__.startswith("transformers_modules.")
+    save_model(scorer, full_state(scorer.model), AutoTokenizer.from_pretrained(tmp_path / "reward"), tmp_path / "saved")
+    found, expected = classifier(tmp_path / "saved"), classifier(tmp_path / "reward")
+    assert all(torch.equal(one, two) for one, two in zip(found.parameters(), expected.parameters(), strict=True))
