@@ -20,7 +20,6 @@ from engine.errors import UserError
 from engine.host_memory import releasing_freed_memory
 from engine.models.adapter_folders import AdapterFolder, read_adapter
 from engine.models.checking import (
-    check_attention,
     check_policy,
     check_rows,
     check_scorer,
@@ -54,8 +53,8 @@ def check_roles(
 
     names: {role: what messages call its path}. looks_at: a function that says whether a path is looked at.
 
-    Raises: UserError if a model is not of its role's kind (`check_policy`, `check_scorer`, `check_trunk`), the actor
-    cannot generate here, the reward model is a pretrained critic, or vocabularies differ.
+    Raises: UserError if a model is not of its role's kind (`check_policy`, `check_scorer`, `check_trunk`), the reward
+    model is a pretrained critic, or vocabularies differ.
     """
     path = spec.actor_path
     what = names["actor"]
@@ -64,7 +63,6 @@ def check_roles(
     if looks_at(path):
         tokenizer = read_tokenizer(path, what, spec.pad_token, trusted, spec.chat_template)
         check_rows(tokenizer, check_policy(path, what, trusted), path, what)
-        check_attention(path, what, trusted)
         if spec.hydra_layers:
             check_hydra(path, spec.hydra_layers, what, trusted)
         if spec.with_critic and spec.critic_path is None:

@@ -21,7 +21,7 @@ from engine.algo.masked import masked_sum
 from engine.errors import UserError
 from engine.experience import position_ids
 from engine.models.attention import attention_in_words
-from engine.models.checking import check_attention, check_policy, check_rows
+from engine.models.checking import check_decoding, check_policy, check_rows
 from engine.models.config_and_tokenizer import LANGUAGE_MODEL, vocabulary_size
 from engine.models.loading import DTYPES, load_policy
 from engine.rlhf_engine import wrap_trained
@@ -155,15 +155,15 @@ def make_plan(args: SFTFlags, checkpoint: Checkpoint | None, inputs: Mapping[str
 def first_lines(args: SFTFlags, plan: SupervisedPlan) -> list[str]:
     """The lines that a run prints before the model is loaded."""
     lines = supervised_lines(args, "texts", plan)
-    return lines + adapted_lines(adapted_model(args, scorer=False)) + recurrent_lines(args)
+    return lines + adapted_lines(adapted_model(args, scorer=False)) + decoding_lines(args)
 
 
-def recurrent_lines(args: SFTFlags) -> list[str]:
-    """A warning if steps 2 and 3 could not draw responses from the model."""
+def decoding_lines(args: SFTFlags) -> list[str]:
+    """A warning if steps 2 and 3 could not draw responses from the model with their own sampler."""
     try:
-        check_attention(args.model_name_or_path, "--model_name_or_path", args.trust_remote_code)
+        check_decoding(args.model_name_or_path, "--model_name_or_path", args.trust_remote_code)
     except UserError as error:
-        return [f"WARNING: step 3 will refuse this model, and step 2 cannot normalise with it. {error}"]
+        return [f"WARNING: step 3 can draw with vLLM only, and step 2 cannot normalise with this model. {error}"]
     return []
 
 

@@ -30,7 +30,7 @@ from engine.engine_spec import EngineSpec, OptimizerSpec, frozen_stage
 from engine.errors import RunStopped
 from engine.experience import position_ids
 from engine.models.attention import attention_in_words
-from engine.models.checking import check_policy, check_rows, check_trunk, check_vocabularies
+from engine.models.checking import check_decoding, check_policy, check_rows, check_trunk, check_vocabularies
 from engine.models.config_and_tokenizer import CLASSIFIER, classifier_pad_token_id, vocabulary_size
 from engine.models.loading import DTYPES, load_policy, new_scorer
 from engine.rlhf_engine import frozen_model, wrap_trained
@@ -370,6 +370,7 @@ def check(args: RewardFlags, checkpoint: Checkpoint | None = None) -> None:
         adapted_model(args, scorer=True)
     if args.normalization_samples and args.looks_at(args.sft_path):
         flag_name = "--sft_model_name_or_path" if args.sft_model_name_or_path else "--model_name_or_path"
+        check_decoding(args.sft_path, flag_name, args.trust_remote_code)
         check_positions(
             check_policy(args.sft_path, flag_name, args.trust_remote_code),
             f"{flag_name} {args.sft_path}",

@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, LinearAttentionCacheLayerMixin
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import import_utils
@@ -208,6 +209,14 @@ def fixed_rope(config: Any, max_length: int | None) -> dict[str, Any]:
     return {}
 
 
+def keeps_states(config: Any) -> bool:
+    """Whether some layers of a model with this configuration keep a state for each row, as linear attention and
+    convolutions do: those for which transformers' own cache has layers with states."""
+    kinds = getattr(config.get_text_config(), "layer_types", None) or []
+    layers = (DYNAMIC_LAYER_TYPE_MAPPING.get(kind) for kind in kinds)
+    return any(layer is not None and issubclass(layer, LinearAttentionCacheLayerMixin) for layer in layers)
+
+
 # {implementation: the attribute of transformers' classes that says whether a model family supports it}
 _FAMILIES = {
     "sdpa": "_supports_sdpa",
@@ -268,13 +277,15 @@ class Attention:
     def _takes_rows(self, family: Any, config: Any) -> bool:
         """Whether models of this class take rows without padding. For this, the class has to accept position ids, its
         attention has to accept row lengths, and its layers may attend to all tokens of a row or to a window of them,
-        but mix tokens in no other way."""
+        but mix tokens in no other way. Linear attention and convolutions would carry their state from row to row:
+        transformers' own code for them knows no borders of rows, and raises an error if it is given some."""
         wanted = ["_supports_attention_backend", _FAMILIES.get(self._name, "_supports_sdpa")]
         kinds = set(getattr(config.get_text_config(), "layer_types", None) or [])
         return (
             all(getattr(family, name, False) for name in wanted)
             and "position_ids" in inspect.signature(family.forward).parameters
             and kinds <= {"full_attention", "sliding_attention"}
+            and not getattr(family, "_is_stateful", False)
         )
 
     @property
@@ -345,6 +356,8 @@ def attention_in_words(module: Any) -> str:
     """For the first lines of a run: what computes a Backbone's attention, and whether its rows have padding."""
     config = module.model.base_model.config
     name, rows = config._attn_implementation, "rows without padding" if module.packs else "padded rows"
+    if keeps_states(config):
+        rows += " (layers that keep a state would carry it from row to row)"
     if name == BY_ROW and module.packs:
         rows += ", all in one kernel" if _serves(config, module.model.dtype) else ", one after the other"
     if name in ("sdpa", BY_ROW) and on_gpu():

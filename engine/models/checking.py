@@ -6,16 +6,25 @@ model with the fingerprint that was recorded before; this shows whether the weig
 
 import copy
 import hashlib
+import inspect
 import json
 import re
+import sys
 from pathlib import Path
 
 import torch
 from transformers import MODEL_MAPPING, PreTrainedTokenizerBase
+from transformers.cache_utils import (
+    DYNAMIC_LAYER_TYPE_MAPPING,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionCacheLayerMixin,
+)
 
 from engine.errors import UserError
 from engine.files import parsed_json
 from engine.models.adapter_folders import BASE, SCORE, AdapterFolder, read_adapter
+from engine.models.attention import keeps_states
 from engine.models.config_and_tokenizer import (
     CLASSIFIER,
     LANGUAGE_MODEL,
@@ -94,21 +103,30 @@ def check_trunk(path: str, what: str, trust_remote_code: bool = False):
     return config
 
 
-ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}  # kinds of layers that keep keys and values
-
-
-def check_attention(path: str, what: str, trust_remote_code: bool = False) -> None:
-    """Raise UserError, with the flag `what` in its message, if a layer of the language model at `path` keeps a
-    recurrent state instead of keys and values. The decoding loop removes rows from a batch and adds other rows, which
-    is impossible with a recurrent state."""
+def check_decoding(path: str, what: str, trust_remote_code: bool = False) -> None:
+    """Raise UserError, with the flag `what` in its message, if engine.rollout's sampler cannot draw from the language
+    model at `path` (`can_decode`)."""
     config = read_config(path, what, trust_remote_code)
-    family = model_class(config, LANGUAGE_MODEL, path, what, trust_remote_code)
-    other = set(getattr(config.get_text_config(), "layer_types", None) or []) - ATTENTION
-    if other or getattr(family, "_is_stateful", False):
+    if not can_decode(model_class(config, LANGUAGE_MODEL, path, what, trust_remote_code), config):
         raise UserError(
-            f"{what}: {path} is a {config.model_type} model. Some of its layers keep a recurrent state instead of "
-            "keys and values, and such models cannot generate here. Give a model that has attention layers only."
+            f"{what}: {path} is a {config.model_type} model. Some of its layers keep what is not in transformers' own "
+            "cache, so that responses cannot join and leave a batch here. Step 3 may draw from it with "
+            "--rollout_backend vllm; elsewhere, give another model."
         )
+
+
+def can_decode(family, config) -> bool:
+    """Whether engine.rollout's sampler can draw from models of this class. It removes rows from a batch and adds other
+    rows, so all that layers keep of a row has to be in transformers' own cache: keys and values, or the states of
+    linear attention and convolutions. Some families keep states elsewhere; their code never updates such states."""
+    kinds = set(getattr(config.get_text_config(), "layer_types", None) or []) - {"mlp", "moe"}  # these keep nothing
+    layers = {DYNAMIC_LAYER_TYPE_MAPPING.get(kind) for kind in kinds} - {DynamicLayer, DynamicSlidingWindowLayer}
+    if not all(layer is not None and issubclass(layer, LinearAttentionCacheLayerMixin) for layer in layers):
+        return False
+    if not (keeps_states(config) or getattr(family, "_is_stateful", False)):
+        return True
+    code = inspect.getsource(sys.modules[family.__module__])
+    return "update_conv_state" in code or "update_recurrent_state" in code
 
 
 def check_scorer(path: str, what: str, trust_remote_code: bool = False) -> str:

@@ -38,6 +38,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from engine.algorithms.dialect import Dialect
 from engine.errors import UserError, shortened
 from engine.files import parsed_json, read_text, refuse_pointers, rust_panics
+from engine.models import classifiers
 from engine.models.model_paths import base_of, one_line, require_model
 from engine.models.weight_files import file_names, mapped_tensors, weight_files, weights_folder
 
@@ -68,12 +69,16 @@ def model_class(config: PretrainedConfig, kind: str, path: str, what: str, trust
     family = type(config)
     # transformers has causal classes for BERT and similar models too, but these models were trained on masked words.
     decoder = family in MODEL_FOR_CAUSAL_LM_MAPPING and family not in MODEL_FOR_MASKED_LM_MAPPING
-    if family not in _CLASSES[kind] or not decoder or config.is_encoder_decoder:
+    found = None
+    if decoder and not config.is_encoder_decoder:
+        name = MODEL_FOR_CAUSAL_LM_MAPPING[family].__name__.replace("ForCausalLM", "ForSequenceClassification")
+        found = _CLASSES[kind].get(family, None) or getattr(classifiers, name, None)
+    if found is None:
         raise UserError(
             f"{what}: {path} is of type {config.model_type!r}, which is not a decoder-only model that "
             "transformers offers for this role. Give one, such as Llama, Qwen, OPT or GPT-2."
         )
-    return _CLASSES[kind][family]
+    return found
 
 
 ROWS = 1 << 12  # rows of head and embedding that are compared at a time
@@ -405,8 +410,11 @@ def vocabulary_size(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def head_sizes(config: PretrainedConfig) -> tuple[int, int, int]:
-    """(number of attention heads, number of heads that have keys and values of their own, width of a head)."""
+    """(number of attention heads, number of heads that have keys and values of their own, width of a head); zeros for
+    a model without attention."""
     config = config.get_text_config()
-    heads = config.num_attention_heads
+    heads = getattr(config, "num_attention_heads", 0)
+    if not heads:
+        return 0, 0, 0
     kept = getattr(config, "num_key_value_heads", None) or heads
     return heads, kept, getattr(config, "head_dim", None) or config.hidden_size // heads

@@ -18,6 +18,7 @@ from typing import Self
 
 import torch
 from peft import LoraConfig
+from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -143,6 +144,8 @@ def target_names(model: PreTrainedModel, targets: str | tuple[str, ...]) -> list
     linear = {
         name: part for name, part in model.named_modules() if type(part).__name__ in _LINEAR and part is not score
     }
+    left_out = _not_adapted(model, list(linear))
+    linear = {name: part for name, part in linear.items() if name not in left_out}
 
     def meant(target: str) -> list[str]:
         if target == ALL_LINEAR:
@@ -164,8 +167,21 @@ def target_names(model: PreTrainedModel, targets: str | tuple[str, ...]) -> list
     return [name for name in linear if name in found]
 
 
+def _not_adapted(model: PreTrainedModel, names: list[str]) -> set[str]:
+    """Those of these linear layers whose adapter would have no effect, or would become another layer's.
+
+    Mamba's kernels read the matrices of all layers but in_proj, and do not call the layers. In mixtures of experts,
+    peft takes names of layers beside the experts for the experts' (transformers_weight_conversion.py).
+    """
+    config = LoraConfig(target_modules=names)
+    convert_peft_config_for_transformers(config, model, None)
+    mambas = [name for name, part in model.named_modules() if hasattr(part, "A_log") and hasattr(part, "D")]
+    uncalled = {f"{mamba}.{name}" for mamba in mambas for name in ("x_proj", "dt_proj", "out_proj")}
+    return uncalled | (set(names) - set(config.target_modules or []))
+
+
 # The names of linear layers' classes. When a model is adapted, its output head is already a LogProbHead or ScoreHead.
-_LINEAR = ("Linear", "Conv1D", "LogProbHead", "ScoreHead")
+_LINEAR = ("Linear", "Conv1D", "FalconLinear", "LogProbHead", "ScoreHead")
 
 
 @torch.no_grad()

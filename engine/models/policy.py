@@ -50,6 +50,8 @@ class Backbone(nn.Module):
         super().__init__()
         self.model = model
         self.replaced = replaced or {}
+        if model.base_model is model:  # Llama 4 names its layers by their place in the model with a vision tower
+            model.base_model_prefix = "model"
         # Some families (BLOOM, for example) take no position ids, and compute positions from the attention mask.
         self._takes_positions = "position_ids" in inspect.signature(model.base_model.forward).parameters
 

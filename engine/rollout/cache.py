@@ -1,14 +1,14 @@
-"""The batch of rows that is being decoded, and the cache of the keys and values of these rows. The cache's memory is
-allocated once."""
+"""The batch of rows that is being decoded, and the cache of the keys, values and states of these rows. The cache's
+memory is allocated once."""
 
+from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
-from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, CacheLayerMixin
-
-from engine.models.config_and_tokenizer import head_sizes
+from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionCacheLayerMixin
 
 SLOTS = 16
 
@@ -56,11 +56,18 @@ class SlotCache(Cache):
     The tokens of each row are contiguous and end at the common slot, as in a left-padded batch. Rows can join and leave
     at any time: the prompt of a new row is written so that it ends where the other rows end. All model families can use
     this cache, because a model sees only the part of the memory in `window`, which is an ordinary left-padded batch.
+
+    Layers of linear attention and convolutions keep one state per row instead of keys and values in slots. A pass over
+    prompts begins the states of its rows anew, and a pass over single tokens goes on with them.
     """
 
     def __init__(self):
         self.window, self.room = Window(), Room()
-        super().__init__(layer_class_to_replicate=lambda: _Slots(self.window, self.room))
+        super().__init__(layers=_Layers(lambda: _Slots(self.window, self.room)))
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        """Whether a pass goes on with states that earlier passes left; the same for all layers."""
+        return self.window.end > self.window.start
 
     def reserve(self, rows: int, slots: int) -> None:
         """Allocate memory for this many rows and slots, unless the cache already has enough.
@@ -80,10 +87,12 @@ class SlotCache(Cache):
         self.room.rows = self.room.slots = 0
 
     def move_rows(self, sources: Tensor, targets: Tensor, start: int, end: int) -> None:
-        """Copy the slots [start, end) of rows `sources`, (N,) int64, into the same slots of rows `targets`, (N,)
-        int64."""
+        """Copy the slots [start, end) and the states of rows `sources`, (N,) int64, into the same slots and the states
+        of rows `targets`, (N,) int64."""
         for tensor in self.tensors():
             tensor[targets, :, start:end] = tensor[sources, :, start:end]
+        for state in self.states():
+            state[targets] = state[sources]
 
     def shift(self, rows: int, start: int, end: int, by: int) -> None:
         """Move the slots [start, end) of the first `rows` rows to the left by `by` slots."""
@@ -97,14 +106,11 @@ class SlotCache(Cache):
 
     def tensors(self) -> list[Tensor]:
         """For each layer that has been allocated the keys, then the values, (rows, heads, slots, d)."""
-        return [tensor for layer in self.layers for tensor in (layer.keys, layer.values)]
+        return [tensor for layer in self.layers if layer.is_initialized for tensor in (layer.keys, layer.values)]
 
-
-def cache_bytes(model: PreTrainedModel, slots: int) -> int:
-    """The number of bytes of a model's keys and values in this many slots, counted over all rows."""
-    config = model.config.get_text_config()
-    _, kept, width = head_sizes(config)
-    return 2 * config.num_hidden_layers * kept * width * slots * next(model.parameters()).element_size()
+    def states(self) -> list[Tensor]:
+        """The states of all layers that keep some, each (rows, ...)."""
+        return [state for layer in self.layers for state in layer.memory.values()]
 
 
 class GivenSlots(SlotCache):
@@ -118,14 +124,77 @@ class GivenSlots(SlotCache):
         self.layers = [_Given(*pair) for pair in zip(parts[::2], parts[1::2])]
 
 
-class _Slots(CacheLayerMixin):
-    """One layer's keys and values, (rows, heads, slots, d)."""
+class _Layers(list):
+    """The layers of a cache. A layer is made when it is first asked for, since only the model knows how many there
+    are."""
+
+    def __init__(self, make: Callable[[], CacheLayerMixin]):
+        super().__init__()
+        self.make = make
+
+    def __getitem__(self, number):
+        while isinstance(number, int) and number >= len(self):
+            self.append(self.make())
+        return super().__getitem__(number)
+
+
+class _Slots(LinearAttentionCacheLayerMixin, CacheLayerMixin):
+    """What one layer keeps: keys and values, (rows, heads, slots, d), or states, or both.
+
+    memory: {("conv" or "recurrent", number): (rows, ...)}, the last inputs of a convolution or the state of a
+    recurrence. A layer may keep several of each.
+    """
 
     is_sliding = False
+    record_past = False
 
     def __init__(self, window: Window, room: Room):
-        super().__init__()
+        CacheLayerMixin.__init__(self)
         self.window, self.room = window, room
+        self.memory: dict[tuple[str, int], Tensor] = {}
+
+    @property
+    def has_previous_state(self) -> dict[int, bool]:  # type: ignore[override]
+        """{number of a state: whether the pass goes on with it}."""
+        goes_on = self.get_seq_length() > 0
+        return defaultdict(lambda: goes_on, {0: goes_on})
+
+    @property
+    def conv_states(self) -> dict[int, Tensor]:  # type: ignore[override]
+        """{number: the window's rows of the inputs that a convolution keeps}. Writing to them changes the cache."""
+        return self._states("conv")
+
+    @property
+    def recurrent_states(self) -> dict[int, Tensor]:  # type: ignore[override]
+        """{number: the window's rows of the state of a recurrence}. Writing to them changes the cache."""
+        return self._states("recurrent")
+
+    def _states(self, kind: str) -> dict[int, Tensor]:
+        return {number: state[self.window.rows] for (name, number), state in self.memory.items() if name == kind}
+
+    def update_conv_state(
+        self, conv_states: Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **kwargs
+    ) -> Tensor:
+        """Keep the last `conv_kernel_size` (default: all) of the new inputs (B, channels, N); returns the kept and the
+        new inputs, which are what the convolution reads."""
+        kept = conv_kernel_size or conv_states.shape[-1]
+        if self.has_previous_state[state_idx]:
+            conv_states = torch.cat([self.conv_states[state_idx], conv_states], -1)
+            kept = self.conv_states[state_idx].shape[-1]
+        elif conv_states.shape[-1] < kept:
+            conv_states = F.pad(conv_states, (kept - conv_states.shape[-1], 0))
+        self._keep(("conv", state_idx), conv_states[..., -kept:])
+        return conv_states
+
+    def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0, **kwargs) -> Tensor:
+        """Keep the state (B, ...); returns it."""
+        return self._keep(("recurrent", state_idx), recurrent_states)
+
+    def _keep(self, name: tuple[str, int], state: Tensor) -> Tensor:
+        if name not in self.memory:
+            self.memory[name] = state.new_zeros(self.room.rows, *state.shape[1:])
+        self.memory[name][self.window.rows] = state
+        return state
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate zeros. Uninitialised memory would not do: attention multiplies masked values by 0, which gives NaN

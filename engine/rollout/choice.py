@@ -5,11 +5,12 @@ from collections.abc import Callable, Sequence
 from engine import distributed
 from engine.actor_copy import ActorCopy, Model, copies_bytes
 from engine.errors import UserError
+from engine.models.attention import keeps_states
+from engine.models.checking import can_decode
 from engine.rollout.backends import ReplicaRollouts, Zero3Rollouts
 from engine.rollout.base import RolloutBackend
-from engine.rollout.cache import cache_bytes
 from engine.rollout.decode import slots_of_a_row
-from engine.rollout.passes import resolved_decoding
+from engine.rollout.passes import cache_bytes, resolved_decoding
 from engine.rollout.placement import Placement, place_copy
 from engine.rollout.vllm_rollouts import SPARE_SLOTS, VLLMRollouts, vllm_version
 from engine.zero import accelerator
@@ -49,8 +50,8 @@ def build_rollouts(
 
     A user's own backend gets only the actor and the tokenizer.
 
-    Raises: KeyError if no backend has this name. UserError if the actor cannot be divided among that many ranks, or if
-    "auto" finds no room for its copy.
+    Raises: KeyError if no backend has this name. UserError if the backend cannot draw from the actor, if the actor
+    cannot be divided among that many ranks, or if "auto" finds no room for its copy.
     """
     make, actor = ROLLOUT_BACKENDS[name], actor.host
     if make is not None:
@@ -58,6 +59,8 @@ def build_rollouts(
     models = [actor, *(model for model in others if model is not actor)]
     if name == "vllm":
         return _vllm_rollouts(models, tokenizer, rows_at_once or 1, row_length, tensor_parallel or 1, sampler)
+    if not can_decode(type(actor.module.model), actor.module.model.config):
+        raise UserError(f"--rollout_backend {name}: layers of the actor keep what this backend's cache does not hold.")
     if name == "zero3":
         rollouts: RolloutBackend = Zero3Rollouts(actor, tokenizer, rows_at_once)
         rollouts.why = "rollouts by zero3: as asked; decoding plain: ZeRO's hooks fetch each layer"
@@ -66,9 +69,10 @@ def build_rollouts(
     asked = tensor_parallel or (1 if name == "replica" else None)
     sizes = copies_bytes(actor.module, most, asked) if actor.stage == 3 else {1: 0}
     if name == "auto":
-        cache = cache_bytes(actor.module.model, (rows_at_once or 1) * slots_of_a_row(row_length, waiting=True))
+        rows = rows_at_once or 1
+        cache = cache_bytes(actor.module, rows * slots_of_a_row(row_length, waiting=True), rows)
         free = -distributed.largest(-accelerator.free_memory()) - sum(map(_later, models))
-        placement = place_copy(sizes, cache, free, between_steps)
+        placement = place_copy(sizes, cache, free, between_steps, states=cache_bytes(actor.module, 0, rows))
         if not placement.fits:
             raise UserError(
                 f"--rollout_backend auto: {placement.why}. Give a smaller --per_device_generation_batch_size, more "
@@ -87,6 +91,8 @@ def _decoding(copy: ActorCopy, asked: str) -> tuple[str, str]:
         return "plain", "the ranks that hold a copy together exchange what its layers compute"
     if asked != "plain" and copy.between_steps != "keep":
         return "plain", "the copy, keys and values do not stay between steps"
+    if asked != "plain" and keeps_states(copy.model.module.model.config):
+        return "plain", "layers keep a state, which a second pass over a token would change"
     how = resolved_decoding(asked, accelerator.on_gpu())
     return how, "as asked" if how == asked else f"auto on {'GPUs' if accelerator.on_gpu() else 'CPUs'}"
 
@@ -100,7 +106,7 @@ def _vllm_rollouts(
         tokenizer,
         rows_at_once=rows_at_once,
         row_length=row_length,
-        cache_bytes=cache_bytes(actor.module.model, rows_at_once * row_length + SPARE_SLOTS),
+        cache_bytes=cache_bytes(actor.module, rows_at_once * row_length + SPARE_SLOTS, rows_at_once),
         tensor_parallel=tensor_parallel,
         sampler=sampler,
         moments=sum(_moments(model) for model in models),

@@ -18,7 +18,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from engine import distributed
 from engine.experience import position_ids
-from engine.models.attention import BY_ROW
+from engine.models.attention import BY_ROW, keeps_states
+from engine.models.config_and_tokenizer import head_sizes
+from engine.models.policy import Backbone
+from engine.models.tensor_parallel import bare_model
 from engine.rollout.cache import SLOTS, GivenSlots, SlotCache
 from engine.trace import traced
 
@@ -126,21 +129,24 @@ class Passes:
         self.slot_masks = slot_masks
         self.windows = windows_of(model)
         # Model families without this argument compute positions from the attention mask.
-        self.takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+        taken = inspect.signature(model.forward).parameters
+        self.takes_positions = "position_ids" in taken
+        self.cache_name = "cache_params" if "cache_params" in taken else "past_key_values"  # the former in Mamba's
 
     @traced("prompts")
-    def prompts(self, ids: Tensor, mask: Tensor, first_row: int, end: int) -> Tensor:
+    def prompts(self, ids: Tensor, mask: Tensor | None, first_row: int, end: int) -> Tensor:
         """Read left-padded prompts. Row i of `ids` goes into row first_row + i of the cache, and the last token of each
         prompt into slot end - 1.
 
         Args:
-            ids, mask: (B, N) int64, the prompts and their attention mask.
+            ids, mask: (B, N) int64, the prompts and their attention mask (None: no token is padding).
 
         Returns: (B, V), the logits of each row's next token.
         """
         start = end - ids.shape[1]
         self.cache.window.put(slice(first_row, first_row + len(ids)), start, start)
-        return self._forward(ids, mask.long(), position_ids(mask))
+        positions = position_ids(torch.ones_like(ids) if mask is None else mask)
+        return self._forward(ids, None if mask is None else mask.long(), positions)
 
     @traced("token")
     def tokens(self, ids: Tensor, positions: Tensor, mask: Tensor, start: int, slot: int) -> Tensor:
@@ -155,7 +161,10 @@ class Passes:
         """
         self.cache.window.put(slice(0, len(ids)), start, slot)
         seen = mask[: len(ids), start : slot + 1]
-        return self._forward(ids, self.masks(seen, slot - start) if self.slot_masks else seen.long(), positions)
+        if self.slot_masks:
+            return self._forward(ids, self.masks(seen, slot - start), positions)
+        # Layers without keys and values have no slots to mask. Mamba's would multiply the token by the whole mask.
+        return self._forward(ids, seen.long() if self.cache.tensors() else None, positions)
 
     def masks(self, mask: Tensor, slot: int) -> dict[str, Tensor]:
         """The complete attention masks of tokens in slot `slot`: {kind of layer: (B, 1, 1, slots) in the dtype of the
@@ -185,13 +194,36 @@ class Passes:
         otherwise wait for it."""
         self.model(input_ids=ids, use_cache=False)
 
-    def _forward(self, ids: Tensor, mask: Tensor | dict[str, Tensor], positions: Tensor) -> Tensor:
-        named = {"position_ids": positions} if self.takes_positions else {}
+    def _forward(self, ids: Tensor, mask: Tensor | dict[str, Tensor] | None, positions: Tensor) -> Tensor:
+        named: dict[str, object] = {self.cache_name: self.cache}
+        if self.takes_positions:
+            named["position_ids"] = positions
         if isinstance(mask, dict) and len(mask) == 1:
             (mask,) = mask.values()
-        return self.model(
-            input_ids=ids, attention_mask=mask, past_key_values=self.cache, use_cache=True, logits_to_keep=1, **named
-        ).logits[:, -1]
+        return self.model(input_ids=ids, attention_mask=mask, use_cache=True, logits_to_keep=1, **named).logits[:, -1]
+
+
+def cache_bytes(module: Backbone, slots: int, rows: int) -> int:
+    """The number of bytes that a model's cache takes: keys and values in `slots` slots, counted over all rows, and the
+    states of `rows` rows."""
+    config = module.model.config.get_text_config()
+    if not keeps_states(config):
+        _, kept, width = head_sizes(config)
+        return 2 * config.num_hidden_layers * kept * width * slots * next(module.model.parameters()).element_size()
+    # Each family has states of its own shapes. A pass over one token on the meta device shows them.
+    bare, token = bare_model(module).eval(), torch.zeros(1, 1, dtype=torch.int64, device="meta")
+    bare.config.get_text_config()._experts_implementation = "batched_mm"  # runs on the meta device in every dtype
+    cache = SlotCache()
+    cache.reserve(1, SLOTS)
+    exporting = torch.compiler._is_exporting_flag
+    torch.compiler._is_exporting_flag = True  # transformers then calls no kernels, which take no meta tensors
+    try:
+        with torch.no_grad():
+            Passes(bare, cache, False).prompts(token, None, 0, 1)
+    finally:
+        torch.compiler._is_exporting_flag = exporting
+    slot, state = (sum(tensor.nbytes for tensor in kept) for kept in (cache.tensors(), cache.states()))
+    return slot // SLOTS * slots + state * rows
 
 
 # Files whose code branches on shapes. These branches are the same for all passes over single tokens: the number of

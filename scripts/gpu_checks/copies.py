@@ -12,9 +12,9 @@ from engine.actor_copy import copies_bytes
 from engine.errors import UserError
 from engine.experience import Rollout
 from engine.rollout import build_rollouts
-from engine.rollout.cache import cache_bytes
 from engine.rollout.choice import _later
 from engine.rollout.decode import slots_of_a_row
+from engine.rollout.passes import cache_bytes
 from engine.zero.accelerator import free_memory
 from engine.zero.gathering import full_numel
 from scripts.gpu_checks.check import Trial
@@ -69,7 +69,7 @@ def free_for(trial: Trial, trainer: PPOTrainer, share: float) -> float:
     """Bytes that have to be free for a copy, keys and values to take this share beside gradients and moments."""
     actor = trainer.models.actor
     slots = slots_of_a_row(2 * trainer.sampling.max_new_tokens, waiting=True)
-    needed = copies_bytes(actor.module, 1)[1] + cache_bytes(actor.module.model, rows(trial) * slots)
+    needed = copies_bytes(actor.module, 1)[1] + cache_bytes(actor.module, rows(trial) * slots, rows(trial))
     return sum(map(_later, trainer.models.engines)) + needed / share
 
 

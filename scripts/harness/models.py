@@ -171,7 +171,7 @@ def _randomised(model, seed: int):
 def _saved(model, folder: Path | str, pad_is_eos: bool) -> str:
     model.save_pretrained(folder)
     tokenizer = make_tokenizer(pad_is_eos)
-    if model.config.model_type == "qwen2":
+    if model.config.model_type in ("qwen2", "qwen3_5"):
         tokenizer = _qwen2_tokenizer(tokenizer)
     tokenizer.save_pretrained(folder)
     return str(folder)
@@ -221,6 +221,14 @@ _NEOX = {
 _LLAMA = _NEOX | {"num_key_value_heads": 2}
 _WINDOWS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}
 _GEMMA = _LLAMA | {"head_dim": 8}
+_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+_LINEAR = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
 
 # By transformers' name for the family (`model_type`).
 FAMILIES: dict[str, dict] = {
@@ -256,6 +264,62 @@ FAMILIES: dict[str, dict] = {
     },
     "bloom": {"hidden_size": WIDTH, "n_layer": 2, "n_head": 4},
     "falcon": {"hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": 4},
+    "olmo2": _LLAMA,
+    "olmo3": _LLAMA | _WINDOWS,
+    "smollm3": _LLAMA,
+    "glm4": _GEMMA,
+    "ministral": _GEMMA | _WINDOWS,
+    "qwen3_moe": _GEMMA | _EXPERTS | {"num_experts": 4},
+    "gpt_oss": _GEMMA | _WINDOWS | _EXPERTS | {"num_local_experts": 4},
+    "deepseek_v3": _NEOX
+    | _EXPERTS
+    | {
+        "n_routed_experts": 4,
+        "n_group": 2,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_rope_head_dim": 4,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 8,
+    },
+    "gemma4_text": _GEMMA
+    | _WINDOWS
+    | {"global_head_dim": 8, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCABULARY},
+    "llama4_text": _GEMMA
+    | _EXPERTS
+    | {
+        "layer_types": ["chunked_attention", "full_attention"],
+        "attention_chunk_size": 8,
+        "intermediate_size_mlp": 48,
+        "num_local_experts": 4,
+    },
+    "qwen3_5_text": _GEMMA | _LINEAR,
+    "qwen3_next": _GEMMA | _LINEAR | _EXPERTS | {"num_experts": 4, "shared_expert_intermediate_size": 16},
+    "lfm2": _LLAMA | {"layer_types": ["conv", "full_attention"]},
+    "nemotron_h": _GEMMA
+    | _EXPERTS
+    | {
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
+        "num_hidden_layers": 4,
+        "n_routed_experts": 4,
+        "moe_shared_expert_intermediate_size": 16,
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 8,
+        "ssm_state_size": 8,
+        "n_groups": 2,
+    },
+    "granitemoehybrid": _LLAMA
+    | {
+        "layer_types": ["linear_attention", "full_attention"],
+        "num_local_experts": 4,
+        "shared_intermediate_size": 16,
+        "logits_scaling": 2.0,
+        "mamba_n_heads": 8,
+        "mamba_n_groups": 2,
+        "mamba_d_state": 8,
+    },
 }
 
 
@@ -268,10 +332,13 @@ def family_config(family: str, **changes) -> PreTrainedConfig:
 def make_family(family: str, folder: Path, offset: float = -0.3, **changes) -> None:
     """Save `actor` and `reward`, a reward model with this `score_offset`, of a family, with their tokenizers. changes:
     fields of its configuration."""
+    from engine.models.config_and_tokenizer import CLASSIFIER, model_class  # here, because most tests want no engine
+
     config = family_config(family, **changes)
     save_random(AutoModelForCausalLM.from_config(config, dtype=torch.float32), folder / "actor", seed=0)
     config = family_config(family, **changes)
     config.num_labels = 1
     config.score_offset = offset
     config.score_position = "last"
-    save_random(AutoModelForSequenceClassification.from_config(config, dtype=torch.float32), folder / "reward", seed=1)
+    kind = model_class(config, CLASSIFIER, family, "reward")
+    save_random(kind._from_config(config, dtype=torch.float32), folder / "reward", seed=1)

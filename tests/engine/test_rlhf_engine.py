@@ -1,12 +1,11 @@
 """Models that do not fit their roles are refused before one is loaded, from Python as by step 3."""
 
 import pytest
-from transformers import MambaConfig, MambaForCausalLM
 
 from engine.errors import UserError
 from engine.models.checking import PRETRAINING_RECORD
 from engine.rlhf_engine import EngineSpec, RLHFEngine
-from scripts.harness.models import make_causal_lm, make_scorer, make_tokenizer
+from scripts.harness.models import make_causal_lm, make_scorer
 from tests.training.config.command_lines import step3
 from training.runtime.plan import check_models
 
@@ -14,11 +13,8 @@ from training.runtime.plan import check_models
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> dict[str, str]:
     root = tmp_path_factory.mktemp("models")
-    found = {"sft": make_causal_lm(root / "sft"), "recurrent": str(root / "recurrent")}
+    found = {"sft": make_causal_lm(root / "sft")}
     found |= {name: make_scorer(root / name) for name in ("reward", "critic", "others")}
-    config = MambaConfig(vocab_size=64, hidden_size=8, num_hidden_layers=1, state_size=2, conv_kernel=2)
-    MambaForCausalLM(config).save_pretrained(root / "recurrent")
-    make_tokenizer().save_pretrained(root / "recurrent")
     (root / "critic" / PRETRAINING_RECORD).write_text("{}")
     tokenizer = root / "others" / "tokenizer.json"
     tokenizer.write_text(tokenizer.read_text().replace('"w10": 10', '"w10": 11').replace('"w11": 11', '"w11": 10'))
@@ -28,7 +24,6 @@ def folders(tmp_path_factory) -> dict[str, str]:
 @pytest.mark.parametrize(
     "actor, critic, message",
     [
-        ("recurrent", "reward", "actor.*: .* is a mamba model. Some of its layers keep a recurrent state"),
         ("sft", "critic", "critic.*: .* is a pretrained critic, .* it gives no scores"),
         ("sft", "others", "critic.*: the tokenizer in .* gives other ids than the actor's"),
     ],

@@ -13,7 +13,7 @@ from engine import distributed
 from engine.algorithms import Dialect, check_sizes, end_token_id, token_id
 from engine.engine_spec import EngineSpec
 from engine.errors import UserError, shortened, without_query
-from engine.models.checking import own_tokenizer
+from engine.models.checking import check_decoding, own_tokenizer
 from engine.models.config_and_tokenizer import CLASSIFIER, LANGUAGE_MODEL, pad_token_line, read_config, vocabulary_size
 from engine.reward.server import FORMS, probe
 from engine.rlhf_engine import check_roles, scoring_roles
@@ -305,7 +305,7 @@ def check_files(args: RLHFFlags, checkpoint: Checkpoint | None) -> None:
     dialect = args.resolved.dialect
     check_run(args, resumed=checkpoint is not None and checkpoint.in_output_dir)
     check_engines(args)
-    check_vllm(args)
+    check_rollouts(args)
     load_functions(args)
     check_dialect(args, dialect)
     check_models(args, dialect)
@@ -321,15 +321,17 @@ def check_engines(args: RLHFFlags) -> None:
         refuse_missing(configs[choice.role], choice.path)
 
 
-def check_vllm(args: RLHFFlags) -> None:
-    """With --rollout_backend vllm: check that vLLM is installed and can compute the actor. Raises: UserError."""
-    if args.rollout_backend != "vllm":
-        return
-    vllm_version()
-    path, on_cpu = args.actor_model_name_or_path, not (args.dry_run or on_gpu())  # a dry run may be for other machines
-    if args.looks_at(path):
-        config = read_config(path, "--actor_model_name_or_path", args.trust_remote_code)
-        check_heads(config, f"--actor_model_name_or_path {path}", args.vllm_tensor_parallel_size, on_cpu)
+def check_rollouts(args: RLHFFlags) -> None:
+    """Check that the rollout backend can draw from the actor and, with --rollout_backend vllm, that vLLM is installed.
+    A user's own backend is not checked. Raises: UserError."""
+    path, flag, trusted = args.actor_model_name_or_path, "--actor_model_name_or_path", args.trust_remote_code
+    if args.rollout_backend == "vllm":
+        vllm_version()
+        if args.looks_at(path):
+            on_cpu = not (args.dry_run or on_gpu())  # a dry run may be for other machines
+            check_heads(read_config(path, flag, trusted), f"{flag} {path}", args.vllm_tensor_parallel_size, on_cpu)
+    elif args.rollout_backend in ("auto", "replica", "zero3") and args.looks_at(path):
+        check_decoding(path, flag, trusted)
 
 
 def check_trunk_shared(args: RLHFFlags) -> None:

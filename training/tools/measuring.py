@@ -17,7 +17,7 @@ from engine.algorithms import Algorithm, Dialect, end_token_id
 from engine.engine_spec import EngineSpec
 from engine.errors import UserError
 from engine.experience_maker import ExperienceMaker
-from engine.models.checking import check_attention, check_policy, check_scorer, check_vocabularies
+from engine.models.checking import check_decoding, check_policy, check_scorer, check_vocabularies
 from engine.models.checking import check_rows as check_embedding
 from engine.models.config_and_tokenizer import CLASSIFIER, LANGUAGE_MODEL, read_config, read_tokenizer, vocabulary_size
 from engine.models.loading import load_policy, load_scorer
@@ -57,7 +57,7 @@ def check_answering(args: MeasuringFlags, path: str, what: str) -> None:
     trusted = args.trust_remote_code
     config = check_policy(path, what, trusted)
     check_embedding(args.read_tokenizer(path, what), config, path, what)
-    check_attention(path, what, trusted)
+    check_decoding(path, what, trusted)
     args.check_attention(path, LANGUAGE_MODEL, what)
     check_positions(config, f"{what} {path}", **args.lengths)
 

@@ -22,7 +22,7 @@ from engine.actor_copy import ActorCopy
 from engine.algorithms import get_dialect
 from engine.errors import UserError
 from engine.models import config_and_tokenizer
-from engine.models.checking import check_attention, check_policy, check_vocabularies
+from engine.models.checking import check_decoding, check_policy, check_vocabularies
 from engine.models.config_and_tokenizer import LANGUAGE_MODEL, pad_token_line, read_config, read_tokenizer
 from engine.models.loading import load_policy
 from engine.models.saving import save_model, save_tokenizer
@@ -273,7 +273,7 @@ def test_decoding_changes_no_text_and_the_saved_tokenizer_keeps_its_setting(tmp_
 
 
 def test_without_permission_nothing_runs_and_one_message_says_so(code_folder, tmp_path):
-    for read in (read_config, check_policy, check_attention, lambda p, w: load_policy(p, torch.float32, what=w)):
+    for read in (read_config, check_policy, check_decoding, lambda p, w: load_policy(p, torch.float32, what=w)):
         with pytest.raises(UserError, match=rf"^{FLAG}: .*theirs brings code of its own .*--trust_remote_code if you"):
             read(str(code_folder), FLAG)
     words = {"tokenizer_class": "Their", "auto_map": {"AutoTokenizer": ["own.Their", None]}}
@@ -306,7 +306,7 @@ def test_code_that_a_configuration_names_on_the_hub_is_not_fetched(tmp_path, mon
         monkeypatch.setattr(module, function, lambda *names, **options: pytest.fail(f"{names} was fetched"))
     path = make_causal_lm(tmp_path / "theirs")
     damages.edit_config(Path(path), **{name: value})
-    for read in (read_config, check_policy, check_attention, lambda p, w: load_policy(p, torch.float32, what=w)):
+    for read in (read_config, check_policy, check_decoding, lambda p, w: load_policy(p, torch.float32, what=w)):
         with pytest.raises(UserError, match=rf"^{FLAG}: .*theirs/config.json has '.+' as its {name.strip('_')}: code "):
             read(path, FLAG)
     assert read_config(path, FLAG, trust_remote_code=True).model_type == "llama"
@@ -315,7 +315,7 @@ def test_code_that_a_configuration_names_on_the_hub_is_not_fetched(tmp_path, mon
 def test_with_permission_it_computes_is_copied_checked_and_saved_with_its_code(code_folder, tmp_path):
     plain = load_policy(make_causal_lm(tmp_path / "plain"), torch.float32)
     policy = load_policy(str(code_folder), torch.float32, what=FLAG, trust_remote_code=True)
-    check_attention(str(code_folder), FLAG, trust_remote_code=True)
+    check_decoding(str(code_folder), FLAG, trust_remote_code=True)
     assert type(policy.model).__name__ == "TheirForCausalLM" and (tmp_path / "mark").exists()
     tokens = torch.arange(4, 14).view(1, 10)
     with torch.no_grad():

@@ -110,6 +110,13 @@ def test_the_fewest_ranks_that_can_hold_a_70b_actor(free, ranks, between_steps, 
     assert found.why.endswith("and are given back while training") == (fits and between_steps == "free")
 
 
+def test_ranks_that_hold_a_copy_together_keep_the_states_of_all_their_rows():
+    """60 GB of weights and 20 of the cache, 8 of them states: 80, or on each of two ranks 30 + 20 + 8."""
+    for free, ranks in ((110, 1), (100, 2)):
+        found = place_copy({1: 60 * GB, 2: 30 * GB}, 20 * GB, free * GB, states=8 * GB)
+        assert found.ranks == ranks and f" {[80, 58][ranks - 1]}.00 of {free}.0 GB" in found.why
+
+
 def test_a_backend_that_was_asked_for_is_taken(monkeypatch):
     monkeypatch.setattr("engine.zero.accelerator.free_memory", lambda: 1)
     for name, kind, plain in (
@@ -134,7 +141,7 @@ def test_a_backend_that_was_asked_for_is_taken(monkeypatch):
 )
 def test_how_tokens_are_decoded_is_told_and_why(monkeypatch, free, gpu, asked, told):
     monkeypatch.setattr("engine.rollout.choice.copies_bytes", lambda *_: {1: 3 * GB // 2})
-    monkeypatch.setattr("engine.rollout.choice.cache_bytes", lambda model, slots: GB)
+    monkeypatch.setattr("engine.rollout.choice.cache_bytes", lambda module, slots, rows: GB)
     monkeypatch.setattr("engine.zero.accelerator.on_gpu", lambda: gpu)
     rollouts = chosen(engines(3), free * GB, monkeypatch, decoding=asked)
     assert rollouts.why.endswith(f"; decoding {told}")

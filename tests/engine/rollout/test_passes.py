@@ -18,14 +18,14 @@ from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
-    MambaConfig,
     MiniMaxConfig,
-    Qwen3NextConfig,
+    RecurrentGemmaConfig,
+    RwkvConfig,
 )
 
 from engine.errors import UserError
 from engine.experience import PromptBatch
-from engine.models.checking import check_attention
+from engine.models.checking import check_decoding
 from engine.rollout.cache import SlotCache
 from engine.rollout.decode import Sampler
 from engine.rollout.passes import (
@@ -313,11 +313,13 @@ def test_flash_attention_answers_as_torchs_own(models, expected, monkeypatch):
     assert len(flash.calls) > 40 and {longest for _, longest in flash.calls} > {1}
 
 
-@pytest.mark.parametrize("config", (MambaConfig(), Qwen3NextConfig(), MiniMaxConfig()), ids=lambda c: c.model_type)
-def test_actors_that_keep_a_state_are_refused(tmp_path, config):
+@pytest.mark.parametrize(
+    "config", (RwkvConfig(), RecurrentGemmaConfig(), MiniMaxConfig()), ids=lambda config: config.model_type
+)
+def test_actors_that_keep_states_outside_of_transformers_cache_are_refused(tmp_path, config):
     config.save_pretrained(tmp_path)
-    with pytest.raises(UserError, match=f"^--actor: .* is a {config.model_type} model. Some of its layers keep a "):
-        check_attention(str(tmp_path), "--actor")
+    with pytest.raises(UserError, match=f"^--actor: .* is a {config.model_type} model. Some of its layers keep what "):
+        check_decoding(str(tmp_path), "--actor")
 
 
 def test_a_sampler_at_rest_holds_neither_the_model_nor_memory(models, expected):

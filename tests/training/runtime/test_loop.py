@@ -7,6 +7,7 @@ import re
 from types import SimpleNamespace
 
 import pytest
+from transformers import MiniMaxConfig
 
 from engine.errors import EndedEarly, UserError
 from engine.models.checking import PRETRAINING_RECORD
@@ -18,7 +19,7 @@ from training.critic_pretraining import pretrain
 from training.runtime import model_folders, stopping
 from training.runtime.callbacks import Callback
 from training.runtime.loop import Run
-from training.runtime.plan import check_files, check_vllm
+from training.runtime.plan import check_files, check_rollouts
 
 
 class Notes(Run):
@@ -148,8 +149,16 @@ def test_a_missing_vllm_is_told_with_the_files(path, tmp_path, monkeypatch):
 def test_heads_that_it_cannot_compute_or_divide_are_told(path, monkeypatch):
     monkeypatch.setattr("engine.rollout.vllm_rollouts.metadata.version", fake_vllm.version("0.32.1"))
     with pytest.raises(UserError, match=f"{re.escape(path)} has attention heads of size 8; on CPUs"):
-        check_vllm(with_vllm(path))
+        check_rollouts(with_vllm(path))
     monkeypatch.delenv("RANK", raising=False)  # of a group that other tests joined
     with pytest.raises(UserError, match="--vllm_tensor_parallel_size 3: the 4 attention heads of .* divides 4"):
-        check_vllm(with_vllm(path, "--vllm_tensor_parallel_size", "3"))
-    check_vllm(with_vllm(path, "--dry_run"))  # for other machines, it may be
+        check_rollouts(with_vllm(path, "--vllm_tensor_parallel_size", "3"))
+    check_rollouts(with_vllm(path, "--dry_run"))  # for other machines, it may be
+
+
+def test_only_the_own_sampler_needs_states_in_its_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr("engine.rollout.vllm_rollouts.metadata.version", fake_vllm.version("0.32.1"))
+    MiniMaxConfig().save_pretrained(tmp_path)
+    check_rollouts(with_vllm(str(tmp_path), "--dry_run"))
+    with pytest.raises(UserError, match="is a minimax model.* --rollout_backend vllm"):
+        check_rollouts(with_vllm(str(tmp_path), "--rollout_backend", "auto"))

@@ -11,8 +11,8 @@ from functools import cached_property
 from engine.actor_copy import copies_bytes
 from engine.host_memory import COPIES_SHARE
 from engine.models.config_and_tokenizer import CLASSIFIER, LANGUAGE_MODEL
-from engine.rollout.cache import cache_bytes
 from engine.rollout.decode import slots_of_a_row
+from engine.rollout.passes import cache_bytes
 from engine.rollout.placement import Placement, place_copy
 from engine.zero.gather_once import KEPT, NOTHING_KEPT, Kept, what_to_keep
 from training.config.step3 import RLHFFlags
@@ -179,11 +179,12 @@ class _Planner:
             self.vllm["vLLM", "weights"] = actor.bytes("weights", actor.model.numbers).total() // (
                 args.vllm_tensor_parallel_size
             )
-            self.vllm["vLLM", "keys and values"] = cache_bytes(model.model, length * rows)
+            self.vllm["vLLM", "keys and values"] = cache_bytes(model, length * rows, rows)
             return
-        self.cache["actor", "keys and values"] = cache_bytes(model.model, slots_of_a_row(length, waiting) * rows)
+        self.cache["actor", "keys and values"] = cache_bytes(model, slots_of_a_row(length, waiting) * rows, rows)
         if args.rollout_backend == "zero3":
             return
+        states = cache_bytes(model, 0, rows)
         room = self.cluster.room if args.rollout_backend == "auto" else None
         sizes = {1: 0}
         if actor.stage == 3:
@@ -191,13 +192,14 @@ class _Planner:
             sizes = copies_bytes(model, self.cluster.gpus, asked)
         self.placement = Placement(min(sizes), args.replicas_between_steps, "as asked")
         if room is not None:
-            cache = cache_bytes(model.model, slots_of_a_row(length, waiting=True) * rows)
+            cache = cache_bytes(model, slots_of_a_row(length, waiting=True) * rows, rows)
             gradients = sum(
                 engine.model.width * engine.model.trains // (engine.world if engine.stage >= 2 else 1)
                 for engine in self.engines.values()
             )
             free = room - self.rest.total() - gradients
-            self.placement = place_copy(sizes, cache, free, args.replicas_between_steps)
+            self.placement = place_copy(sizes, cache, free, args.replicas_between_steps, states)
+        self.cache["actor", "keys and values"] += states * (self.placement.ranks - 1)
         self.copy["copy", "weights"] = sizes[self.placement.ranks]
 
     def plan(self) -> MemoryPlan:

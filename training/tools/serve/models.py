@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from engine.experience import PromptBatch, position_ids
 from engine.models.attention import Attention
-from engine.models.checking import check_attention, check_policy, check_rows, check_scorer, check_vocabularies
+from engine.models.checking import check_decoding, check_policy, check_rows, check_scorer, check_vocabularies
 from engine.models.config_and_tokenizer import read_config, vocabulary_size
 from engine.models.loading import DTYPES, load_policy, load_scorer
 from engine.models.policy import Scorer
@@ -194,7 +194,7 @@ def _check(args: ServeFlags, paths: dict[str, str], reward: str | None) -> int:
         config = check_policy(path, what, trusted)
         tokenizer = args.read_tokenizer(path, what)
         check_rows(tokenizer, config, path, what)
-        check_attention(path, what, trusted)
+        check_decoding(path, what, trusted)
         positions.append(getattr(config, "max_position_embeddings", None) or args.max_seq_len)
         if reward is not None:
             check_vocabularies(tokenizer, reward, REWARD, trusted)
