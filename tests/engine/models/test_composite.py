@@ -147,7 +147,8 @@ def test_the_language_model_gives_the_logits_of_the_whole_and_is_saved_alone(fol
     torch.testing.assert_close(logits_of(model), expected, rtol=0, atol=2e-6)
     found = json.loads((saved / "config.json").read_text())
     assert (found["text_part_of"], found["architectures"]) == (family, [type(model).__name__])
-    assert {name: found[name] for name in _IDS} == _IDS
+    whole = AutoConfig.from_pretrained(folders[family])  # transformers 5.17 keeps no ids at the top of Qwen2.5-VL
+    assert {name: found[name] for name in _IDS} == {name: getattr(whole, name, None) for name in _IDS}
     assert "vision_config" not in found and not any("vis" in name for name in load_file(saved / "model.safetensors"))
     check_policy(str(saved), "model")
 
