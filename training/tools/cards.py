@@ -100,8 +100,6 @@ def model_card(start: Mapping, rows: Sequence[Mapping], name: str, part_of: str 
     kind = "ppo" if "actor_model_name_or_path" in flags else "reward" if "pairwise_loss" in flags else "sft"
     role = name.removesuffix("_adapter") if kind == "ppo" else kind
     models = [(label, flags[flag]) for flag, label in MODEL_FLAGS.items() if flags.get(flag)]
-    told = PART.format(part_of) + OF_AN_ADAPTER * ("adapter" in name)
-    parts = {} if part_of is None else {"Language model alone": told}
     given = {flag: [flags[flag]] if isinstance(flags.get(flag), str) else flags.get(flag) or [] for flag in DATA_FLAGS}
     data = [(DATA_FLAGS[flag], path) for flag, paths in given.items() for path in paths]
     last, settings = rows[-1] if rows else {}, {**flags, **dialect}
@@ -109,6 +107,8 @@ def model_card(start: Mapping, rows: Sequence[Mapping], name: str, part_of: str 
     how |= {"steps": max(last.get("step", 0), 0), "responses" if dialect else "examples": last.get("samples", 0)}
     how |= {"ranks": f"{machine['world_size']}, {machine['accelerator']}"}
     how |= {f"`{name}`": settings[name] for name in SHOWN if settings.get(name) not in (None, 0)}
+    told = PART.format(part_of) + OF_AN_ADAPTER * ("adapter" in name)
+    parts = {} if part_of is None else {"Language model alone": told}
     parts |= {
         "Made from": "\n".join(f"- {label}: {_public(path)}" for label, path in [*models, *data]),
         "How": "\n".join(["| | |", "| --- | --- |", *(f"| {label} | {value} |" for label, value in how.items())]),
