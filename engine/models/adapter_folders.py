@@ -171,12 +171,15 @@ class AdapterFolder:
         """
         with torch.device("meta"):
             model = model_class._from_config(config)
+        advice = _OF_ITS_BASE
+        if hasattr(config, "text_part_of"):
+            advice = f"If it was trained on the whole {config.text_part_of} model, with its towers: {_MERGE.lower()}."
         peft_config = unset(self.config)
         try:
             inject(model, {"default": peft_config})
         except Exception as error:  # whatever broken values lead peft to
             raise UserError(
-                f"{self.label} does not fit its base {self.base} ({one_line(error)[:300]}). {_OF_ITS_BASE}"
+                f"{self.label} does not fit its base {self.base} ({one_line(error)[:300]}). {advice}"
             ) from None
         expected = {
             name.replace(".default.", "."): tuple(parameter.shape)
@@ -196,7 +199,7 @@ class AdapterFolder:
                 "adapted head. Save it with save_pretrained(..., save_embedding_layers=False)."
             )
         if misfit.difference:
-            raise UserError(f"{self.label} does not fit its base {self.base}: {misfit.difference}. {_OF_ITS_BASE}")
+            raise UserError(f"{self.label} does not fit its base {self.base}: {misfit.difference}. {advice}")
 
     def changes_tied_head(self, config: PretrainedConfig, model_class) -> bool:
         """Whether the adapter changes the output head of a model of this class and configuration, and this head is tied

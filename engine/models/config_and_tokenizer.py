@@ -16,6 +16,7 @@ attention mask is `ids != pad` cannot tell EOS from padding if EOS is the pad to
 EOS, and reads the score one token earlier. The rule for the pad token therefore affects the results of a dialect.
 """
 
+import contextlib
 import copy
 from functools import lru_cache
 from pathlib import Path
@@ -36,7 +37,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from engine.algorithms.dialect import Dialect
 from engine.errors import UserError, shortened
-from engine.files import read_text, refuse_pointers, rust_panics
+from engine.files import parsed_json, read_text, refuse_pointers, rust_panics
 from engine.models import classifiers
 from engine.models.model_paths import base_of, one_line, require_model
 from engine.models.weight_files import file_names, mapped_tensors, weight_files, weights_folder
@@ -326,8 +327,12 @@ def read_tokenizer(
         raise UserError(f"{what}: the tokenizer at {path!r} has neither a pad nor an EOS token. Set one.")
     rows = read_config(path, what, trust_remote_code).get_text_config().vocab_size if pad_token != "tokenizer" else 0
     set_pad_token(tokenizer, pad_token, path, room=vocabulary_size(tokenizer) < rows)
+    of_processor = Path(path) / "chat_template.json"  # where older folders of composite models have it
     if chat_template is not None:
         tokenizer.chat_template = read_chat_template(chat_template)
+    elif not tokenizer.chat_template and of_processor.is_file():
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            tokenizer.chat_template = parsed_json(read_text(of_processor))["chat_template"]
     return tokenizer
 
 

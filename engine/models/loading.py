@@ -289,8 +289,8 @@ def _loaded(
             **how,
         )
     if hasattr(config, "text_part_of"):
-        # With these, the model would be saved with the names that it has within the composite model.
-        del model._weight_conversions
+        # Otherwise the model would be saved with the names that it has within the composite model.
+        vars(model).pop("_weight_conversions", None)
     if dtype != torch.float32 and is_partitioned(next(model.parameters())):
         restore_buffers(model, dtype)
     misfit, message = replace(Misfit.of(info), left_over=()), None  # the headers were checked for this before

@@ -181,7 +181,7 @@ def _not_adapted(model: PreTrainedModel, names: list[str]) -> set[str]:
 
 
 # The names of linear layers' classes. When a model is adapted, its output head is already a LogProbHead or ScoreHead.
-_LINEAR = ("Linear", "Conv1D", "LogProbHead", "ScoreHead")
+_LINEAR = ("Linear", "Conv1D", "FalconLinear", "LogProbHead", "ScoreHead")
 
 
 @torch.no_grad()

@@ -35,6 +35,7 @@ from engine.errors import UserError
 from engine.files import parsed_json, read_text
 from engine.models.model_paths import base_of, is_adapter, one_line
 from training.config.flags import HubFlags
+from training.data.row_selection import listed
 from training.data.sources import DEEPSPEED_CHAT_FILES, is_path, name_and_split
 from training.reporting.guards import Kind
 from training.reporting.run_record import METRICS_FILE, RUN_FILE, git_state, read_metrics, read_run_record, versions
@@ -65,6 +66,10 @@ LIMITS = (
     "from are its own, too."
 )
 PART = "The language model of a {} model, without its towers: it reads texts alone, and no images or sound."
+OF_AN_ADAPTER = (
+    " The adapter fits the language model's own class. On the whole model, whose layers have other names, peft loads "
+    "nothing of it and only warns."
+)
 MODEL_FLAGS = {
     "model_name_or_path": "started from",
     "actor_model_name_or_path": "SFT model",
@@ -96,15 +101,16 @@ def model_card(start: Mapping, rows: Sequence[Mapping], name: str, part_of: str 
     kind = "ppo" if "actor_model_name_or_path" in flags else "reward" if "pairwise_loss" in flags else "sft"
     role = name.removesuffix("_adapter") if kind == "ppo" else kind
     models, data = (
-        [(label, path) for flag, label in named.items() for path in _listed(flags.get(flag))]
+        [(label, path) for flag, label in named.items() for path in listed(flags.get(flag))]
         for named in (MODEL_FLAGS, DATA_FLAGS)
     )
-    parts = {} if part_of is None else {"Language model alone": PART.format(part_of)}
     last, settings = rows[-1] if rows else {}, {**flags, **dialect}
     how = {"dialect": f"`{dialect['name']}`"} if dialect else {}
     how |= {"steps": max(last.get("step", 0), 0), "responses" if dialect else "examples": last.get("samples", 0)}
     how |= {"ranks": f"{machine['world_size']}, {machine['accelerator']}"}
     how |= {f"`{name}`": settings[name] for name in SHOWN if settings.get(name) not in (None, 0)}
+    told = PART.format(part_of) + OF_AN_ADAPTER * ("adapter" in name)
+    parts = {} if part_of is None else {"Language model alone": told}
     parts |= {
         "Made from": "\n".join(f"- {label}: {_public(path)}" for label, path in [*models, *data]),
         "How": "\n".join(["| | |", "| --- | --- |", *(f"| {label} | {value} |" for label, value in how.items())]),
@@ -134,10 +140,6 @@ def merge_card(source: Mapping, versions: Mapping[str, str | None], git: Mapping
         "Made with": _made_with(versions, git),
     }
     return _card("merged", False, _hub_names([sft, *trained]), [], parts)
-
-
-def _listed(value: str | Sequence[str] | None) -> Sequence[str]:
-    return [value] if isinstance(value, str) else value or []
 
 
 def _card(role: str, adapter: bool, base: Sequence[str], datasets: Sequence[str], parts: Mapping[str, str]) -> str:
@@ -258,9 +260,11 @@ def add_card(folder: Path, output_dir: Path, name: str, steps: int | None = None
 
 
 def _whole_model(folder: Path) -> str | None:
-    """The type of the composite model of which the model in a folder is the language model; None for other models."""
-    file = folder / "config.json"
-    return parsed_json(file.read_text(encoding="utf-8")).get("text_part_of") if file.is_file() else None
+    """The type of the composite model of which the model in a folder, or an adapter's base, is the language model; None
+    for other models."""
+    file = Path(base_of(str(folder), "model")) / "config.json"
+    config = parsed_json(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    return config.get("text_part_of") or (config["model_type"] if "text_config" in config else None)
 
 
 def add_merge_card(folder: Path, source: Mapping) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoConfig,
@@ -18,10 +19,10 @@ from transformers import (
 
 from engine.errors import UserError
 from engine.models.checking import check_policy, check_scorer, check_trunk
-from engine.models.config_and_tokenizer import read_config
+from engine.models.config_and_tokenizer import read_config, read_tokenizer
 from engine.models.loading import load_policy, load_scorer, new_critic
 from engine.models.saving import save_model
-from scripts.harness.models import BOS, EOS, PAD, POSITIONS, VOCABULARY, WIDTH, save_random
+from scripts.harness.models import BOS, EOS, PAD, POSITIONS, VOCABULARY, WIDTH, make_adapter, save_random
 from scripts.harness.weights import full_state
 from tests.made import Made
 
@@ -146,7 +147,8 @@ def test_the_language_model_gives_the_logits_of_the_whole_and_is_saved_alone(fol
     torch.testing.assert_close(logits_of(model), expected, rtol=0, atol=2e-6)
     found = json.loads((saved / "config.json").read_text())
     assert (found["text_part_of"], found["architectures"]) == (family, [type(model).__name__])
-    assert {name: found[name] for name in _IDS} == _IDS
+    whole = AutoConfig.from_pretrained(folders[family])  # transformers 5.17 keeps no ids at the top of Qwen2.5-VL
+    assert {name: found[name] for name in _IDS} == {name: getattr(whole, name, None) for name in _IDS}
     assert "vision_config" not in found and not any("vis" in name for name in load_file(saved / "model.safetensors"))
     check_policy(str(saved), "model")
 
@@ -171,6 +173,14 @@ def test_weights_are_found_by_the_names_of_each_version(folders, layout, tmp_pat
     save_file(state, tmp_path / "model.safetensors")
     found = load_policy(str(tmp_path), torch.float32)
     torch.testing.assert_close(logits_of(found.model), texts_of_the_whole(tmp_path), rtol=0, atol=0)
+
+
+def test_a_template_in_the_processors_file_is_the_tokenizers(folders, tmp_path):
+    folder = edit_weights(folders["mistral3"], tmp_path / "templated", lambda state: None)
+    template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    (tmp_path / "templated" / "chat_template.json").write_text(json.dumps({"chat_template": template}))
+    tokenizer = read_tokenizer(folder, "model")
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "w05"}], tokenize=False) == "<user>w05"
 
 
 def edit_weights(folder: Path, target: Path, change) -> str:
@@ -221,9 +231,24 @@ def test_a_whole_classifier_gives_the_scores_of_the_whole(family, tmp_path):
         check_policy(folder, "model")
 
 
-@pytest.mark.parametrize("family", ["gemma3", "qwen3_5", "qwen2_5_vl", "qwen3_vl", "mistral3"])
+@pytest.mark.parametrize("family", ["gemma3", "qwen2_5_vl"])
 def test_a_critic_begins_from_the_language_model(folders, family):
     check_trunk(str(folders[family]), "model")
     trunk = load_policy(str(folders[family]), torch.float32).model.base_model.state_dict()
     critic = new_critic(str(folders[family]), torch.float32).model.base_model.state_dict()
     assert trunk.keys() == critic.keys() and all(torch.equal(trunk[name], critic[name]) for name in trunk)
+
+
+def test_an_adapter_of_the_whole_is_told_from_one_of_the_language_model(folders, tmp_path):
+    whole = AutoModelForImageTextToText.from_pretrained(folders["gemma3"], dtype=torch.float32)
+    lora = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    get_peft_model(whole, lora).save_pretrained(tmp_path / "whole")
+    with pytest.raises(UserError, match=r"If it was trained on the whole gemma3 model, .* merge it into its model"):
+        check_policy(str(tmp_path / "whole"), "model")
+    adapter = make_adapter(tmp_path / "adapter", str(folders["gemma3"]))
+    merged = load_policy(adapter, torch.float32).model
+    alone = AutoModelForCausalLM.from_pretrained(
+        save(load_policy(str(folders["gemma3"]), torch.float32), tmp_path / "alone"), dtype=torch.float32
+    )
+    expected = logits_of(PeftModel.from_pretrained(alone, adapter))  # not merged: rounded otherwise
+    torch.testing.assert_close(logits_of(merged), expected, rtol=0, atol=2e-5)

@@ -225,6 +225,12 @@ def test_texts_for_pretraining_may_be_empty():
         (PROMPTS, {"messages": [{"role": "user"}]}, "column messages, message 1, content: found null"),
         (PROMPTS, {"messages": [{"content": "a"}]}, "column messages, message 1: found an object"),
         (PROMPTS, {"prompt": [{"role": "user", "content": "a\0"}]}, "column prompt, message 1, content: found a NUL"),
+        (PROMPTS, {"prompt": "a", "images": ["a.png"]}, "column images: found a list .*texts alone here"),
+        (
+            SFT,
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image_url"}]}]},
+            "column messages, message 1, content: found a part of the type image_url. Models are shown texts alone",
+        ),
         (
             PROMPTS,
             {"messages": [{"role": "tool", "content": "a"}]},
