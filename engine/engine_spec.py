@@ -1,7 +1,7 @@
 """The specification of PPO's engines: the models and DeepSpeed configurations of the engines, and which models share an
 engine."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from engine.models.attention import USUAL, Attention
 from engine.models.lora import LoraSpec
@@ -41,8 +41,9 @@ class EngineSpec:
     critic_path: the folder of a reward model or critic from which the critic starts; None for the actor's model with a
         new head (`new_critic`).
     with_critic: whether there is a critic.
-    reward_path: the reward model's folder, by default `critic_path`.
-    with_reward_model: whether there is a reward model; without a reward model, scores come from other sources.
+    reward_paths: the reward models' folders; empty if all scores come from other sources. None: `critic_path` alone.
+    text_reward_paths: those of the reward models that read texts, not the actor's ids
+        (`engine.models.checking.reads_texts`).
     hydra_layers: how many of the actor's last layers train. The reference is then a frozen copy of these layers in the
         actor's engine. With 0 all layers train, and there is no such copy.
     actor_lora, critic_lora: LoRA adapters that train in place of the model's own matrices; None trains the model
@@ -52,9 +53,9 @@ class EngineSpec:
     chat_template: a file with the tokenizer's chat template, or None.
     trust_remote_code: whether code in the models' folders may run.
     attention: which implementation computes attention in all models, and the longest row, for models with longrope.
-    reference, reward: the configurations of the two frozen models. By default the reference is at stage 3 if the actor
-        is at stage 3, and else at stage 0. In the same way the reward model's stage follows the critic's, or the
-        actor's if there is no critic.
+    reference, reward: the configurations of the frozen models; all reward models have the same. By default the
+        reference is at stage 3 if the actor is at stage 3, and else at stage 0. In the same way the stage of the reward
+        models follows the critic's, or the actor's if there is no critic.
     ema_decay: decay of the moving average of the actor; None for no average.
     ema_device: "cpu" keeps the moving average and a moving reference in host memory.
     reference_is_ema: whether the moving average is the reference.
@@ -64,9 +65,9 @@ class EngineSpec:
 
     actor_path: str
     critic_path: str | None
-    reward_path: str | None = None
+    reward_paths: tuple[str, ...] | None = None
+    text_reward_paths: tuple[str, ...] = ()
     with_critic: bool = True
-    with_reward_model: bool = True
     hydra_layers: int = 0
     actor_lora: LoraSpec | None = None
     critic_lora: LoraSpec | None = None
@@ -95,16 +96,25 @@ class EngineSpec:
         assert not self.reference_is_ema or (self.ema_decay is not None and self.reference_refresh_steps is None), (
             "the reference is the average, and there is none, or it is to be refreshed too"
         )
-        assert not self.with_reward_model or self.reward_path is not None or self.critic_path is not None, (
-            "a reward model is wanted, and neither reward_path nor critic_path says which"
+        assert self.reward_paths is not None or self.critic_path is not None, (
+            "a reward model is wanted, and neither reward_paths nor critic_path says which"
         )
         assert self.with_critic or self.critic_path is None, f"critic_path {self.critic_path!r}, but no critic"
         assert not self.hydra_layers or self.actor_lora is None, "a hydra's last layers train whole"
         assert not self.share_trunk or (self.actor_lora is not None and self.actor_lora.only), (
             "one trunk trains factors"
         )
-        for role, host in self.engine_of.items():
-            assert getattr(self, role) is None, f"the {host}'s engine computes the {role}, which has none of its own"
+        built = [config.role for config in self.engine_configs]
+        for role, configs in (("reference", ["reference"]), ("reward", list(self.rewards))):
+            assert getattr(self, role) is None or any(name in built for name in configs), (
+                f"another model's engine computes the {role}, which has none of its own"
+            )
+
+    @property
+    def rewards(self) -> dict[str, str]:
+        """Maps the role of each reward model ("reward", "reward_2", "reward_3", ...) to its folder."""
+        paths = (self.critic_path,) if self.reward_paths is None else self.reward_paths
+        return {reward_role(place): str(path) for place, path in enumerate(paths)}
 
     @property
     def reference_moves(self) -> bool:
@@ -122,12 +132,12 @@ class EngineSpec:
         }
         found = {}
         if self.share_trunk:
-            return {"reference": "actor"} | ({"reward": "actor"} if self.with_reward_model else {})
+            return {"reference": "actor"} | dict.fromkeys(self.rewards, "actor")
         if self.hydra_layers or only_factors["actor"] or self.reference_moves:
             found["reference"] = "actor"
-        start = self.critic_path if self.with_critic and self.with_reward_model and only_factors["critic"] else None
-        if start is not None and same_model(start, self.reward_path or start):
-            found["reward"] = "critic"
+        start = self.critic_path if self.with_critic and only_factors["critic"] else None
+        if start is not None:
+            found |= {role: "critic" for role, path in self.rewards.items() if same_model(start, path)}
         return found
 
     @property
@@ -148,7 +158,10 @@ class EngineSpec:
                 "reference": self._moving_reference
                 or "the reference is the actor with its adapter off, or the one that it began with",
                 "critic": "the critic is the actor's trunk with an adapter and a head of its own",
-                "reward": "the reward model is the actor's trunk with the adapter and the head that it came with",
+            }
+            words |= {
+                role: f"{self._called(role)} is the actor's trunk with the adapter and the head that it came with"
+                for role in self.rewards
             }
             return {role: words[role] for role in (*(["critic"] if self.with_critic else []), *self.engine_of)}
         words = {
@@ -158,9 +171,16 @@ class EngineSpec:
                 if self.hydra_layers
                 else f"the reference is the actor with {_before(self.actor_path)}"
             ),
-            "reward": f"the reward model is the critic with {_before(self.critic_path)} and its first head",
+        }
+        words |= {
+            role: f"{self._called(role)} is the critic with {_before(self.critic_path)} and its first head"
+            for role in self.rewards
         }
         return {role: words[role] for role in self.engine_of}
+
+    def _called(self, role: str) -> str:
+        """What messages call a reward model."""
+        return "the reward model" if len(self.rewards) == 1 else f"the reward model {self.rewards[role]}"
 
     @property
     def _moving_reference(self) -> str | None:
@@ -177,14 +197,18 @@ class EngineSpec:
     @property
     def engine_configs(self) -> list[EngineConfig]:
         """The configurations of all engines that are built: the actor's, and those of critic, reference and reward
-        model as far as each has an engine of its own."""
+        models as far as each has an engine of its own."""
         configs = [self.actor, *([self.critic] if self.with_critic and not self.share_trunk else [])]
         if "reference" not in self.engine_of:
             configs.append(self.reference or EngineConfig("reference", frozen_stage(self.actor)))
-        if self.with_reward_model and "reward" not in self.engine_of:
-            partner = self.critic if self.with_critic else self.actor
-            configs.append(self.reward or EngineConfig("reward", frozen_stage(partner)))
-        return configs
+        partner = self.critic if self.with_critic else self.actor
+        reward = self.reward or EngineConfig("reward", frozen_stage(partner))
+        return configs + [replace(reward, role=role) for role in self.rewards if role not in self.engine_of]
+
+
+def reward_role(place: int) -> str:
+    """The role of the reward model at this place of the list, counted from 0."""
+    return f"reward_{place + 1}" if place else "reward"
 
 
 def _before(path: str | None) -> str:

@@ -106,7 +106,7 @@ class ExperienceMaker:
         joined = partial(_joined, rows=rows, width=rollout.response_length)
         by_policies = self._by_policies(learned, pieces, joined) if policies else _unasked(learned)
         values = self._values(pieces, joined)
-        scores = scores or self._scores([scored.select(part) for part in rows], joined)
+        scores = scores or self._scores(scored, rows)
         return Experience(
             rollout=learned,
             values=values,
@@ -122,9 +122,7 @@ class ExperienceMaker:
         (all ranks call this together, each with equally many rows)."""
         learned, scored = self.algorithm.texts(rollout)
         self.reward.prepare(scored)
-        rows = self._micro_batches(learned)
-        joined = partial(_joined, rows=rows, width=rollout.response_length)
-        return self._scores([scored.select(part) for part in rows], joined)
+        return self._scores(scored, self._micro_batches(learned))
 
     def _micro_batches(self, learned: Rollout) -> list[Tensor]:
         """The rows of each forward pass. All ranks have equally many passes."""
@@ -192,10 +190,8 @@ class ExperienceMaker:
             by_token = [critic(piece.sequences, piece.attention_mask, piece.position_ids) for piece in pieces]
         return joined([values[:, piece.prompt_length - 1 : -1] for values, piece in zip(by_token, pieces, strict=True)])
 
-    def _scores(self, pieces: list[Rollout], joined: Join) -> Scores:
-        with self.reward.on_device(), self.reward.inferring():
-            by_piece = [self.reward.parts(piece) for piece in pieces]
-        said = {name: joined([part[name] for part in by_piece]) for name in by_piece[0]}
+    def _scores(self, scored: Rollout, rows: list[Tensor]) -> Scores:
+        said = self.reward.measured(scored, rows)
         weights = self.reward.weights()
         parts = {name: weights.get(name, 1.0) * part for name, part in said.items()}
         return Scores(

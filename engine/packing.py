@@ -18,15 +18,23 @@ def micro_batches(rollout: Rollout, tokens: int, equally_many: bool = False, pad
     """
     lengths = rollout.attention_mask[:, : rollout.prompt_length].sum(-1), rollout.response_mask.sum(-1)
     prompt, response = torch.stack(lengths).tolist()
-    pieces = pack(prompt, response, tokens, padded)
+    pieces = passes(prompt, response, tokens, equally_many, padded)
+    rows = torch.tensor([row for piece in pieces for row in piece], device=rollout.sequences.device)
+    return list(rows.split([len(piece) for piece in pieces]))
+
+
+def passes(
+    prompt_lengths: list[int], response_lengths: list[int], tokens: int, equally_many: bool = False, padded: bool = True
+) -> list[list[int]]:
+    """As `micro_batches`, for rows of these lengths: a list with the row numbers of each forward pass."""
+    pieces = pack(prompt_lengths, response_lengths, tokens, padded)
     count = distributed.largest(len(pieces)) if equally_many else len(pieces)
     while len(pieces) < count:
         largest = max(range(len(pieces)), key=lambda index: len(pieces[index]))
         piece = pieces[largest]
-        assert len(piece) > 1, f"{len(prompt)} rows cannot be dealt to {count} passes: another rank has more rows"
+        assert len(piece) > 1, f"{len(prompt_lengths)} rows cannot be dealt to {count} passes: another rank has more"
         pieces[largest : largest + 1] = [piece[: len(piece) // 2], piece[len(piece) // 2 :]]
-    rows = torch.tensor([row for piece in pieces for row in piece], device=rollout.sequences.device)
-    return list(rows.split([len(piece) for piece in pieces]))
+    return pieces
 
 
 def pack(prompt_lengths: list[int], response_lengths: list[int], tokens: int, padded: bool = True) -> list[list[int]]:

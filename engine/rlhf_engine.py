@@ -1,15 +1,15 @@
-"""The four engines of PPO: actor, critic, reference, reward.
+"""The engines of PPO: actor, critic, reference, and one for each reward model.
 
     models = RLHFEngine.from_pretrained(EngineSpec(actor_path="sft", critic_path="reward_model"))
     logprobs, _ = models.actor(sequences, attention_mask, position_ids, response_length=8)
     values = models.critic(sequences, attention_mask, position_ids)
 
-With `EngineSpec.share_trunk` all four models are in one engine (`shared_trunk`).
+With `EngineSpec.share_trunk` all models are in one engine (`shared_trunk`).
 """
 
 import copy
 import gc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -42,7 +42,7 @@ from engine.zero.config import EngineConfig, build_ds_config, refuse_offload_of_
 from engine.zero.engines import FrozenModel, FrozenRole, TrainedModel
 from engine.zero.shared_engine import SharedEngine, TrainedRole
 
-FIELDS = {role: f"{role}_path" for role in ("actor", "critic", "reward")}  # of an EngineSpec
+FIELDS = {"actor": "actor_path", "critic": "critic_path", "reward": "reward_paths"}  # of an EngineSpec
 
 
 def check_roles(
@@ -67,17 +67,20 @@ def check_roles(
             check_hydra(path, spec.hydra_layers, what, trusted)
         if spec.with_critic and spec.critic_path is None:
             check_trunk(path, what, trusted)
-    scores = (spec.reward_path or spec.critic_path) if spec.with_reward_model else None
-    for scorer, what in {spec.reward_path: names["reward"], spec.critic_path: names["critic"]}.items():
-        if scorer is None or not looks_at(scorer):
+    rewards = spec.rewards.values()
+    scorers = dict.fromkeys(rewards, names["reward"])
+    if spec.critic_path is not None:
+        scorers[spec.critic_path] = names["critic"]
+    for scorer, what in scorers.items():
+        if not looks_at(scorer):
             continue
         check_scorer(scorer, what, trusted)
-        if scorer == scores and is_pretrained_critic(scorer):
+        if scorer in rewards and is_pretrained_critic(scorer):
             raise UserError(
                 f"{what}: {scorer} is a pretrained critic, whose numbers say what is still to come of a text; it gives "
-                "no scores. Name the reward model too: --reward_model_name_or_path, or reward_path in Python."
+                "no scores. Name the reward model too: --reward_model_name_or_path, or reward_paths in Python."
             )
-        if tokenizer is not None:
+        if tokenizer is not None and (scorer == spec.critic_path or scorer not in spec.text_reward_paths):
             check_vocabularies(tokenizer, scorer, what, trusted)
     return tokenizer
 
@@ -122,8 +125,8 @@ def scoring_roles(
     reward_flag: str = "reward",
     with_tokenizer: bool = True,
 ) -> dict[str, ScoringRole]:
-    """Returns {"critic": role, "reward": role}. A role says how the critic or reward model computes on the actor's base
-    model. A model that the spec does not have is left out. No weights are read.
+    """Returns {"critic": role, "reward": role, "reward_2": role, ...}. A role says how the critic or a reward model
+    computes on the actor's base model. A model that the spec does not have is left out. No weights are read.
 
     actor_flag, critic_flag, reward_flag: what messages call the models. with_tokenizer: whether the pad token of a new
     critic is read from the actor's tokenizer. Raises: UserError if a model is not an adapter on the actor's base model.
@@ -135,10 +138,9 @@ def scoring_roles(
     if spec.with_critic:
         start = _on_base(spec, actor_flag, spec.critic_path, critic_flag) if spec.critic_path is not None else None
         found["critic"] = ScoringRole(config=_score_config(spec, start, pad), start=start, lora=spec.critic_lora)
-    path = spec.reward_path or spec.critic_path
-    if spec.with_reward_model and path is not None:
-        start = _on_base(spec, actor_flag, path, critic_flag if spec.reward_path is None else reward_flag)
-        found["reward"] = ScoringRole(config=_score_config(spec, start, pad), start=start)
+    for role, path in spec.rewards.items():
+        start = _on_base(spec, actor_flag, path, critic_flag if spec.reward_paths is None else reward_flag)
+        found[role] = ScoringRole(config=_score_config(spec, start, pad), start=start)
     return found
 
 
@@ -170,7 +172,8 @@ class RLHFEngine:
     """The models of PPO.
 
     actor, critic: the trained models; critic may be None.
-    reference, reward: the frozen models; reward may be None.
+    reference: the frozen model that the actor is kept close to. rewards: the frozen reward models, in the order of
+        `EngineSpec.rewards`; empty if there are none.
     ema: the moving average of the actor, or None.
     tokenizer: the actor's tokenizer. saved_tokenizer: the same with its own pad token, to be saved with models.
     """
@@ -181,13 +184,13 @@ class RLHFEngine:
         actor: TrainedModel | TrainedRole,
         critic: TrainedModel | TrainedRole | None,
         reference: Reference,
-        reward: RewardModel | None,
+        rewards: Sequence[RewardModel],
         ema: EMA | None,
         tokenizer,
         saved_tokenizer=None,
     ):
         self.actor, self.critic = actor, critic
-        self.reference, self.reward = reference, reward
+        self.reference, self.rewards = reference, list(rewards)
         self.ema = ema
         self.tokenizer = tokenizer
         self.saved_tokenizer = saved_tokenizer or tokenizer
@@ -196,7 +199,7 @@ class RLHFEngine:
     def engines(self) -> list[TrainedModel | FrozenModel]:
         """All DeepSpeed engines, each once. Several models may share an engine."""
         hosts = dict.fromkeys(model.host for model in self.trained.values())
-        return [*hosts, *self.reference.models, *(self.reward.models if self.reward else [])]
+        return [*hosts, *self.reference.models, *(model for reward in self.rewards for model in reward.models)]
 
     @property
     def trained(self) -> dict[str, TrainedModel | TrainedRole]:
@@ -233,15 +236,13 @@ class RLHFEngine:
         reference: Reference | None = None
         if not spec.reference_moves:
             reference = Reference(_frozen("reference", load_policy, spec.actor_path, spec, trained))
-        reward, reward_path = None, spec.reward_path or spec.critic_path
-        if spec.with_reward_model and reward_path is not None:
-            reward = RewardModel(_frozen("reward", load_scorer, reward_path, spec, trained))
+        rewards = [RewardModel(_frozen(role, load_scorer, path, spec, trained)) for role, path in spec.rewards.items()]
         ema = EMA(trained["actor"], spec.ema_decay, spec.ema_device) if spec.ema_decay is not None else None
         return cls(
             actor=trained["actor"],
             critic=trained.get("critic"),
             reference=reference or _moving_reference(spec, trained["actor"], ema),
-            reward=reward,
+            rewards=rewards,
             tokenizer=tokenizer,
             saved_tokenizer=read_tokenizer(
                 spec.actor_path, "actor", trust_remote_code=spec.trust_remote_code, chat_template=spec.chat_template
@@ -277,8 +278,9 @@ def _trained_models(spec: EngineSpec) -> Mapping[str, TrainedModel | TrainedRole
 def critic_model(spec: EngineSpec) -> TrainedModel:
     """The critic, loaded from its path; without a path, the actor's model with a new head."""
     load, path = (new_critic, spec.actor_path) if spec.critic_path is None else (load_scorer, spec.critic_path)
-    if "reward" in spec.engine_of:
-        load = _load_with_kept_head
+    kept = next((role for role in spec.rewards if spec.engine_of.get(role) == "critic"), None)
+    if kept is not None:
+        load = partial(_load_with_kept_head, role=kept)
     return trained_model(
         load, path, spec.critic, spec.critic_optimizer, spec, spec.critic_gradient_checkpointing, spec.critic_lora
     )
@@ -330,10 +332,10 @@ def wrap_trained(
     return model
 
 
-def _load_with_kept_head(*args, **kwargs) -> Scorer:
-    """The Scorer that `load_scorer` loads, with a second, frozen head for the reward model."""
+def _load_with_kept_head(*args, role: str, **kwargs) -> Scorer:
+    """The Scorer that `load_scorer` loads, with a second, frozen head for the reward model of this role."""
     scorer = load_scorer(*args, **kwargs)
-    scorer.keep_head("reward")
+    scorer.keep_head(role)
     return scorer
 
 

@@ -90,7 +90,7 @@ def build(
         actor_path=str(folder / "sft"),
         critic_path=str(folder / "reward") if dialect.has_critic else None,
         with_critic=dialect.has_critic,
-        with_reward_model=dialect.has_critic,
+        reward_paths=None if dialect.has_critic else (),
         actor=EngineConfig("actor", stage),
     )
     models = RLHFEngine.from_pretrained(spec)

@@ -28,6 +28,7 @@ LAYERS = [
     ["engine.experience_maker"],
     ["training.runtime.environment", "training.runtime.processes", "training.runtime.stopping"],
     ["training.runtime.callbacks", "training.data"],
+    ["training.reward_texts"],
     ["training.runtime.ranks"],  # whose `agreed` hands tables of the data over
     ["training.checkpoints.files", "training.reporting"],
     ["training.config"],

@@ -169,7 +169,7 @@ def save_critic(run: Run, pretraining: CriticPretraining, metrics: dict[str, flo
         "gamma": dialect.gamma,
         "actor": args.actor_model_name_or_path,
         "critic": args.critic_model_name_or_path,
-        "reward_model": args.reward_path,
+        "reward_models": args.reward_paths,
         "reward_function": args.reward_function,
         "reward_url": list(map(without_query, args.reward_url)),
         **metrics,

@@ -22,7 +22,7 @@ from engine.algorithms import Algorithm, Dialect, end_token_id
 from engine.errors import RunStopped
 from engine.experience import Experience, PromptBatch, TrainingBatch
 from engine.experience_maker import ExperienceMaker
-from engine.reward.base import RewardSource
+from engine.reward.base import CombinedReward, RewardSource
 from engine.rlhf_engine import RLHFEngine
 from engine.rollout.base import RolloutBackend, SamplingConfig
 from training.group_sampling import GroupSampler, PromptFeed, Sampled
@@ -92,7 +92,9 @@ class PPOTrainer:
         )
         alone = config.critic_pretrain_steps, config.critic_warmup_steps
         assert dialect.has_critic or not any(alone), "training of a critic that is not there"
-        assert reward or models.reward, "there is no reward model, and no other reward was given"
+        if reward is None:
+            assert len(models.rewards) == 1, f"{len(models.rewards)} reward models, and no `reward` was given"
+            (reward,) = models.rewards
         self.models = models
         self.rollouts = rollouts
         self.config = config
@@ -112,7 +114,7 @@ class PPOTrainer:
             actor=models.actor,
             critic=models.critic,
             reference=models.reference,
-            reward=reward or models.reward,
+            reward=reward,
             algorithm=self.algorithm,
             micro_batch_size=config.micro_batch_size,
             exact_sampler=config.exact_sampler,
@@ -299,16 +301,23 @@ class PPOTrainer:
 
     def state_dict(self) -> dict:
         """The state that a checkpoint holds in addition to the models' weights and Adam moments."""
-        return self.counters.state_dict() | {
+        state = self.counters.state_dict() | {
             "kl": self.kl_controller.state_dict(),
             "score_scale": self.algorithm.score_scale.state_dict(),
         }
+        reward = self.experience_maker.reward
+        if isinstance(reward, CombinedReward) and reward.standardised:
+            state["reward"] = reward.state_dict()
+        return state
 
     def load_state_dict(self, state: dict) -> None:
         """Restore what `state_dict` returned."""
         self.counters.load_state_dict(state)
         self.kl_controller.load_state_dict(state["kl"])
         self.algorithm.score_scale.load_state_dict(state["score_scale"])
+        reward = self.experience_maker.reward
+        if isinstance(reward, CombinedReward) and "reward" in state:
+            reward.load_state_dict(state["reward"])
 
 
 def batch_to_learn(algorithm: Algorithm, experience: Experience, kl_coef: float) -> TrainingBatch:

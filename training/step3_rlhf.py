@@ -18,8 +18,6 @@ from training.runtime.first_look import first_look
 if __name__ == "__main__":
     first_look("training.config.step3:RLHFFlags", __doc__)
 
-from torch.utils.data import ConcatDataset
-
 from engine import distributed
 from engine.models.attention import attention_in_words
 from engine.rlhf_engine import RLHFEngine
@@ -34,14 +32,16 @@ from training.ppo_trainer import PPOConfig, PPOTrainer, StepReport
 from training.reporting import step_metrics
 from training.reporting.evaluation import Evaluator, PromptEvaluations, sample_rows
 from training.reporting.guards import of_ppo, rounding_bound
+from training.reporting.health import scores_clipped
 from training.reporting.sinks import PPO_VIEW, averaged_view
 from training.reporting.standard_errors import without_scores
 from training.reporting.summary import tell_result
+from training.reward_texts import Texts, reward_source
 from training.runtime import launch
 from training.runtime.callbacks import Callback, Callbacks
 from training.runtime.loop import Run
 from training.runtime.output_folder import check_shared
-from training.runtime.plan import Plan, check_files, check_server, make_plan
+from training.runtime.plan import Plan, by_part, check_files, check_reward_texts, check_server, make_plan
 from training.runtime.processes import phase
 from training.runtime.ranks import agreed, checked
 from training.runtime.start_report import first_lines, report_dry_run
@@ -63,8 +63,12 @@ def main(args: RLHFFlags, callbacks: Sequence[Callback] = ()) -> None:
     if args.reward_url:
         with phase("asking the reward server"):
             agreed(lambda: check_server(args, plan))
+    parts = by_part(plan.prompts, plan.held_out)
+    texts = args.text_reward_paths and checked(
+        lambda: check_reward_texts(args, args.text_reward_paths, plan.tokenizer, parts)
+    )
     if distributed.is_main():
-        print(first_lines(args, plan), flush=True)
+        print(first_lines(args, plan), *texts, sep="\n", flush=True)
     called.planned(args, plan)
     if args.preflight:
         return
@@ -106,7 +110,15 @@ def train(args: RLHFFlags, plan: Plan, trainer: PPOTrainer, run: Run) -> None:
             pretraining = CriticPretraining(trainer, args.critic_pretrain_learning_rate)
             pretrain(run, pretraining, prompt_feed(args, plan, args.seed ^ SEED))
         run.before_first_step()
-        run.train(step, plan.last_step, "between phases", partial(show_samples, run, args.print_answers_interval))
+        run.train(step, plan.last_step, "between phases", partial(show, run, args.print_answers_interval))
+
+
+def show(run: Run, every: int, report: StepReport) -> None:
+    """After the first step: say if many scores are clipped, which need not wait for the run's end. After every so many
+    steps: show samples."""
+    if report.step == 1 and (clipped := scores_clipped([report.metrics])) is not None:
+        run.writer.write(f"WARNING: {clipped.text}")
+    show_samples(run, every, report)
 
 
 def show_samples(run: Run, every: int, report: StepReport, count: int = 4) -> None:
@@ -162,8 +174,20 @@ def exact_sampler(args: RLHFFlags, rollouts: RolloutBackend) -> bool:
 
 def build_trainer(args: RLHFFlags, plan: Plan, models: RLHFEngine, rollouts: RolloutBackend) -> PPOTrainer:
     """Build a trainer that has made no step yet."""
-    rows = ConcatDataset([prompts.rows for prompts in (plan.prompts, plan.held_out) if prompts is not None])
-    reward = build_reward(args, plan.reward_functions, models.reward, models.tokenizer, rows)
+    prompts = [prompts for prompts in (plan.prompts, plan.held_out) if prompts is not None]
+    texts = Texts.of(
+        prompts,
+        models.tokenizer,
+        stops=plan.sampling.stop_token_ids,
+        longest=args.max_prompt_seq_len + args.max_answer_seq_len,
+        rows_at_once=args.per_device_training_batch_size,
+        trust_remote_code=args.trust_remote_code,
+    )
+    scorers = [
+        reward_source(model, path, texts, args.max_reward_seq_len)
+        for model, path in zip(models.rewards, args.reward_paths, strict=True)
+    ]
+    reward = build_reward(args, plan.reward_functions, scorers, models.tokenizer, texts.rows)
     if args.overlap_rewards:
         rollouts.finished = reward.begin
     return PPOTrainer(

@@ -260,12 +260,51 @@ def check_vocabularies(
     own = own_tokenizer(path, what, trust_remote_code)
     if own is None:
         return
-    differing = own.get_vocab().items() ^ actor_tokenizer.get_vocab().items()
-    if differing - {(actor_tokenizer.pad_token, actor_tokenizer.pad_token_id)}:  # the run may have added it
+    if has_other_ids(actor_tokenizer, own):
         raise UserError(
             f"{what}: the tokenizer in {path} gives other ids than the actor's. The reward model must be "
             "trained with the actor's tokenizer."
         )
+
+
+def reads_texts(
+    actor_tokenizer: PreTrainedTokenizerBase,
+    path: str,
+    what: str,
+    trust_remote_code: bool = False,
+    messages: bool | None = None,
+) -> bool:
+    """Whether the reward model at `path` writes texts in other ids than the actor, so that it has to get texts.
+
+    It does if its vocabulary is another one, if its tokenizer begins or ends a text otherwise (BOS, EOS), or if its
+    chat template is another one. A folder without a tokenizer, or without a template, is taken to have the actor's.
+
+    messages: whether the prompts are messages, which the template begins and ends, or texts, for which there is no
+    template; None if that is not known, or if there are both.
+    Raises: UserError, with the flag `what` in its message, if the tokenizer cannot be read.
+    """
+    own = own_tokenizer(path, what, trust_remote_code)
+    if own is None:
+        return False
+    other_template = own.chat_template is not None and own.chat_template != actor_tokenizer.chat_template
+    other_ends = _written(own) != _written(actor_tokenizer)
+    return (
+        has_other_ids(actor_tokenizer, own)
+        or (messages is not False and other_template)
+        or (messages is not True and other_ends)
+    )
+
+
+def has_other_ids(actor_tokenizer: PreTrainedTokenizerBase, own: PreTrainedTokenizerBase) -> bool:
+    """Whether an id stands for another token in the tokenizer `own` than in the actor's."""
+    differing = own.get_vocab().items() ^ actor_tokenizer.get_vocab().items()
+    return bool(differing - {(actor_tokenizer.pad_token, actor_tokenizer.pad_token_id)})  # the run may have added it
+
+
+def _written(tokenizer: PreTrainedTokenizerBase) -> list[int | None]:
+    """The ids of a text, with the tokens that the tokenizer puts before it, and EOS."""
+    ids, eos = tokenizer("a text")["input_ids"], tokenizer.eos_token_id
+    return ids if ids[-1:] == [eos] else [*ids, eos]
 
 
 def own_tokenizer(path: str, what: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase | None:

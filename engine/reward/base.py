@@ -1,6 +1,6 @@
 """Sources of scores: the base class `RewardSource`, a frozen reward model, and a weighted sum of several sources.
 
-    reward = CombinedReward({"model": (models.reward, 1.0), "function": (FunctionReward(f, tokenizer), 0.5)},
+    reward = CombinedReward({"model": (models.rewards[0], 1.0), "function": (FunctionReward(f, tokenizer), 0.5)},
                             length_penalty=0.01)
 
 `AgreedReward` wraps a user's source so that, if it fails on one rank, all ranks stop. `EarlyCalls` calls functions and
@@ -10,7 +10,7 @@ servers in threads before their results are needed.
 import contextlib
 import math
 import traceback
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from engine import distributed
+from engine.algo.masked import mean_and_variance, moments
 from engine.errors import RunStopped, shortened
 from engine.experience import Rollout
 from engine.trace import traced
@@ -68,6 +69,23 @@ class RewardSource(Protocol):
         """Returns {name of a part: weight} for the parts that have to be multiplied by a weight. By default no part has
         a weight. If a part "scores_NAME" has a weight, the metric reward/NAME reports the part without its weight."""
         return {}
+
+    def measured(self, rollout: Rollout, passes: Sequence[Tensor]) -> dict[str, Tensor]:
+        """Returns `parts` for all responses of this rank, computed in pieces (all ranks call this together).
+
+        passes: the rows of each piece: int64 tensors that hold each row once, equally many on all ranks.
+        """
+        return self.in_pieces(self.parts, rollout, passes)
+
+    def in_pieces(
+        self, call: Callable[[Rollout], dict[str, Tensor]], rollout: Rollout, passes: Sequence[Tensor]
+    ) -> dict[str, Tensor]:
+        """The results of `call` for the pieces of a rollout, in the order of the rollout's rows. Only during these
+        calls the source's weights are on the device and gathered."""
+        with self.on_device(), self.inferring():
+            found = [call(rollout.select(rows)) for rows in passes]
+        order = torch.cat(list(passes)).argsort()
+        return {name: torch.cat([piece[name] for piece in found])[order] for name in found[0]}
 
     def begin(self, rollout: Rollout) -> None:
         """Called with finished responses while others are still being drawn. A source may begin to score them here;
@@ -255,6 +273,10 @@ class EarlyCalls:
         return found, problem
 
 
+SMALLEST_DEVIATION = 1e-6
+"""Of a mean of 1: a smaller standard deviation of float32 scores is rounding."""
+
+
 class RewardModel(RewardSource):
     """The frozen reward model, in its own engine or as a role in another model's engine. A score is read at the token
     at which the model was trained to score.
@@ -265,6 +287,11 @@ class RewardModel(RewardSource):
     def __init__(self, model: FrozenModel | FrozenRole):
         self.model = model
         self.models = [model] if isinstance(model, FrozenModel) else []
+
+    @property
+    def normalised(self) -> bool:
+        """Whether the model's folder normalises its scores. Step 2 writes the offset that brings their mean to 0."""
+        return self.model.module.offset != 0
 
     @traced("reward model")
     def score(self, rollout: Rollout) -> Tensor:
@@ -298,16 +325,26 @@ def sum_in_words(terms: Sequence[tuple[str, float]], length_penalty: float = 0.0
 class CombinedReward(RewardSource):
     """sum over sources of weight * score - length_penalty * tokens
 
-    The dialect later scales and clips this sum, and changes it for responses without an end.
+    The dialect later scales and clips this sum, and changes it for responses without an end. The sources score one
+    after the other, so the weights of at most one are on the device.
 
     Args:
         sources: {name: (source, weight)}.
         length_penalty: subtracted for each sampled token, EOS included.
+        standardised: {name of a source: the Standardisation of its scores}. The other sources' scores are taken as they
+            are.
     """
 
-    def __init__(self, sources: Mapping[str, tuple[RewardSource, float]], *, length_penalty: float = 0.0):
+    def __init__(
+        self,
+        sources: Mapping[str, tuple[RewardSource, float]],
+        *,
+        length_penalty: float = 0.0,
+        standardised: Mapping[str, "Standardisation"] | None = None,
+    ):
         assert sources, "a score needs at least one source"
         self.sources, self.length_penalty = dict(sources), length_penalty
+        self.standardised = dict(standardised or {})
 
     def score(self, rollout: Rollout) -> Tensor:
         """The weighted sum of the scores, with the length penalty: (B,) float32."""
@@ -319,10 +356,29 @@ class CombinedReward(RewardSource):
         """{name: (B,) float32}: "scores_NAME" is the score of the source NAME without its weight; "length_penalty", if
         a length penalty is set, is the penalty as a negative number.
         """
-        parts = {f"scores_{name}": source.score(rollout).float() for name, (source, _) in self.sources.items()}
+        return self.measured(rollout, [torch.arange(len(rollout), device=rollout.sequences.device)])
+
+    def measured(self, rollout: Rollout, passes: Sequence[Tensor]) -> dict[str, Tensor]:
+        """As `parts`, with the sources' calls in pieces."""
+        parts = {}
+        for name, (source, _) in self.sources.items():
+            call = partial(_whole_score, source)
+            scores = source.in_pieces(call, rollout, passes)["scores"]
+            if name in self.standardised:
+                scores = self.standardised[name](scores)
+            parts[f"scores_{name}"] = scores
         if self.length_penalty:
             parts["length_penalty"] = -self.length_penalty * rollout.response_mask.sum(-1).float()
         return parts
+
+    def state_dict(self) -> dict:
+        """{name: the state of its Standardisation}."""
+        return {name: one.state_dict() for name, one in self.standardised.items()}
+
+    def load_state_dict(self, state: dict) -> None:
+        """Restore what `state_dict` returned."""
+        for name, one in self.standardised.items():
+            one.load_state_dict(state[name])
 
     def weights(self) -> Mapping[str, float]:
         """{name of a part: weight of its source}. A source with weight 0 does not change the score and is only
@@ -339,18 +395,56 @@ class CombinedReward(RewardSource):
         for source, _ in self.sources.values():
             source.prepare(rollout)
 
-    @contextlib.contextmanager
-    def inferring(self) -> Iterator[None]:
-        """A context in which the weights of all sources are gathered once."""
-        with contextlib.ExitStack() as stack:
-            for source, _ in self.sources.values():
-                stack.enter_context(source.inferring())
-            yield
 
-    @contextlib.contextmanager
-    def on_device(self) -> Iterator[None]:
-        """A context in which the weights of all sources are on the device."""
-        with contextlib.ExitStack() as stack:
-            for source, _ in self.sources.values():
-                stack.enter_context(source.on_device())
-            yield
+def _whole_score(source: RewardSource, rollout: Rollout) -> dict[str, Tensor]:
+    return {"scores": source.score(rollout).float()}
+
+
+class Standardisation:
+    """Makes scores comparable: (score - mean) / standard deviation. Mean and deviation are those of the first batch of
+    scores, over all ranks. The deviation is computed with n - 1.
+
+    name: the name of what gives the scores, for messages.
+    """
+
+    def __init__(self, name: str):
+        self.name = name
+        self.totals: Tensor | None = None  # (3,) float64: count, sum and sum of squares of the first batch
+
+    def __call__(self, scores: Tensor) -> Tensor:
+        """The standardised scores, (B,) float32 (all ranks call this together).
+
+        If a score of the first batch is NaN or infinite, the scores stay as they are: the run ends with them. Raises:
+        RunStopped on all ranks if all scores of the first batch are equal.
+        """
+        if self.totals is None:
+            totals = distributed.data_parallel_sum(moments(scores, torch.ones_like(scores, dtype=torch.bool))).cpu()
+            if not totals.isfinite().all():
+                return scores
+            self._begin(totals)
+        assert self.totals is not None
+        mean, variance = mean_and_variance(self.totals, unbiased=True)
+        return ((scores.double() - mean.item()) / variance.sqrt().item()).float()
+
+    def _begin(self, totals: Tensor) -> None:
+        mean, variance = (number.item() for number in mean_and_variance(totals, unbiased=True))
+        count = int(totals[0])
+        if not variance > SMALLEST_DEVIATION**2 * mean**2 or count < 2:
+            raise RunStopped(
+                f"{self.name} gave the first {count} responses the same score, {mean:g}: without a standard deviation "
+                "its scores cannot be made comparable to those of other reward models. Give --raw_reward_scores, or "
+                "larger batches (--per_device_generation_batch_size, --num_eval_prompts).",
+                good_until=math.inf,
+            )
+        self.totals = totals
+        if distributed.is_main():
+            scale = f"(score {'-' if mean >= 0 else '+'} {abs(mean):.6g}) / {variance**0.5:.6g}"
+            print(f"{self.name}: its scores become {scale}, by the first {count} responses", flush=True)
+
+    def state_dict(self) -> dict:
+        """The sums of the first batch, for a checkpoint."""
+        return {"totals": None if self.totals is None else self.totals.tolist()}
+
+    def load_state_dict(self, state: dict) -> None:
+        """Restore the sums that `state_dict` returned."""
+        self.totals = None if state["totals"] is None else torch.tensor(state["totals"], dtype=torch.float64)

@@ -154,18 +154,18 @@ class _Slots(LinearAttentionCacheLayerMixin, CacheLayerMixin):
         self.memory: dict[tuple[str, int], Tensor] = {}
 
     @property
-    def has_previous_state(self) -> dict[int, bool]:  # type: ignore[override]
+    def has_previous_state(self) -> dict[int, bool]:
         """{number of a state: whether the pass goes on with it}."""
         goes_on = self.get_seq_length() > 0
         return defaultdict(lambda: goes_on, {0: goes_on})
 
     @property
-    def conv_states(self) -> dict[int, Tensor]:  # type: ignore[override]
+    def conv_states(self) -> dict[int, Tensor]:
         """{number: the window's rows of the inputs that a convolution keeps}. Writing to them changes the cache."""
         return self._states("conv")
 
     @property
-    def recurrent_states(self) -> dict[int, Tensor]:  # type: ignore[override]
+    def recurrent_states(self) -> dict[int, Tensor]:
         """{number: the window's rows of the state of a recurrence}. Writing to them changes the cache."""
         return self._states("recurrent")
 

@@ -134,19 +134,18 @@ class Passes:
         self.cache_name = "cache_params" if "cache_params" in taken else "past_key_values"  # the former in Mamba's
 
     @traced("prompts")
-    def prompts(self, ids: Tensor, mask: Tensor | None, first_row: int, end: int) -> Tensor:
+    def prompts(self, ids: Tensor, mask: Tensor, first_row: int, end: int) -> Tensor:
         """Read left-padded prompts. Row i of `ids` goes into row first_row + i of the cache, and the last token of each
         prompt into slot end - 1.
 
         Args:
-            ids, mask: (B, N) int64, the prompts and their attention mask (None: no token is padding).
+            ids, mask: (B, N) int64, the prompts and their attention mask.
 
         Returns: (B, V), the logits of each row's next token.
         """
         start = end - ids.shape[1]
         self.cache.window.put(slice(first_row, first_row + len(ids)), start, start)
-        positions = position_ids(torch.ones_like(ids) if mask is None else mask)
-        return self._forward(ids, None if mask is None else mask.long(), positions)
+        return self._forward(ids, mask.long(), position_ids(mask))
 
     @traced("token")
     def tokens(self, ids: Tensor, positions: Tensor, mask: Tensor, start: int, slot: int) -> Tensor:
@@ -212,14 +211,17 @@ def cache_bytes(module: Backbone, slots: int, rows: int) -> int:
         return 2 * config.num_hidden_layers * kept * width * slots * next(module.model.parameters()).element_size()
     # Each family has states of its own shapes. A pass over one token on the meta device shows them.
     bare, token = bare_model(module).eval(), torch.zeros(1, 1, dtype=torch.int64, device="meta")
-    bare.config.get_text_config()._experts_implementation = "batched_mm"  # runs on the meta device in every dtype
+    inner = bare.config.get_text_config()  # the plainest code runs on the meta device
+    inner._attn_implementation = "eager"
+    inner._experts_implementation = "batched_mm"
     cache = SlotCache()
     cache.reserve(1, SLOTS)
+    cache.window.put(slice(1), 0, 0)
     exporting = torch.compiler._is_exporting_flag
     torch.compiler._is_exporting_flag = True  # transformers then calls no kernels, which take no meta tensors
     try:
         with torch.no_grad():
-            Passes(bare, cache, False).prompts(token, None, 0, 1)
+            Passes(bare, cache, False)._forward(token, None, torch.zeros_like(token))
     finally:
         torch.compiler._is_exporting_flag = exporting
     slot, state = (sum(tensor.nbytes for tensor in kept) for kept in (cache.tensors(), cache.states()))

@@ -56,7 +56,7 @@ def _computed(models: RLHFEngine) -> dict[str, torch.Tensor]:
         "actor": models.actor(*inputs, response_length=5)[0],
         "reference": models.reference.model(*inputs, response_length=5)[0],
         "critic": models.critic(*inputs),
-        "reward": models.reward.model(*inputs),
+        "reward": models.rewards[0].model(*inputs),
     }
 
 

@@ -53,9 +53,9 @@ def one_run(folder: str, output: str, stage: int, config: str) -> dict:
 
 def new_trainer(folder: str, stage: int, config: str, critic: str | None = None) -> PPOTrainer:
     """A trainer before the first step; critic: of which folder it starts, in place of pretraining."""
-    spec = engine_spec(folder, stage, config=config, reward_path=str(Path(folder) / "reward"))
+    spec = engine_spec(folder, stage, config=config, reward_paths=(str(Path(folder) / "reward"),))
     if critic is not None:
-        spec = engine_spec(folder, stage, config=config, reward_path=spec.reward_path, critic_path=critic)
+        spec = engine_spec(folder, stage, config=config, reward_paths=spec.reward_paths, critic_path=critic)
     dialect = DIALECT.override(critic_epochs=2, mini_batches=2, value_lam=1.0)
     return build_trainer(
         spec, dialect=dialect, total_steps=TOTAL, critic_pretrain_steps=0 if critic is not None else STEPS

@@ -88,7 +88,7 @@ def new_trainer(folder: str, stage: int, fields: dict) -> PPOTrainer:
     """A trainer with scores by prompt."""
     dialect = DIALECT.override(**fields)
     critic = {} if dialect.has_critic else {"with_critic": False, "critic_path": None}
-    spec = engine_spec(folder, stage, config=f"stage{stage}.json", with_reward_model=False, reward=None, **critic)
+    spec = engine_spec(folder, stage, config=f"stage{stage}.json", reward_paths=(), reward=None, **critic)
     return build_trainer(spec, dialect=dialect, reward=ByPrompt(), total_steps=STEPS)
 
 

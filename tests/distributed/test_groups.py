@@ -79,7 +79,7 @@ def all_cases(folder: str, sizes: dict[str, int | None]) -> dict:
     )
     engine = RLHFEngine.from_pretrained(spec)
     modules = {"actor": engine.actor, "critic": engine.critic}
-    modules |= {"reference": engine.reference.models[0], "reward": engine.reward.models[0]}
+    modules |= {"reference": engine.reference.models[0], "reward": engine.rewards[0].models[0]}
     plain = replace(spec, actor=EngineConfig("actor", 3, path=_file(folder, None)))
     return {
         "groups": {role: hpz_groups(model.module) for role, model in modules.items()},

@@ -114,7 +114,7 @@ def own_models(spec: EngineSpec, folder: str) -> SimpleNamespace:
 
     return SimpleNamespace(
         reference=Reference(engine("reference", load_policy, spec.actor_path)),
-        reward=RewardModel(engine("reward", load_scorer, spec.critic_path)),
+        rewards=[RewardModel(engine("reward", load_scorer, spec.critic_path))],
     )
 
 
@@ -122,7 +122,7 @@ def new_trainer(spec: EngineSpec, backend: str, own: SimpleNamespace | None = No
     """A trainer of new engines, with these models for reference and reward in place of the shared ones."""
     engine = RLHFEngine.from_pretrained(spec)
     if own is not None:
-        engine.reference, engine.reward = own.reference, own.reward
+        engine.reference, engine.rewards = own.reference, own.rewards
     how = {"dialect": DIALECT, "sampling": SAMPLING} | how
     return PPOTrainer(
         models=engine,
@@ -141,9 +141,9 @@ def judged(engine: RLHFEngine, own: SimpleNamespace, rollout: Rollout) -> dict:
         "untouched reference": own.reference.ref_logprobs(rollout, 0.8),
         "actor": engine.actor(*inputs, response_length=rollout.response_length, temperature=0.8)[0],
         "values": engine.critic(*inputs),
-        "scores": engine.reward.score(rollout),
-        "untouched scores": own.reward.score(rollout),
-        "token scores": own.reward.model(*inputs),
+        "scores": engine.rewards[0].score(rollout),
+        "untouched scores": own.rewards[0].score(rollout),
+        "token scores": own.rewards[0].model(*inputs),
     }
 
 
@@ -161,7 +161,7 @@ def one_dialect(folder: str, name: str) -> dict:
         critic_lora=LORA,
         with_critic=dialect.has_critic,
         pad_token=dialect.pad_token,
-        reward_path=f"{folder}/reward",
+        reward_paths=(f"{folder}/reward",),
         **({} if dialect.critic_start == "reward_model" else {"critic_path": None}),
     )
     own = own_models(engine_spec(folder, 3, config="stage3.json"), folder)
@@ -179,8 +179,8 @@ def one_dialect(folder: str, name: str) -> dict:
         "untouched reference": own.reference.ref_logprobs(rollout, 0.8),
         "before": before,
         "after": {role: weights(model) for role, model in trainer.models.trained.items()},
-        "scores": trainer.models.reward.score(rollout),
-        "untouched scores": own.reward.score(rollout),
+        "scores": trainer.models.rewards[0].score(rollout),
+        "untouched scores": own.rewards[0].score(rollout),
     }
 
 

@@ -111,7 +111,7 @@ def judged(models: RLHFEngine, rollout: Rollout) -> dict:
         "actor": models.actor(*inputs, response_length=rollout.response_length)[0],
         "reference": models.reference.ref_logprobs(rollout, 1.0),
         "critic": models.critic(*inputs),
-        "reward": models.reward.score(rollout),
+        "reward": models.rewards[0].score(rollout),
     }
 
 

@@ -43,9 +43,7 @@ def bonus_alone(prompts: list[str], responses: list[str], bonus: list[int]) -> l
 def run(actor: str, stage: int) -> dict:
     """The critic as it starts; two steps, weights after each; held-out rows; what comes of a function that fails."""
     choices = {role: EngineConfig(role, stage) for role in ("actor", "critic")}
-    engine = RLHFEngine.from_pretrained(
-        EngineSpec(actor_path=actor, critic_path=None, with_reward_model=False, **choices)
-    )
+    engine = RLHFEngine.from_pretrained(EngineSpec(actor_path=actor, critic_path=None, reward_paths=(), **choices))
     function = FunctionReward(words_and_bonus, engine.tokenizer, ROWS)
     column = FunctionReward(bonus_alone, engine.tokenizer, ROWS)
     rollouts = build_rollouts("replica", engine.actor, engine.tokenizer)
@@ -57,7 +55,7 @@ def run(actor: str, stage: int) -> dict:
         config=PPOConfig(total_steps=2, micro_batch_size=3),
         reward=CombinedReward({"function": (function, 1.0), "bonus": (column, 0.0)}, length_penalty=A_TOKEN),
     )
-    result = {"reward_engine": engine.reward, "critic": [weights(engine.critic)], "steps": []}
+    result = {"reward_engines": engine.rewards, "critic": [weights(engine.critic)], "steps": []}
     evaluator = Evaluator(
         [prompt_tokens(1000 + index) for index in range(HELD_OUT)],
         rollouts=rollouts,
@@ -98,7 +96,7 @@ def runs(folder) -> dict[str, list[dict]]:
 def test_the_critic_starts_as_the_language_models_trunk_with_a_head_of_zeros(runs, folder, kind):
     stored = load_file(f"{folder}/actor/model.safetensors")
     for rank in runs[kind]:
-        assert rank["reward_engine"] is None
+        assert rank["reward_engines"] == []
         start = dict(rank["critic"][0])
         assert torch.equal(start.pop("score.weight"), torch.zeros(1, 32))
         assert start.keys() == stored.keys() - {"lm_head.weight"}

@@ -74,7 +74,7 @@ def new_trainer(
     dialect = DIALECT.override(**{"ppo_epochs": 2, "mini_batches": 2, **(changed or {})})
     spec = engine_spec(folder, stage, config=config, dtype=dtype, ema_decay=0.9)
     if not dialect.has_critic:
-        spec = replace(spec, with_critic=False, critic_path=None, reward_path=spec.critic_path)
+        spec = replace(spec, with_critic=False, critic_path=None, reward_paths=(spec.critic_path,))
     if lora is not None:
         adapters = LoraSpec(only=True, **lora)
         spec = replace(spec, actor_lora=adapters, critic_lora=adapters, reference=None, reward=None)

@@ -103,7 +103,7 @@ def test_adapters_trunks_and_the_rest_keep_to_their_device(folder, tmp_path):
             "critic_gradient_checkpointing": True,
         },
         "adapters": adapted,
-        "one trunk": adapted | {"actor": start, "critic_path": judge, "reward_path": judge, "share_trunk": True},
+        "one trunk": adapted | {"actor": start, "critic_path": judge, "reward_paths": (judge,), "share_trunk": True},
         "a moving reference, averages": {"reference_refresh_steps": 1, "ema_decay": 0.5},
         "hydra": {"hydra_layers": 1},
     }

@@ -21,7 +21,7 @@ def one_run(folder: str, stage: int, config: str, dtype: str = "fp32") -> dict:
     """Train three steps of 12 prompts in two generation batches, with an EMA."""
     trainer = build_trainer(engine_spec(folder, stage, config=config, dtype=dtype, ema_decay=EMA_DECAY))
     engine = trainer.models
-    frozen = {"reference": engine.reference.model, "reward": engine.reward.model}
+    frozen = {"reference": engine.reference.model, "reward": engine.rewards[0].model}
     result = {
         "before": {name: weights(model) for name, model in frozen.items()},
         "critic": weights(engine.critic),

@@ -27,7 +27,7 @@ def without_critic(folder: str, output: str, stages: tuple[int, ...]) -> dict[in
 
 def _without_critic(folder: str, output: str, stage: int) -> dict:
     spec = engine_spec(
-        folder, stage, config=f"stage{stage}.json", reward_path=str(Path(folder) / "reward"), ema_decay=0.5
+        folder, stage, config=f"stage{stage}.json", reward_paths=(str(Path(folder) / "reward"),), ema_decay=0.5
     )
     alone = replace(spec, critic_path=None, with_critic=False)
     found = {"gae": local_bytes(RLHFEngine.from_pretrained(spec))}
@@ -39,7 +39,7 @@ def _without_critic(folder: str, output: str, stage: int) -> dict:
         "critic": engine.critic,
         "models": len(engine.engines),
         "trained": list(engine.trained),
-        "reward": weights(engine.reward.model),
+        "reward": weights(engine.rewards[0].model),
     }
     rollout = whole_rollout(prompt_batch([0, 1, 2, 3]))
     one_step(engine.actor, rollout)

@@ -133,7 +133,7 @@ def one_step(
         "actor": full_state(engine.actor.module.model),
         "critic": full_state(engine.critic.module.model),
         "reference": full_state(engine.reference.model.module.model),
-        "reward": full_state(engine.reward.model.module.model),
+        "reward": full_state(engine.rewards[0].model.module.model),
     }
 
 

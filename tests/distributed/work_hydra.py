@@ -124,4 +124,4 @@ def local_bytes(engine: RLHFEngine) -> dict[str, int]:
     """`parameter_bytes` of each engine that there is."""
     found = {role: parameter_bytes(model) for role, model in engine.trained.items()}
     found |= {f"reference {index}": parameter_bytes(model) for index, model in enumerate(engine.reference.models)}
-    return found | ({"reward": parameter_bytes(engine.reward.model)} if engine.reward else {})
+    return found | {reward.model.role: parameter_bytes(reward.model) for reward in engine.rewards}

@@ -74,7 +74,7 @@ def one_dialect(folder: str, dialect: Dialect) -> dict:
 
 def two_steps(folder: str, dialect: Dialect, seen: Seen) -> dict:
     critic = {} if dialect.has_critic else {"with_critic": False, "critic_path": None}
-    spec = engine_spec(folder, 0, **critic, reward_path=f"{folder}/reward")
+    spec = engine_spec(folder, 0, **critic, reward_paths=(f"{folder}/reward",))
     trainer = build_trainer(spec, dialect=dialect, sampling=sampling_of(dialect), micro_batch_size=MICRO_BATCH)
     feed = Prompts(dialect.samples_per_prompt)
     trainer.step(feed.prompts(0), feed)

@@ -100,7 +100,7 @@ def gradients_of_all(
     cases: a dialect, and each rank's rows. scores: of all rows, by their numbers; by default the reward model's.
     """
     engine = RLHFEngine.from_pretrained(engine_spec(folder, 0))
-    reward = GivenScores(scores) if scores else CombinedReward({"model": (engine.reward, SCORE_WEIGHT)})
+    reward = GivenScores(scores) if scores else CombinedReward({"model": (engine.rewards[0], SCORE_WEIGHT)})
     return {
         name: one_step(engine, dialect, rows[distributed.rank()], reward) for name, (dialect, rows) in cases.items()
     }
@@ -150,7 +150,7 @@ def fitting(engine: RLHFEngine, dialect: Dialect) -> RLHFEngine:
         critic=engine.critic if dialect.has_critic else None,
         ema=None,
         reference=engine.reference,
-        reward=engine.reward,
+        reward=engine.rewards[0],
         tokenizer=engine.tokenizer,
     )
 

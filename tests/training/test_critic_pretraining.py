@@ -63,7 +63,7 @@ def pretraining_of(steps: int, rollouts: int, lr: float | None = None, **fields)
     tokenizer = SimpleNamespace(eos_token_id=2, get_vocab=dict)
     critic, reward = Critic(), TableModels(TABLE).roles()["reward"]
     models = SimpleNamespace(actor=NeverAsked(), critic=critic, reference=None, ema=None, tokenizer=tokenizer)
-    models.reward = reward
+    models.rewards = [reward]
     trainer = PPOTrainer(
         models=models,
         rollouts=GivenRollouts(*[rollout_of([[901], [5, 902]], [[7, 8, 2], [2]], 0)] * rollouts),

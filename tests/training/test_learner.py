@@ -102,7 +102,7 @@ def trainer_of(dialect, micro_batch_size: int, rollouts: int, critic: NoteTaker 
         actor=NoteTaker("actor"),
         critic=critic or NoteTaker("critic"),
         reference=None,
-        reward=object(),
+        rewards=[object()],
         trained={},
         ema=mock.Mock(),
         tokenizer=SimpleNamespace(eos_token_id=2, decode=lambda ids: f"tokens {ids.tolist()}"),

@@ -2,6 +2,7 @@
 batch of two by hand.
 """
 
+import json
 import math
 from dataclasses import replace
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ from engine.algo.losses import clipped_surrogate, clipped_value_loss
 from engine.algorithms import Algorithm, Dialect, get_dialect
 from engine.errors import RunStopped, UserError
 from engine.experience import Rollout, TrainingBatch
+from engine.reward.base import CombinedReward, Standardisation
 from scripts.harness.models import make_causal_lm, make_scorer
 from tests.distributed.tiny_run import build_trainer, engine_spec
 from tests.engine.fake_models import Row, TableModels, rollout_of
@@ -464,3 +466,16 @@ def test_checkpoints_of_a_trainer(tmp_path):
         RunStopped, match=r"the checkpoint of step 2 cannot be written into .*/file: rank 0: .*Errno 20"
     ):
         trainer.save_checkpoint(tmp_path / "file")
+
+
+def test_the_first_batch_of_scores_stays_in_a_checkpoint():
+    trainers = [untrained(TableModels(BATCH).roles(), get_dialect("default"), batch(), pad=PAD) for _ in range(2)]
+    for trainer in trainers:
+        source = trainer.experience_maker.reward
+        standardised = {"a": Standardisation("the judge")}
+        trainer.experience_maker.reward = CombinedReward({"a": (source, 1.0)}, standardised=standardised)
+    one, other = trainers
+    next_step(one)
+    other.load_state_dict(json.loads(json.dumps(one.state_dict())))
+    kept = other.experience_maker.reward.standardised["a"].totals
+    assert kept is not None and torch.equal(kept, one.experience_maker.reward.standardised["a"].totals)

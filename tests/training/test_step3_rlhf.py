@@ -12,7 +12,7 @@ from engine.reward.function import FunctionReward
 from tests.training.config.command_lines import step3
 from training import step3_rlhf
 from training.config.reward import build_reward
-from training.step3_rlhf import choose_rollouts, exact_sampler
+from training.step3_rlhf import choose_rollouts, exact_sampler, show
 
 
 def score(prompts, responses):
@@ -22,7 +22,7 @@ def score(prompts, responses):
 def reward_of(model=None, function=None, **flags):
     args = step3(**flags)
     functions = dict.fromkeys(args.reward_function, function)
-    return build_reward(args, functions, model, None, [{}])
+    return build_reward(args, functions, [] if model is None else [model], None, [{}])
 
 
 def test_a_source_alone_is_the_reward_itself():
@@ -107,3 +107,11 @@ def test_a_reward_source_that_cannot_be_made_is_named():
 
     with pytest.raises(RunStopped, match="the reward source rules.py:Judge raised ConnectionError: no answer"):
         reward_of(function=Judge, reward_function="rules.py:Judge")
+
+
+@pytest.mark.parametrize("step, share, told", [(1, 0.8, True), (1, 0.05, False), (2, 0.8, False)])
+def test_many_clipped_scores_are_told_after_the_first_step(step, share, told):
+    lines = []
+    run = SimpleNamespace(writer=SimpleNamespace(write=lines.append))
+    show(run, 0, SimpleNamespace(step=step, metrics={"objective/clipped": share}))
+    assert [line[:24] for line in lines] == ["WARNING: 80% of the late"] * told

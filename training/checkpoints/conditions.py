@@ -1,7 +1,7 @@
 """The content of a checkpoint's trainer_state.json: the training state, and the conditions of the run that wrote it.
 
-steps_done, optimizer_steps, samples, prompt_batches, kl, score_scale    the training state (PPOTrainer.state_dict);
-                    steps_done is negative while the critic is pretrained
+steps_done, optimizer_steps, samples, prompt_batches, kl, score_scale, reward    the training state
+                    (PPOTrainer.state_dict); steps_done is negative while the critic is pretrained
 held_out_..., metrics_without_evaluation    the keys BEFORE, FIRST and OWED below; each is present only if it is needed
 models              step counts and loss scales of each model (TrainedModel.scalars)
 ema                 whether the checkpoint has a moving average
@@ -9,7 +9,8 @@ settings            flags and fields of the dialect. A resumed run may change th
                     change; any other difference is refused
 contents            fingerprints of data, chat template, models and reward functions, which may be moved
 
-A fingerprint is None if it is not known: the model is a name on the Hub of which nothing is on this machine yet.
+A fingerprint is None if it is not known: the model is a name on the Hub of which nothing is on this machine yet. A flag
+that takes several models has a list of fingerprints, in the order of the models.
 """
 
 import dataclasses
@@ -62,6 +63,7 @@ NOT_COMPARED = ("config", "defaults", "output_dir", "dry_run", "preflight", "res
 
 MODEL = "model_name_or_path"  # ending of the flags of models
 FUNCTION = "--reward_function"
+SERVERS = "--reward_url"
 DATA = "the data"
 TEMPLATE = "the chat template"
 
@@ -76,13 +78,16 @@ FIRST = "held_out_first_responses"
 count as new."""
 
 
+Fingerprints = str | None | list[str | None]
+
+
 @dataclass(frozen=True, slots=True)
 class Conditions:
     """The conditions under which a run trains. settings: {name: JSON value} of the flags and of the dialect's fields.
-    contents: {name: fingerprint}, where the name is that of a flag, DATA or TEMPLATE."""
+    contents: {name: fingerprint, or list of fingerprints}, where the name is that of a flag, DATA or TEMPLATE."""
 
     settings: dict[str, Any] = field(default_factory=dict)
-    contents: dict[str, str | None] = field(default_factory=dict)
+    contents: dict[str, Fingerprints] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -90,7 +95,7 @@ class Conditions:
         args: RLHFFlags | SupervisedFlags,
         data: Sequence[str],
         tokenizer: PreTrainedTokenizerBase,
-        inputs: Mapping[str, str | None],
+        inputs: Mapping[str, Fingerprints],
     ) -> "Conditions":
         """The conditions of a run of one of the three steps.
 
@@ -136,7 +141,7 @@ class Conditions:
                     "what the run began with."
                 )
         for name, now in self.contents.items():  # after the flags that decide which rows are read
-            if name != FUNCTION and None not in (now, then := written.contents.get(name)) and now != then:
+            if name != FUNCTION and differ(now, written.contents.get(name)):
                 what = f"the model of {name}" if name.endswith(MODEL) else name
                 raise UserError(
                     f"--resume {folder}: {what} changed after it was written. Give what the run began with; it may "
@@ -152,7 +157,7 @@ class Conditions:
     def _may_change(self, name: str, written: "Conditions") -> bool:
         if name.endswith(MODEL):  # a model may move
             now = self.contents.get(name)
-            return now is not None and now == written.contents.get(name)
+            return now == written.contents.get(name) and None not in (now if isinstance(now, list) else [now])
         return name.removeprefix("--") in MAY_CHANGE.split()
 
     def changes_since(self, written: "Conditions") -> list[str]:
@@ -163,24 +168,46 @@ class Conditions:
             f"changed since the checkpoint: {name} {then} -> {now}{notes.get(name, '')}"
             for name, then, now in self._changed(written)
         ]
-        if self.scores_changed_since(written):
+        if self._functions_changed(written):
             names = self.settings[FUNCTION]
             lines.append(f"changed since the checkpoint: the source of {FUNCTION} {names} (later scores are its own)")
         return lines
 
     def scores_changed_since(self, written: "Conditions") -> bool:
-        """Whether the source of a reward function has changed since the checkpoint was written."""
-        now, then = (conditions.contents.get(FUNCTION) for conditions in (self, written))
-        return None not in (now, then) and now != then
+        """Whether the source of a reward function has changed since the checkpoint was written, or the reward servers
+        are others."""
+        return self._functions_changed(written) or self._other_servers(written)
+
+    def _functions_changed(self, written: "Conditions") -> bool:
+        return differ(self.contents.get(FUNCTION), written.contents.get(FUNCTION))
+
+    def _other_servers(self, written: "Conditions") -> bool:
+        """Whether none of the reward servers was asked before the checkpoint was written. Servers that share requests
+        give the same scores, so one that was added or left out changes nothing."""
+        now, then = (
+            {url.partition("?")[0] for url in conditions.settings.get(SERVERS, [])} for conditions in (self, written)
+        )
+        return bool(now and then) and not now & then
 
 
-def fingerprints(args: RLHFFlags | SupervisedFlags) -> dict[str, str | None]:
-    """{flag: fingerprint} of the run's models, and of its reward functions' sources."""
-    found = {
-        f"--{name}": fingerprint(path, f"--{name}")
-        for name, path in dataclasses.asdict(args).items()
-        if name.endswith(MODEL) and path is not None and args.looks_at(path)
-    }
+def differ(now: Fingerprints, then: Fingerprints) -> bool:
+    """Whether the fingerprints show that the contents differ. An unknown fingerprint shows nothing."""
+    if isinstance(now, list) and isinstance(then, list):
+        return len(now) != len(then) or any(map(differ, now, then))
+    return None not in (now, then) and now != then
+
+
+def fingerprints(args: RLHFFlags | SupervisedFlags) -> dict[str, Fingerprints]:
+    """{flag: fingerprint, or list of fingerprints} of the run's models, and of its reward functions' sources."""
+
+    def of(path: str, flag: str) -> str | None:
+        return fingerprint(path, flag) if args.looks_at(path) else None
+
+    found: dict[str, Fingerprints] = {}
+    for name, given in dataclasses.asdict(args).items():
+        flag = f"--{name}"
+        if name.endswith(MODEL) and given is not None:
+            found[flag] = [of(path, flag) for path in given] if isinstance(given, list) else of(given, flag)
     if isinstance(args, RLHFFlags) and args.reward_function:
         found[FUNCTION] = sources_fingerprint(args.reward_function)
     return found

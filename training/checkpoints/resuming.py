@@ -52,7 +52,7 @@ STATE = {
     "models": {str: {"adam_steps": int, "loss_scale": {str: NUMBER}}},
     "ema": bool,
     "settings": dict,
-    "contents": {str: str | None},
+    "contents": {str: ([str | None], str | None)},
     OWED: (ABSENT, {str: NUMBER | None}),
     BEFORE: (ABSENT, {str: [NUMBER]}),
     FIRST: (ABSENT, [str]),

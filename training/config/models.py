@@ -7,6 +7,7 @@ the head; in OPT these are the same layers.
 """
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import ClassVar
@@ -16,6 +17,7 @@ from engine.algorithms import Dialect
 from engine.engine_spec import EngineSpec, OptimizerSpec, frozen_stage
 from engine.errors import UserError, without_query
 from engine.models.adapter_folders import read_adapter
+from engine.models.checking import reads_texts
 from engine.models.lora import ALL_LINEAR, LoraSpec
 from engine.reward.server import FORMS, OWN_FIELDS, ServerSettings
 from engine.zero.config import EngineConfig, build_ds_config, chosen_stage, refuse_offload_of_roles, stage_of_file
@@ -205,7 +207,7 @@ class RewardFunctionFlags(AlgorithmFlags):
     reward_weights: list[float] = flag(
         [],
         "weights in the score: one for each --reward_function, then one for the reward server; by default 1. With "
-        "weight 0 a function is only measured. The reward model's weight is --reward_model_weight",
+        "weight 0 a function is only measured. The reward models' weights are --reward_model_weight",
         only_with=("reward_function", "reward_url"),
     )
     answer_column: str | None = flag(
@@ -225,7 +227,14 @@ class RewardFunctionFlags(AlgorithmFlags):
         "depend on other responses",
         only_with=("reward_function", "reward_url"),
     )
-    reward_model_weight: float = flag(1.0, "weight of the reward model in the score")
+    reward_model_weight: list[float] = flag(
+        [], "weights of the reward models in the score, one for each; by default 1. With weight 0 one is only measured"
+    )
+    raw_reward_scores: bool = flag(
+        False,
+        "take the scores of several reward models as they are. By default each model's become (score - mean) / "
+        "standard deviation, of the first responses that are scored, unless step 2 normalised them",
+    )
     length_penalty: float = flag(0.0, "number subtracted from the score for each token of the response")
 
     def validate(self) -> None:
@@ -241,6 +250,24 @@ def refuse_twice(args: ProgramFlags, name: str) -> None:
     twice = next((value for place, value in enumerate(values) if value in values[:place]), None)
     if twice is not None:
         raise UserError(f"{args.word(name)}: {without_query(twice)} is given twice. Give it once.")
+
+
+def check_reward_models(args: ProgramFlags, models: Sequence[str]) -> None:
+    """Raise UserError if one of these reward models is given twice, or if --reward_model_weight or --raw_reward_scores
+    does not fit their number."""
+    refuse_twice(args, "reward_model_name_or_path")
+    if args.raw_reward_scores and len(models) < 2:
+        raise UserError(
+            "--raw_reward_scores: only the scores of several reward models are changed, and the score has "
+            f"{len(models) or 'none'}. Leave it out."
+        )
+    count = len(args.reward_model_weight)
+    if models and count not in (0, len(models)):
+        raise UserError(
+            f"{args.word('reward_model_weight')}: {count} weight{'s' * (count > 1)} for "
+            f"{len(models)} reward model{'s' * (len(models) > 1)}, {', '.join(models)}. Give one for each, in this "
+            "order, or none."
+        )
 
 
 def check_format(pattern: str | None) -> None:
@@ -350,13 +377,21 @@ class ModelFlags(RoleLoraFlags, ReferenceFlags, RewardServerFlags):
     )
     critic_model_name_or_path: str | None = flag(
         None,
-        "reward model that the critic starts from. With --reward_function or --reward_url it is optional; without "
-        "it the critic is the SFT model with a new head. In dialects without a critic, or whose critic starts "
-        "otherwise, it names the reward model only",
+        "reward model that the critic starts from. By default it is the first reward model that reads the actor's "
+        "token ids. If there is none, and with --reward_function or --reward_url, the critic is the SFT model with a "
+        "new head. In dialects without a critic, or whose critic starts otherwise, it names the reward model only",
     )
-    reward_model_name_or_path: str | None = flag(
+    reward_model_name_or_path: list[str] = flag(
+        [],
+        "reward models; by default the path of the critic, or none with --reward_function or --reward_url. The score "
+        "is the sum of their scores, weighted by --reward_model_weight",
+    )
+    max_reward_seq_len: int | None = flag(
         None,
-        "reward model; by default the path of the critic, or none with --reward_function or --reward_url",
+        "most tokens of a prompt and its response for reward models that read texts, in their own tokens; by default "
+        "twice --max_prompt_seq_len + --max_answer_seq_len and 64, but never more than they have positions for",
+        least=1,
+        only_with=("reward_model_name_or_path", "critic_model_name_or_path"),
     )
     actor_zero_stage: int | None = flag(
         None,
@@ -375,11 +410,11 @@ class ModelFlags(RoleLoraFlags, ReferenceFlags, RewardServerFlags):
     )
     offload: bool = flag(False, "keep optimizer states (at stage 3 also parameters) of actor and critic in host memory")
     offload_reference_model: bool = flag(False, "keep the reference in host memory while it is not used")
-    offload_reward_model: bool = flag(False, "keep the reward model in host memory while it is not used")
+    offload_reward_model: bool = flag(False, "keep the reward models in host memory while they are not used")
     actor_ds_config: str | None = flag(None, "DeepSpeed JSON file of the actor, in place of one of configs/ds")
     critic_ds_config: str | None = flag(None, "DeepSpeed JSON file of the critic")
     reference_ds_config: str | None = flag(None, "DeepSpeed JSON file of the reference")
-    reward_ds_config: str | None = flag(None, "DeepSpeed JSON file of the reward model")
+    reward_ds_config: str | None = flag(None, "DeepSpeed JSON file of the reward models")
     actor_gradient_checkpointing: bool = flag(
         False, "recompute the actor's activations in backward passes, to save memory"
     )
@@ -396,27 +431,28 @@ class ModelFlags(RoleLoraFlags, ReferenceFlags, RewardServerFlags):
             EngineConfig(role, 0, getattr(self, offload), path).check_offload(f"--{offload}", trained=False)
 
     def _check_rewards(self) -> None:
-        role = "critic" if self.resolved.dialect.critic_start == "reward_model" else "reward"
-        given = self.critic_model_name_or_path if role == "critic" else self.reward_path
-        if not self.other_rewards and given is None:
+        if not self.other_rewards and not self.reward_paths:
+            role = "critic" if self.resolved.dialect.critic_start == "reward_model" else "reward"
             raise UserError(
                 f"--{role}_model_name_or_path is missing: give the reward model's folder, or a function of "
                 "your own with --reward_function, or a server with --reward_url."
             )
+        models = self.reward_paths
+        check_reward_models(self, models)
         weights, others = self.reward_weights, self.other_rewards
         if weights and len(weights) != len(others):
             parts = [*self.reward_function, *["the reward server"] * bool(self.reward_url)]
             raise UserError(
                 f"{self.word('reward_weights')}: {len(weights)} weights. They belong to {', '.join(parts)}, in this "
-                f"order: give {len(others)} or none. The reward model's weight is --reward_model_weight. To mix the "
+                f"order: give {len(others)} or none. The reward models' weights are --reward_model_weight. To mix the "
                 f"reward model in by half, give {self.half_by_model}."
             )
-        if self.reward_path is not None:
+        if models:
             return
         if weights and not any(weights):
             raise UserError(f"{self.word('reward_weights')}: every score would be 0. Give one that is not.")
         idle = [name for name in ("reward_ds_config", "offload_reward_model") if getattr(self, name)]
-        idle += ["reward_model_weight"] * (self.reward_model_weight != 1.0)
+        idle += ["reward_model_weight"] * bool(self.reward_model_weight)
         if idle:
             beside = "--reward_function" if self.reward_function else "--reward_url"
             raise UserError(
@@ -428,17 +464,52 @@ class ModelFlags(RoleLoraFlags, ReferenceFlags, RewardServerFlags):
     def half_by_model(self) -> str:
         """The flags that give the reward model half of the score's weight, and the other rewards together the other
         half."""
-        model = self.reward_path or self.critic_model_name_or_path or "REWARD_MODEL"
-        count = len(self.other_rewards)
-        weights = " ".join([f"{0.5 / count:g}"] * count)
-        return f"--reward_model_name_or_path {model} --reward_model_weight 0.5 --reward_weights {weights}"
+        models = self.reward_paths or [self.critic_model_name_or_path or "REWARD_MODEL"]
+        halves = (" ".join([f"{0.5 / count:g}"] * count) for count in (len(models), len(self.other_rewards)))
+        by_models, by_others = halves
+        return (
+            f"--reward_model_name_or_path {' '.join(models)} --reward_model_weight {by_models} "
+            f"--reward_weights {by_others}"
+        )
 
     @property
-    def reward_path(self) -> str | None:
-        """The reward model's path; None if the scores come from functions or a server alone."""
-        if self.reward_model_name_or_path is not None or self.other_rewards:
+    def reward_paths(self) -> list[str]:
+        """The reward models' paths; empty if the scores come from functions or a server alone."""
+        if self.reward_model_name_or_path or self.other_rewards or self.critic_model_name_or_path is None:
             return self.reward_model_name_or_path
-        return self.critic_model_name_or_path
+        return [self.critic_model_name_or_path]
+
+    @cached_property
+    def text_reward_paths(self) -> list[str]:
+        """Those of the reward models that read texts (`reads_texts`). Models that are not on this machine, or cannot be
+        read, count as reading the actor's token ids."""
+        actor, flag = self.actor_model_name_or_path, "--reward_model_name_or_path"
+        here = [path for path in self.reward_paths if self.looks_at(path) and self.looks_at(actor)]
+        if not here:
+            return []
+        try:
+            tokenizer = self.read_tokenizer(actor, "--actor_model_name_or_path", self.resolved.dialect.pad_token)
+            return [path for path in here if reads_texts(tokenizer, path, flag, self.trust_remote_code)]
+        except UserError:  # `check_models` says what is wrong with the models
+            return []
+
+    @property
+    def critic_path(self) -> str | None:
+        """The folder that the critic starts from; None if it starts with a new head on the SFT model, or if there is
+        no critic."""
+        if self.resolved.dialect.critic_start != "reward_model":
+            return None
+        if self.critic_model_name_or_path is not None or self.other_rewards:
+            return self.critic_model_name_or_path
+        return next((path for path in self.reward_paths if path not in self.text_reward_paths), None)
+
+    @property
+    def models(self) -> list[tuple[str, str]]:
+        """(flag, path) of each model that the flags name."""
+        given = [("actor_model_name_or_path", self.actor_model_name_or_path)]
+        if self.critic_model_name_or_path is not None:
+            given.append(("critic_model_name_or_path", self.critic_model_name_or_path))
+        return given + [("reward_model_name_or_path", path) for path in self.reward_model_name_or_path]
 
     def stage(self, role: str) -> int:
         """The ZeRO stage of the actor or the critic."""
@@ -472,13 +543,12 @@ class ModelFlags(RoleLoraFlags, ReferenceFlags, RewardServerFlags):
             return EngineConfig(role, frozen_stage(partner) if stage is None else stage, offload, path)
 
         actor, critic = self._trained("actor"), self._trained("critic")
-        scored = self.reward_path is not None
         spec = EngineSpec(
             actor_path=self.actor_model_name_or_path,
             with_critic=dialect.has_critic,
-            critic_path=self.critic_model_name_or_path if dialect.critic_start == "reward_model" else None,
-            reward_path=self.reward_path,
-            with_reward_model=scored,
+            critic_path=self.critic_path,
+            reward_paths=tuple(self.reward_paths),
+            text_reward_paths=tuple(self.text_reward_paths),
             hydra_layers=dialect.hydra_layers,
             actor_lora=self.lora("actor_"),
             critic_lora=self._critic_lora(dialect),
@@ -502,11 +572,13 @@ class ModelFlags(RoleLoraFlags, ReferenceFlags, RewardServerFlags):
             reference_mixup_alpha=self.reference_mixup_alpha,
         )
         self._check_shared(spec)
-        engines = {"reference": frozen("reference", actor, self.offload_reference_model)}
-        if scored:
+        engines, built = {}, [config.role for config in spec.engine_configs]
+        if "reference" in built:
+            engines["reference"] = frozen("reference", actor, self.offload_reference_model)
+        if any(role in built for role in spec.rewards):
             partner = critic if dialect.has_critic else actor
             engines["reward"] = frozen("reward", partner, self.offload_reward_model)
-        return replace(spec, **{role: config for role, config in engines.items() if role not in spec.engine_of})
+        return replace(spec, **engines)
 
     @cached_property
     def ds_configs(self) -> dict[str, dict]:
@@ -539,9 +611,9 @@ class ModelFlags(RoleLoraFlags, ReferenceFlags, RewardServerFlags):
             if not dialect.has_critic and getattr(self, name):
                 raise UserError(f"{self.word(name)}: the dialect {dialect.name} has no critic. Leave it out.")
         path = self.critic_model_name_or_path
-        if dialect.critic_start != "reward_model" and path is not None and path != self.reward_path:
+        if dialect.critic_start != "reward_model" and path is not None and path not in self.reward_paths:
             start = "starts with a new head on the SFT model" if dialect.has_critic else "does not exist"
-            add = f", or give --reward_model_name_or_path {path} to have it score, too" * (self.reward_path is None)
+            add = f", or give --reward_model_name_or_path {path} to have it score, too" * (not self.reward_paths)
             raise UserError(
                 f"--critic_model_name_or_path {path}: in the dialect {dialect.name} the critic {start}, and "
                 f"the scores come from elsewhere. Leave it out{add}."
@@ -569,16 +641,18 @@ class ModelFlags(RoleLoraFlags, ReferenceFlags, RewardServerFlags):
         given = self.lora("critic_")
         if given is not None or not self.share_trunk or not dialect.has_critic:
             return given
-        actor, path = self.lora("actor_"), self.critic_model_name_or_path
-        start = read_adapter(path, "--critic_model_name_or_path") if path is not None else None
+        actor, path = self.lora("actor_"), self.critic_path
+        start = read_adapter(path, "the critic") if path is not None else None
         assert actor is not None, "--share_trunk needs --actor_lora_dim"
-        starts_so = start is not None and dialect.critic_start == "reward_model"
-        return replace(actor, lr=LEARNING_RATE, dim=start.config.r if start is not None and starts_so else actor.dim)
+        return replace(actor, lr=LEARNING_RATE, dim=start.config.r if start is not None else actor.dim)
 
     def _check_shared(self, spec: EngineSpec) -> None:
         """Raise UserError for flags of an engine that the run does not have, because another engine computes the
         model."""
+        built = [config.role for config in spec.engine_configs]
         for role, what in spec.shared.items():
+            if any(other in built for other in spec.rewards if role in spec.rewards):
+                continue  # another reward model has an engine of its own, which the flags are for
             for name in (f"{role}_ds_config", f"offload_{role}_model"):
                 if getattr(self, name, None):
                     raise UserError(f"{self.word(name)}: {what}. Leave it out.")

@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 
 from engine.errors import UserError, shortened
 from engine.files import refuse_pointers
-from engine.reward.base import OBJECTIVE, AgreedReward, CombinedReward, RewardSource
+from engine.reward.base import OBJECTIVE, AgreedReward, CombinedReward, RewardModel, RewardSource, Standardisation
 from engine.reward.built_in import BUILT_IN, BuiltInSettings
 from engine.reward.function import FunctionReward, Signature
 from engine.reward.server import ServerReward
@@ -173,7 +173,7 @@ def _origin(module: ModuleType) -> str:
     return getattr(module, "__file__", None) or module.__name__
 
 
-MODEL = "model"  # the name of the reward model in metrics
+MODEL = "model"  # the name of the only reward model in metrics
 ALONE = "function"  # the name of a function or class that is the only part of the score
 SERVER = "server"  # the name of the servers of --reward_url
 
@@ -193,12 +193,16 @@ class Part:
 
 
 def score_parts(args: ModelFlags) -> list[Part]:
-    """The parts of a run's score, in this order: the reward model, the functions as given, the reward servers."""
-    given, others = args.reward_function, args.other_rewards
+    """The parts of a run's score, in this order: the reward models and the functions as given, the reward servers."""
+    given, others, models = args.reward_function, args.other_rewards, args.reward_paths
     weights = args.reward_weights or [1.0] * len(others)
-    alone = args.reward_path is None and others == given[:1]
-    parts = [] if args.reward_path is None else [Part(MODEL, "reward model", args.reward_model_weight)]
-    for name, function, weight in zip([ALONE] if alone else names(given), given, weights):
+    alone = not models and others == given[:1]
+    called = model_names(models)
+    parts = [
+        Part(name, "reward model" if name == MODEL else f"reward model {name}", weight)
+        for name, weight in zip(called, args.reward_model_weight or [1.0] * len(models))
+    ]
+    for name, function, weight in zip([ALONE] if alone else names(given, called), given, weights):
         parts.append(Part(name, _what(name, function), weight, function))
     if args.reward_url:
         hosts = " and ".join(urlsplit(url).netloc for url in args.reward_url)  # paths and queries may hold keys
@@ -215,19 +219,20 @@ def _what(name: str, given: str) -> str:
 def build_reward(
     args: ModelFlags,
     functions: Mapping[str, Callable],
-    reward_model: RewardSource | None,
+    reward_models: Sequence[RewardModel],
     tokenizer,
     rows: Sequence[dict],
 ) -> RewardSource:
-    """The source of a run's scores: the reward model, reward functions or reward servers, or a weighted sum of several
+    """The source of a run's scores: a reward model, reward function or reward servers, or a weighted sum of several
     of these and the length penalty.
 
-    functions: the result of `load_functions`. rows: rows[i] is the row of the data set from which the prompt with index
+    reward_models: one for each of `args.reward_paths`. functions: the
+    result of `load_functions`. rows: rows[i] is the row of the data set from which the prompt with index
     i comes.
     """
-    parts, sources = score_parts(args), {}
-    if reward_model is not None:
-        sources[MODEL] = reward_model
+    parts = score_parts(args)
+    models = {part.name: model for part, model in zip(parts, reward_models)}
+    sources: dict[str, RewardSource] = {**models}
     for part in parts:
         if part.given is not None:
             sources[part.name] = function_source(functions[part.given], part.given, tokenizer, rows)
@@ -237,7 +242,16 @@ def build_reward(
     (alone, weight), *others = weighted.values()
     if not others and weight == 1.0 and not args.length_penalty:
         return alone
-    return CombinedReward(weighted, length_penalty=args.length_penalty)
+    made_comparable = standardised(models, args.raw_reward_scores)
+    return CombinedReward(weighted, length_penalty=args.length_penalty, standardised=made_comparable)
+
+
+def standardised(models: Mapping[str, RewardModel], raw: bool) -> dict[str, Standardisation]:
+    """{name: Standardisation} of the reward models whose scores are made comparable: of several, those whose folders do
+    not normalise them. raw: whether all scores are taken as they are."""
+    if raw or len(models) < 2:
+        return {}
+    return {name: Standardisation(f"the reward model {name}") for name, model in models.items() if not model.normalised}
 
 
 def load_functions(args: ModelFlags) -> dict[str, Callable]:
@@ -268,13 +282,24 @@ def load_given(name: str, args: BuiltInFlags) -> Callable:
     return BUILT_IN[name](BuiltInSettings(**{field: value for field, value in given.items() if value is not None}))
 
 
-def names(given: Sequence[str]) -> list[str]:
+def names(given: Sequence[str], models: Sequence[str] = ()) -> list[str]:
     """The functions' names in metrics, if the score has several parts: each function's own name, with a number appended
-    if another function, the reward model or a server already has this name."""
+    if another function, a reward model or a server already has this name. models: the reward models' names."""
+    return _unique([each.rpartition(":")[2] for each in given], models)
+
+
+def model_names(paths: Sequence[str]) -> list[str]:
+    """The reward models' names in metrics: MODEL for one alone; of several, each folder's name, with a number appended
+    if another one already has it."""
+    return [MODEL] * len(paths) if len(paths) < 2 else _unique([Path(path).name for path in paths])
+
+
+def _unique(given: Sequence[str], taken: Sequence[str] = ()) -> list[str]:
     found: list[str] = []
     for each in given:
-        name = re.sub(r"\W", "_", each.rpartition(":")[2])
-        found.append(name if _free(name, found) else _numbered(name, found))
+        name = re.sub(r"\W", "_", each)
+        others = [*taken, *found]
+        found.append(name if _free(name, others) else _numbered(name, others))
     return found
 
 

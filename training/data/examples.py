@@ -17,7 +17,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pyarrow
 import torch
@@ -403,6 +403,9 @@ class Prompts(FittedRows):
     overlong: what happens to prompts of more than max_prompt_length tokens (training/data/tokens.py). Only kept prompts
     are numbered. A prompt's number is part of the key of the random numbers with which its responses are drawn.
 
+    with_dialogues: whether the attribute `dialogues` holds each kept prompt's `Row.dialogue`, for reward models that
+    read texts. Otherwise it holds None for each. messages: how many dialogues it holds.
+
     query_start, query_end: token ids. If given, only a part of the text is the prompt (`trim_query`): the part begins
     after the first start token, is cut to max_prompt_length tokens, and then ends with its last end token. Texts
     without these tokens are dropped.
@@ -417,19 +420,28 @@ class Prompts(FittedRows):
         cache: Path | None = None,
         query_start: int | None = None,
         query_end: int | None = None,
+        with_dialogues: bool = False,
     ):
         fit = prompt_fit(tokenizer, max_prompt_length, overlong, query_start, query_end)
         trimmed = query_start is not None or query_end is not None
         schema = pyarrow.schema({"token_ids": IDS, "row": pyarrow.large_string()})
         settings = {"kind": "prompts", "max_length": max_prompt_length, "overlong": overlong}
         settings |= {"query": [query_start, query_end]} if trimmed else {}
+        if with_dialogues:
+            schema = schema.append(pyarrow.field("dialogue", pyarrow.large_string()))
+            settings["dialogues"] = True
 
-        def columns(found: Fit, row: dict) -> tuple[list[int], str]:
+        def columns(found: Fit, row: dict) -> tuple:
             kept = {name: value for name, value in row.items() if not isinstance(value, Unread)}
-            return found.prompt, json.dumps(kept, default=str)  # decimals, dates and times become texts
+            values = found.prompt, json.dumps(kept, default=str)  # decimals, dates and times become texts
+            dialogue = getattr(row, "dialogue", None)
+            kept_too = dialogue and json.dumps(dialogue, default=str)
+            return (*values, kept_too) if with_dialogues else values
 
         super().__init__(rows, fit, schema, columns, tokenizer, cache, **settings)
         self.rows = _JsonColumn(self.table["row"])
+        self.dialogues = _JsonColumn(self.table["dialogue"]) if with_dialogues else [None] * len(self)
+        self.messages = len(self) - self.table["dialogue"].null_count if with_dialogues else 0
         if not len(self):
             raise UserError(
                 f"none of the {len(rows)} prompts has the dialect's query_start and query_end within "
@@ -454,7 +466,7 @@ class Prompts(FittedRows):
 
 
 class _JsonColumn(Sequence):
-    """The values of a column of JSON texts, each parsed when it is asked for."""
+    """The values of a column of JSON texts, each parsed when it is asked for; None where the column has none."""
 
     def __init__(self, column: pyarrow.ChunkedArray):
         self.column = column
@@ -462,8 +474,9 @@ class _JsonColumn(Sequence):
     def __len__(self) -> int:
         return len(self.column)
 
-    def __getitem__(self, index: int) -> dict:
-        return json.loads(self.column[index].as_py())
+    def __getitem__(self, index: int) -> Any:
+        text = self.column[index].as_py()
+        return None if text is None else json.loads(text)
 
 
 def collate_prompts(token_lists: list[list[int]], indices: Tensor, visits: Tensor, pad_id: int) -> PromptBatch:

@@ -56,11 +56,13 @@ REPEATED = (
 
 class Row(dict):
     """The checked texts of a record. notes: what the model may be shown otherwise than it is meant: messages that are
-    left out, special tokens within answers and messages, repeated prompts."""
+    left out, special tokens within answers and messages, repeated prompts. dialogue: the messages of the prompt as the
+    user gave them, {"messages": [...], "tools": [...] or None}; None if the prompt was given as a text."""
 
-    def __init__(self, texts: dict, notes: tuple[str, ...] = ()):
+    def __init__(self, texts: dict, notes: tuple[str, ...] = (), dialogue: dict | None = None):
         super().__init__(texts)
         self.notes = notes
+        self.dialogue = dialogue
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +99,8 @@ class Form:
                 "be learned. Keep the records whose completion is good, and take the column label out."
             )
         if names == ("messages",) or any(is_dialogue(record[name]) for name in names if name != "text"):
-            texts, notes = messages_as_texts(where, record, names, tokenizer, self.answers)
-            return Row(self.shape(record, texts), notes)
+            texts, notes, dialogue = messages_as_texts(where, record, names, tokenizer, self.answers)
+            return Row(self.shape(record, texts), notes, dialogue)
         if names == ("chosen", "rejected"):
             texts = _split_dialogues(where, record)
         else:
@@ -290,9 +292,9 @@ def is_dialogue(value: object) -> bool:
 
 def messages_as_texts(
     where: str, record: dict, names: tuple[str, ...], tokenizer, answers: bool
-) -> tuple[dict[str, str], tuple[str, ...]]:
+) -> tuple[dict[str, str], tuple[str, ...], dict]:
     """Render the columns `names`, which hold messages, as texts. Returns (the texts; notes on the parts of messages
-    that the model is not shown).
+    that the model is not shown; the prompt's `Row.dialogue`).
 
     answers: whether answers are learned from. If False, the prompt alone is rendered. The template also gets the column
     `tools` and the content of `chat_template_kwargs`. If the last message of a column `prompt` is the assistant's, the
@@ -343,7 +345,7 @@ def messages_as_texts(
         at_once = texts[name].lstrip().startswith((answer[0]["content"] or "").strip())
         if not begun and not at_once and render(tokenizer, context, placed, **options) == prompt:
             notes = (*notes, NO_BEGINNING)
-    return texts, tuple(dict.fromkeys(notes))
+    return texts, tuple(dict.fromkeys(notes)), {"messages": context, "tools": options.get("tools")}
 
 
 def _checked(where: str, column: str, messages: object) -> list[dict]:
@@ -481,7 +483,7 @@ def _answer_text(place: str, dialogue: str, start: int, answer: list[dict], toke
 
     Raises: UserError if the text lacks a part of the answer.
     """
-    lost, end = _left_out(dialogue, answer, start)
+    lost, end = left_out(dialogue, answer, start)
     if lost:
         _, what, piece = lost[0]
         raise UserError(
@@ -496,7 +498,7 @@ def _answer_text(place: str, dialogue: str, start: int, answer: list[dict], toke
 def _notes(place: str, prompt: str, context: list[dict], tools: list, tokenizer) -> tuple[str, ...]:
     """Notes on the parts of a prompt that the template leaves out. Raises UserError if the template leaves out the
     message to be answered."""
-    lost, _ = _left_out(prompt, context)
+    lost, _ = left_out(prompt, context)
     notes = []
     for message, what, piece in lost:
         role = message["role"]
@@ -564,7 +566,7 @@ def _tool_names(tools: list[dict]) -> list[str]:
     return [name for function in functions if isinstance(name := function.get("name"), str) and name]
 
 
-def _left_out(text: str, messages: list[dict], start: int = 0) -> tuple[list[tuple[dict, str, str]], int]:
+def left_out(text: str, messages: list[dict], start: int = 0) -> tuple[list[tuple[dict, str, str]], int]:
     """Look for the parts of the messages in a rendered text. Returns ([(message, name of the part, text of the part)]
     for each part that the rendered text lacks; the position after the last part that was found).
 

@@ -332,7 +332,7 @@ class Lengths:
             return self._dropped(whole)
         prompt_ids, gap = whole.prompt[: self.limit], min(len(whole.prompt), self.limit)
         if self.overlong == "cut_prompt":
-            prompt_ids, gap = self._shorter(prompt, whole.prompt, self._room(whole))
+            prompt_ids, gap = self.shorter(prompt, whole.prompt, self.room(whole))
         room = max(self.limit - len(prompt_ids), 0)
         return replace(
             whole,
@@ -363,7 +363,7 @@ class Lengths:
             return whole
         if self.overlong != "cut_prompt":
             return self._dropped(whole)
-        shorter, gap = self._shorter(text, ids, self.limit)
+        shorter, gap = self.shorter(text, ids, self.limit)
         return replace(whole, prompt=shorter, gap=gap, lost=len(ids) - len(shorter))
 
     def _whole(self, prompt: str, answers: Sequence[str]) -> Fit:
@@ -374,13 +374,13 @@ class Lengths:
     def _dropped(self, whole: Fit) -> Fit:
         return replace(whole, reason=f"{whole.needed:,} tokens, more than {self.limit:,}")
 
-    def _room(self, whole: Fit) -> int:
+    def room(self, whole: Fit) -> int:
         """The largest number of prompt tokens that leaves room for the longest answer, which may be cut too."""
         least = min(len(whole.prompt), len(self.encoder.opened(whole.prompt)) + 1)
         beside = self.limit - max(map(len, whole.answers))
         return beside if beside >= least else max(self.limit // 4, least)
 
-    def _shorter(self, text: str, ids: list[int], room: int) -> tuple[list[int], int]:
+    def shorter(self, text: str, ids: list[int], room: int) -> tuple[list[int], int]:
         """(the ids of the prompt, cut to `room` tokens; the position of the cut).
 
         The head, such as a system message, stays; the text after the head loses its beginning. If the rest begins with

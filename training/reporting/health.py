@@ -322,8 +322,8 @@ FEW_ENDED = 0.1
 """Share of responses that end by themselves. Below it, nearly all responses are cut off at the length limit, and are
 scored unfinished."""
 MANY_CLIPPED, ALL_CLIPPED = 0.1, 0.9
-"""Share of scores that are clipped at the end of the run. Clipping is meant for outliers; if nearly all scores are
-clipped, they hardly differ any more."""
+"""Share of scores that are clipped, after the first step or at the end of the run. Clipping is meant for outliers; if
+nearly all scores are clipped, they hardly differ any more."""
 NO_DIFFERENCE = 0.5
 """Share of groups of equal scores at the end of the run. Above it, most of the drawn responses teach nothing."""
 ALIKE = 0.5
@@ -431,9 +431,9 @@ scores_clipped = by_ends(  # the scores' scale does not fit the clip
     "objective/clipped",
     ill=lambda first, last: last > MANY_CLIPPED,
     alarm=lambda last: last > ALL_CLIPPED,
-    seen="{last:.0%} of the scores at the end were beyond score_clip and counted as that, so that they do not differ",
-    advice="Have the reward function, server or model give smaller numbers, --set score_scaling=running, or --set "
-    "score_clip=none.",
+    seen="{last:.0%} of the latest scores were beyond score_clip and counted as that, so that they do not differ",
+    advice="Have the reward function, server or model give smaller numbers (--reward_model_weight), or give --set "
+    "score_scaling=running or --set score_clip=none.",
 )
 
 

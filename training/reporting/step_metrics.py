@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -377,10 +378,9 @@ class Arithmetic:
 
     @cached_property
     def costs(self) -> tuple[Cost | None, ...]:
-        """The costs of actor, critic and reward model; None for a model that is missing."""
+        """The costs of actor, critic and reward models; None for a model whose cost is not known."""
         models = self.models
-        reward = models.reward.model if models.reward is not None else None
-        each = models.actor, models.critic, reward
+        each = models.actor, models.critic, *(reward.model for reward in models.rewards)
         return tuple(Cost.of(model.module) if model is not None else _NOTHING for model in each)
 
     @cached_property
@@ -392,21 +392,21 @@ class Arithmetic:
         self, drawn: Sequence[Rollout], experience: Experience, epochs: int, critic_epochs: int
     ) -> dict[str, Tensor]:
         """{phase: FLOPs}, for the phases whose FLOPs are known. The scoring of responses that dynamic sampling left out
-        does not count.
+        does not count. A reward model that reads texts is counted with the policy's tokens.
 
         drawn: the rollouts as they were generated. epochs, critic_epochs: number of epochs in which the actor and the
             critic learned from the responses.
         """
-        actor, critic, reward = self.costs
-        if actor is None or critic is None or reward is None:
+        if None in self.costs:
             return {}
+        actor, critic, *rewards = cast("tuple[Cost, ...]", self.costs)
         generated = torch.cat([rollout.attention_mask.sum(-1) for rollout in drawn])
         responses = torch.cat([rollout.response_mask.sum(-1) for rollout in drawn])
         learned = experience.rollout
         lengths, labels = learned.attention_mask.sum(-1), learned.response_mask.sum(-1)
         policies = 1 if experience.logprobs is learned.logprobs else 2  # the sampler's log-probs are taken as they are
         training = critic_epochs * critic.training(lengths, labels) + epochs * actor.training(lengths, labels)
-        scoring = critic.forward(lengths, labels) + reward.forward(lengths, labels)
+        scoring = sum((reward.forward(lengths, labels) for reward in rewards), critic.forward(lengths, labels))
         return {
             "generate": actor.forward(generated - 1, responses),  # the last token is never fed to the model
             "make_experience": policies * actor.forward(lengths, labels) + scoring,

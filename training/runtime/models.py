@@ -96,13 +96,12 @@ def _positions(config) -> int | None:
     return getattr(config, "max_position_embeddings", None)
 
 
-def model_notes(args: RunFlags, *flags: str) -> list[str]:
+def model_notes(args: RunFlags, models: Iterable[tuple[str, str]]) -> list[str]:
     """A line for each setting of a model's files that other programs use in training, scoring or generating. The line
-    says what this run does with the setting, and which of these flags name models that have it."""
+    says what this run does with the setting, and which flags name models that have it. models: (flag, path)."""
     notes: dict[str, list[str]] = {}
-    for flag in flags:
-        path = getattr(args, flag)
-        if path is None or not args.looks_at(path):
+    for flag, path in models:
+        if not args.looks_at(path):
             continue
         config, found = read_config(path, f"--{flag}", args.trust_remote_code), []
         if hasattr(config, "text_part_of"):
@@ -128,7 +127,7 @@ def model_notes(args: RunFlags, *flags: str) -> list[str]:
             found.append(f"{note} of config.json (OpenRLHF's normalize_reward is {str(used).lower()})")
         for note in found:
             notes.setdefault(note, []).append(f"--{flag}")
-    return [f"{', '.join(names)}: {note}" for note, names in notes.items()]
+    return [f"{', '.join(dict.fromkeys(names))}: {note}" for note, names in notes.items()]
 
 
 def adapted_lines(found: dict[str, AdaptedModel]) -> list[str]:
@@ -155,18 +154,20 @@ def adapted_roles(args: RLHFFlags, dialect: Dialect) -> dict[str, AdaptedModel]:
     Raises: UserError if the flags match no layer, or if a flag has no effect because training continues adapters that
     exist already.
     """
-    flags, spec = {"actor": "actor_model_name_or_path"}, args.spec
+    starting = {"actor": ("actor_model_name_or_path", args.actor_model_name_or_path)}
+    spec = args.spec
     specs = {"actor": spec.actor_lora, "critic": spec.critic_lora}
     if dialect.has_critic:
-        own = dialect.critic_start == "reward_model" and args.critic_model_name_or_path is not None
-        flags["critic"] = "critic_model_name_or_path" if own else flags["actor"]
+        given = "critic" if args.critic_model_name_or_path is not None else "reward"
+        own = args.critic_path is not None
+        starting["critic"] = (f"{given}_model_name_or_path", args.critic_path) if own else starting["actor"]
     found: dict[str, AdaptedModel | None] = {}
     starts: dict[str, AdapterFolder | None] = {}
-    for role, flag in flags.items():
-        scorer, path = role == "critic", getattr(args, flag)
+    for role, (flag, path) in starting.items():
+        scorer = role == "critic"
         # With a shared trunk (actor and critic use one set of weights), a critic that starts from no reward model gets
         # a new adapter in addition to the actor's.
-        goes_on = not (args.share_trunk and scorer and flag == flags["actor"])
+        goes_on = not (args.share_trunk and scorer and args.critic_path is None)
         found[role] = _adapted(args, specs[role], f"{role}_", flag, path, scorer, goes_on)
         if specs[role] is not None:
             starts[f"{role}_"] = read_adapter(path, f"--{flag}") if goes_on and args.looks_at(path) else None

@@ -2,18 +2,17 @@
 servers answer with scores.
 """
 
-import contextlib
-import os
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Protocol
 
 from transformers import PreTrainedTokenizerBase
 
 from engine import distributed
 from engine.algorithms import Dialect, check_sizes, end_token_id, token_id
 from engine.engine_spec import EngineSpec
-from engine.errors import UserError, shortened, without_query
-from engine.models.checking import check_decoding, own_tokenizer
+from engine.errors import UserError, without_query
+from engine.models.checking import check_decoding, own_tokenizer, reads_texts
 from engine.models.config_and_tokenizer import CLASSIFIER, LANGUAGE_MODEL, pad_token_line, read_config, vocabulary_size
 from engine.reward.server import FORMS, probe
 from engine.rlhf_engine import check_roles, scoring_roles
@@ -26,11 +25,10 @@ from training.checkpoints.resuming import AUTO, Checkpoint
 from training.config.reward import check_columns, load_functions
 from training.config.step3 import RLHFFlags
 from training.config.supervised import SupervisedFlags
-from training.data.chat import Rendered
 from training.data.examples import FittedRows, Prompts, TextBlocks, prompt_fit
 from training.data.record_forms import PROMPTS, TEXTS
-from training.data.row_selection import Rows, load_rows
-from training.data.tokens import TextEncoder, end_of_turn
+from training.data.row_selection import load_rows
+from training.reward_texts import Reader, all_messages, check_prompts, reading_limit
 from training.runtime.launch import check_run
 from training.runtime.models import adapted_roles, check_positions, generation_stops
 
@@ -162,7 +160,11 @@ def read_prompts(args: RLHFFlags, dialect: Dialect, tokenizer) -> tuple[Prompts,
         held_out_flag="--num_eval_prompts",
     )
     prompts, held_out = (
-        Prompts(rows, tokenizer, args.max_prompt_seq_len, args.overlong, args.cache, *query) if len(rows) else None
+        Prompts(
+            rows, tokenizer, args.max_prompt_seq_len, args.overlong, args.cache, *query, bool(args.text_reward_paths)
+        )
+        if len(rows)
+        else None
         for rows in parts
     )
     return prompts, held_out, [rows.fingerprint for rows in parts]
@@ -269,34 +271,33 @@ def server_lines(args: RLHFFlags) -> list[str]:
     return [f"scores from {' and '.join(map(without_query, args.reward_url))} (form {args.reward_url_form}{columns})"]
 
 
-def reward_writing_line(args: RLHFFlags, plan: Plan) -> list[str]:
-    """A warning if the reward model's own tokenizer gives other ids than the actor's to the first prompt and the end
-    of its response; [] otherwise, and if its folder has no tokenizer."""
-    path = args.reward_path
-    flag = "--reward_model_name_or_path" if args.reward_model_name_or_path else "--critic_model_name_or_path"
-    if path is None or not args.looks_at(path) or not (own := own_tokenizer(path, flag, args.trust_remote_code)):
-        return []
-    tokenizer, rows = plan.tokenizer, plan.prompts.source
-    own.chat_template = own.chat_template or tokenizer.chat_template
-    actors, scorers = _written(tokenizer, rows), []
-    with contextlib.suppress(UserError):  # its template may refuse the messages
-        scorers = _written(own, rows)
-    if actors == scorers:
-        return []
-    start = len(os.path.commonprefix([actors, scorers]))
-    shown, others = (shortened(tokenizer.decode(ids[start : start + 8])) for ids in (actors, scorers))
-    return [
-        f"WARNING: {flag} {path}: the reward model is shown texts as the actor's tokenizer writes them. Its own (chat "
-        f"template, BOS, EOS) {f'writes {others}' if scorers else 'refuses the first prompt'}, not {shown}, from token "
-        f"{start} of the first prompt and its end on: scores may differ from those that it gives by itself."
-    ]
+class LengthFlags(Protocol):
+    """The flags that say how long texts are."""
+
+    max_prompt_seq_len: int
+    max_answer_seq_len: int
+    max_reward_seq_len: int | None
+    trust_remote_code: bool
 
 
-def _written(tokenizer, rows: Rows) -> list[int]:
-    """The ids of the first prompt, and the id that ends a response to it, by this tokenizer."""
-    prompt = replace(rows, tokenizer=tokenizer)[0]["prompt"]
-    end = end_of_turn(tokenizer) if isinstance(prompt, Rendered) else None
-    return [*TextEncoder(tokenizer).prompt(prompt), tokenizer.eos_token_id if end is None else end]
+def check_reward_texts(args: LengthFlags, paths: Iterable[str], tokenizer, parts: Mapping[str, Prompts]) -> list[str]:
+    """Check that the reward models that read texts can read the prompts. Returns lines about these models to print.
+
+    paths: the models' folders. tokenizer: the policy's. parts: {name in messages: prompts}. Raises: UserError.
+    """
+    lines, trusted = [], args.trust_remote_code
+    for path in paths:
+        model = f"--reward_model_name_or_path {path}"
+        config, lengths = read_config(path, model, trusted), prompt_and_answer(args)
+        if not reads_texts(tokenizer, path, model, trusted, all_messages(parts.values())):
+            check_positions(config, model, **lengths)
+            continue
+        limit = reading_limit(config, args.max_reward_seq_len, sum(lengths.values()))
+        lines.append(f"{model}: gets texts, by its own tokenizer and chat template, of up to {limit} of its tokens")
+        reader = Reader(own_tokenizer(path, model, trusted), limit)
+        for which, prompts in parts.items():
+            lines += check_prompts(prompts, reader, which, model)
+    return lines
 
 
 def check_files(args: RLHFFlags, checkpoint: Checkpoint | None) -> None:
@@ -336,10 +337,8 @@ def check_rollouts(args: RLHFFlags) -> None:
 
 def check_trunk_shared(args: RLHFFlags) -> None:
     """With --share_trunk: check that the models are adapters on one base. Raises: UserError."""
-    flags = [f"--{role}_model_name_or_path" for role in ("actor", "critic", "reward")]
-    paths = [getattr(args, flag.removeprefix("--")) for flag in flags]
-    if args.share_trunk and all(path is None or args.looks_at(path) for path in paths):
-        scoring_roles(args.spec, *flags)
+    if args.share_trunk and all(args.looks_at(path) for _, path in args.models):
+        scoring_roles(args.spec, *(f"--{role}_model_name_or_path" for role in ("actor", "critic", "reward")))
 
 
 def check_dialect(args: RLHFFlags, dialect: Dialect) -> None:
@@ -358,21 +357,33 @@ def check_dialect(args: RLHFFlags, dialect: Dialect) -> None:
     )
 
 
+def prompt_and_answer(args: LengthFlags) -> dict[str, int]:
+    """{flag: tokens}, whose sum is the longest row of the models that get the policy's token ids."""
+    return {name: getattr(args, name) for name in ("max_prompt_seq_len", "max_answer_seq_len")}
+
+
 def check_models(args: RLHFFlags, dialect: Dialect) -> None:
     """Check that the models are of the kinds that the flags need, and fit each other. Raises: UserError."""
     flags = {role: f"--{role}_model_name_or_path" for role in ("actor", "critic", "reward")}
-    paths = {role: getattr(args, flag.removeprefix("--")) for role, flag in flags.items()}
-    reward = flags["critic" if paths["reward"] is None else "reward"]
-    tokenizer = check_roles(args.spec, flags | {"reward": reward}, args.looks_at)
+    if not args.reward_model_name_or_path:
+        flags["reward"] = flags["critic"]
+    elif args.critic_model_name_or_path is None:
+        flags["critic"] = flags["reward"]
+    tokenizer = check_roles(args.spec, flags, args.looks_at)
     if tokenizer is not None:
         generation_stops(args.actor_model_name_or_path, tokenizer, args.trust_remote_code)
-    for role, path in paths.items():
-        if path is None or not args.looks_at(path):
+    lengths = prompt_and_answer(args)
+    for name, path in args.models:
+        if not args.looks_at(path):
             continue
-        args.check_attention(path, LANGUAGE_MODEL if role == "actor" else CLASSIFIER, flags[role])
-        check_positions(
-            read_config(path, flags[role], args.trust_remote_code),
-            f"{flags[role]} {path}",
-            max_prompt_seq_len=args.max_prompt_seq_len,
-            max_answer_seq_len=args.max_answer_seq_len,
+        args.check_attention(path, LANGUAGE_MODEL if name.startswith("actor") else CLASSIFIER, f"--{name}")
+        given = lengths
+        if path in args.text_reward_paths and path != args.critic_path:
+            limit = args.max_reward_seq_len
+            given = {} if limit is None else {"max_reward_seq_len": limit}
+        check_positions(read_config(path, f"--{name}", args.trust_remote_code), f"--{name} {path}", **given)
+    if args.max_reward_seq_len is not None and tokenizer is not None and not args.text_reward_paths:
+        raise UserError(
+            f"{args.word('max_reward_seq_len')}: every reward model reads the actor's token ids, so "
+            "--max_prompt_seq_len and --max_answer_seq_len say how much. Leave it out."
         )

@@ -38,9 +38,10 @@ from training.runtime.models import adapted_lines, adapted_roles, model_notes, m
 from training.runtime.plan import (
     Plan,
     SupervisedPlan,
+    by_part,
+    check_reward_texts,
     check_server,
     make_plan,
-    reward_writing_line,
     server_lines,
 )
 
@@ -164,7 +165,7 @@ def supervised_lines(args: SupervisedFlags, noun: str, plan: SupervisedPlan) -> 
         *supervised_schedule(args, len(examples)).lines(),
         *too_long(examples, noun, "--max_seq_len", args, plan.tokenizer, [args.model_name_or_path]),
         f"ZeRO stage {args.engine_config().stage}; {args.dtype}",
-        *model_notes(args, "model_name_or_path"),
+        *model_notes(args, [("model_name_or_path", args.model_name_or_path)]),
     ]
 
 
@@ -197,8 +198,11 @@ def score_lines(args: RLHFFlags, dialect: Dialect) -> list[str]:
     terms = [(part.what, part.weight) for part in score_parts(args)]
     changes = _score_changes(dialect, args.max_answer_seq_len)
     lines = [f"score = {', '.join([sum_in_words(terms, args.length_penalty), *changes])}"]
+    if len(args.reward_paths) > 1:
+        how = "(score - mean) / standard deviation, both of the first responses, unless step 2 normalised the model's"
+        lines.append(f"scores of the reward models: {'as they are' if args.raw_reward_scores else how}")
     critic = args.critic_model_name_or_path
-    if critic is not None and args.reward_path is None and not is_pretrained_critic(critic):
+    if critic is not None and not args.reward_paths and not is_pretrained_critic(critic):
         lines.append(
             f"WARNING: the score does not use the reward model {critic}, from which the critic starts. To mix it in by "
             f"half, give {args.half_by_model}"
@@ -234,11 +238,13 @@ def plan_lines(args: RLHFFlags, plan: Plan) -> list[str]:
     )
     blocks = f"; {len(plan.texts)} blocks of text for mixed pretraining" if plan.texts else ""
     scorer = ""
-    if args.critic_model_name_or_path is not None and plan.dialect.critic_start != "reward_model":
-        critic = "the SFT model with a new head" if plan.dialect.has_critic else "there is none"
-        scorer = f"\n--critic_model_name_or_path names the reward model alone; the critic: {critic}"
+    start = args.critic_path or "the SFT model with a new head" if plan.dialect.has_critic else "there is none"
+    if args.critic_model_name_or_path is None:
+        scorer = f"\nthe critic starts from {start}" if args.reward_paths and plan.dialect.has_critic else ""
+    elif plan.dialect.critic_start != "reward_model":
+        scorer = f"\n--critic_model_name_or_path names the reward model alone; the critic: {start}"
     pad_token = f"\n{plan.pad_token}" if plan.pad_token else ""
-    models = [args.actor_model_name_or_path, args.critic_model_name_or_path, args.reward_model_name_or_path]
+    models = [path for _, path in args.models if path not in args.text_reward_paths]
     return [
         f"{counted(plan.prompts, 'prompts', plan.held_out, args.num_eval_prompts)}{blocks}; {plan.total_steps} steps "
         f"of {args.rows_per_rank * distributed.data_parallel_size()} responses on {distributed.ranks_in_words()}",
@@ -249,8 +255,7 @@ def plan_lines(args: RLHFFlags, plan: Plan) -> list[str]:
             plan.prompts, "prompts", "--max_prompt_seq_len", args, plan.tokenizer, models, args.max_answer_seq_len
         ),
         f"ZeRO stages: {stages}; {args.dtype}{scorer}{pad_token}",
-        *model_notes(args, *(f"{role}_model_name_or_path" for role in ("actor", "critic", "reward"))),
-        *reward_writing_line(args, plan),
+        *model_notes(args, args.models),
         *adapted_lines(adapted_roles(args, plan.dialect)),
         *(f"{what}: no second copy" for what in plan.spec.shared.values()),
         *server_lines(args),
@@ -345,16 +350,16 @@ def report_supervised_dry_run(
 def report_dry_run(args: RLHFFlags, checkpoint: Checkpoint | None, callbacks: Callback) -> None:
     """Print the report of a dry run of step 3. checkpoint: the checkpoint from which the run resumes, or None."""
     dialect, changed = args.resolved.dialect, args.resolved.changed
-    unseen = unseen_models(
-        args, args.actor_model_name_or_path, args.critic_model_name_or_path, args.reward_model_name_or_path
-    )
+    unseen = unseen_models(args, *(path for _, path in args.models))
     data = [*args.data_path, *args.eval_data_path, *filter(None, [args.unsupervised_dataset_name])]
     unseen += unseen_data(data)
     checked = [dialect_lines(dialect, changed), *score_lines(args, dialect), *opened(data, unseen)]
     plan = None
     if not unseen:
         plan = make_plan(args, checkpoint, fingerprints(args))
-        checked += [*plan_lines(args, plan), *changes_since(plan)]
+        parts = by_part(plan.prompts, plan.held_out)
+        texts = check_reward_texts(args, args.text_reward_paths, plan.tokenizer, parts)
+        checked += [*plan_lines(args, plan), *texts, *changes_since(plan)]
         checked += [
             f"{without_query(url)} gives one text the score {score:g}"
             for url, score in check_server(args, plan).items()

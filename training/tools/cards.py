@@ -99,11 +99,12 @@ def model_card(start: Mapping, rows: Sequence[Mapping], name: str, part_of: str 
     machine = start["machine"]
     kind = "ppo" if "actor_model_name_or_path" in flags else "reward" if "pairwise_loss" in flags else "sft"
     role = name.removesuffix("_adapter") if kind == "ppo" else kind
-    models = [(label, flags[flag]) for flag, label in MODEL_FLAGS.items() if flags.get(flag)]
+    models, data = (
+        [(label, path) for flag, label in named.items() for path in _listed(flags.get(flag))]
+        for named in (MODEL_FLAGS, DATA_FLAGS)
+    )
     told = PART.format(part_of) + OF_AN_ADAPTER * ("adapter" in name)
     parts = {} if part_of is None else {"Language model alone": told}
-    given = {flag: [flags[flag]] if isinstance(flags.get(flag), str) else flags.get(flag) or [] for flag in DATA_FLAGS}
-    data = [(DATA_FLAGS[flag], path) for flag, paths in given.items() for path in paths]
     last, settings = rows[-1] if rows else {}, {**flags, **dialect}
     how = {"dialect": f"`{dialect['name']}`"} if dialect else {}
     how |= {"steps": max(last.get("step", 0), 0), "responses" if dialect else "examples": last.get("samples", 0)}
@@ -138,6 +139,10 @@ def merge_card(source: Mapping, versions: Mapping[str, str | None], git: Mapping
         "Made with": _made_with(versions, git),
     }
     return _card("merged", False, _hub_names([sft, *trained]), [], parts)
+
+
+def _listed(value: str | Sequence[str] | None) -> Sequence[str]:
+    return [value] if isinstance(value, str) else value or []
 
 
 def _card(role: str, adapter: bool, base: Sequence[str], datasets: Sequence[str], parts: Mapping[str, str]) -> str:

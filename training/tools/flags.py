@@ -23,6 +23,12 @@ class MeasuringFlags(DataFlags, ABC):
     num_eval_prompts: int = flag(128, "held-out prompts that each model answers", least=1, group="measuring")
     max_prompt_seq_len: int = flag(256, "longest prompt, in tokens", least=1)
     max_answer_seq_len: int = flag(256, "longest response, in tokens", least=1)
+    max_reward_seq_len: int | None = flag(
+        None,
+        "most tokens of a prompt and its response for reward models that read texts, as in step 3",
+        least=1,
+        only_with="reward_model_name_or_path",
+    )
     stop: list[str] = flag([], "strings that end a response, in addition to end tokens")
     temperature: float = flag(1.0, "sampling temperature", above=0)
     per_device_eval_batch_size: int = flag(
@@ -39,24 +45,18 @@ class MeasuringFlags(DataFlags, ABC):
             raise UserError(f"--preflight: the {self.program} program has no use for it. Leave it out.")
 
     @property
-    def lengths(self) -> dict[str, int]:
-        """{flag: largest number of tokens} of prompts and responses."""
-        return {"max_prompt_seq_len": self.max_prompt_seq_len, "max_answer_seq_len": self.max_answer_seq_len}
-
-    @property
     @abstractmethod
     def reward_models(self) -> Sequence[str]:
         """The paths of the reward models."""
 
     def spec_of(self, path: str) -> EngineSpec:
         """The specification of the engines that measure the policy at `path`: frozen engines of the policy, the
-        reference and the reward model. If there are several reward models, the specification names the first."""
+        reference and the reward models."""
         return EngineSpec(
             actor_path=path,
             critic_path=None,
             with_critic=False,
-            reward_path=next(iter(self.reward_models), None),
-            with_reward_model=bool(self.reward_models),
+            reward_paths=tuple(self.reward_models),
             chat_template=self.chat_template,
             trust_remote_code=self.trust_remote_code,
             attention=self.attention,

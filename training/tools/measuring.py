@@ -8,22 +8,22 @@ metrics, rows = evaluator.run(1)
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from torch.utils.data import ConcatDataset
+from transformers import PreTrainedTokenizerBase
 
 from engine.algorithms import Algorithm, Dialect, end_token_id
 from engine.engine_spec import EngineSpec
 from engine.errors import UserError
 from engine.experience_maker import ExperienceMaker
-from engine.models.checking import check_decoding, check_policy, check_scorer, check_vocabularies
+from engine.models.checking import check_decoding, check_policy, check_scorer, check_vocabularies, reads_texts
 from engine.models.checking import check_rows as check_embedding
 from engine.models.config_and_tokenizer import CLASSIFIER, LANGUAGE_MODEL, read_config, read_tokenizer, vocabulary_size
 from engine.models.loading import load_policy, load_scorer
 from engine.models.weight_files import listed
 from engine.reference import Reference
-from engine.reward.base import RewardSource
+from engine.reward.base import RewardModel, RewardSource
 from engine.rlhf_engine import frozen_model
 from engine.rollout import RolloutBackend, SamplingConfig, build_rollouts
 from engine.zero.communication import init
@@ -31,7 +31,9 @@ from engine.zero.engines import FrozenModel
 from training.data.examples import Prompts, prompt_fit
 from training.data.record_forms import PROMPTS
 from training.reporting.evaluation import Evaluator
+from training.reward_texts import Texts, reward_source
 from training.runtime.models import check_positions, generation_stops
+from training.runtime.plan import by_part, check_reward_texts, prompt_and_answer
 from training.tools.flags import MeasuringFlags
 
 DIALECT = Dialect(name="measured", critic_start="none", critic_lr=0.0, advantage_estimator="rloo", samples_per_prompt=2)
@@ -42,13 +44,21 @@ REWARD_MODEL = "--reward_model_name_or_path"
 
 @dataclass(frozen=True, slots=True)
 class HeldOut:
-    """Held-out prompts. rows: the rows that reward functions get: first the training rows, then, from index first_index
-    on, the rows of the held-out prompts."""
+    """Held-out prompts. rest: the other prompts of the data, or None. Prompts are numbered with the rest first."""
 
     prompts: Prompts
-    tokenizer: object
-    rows: ConcatDataset
-    first_index: int
+    rest: Prompts | None
+    tokenizer: PreTrainedTokenizerBase
+
+    @property
+    def parts(self) -> list[Prompts]:
+        """All prompts, in the order of their numbers."""
+        return [prompts for prompts in (self.rest, self.prompts) if prompts is not None]
+
+    @property
+    def first_index(self) -> int:
+        """The number of the first held-out prompt."""
+        return len(self.rest) if self.rest is not None else 0
 
 
 def check_answering(args: MeasuringFlags, path: str, what: str) -> None:
@@ -59,17 +69,26 @@ def check_answering(args: MeasuringFlags, path: str, what: str) -> None:
     check_embedding(args.read_tokenizer(path, what), config, path, what)
     check_decoding(path, what, trusted)
     args.check_attention(path, LANGUAGE_MODEL, what)
-    check_positions(config, f"{what} {path}", **args.lengths)
+    check_positions(config, f"{what} {path}", **prompt_and_answer(args))
 
 
 def check_scoring(args: MeasuringFlags, tokenizer) -> None:
     """Raise UserError if a reward model cannot score responses made with this tokenizer."""
-    trusted = args.trust_remote_code
+    trusted, texts = args.trust_remote_code, text_models(args, tokenizer)
     for path in args.reward_models:
         check_scorer(path, REWARD_MODEL, trusted)
-        check_vocabularies(tokenizer, path, REWARD_MODEL, trusted)
         args.check_attention(path, CLASSIFIER, REWARD_MODEL)
-        check_positions(read_config(path, REWARD_MODEL, trusted), f"{REWARD_MODEL} {path}", **args.lengths)
+        if path not in texts:  # others are checked with the prompts that they read
+            check_vocabularies(tokenizer, path, REWARD_MODEL, trusted)
+            check_positions(
+                read_config(path, REWARD_MODEL, trusted), f"{REWARD_MODEL} {path}", **prompt_and_answer(args)
+            )
+
+
+def text_models(args: MeasuringFlags, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """The paths of the reward models that may have to get texts. tokenizer: the policies'."""
+    trusted = args.trust_remote_code
+    return [path for path in args.reward_models if reads_texts(tokenizer, path, REWARD_MODEL, trusted)]
 
 
 def read_held_out(args: MeasuringFlags, tokenizer) -> HeldOut:
@@ -77,7 +96,7 @@ def read_held_out(args: MeasuringFlags, tokenizer) -> HeldOut:
 
     Raises: UserError if data do not exist or cannot be read, or if there are too few prompts.
     """
-    fit = prompt_fit(tokenizer, args.max_prompt_seq_len, args.overlong)
+    texts, fit = text_models(args, tokenizer), prompt_fit(tokenizer, args.max_prompt_seq_len, args.overlong)
     parts = args.load_rows(
         PROMPTS,
         tokenizer,
@@ -87,28 +106,46 @@ def read_held_out(args: MeasuringFlags, tokenizer) -> HeldOut:
         held_out_flag="--num_eval_prompts",
     )
     rest, held_out = (
-        Prompts(rows, tokenizer, args.max_prompt_seq_len, args.overlong, args.cache) if len(rows) else None
+        Prompts(rows, tokenizer, args.max_prompt_seq_len, args.overlong, args.cache, with_dialogues=bool(texts))
+        if len(rows)
+        else None
         for rows in parts
     )
     assert held_out is not None, "load_rows gives as many as are asked for, or says that they are too few"
-    rows = ConcatDataset([prompts.rows for prompts in (rest, held_out) if prompts is not None])
-    return HeldOut(held_out, tokenizer, rows, len(rest) if rest is not None else 0)
+    for line in check_reward_texts(args, texts, tokenizer, by_part(held_out, None)):
+        print(line, flush=True)
+    return HeldOut(held_out, rest, tokenizer)
 
 
 class Measuring:
     """Holds the engines for measuring finished models.
 
-    reference: the model at `spec.actor_path`, to which the KL is measured. scorers: the reward models, in the order in
-    which the flag gives them.
+    reference: the model at `spec.actor_path`, to which the KL is measured. texts: what turns responses into texts.
+    rewards: the sources of the reward models' scores, in the order in which the flag gives them. policies: the folders
+    of the models that answer, which name their end tokens.
     """
 
-    def __init__(self, args: MeasuringFlags, spec: EngineSpec, held_out: HeldOut):
+    def __init__(self, args: MeasuringFlags, spec: EngineSpec, held_out: HeldOut, policies: Sequence[str]):
         init()
         self.args = args
         self.spec = spec
         self.held_out = held_out
         self.reference = self.loaded(spec.actor_path, "reference")
-        self.scorers = [self.loaded(path, "reward", load_scorer) for path in args.reward_models]
+        tokenizer, trusted = held_out.tokenizer, args.trust_remote_code
+        self.texts = Texts.of(
+            held_out.parts,
+            tokenizer,
+            stops={stop for path in policies for stop in generation_stops(path, tokenizer, trusted)},
+            longest=args.max_prompt_seq_len + args.max_answer_seq_len,
+            rows_at_once=args.per_device_eval_batch_size,
+            trust_remote_code=trusted,
+        )
+        self.rewards = [
+            reward_source(
+                RewardModel(self.loaded(path, "reward", load_scorer)), path, self.texts, args.max_reward_seq_len
+            )
+            for path in args.reward_models
+        ]
 
     def loaded(self, path: str, role: str, load: Callable = load_policy) -> FrozenModel:
         """Load the model at `path` into an engine, with the configuration that the specification has for this role."""
@@ -116,11 +153,12 @@ class Measuring:
 
     def rollouts_of(self, policy: FrozenModel, decoding: str = "plain") -> RolloutBackend:
         """The backend that draws responses from a policy. decoding: as in Sampler."""
+        rewards = [model for reward in self.rewards for model in reward.models]
         return build_rollouts(
             "auto",
             policy,
             self.held_out.tokenizer,
-            others=[one for one in (self.reference, *self.scorers) if one is not policy],
+            others=[model for model in (self.reference, *rewards) if model is not policy],
             rows_at_once=self.args.per_device_eval_batch_size,
             row_length=self.args.max_prompt_seq_len + self.args.max_answer_seq_len,
             decoding=decoding,

@@ -33,6 +33,7 @@ from engine.rollout.passes import takes_slot_masks
 from scripts.harness.models import (
     PAD,
     VOCABULARY,
+    family_config,
     make_causal_lm,
     make_config,
     make_scorer,
@@ -465,6 +466,14 @@ def test_rows_without_padding_are_refused_where_layers_cut_them_into_chunks(tmp_
     path = long_model(tmp_path, "llama", layer_types=["full_attention", "chunked_attention"])
     with pytest.raises(UserError, match="whose attention in transformers takes no rows without padding"):
         PACKED.check(path, LANGUAGE_MODEL, "fp32", "--actor")
+
+
+@pytest.mark.parametrize("family", ("granitemoehybrid", "lfm2", "qwen3_5_text", "nemotron_h"))
+def test_rows_without_padding_are_refused_where_layers_keep_a_state(tmp_path, family):
+    """Their state would go on from row to row."""
+    family_config(family).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="whose attention in transformers takes no rows without padding"):
+        PACKED.check(str(tmp_path), LANGUAGE_MODEL, "fp32", "--actor")
 
 
 @pytest.mark.parametrize("served", [False, True])

@@ -96,7 +96,7 @@ def test_dropout_that_adapters_were_trained_with_is_nothing_in_any_role(tmp_path
 @torch.no_grad()
 def test_without_a_reward_model_the_critic_says_nothing_yet(tmp_path):
     base = make_causal_lm(tmp_path / "base", "llama")
-    trunk = trunk_of(spec_of(base, None, with_reward_model=False))
+    trunk = trunk_of(spec_of(base, None, reward_paths=()))
     found = answers(trunk)
     assert found.keys() == {"actor", "reference", "critic"} and not found["critic"].any()
     own = load_policy(base, torch.float32)(*INPUTS, response_length=5)[0]
@@ -107,7 +107,7 @@ def test_without_a_reward_model_the_critic_says_nothing_yet(tmp_path):
 def test_without_a_critic_the_reward_model_alone_is_there(tmp_path):
     base = make_causal_lm(tmp_path / "base", "llama")
     reward = make_adapter(tmp_path / "reward", base, scorer=True)
-    trunk = trunk_of(spec_of(base, None, reward_path=reward, with_critic=False, critic_lora=None))
+    trunk = trunk_of(spec_of(base, None, reward_paths=(reward,), with_critic=False, critic_lora=None))
     torch.testing.assert_close(answers(trunk)["reward"], load_scorer(reward, torch.float32)(*INPUTS), **CLOSE)
     assert {owner(name) for name, p in trunk.named_parameters() if p.requires_grad} == {"actor"}
 

@@ -4,10 +4,12 @@ what a source raises on one rank stops all, with sound weights.
 
 import contextlib
 import dataclasses
+import json
 import math
 import re
 import threading
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -17,7 +19,7 @@ from engine.algorithms import Algorithm, get_dialect
 from engine.errors import RunStopped
 from engine.experience import Rollout
 from engine.experience_maker import ExperienceMaker
-from engine.reward.base import TAKEN, AgreedReward, CombinedReward, RewardSource
+from engine.reward.base import TAKEN, AgreedReward, CombinedReward, RewardSource, Standardisation
 from engine.reward.function import FunctionReward
 from engine.rollout.decode import Sampler
 from scripts.harness.models import BOS, EOS, PAD, make_causal_lm, make_tokenizer
@@ -332,3 +334,44 @@ def test_every_name_that_would_take_anothers_place_is_known():
     of_others = {"loss", "perplexity", "accuracy", "pair_loss", "pair_loss_std", "margin", "margin_std"}
     of_sources = {"length_penalty", "reward_model", "reward_function", "reward_NAME"}
     assert columns | of_step_3 <= TAKEN | of_others | of_sources
+
+
+class InTurn(Fixed):
+    """A source whose context is entered only while no other source's is."""
+
+    entered: ClassVar[list[str]] = []
+
+    @contextlib.contextmanager
+    def on_device(self):
+        assert not self.entered
+        self.entered.append("one")
+        with super().on_device():
+            yield
+        self.entered.clear()
+
+
+# Of 1, 2, 6 the mean is 3 and the deviation sqrt((4 + 1 + 9) / 2) = sqrt(7).
+def test_scores_are_made_comparable_by_the_first_batch(capsys):
+    other = InTurn(10.0, 20.0, 30.0)
+    source = InTurn(1.0, 2.0, 6.0)
+    reward = CombinedReward({"a": (source, 2.0), "b": (other, 1.0)}, standardised={"a": Standardisation("the judge")})
+    unit = 7**-0.5
+    torch.testing.assert_close(reward.parts(rollout())["scores_a"], torch.tensor([-2 * unit, -unit, 3 * unit]))
+    assert capsys.readouterr().out == ("the judge: its scores become (score - 3) / 2.64575, by the first 3 responses\n")
+    source.scores = (3.0, 10.0, -4.0)  # a later batch, by the first one's mean and deviation
+    found = reward.score(rollout())
+    torch.testing.assert_close(found, torch.tensor([10.0, 20 + 14 * unit, 30 - 14 * unit]))
+    again = CombinedReward(reward.sources, standardised={"a": Standardisation("the judge")})
+    again.load_state_dict(json.loads(json.dumps(reward.state_dict())))
+    assert torch.equal(again.score(rollout()), found)
+
+
+@pytest.mark.parametrize("scores", [(0.1, 0.1, 0.1), (0.1, 0.1, 0.1 + 5e-9)])
+def test_equal_scores_cannot_be_made_comparable(scores):
+    with pytest.raises(RunStopped, match="the judge gave the first 3 responses the same score, 0.1: without"):
+        Standardisation("the judge")(torch.tensor(scores))
+
+
+def test_scores_that_are_no_numbers_stay_for_what_ends_the_run():
+    given = torch.tensor([1.0, math.nan, 2.0])
+    assert Standardisation("the judge")(given) is given

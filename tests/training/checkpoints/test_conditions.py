@@ -20,6 +20,7 @@ from training.config.supervised import RewardFlags, SFTFlags
 DEFAULT = get_dialect("default")
 HERE = Path("out/checkpoints/step_000002")
 ACTOR, CRITIC, FUNCTION = "--actor_model_name_or_path", "--critic_model_name_or_path", "--reward_function"
+REWARD = "--reward_model_name_or_path"
 
 
 def conditions(dialect: Dialect = DEFAULT, data=("a", "b"), inputs=None, template=None, **flags) -> Conditions:
@@ -182,8 +183,41 @@ def test_a_reward_server_may_move_and_no_key_in_its_url_is_kept():
     then = written(conditions(reward_url=["http://a/?key=SECRET", "http://b/"]))
     assert "SECRET" not in str(then.settings)
     assert conditions(reward_url=["http://a/?key=OTHER", "http://b/"]).changes_since(then) == []
+    assert not conditions(reward_url=["http://b/", "http://d/"]).scores_changed_since(then)
     moved = conditions(reward_url=["http://c/"])
+    assert moved.scores_changed_since(then)
     moved.check(then, HERE)
     assert moved.changes_since(then) == [
         "changed since the checkpoint: --reward_url ['http://a/', 'http://b/'] -> ['http://c/']"
     ]
+
+
+def judged(paths: list[str], inputs: list[str | None]) -> Conditions:
+    """The conditions of a run with these reward models."""
+    given = {"critic_model_name_or_path": None, "reward_model_name_or_path": paths}
+    return conditions(inputs={REWARD: inputs}, **given)
+
+
+@pytest.mark.parametrize(
+    "paths, inputs, message",
+    [
+        (["x", "y"], ["1", "3"], f"the model of {REWARD} changed after it was written"),
+        (["y", "x"], ["2", "1"], f"{REWARD} was ['x', 'y'] when it was written and is ['y', 'x'] now"),
+        (["x"], ["1"], f"{REWARD} was ['x', 'y'] when it was written and is ['x'] now"),
+        (["x", "y", "z"], ["1", "2", "3"], f"{REWARD} was ['x', 'y'] when it was written and is ['x', 'y', 'z'] now"),
+        ([], [], f"{REWARD} was ['x', 'y'] when it was written and is not given now"),
+        (["x", "moved"], ["1", None], f"{REWARD} was ['x', 'y'] when it was written and is ['x', 'moved'] now"),
+    ],
+)
+def test_other_reward_models_are_refused(paths, inputs, message):
+    with pytest.raises(UserError) as refusal:
+        judged(paths, inputs).check(written(judged(["x", "y"], ["1", "2"])), HERE)
+    assert str(refusal.value).startswith(f"--resume {HERE}: {message}")
+    with pytest.raises(UserError):
+        judged(["x", "y"], ["1", "2"]).check(written(judged(paths, inputs)), HERE)
+
+
+def test_a_reward_model_may_move_and_be_unknown():
+    then = written(judged(["x", "y"], ["1", "2"]))
+    judged(["x", "moved"], ["1", "2"]).check(then, HERE)
+    judged(["x", "y"], ["1", None]).check(then, HERE)

@@ -209,7 +209,10 @@ def test_a_field_on_the_command_line_wins_over_the_file(tmp_path, in_file, words
         ),
         (("--dialect", "openai", "--stop", "x"), "--stop x: the dialect's sampling is 'fixed'"),
         (("--dialect", "openai", "--max_answer_seq_len", "16"), "truncate_after 16 with --max_answer_seq_len 16: no"),
-        ((), "--critic_model_name_or_path is missing"),
+        (
+            ("--reward_model_weight", "1", "1"),
+            "--reward_model_weight 1.0 1.0: 2 weights for 1 reward model, r. Give one",
+        ),
     ],
 )
 def test_contradictions_of_the_dialect_are_refused(words, message):
@@ -226,21 +229,21 @@ def test_mini_batches_come_from_the_dialect_or_from_accumulation():
 
 def test_a_run_without_critic_needs_a_reward_model_alone():
     args = with_rewards("--dialect", "trl_rloo")
-    assert (args.reward_path, args.samples_per_prompt, args.rows_per_rank) == ("r", 2, 32)
+    assert (args.reward_paths, args.samples_per_prompt, args.rows_per_rank) == (["r"], 2, 32)
 
 
 def test_the_critic_may_be_left_out_where_a_function_scores():
     flags = [*REQUIRED_FLAGS[RLHFFlags][:-2]]
     with pytest.raises(UserError, match="--critic_model_name_or_path is missing"):
         parse_flags(RLHFFlags, flags, "a program")
-    assert parse_flags(RLHFFlags, [*flags, "--reward_function", "m:f"], "a program").reward_path is None
+    assert parse_flags(RLHFFlags, [*flags, "--reward_function", "m:f"], "a program").reward_paths == []
 
 
 def test_which_model_gives_the_scores():
-    assert step3().reward_path == "reward"
-    assert step3(reward_model_name_or_path="other").reward_path == "other"
-    assert step3(reward_function="m:f").reward_path is None
-    assert step3(reward_function="m:f", reward_model_name_or_path="other").reward_path == "other"
+    assert step3().reward_paths == ["reward"]
+    assert step3(reward_model_name_or_path="other").reward_paths == ["other"]
+    assert step3(reward_function="m:f").reward_paths == []
+    assert step3(reward_function="m:f", reward_model_name_or_path="other").reward_paths == ["other"]
 
 
 def test_a_missing_end_is_one_rule():

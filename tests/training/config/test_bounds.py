@@ -91,7 +91,7 @@ def test_offload_needs_something_to_offload():
         (
             ("--reward_function", "m:f", "m:g", "--reward_weights", "2"),
             "--reward_weights 2.0: 1 weights. They belong to m:f, m:g, in this order: give 2 or none. The reward "
-            "model's weight is --reward_model_weight. To mix the reward model in by half, give "
+            "models' weights are --reward_model_weight. To mix the reward model in by half, give "
             "--reward_model_name_or_path reward --reward_model_weight 0.5 --reward_weights 0.25 0.25.",
         ),
         (("--reward_function", "m:f", "--reward_weights", "nan"), "--reward_weights nan: must be finite."),
@@ -109,6 +109,18 @@ def test_offload_needs_something_to_offload():
         (
             ("--reward_function", "m:f", "--reward_model_weight", "2"),
             "--reward_model_weight 2.0: there is no reward model",
+        ),
+        (
+            ("--reward_model_name_or_path", "a", "b", "--reward_model_weight", "2"),
+            "--reward_model_weight 2.0: 1 weight for 2 reward models, a, b. Give one for each, in this order, or none.",
+        ),
+        (
+            ("--reward_model_name_or_path", "a", "b", "a"),
+            "--reward_model_name_or_path a b a: a is given twice. Give it once.",
+        ),
+        (
+            ("--raw_reward_scores",),
+            "--raw_reward_scores: only the scores of several reward models are changed, and the score has 1.",
         ),
         (
             ("--reward_function", "m:f", "--offload_reward_model"),

@@ -36,11 +36,11 @@ def roles(args) -> dict[str, int]:
 def test_a_critic_starts_as_the_dialect_says():
     for name, critic in (("default", "rm"), ("openai", None), ("trl_rloo", None)):
         spec = flags(dialect=name).spec
-        assert (spec.critic_path, spec.reward_path, spec.with_reward_model) == (critic, "rm", True)
+        assert (spec.critic_path, spec.reward_paths) == (critic, ("rm",))
         assert spec.with_critic == (name != "trl_rloo")
-    assert flags(reward_model_name_or_path="other").spec.critic_path == "rm"
+    assert flags(reward_model_name_or_path=["other"]).spec.critic_path == "rm"
     spec = flags(**FUNCTION).spec
-    assert spec.critic_path is None and spec.with_critic and not spec.with_reward_model
+    assert spec.critic_path is None and spec.with_critic and not spec.reward_paths
 
 
 def test_engines_of_each_kind_of_dialect():
@@ -82,6 +82,37 @@ def test_one_gpu_in_16_bits_has_another_usual_stage(machine, given, stages, tmp_
     assert step2.ds_settings()["zero_optimization"]["stage"] == stages[1 if "actor_zero_stage" in given else 0]
 
 
+@pytest.mark.parametrize(
+    "given, critic",
+    [
+        ({}, "own"),  # the first that reads the actor's ids
+        ({"critic_model_name_or_path": "other"}, "other"),
+        ({"reward_model_name_or_path": ["foreign"]}, None),
+        ({"reward_function": ["m:f"]}, None),
+        ({"dialect": "openai"}, None),  # whose critic starts with a new head
+    ],
+)
+def test_the_critic_starts_from_a_reward_model_that_reads_the_actors_ids(monkeypatch, given, critic):
+    monkeypatch.setattr(RLHFFlags, "read_tokenizer", lambda *args: None)
+    monkeypatch.setattr("training.config.models.reads_texts", lambda tokenizer, path, *more: path == "foreign")
+    models = {"critic_model_name_or_path": None, "reward_model_name_or_path": ["foreign", "own", "third"]}
+    args = flags(**(models | given))
+    assert args.spec.critic_path == critic and args.spec.text_reward_paths == ("foreign",)
+    expected = ["actor", "critic", "reference", "reward", "reward_2", "reward_3"]
+    assert [choice.role for choice in args.spec.engine_configs] == expected[: 3 + len(args.reward_paths)]
+
+
+def test_all_reward_models_have_the_same_engine_and_one_may_be_the_critics():
+    three = {"reward_model_name_or_path": ["a", "b", "c"], "critic_model_name_or_path": "b", "critic_zero_stage": 3}
+    spec = flags(**three, offload_reward_model=True).spec
+    assert [(one.role, one.stage, one.offload) for one in spec.engine_configs[3:]] == [
+        (role, 3, True) for role in ("reward", "reward_2", "reward_3")
+    ]
+    spec = flags(**three, **LORA, offload_reward_model=True).spec
+    assert [one.role for one in spec.engine_configs] == ["actor", "critic", "reward", "reward_3"]
+    assert spec.shared["reward_2"] == "the reward model b is the critic with its adapters off and its first head"
+
+
 LORA = {"actor_lora_dim": 4, "critic_lora_dim": 4, "only_optimize_lora": True}
 OFF = "the reference is the actor with its adapters off"
 HEAD = "the reward model is the critic with its adapters off and its first head"
@@ -94,8 +125,8 @@ HEAD = "the reward model is the critic with its adapters off and its first head"
         ("default", {"only_optimize_lora": False}, {"actor": 3, "critic": 2, "reference": 3, "reward": 0}, []),
         ("default", {"critic_lora_dim": 0}, {"actor": 3, "critic": 2, "reward": 0}, [OFF]),
         ("default", {"actor_lora_dim": 0}, {"actor": 3, "critic": 2, "reference": 3}, [HEAD]),
-        ("default", {"reward_model_name_or_path": "other"}, {"actor": 3, "critic": 2, "reward": 0}, [OFF]),
-        ("default", {"reward_model_name_or_path": "rm"}, {"actor": 3, "critic": 2}, [OFF, HEAD]),
+        ("default", {"reward_model_name_or_path": ["other"]}, {"actor": 3, "critic": 2, "reward": 0}, [OFF]),
+        ("default", {"reward_model_name_or_path": ["rm"]}, {"actor": 3, "critic": 2}, [OFF, HEAD]),
         ("default", FUNCTION, {"actor": 3, "critic": 2}, [OFF]),
         ("openai", {}, {"actor": 3, "critic": 2, "reward": 0}, [OFF]),
         ("trl_rloo", {"critic_lora_dim": 0, "critic_zero_stage": None}, {"actor": 3, "reward": 3}, [OFF]),
@@ -158,7 +189,7 @@ def test_gradients_are_clipped_as_the_dialect_has_it(name, norm):
         ),
         (
             "trl_rloo",
-            {"reward_model_name_or_path": "other"},
+            {"reward_model_name_or_path": ["other"]},
             "--critic_model_name_or_path rm: in the dialect trl_rloo the critic does not exist, and the scores come "
             "from elsewhere. Leave it out.",
         ),

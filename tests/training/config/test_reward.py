@@ -330,8 +330,8 @@ def test_the_servers_weight_comes_after_the_functions(words, parts):
 
 
 def test_it_stands_in_for_the_reward_model_or_beside_one():
-    assert parsed().reward_path is None
-    assert parsed("--reward_model_name_or_path", "reward").reward_path == "reward"
+    assert parsed().reward_paths == []
+    assert parsed("--reward_model_name_or_path", "reward").reward_paths == ["reward"]
 
 
 @pytest.mark.parametrize(
@@ -386,3 +386,32 @@ def test_a_key_in_a_url_is_neither_shown_nor_written():
 def test_what_says_nothing_without_a_server():
     with pytest.raises(UserError, match="--reward_url_columns answer needs --reward_url. Give that"):
         parse("--reward_url_columns", "answer", flags_class=RLHFFlags)
+
+
+@pytest.mark.parametrize(
+    "words, parts",
+    [
+        (("a/helpful",), [("model", "reward model", 1.0)]),
+        (
+            ("a/helpful", "b/helpful", "org/Safe-1.5", "model", "--reward_model_weight", "1", "2", "3", "-4"),
+            [
+                ("helpful", "reward model helpful", 1.0),
+                ("helpful_2", "reward model helpful_2", 2.0),
+                ("Safe_1_5", "reward model Safe_1_5", 3.0),
+                ("model_2", "reward model model_2", -4.0),  # "model" is the name of a model alone
+            ],
+        ),
+        (
+            ("right", "safe", "--reward_function", "m:right", "m:other"),
+            [
+                ("right", "reward model right", 1.0),
+                ("safe", "reward model safe", 1.0),
+                ("right_2", "right_2 (m:right)", 1.0),
+                ("other", "other", 1.0),
+            ],
+        ),
+    ],
+)
+def test_several_reward_models_are_parts_by_their_folders_names(words, parts):
+    found = score_parts(parse("--reward_model_name_or_path", *words, flags_class=RLHFFlags))
+    assert [(part.name, part.what, part.weight) for part in found] == parts

@@ -129,11 +129,11 @@ CASES = {
     ),
     "skipped to the end": ("steps made no update", ALARM, {"policy_grad_norm": lambda t: None if t > 0.8 else 0.8}),
     "clipped scores": (
-        "95% of the scores at the end were beyond score_clip and counted as that, so that they do not differ. Have the",
+        "95% of the latest scores were beyond score_clip and counted as that, so that they do not differ. Have the",
         ALARM,
         {"objective_clipped": lambda t: 0.95},
     ),
-    "some clipped scores": ("20% of the scores at the end", LOOK, {"objective_clipped": lambda t: 0.2}),
+    "some clipped scores": ("20% of the latest scores", LOOK, {"objective_clipped": lambda t: 0.2}),
 }
 
 

@@ -51,7 +51,7 @@ FAMILIES = {
 # They name metrics and write none.
 READERS = {
     *("reporting/summary.py", "reporting/standard_errors.py", "reporting/guards.py", "reporting/health.py"),
-    *("tools/cards.py", "tools/measuring.py", "tools/report/page.py"),
+    *("tools/cards.py", "tools/measuring.py", "tools/merge/frontier.py", "tools/report/page.py"),
 }
 NO_METRICS = {"objective/scores_histogram", "rollout/length_histogram"}  # TensorBoard's alone
 

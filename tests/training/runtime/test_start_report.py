@@ -13,15 +13,12 @@ from engine.algorithms import DIALECTS, NOTES, get_dialect
 from engine.models.loading import load_policy
 from scripts.harness.models import POSITIONS, make_causal_lm, make_config
 from tests.training.config.command_lines import parse
-from tests.training.data.tiny_tokenizers import CHATML, chat_tokenizer, word_tokenizer
+from tests.training.data.tiny_tokenizers import word_tokenizer
 from training.checkpoints.files import Schedule
 from training.config.step3 import RLHFFlags
 from training.config.supervised import RewardFlags, SFTFlags
 from training.data.examples import PairExamples, Prompts, SFTExamples
-from training.data.record_forms import PROMPTS
-from training.data.row_selection import load_rows
 from training.runtime.models import HARMLESS, model_notes
-from training.runtime.plan import reward_writing_line
 from training.runtime.start_report import (
     RunSchedule,
     counted,
@@ -366,7 +363,7 @@ def test_the_flags_that_are_told_mix_half_and_half():
     words = ("--reward_function", "rules.py:right", "format")
     told = said_of_score(*words)[-1].partition("give ")[2].split()
     assert said_of_score(*words, *told) == ["score = 0.5 reward model + 0.25 right + 0.25 format, clipped at 5"]
-    assert parse(*words, *told, flags_class=RLHFFlags).spec.reward_path == "reward"
+    assert parse(*words, *told, flags_class=RLHFFlags).spec.reward_paths == ("reward",)
 
 
 def test_one_line_for_each_setting_names_the_flags(tmp_path):
@@ -377,14 +374,14 @@ def test_one_line_for_each_setting_names_the_flags(tmp_path):
         routed = {"output_router_logits": name != "reward"}
         path.write_text(json.dumps(json.loads(path.read_text()) | routed | settings))
     paths = {name: str(tmp_path / name) for name in ("actor", "critic", "reward")}
-    args = SimpleNamespace(**paths, none=None, looks_at=lambda path: True, trust_remote_code=False)
-    assert model_notes(args, "none", *paths) == [
+    args = SimpleNamespace(looks_at=lambda path: True, trust_remote_code=False)
+    assert model_notes(args, paths.items()) == [
         "--actor, --critic: no balancing loss is trained with, which config.json asks for (output_router_logits)",
         "--critic: scores stay without mean and std of config.json (OpenRLHF's normalize_reward is false)",
         "--reward: scores are (score - mean) / std of config.json (OpenRLHF's normalize_reward is true)",
     ]
     args.looks_at = lambda path: False
-    assert model_notes(args, *paths) == []
+    assert model_notes(args, paths.items()) == []
 
 
 @pytest.mark.parametrize("longest, factors", [(40, "short"), (41, "long")])
@@ -396,7 +393,7 @@ def test_the_factors_of_longrope_are_told(tmp_path, longest, factors):
         json.dumps(json.loads((path / "config.json").read_text()) | {"rope_parameters": rope})
     )
     given = ("--model_name_or_path", str(path), "--data_path", "x", "--max_seq_len", str(longest))
-    (told,) = model_notes(parse(*given, flags_class=SFTFlags), "model_name_or_path")
+    (told,) = model_notes(parse(*given, flags_class=SFTFlags), [("model_name_or_path", str(path))])
     assert told.startswith(
         f"--model_name_or_path: longrope's {factors} factors in all rows, since rows may have {longest}"
     )
@@ -419,49 +416,10 @@ def test_settings_of_generate_that_a_saved_model_keeps_are_told(tmp_path, file, 
     known = json.loads((path / file).read_text())
     (path / file).write_text(json.dumps(known | settings))
     args = parse("--model_name_or_path", str(path), "--data_path", "x", flags_class=SFTFlags)
-    told = "\n".join(model_notes(args, "model_name_or_path"))
+    told = "\n".join(model_notes(args, [("model_name_or_path", str(path))]))
     start = "--model_name_or_path: saved models keep settings of generate() that nothing here draws with: "
     assert told.startswith(start + kept) if kept else told == ""
     load_policy(str(path), torch.float32).model.save_pretrained(tmp_path / "saved")
     saved = json.loads((tmp_path / "saved/generation_config.json").read_text())
     assert saved.get("do_sample", False) == ("do_sample" in kept)
     assert all(f"{name} {value}" in kept or name in HARMLESS or value == 1 for name, value in settings.items())
-
-
-PLAIN = "{% for m in messages %}{{ m.content + eos_token }}{% endfor %}"
-REFUSING = "{% if messages[0].content == 'a b' %}{{ raise_exception('no') }}{% endif %}" + PLAIN
-ENDING = CHATML.replace("<|im_end|>", "{{ '</s>' if m.role == 'assistant' else '<|im_end|>' }}")
-DIALOGUE = [{"role": "user", "content": "a b"}]
-
-
-@pytest.mark.parametrize(
-    "prompt, own, told",
-    [
-        ("a b", chat_tokenizer(CHATML), None),
-        ("a b", chat_tokenizer(PLAIN), None),  # the prompts are texts: templates do not count
-        ("a b", chat_tokenizer(CHATML, before="<s>"), "writes '<s> a b </s>', not 'a b </s>', from token 0 "),
-        ("a b", chat_tokenizer(CHATML, eos_token="<4>"), "writes '<4>', not '</s>', from token 2 "),
-        (DIALOGUE, chat_tokenizer(CHATML), None),
-        (DIALOGUE, chat_tokenizer(None), None),  # a folder without a template says nothing about dialogues
-        (DIALOGUE, chat_tokenizer(PLAIN), "writes 'a b </s> </s>', not '<|im_start|> <unk> a b <|im_end|> "),
-        (DIALOGUE, chat_tokenizer(ENDING), "writes '</s>', not '<|im_end|>', from token "),
-        (DIALOGUE, chat_tokenizer(REFUSING), "refuses the first prompt, not '<|im_start|> "),
-        ("a b", None, None),
-    ],
-)
-def test_a_reward_model_whose_folder_writes_otherwise_is_told_of(tmp_path, prompt, own, told):
-    path = Path(make_causal_lm(tmp_path / "reward"))
-    for file in path.glob("tokenizer*"):
-        file.unlink()
-    if own is not None:
-        own.save_pretrained(path)
-    (tmp_path / "data.jsonl").write_text(json.dumps({"prompt": prompt}) + "\n")
-    actors = chat_tokenizer(CHATML)
-    rows, _ = load_rows(str(tmp_path / "data.jsonl"), PROMPTS, actors, phase=3, seed=0)
-    args = SimpleNamespace(reward_path=str(path), reward_model_name_or_path=None, trust_remote_code=False)
-    args.looks_at = lambda path: True
-    plan = SimpleNamespace(tokenizer=actors, prompts=SimpleNamespace(source=rows))
-    lines = reward_writing_line(args, plan)
-    assert len(lines) == (told is not None)
-    if told:
-        assert lines[0].startswith(f"WARNING: --critic_model_name_or_path {path}: ") and told in lines[0]

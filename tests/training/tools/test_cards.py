@@ -29,7 +29,7 @@ DIALECT |= {"ppo_epochs": 4, "mini_batches": 1, "samples_per_prompt": 1}
 PPO_FLAGS = {
     "actor_model_name_or_path": "org/sft-7b",
     "critic_model_name_or_path": "/home/lovelace/acme-reward",
-    "reward_model_name_or_path": None,
+    "reward_model_name_or_path": ["org/helpful", "/home/lovelace/safe"],
     "reward_function": ["/home/lovelace/my_rules.py:score"],
     "data_path": ["/home/lovelace/acme.jsonl", "org/prompts"],
     "unsupervised_dataset_name": None,
@@ -72,6 +72,7 @@ def test_the_actors_card_says_what_the_run_was():
         assert f"| {line} |" in text
     assert "| score | 0.250 ± 0.125 | 1.500 ± 0.062 | +1.250 ± 0.110 |" in text
     assert "| KL to the reference | 0.000 | 4.000 |" in text
+    assert "- reward model: org/helpful\n- reward model: local, not on the Hub\n" in text
     assert "python 3.11.7, torch 2.13.0, four-engine-rlhf 0.1.0; commit 0123abcd with changes of its own" in text
     assert "| score | 0.250 ± 0.125 | 1.125 |  |" in ppo("actor_ema")
     assert dict(ModelCard(text).data.to_dict())["base_model"] == "org/sft-7b"

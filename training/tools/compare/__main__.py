@@ -28,7 +28,7 @@ import torch
 from engine import distributed
 from engine.atomic_files import write_whole
 from engine.models.config_and_tokenizer import read_config
-from engine.reward.base import CombinedReward, RewardModel, RewardSource
+from engine.reward.base import CombinedReward, RewardSource
 from engine.zero.accelerator import on_gpu
 from engine.zero.engines import FrozenModel
 from training.config.reward import check_columns, function_source, load_given
@@ -36,6 +36,7 @@ from training.runtime import output_folder
 from training.runtime.launch import check_run, leave, run
 from training.runtime.models import check_positions
 from training.runtime.output_folder import check_shared
+from training.runtime.plan import prompt_and_answer
 from training.runtime.processes import phase
 from training.runtime.ranks import agreed, checked
 from training.tools.compare.flags import CompareFlags
@@ -89,7 +90,7 @@ def check_models(args: CompareFlags, models: Sequence[Model]) -> None:
     for model in models:
         if model.is_checkpoint:
             config = read_config(config_of(model), model.what, args.trust_remote_code)
-            check_positions(config, f"{model.what} {model.given}", **args.lengths)
+            check_positions(config, f"{model.what} {model.given}", **prompt_and_answer(args))
         else:
             check_answering(args, model.path, model.what)
 
@@ -119,14 +120,14 @@ def measure(args: CompareFlags, models: Sequence[Model]) -> Comparison:
         held_out = agreed(lambda: read_held_out(args, tokenizer))
         checked(lambda: check_columns(functions_of(args), {"the held-out prompts": held_out.prompts}))
     with phase("loading models"):
-        answering = Answering(args, held_out, first)
+        answering = Answering(args, held_out, models)
     samples, prompts = {}, []
     for model in models:
         with phase("evaluating"):
             prompts, samples[model.name] = answering.samples(model)
         if distributed.is_main():
             print(f"{model.name}: {len(samples[model.name]):,} responses to {len(prompts):,} prompts", flush=True)
-    return Comparison(args, models, answering.rewards, prompts, samples)
+    return Comparison(args, models, answering.names, prompts, samples)
 
 
 class Answering(Measuring):
@@ -135,17 +136,17 @@ class Answering(Measuring):
     The first model stays in memory, since its log-probs of all other models' responses are needed. The other models are
     loaded one after the other.
 
-    rewards: names of the rewards, in the order of the flags.
+    names: those of the rewards, in the order of the flags.
     """
 
     args: CompareFlags
 
-    def __init__(self, args: CompareFlags, held_out: HeldOut, first: Model):
-        super().__init__(args, args.spec_of(first.path), held_out)
-        self.first, self.rewards = first, reward_names(args)
-        tokenizer, rows = held_out.tokenizer, held_out.rows
+    def __init__(self, args: CompareFlags, held_out: HeldOut, models: Sequence[Model]):
+        self.first, self.names = models[0], reward_names(args)
+        super().__init__(args, args.spec_of(self.first.path), held_out, [model.path for model in models])
+        tokenizer, rows = held_out.tokenizer, self.texts.rows
         sources: list[RewardSource] = [
-            *(RewardModel(scorer) for scorer in self.scorers),
+            *self.rewards,
             *(function_source(function, given, tokenizer, rows) for given, function in functions_of(args).items()),
         ]
         # The first reward is the score. The others have weight 0, so they are measured without changing the score.
@@ -171,7 +172,7 @@ class Answering(Measuring):
         samples = [
             Sample(
                 response=row["response"],
-                scores={name: row[f"reward_{place}"] for place, name in enumerate(self.rewards)},
+                scores={name: row[f"reward_{place}"] for place, name in enumerate(self.names)},
                 kl=row["kl"],
                 tokens=row["tokens"],
                 ended=ended,

@@ -34,8 +34,9 @@ def _fewer_decoded(args: RLHFFlags) -> Flags:
 
 
 def _frozen_offloaded(args: RLHFFlags) -> Flags:
-    own = {config.role for config in args.spec.engine_configs}
-    return {f"offload_{role}_model": True for role in ("reference", "reward") if role in own}
+    built = {config.role for config in args.spec.engine_configs}
+    kinds = {"reference": {"reference"}, "reward": set(args.spec.rewards)}
+    return {f"offload_{kind}_model": True for kind, roles in kinds.items() if roles & built}
 
 
 def _checkpointing(args: RLHFFlags) -> Flags:

@@ -29,9 +29,8 @@ def memory_lines(args: RLHFFlags | SupervisedFlags) -> list[str]:
     """The memory table on machines like this one, and for step 3 the flags that would make the run fit; or a line that
     says why there is no table."""
     step3 = isinstance(args, RLHFFlags)
-    names = ("actor_model_name_or_path", "critic_model_name_or_path", "reward_model_name_or_path")
-    paths = [getattr(args, name) for name in (names if step3 else ("model_name_or_path",))]
-    missing = [path for path in dict.fromkeys(paths) if path is not None and not args.looks_at(path)]
+    paths = [path for _, path in args.models] if step3 else [args.model_name_or_path]
+    missing = [path for path in dict.fromkeys(paths) if not args.looks_at(path)]
     if missing:
         return [f"memory plan: none, as the config.json of {' and '.join(missing)} is not on this machine"]
     cluster, title = this_cluster(), f"{distributed.ranks_in_words()}, {args.dtype}"

@@ -71,7 +71,6 @@ def meta_models(spec: EngineSpec) -> dict[str, MetaModel]:
     role's flag and the path in its message, if one of these files is missing or cannot be read.
     """
     of_spec = partial(built, dtype=spec.dtype, trust_remote_code=spec.trust_remote_code, attention=spec.attention)
-    reward_path = spec.reward_path or str(spec.critic_path)
     build: dict[str, Callable[[], MetaModel]] = {
         "actor": lambda: of_spec(
             "actor",
@@ -93,8 +92,8 @@ def meta_models(spec: EngineSpec) -> dict[str, MetaModel]:
             also_computes=spec.also_computes.get("critic"),
         ),
         "reference": lambda: of_spec("reference", spec.actor_path, LANGUAGE_MODEL, False),
-        "reward": lambda: of_spec("reward", reward_path, CLASSIFIER, False),
     }
+    build |= {role: partial(of_spec, role, path, CLASSIFIER, False) for role, path in spec.rewards.items()}
     if spec.share_trunk:
         build["actor"] = lambda: _trunk(spec)
     return {config.role: build[config.role]() for config in spec.engine_configs}
@@ -142,13 +141,13 @@ def built(
     None. If `lora` is given, an adapter at `path` is trained further; otherwise the adapter is merged.
     Raises: UserError, as `meta_models` does.
     """
-    flag = "--actor_model_name_or_path" if kind == LANGUAGE_MODEL else f"--{role}_model_name_or_path"
+    flag = "--actor_model_name_or_path" if kind == LANGUAGE_MODEL else f"--{role.partition('_')[0]}_model_name_or_path"
     start = read_adapter(path, flag)
     module = module_on_meta(path, kind, dtype, flag, trust_remote_code, start if lora is None else None, attention)
     with torch.device("meta"):
         if hydra_layers:
             module = HydraPolicy(module.model, layers=hydra_layers)
-        if also_computes == "reward" and isinstance(module, Scorer):
+        if also_computes is not None and isinstance(module, Scorer):
             module.keep_head(also_computes)
         if lora is not None:
             module.start = start

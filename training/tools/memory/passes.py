@@ -22,7 +22,7 @@ from engine.models.lora import decoder_stack
 from engine.models.policy import Policy
 from training.tools.memory.meta_model import MetaModel
 
-SCORED = ("critic", "reward")  # the roles that compute scores
+POLICIES = (None, "reference")  # the roles that compute log-probs, if the module is a policy
 FEW, MORE = 2, 4
 _GROUPED = torch.ops.aten._grouped_mm.default
 
@@ -59,7 +59,7 @@ def _output(
     ids = torch.zeros(rows, length, dtype=torch.int64, device="meta")
     mask = torch.ones_like(ids)
     given = ids, mask, position_ids(mask)
-    if isinstance(model.module, Policy) and role not in SCORED:
+    if isinstance(model.module, Policy) and role in POLICIES:
         return model.module(*given, response_length=response, with_entropy=with_entropy, role=role)[0]
     return model.module(*given, role=role)
 

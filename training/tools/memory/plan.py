@@ -17,6 +17,7 @@ from engine.rollout.placement import Placement, place_copy
 from engine.zero.gather_once import KEPT, NOTHING_KEPT, Kept, what_to_keep
 from training.config.step3 import RLHFFlags
 from training.config.supervised import RewardFlags, SupervisedFlags
+from training.reward_texts import reading_limit
 from training.tools.memory.cluster import FRAGMENTS, Cluster
 from training.tools.memory.engines import Bytes, Engine
 from training.tools.memory.meta_model import built, meta_models
@@ -234,14 +235,14 @@ class _Planner:
 
     def _experience(self) -> None:
         held, room = self.cache + self.copy + self.vllm, self.cluster.room
-        for role in ("actor", "reference", "critic", "reward"):
+        for role in ("actor", "reference", "critic", *self.spec.rewards):
             host = self._host(role)
             if host is None:
                 continue
             engine = self.engines[host]
             # A moving reference is the actor's own model with other weights.
             played = None if role == host or (role == "reference" and self.spec.reference_moves) else role
-            needed = Bytes({(role, "activations"): forward_pass(engine.model, *self._rows, played)})
+            needed = Bytes({(role, "activations"): forward_pass(engine.model, *self._rows_of(role), played)})
             whole = engine.model.width * engine.model.numbers
             kept = Kept(weights=room is None or whole <= KEPT * (room - (self.rest + held).total()))
             gathered = held + engine.gathered(kept) + engine.computing
@@ -287,6 +288,13 @@ class _Planner:
         args = self.args
         rows = min(args.per_device_training_batch_size, args.rows_per_rank)
         return rows, args.max_prompt_seq_len + args.max_answer_seq_len, args.max_answer_seq_len
+
+    def _rows_of(self, role: str) -> tuple[int, int, int]:
+        """As `_rows`, of a pass of this role: a reward model that reads texts has rows of a length of its own."""
+        rows, length, response = self._rows
+        if self.spec.rewards.get(role) in self.spec.text_reward_paths:
+            length = reading_limit(self.models[role].module.model.config, self.args.max_reward_seq_len, length)
+        return rows, length, response
 
     def _host(self, role: str) -> str | None:
         """The role whose engine computes this role; None if the run does not have this role."""
@@ -355,7 +363,9 @@ def table(plan: MemoryPlan, title: str) -> str:
         f"memory plan: {title}; GB of one {device}, each phase at its peak, the highest marked *",
         _row("", [f"{phase}{'*' if phase == plan.peak.phase else ''}" for phase in tops]),
     ]
-    for place, names in ((0, ROLES), (1, KINDS)):
+    roles = {role for top in tops.values() for role, _ in top}
+    ordered = sorted(roles, key=lambda role: (ROLES.index(role.partition("_")[0]), len(role), role))
+    for place, names in ((0, ordered), (1, KINDS)):
         for name in names:
             sizes = [sum(size for key, size in top.items() if key[place] == name) for top in tops.values()]
             if any(sizes):

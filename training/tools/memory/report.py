@@ -40,9 +40,8 @@ def _refuse_what_cannot_run(args: MemoryFlags) -> None:
     args.check_groups(GPUS_OF_A_NODE if args.search == "gpus" else args.num_gpus)
     if args.gpu.lower().startswith(OLDER) and args.dtype == "bf16":
         raise UserError(f"--dtype bf16 with --gpu {args.gpu}: it does not compute in bf16. Give --dtype fp16.")
-    for name in ("actor_model_name_or_path", "critic_model_name_or_path", "reward_model_name_or_path"):
-        path = getattr(args, name)
-        if path is not None and (Path(base_of(path, f"--{name}")) / "config.json").is_file():
+    for name, path in args.models:
+        if path not in args.text_reward_paths and (Path(base_of(path, f"--{name}")) / "config.json").is_file():
             lengths = {flag: getattr(args, flag) for flag in ("max_prompt_seq_len", "max_answer_seq_len")}
             check_positions(read_config(path, f"--{name}", args.trust_remote_code), f"--{name} {path}", **lengths)
     adapted_roles(args, args.resolved.dialect)

@@ -118,7 +118,8 @@ def source(args: MergeFlags) -> dict[str, object]:
         "trained": args.trained_model_name_or_path,
         "method": args.method,
         "prompts": args.eval_data_path or args.data_path,
-        "reward_model": args.reward_model_name_or_path,
+        "reward_models": args.reward_model_name_or_path,
+        "reward_model_weight": args.reward_model_weight,
         "reward_function": args.reward_function,
         "seed": args.seed,
     }

@@ -8,6 +8,7 @@ from engine.algo.weight_changes import METHODS
 from engine.engine_spec import EngineSpec
 from engine.errors import UserError
 from training.config.flags import REQUIRED, flag
+from training.config.models import check_reward_models
 from training.tools.flags import MeasuringFlags
 
 FRONTIER = [0.0, 0.25, 0.5, 0.75, 1.0, 1.25, 1.5]
@@ -50,10 +51,21 @@ class MergeFlags(MeasuringFlags):
     )
     max_shard_size: str = flag("50GB", "weight files are split at this size")
 
-    reward_model_name_or_path: str | None = flag(None, "the reward model", only_with="data_path", group="rewards")
+    reward_model_name_or_path: list[str] = flag(
+        [],
+        "reward models; the score is the sum of their scores, as in step 3",
+        only_with="data_path",
+        group="rewards",
+    )
+    reward_model_weight: list[float] = flag([], "weights of the reward models in the score, one for each; by default 1")
+    raw_reward_scores: bool = flag(
+        False,
+        "take the scores of several reward models as they are. By default each model's become (score - mean) / "
+        "standard deviation, of the SFT model's responses, unless step 2 normalised them",
+    )
     reward_function: str | None = flag(
         None,
-        "function or RewardSource class, as in step 3; its scores are added to those of a reward model",
+        "function or RewardSource class, as in step 3; its scores are added to those of the reward models",
         only_with="data_path",
     )
 
@@ -70,6 +82,8 @@ class MergeFlags(MeasuringFlags):
             raise UserError(f"--scale {self.scale!r} and --scales {self.scale:g} are one in six digits. Give the same.")
         self._validate_choice()
 
+        check_reward_models(self, self.reward_models)
+
     def _validate_choice(self) -> None:
         if self.scale is not None and self.max_kl is not None:
             raise UserError(
@@ -78,7 +92,7 @@ class MergeFlags(MeasuringFlags):
         if self.scale == 0.0:
             raise UserError("--scale 0: that is the SFT model, which is there already. Give another scale.")
         if self.data_path:
-            if self.reward_model_name_or_path is None and self.reward_function is None:
+            if not self.reward_models and self.reward_function is None:
                 raise UserError(
                     "--data_path without a reward: give --reward_model_name_or_path, --reward_function, or both."
                 )
@@ -93,8 +107,8 @@ class MergeFlags(MeasuringFlags):
 
     @property
     def reward_models(self) -> Sequence[str]:
-        """The path of the reward model, if one is given."""
-        return [] if self.reward_model_name_or_path is None else [self.reward_model_name_or_path]
+        """The paths of the reward models."""
+        return self.reward_model_name_or_path
 
     def engine_spec(self) -> EngineSpec:
         """The specification of the measuring engines."""

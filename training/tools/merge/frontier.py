@@ -2,12 +2,12 @@
 results as a table."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from engine.errors import UserError
 from engine.models.weight_files import stored_name
-from engine.reward.base import CombinedReward, RewardModel, RewardSource
-from training.config.reward import MODEL, function_source, load_function, names
+from engine.reward.base import CombinedReward, RewardSource
+from training.config.reward import function_source, load_function, model_names, names, standardised
 from training.tools.measuring import HeldOut, Measuring
 from training.tools.merge.flags import MergeFlags
 from training.tools.merge.weights import MergedWeights
@@ -19,7 +19,8 @@ class Point:
     KL.
 
     kl: KL to the SFT model, in nats per response. bigrams: number of distinct pairs of neighbouring words, divided by
-    the number of tokens.
+    the number of tokens. rewards: {name of a source of scores: the mean of its scores without their weight}, if there
+    are several.
     """
 
     scale: float
@@ -29,29 +30,33 @@ class Point:
     kl_se: float
     tokens: float
     bigrams: float
+    rewards: dict[str, float] = field(default_factory=dict)
 
 
 class Frontier(Measuring):
     """Holds the engines for measuring: a policy, into which the weights of each scale are loaded; the SFT model; and
-    the reward model if there is one."""
+    the reward models."""
 
     def __init__(self, args: MergeFlags, held_out: HeldOut):
-        super().__init__(args, args.engine_spec(), held_out)
         sft = args.sft_model_name_or_path
-        self.policy = self.loaded(sft, "actor")
-        self.evaluator = self.evaluator_of(self.policy, sft, self._reward(args), self.rollouts_of(self.policy))
+        super().__init__(args, args.engine_spec(), held_out, [sft])
+        self.policy, reward = self.loaded(sft, "actor"), self._reward(args)
+        self.names = [name.removeprefix("scores_") for name in reward.weights()]
+        self.evaluator = self.evaluator_of(self.policy, sft, reward, self.rollouts_of(self.policy))
 
     def _reward(self, args: MergeFlags) -> RewardSource:
-        """The source of scores: the reward model, the function, or the sum of both."""
-        model = RewardModel(self.scorers[0]) if self.scorers else None
-        if args.reward_function is None:
-            assert model is not None, "MergeFlags.validate"
-            return model
-        function, held_out = load_function(args.reward_function), self.held_out
-        source = function_source(function, args.reward_function, held_out.tokenizer, held_out.rows)
-        if model is None:
-            return source
-        return CombinedReward({MODEL: (model, 1.0), names([args.reward_function])[0]: (source, 1.0)})
+        """The source of scores: the sum of those of the reward models and of the function."""
+        models = dict(zip(model_names(args.reward_models), self.rewards, strict=True))
+        weights = args.reward_model_weight or [1.0] * len(models)
+        sources: dict[str, tuple[RewardSource, float]] = dict(zip(models, zip(self.rewards, weights), strict=True))
+        if args.reward_function is not None:
+            function, (name,) = load_function(args.reward_function), names([args.reward_function], list(models))
+            source = function_source(function, args.reward_function, self.held_out.tokenizer, self.texts.rows)
+            sources[name] = source, 1.0
+        (alone, weight), *others = sources.values()
+        if not others and weight == 1.0:
+            return alone
+        return CombinedReward(sources, standardised=standardised(models, args.raw_reward_scores))
 
     def at(self, weights: MergedWeights) -> tuple[Point, list[dict]]:
         """(measurements with these weights, a row for each prompt). All ranks call this and get the same result.
@@ -76,6 +81,7 @@ class Frontier(Measuring):
             kl_se=metrics.get("eval/kl_se", 0.0),
             tokens=metrics["eval/response_length"],
             bigrams=metrics["eval/distinct_bigrams"] / max(sum(row["tokens"] for row in rows), 1),
+            rewards={name: metrics[f"eval/reward_{name}"] for name in self.names},
         )
         return point, rows
 
@@ -89,12 +95,13 @@ def best_within(points: Iterable[Point], max_kl: float) -> Point | None:
 
 def table(points: Sequence[Point], chosen: float | None = None) -> str:
     """A text table with a line for each scale; the line of `chosen` is marked."""
-    head = ("scale", "score", "", "KL", "", "tokens", "bigrams", "")
+    head = ("scale", "score", "", *points[0].rewards, "KL", "", "tokens", "bigrams", "")
     lines = [
         (
             f"{point.scale:g}",
             f"{point.score:.3f}",
             f"± {point.score_se:.3f}",
+            *(f"{mean:.3f}" for mean in point.rewards.values()),
             f"{point.kl:.2f}".replace("-0.00", "0.00"),  # the SFT model's KL to itself is 0 up to rounding
             f"± {point.kl_se:.2f}",
             f"{point.tokens:.1f}",

@@ -9,7 +9,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from html import escape
 from pathlib import Path
 
@@ -19,7 +19,8 @@ from engine.files import parsed_json, without_links
 from training.reporting.health import health
 from training.reporting.run_record import METRICS_FILE, RUN_FILE, read_metrics, read_run_record
 from training.reporting.sinks import PPO_VIEW, REWARD_VIEW, SFT_VIEW, View, averaged_view
-from training.reporting.standard_errors import scored_otherwise, with_error, within_noise
+from training.reporting.standard_errors import ENDINGS, scored_otherwise, with_error, within_noise
+from training.reporting.summary import PART
 from training.tools.pages.page import Response, SampleRow, Samples, document, dot, sample_data, sample_section, table
 
 NUMBER = int | float
@@ -56,8 +57,11 @@ class Run:
 
     @property
     def view(self) -> View:
-        """The View that lists the metrics of the run's charts."""
-        return VIEWS[self.kind]
+        """The View that lists the metrics of the run's charts. Each part of the score has a held-out chart."""
+        view, names = VIEWS[self.kind], {name: None for row in self.rows if "eval/score" in row for name in row}
+        parts = [name for name in names if name.startswith(PART) and not name.endswith(ENDINGS)]
+        charts = {f"reward {name.removeprefix(PART)}, held out": name for name in parts}
+        return replace(view, held_out=view.held_out | ({"parts of the score": charts} if charts else {}))
 
     @property
     def steps(self) -> int:
@@ -206,7 +210,7 @@ def _held_out(runs: Sequence[Run]) -> str:
             first, last = evaluations(run)
             if metric not in last and metric not in first:
                 continue
-            if metric == "eval/score" and scored_otherwise(last):  # scored by different rewards, so not comparable
+            if metric.startswith(("eval/score", PART)) and scored_otherwise(last):  # by other rewards
                 first = {}
             cells = [_told(first, metric), _told(last, metric), _change(first, last, metric)]
             name = [dot(run.name, place + 1)] if len(runs) > 1 else []

@@ -5,17 +5,26 @@ Each response is a batch of one row without padding. Tokens are drawn and respon
 """
 
 import math
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from engine.experience import PromptBatch, position_ids
+from engine.experience import PromptBatch, Rollout, position_ids
 from engine.models.attention import Attention
-from engine.models.checking import check_decoding, check_policy, check_rows, check_scorer, check_vocabularies
+from engine.models.checking import (
+    check_decoding,
+    check_policy,
+    check_rows,
+    check_scorer,
+    check_vocabularies,
+    own_tokenizer,
+    reads_texts,
+)
 from engine.models.config_and_tokenizer import read_config, vocabulary_size
 from engine.models.loading import DTYPES, load_policy, load_scorer
 from engine.models.policy import Scorer
@@ -24,7 +33,9 @@ from engine.rollout.request import Draws, Ends
 from engine.zero import accelerator
 from training.checkpoints.files import holds_checkpoint
 from training.data.chat import render
+from training.data.record_forms import PROMPTS
 from training.data.tokens import TextEncoder, padded
+from training.reward_texts import Answer, Reader, Texts, reading_limit
 from training.runtime.models import generation_stops
 from training.tools.models import SCORERS, Model, exported, located, named
 from training.tools.serve.flags import ServeFlags
@@ -51,13 +62,15 @@ class Response:
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """A model that answers prompts. ends: ids of the tokens that end its responses."""
+    """A model that answers prompts. ends: ids of the tokens that end its responses. gives_texts: whether the reward
+    model gets texts in place of this model's ids: (if the prompt is a text, if it is a chat)."""
 
     name: str
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     encoder: TextEncoder
     ends: tuple[int, ...]
+    gives_texts: tuple[bool, bool] = (False, False)
 
     @property
     def has_template(self) -> bool:
@@ -100,10 +113,10 @@ class ServedModel:
         ends = Ends(self.tokenizer, sampling.stop_token_ids, sampling.stop_strings)
         before = prompt_ids[-BEFORE:]
         known = len(self.tokenizer.decode(before, skip_special_tokens=True))
-        response, cache = Response(prompt_ids), None
+        response, cache = Response(prompt_ids), {}
         for place in range(most):
-            output = self.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
-            cache = output.past_key_values
+            output = self.model(input_ids=ids, **cache, use_cache=True, logits_to_keep=1)
+            cache = {name: output[name] for name in ("past_key_values", "cache_params") if name in output}  # or Mamba's
             ids = draws.draw(output.logits[:, -1], first, first + place)
             response.tokens.append(int(ids.item()))
             response.text = self.tokenizer.decode(before + response.tokens, skip_special_tokens=True)[known:]
@@ -116,11 +129,10 @@ class ServedModel:
 
 @dataclass(frozen=True, slots=True)
 class ServedScorer:
-    """The reward model, and the encoder that tokenises texts for it."""
+    """The reward model, and what makes its ids of texts."""
 
     scorer: Scorer
-    encoder: TextEncoder
-    pad_id: int
+    reader: Reader
 
     def scores(self, sequences: Sequence[Sequence[int]], between: Callable[[], None]) -> list[float]:
         """The score of each sequence of token ids (a prompt and its response). As in step 3, the score is read at the
@@ -134,7 +146,7 @@ class ServedScorer:
         for start in range(0, len(sequences), ROWS):
             between()
             rows = [list(ids) for ids in sequences[start : start + ROWS]]
-            ids, mask = (tensor.to(device) for tensor in padded(rows, self.pad_id))
+            ids, mask = (tensor.to(device) for tensor in padded(rows, self.reader.tokenizer.pad_token_id))
             with torch.inference_mode():
                 scores = self.scorer.sequence_scores(self.scorer(ids, mask, position_ids(mask)), ids, mask)
             found += scores.tolist()
@@ -142,11 +154,37 @@ class ServedScorer:
             raise RequestError(500, "the reward model's score is not finite")
         return found
 
-    def item_ids(self, prompt: str, response: str, ended: bool) -> list[int]:
-        """The token ids of a prompt and its response; with an end token if the response ended by itself."""
-        if ended:
-            return self.encoder.answered(prompt, response)[0]
-        return self.encoder.prompt(prompt) + self.encoder.continuation(prompt, response)
+    def item_ids(self, item: dict, place: str) -> list[int]:
+        """The token ids of an item of POST /v1/scores, never shortened. Raises: UserError, with the item's place."""
+        tokenizer, has_messages = self.reader.tokenizer, item.get("messages") is not None
+        dialogue = PROMPTS.row(place, item, tokenizer).dialogue if has_messages else None
+        answer = Answer(item["prompt"], dialogue, item["response"], item["ended"])
+        return replace(self.reader, limit=sys.maxsize).ids([answer])[0]
+
+    def response_ids(self, model: ServedModel, asked: Comparison, response: Response) -> list[int]:
+        """The token ids of a response of this model with its prompt, as in a run."""
+        if not model.gives_texts[asked.messages is not None]:
+            return response.prompt_ids + response.tokens
+        texts = Texts(
+            tokenizer=model.tokenizer,
+            stops=frozenset(model.ends),
+            rows=[{"prompt": asked.prompt}],
+            dialogues=[None if asked.messages is None else {"messages": asked.messages, "tools": None}],
+            messages=asked.messages is not None,
+            longest=self.reader.limit,
+            rows_at_once=1,
+        )
+        ids, only = torch.tensor([response.prompt_ids + response.tokens]), torch.zeros(1, dtype=torch.int64)
+        mask = torch.ones_like(ids)
+        drawn = mask[:, len(response.prompt_ids) :].bool()
+        rollout = Rollout(ids, mask, drawn, torch.tensor([response.reason == "stop"]), only, only)
+        return self.reader.ids(texts.answers(rollout))[0]
+
+    def check_chat(self, model: ServedModel, asked: Comparison) -> None:
+        """Raise RequestError if a response of this model could not be scored."""
+        if asked.messages is not None and model.gives_texts[True] and not self.reader.tokenizer.chat_template:
+            told = "the reward model has no chat template, and could not score the responses to messages. Send a prompt"
+            raise RequestError(400, told, "messages")
 
 
 def check_length(text: str, context: int, place: str) -> None:
@@ -180,8 +218,8 @@ def load_models(args: ServeFlags) -> ServedModels:
         if reward is not None and holds_checkpoint(Path(reward)):
             reward = path_of(Model(REWARD, REWARD, reward, reward, is_checkpoint=True, parts=SCORERS))
         context = _check(args, paths, reward)
-        models = {name: _model(args, name, path, dtype, device) for name, path in paths.items()}
-        scorer = _scorer(args, reward, dtype, device) if reward is not None else None
+        models = {name: _model(args, name, path, reward, dtype, device) for name, path in paths.items()}
+        scorer = _scorer(args, reward, context, dtype, device) if reward is not None else None
     return ServedModels(models, scorer, context)
 
 
@@ -196,7 +234,7 @@ def _check(args: ServeFlags, paths: dict[str, str], reward: str | None) -> int:
         check_rows(tokenizer, config, path, what)
         check_decoding(path, what, trusted)
         positions.append(getattr(config, "max_position_embeddings", None) or args.max_seq_len)
-        if reward is not None:
+        if reward is not None and not reads_texts(tokenizer, reward, REWARD, trusted):
             check_vocabularies(tokenizer, reward, REWARD, trusted)
     if reward is not None:
         check_scorer(reward, REWARD, trusted)
@@ -205,18 +243,26 @@ def _check(args: ServeFlags, paths: dict[str, str], reward: str | None) -> int:
     return min(positions)
 
 
-def _model(args: ServeFlags, name: str, path: str, dtype: torch.dtype, device: torch.device) -> ServedModel:
-    what = f"--models {name}"
+def _model(
+    args: ServeFlags, name: str, path: str, reward: str | None, dtype: torch.dtype, device: torch.device
+) -> ServedModel:
+    what, trusted = f"--models {name}", args.trust_remote_code
     tokenizer = args.read_tokenizer(path, what)
     rows = Attention(max_length=args.max_seq_len)
     model = load_policy(path, dtype, what=what, trust_remote_code=args.trust_remote_code, attention=rows).model
-    ends = generation_stops(path, tokenizer, args.trust_remote_code)
+    ends = generation_stops(path, tokenizer, trusted)
+    by_text, by_chat = (
+        reward is not None and reads_texts(tokenizer, reward, REWARD, trusted, messages) for messages in (False, True)
+    )
     tokenizer.name_or_path = name  # error messages contain it, and clients should see no paths
-    return ServedModel(name, model.to(device).eval(), tokenizer, TextEncoder(tokenizer), ends)
+    return ServedModel(name, model.to(device).eval(), tokenizer, TextEncoder(tokenizer), ends, (by_text, by_chat))
 
 
-def _scorer(args: ServeFlags, path: str, dtype: torch.dtype, device: torch.device) -> ServedScorer:
-    tokenizer = args.read_tokenizer(path, REWARD)
+def _scorer(args: ServeFlags, path: str, context: int, dtype: torch.dtype, device: torch.device) -> ServedScorer:
+    own = own_tokenizer(path, REWARD, args.trust_remote_code)
+    tokenizer = own if own is not None and own.chat_template else args.read_tokenizer(path, REWARD)
+    tokenizer.name_or_path = "the reward model"
     rows = Attention(max_length=args.max_seq_len)
     scorer = load_scorer(path, dtype, what=REWARD, trust_remote_code=args.trust_remote_code, attention=rows)
-    return ServedScorer(scorer.to(device).eval(), TextEncoder(tokenizer), tokenizer.pad_token_id)
+    limit = reading_limit(scorer.model.config, None, context)
+    return ServedScorer(scorer.to(device).eval(), Reader(tokenizer, limit, scorer.score_position == "last"))

@@ -135,9 +135,9 @@ def read_comparison(given: Mapping[str, Any]) -> Comparison:
 
 
 def read_items(given: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The items of POST /v1/scores, each with id, prompt, response and ended: whether the response ended by itself; the
-    reward model then reads it with an end token, as in training. Other fields, such as columns of a data set, are
-    ignored. Raises: RequestError."""
+    """The items of POST /v1/scores, each with id, prompt, response and ended: whether the response ended by itself.
+    `messages` and `tools` replace the prompt: the reward model's own chat template renders them. Other fields, such as
+    columns of a data set, are ignored. Raises: RequestError."""
     items = _checked(given.get("items"), "items", list)
     kinds = {"id": (str, int), "prompt": (str,), "response": (str,), "ended": (bool,)}
     for number, item in enumerate(items):

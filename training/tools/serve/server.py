@@ -251,6 +251,8 @@ class Handler(BaseHTTPRequestHandler):
                 )
             model = served.by_name[name]
             ids = model.prompt_ids(asked, served.context)
+            if served.scorer is not None:
+                served.scorer.check_chat(model, asked)
             most = self.server.args.max_answer_seq_len
             sampling = asked.sampling(seed, len(ids), served.context, most, **model.settings())
             drawing[name] = model.drawn(ids, sampling)
@@ -267,7 +269,7 @@ class Handler(BaseHTTPRequestHandler):
                     del drawing[name]
                     score = None
                     if served.scorer is not None:
-                        ids = response.prompt_ids + response.tokens
+                        ids = served.scorer.response_ids(served.by_name[name], asked, response)
                         (score,) = served.scorer.scores([ids], self._check_there)
                     yield {
                         "model": name,
@@ -288,7 +290,7 @@ class Handler(BaseHTTPRequestHandler):
             sequences = []
             for place, item in enumerate(items):
                 check_length(item["prompt"] + item["response"], context, f"items[{place}]")
-                ids = scorer.item_ids(item["prompt"], item["response"], item["ended"])
+                ids = scorer.item_ids(item, f"items[{place}]")
                 if not 0 < len(ids) <= context:
                     told = f"items[{place}] has {len(ids)} tokens; it may have 1 to {context}"
                     raise RequestError(400, told, "items")

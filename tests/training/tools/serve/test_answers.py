@@ -13,6 +13,9 @@ from engine.experience import position_ids
 from engine.models.loading import load_scorer
 from engine.reward.server import Servers, ServerSettings, probe
 from scripts.harness.models import EOS
+from tests.training.foreign_models import FILM, foreign_model, scores_alone
+from tests.training.tools.serve.conftest import flags, serving
+from training.tools.serve.models import load_models
 
 PROMPT = "w05 w09 w33"
 
@@ -215,3 +218,26 @@ def test_a_body_that_a_page_of_any_origin_may_send_is_not_read(service):
     for kind in ("text/plain", "application/x-www-form-urlencoded"):
         status, answer = service.request("POST", "/v1/scores", {"items": []}, {"Content-Type": kind})
         assert status == 400 and "Content-Type: application/json" in answer["error"]["message"]
+
+
+def test_a_reward_model_of_another_family_reads_texts_and_messages(models, tmp_path):
+    """By its own tokenizer and template, in transformers alone: responses of a served model, and items of requests."""
+    path = foreign_model(tmp_path / "film", FILM, pad_is_eos=True)
+    own, args = AutoTokenizer.from_pretrained(path), flags(f"two={models['two']}", reward_model_name_or_path=path)
+    messages = [{"role": "user", "content": "w05 w09"}]
+
+    def chat(response: str) -> list[int]:
+        return own.apply_chat_template([*messages, {"role": "assistant", "content": response}], return_dict=False)
+
+    items = [
+        {"id": 0, "prompt": "not read", "messages": messages, "response": " great"},
+        {"id": 1, "prompt": "Review", "response": " great", "ended": False},
+    ]
+    with serving(args, load_models(args)) as running:
+        drawn = running.request("PUT", "/", {"messages": messages, "temperature": 0, "max_tokens": 12})[1]
+        scored = running.request("POST", "/v1/scores", {"items": items})[1]["scores"]
+    tokens = [token for token in greedy(models["two"], "w05 w09 w60", 12) if token != EOS]
+    spelt = AutoTokenizer.from_pretrained(models["two"]).decode(tokens)  # with special tokens, as a run spells them
+    rows = [chat(spelt), chat(" great"), [*own("Review great").input_ids, own.eos_token_id]]
+    found = [drawn["models"]["two"]["score"], *(item["score"] for item in scored)]
+    assert found == pytest.approx(scores_alone(path, rows), abs=1e-5)

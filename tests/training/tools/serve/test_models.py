@@ -110,5 +110,5 @@ def test_all_models_get_the_chat_template_that_is_given(tmp_path):
     given.write_text("given {{ messages[0].content }} {{ messages[-1].content }}")
     args = flags(f"base={base}", f"own={own}", chat_template=str(given), reward_model_name_or_path=reward)
     found = load_models(args)
-    tokenizers = [*(model.tokenizer for model in found.by_name.values()), found.scorer.encoder.tokenizer]
+    tokenizers = [*(model.tokenizer for model in found.by_name.values()), found.scorer.reader.tokenizer]
     assert [tokenizer.chat_template.split()[0] for tokenizer in tokenizers] == ["given"] * 3

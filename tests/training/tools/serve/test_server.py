@@ -259,9 +259,6 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("kinds")
     make_causal_lm(folder / "one")
     make_scorer(folder / "reward")
-    make_scorer(folder / "other")
-    tokenizer = folder / "other" / "tokenizer.json"
-    tokenizer.write_text(tokenizer.read_text().replace('"w50"', '"x50"'))
     return folder
 
 
@@ -273,7 +270,6 @@ def folder(tmp_path_factory):
         (["--models", "a={0}/none/none"], "--models a: there is no folder"),
         (["--models", "a={0}/reward"], "--models a: .* is not a language model"),
         (["--reward_model_name_or_path", "{0}/one"], "is not a reward model"),
-        (["--models", "a={0}/one", "--reward_model_name_or_path", "{0}/other"], "gives other ids"),
         (["--models", "a={0}/one", "--port", "70000"], "--port 70000: must be at most 65535"),
         (["--models", "a={0}/one", "--host", "no.such.host.invalid"], "--host no.such.host.invalid --port 0: "),
         (["--models", "a={0}/one", "--max_body_mb", "inf"], "--max_body_mb inf"),

@@ -1,0 +1,346 @@
+"""What a reward model reads that has a tokenizer or a chat template of its own: texts, written by these.
+
+    read = Reader(tokenizer, limit=1024, by_step_2=False)
+    read.ids([Answer("Review : a film", None, " was great", ended=True)])
+
+Messages are rendered by the reward model's template, with the response as the assistant's message. Other prompts are
+texts: prompt + response + EOS. A response without an end is closed in the same way, because reward models learn from
+whole texts. A model of our step 2, and one of OpenRLHF, gets what step 2 would make of the same record: the text ends
+with the first token that ends a turn, and a response without an end has none.
+"""
+
+import json
+import os
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch.utils.data import ConcatDataset
+from transformers import PreTrainedTokenizerBase
+
+from engine import distributed
+from engine.errors import UserError
+from engine.experience import Rollout
+from engine.models.checking import own_tokenizer, reads_texts
+from engine.reward.base import RewardModel, decoded
+from engine.reward.texts import TextRewardModel
+from training.data.chat import Rendered, render
+from training.data.examples import Prompts
+from training.data.files import quoted
+from training.data.record_forms import left_out
+from training.data.token_cache import Progress
+from training.data.tokens import Fit, Lengths, end_of_turn
+
+WHAT = "--reward_model_name_or_path"
+MARK = "the-reply"  # a message that stands for the response
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Texts:
+    """What turns a rollout into texts.
+
+    tokenizer: the policy's. stops: the ids that end a response. rows, dialogues: by the index of a prompt, its row and
+    its `Row.dialogue`. messages: as `all_messages`. longest: the largest number of the policy's tokens of prompt +
+    response. rows_at_once: the number of rows of full length in a forward pass.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    stops: frozenset[int]
+    rows: Sequence[dict]
+    dialogues: Sequence[dict | None]
+    messages: bool | None
+    longest: int
+    rows_at_once: int
+    trust_remote_code: bool = False
+
+    @classmethod
+    def of(
+        cls, parts: Sequence[Prompts], tokenizer: PreTrainedTokenizerBase, stops: Iterable[int], **lengths
+    ) -> "Texts":
+        """The Texts of these prompts, which are numbered one part after the other. lengths: the further fields."""
+        rows, dialogues = (
+            ConcatDataset([getattr(prompts, name) for prompts in parts]) for name in ("rows", "dialogues")
+        )
+        return cls(
+            tokenizer=tokenizer,
+            stops=frozenset(stops),
+            rows=rows,
+            dialogues=dialogues,
+            messages=all_messages(parts),
+            **lengths,
+        )
+
+    def answers(self, rollout: Rollout) -> list["Answer"]:
+        """The responses as texts, without the tokens that end them; other special tokens are spelled out. A response
+        that was cut within a character loses this character. The prompts are whole, as the data have them."""
+        mask, positions = rollout.response_mask, torch.arange(rollout.response_length, device=rollout.sequences.device)
+        last = torch.where(mask, positions, 0).amax(-1, keepdim=True)
+        stops = torch.tensor(sorted(self.stops), device=positions.device)
+        ends = torch.isin(rollout.responses, stops) & (positions == last) & rollout.ended.unsqueeze(1)
+        shown = rollout.cut(mask & ~ends, rollout.ended, self.tokenizer.pad_token_id)
+        _, responses = decoded(shown, self.tokenizer, special_tokens=True)
+        return [
+            Answer(self.rows[index]["prompt"], self.dialogues[index], text if ended else text.rstrip("\ufffd"), ended)
+            for index, text, ended in zip(rollout.indices.tolist(), responses, rollout.ended.tolist(), strict=True)
+        ]
+
+
+def all_messages(parts: Iterable[Prompts]) -> bool | None:
+    """Whether all prompts were given as messages; None if some were and others were texts."""
+    counts = [(prompts.messages, len(prompts)) for prompts in parts]
+    messages, prompts = (sum(column) for column in zip(*counts))
+    return {0: False, prompts: True}.get(messages)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A response with its prompt. prompt: the prompt's text. dialogue: its `Row.dialogue`. ended: whether the response
+    reached its end."""
+
+    prompt: str
+    dialogue: dict | None
+    response: str
+    ended: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """A text in parts. prompt: what stands before the assistant's turn. lead: what the template writes between the
+    prompt and the response. tail: what it writes after the response."""
+
+    prompt: str
+    lead: str
+    response: str
+    tail: str
+
+    @property
+    def answer(self) -> str:
+        return self.lead + self.response + self.tail
+
+
+@dataclass
+class Reader:
+    """Turns answers into the ids that a reward model scores.
+
+    limit: the largest number of ids. by_step_2: whether to write texts as step 2 does. counts: {what was done to a
+    response: number of responses}; "read" counts all responses.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    limit: int
+    by_step_2: bool = False
+    counts: Counter = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        self.lengths = Lengths(self.tokenizer, self.limit)
+        self.control = control_tokens(self.tokenizer)
+        closing = end_of_turn(self.tokenizer)
+        self.closing = None if closing is None else self.tokenizer.convert_ids_to_tokens(closing)
+
+    def ids(self, answers: Sequence[Answer]) -> list[list[int]]:
+        """The ids of each answer. Raises: UserError if the template refuses a dialogue."""
+        parts = [self.parts(answer) for answer in answers]
+        encoder = self.lengths.encoder
+        heads = [part.prompt for part in parts if self.by_step_2]
+        encoder.ahead([*heads, *(part.prompt + part.answer for part in parts)])
+        found = [self._read(*pair) for pair in zip(answers, parts, strict=True)]
+        encoder.ahead([])
+        return found
+
+    def parts(self, answer: Answer) -> Parts:
+        """The text of an answer with its prompt. Raises: UserError if the template refuses the dialogue."""
+        if answer.dialogue is None:
+            return Parts(answer.prompt, "", answer.response, "")
+        text, marked = (self.rendered(answer.dialogue, response) for response in (answer.response, MARK))
+        before, _, after = marked.rpartition(MARK)
+        start = len(os.path.commonprefix([before, text]))
+        end = len(text) - len(os.path.commonprefix([after[::-1], text[start:][::-1]]))
+        response, tail = text[start:end], text[end:]
+        if not _squeezed(text).endswith(_squeezed(answer.response) + _squeezed(tail)):
+            self.counts[CHANGED] += 1
+        prompt = text[:start]
+        if self.by_step_2:
+            begun = self.rendered(answer.dialogue, None)
+            prompt = begun if prompt.startswith(begun) else prompt
+            cut = tail.rfind(self.closing) if self.closing else -1
+            tail = tail[: cut + len(self.closing)] if cut >= 0 else tail.rstrip()
+            tail = tail if answer.ended else ""
+        return Parts(Rendered(prompt), text[len(prompt) : start], response, tail)
+
+    def rendered(self, dialogue: dict, response: str | None, where: str = "a response") -> str:
+        """The dialogue with the response; without one (None), up to where the response begins. Raises: UserError, which
+        names `where`, if the template refuses the dialogue."""
+        messages, options = list(dialogue["messages"]), {"tools": dialogue["tools"]} if dialogue["tools"] else {}
+        begun = messages[-1] if messages[-1]["role"] == "assistant" else None  # the response continues this message
+        if response is None:
+            asked = {"continue_final_message": True} if begun else {"add_generation_prompt": True}
+            return render(self.tokenizer, messages, where, **asked, **options)
+        if begun:
+            said = {**messages.pop(), "content": (begun["content"] or "") + response}
+        else:
+            said = {"role": "assistant", "content": response}
+        return render(self.tokenizer, [*messages, said], where, **options)
+
+    def _read(self, answer: Answer, parts: Parts) -> list[int]:
+        self.counts[READ] += 1
+        encoder, spelt = self.lengths.encoder, self.control.search(parts.response) is not None
+        self.counts[SPELT] += spelt
+        eos = self.tokenizer.eos_token_id
+        end = [eos] if answer.dialogue is None and not self.by_step_2 and eos is not None else []
+        whole = encoder.prompt(type(parts.prompt)(parts.prompt + parts.answer)) + end
+        if len(whole) <= self.limit and not spelt and not self.by_step_2:
+            return whole
+        head, spanned = encoder.prompt(parts.prompt), 0
+        tail = [] if self.by_step_2 else encoder.continuation("\n", parts.tail) + end
+        if spelt:
+            rest = self._plain(parts) + end
+        elif self.by_step_2:
+            rest = encoder.continuation(parts.prompt, parts.answer)
+        else:
+            same = len(os.path.commonprefix([head, whole]))
+            rest, spanned = whole[same:], len(head) - same  # a token may span the border
+        if self.by_step_2 and answer.ended:
+            rest = encoder.ended(rest)
+        return self._fitted(parts.prompt, head, rest, tail, spanned)
+
+    def _plain(self, parts: Parts) -> list[int]:
+        """The ids of an answer in whose response nothing is a control token."""
+        lead, tail = (self.lengths.encoder.continuation("\n", text) for text in (parts.lead, parts.tail))
+        before, both = (
+            self.tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+            for text in ("\n", "\n" + parts.response)
+        )
+        return lead + both[len(before) :] + tail
+
+    def _fitted(self, prompt: str, head: list[int], rest: list[int], tail: list[int], spanned: int = 0) -> list[int]:
+        """The ids of a prompt and of the rest, cut as `cut_prompt` of training/data/tokens.py says. tail: the ids at
+        the end of the rest that stay. spanned: the number of ids at the end of the prompt that belong to the rest."""
+        own = len(head) - spanned
+        if own + len(rest) <= self.limit:
+            return head[:own] + rest
+        room = self.lengths.room(Fit(head, [rest], 0))
+        shorter, _ = self.lengths.shorter(prompt, head, room + spanned)
+        shorter = shorter[: len(shorter) - spanned]
+        self.counts[CUT] += len(shorter) < own
+        left = self.limit - len(shorter)
+        if len(rest) > left:
+            self.counts[END_CUT] += 1
+            rest = rest[: left - len(tail)] + tail
+        return shorter + rest
+
+
+READ = "read"
+CUT = "the prompt lost its beginning"
+END_CUT = "the response lost its end"
+SPELT = "the response spells a control token of the reward model, which is read as plain text"
+CHANGED = "the reward model's chat template leaves out or changes a part of the response"
+
+
+def _squeezed(text: str) -> str:
+    return "".join(text.split())
+
+
+def control_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern:
+    """A pattern of the texts of which the tokenizer makes special tokens. The unknown token is none of them: texts may
+    contain <unk>."""
+    special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
+    tokens = sorted((special | {*tokenizer.all_special_tokens}) - {tokenizer.unk_token}, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, tokens)) or "(?!)")
+
+
+def check_prompts(prompts: Prompts, reader: Reader, which: str, model: str) -> list[str]:
+    """Check that a reward model can read the prompts. Returns a line for the prompts of which its template leaves out
+    messages; [] if there are none.
+
+    which: what messages call the prompts. model: what they call the reward model.
+    Raises: UserError if there are messages and the model has no chat template, if its template refuses a prompt or
+    leaves out the message to be answered, or if the text of a prompt spells one of its control tokens.
+    """
+    tokenizer, spelt, lossy = reader.tokenizer, [], []
+    for index in Progress(len(prompts), f"checking {which}").over(range(len(prompts))):
+        dialogue = prompts.dialogues[index]
+        if dialogue is None:
+            text = prompts.rows[index]["prompt"]
+            shown = text.removeprefix(reader.lengths.encoder.spelt_bos(text))
+        elif not tokenizer.chat_template:
+            raise UserError(
+                f"{model}: it has no chat template, and {which} are messages. Set chat_template in its "
+                "tokenizer_config.json to the one that it was trained with, or give texts instead of messages."
+            )
+        else:
+            messages = dialogue["messages"]
+            text = reader.rendered(dialogue, MARK, f"{model}, prompt {index + 1} of {which}")
+            lost = [message for message, what, _ in left_out(text, messages)[0] if what != "reasoning"]
+            if any(message is messages[-1] for message in lost):
+                raise UserError(
+                    f"{model}: its chat template leaves out the message that is to be answered, in prompt {index + 1} "
+                    f"of {which} ({quoted(str(messages[-1]))}). Correct the record, or the template."
+                )
+            if lost:
+                lossy.append((index, lost[0]["role"]))
+            shown = json.dumps(dialogue, ensure_ascii=False)
+        if match := reader.control.search(shown):
+            spelt.append((index, match[0]))
+    if spelt:
+        (index, token), count = spelt[0], len(spelt)
+        raise UserError(
+            f"{model}: {count:,} of {len(prompts):,} of {which} spell its control tokens, first prompt {index + 1}: "
+            f"{quoted(token)}. It would read them as turns that nobody took. Give prompts that a chat template was "
+            "applied to as messages; elsewhere take these words out."
+        )
+    if not lossy:
+        return []
+    (index, role), count = lossy[0], len(lossy)
+    return [
+        f"WARNING: {model}: its chat template leaves out messages in {count:,} of {len(prompts):,} of {which}, first "
+        f"in prompt {index + 1}, of the role {role!r}: it scores without them"
+    ]
+
+
+def reading_limit(config, limit: int | None, longest: int) -> int:
+    """The largest number of tokens that a reward model of its own tokenizer reads: the value of --max_reward_seq_len,
+    or room for any other tokenizer and template, but never more than the model has positions."""
+    wanted = limit or 2 * longest + 64
+    return min(wanted, getattr(config.get_text_config(), "max_position_embeddings", None) or wanted)
+
+
+def reward_source(model: RewardModel, path: str, texts: Texts, limit: int | None) -> RewardModel:
+    """The source of a reward model's scores: `model` itself if it reads the policy's ids, else one that gets texts.
+
+    path: the model's folder. limit: the value of --max_reward_seq_len.
+    """
+    if not reads_texts(texts.tokenizer, path, WHAT, texts.trust_remote_code, texts.messages):
+        return model
+    scorer = model.model.module
+    most = reading_limit(scorer.model.config, limit, texts.longest)
+    reader = Reader(own_tokenizer(path, WHAT, texts.trust_remote_code), most, scorer.score_position == "last")
+    name = f"the reward model {path}"
+    return TextRewardModel(
+        model.model,
+        read=lambda rollout: reader.ids(texts.answers(rollout)),
+        tell=Teller(reader, name).tell,
+        tokens=texts.rows_at_once * most,
+        name=name,
+    )
+
+
+class Teller:
+    """Prints what was done to responses: at the first response of each kind, the tenth, the hundredth, and so on."""
+
+    def __init__(self, reader: Reader, name: str):
+        self.reader, self.name = reader, name
+        self.told: Counter = Counter()
+
+    def tell(self) -> None:
+        """Print what is new; all ranks call this together, rank 0 prints."""
+        counts = sum(distributed.data_parallel_objects(self.reader.counts), Counter())
+        for kind in (CUT, END_CUT, SPELT, CHANGED):
+            if counts[kind] >= 10 ** self.told[kind]:
+                self.told[kind] = len(str(counts[kind]))
+                if distributed.is_main():
+                    fit = (
+                        f", to fit {self.reader.limit} tokens (--max_reward_seq_len)" if kind in (CUT, END_CUT) else ""
+                    )
+                    print(f"{self.name}: in {counts[kind]:,} of {counts[READ]:,} responses {kind}{fit}", flush=True)
