@@ -56,7 +56,7 @@ def three_steps(base: str, output: str, stage: int, config: str | None = None, r
     config: a DeepSpeed file. ranks: how many of them hold the copy that draws. Returns, for each step, what came of it.
     """
     init()
-    spec = EngineSpec(actor_path=base, critic_path=None, with_reward_model=False)
+    spec = EngineSpec(actor_path=base, critic_path=None, reward_paths=())
     tokenizer = read_tokenizer(base, "base")
     engine, adam = EngineConfig("model", stage, path=config), OptimizerSpec(lr=LEARNING_RATE)
     sft, reward = f"{output}/sft", f"{output}/reward"
