@@ -313,10 +313,17 @@ def reward_source(model: RewardModel, path: str, texts: Texts, limit: int | None
     """
     if not reads_texts(texts.tokenizer, path, WHAT, texts.trust_remote_code, texts.messages):
         return model
+    tokenizer = own_tokenizer(path, WHAT, texts.trust_remote_code)
+    return text_reward_model(model, tokenizer, texts, limit, f"the reward model {path}")
+
+
+def text_reward_model(
+    model: RewardModel, tokenizer: PreTrainedTokenizerBase, texts: Texts, limit: int | None, name: str
+) -> TextRewardModel:
+    """The reward model, which gets texts by this tokenizer, its own. name: what messages call it."""
     scorer = model.model.module
     most = reading_limit(scorer.model.config, limit, texts.longest)
-    reader = Reader(own_tokenizer(path, WHAT, texts.trust_remote_code), most, scorer.score_position == "last")
-    name = f"the reward model {path}"
+    reader = Reader(tokenizer, most, scorer.score_position == "last")
     return TextRewardModel(
         model.model,
         read=lambda rollout: reader.ids(texts.answers(rollout)),

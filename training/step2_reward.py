@@ -30,9 +30,17 @@ from engine.engine_spec import EngineSpec, OptimizerSpec, frozen_stage
 from engine.errors import RunStopped
 from engine.experience import position_ids
 from engine.models.attention import attention_in_words
-from engine.models.checking import check_decoding, check_policy, check_rows, check_trunk, check_vocabularies
-from engine.models.config_and_tokenizer import CLASSIFIER, classifier_pad_token_id, vocabulary_size
+from engine.models.checking import (
+    check_decoding,
+    check_policy,
+    check_rows,
+    check_trunk,
+    check_vocabularies,
+    reads_texts,
+)
+from engine.models.config_and_tokenizer import CLASSIFIER, classifier_pad_token_id, read_tokenizer, vocabulary_size
 from engine.models.loading import DTYPES, load_policy, new_scorer
+from engine.reward.base import RewardModel
 from engine.rlhf_engine import frozen_model, wrap_trained
 from engine.rollout import SamplingConfig, build_rollouts
 from engine.zero.config import EngineConfig
@@ -47,6 +55,7 @@ from training.reporting.guards import of_reward
 from training.reporting.metrics import Accumulator
 from training.reporting.sinks import REWARD_VIEW, ProgressBar
 from training.reporting.standard_errors import Estimate, Units, chance_text, change_text, value_text, with_errors
+from training.reward_texts import Reader, Texts, check_prompts, text_reward_model
 from training.runtime import launch
 from training.runtime.callbacks import Callback
 from training.runtime.loop import Run
@@ -237,10 +246,10 @@ def starting_scale(args: RewardFlags, tokenizer, prompts: Prompts, pad_token_id:
 @phase("normalising")
 @torch.no_grad()
 def score_statistics(
-    args: RewardFlags, model: TrainedModel | FrozenModel, tokenizer, prompts: Prompts
+    args: RewardFlags, model: TrainedModel | FrozenModel, own_tokenizer, prompts: Prompts
 ) -> tuple[float, float]:
     """(mean, variance) of the scores that `model` gives to responses of the SFT model, over all ranks (all ranks call
-    this).
+    this). own_tokenizer: the reward model's.
 
     Raises: RunStopped if all scores are equal: no factor makes their variance 1.
     """
@@ -250,6 +259,18 @@ def score_statistics(
             "--normalization_samples, --max_answer_seq_len",
             flush=True,
         )
+    tokenizer = sft_tokenizer(args, own_tokenizer)
+    stops = generation_stops(args.sft_path, tokenizer, args.trust_remote_code)
+    reward = RewardModel(model)
+    if tokenizer is not own_tokenizer:
+        texts = Texts.of(
+            [prompts],
+            tokenizer,
+            stops,
+            longest=args.max_prompt_seq_len + args.max_answer_seq_len,
+            rows_at_once=args.per_device_eval_batch_size,
+        )
+        reward = text_reward_model(reward, own_tokenizer, texts, args.max_seq_len, "the reward model")
     spec = EngineSpec(
         actor_path=args.sft_path,
         critic_path="",
@@ -270,7 +291,7 @@ def score_statistics(
     sampling = SamplingConfig(
         max_new_tokens=args.max_answer_seq_len,
         pad_token_id=tokenizer.pad_token_id,
-        stop_token_ids=generation_stops(args.sft_path, tokenizer, args.trust_remote_code),
+        stop_token_ids=stops,
         temperature=args.temperature,
         seed=args.seed,
         vocabulary_size=vocabulary_size(tokenizer),
@@ -289,8 +310,8 @@ def score_statistics(
         indices, samples = order[numbers % len(prompts)], numbers // len(prompts)
         batch = collate_prompts([prompts[index] for index in indices.tolist()], indices, samples, sampling.pad_token_id)
         rollout = rollouts.generate(batch.to(distributed.device()), sampling)
-        token_scores = model(rollout.sequences, rollout.attention_mask, rollout.position_ids)
-        scores = model.module.sequence_scores(token_scores, rollout.sequences, rollout.attention_mask)
+        reward.prepare(rollout)
+        scores = reward.score(rollout)
         totals += moments(scores, (numbers < args.normalization_samples).to(scores.device))
         if bar:
             bar.log(done, done * size * parts, {})
@@ -306,9 +327,21 @@ def score_statistics(
     return mean, variance
 
 
-def normalization_prompts(args: RewardFlags, tokenizer) -> Prompts:
-    """The prompts of the responses on which scores are normalised. Raises: UserError, with file and line of a record
-    that cannot be used."""
+def sft_tokenizer(args: RewardFlags, own):
+    """The tokenizer of the prompts and responses on which scores are normalised: the SFT model's, if the reward model
+    gets them as texts; else the reward model's own."""
+    if args.sft_model_name_or_path is None:
+        return own
+    trusted = args.trust_remote_code
+    tokenizer = read_tokenizer(args.sft_path, "--sft_model_name_or_path", trust_remote_code=trusted)
+    other = reads_texts(tokenizer, args.model_name_or_path, "--model_name_or_path", trusted)
+    return tokenizer if other else own
+
+
+def normalization_prompts(args: RewardFlags, own) -> Prompts:
+    """The prompts of the responses on which scores are normalised. own: the reward model's tokenizer. Raises:
+    UserError, with file and line of a record that cannot be used."""
+    tokenizer = sft_tokenizer(args, own)
     rows, _ = load_rows(
         args.normalization_data_path or args.data_path,
         PROMPTS,
@@ -317,7 +350,12 @@ def normalization_prompts(args: RewardFlags, tokenizer) -> Prompts:
         seed=args.seed,
         split=None if args.normalization_data_path else args.data_split,
     )
-    return Prompts(rows, tokenizer, args.max_prompt_seq_len, args.overlong, args.cache)
+    as_texts = tokenizer is not own
+    prompts = Prompts(rows, tokenizer, args.max_prompt_seq_len, args.overlong, args.cache, with_dialogues=as_texts)
+    if as_texts:
+        reader = Reader(own, args.max_seq_len, by_step_2=True)
+        check_prompts(prompts, reader, "the prompts", f"--model_name_or_path {args.model_name_or_path}")
+    return prompts
 
 
 # Before a model is loaded: reading data, checks, and the first printed lines.
@@ -329,7 +367,8 @@ def make_plan(args: RewardFlags, checkpoint: Checkpoint | None, inputs: Mapping[
     inputs: the result of `training.checkpoints.conditions.fingerprints` on rank 0.
     """
     tokenizer = args.read_tokenizer(args.model_name_or_path, "--model_name_or_path")
-    stops = generation_stops(args.sft_path, tokenizer, args.trust_remote_code)
+    answering = args.sft_path if sft_tokenizer(args, tokenizer) is tokenizer else args.model_name_or_path
+    stops = generation_stops(answering, tokenizer, args.trust_remote_code)
     fit = pair_fit(tokenizer, args.max_seq_len, args.overlong, stops)
     parts = args.load_rows(PAIRS, tokenizer, fit, held_out=args.held_out)
     examples = [PairExamples(rows, tokenizer, args.max_seq_len, args.cache, args.overlong, stops) for rows in parts]
@@ -369,12 +408,10 @@ def check(args: RewardFlags, checkpoint: Checkpoint | None = None) -> None:
             max_answer_seq_len=args.max_answer_seq_len,
         )
         if args.looks_at(args.model_name_or_path):
-            check_vocabularies(
-                args.read_tokenizer(args.sft_path, flag_name),
-                args.model_name_or_path,
-                "--model_name_or_path",
-                args.trust_remote_code,
-            )
+            own = args.read_tokenizer(args.model_name_or_path, "--model_name_or_path")
+            if sft_tokenizer(args, own) is own:
+                sft = args.read_tokenizer(args.sft_path, flag_name)
+                check_vocabularies(sft, args.model_name_or_path, "--model_name_or_path", args.trust_remote_code)
 
 
 def program(callbacks: Sequence[Callback] = ()) -> NoReturn:

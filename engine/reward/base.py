@@ -372,13 +372,13 @@ class CombinedReward(RewardSource):
         return parts
 
     def state_dict(self) -> dict:
-        """{name: the state of its Standardisation}."""
-        return {name: one.state_dict() for name, one in self.standardised.items()}
+        """The state of each Standardisation, by its place: names may change when folders move."""
+        return {"standardised": [one.state_dict() for one in self.standardised.values()]}
 
     def load_state_dict(self, state: dict) -> None:
         """Restore what `state_dict` returned."""
-        for name, one in self.standardised.items():
-            one.load_state_dict(state[name])
+        for one, kept in zip(self.standardised.values(), state["standardised"], strict=True):
+            one.load_state_dict(kept)
 
     def weights(self) -> Mapping[str, float]:
         """{name of a part: weight of its source}. A source with weight 0 does not change the score and is only

@@ -63,7 +63,6 @@ NOT_COMPARED = ("config", "defaults", "output_dir", "dry_run", "preflight", "res
 
 MODEL = "model_name_or_path"  # ending of the flags of models
 FUNCTION = "--reward_function"
-SERVERS = "--reward_url"
 DATA = "the data"
 TEMPLATE = "the chat template"
 
@@ -168,26 +167,14 @@ class Conditions:
             f"changed since the checkpoint: {name} {then} -> {now}{notes.get(name, '')}"
             for name, then, now in self._changed(written)
         ]
-        if self._functions_changed(written):
+        if self.scores_changed_since(written):
             names = self.settings[FUNCTION]
             lines.append(f"changed since the checkpoint: the source of {FUNCTION} {names} (later scores are its own)")
         return lines
 
     def scores_changed_since(self, written: "Conditions") -> bool:
-        """Whether the source of a reward function has changed since the checkpoint was written, or the reward servers
-        are others."""
-        return self._functions_changed(written) or self._other_servers(written)
-
-    def _functions_changed(self, written: "Conditions") -> bool:
+        """Whether the source of a reward function has changed since the checkpoint was written."""
         return differ(self.contents.get(FUNCTION), written.contents.get(FUNCTION))
-
-    def _other_servers(self, written: "Conditions") -> bool:
-        """Whether none of the reward servers was asked before the checkpoint was written. Servers that share requests
-        give the same scores, so one that was added or left out changes nothing."""
-        now, then = (
-            {url.partition("?")[0] for url in conditions.settings.get(SERVERS, [])} for conditions in (self, written)
-        )
-        return bool(now and then) and not now & then
 
 
 def differ(now: Fingerprints, then: Fingerprints) -> bool:

@@ -10,6 +10,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import combinations
 from typing import ClassVar
 from urllib.parse import urlsplit
 
@@ -19,6 +20,7 @@ from engine.errors import UserError, without_query
 from engine.models.adapter_folders import read_adapter
 from engine.models.checking import reads_texts
 from engine.models.lora import ALL_LINEAR, LoraSpec
+from engine.models.model_paths import same_model
 from engine.reward.server import FORMS, OWN_FIELDS, ServerSettings
 from engine.zero.config import EngineConfig, build_ds_config, chosen_stage, refuse_offload_of_roles, stage_of_file
 from training.config.algorithm import MOVING, AlgorithmFlags, ReferenceFlags
@@ -255,7 +257,8 @@ def refuse_twice(args: ProgramFlags, name: str) -> None:
 def check_reward_models(args: ProgramFlags, models: Sequence[str]) -> None:
     """Raise UserError if one of these reward models is given twice, or if --reward_model_weight or --raw_reward_scores
     does not fit their number."""
-    refuse_twice(args, "reward_model_name_or_path")
+    if twice := next((pair for pair in combinations(models, 2) if same_model(*pair)), None):
+        raise UserError(f"--reward_model_name_or_path: {' and '.join(twice)} are the same model. Give it once.")
     if args.raw_reward_scores and len(models) < 2:
         raise UserError(
             "--raw_reward_scores: only the scores of several reward models are changed, and the score has "

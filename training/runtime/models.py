@@ -100,9 +100,12 @@ def model_notes(args: RunFlags, models: Iterable[tuple[str, str]]) -> list[str]:
     """A line for each setting of a model's files that other programs use in training, scoring or generating. The line
     says what this run does with the setting, and which flags name models that have it. models: (flag, path)."""
     notes: dict[str, list[str]] = {}
+    models = list(models)
+    flags = [flag for flag, _ in models]
     for flag, path in models:
         if not args.looks_at(path):
             continue
+        name = f"--{flag}" if flags.count(flag) == 1 else f"--{flag} {path}"
         config, found = read_config(path, f"--{flag}", args.trust_remote_code), []
         if hasattr(config, "text_part_of"):
             found.append(
@@ -126,8 +129,8 @@ def model_notes(args: RunFlags, models: Iterable[tuple[str, str]]) -> list[str]:
             note = "scores are (score - mean) / std" if used else "scores stay without mean and std"
             found.append(f"{note} of config.json (OpenRLHF's normalize_reward is {str(used).lower()})")
         for note in found:
-            notes.setdefault(note, []).append(f"--{flag}")
-    return [f"{', '.join(dict.fromkeys(names))}: {note}" for note, names in notes.items()]
+            notes.setdefault(note, []).append(name)
+    return [f"{', '.join(names)}: {note}" for note, names in notes.items()]
 
 
 def adapted_lines(found: dict[str, AdaptedModel]) -> list[str]:

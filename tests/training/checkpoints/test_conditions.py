@@ -183,9 +183,7 @@ def test_a_reward_server_may_move_and_no_key_in_its_url_is_kept():
     then = written(conditions(reward_url=["http://a/?key=SECRET", "http://b/"]))
     assert "SECRET" not in str(then.settings)
     assert conditions(reward_url=["http://a/?key=OTHER", "http://b/"]).changes_since(then) == []
-    assert not conditions(reward_url=["http://b/", "http://d/"]).scores_changed_since(then)
     moved = conditions(reward_url=["http://c/"])
-    assert moved.scores_changed_since(then)
     moved.check(then, HERE)
     assert moved.changes_since(then) == [
         "changed since the checkpoint: --reward_url ['http://a/', 'http://b/'] -> ['http://c/']"

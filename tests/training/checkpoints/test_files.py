@@ -297,7 +297,8 @@ def test_an_average_that_the_checkpoint_lacks_begins_with_its_weights():
         ({"kl": {"value": "0.1"}}, "state.kl.value is '0.1'"),
         ({"score_scale": {"totals": [1.0, 2.0]}}, "state.score_scale.totals has 2 items, not 3"),
         ({"models": {"actor": {"adam_steps": [3], "loss_scale": {}}}}, "state.models.actor.adam_steps is .3."),
-        ({"contents": {"--reward_function": []}}, "state.contents.--reward_function is"),
+        ({"contents": {"--reward_function": 3}}, "state.contents.--reward_function is"),
+        ({"reward": {"standardised": [{"totals": [1.0]}]}}, "state.reward.standardised.*totals has 1 items, not 3"),
     ],
 )
 def test_a_state_of_wrong_types_is_told(tmp_path, change, told):

@@ -116,7 +116,7 @@ def test_offload_needs_something_to_offload():
         ),
         (
             ("--reward_model_name_or_path", "a", "b", "a"),
-            "--reward_model_name_or_path a b a: a is given twice. Give it once.",
+            "--reward_model_name_or_path: a and a are the same model. Give it once.",
         ),
         (
             ("--raw_reward_scores",),
