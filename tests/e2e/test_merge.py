@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import statistics
 from unittest import mock
 
 import pytest
@@ -10,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from scripts.harness.programs import Result, assert_one_message, command_line, snapshot
+from tests.training.foreign_models import foreign_model
 from training.runtime.launch import run
 from training.tools.merge import __main__ as merge
 from training.tools.merge.frontier import Point, best_within, table
@@ -44,6 +46,31 @@ def flags_of(tiny, trained, **changes) -> dict:
         "max_answer_seq_len": 8,
     }
     return {"sft_model_name_or_path": tiny.folder / "sft", "trained_model_name_or_path": trained, **measured, **changes}
+
+
+def test_several_reward_models_are_weighted_and_made_comparable_by_the_sft_models_responses(
+    tiny, trained, tmp_path, capfd
+):
+    """The native one's folder normalises its scores already; of the other, mean and deviation by hand."""
+    native = shutil.copytree(tiny.folder / "reward", tmp_path / "native")
+    config = json.loads((native / "config.json").read_text())
+    (native / "config.json").write_text(json.dumps(config | {"score_offset": 0.25}))
+    rewards, out = [native, foreign_model(tmp_path / "film")], tmp_path / "out"
+    given = {"reward_model_name_or_path": rewards, "reward_model_weight": [0.25, 3]}
+    rows = {}
+    for name, more in {"raw": {"raw_reward_scores": True}, "made": {}}.items():
+        result = merged(flags_of(tiny, trained, scales=[1.0], output_dir=out / name, **given, **more), capfd)
+        assert result.code == 0, result.stderr
+        read = ((out / name / "samples" / f"scale_{scale}.jsonl").read_text().splitlines() for scale in (0, 1))
+        rows[name] = [json.loads(line) for lines in read for line in lines]
+    first = [row["reward_film"] for row in rows["raw"][:8]]
+    mean, deviation = statistics.mean(first), statistics.stdev(first)
+    for raw, made in zip(rows["raw"], rows["made"], strict=True):
+        expected = raw["reward_native"], (raw["reward_film"] - mean) / deviation
+        assert (made["reward_native"], made["reward_film"]) == pytest.approx(expected, abs=1e-5)
+        assert made["score"] == pytest.approx(0.25 * expected[0] + 3 * expected[1], abs=1e-5)
+    point = json.loads((out / "made" / "frontier.json").read_text())["points"][1]
+    assert point["rewards"]["film"] == pytest.approx(statistics.mean(row["reward_film"] for row in rows["made"][8:]))
 
 
 def test_the_best_within_a_kl_is_saved_and_the_frontier_written(tiny, trained, tmp_path, capfd):

@@ -7,10 +7,12 @@ import json
 from pathlib import Path
 
 import pytest
+from transformers import LlamaConfig
 
 from engine.errors import UserError
 from tests.training.tools.memory.configurations import (
     CACHE_NUMBERS,
+    LAYER,
     LAYERS,
     MIDDLE,
     POLICY,
@@ -24,7 +26,7 @@ from training.config.parsing import parse_flags
 from training.config.supervised import RewardFlags, SFTFlags
 from training.tools.memory.cluster import Cluster
 from training.tools.memory.meta_model import meta_models
-from training.tools.memory.plan import PHASES, MemoryPlan, plan, plan_one_model
+from training.tools.memory.plan import PHASES, MemoryPlan, plan, plan_one_model, table
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +51,20 @@ def test_mixed_precision_adam_takes_16_bytes_a_number_on_one_gpu(path):
     assert of(planned, "train", "reference") == {"weights": 2 * POLICY}
     assert of(planned, "train", "reward") == {"weights": 2 * SCORER}
     assert planned.host == 2 * POLICY  # while it is loaded
+
+
+def test_each_reward_model_is_counted_with_its_own_weights_stage_and_length(path, tmp_path):
+    LlamaConfig.from_pretrained(path, num_hidden_layers=1).save_pretrained(tmp_path)
+    activations = {}
+    for limit in (24, 48):
+        flags = flags_of(path, 3, f"--reward_model_name_or_path {path} {tmp_path} --max_reward_seq_len {limit}")
+        flags.__dict__["text_reward_paths"] = [str(tmp_path)]  # these folders have no tokenizers, which would tell
+        planned = plan(flags, Cluster(gpus=2))
+        assert of(planned, "generate", "reward") == {"weights": SCORER}  # half of two bytes each
+        assert of(planned, "generate", "reward_2") == {"weights": SCORER - (LAYERS - 1) * LAYER}
+        activations[limit] = of(planned, "reward_2 computes", "reward_2")["activations"]
+    assert activations[48] == pytest.approx(2 * activations[24], rel=0.05)
+    assert "reward_2" in table(planned, "")
 
 
 def test_in_float32_the_weights_are_their_own_masters(path):
