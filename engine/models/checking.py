@@ -262,8 +262,9 @@ def check_vocabularies(
         return
     if has_other_ids(actor_tokenizer, own):
         raise UserError(
-            f"{what}: the tokenizer in {path} gives other ids than the actor's. The reward model must be "
-            "trained with the actor's tokenizer."
+            f"{what}: the tokenizer in {path} gives other ids than the actor's, which this model would read. A critic "
+            "needs the actor's tokenizer. A reward model does not: name it with --reward_model_name_or_path alone, and "
+            "it gets texts."
         )
 
 

@@ -1,14 +1,16 @@
 """Step 2 normalises scores on the SFT model's responses, after training and before if asked to; its rate falls."""
 
+import json
 from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from scripts.harness.programs import command_line, metric_lines, run_here, run_words
+from tests.training.foreign_models import foreign_model, scores_alone
 from training import step2_reward
 
 SAMPLES, RATE = 24, 1e-3
@@ -94,3 +96,21 @@ def test_scaling_a_head_needs_responses(tiny, tmp_path, capfd):
     flags = tiny.flags(2, output_dir=tmp_path / "out", normalization_samples=0, normalize_before=True)
     result = run_here(2, flags, capfd)
     assert result.code == 2 and "--normalize_before needs --normalization_samples (given: 0)" in result.stderr
+
+
+def test_a_model_of_another_family_is_normalised_on_what_it_reads_of_the_responses(tiny, tmp_path):
+    """By transformers alone: the texts of the SFT model's responses in the reward model's own tokens."""
+    out, recorder, sft = tmp_path / "out", Recorder(), tiny.folder / "sft"
+    start = foreign_model(tmp_path / "film")
+    more = {"sft_model_name_or_path": sft, "normalization_samples": SAMPLES, "max_seq_len": 128}
+    with mock.patch.object(step2_reward, "build_rollouts", recorder.build_rollouts):
+        assert run_words(2, command_line(tiny.flags(2, output_dir=out, model_name_or_path=start, **more))) == 0
+    own, policy, rows = AutoTokenizer.from_pretrained(out), AutoTokenizer.from_pretrained(sft), []
+    for rollout in recorder.calls[-1]:
+        for ids, mask, ended in zip(rollout.sequences, rollout.attention_mask, rollout.ended.tolist(), strict=True):
+            real = ids[mask.bool()]
+            text = policy.decode(real[:-1] if ended else real)
+            rows.append(own(text)["input_ids"] + [own.eos_token_id] * ended)
+    offset = json.loads((out / "config.json").read_text())["score_offset"]
+    found = np.array(scores_alone(str(out), rows[:SAMPLES])) + offset
+    assert found.mean() == pytest.approx(0, abs=1e-4) and found.var() == pytest.approx(1, abs=1e-3)

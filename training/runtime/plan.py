@@ -287,7 +287,17 @@ def check_rollouts(args: RLHFFlags) -> None:
 def check_trunk_shared(args: RLHFFlags) -> None:
     """With --share_trunk: check that the models are adapters on one base. Raises: UserError."""
     if args.share_trunk and all(args.looks_at(path) for _, path in args.models):
-        scoring_roles(args.spec, *(f"--{role}_model_name_or_path" for role in ("actor", "critic", "reward")))
+        scoring_roles(args.spec, *named_by(args).values())
+
+
+def named_by(args: RLHFFlags) -> dict[str, str]:
+    """{role: the flag that names its model}, for actor, critic and reward models."""
+    flags = {role: f"--{role}_model_name_or_path" for role in ("actor", "critic", "reward")}
+    if not args.reward_model_name_or_path:
+        flags["reward"] = flags["critic"]
+    elif args.critic_model_name_or_path is None:
+        flags["critic"] = flags["reward"]
+    return flags
 
 
 def check_dialect(args: RLHFFlags, dialect: Dialect) -> None:
@@ -313,12 +323,7 @@ def prompt_and_answer(args: LengthFlags) -> dict[str, int]:
 
 def check_models(args: RLHFFlags, dialect: Dialect) -> None:
     """Check that the models are of the kinds that the flags need, and fit each other. Raises: UserError."""
-    flags = {role: f"--{role}_model_name_or_path" for role in ("actor", "critic", "reward")}
-    if not args.reward_model_name_or_path:
-        flags["reward"] = flags["critic"]
-    elif args.critic_model_name_or_path is None:
-        flags["critic"] = flags["reward"]
-    tokenizer = check_roles(args.spec, flags, args.looks_at)
+    tokenizer = check_roles(args.spec, named_by(args), args.looks_at)
     if tokenizer is not None:
         generation_stops(args.actor_model_name_or_path, tokenizer, args.trust_remote_code)
     lengths = prompt_and_answer(args)
