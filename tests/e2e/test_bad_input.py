@@ -37,11 +37,6 @@ MISTAKES = [
     ((3,), {"resume": "{bad}/state_alone"}, ["--resume", "{bad}/state_alone is damaged", "manifest.json is missing"]),
     ((1, 2), {"model_name_or_path": "{bad}/state_alone"}, ["--model_name_or_path", "{bad}/state_alone", "config.json"]),
     ((2,), {"sft_model_name_or_path": "{bad}/absent"}, ["--sft_model_name_or_path", "{bad}/absent"]),
-    (
-        (2,),
-        {"sft_model_name_or_path": "{bad}/sft_other_tokenizer"},
-        ["--model_name_or_path", "the tokenizer in {tiny}/sft gives other ids", "must be trained"],
-    ),
     ((3,), {"actor_model_name_or_path": "{tiny}/reward"}, ["--actor_model_name_or_path", "is not a language model"]),
     (
         (3,),
