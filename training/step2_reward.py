@@ -30,14 +30,7 @@ from engine.engine_spec import EngineSpec, OptimizerSpec, frozen_stage
 from engine.errors import RunStopped
 from engine.experience import position_ids
 from engine.models.attention import attention_in_words
-from engine.models.checking import (
-    check_decoding,
-    check_policy,
-    check_rows,
-    check_trunk,
-    check_vocabularies,
-    reads_texts,
-)
+from engine.models.checking import check_decoding, check_policy, check_rows, check_trunk, reads_texts
 from engine.models.config_and_tokenizer import CLASSIFIER, classifier_pad_token_id, read_tokenizer, vocabulary_size
 from engine.models.loading import DTYPES, load_policy, new_scorer
 from engine.reward.base import RewardModel
@@ -407,11 +400,6 @@ def check(args: RewardFlags, checkpoint: Checkpoint | None = None) -> None:
             max_prompt_seq_len=args.max_prompt_seq_len,
             max_answer_seq_len=args.max_answer_seq_len,
         )
-        if args.looks_at(args.model_name_or_path):
-            own = args.read_tokenizer(args.model_name_or_path, "--model_name_or_path")
-            if sft_tokenizer(args, own) is own:
-                sft = args.read_tokenizer(args.sft_path, flag_name)
-                check_vocabularies(sft, args.model_name_or_path, "--model_name_or_path", args.trust_remote_code)
 
 
 def program(callbacks: Sequence[Callback] = ()) -> NoReturn:

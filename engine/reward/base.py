@@ -362,8 +362,7 @@ class CombinedReward(RewardSource):
         """As `parts`, with the sources' calls in pieces."""
         parts = {}
         for name, (source, _) in self.sources.items():
-            call = partial(_whole_score, source)
-            scores = source.in_pieces(call, rollout, passes)["scores"]
+            scores = source.in_pieces(partial(RewardSource.parts, source), rollout, passes)["scores"]  # as one part
             if name in self.standardised:
                 scores = self.standardised[name](scores)
             parts[f"scores_{name}"] = scores
@@ -394,10 +393,6 @@ class CombinedReward(RewardSource):
         """Call `prepare` of each source."""
         for source, _ in self.sources.values():
             source.prepare(rollout)
-
-
-def _whole_score(source: RewardSource, rollout: Rollout) -> dict[str, Tensor]:
-    return {"scores": source.score(rollout).float()}
 
 
 class Standardisation:

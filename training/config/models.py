@@ -468,8 +468,8 @@ class ModelFlags(RoleLoraFlags, ReferenceFlags, RewardServerFlags):
         """The flags that give the reward model half of the score's weight, and the other rewards together the other
         half."""
         models = self.reward_paths or [self.critic_model_name_or_path or "REWARD_MODEL"]
-        halves = (" ".join([f"{0.5 / count:g}"] * count) for count in (len(models), len(self.other_rewards)))
-        by_models, by_others = halves
+        counts = len(models), len(self.other_rewards)
+        by_models, by_others = (" ".join([f"{0.5 / count:g}"] * count) for count in counts)
         return (
             f"--reward_model_name_or_path {' '.join(models)} --reward_model_weight {by_models} "
             f"--reward_weights {by_others}"
@@ -575,10 +575,10 @@ class ModelFlags(RoleLoraFlags, ReferenceFlags, RewardServerFlags):
             reference_mixup_alpha=self.reference_mixup_alpha,
         )
         self._check_shared(spec)
-        engines, built = {}, [config.role for config in spec.engine_configs]
-        if "reference" in built:
+        engines = {}
+        if spec.has_engine("reference"):
             engines["reference"] = frozen("reference", actor, self.offload_reference_model)
-        if any(role in built for role in spec.rewards):
+        if spec.has_engine("reward"):
             partner = critic if dialect.has_critic else actor
             engines["reward"] = frozen("reward", partner, self.offload_reward_model)
         return replace(spec, **engines)
@@ -652,9 +652,8 @@ class ModelFlags(RoleLoraFlags, ReferenceFlags, RewardServerFlags):
     def _check_shared(self, spec: EngineSpec) -> None:
         """Raise UserError for flags of an engine that the run does not have, because another engine computes the
         model."""
-        built = [config.role for config in spec.engine_configs]
         for role, what in spec.shared.items():
-            if any(other in built for other in spec.rewards if role in spec.rewards):
+            if role in spec.rewards and spec.has_engine("reward"):
                 continue  # another reward model has an engine of its own, which the flags are for
             for name in (f"{role}_ds_config", f"offload_{role}_model"):
                 if getattr(self, name, None):

@@ -4,7 +4,6 @@ servers answer with scores.
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 from engine import distributed
 from engine.algorithms import Dialect, check_sizes, end_token_id, token_id
@@ -220,19 +219,11 @@ def server_lines(args: RLHFFlags) -> list[str]:
     return [f"scores from {' and '.join(map(without_query, args.reward_url))} (form {args.reward_url_form}{columns})"]
 
 
-class LengthFlags(Protocol):
-    """The flags that say how long texts are."""
-
-    max_prompt_seq_len: int
-    max_answer_seq_len: int
-    max_reward_seq_len: int | None
-    trust_remote_code: bool
-
-
-def check_reward_texts(args: LengthFlags, paths: Iterable[str], tokenizer, parts: Mapping[str, Prompts]) -> list[str]:
+def check_reward_texts(args, paths: Iterable[str], tokenizer, parts: Mapping[str, Prompts]) -> list[str]:
     """Check that the reward models that read texts can read the prompts. Returns lines about these models to print.
 
-    paths: the models' folders. tokenizer: the policy's. parts: {name in messages: prompts}. Raises: UserError.
+    args: of step 3, or of a tool that measures. paths: the folders of the models that may read texts. tokenizer: the
+    policy's. parts: {name in messages: prompts}. Raises: UserError.
     """
     lines, trusted = [], args.trust_remote_code
     for path in paths:
@@ -316,7 +307,7 @@ def check_dialect(args: RLHFFlags, dialect: Dialect) -> None:
     )
 
 
-def prompt_and_answer(args: LengthFlags) -> dict[str, int]:
+def prompt_and_answer(args) -> dict[str, int]:
     """{flag: tokens}, whose sum is the longest row of the models that get the policy's token ids."""
     return {name: getattr(args, name) for name in ("max_prompt_seq_len", "max_answer_seq_len")}
 
