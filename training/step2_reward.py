@@ -52,7 +52,7 @@ from training.reward_texts import Reader, Texts, check_prompts, text_reward_mode
 from training.runtime import launch
 from training.runtime.callbacks import Callback
 from training.runtime.loop import Run
-from training.runtime.models import adapted_lines, adapted_model, check_positions, generation_stops
+from training.runtime.models import adapted_lines, adapted_model, check_positions, generation_stops, prompt_and_answer
 from training.runtime.processes import phase
 from training.runtime.start_report import warnings
 from training.runtime.stopping import saved_models_named
@@ -397,8 +397,7 @@ def check(args: RewardFlags, checkpoint: Checkpoint | None = None) -> None:
         check_positions(
             check_policy(args.sft_path, flag_name, args.trust_remote_code),
             f"{flag_name} {args.sft_path}",
-            max_prompt_seq_len=args.max_prompt_seq_len,
-            max_answer_seq_len=args.max_answer_seq_len,
+            **prompt_and_answer(args),
         )
 
 

@@ -255,15 +255,10 @@ def refuse_twice(args: ProgramFlags, name: str) -> None:
 
 
 def check_reward_models(args: ProgramFlags, models: Sequence[str]) -> None:
-    """Raise UserError if one of these reward models is given twice, or if --reward_model_weight or --raw_reward_scores
-    does not fit their number."""
+    """Raise UserError if one of these reward models is given twice, or if --reward_model_weight does not fit their
+    number."""
     if twice := next((pair for pair in combinations(models, 2) if same_model(*pair)), None):
         raise UserError(f"--reward_model_name_or_path: {' and '.join(twice)} are the same model. Give it once.")
-    if args.raw_reward_scores and len(models) < 2:
-        raise UserError(
-            "--raw_reward_scores: only the scores of several reward models are changed, and the score has "
-            f"{len(models) or 'none'}. Leave it out."
-        )
     count = len(args.reward_model_weight)
     if models and count not in (0, len(models)):
         raise UserError(

@@ -26,7 +26,7 @@ from training.data.record_forms import PROMPTS, TEXTS
 from training.data.row_selection import load_rows
 from training.reward_texts import Reader, all_messages, check_prompts, reading_limit
 from training.runtime.launch import check_run
-from training.runtime.models import adapted_roles, check_positions, generation_stops
+from training.runtime.models import adapted_roles, check_positions, generation_stops, prompt_and_answer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -305,11 +305,6 @@ def check_dialect(args: RLHFFlags, dialect: Dialect) -> None:
         ranks=distributed.data_parallel_size(),
         layers=layers,
     )
-
-
-def prompt_and_answer(args) -> dict[str, int]:
-    """{flag: tokens}, whose sum is the longest row of the models that get the policy's token ids."""
-    return {name: getattr(args, name) for name in ("max_prompt_seq_len", "max_answer_seq_len")}
 
 
 def check_models(args: RLHFFlags, dialect: Dialect) -> None:

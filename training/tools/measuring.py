@@ -33,8 +33,8 @@ from training.data.examples import Prompts, prompt_fit
 from training.data.record_forms import PROMPTS
 from training.reporting.evaluation import Evaluator
 from training.reward_texts import Texts, reward_source
-from training.runtime.models import check_positions, generation_stops
-from training.runtime.plan import by_part, check_reward_texts, prompt_and_answer
+from training.runtime.models import check_positions, generation_stops, prompt_and_answer
+from training.runtime.plan import by_part, check_reward_texts
 from training.tools.flags import MeasuringFlags
 
 DIALECT = Dialect(name="measured", critic_start="none", critic_lr=0.0, advantage_estimator="rloo", samples_per_prompt=2)

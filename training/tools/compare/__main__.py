@@ -34,9 +34,8 @@ from engine.zero.engines import FrozenModel
 from training.config.reward import check_columns, function_source, load_given
 from training.runtime import output_folder
 from training.runtime.launch import check_run, leave, run
-from training.runtime.models import check_positions
+from training.runtime.models import check_positions, prompt_and_answer
 from training.runtime.output_folder import check_shared
-from training.runtime.plan import prompt_and_answer
 from training.runtime.processes import phase
 from training.runtime.ranks import agreed, checked
 from training.tools.compare.flags import CompareFlags
