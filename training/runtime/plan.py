@@ -9,7 +9,7 @@ from engine import distributed
 from engine.algorithms import Dialect, check_sizes, end_token_id, token_id
 from engine.engine_spec import EngineSpec
 from engine.errors import UserError, without_query
-from engine.models.checking import check_decoding, own_tokenizer, reads_texts
+from engine.models.checking import check_decoding, check_vocabularies, own_tokenizer, reads_texts
 from engine.models.config_and_tokenizer import CLASSIFIER, LANGUAGE_MODEL, pad_token_line, read_config, vocabulary_size
 from engine.reward.server import FORMS, probe
 from engine.rlhf_engine import check_roles, scoring_roles
@@ -220,16 +220,17 @@ def server_lines(args: RLHFFlags) -> list[str]:
 
 
 def check_reward_texts(args, paths: Iterable[str], tokenizer, parts: Mapping[str, Prompts]) -> list[str]:
-    """Check that the reward models that read texts can read the prompts. Returns lines about these models to print.
+    """Check that the reward models can read the prompts. Returns lines about those that read texts, to print.
 
-    args: of step 3, or of a tool that measures. paths: the folders of the models that may read texts. tokenizer: the
-    policy's. parts: {name in messages: prompts}. Raises: UserError.
+    args: of step 3, or of a tool that measures. paths: the models' folders. tokenizer: the policy's. parts: {name in
+    messages: prompts}. Raises: UserError.
     """
     lines, trusted = [], args.trust_remote_code
     for path in paths:
         model = f"--reward_model_name_or_path {path}"
         config, lengths = read_config(path, model, trusted), prompt_and_answer(args)
         if not reads_texts(tokenizer, path, model, trusted, all_messages(parts.values())):
+            check_vocabularies(tokenizer, path, "--reward_model_name_or_path", trusted)
             check_positions(config, model, **lengths)
             continue
         limit = reading_limit(config, args.max_reward_seq_len, sum(lengths.values()))

@@ -21,6 +21,7 @@ from engine.models.checking import (
     check_policy,
     check_rows,
     check_scorer,
+    check_vocabularies,
     own_tokenizer,
     reads_texts,
 )
@@ -233,6 +234,8 @@ def _check(args: ServeFlags, paths: dict[str, str], reward: str | None) -> int:
         check_rows(tokenizer, config, path, what)
         check_decoding(path, what, trusted)
         positions.append(getattr(config, "max_position_embeddings", None) or args.max_seq_len)
+        if reward is not None and not reads_texts(tokenizer, reward, REWARD, trusted):
+            check_vocabularies(tokenizer, reward, REWARD, trusted)
     if reward is not None:
         check_scorer(reward, REWARD, trusted)
         config = read_config(reward, REWARD, trusted)
