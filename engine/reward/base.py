@@ -273,10 +273,6 @@ class EarlyCalls:
         return found, problem
 
 
-SMALLEST_DEVIATION = 1e-6
-"""Of a mean of 1: a smaller standard deviation of float32 scores is rounding."""
-
-
 class RewardModel(RewardSource):
     """The frozen reward model, in its own engine or as a role in another model's engine. A score is read at the token
     at which the model was trained to score.
@@ -393,6 +389,10 @@ class CombinedReward(RewardSource):
         """Call `prepare` of each source."""
         for source, _ in self.sources.values():
             source.prepare(rollout)
+
+
+SMALLEST_DEVIATION = 1e-6
+"""Of a mean of 1: a smaller standard deviation of float32 scores is rounding."""
 
 
 class Standardisation:
