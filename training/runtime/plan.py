@@ -230,8 +230,8 @@ def check_reward_texts(args, paths: Iterable[str], tokenizer, parts: Mapping[str
         model = f"--reward_model_name_or_path {path}"
         config, lengths = read_config(path, model, trusted), prompt_and_answer(args)
         if not reads_texts(tokenizer, path, model, trusted, all_messages(parts.values())):
-            check_vocabularies(tokenizer, path, "--reward_model_name_or_path", trusted)
             check_positions(config, model, **lengths)
+            check_vocabularies(tokenizer, path, "--reward_model_name_or_path", trusted)
             continue
         limit = reading_limit(config, args.max_reward_seq_len, sum(lengths.values()))
         lines.append(f"{model}: gets texts, by its own tokenizer and chat template, of up to {limit} of its tokens")

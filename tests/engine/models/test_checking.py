@@ -97,7 +97,7 @@ def test_a_reward_model_that_reads_other_tokens_is_refused(tmp_path):
     (tmp_path / "reward" / "tokenizer.json").write_text(
         (tmp_path / "reward" / "tokenizer.json").read_text().replace("w04", "other")
     )
-    with pytest.raises(UserError, match=rf"^{FLAG}: the tokenizer in .*reward gives other ids.*it gets texts"):
+    with pytest.raises(UserError, match=rf"^{FLAG}: the tokenizer in .*reward gives other ids.*gets texts"):
         check_vocabularies(make_tokenizer(), path, FLAG)
 
 
