@@ -104,17 +104,16 @@ class EngineSpec:
         assert not self.share_trunk or (self.actor_lora is not None and self.actor_lora.only), (
             "one trunk trains factors"
         )
-        built = [config.role for config in self.engine_configs]
-        for role, configs in (("reference", ["reference"]), ("reward", list(self.rewards))):
-            assert getattr(self, role) is None or any(name in built for name in configs), (
-                f"another model's engine computes the {role}, which has none of its own"
+        for kind in ("reference", "reward"):
+            assert getattr(self, kind) is None or self.has_engine(kind), (
+                f"another model's engine computes the {kind}, which has none of its own"
             )
 
     @property
     def rewards(self) -> dict[str, str]:
         """Maps the role of each reward model ("reward", "reward_2", "reward_3", ...) to its folder."""
         paths = (self.critic_path,) if self.reward_paths is None else self.reward_paths
-        return {reward_role(place): str(path) for place, path in enumerate(paths)}
+        return {f"reward_{number}" if number > 1 else "reward": str(path) for number, path in enumerate(paths, 1)}
 
     @property
     def reference_moves(self) -> bool:
@@ -205,10 +204,9 @@ class EngineSpec:
         reward = self.reward or EngineConfig("reward", frozen_stage(partner))
         return configs + [replace(reward, role=role) for role in self.rewards if role not in self.engine_of]
 
-
-def reward_role(place: int) -> str:
-    """The role of the reward model at this place of the list, counted from 0."""
-    return f"reward_{place + 1}" if place else "reward"
+    def has_engine(self, kind: str) -> bool:
+        """Whether the reference, or one of the reward models ("reward"), has an engine of its own."""
+        return any(config.role.partition("_")[0] == kind for config in self.engine_configs)
 
 
 def _before(path: str | None) -> str:

@@ -125,13 +125,14 @@ class Reader:
     """Turns answers into the ids that a reward model scores.
 
     limit: the largest number of ids. by_step_2: whether to write texts as step 2 does. counts: {what was done to a
-    response: number of responses}; "read" counts all responses.
+    response: number of responses}; "read" counts all responses. told: {what was done: digits of the number last told}.
     """
 
     tokenizer: PreTrainedTokenizerBase
     limit: int
     by_step_2: bool = False
     counts: Counter = field(default_factory=Counter)
+    told: Counter = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
         self.lengths = Lengths(self.tokenizer, self.limit)
@@ -230,6 +231,17 @@ class Reader:
             rest = rest[: left - len(tail)] + tail
         return shorter + rest
 
+    def tell(self, name: str) -> None:
+        """Print what was done to responses: at the first of each kind, the tenth, the hundredth, and so on. All ranks
+        call this together, rank 0 prints. name: the reward model's."""
+        counts = sum(distributed.data_parallel_objects(self.counts), Counter())
+        for kind in (CUT, END_CUT, SPELT, CHANGED):
+            if counts[kind] >= 10 ** self.told[kind]:
+                self.told[kind] = len(str(counts[kind]))
+                fit = f", to fit {self.limit} tokens (--max_reward_seq_len)" if kind in (CUT, END_CUT) else ""
+                if distributed.is_main():
+                    print(f"{name}: in {counts[kind]:,} of {counts[READ]:,} responses {kind}{fit}", flush=True)
+
 
 READ = "read"
 CUT = "the prompt lost its beginning"
@@ -327,27 +339,7 @@ def text_reward_model(
     return TextRewardModel(
         model.model,
         read=lambda rollout: reader.ids(texts.answers(rollout)),
-        tell=Teller(reader, name).tell,
+        tell=lambda: reader.tell(name),
         tokens=texts.rows_at_once * most,
         name=name,
     )
-
-
-class Teller:
-    """Prints what was done to responses: at the first response of each kind, the tenth, the hundredth, and so on."""
-
-    def __init__(self, reader: Reader, name: str):
-        self.reader, self.name = reader, name
-        self.told: Counter = Counter()
-
-    def tell(self) -> None:
-        """Print what is new; all ranks call this together, rank 0 prints."""
-        counts = sum(distributed.data_parallel_objects(self.reader.counts), Counter())
-        for kind in (CUT, END_CUT, SPELT, CHANGED):
-            if counts[kind] >= 10 ** self.told[kind]:
-                self.told[kind] = len(str(counts[kind]))
-                if distributed.is_main():
-                    fit = (
-                        f", to fit {self.reader.limit} tokens (--max_reward_seq_len)" if kind in (CUT, END_CUT) else ""
-                    )
-                    print(f"{self.name}: in {counts[kind]:,} of {counts[READ]:,} responses {kind}{fit}", flush=True)

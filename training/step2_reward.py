@@ -30,14 +30,7 @@ from engine.engine_spec import EngineSpec, OptimizerSpec, frozen_stage
 from engine.errors import RunStopped
 from engine.experience import position_ids
 from engine.models.attention import attention_in_words
-from engine.models.checking import (
-    check_decoding,
-    check_policy,
-    check_rows,
-    check_trunk,
-    check_vocabularies,
-    reads_texts,
-)
+from engine.models.checking import check_decoding, check_policy, check_rows, check_trunk, reads_texts
 from engine.models.config_and_tokenizer import CLASSIFIER, classifier_pad_token_id, read_tokenizer, vocabulary_size
 from engine.models.loading import DTYPES, load_policy, new_scorer
 from engine.reward.base import RewardModel
@@ -59,7 +52,7 @@ from training.reward_texts import Reader, Texts, check_prompts, text_reward_mode
 from training.runtime import launch
 from training.runtime.callbacks import Callback
 from training.runtime.loop import Run
-from training.runtime.models import adapted_lines, adapted_model, check_positions, generation_stops
+from training.runtime.models import adapted_lines, adapted_model, check_positions, generation_stops, prompt_and_answer
 from training.runtime.processes import phase
 from training.runtime.start_report import warnings
 from training.runtime.stopping import saved_models_named
@@ -404,14 +397,8 @@ def check(args: RewardFlags, checkpoint: Checkpoint | None = None) -> None:
         check_positions(
             check_policy(args.sft_path, flag_name, args.trust_remote_code),
             f"{flag_name} {args.sft_path}",
-            max_prompt_seq_len=args.max_prompt_seq_len,
-            max_answer_seq_len=args.max_answer_seq_len,
+            **prompt_and_answer(args),
         )
-        if args.looks_at(args.model_name_or_path):
-            own = args.read_tokenizer(args.model_name_or_path, "--model_name_or_path")
-            if sft_tokenizer(args, own) is own:
-                sft = args.read_tokenizer(args.sft_path, flag_name)
-                check_vocabularies(sft, args.model_name_or_path, "--model_name_or_path", args.trust_remote_code)
 
 
 def program(callbacks: Sequence[Callback] = ()) -> NoReturn:

@@ -258,9 +258,7 @@ def check_vocabularies(
             "must be trained with the actor's tokenizer."
         )
     own = own_tokenizer(path, what, trust_remote_code)
-    if own is None:
-        return
-    if has_other_ids(actor_tokenizer, own):
+    if own is not None and has_other_ids(actor_tokenizer, own):
         raise UserError(
             f"{what}: the tokenizer in {path} gives other ids than the actor's, which this model would read. A critic "
             "needs the actor's tokenizer. A reward model does not: name it with --reward_model_name_or_path alone, and "

@@ -214,7 +214,7 @@ def read_config(path: str, what: str, trust_remote_code: bool = False):
             f"{what}: {path}/config.json names no class of its weights: architectures is {shortened(names)}. Make it a "
             'list of one name, such as ["LlamaForCausalLM"].'
         )
-    if not trust_remote_code or not (getattr(config, "auto_map", None) or {}):
+    if not (trust_remote_code and getattr(config, "auto_map", None)):
         config = text_part(config)
     if has_own_head(config, path, what, trust_remote_code):
         config.tie_word_embeddings = False

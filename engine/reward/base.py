@@ -273,10 +273,6 @@ class EarlyCalls:
         return found, problem
 
 
-SMALLEST_DEVIATION = 1e-6
-"""Of a mean of 1: a smaller standard deviation of float32 scores is rounding."""
-
-
 class RewardModel(RewardSource):
     """The frozen reward model, in its own engine or as a role in another model's engine. A score is read at the token
     at which the model was trained to score.
@@ -362,8 +358,7 @@ class CombinedReward(RewardSource):
         """As `parts`, with the sources' calls in pieces."""
         parts = {}
         for name, (source, _) in self.sources.items():
-            call = partial(_whole_score, source)
-            scores = source.in_pieces(call, rollout, passes)["scores"]
+            scores = source.in_pieces(partial(RewardSource.parts, source), rollout, passes)["scores"]  # as one part
             if name in self.standardised:
                 scores = self.standardised[name](scores)
             parts[f"scores_{name}"] = scores
@@ -396,8 +391,8 @@ class CombinedReward(RewardSource):
             source.prepare(rollout)
 
 
-def _whole_score(source: RewardSource, rollout: Rollout) -> dict[str, Tensor]:
-    return {"scores": source.score(rollout).float()}
+SMALLEST_DEVIATION = 1e-6
+"""Of a mean of 1: a smaller standard deviation of float32 scores is rounding."""
 
 
 class Standardisation:

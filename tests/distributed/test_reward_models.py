@@ -1,11 +1,8 @@
 """Several reward models in one score, on one and two ranks: their scores are those of transformers alone, made
 comparable and weighted by hand."""
 
-import contextlib
 import json
 import statistics
-from collections.abc import Iterator
-from unittest import mock
 
 import pytest
 import torch
@@ -16,7 +13,6 @@ from engine.algorithms import Algorithm
 from engine.experience import Rollout
 from engine.experience_maker import ExperienceMaker
 from engine.rlhf_engine import RLHFEngine
-from engine.zero.engines import FrozenModel
 from scripts.harness.models import PAD, make_scorer
 from scripts.harness.ranks import run_ranks
 from tests.distributed.tiny_run import DIALECT
@@ -32,32 +28,9 @@ TEXTS += [([12, 13], [28, 29]), ([14], [30, 2]), ([15, 16, 17], [31, 32, 33]), (
 FIRST, SECOND = TEXTS[:6], TEXTS[2:]
 
 
-@contextlib.contextmanager
-def alone(model: FrozenModel) -> Iterator[None]:
-    """In place of FrozenModel.on_device: at most one model is on the device."""
-    assert not alone.present, f"{model.role} beside {alone.present}"
-    alone.present.append(model.role)
-    with ON_DEVICE(model):
-        yield
-    alone.present.remove(model.role)
-
-
-alone.present = []
-ON_DEVICE = FrozenModel.on_device
-
-
 def run(folder: str, models: list[str], stage: int) -> dict:
     """The scores of two batches, each rank its share; and of the second by a source that goes on from a checkpoint."""
-    words = [
-        "--actor_model_name_or_path",
-        f"{folder}/actor",
-        "--output_dir",
-        f"{folder}/out",
-        "--data_path",
-        "d",
-        "--dtype",
-        "fp32",
-    ]
+    words = f"--actor_model_name_or_path {folder}/actor --output_dir {folder}/out --data_path d --dtype fp32".split()
     words += ["--reward_model_name_or_path", *models, "--reward_model_weight", *map(str, WEIGHTS.values())]
     words += ["--actor_zero_stage", str(stage), "--critic_zero_stage", str(stage)]
     args = parse_flags(RLHFFlags, [*words, *["--offload_reward_model"] * (stage == 0)], "a program")
@@ -75,8 +48,7 @@ def run(folder: str, models: list[str], stage: int) -> dict:
             algorithm=Algorithm(DIALECT, pad_token_id=PAD, end_token_id=2),
             micro_batch_size=2,
         )
-        with mock.patch.object(FrozenModel, "on_device", alone):
-            made = maker.score(own)
+        made = maker.score(own)
         return {"score": made.scores.tolist()} | {name: one.tolist() for name, one in made.rewards.items()}
 
     found |= {"first": scores(FIRST), "second": scores(SECOND)}

@@ -57,15 +57,7 @@ def test_scores_are_transformers_own_from_the_messages(tiny, tmp_path):
     assert scores == pytest.approx(scores_alone(reward, ids), abs=2e-6)
 
 
-@pytest.mark.parametrize(
-    "record, template, problem",
-    [
-        (dialogue(1), None, "has no chat template, and the prompts are messages"),
-        ("w05 <|endoftext|> w06", FILM, "spell its control tokens"),
-    ],
-)
-def test_prompts_that_it_cannot_read_are_refused(tiny, tmp_path, capfd, record, template, problem):
-    reward = foreign_model(tmp_path / "reward", template)
-    given = flags(tiny, tmp_path, [record] * 50, reward_model_name_or_path=reward)
-    result = run_here(3, given, capfd)
-    assert_one_message(result, [reward, problem])
+def test_prompts_that_it_cannot_read_are_refused(tiny, tmp_path, capfd):
+    reward = foreign_model(tmp_path / "reward")
+    given = flags(tiny, tmp_path, [dialogue(1)] * 50, reward_model_name_or_path=reward)
+    assert_one_message(run_here(3, given, capfd), [reward, "has no chat template, and the prompts are messages"])

@@ -59,17 +59,9 @@ def foreign_tokenizer(
     )
 
 
-def foreign_model(
-    folder: Path,
-    template: str | None = None,
-    *,
-    pad_is_eos: bool = False,
-    bos: bool = False,
-    positions: int = 256,
-    **config,
-) -> str:
-    """Save a reward model and its tokenizer; returns the folder. config: further settings of its config.json."""
-    tokenizer = foreign_tokenizer(template, pad_is_eos, bos)
+def foreign_model(folder: Path, template: str | None = None, *, pad_is_eos: bool = False) -> str:
+    """Save a reward model and its tokenizer; returns the folder."""
+    tokenizer = foreign_tokenizer(template, pad_is_eos)
     settings = GPT2Config(
         vocab_size=len(tokenizer),
         n_positions=256,

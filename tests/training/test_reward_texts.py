@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import GPT2Config
 
 from engine.errors import RunStopped, UserError
 from engine.models.checking import reads_texts
@@ -29,7 +30,6 @@ from training.reward_texts import (
     SPELT,
     Answer,
     Reader,
-    Teller,
     Texts,
     check_prompts,
     reading_limit,
@@ -258,13 +258,11 @@ def texts_of(rows: list, tokenizer, stops=(0,), **fields) -> Texts:
     ],
 )
 def test_responses_are_texts_without_their_end(tmp_path, written, ended, read):
-    foreign_model(tmp_path / "policy")
-    (tmp_path / "policy/tokenizer_config.json").write_text(
-        json.dumps(
-            json.loads((tmp_path / "policy/tokenizer_config.json").read_text()) | {"clean_up_tokenization_spaces": True}
-        )
-    )
-    tokenizer = read_tokenizer(str(tmp_path / "policy"), "policy")
+    GPT2Config().save_pretrained(tmp_path)
+    foreign_tokenizer().save_pretrained(tmp_path)
+    file = tmp_path / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"clean_up_tokenization_spaces": True}))
+    tokenizer = read_tokenizer(str(tmp_path), "policy")
     ids = [tokenizer(text)["input_ids"] for text in ("chose a drama", written)]
     rollout = dataclasses.replace(rollout_of(ids[:1], ids[1:], 3), ended=torch.tensor([ended]))
     rows = [{"prompt": "Review : they chose a drama"}]  # the policy got its end alone
@@ -374,13 +372,10 @@ def test_the_limit_is_the_flags_but_never_more_than_positions():
     ],
 )
 def test_models_that_write_otherwise_get_texts(tmp_path, own, messages, texts):
-    folder = tmp_path / "reward"
-    foreign_model(folder)
-    for file in [*folder.glob("tokenizer*"), *folder.glob("chat_template*")]:
-        file.unlink()
+    GPT2Config().save_pretrained(tmp_path)
     if own is not None:
-        own.save_pretrained(folder)
-    assert reads_texts(chat_tokenizer(CHATML), str(folder), "reward", messages=messages) is texts
+        own.save_pretrained(tmp_path)
+    assert reads_texts(chat_tokenizer(CHATML), str(tmp_path), "reward", messages=messages) is texts
 
 
 def prompts_of(*records: dict, **options) -> Prompts:
@@ -437,9 +432,8 @@ def test_messages_that_a_template_leaves_out_are_told():
 
 def test_what_is_done_to_responses_is_told_at_the_first_the_tenth_and_so_on(capsys):
     reader = Reader(foreign_tokenizer(), 512)
-    teller = Teller(reader, "M")
     for spelt in (0, 1, 2, 9, 12, 50, 250):
         reader.counts.update({"read": 10, SPELT: spelt - reader.counts[SPELT]})
-        teller.tell()
+        reader.tell("M")
     lines = capsys.readouterr().out.splitlines()
     assert lines == [f"M: in {count} of {read} responses {SPELT}" for count, read in ((1, 20), (12, 50), (250, 70))]

@@ -255,15 +255,10 @@ def refuse_twice(args: ProgramFlags, name: str) -> None:
 
 
 def check_reward_models(args: ProgramFlags, models: Sequence[str]) -> None:
-    """Raise UserError if one of these reward models is given twice, or if --reward_model_weight or --raw_reward_scores
-    does not fit their number."""
+    """Raise UserError if one of these reward models is given twice, or if --reward_model_weight does not fit their
+    number."""
     if twice := next((pair for pair in combinations(models, 2) if same_model(*pair)), None):
         raise UserError(f"--reward_model_name_or_path: {' and '.join(twice)} are the same model. Give it once.")
-    if args.raw_reward_scores and len(models) < 2:
-        raise UserError(
-            "--raw_reward_scores: only the scores of several reward models are changed, and the score has "
-            f"{len(models) or 'none'}. Leave it out."
-        )
     count = len(args.reward_model_weight)
     if models and count not in (0, len(models)):
         raise UserError(
@@ -468,8 +463,8 @@ class ModelFlags(RoleLoraFlags, ReferenceFlags, RewardServerFlags):
         """The flags that give the reward model half of the score's weight, and the other rewards together the other
         half."""
         models = self.reward_paths or [self.critic_model_name_or_path or "REWARD_MODEL"]
-        halves = (" ".join([f"{0.5 / count:g}"] * count) for count in (len(models), len(self.other_rewards)))
-        by_models, by_others = halves
+        counts = len(models), len(self.other_rewards)
+        by_models, by_others = (" ".join([f"{0.5 / count:g}"] * count) for count in counts)
         return (
             f"--reward_model_name_or_path {' '.join(models)} --reward_model_weight {by_models} "
             f"--reward_weights {by_others}"
@@ -575,10 +570,10 @@ class ModelFlags(RoleLoraFlags, ReferenceFlags, RewardServerFlags):
             reference_mixup_alpha=self.reference_mixup_alpha,
         )
         self._check_shared(spec)
-        engines, built = {}, [config.role for config in spec.engine_configs]
-        if "reference" in built:
+        engines = {}
+        if spec.has_engine("reference"):
             engines["reference"] = frozen("reference", actor, self.offload_reference_model)
-        if any(role in built for role in spec.rewards):
+        if spec.has_engine("reward"):
             partner = critic if dialect.has_critic else actor
             engines["reward"] = frozen("reward", partner, self.offload_reward_model)
         return replace(spec, **engines)
@@ -652,9 +647,8 @@ class ModelFlags(RoleLoraFlags, ReferenceFlags, RewardServerFlags):
     def _check_shared(self, spec: EngineSpec) -> None:
         """Raise UserError for flags of an engine that the run does not have, because another engine computes the
         model."""
-        built = [config.role for config in spec.engine_configs]
         for role, what in spec.shared.items():
-            if any(other in built for other in spec.rewards if role in spec.rewards):
+            if role in spec.rewards and spec.has_engine("reward"):
                 continue  # another reward model has an engine of its own, which the flags are for
             for name in (f"{role}_ds_config", f"offload_{role}_model"):
                 if getattr(self, name, None):

@@ -226,9 +226,8 @@ def build_reward(
     """The source of a run's scores: a reward model, reward function or reward servers, or a weighted sum of several
     of these and the length penalty.
 
-    reward_models: one for each of `args.reward_paths`. functions: the
-    result of `load_functions`. rows: rows[i] is the row of the data set from which the prompt with index
-    i comes.
+    reward_models: one for each of `args.reward_paths`. functions: the result of `load_functions`. rows: rows[i] is the
+    row of the data set from which the prompt with index i comes.
     """
     parts = score_parts(args)
     models = {part.name: model for part, model in zip(parts, reward_models)}

@@ -80,6 +80,11 @@ def check_positions(config, model: str, **lengths: int) -> None:
         )
 
 
+def prompt_and_answer(args) -> dict[str, int]:
+    """{flag: tokens}, whose sum is the longest row of the models that get the policy's token ids."""
+    return {name: getattr(args, name) for name in ("max_prompt_seq_len", "max_answer_seq_len")}
+
+
 def most_tokens(args: RunFlags, models: Iterable[str | None], beside: int = 0) -> int | None:
     """The largest number of tokens for which all models on this machine have positions. `beside` further tokens of each
     sequence need positions too.

@@ -4,13 +4,12 @@ servers answer with scores.
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 from engine import distributed
 from engine.algorithms import Dialect, check_sizes, end_token_id, token_id
 from engine.engine_spec import EngineSpec
 from engine.errors import UserError, without_query
-from engine.models.checking import check_decoding, own_tokenizer, reads_texts
+from engine.models.checking import check_decoding, check_vocabularies, own_tokenizer, reads_texts
 from engine.models.config_and_tokenizer import CLASSIFIER, LANGUAGE_MODEL, pad_token_line, read_config, vocabulary_size
 from engine.reward.server import FORMS, probe
 from engine.rlhf_engine import check_roles, scoring_roles
@@ -27,7 +26,7 @@ from training.data.record_forms import PROMPTS, TEXTS
 from training.data.row_selection import load_rows
 from training.reward_texts import Reader, all_messages, check_prompts, reading_limit
 from training.runtime.launch import check_run
-from training.runtime.models import adapted_roles, check_positions, generation_stops
+from training.runtime.models import adapted_roles, check_positions, generation_stops, prompt_and_answer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,19 +219,11 @@ def server_lines(args: RLHFFlags) -> list[str]:
     return [f"scores from {' and '.join(map(without_query, args.reward_url))} (form {args.reward_url_form}{columns})"]
 
 
-class LengthFlags(Protocol):
-    """The flags that say how long texts are."""
+def check_reward_texts(args, paths: Iterable[str], tokenizer, parts: Mapping[str, Prompts]) -> list[str]:
+    """Check that the reward models can read the prompts. Returns lines about those that read texts, to print.
 
-    max_prompt_seq_len: int
-    max_answer_seq_len: int
-    max_reward_seq_len: int | None
-    trust_remote_code: bool
-
-
-def check_reward_texts(args: LengthFlags, paths: Iterable[str], tokenizer, parts: Mapping[str, Prompts]) -> list[str]:
-    """Check that the reward models that read texts can read the prompts. Returns lines about these models to print.
-
-    paths: the models' folders. tokenizer: the policy's. parts: {name in messages: prompts}. Raises: UserError.
+    args: of step 3, or of a tool that measures. paths: the models' folders. tokenizer: the policy's. parts: {name in
+    messages: prompts}. Raises: UserError.
     """
     lines, trusted = [], args.trust_remote_code
     for path in paths:
@@ -240,6 +231,7 @@ def check_reward_texts(args: LengthFlags, paths: Iterable[str], tokenizer, parts
         config, lengths = read_config(path, model, trusted), prompt_and_answer(args)
         if not reads_texts(tokenizer, path, model, trusted, all_messages(parts.values())):
             check_positions(config, model, **lengths)
+            check_vocabularies(tokenizer, path, "--reward_model_name_or_path", trusted)
             continue
         limit = reading_limit(config, args.max_reward_seq_len, sum(lengths.values()))
         lines.append(f"{model}: gets texts, by its own tokenizer and chat template, of up to {limit} of its tokens")
@@ -314,11 +306,6 @@ def check_dialect(args: RLHFFlags, dialect: Dialect) -> None:
         ranks=distributed.data_parallel_size(),
         layers=layers,
     )
-
-
-def prompt_and_answer(args: LengthFlags) -> dict[str, int]:
-    """{flag: tokens}, whose sum is the longest row of the models that get the policy's token ids."""
-    return {name: getattr(args, name) for name in ("max_prompt_seq_len", "max_answer_seq_len")}
 
 
 def check_models(args: RLHFFlags, dialect: Dialect) -> None:

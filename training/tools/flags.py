@@ -1,8 +1,6 @@
 """The flags that the merge program and the comparison program share. Both have finished models answer held-out
 prompts."""
 
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -13,8 +11,9 @@ from training.config.flags import DataFlags, flag
 
 
 @dataclass(kw_only=True)
-class MeasuringFlags(DataFlags, ABC):
-    """The flags that say which prompts are answered, and how responses are drawn."""
+class MeasuringFlags(DataFlags):
+    """The flags that say which prompts are answered, and how responses are drawn. Each program adds
+    reward_model_name_or_path."""
 
     phase: ClassVar[int] = 3
     program: ClassVar[str]
@@ -44,11 +43,6 @@ class MeasuringFlags(DataFlags, ABC):
         if self.preflight:
             raise UserError(f"--preflight: the {self.program} program has no use for it. Leave it out.")
 
-    @property
-    @abstractmethod
-    def reward_models(self) -> Sequence[str]:
-        """The paths of the reward models."""
-
     def spec_of(self, path: str) -> EngineSpec:
         """The specification of the engines that measure the policy at `path`: frozen engines of the policy, the
         reference and the reward models."""
@@ -56,7 +50,7 @@ class MeasuringFlags(DataFlags, ABC):
             actor_path=path,
             critic_path=None,
             with_critic=False,
-            reward_paths=tuple(self.reward_models),
+            reward_paths=tuple(self.reward_model_name_or_path),
             chat_template=self.chat_template,
             trust_remote_code=self.trust_remote_code,
             attention=self.attention,

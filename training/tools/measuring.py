@@ -13,13 +13,14 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
+from engine import distributed
 from engine.algorithms import Algorithm, Dialect, end_token_id
 from engine.engine_spec import EngineSpec
 from engine.errors import UserError
 from engine.experience_maker import ExperienceMaker
-from engine.models.checking import check_decoding, check_policy, check_scorer, check_vocabularies, reads_texts
+from engine.models.checking import check_decoding, check_policy, check_scorer, reads_texts
 from engine.models.checking import check_rows as check_embedding
-from engine.models.config_and_tokenizer import CLASSIFIER, LANGUAGE_MODEL, read_config, read_tokenizer, vocabulary_size
+from engine.models.config_and_tokenizer import CLASSIFIER, LANGUAGE_MODEL, read_tokenizer, vocabulary_size
 from engine.models.loading import load_policy, load_scorer
 from engine.models.weight_files import listed
 from engine.reference import Reference
@@ -32,8 +33,8 @@ from training.data.examples import Prompts, prompt_fit
 from training.data.record_forms import PROMPTS
 from training.reporting.evaluation import Evaluator
 from training.reward_texts import Texts, reward_source
-from training.runtime.models import check_positions, generation_stops
-from training.runtime.plan import by_part, check_reward_texts, prompt_and_answer
+from training.runtime.models import check_positions, generation_stops, prompt_and_answer
+from training.runtime.plan import by_part, check_reward_texts
 from training.tools.flags import MeasuringFlags
 
 DIALECT = Dialect(name="measured", critic_start="none", critic_lr=0.0, advantage_estimator="rloo", samples_per_prompt=2)
@@ -72,31 +73,23 @@ def check_answering(args: MeasuringFlags, path: str, what: str) -> None:
     check_positions(config, f"{what} {path}", **prompt_and_answer(args))
 
 
-def check_scoring(args: MeasuringFlags, tokenizer) -> None:
-    """Raise UserError if a reward model cannot score responses made with this tokenizer."""
-    trusted, texts = args.trust_remote_code, text_models(args, tokenizer)
-    for path in args.reward_models:
-        check_scorer(path, REWARD_MODEL, trusted)
+def check_scoring(args: MeasuringFlags) -> None:
+    """Raise UserError if a reward model cannot score on this machine. `read_held_out` checks what the models read."""
+    for path in args.reward_model_name_or_path:
+        check_scorer(path, REWARD_MODEL, args.trust_remote_code)
         args.check_attention(path, CLASSIFIER, REWARD_MODEL)
-        if path not in texts:  # others are checked with the prompts that they read
-            check_vocabularies(tokenizer, path, REWARD_MODEL, trusted)
-            check_positions(
-                read_config(path, REWARD_MODEL, trusted), f"{REWARD_MODEL} {path}", **prompt_and_answer(args)
-            )
-
-
-def text_models(args: MeasuringFlags, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """The paths of the reward models that may have to get texts. tokenizer: the policies'."""
-    trusted = args.trust_remote_code
-    return [path for path in args.reward_models if reads_texts(tokenizer, path, REWARD_MODEL, trusted)]
 
 
 def read_held_out(args: MeasuringFlags, tokenizer) -> HeldOut:
     """Read the held-out prompts, which are the ones that step 3 would have with the same data flags.
 
-    Raises: UserError if data do not exist or cannot be read, or if there are too few prompts.
+    Raises: UserError if data do not exist or cannot be read, if there are too few prompts, or if a reward model cannot
+    read them.
     """
-    texts, fit = text_models(args, tokenizer), prompt_fit(tokenizer, args.max_prompt_seq_len, args.overlong)
+    fit = prompt_fit(tokenizer, args.max_prompt_seq_len, args.overlong)
+    texts = any(
+        reads_texts(tokenizer, path, REWARD_MODEL, args.trust_remote_code) for path in args.reward_model_name_or_path
+    )
     parts = args.load_rows(
         PROMPTS,
         tokenizer,
@@ -106,13 +99,14 @@ def read_held_out(args: MeasuringFlags, tokenizer) -> HeldOut:
         held_out_flag="--num_eval_prompts",
     )
     rest, held_out = (
-        Prompts(rows, tokenizer, args.max_prompt_seq_len, args.overlong, args.cache, with_dialogues=bool(texts))
+        Prompts(rows, tokenizer, args.max_prompt_seq_len, args.overlong, args.cache, with_dialogues=texts)
         if len(rows)
         else None
         for rows in parts
     )
     assert held_out is not None, "load_rows gives as many as are asked for, or says that they are too few"
-    for line in check_reward_texts(args, texts, tokenizer, by_part(held_out, None)):
+    lines = check_reward_texts(args, args.reward_model_name_or_path, tokenizer, by_part(held_out, None))
+    for line in lines if distributed.is_main() else ():
         print(line, flush=True)
     return HeldOut(held_out, rest, tokenizer)
 
@@ -144,7 +138,7 @@ class Measuring:
             reward_source(
                 RewardModel(self.loaded(path, "reward", load_scorer)), path, self.texts, args.max_reward_seq_len
             )
-            for path in args.reward_models
+            for path in args.reward_model_name_or_path
         ]
 
     def loaded(self, path: str, role: str, load: Callable = load_policy) -> FrozenModel:

@@ -3,6 +3,7 @@ them: against transformers' own class of the whole model.
 """
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -168,26 +169,23 @@ def test_weights_are_found_by_the_names_of_each_version(folders, layout, tmp_pat
     for name, tensor in whole.state_dict().items():
         theirs = next((theirs for theirs in names if name.startswith(theirs)), None)
         state[name if theirs is None else name.replace(theirs, names[theirs], 1)] = tensor.contiguous()
-    for file in folders["mistral3"].iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
+    shutil.copytree(folders["mistral3"], tmp_path, dirs_exist_ok=True)
     save_file(state, tmp_path / "model.safetensors")
     found = load_policy(str(tmp_path), torch.float32)
     torch.testing.assert_close(logits_of(found.model), texts_of_the_whole(tmp_path), rtol=0, atol=0)
 
 
 def test_a_template_in_the_processors_file_is_the_tokenizers(folders, tmp_path):
-    folder = edit_weights(folders["mistral3"], tmp_path / "templated", lambda state: None)
+    folder = shutil.copytree(folders["mistral3"], tmp_path / "templated")
     template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
-    (tmp_path / "templated" / "chat_template.json").write_text(json.dumps({"chat_template": template}))
-    tokenizer = read_tokenizer(folder, "model")
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": template}))
+    tokenizer = read_tokenizer(str(folder), "model")
     assert tokenizer.apply_chat_template([{"role": "user", "content": "w05"}], tokenize=False) == "<user>w05"
 
 
 def edit_weights(folder: Path, target: Path, change) -> str:
     """A copy of a folder; `change` edits its {name: tensor}."""
-    target.mkdir()
-    for file in folder.iterdir():
-        (target / file.name).write_bytes(file.read_bytes())
+    shutil.copytree(folder, target)
     state = load_file(target / "model.safetensors")
     change(state)
     save_file(state, target / "model.safetensors")

@@ -289,8 +289,7 @@ def check_update(model, loss, updated):
 
 def classifier(folder, **how):
     """A saved classifier, loaded as docs/families.md says: some bring the code of their class."""
-    how |= {"trust_remote_code": True}
-    return AutoModelForSequenceClassification.from_pretrained(folder, **how).float().eval()
+    return AutoModelForSequenceClassification.from_pretrained(folder, trust_remote_code=True, **how).float().eval()
 
 
 def token_nats(model, tokens):

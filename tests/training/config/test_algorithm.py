@@ -209,10 +209,6 @@ def test_a_field_on_the_command_line_wins_over_the_file(tmp_path, in_file, words
         ),
         (("--dialect", "openai", "--stop", "x"), "--stop x: the dialect's sampling is 'fixed'"),
         (("--dialect", "openai", "--max_answer_seq_len", "16"), "truncate_after 16 with --max_answer_seq_len 16: no"),
-        (
-            ("--reward_model_weight", "1", "1"),
-            "--reward_model_weight 1.0 1.0: 2 weights for 1 reward model, r. Give one",
-        ),
     ],
 )
 def test_contradictions_of_the_dialect_are_refused(words, message):

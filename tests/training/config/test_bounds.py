@@ -119,10 +119,6 @@ def test_offload_needs_something_to_offload():
             "--reward_model_name_or_path: a and a are the same model. Give it once.",
         ),
         (
-            ("--raw_reward_scores",),
-            "--raw_reward_scores: only the scores of several reward models are changed, and the score has 1.",
-        ),
-        (
             ("--reward_function", "m:f", "--offload_reward_model"),
             "--offload_reward_model: there is no reward model beside --reward_function.",
         ),

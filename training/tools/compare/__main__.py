@@ -34,9 +34,8 @@ from engine.zero.engines import FrozenModel
 from training.config.reward import check_columns, function_source, load_given
 from training.runtime import output_folder
 from training.runtime.launch import check_run, leave, run
-from training.runtime.models import check_positions
+from training.runtime.models import check_positions, prompt_and_answer
 from training.runtime.output_folder import check_shared
-from training.runtime.plan import prompt_and_answer
 from training.runtime.processes import phase
 from training.runtime.ranks import agreed, checked
 from training.tools.compare.flags import CompareFlags
@@ -79,7 +78,7 @@ def check(args: CompareFlags) -> list[Model]:
         why = "Models are compared by what they make of the same tokens: give models with one tokenizer."
         check_same_tokens(first, other, why, args.trust_remote_code)
     check_models(args, models)
-    check_scoring(args, args.read_tokenizer(first[1], first[0]))
+    check_scoring(args)
     functions_of(args)
     return models
 
@@ -195,7 +194,7 @@ def reward_names(args: CompareFlags) -> list[str]:
     name, a number is added."""
     found: list[str] = []
     functions = [re.sub(r"\W", "_", given.rpartition(":")[2]) for given in args.reward_function]
-    for name in [*(Path(path).name for path in args.reward_models), *functions]:
+    for name in [*(Path(path).name for path in args.reward_model_name_or_path), *functions]:
         same = sum(other == name or other.startswith(f"{name} (") for other in found)
         found.append(f"{name} ({same + 1})" if same else name)
     return found

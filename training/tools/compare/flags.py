@@ -1,6 +1,5 @@
 """The flags of the comparison program."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -65,18 +64,13 @@ class CompareFlags(MeasuringFlags):
                 f"--greedy with --num_samples_per_prompt {self.num_samples_per_prompt}: all of them would be the same. "
                 "Leave one of them out."
             )
-        if not self.reward_models and not self.reward_function:
+        if not self.reward_model_name_or_path and not self.reward_function:
             raise UserError(
                 "there is nothing to judge by: give --reward_model_name_or_path, --reward_function, or both."
             )
         refuse_twice(self, "reward_model_name_or_path")
         refuse_twice(self, "reward_function")
         check_format(self.response_format)
-
-    @property
-    def reward_models(self) -> Sequence[str]:
-        """The paths of the reward models."""
-        return self.reward_model_name_or_path
 
     def read_paths(self) -> dict[str, list[str]]:
         """{flag: the models or data sets that the program reads}, including the compared models."""

@@ -34,9 +34,7 @@ def _fewer_decoded(args: RLHFFlags) -> Flags:
 
 
 def _frozen_offloaded(args: RLHFFlags) -> Flags:
-    built = {config.role for config in args.spec.engine_configs}
-    kinds = {"reference": {"reference"}, "reward": set(args.spec.rewards)}
-    return {f"offload_{kind}_model": True for kind, roles in kinds.items() if roles & built}
+    return {f"offload_{kind}_model": True for kind in ("reference", "reward") if args.spec.has_engine(kind)}
 
 
 def _checkpointing(args: RLHFFlags) -> Flags:

@@ -5,7 +5,7 @@ from pathlib import Path
 from engine.errors import UserError
 from engine.models.config_and_tokenizer import read_config
 from engine.models.model_paths import base_of
-from training.runtime.models import adapted_roles, check_positions
+from training.runtime.models import adapted_roles, check_positions, prompt_and_answer
 from training.tools.memory.changes import BATCHES, GPUS_OF_A_NODE, change_lines, fewest_gpus, largest_batch
 from training.tools.memory.flags import MemoryFlags
 from training.tools.memory.plan import plan, table
@@ -42,8 +42,8 @@ def _refuse_what_cannot_run(args: MemoryFlags) -> None:
         raise UserError(f"--dtype bf16 with --gpu {args.gpu}: it does not compute in bf16. Give --dtype fp16.")
     for name, path in args.models:
         if path not in args.text_reward_paths and (Path(base_of(path, f"--{name}")) / "config.json").is_file():
-            lengths = {flag: getattr(args, flag) for flag in ("max_prompt_seq_len", "max_answer_seq_len")}
-            check_positions(read_config(path, f"--{name}", args.trust_remote_code), f"--{name} {path}", **lengths)
+            config = read_config(path, f"--{name}", args.trust_remote_code)
+            check_positions(config, f"--{name} {path}", **prompt_and_answer(args))
     adapted_roles(args, args.resolved.dialect)
 
 

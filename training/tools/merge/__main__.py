@@ -72,7 +72,7 @@ def check(args: MergeFlags) -> None:
     if not args.data_path:
         return
     check_answering(args, sft, SFT)
-    check_scoring(args, args.read_tokenizer(sft, SFT))
+    check_scoring(args)
     if args.reward_function is not None:
         load_function(args.reward_function)
 

@@ -1,6 +1,5 @@
 """The flags of the merge program."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -81,8 +80,7 @@ class MergeFlags(MeasuringFlags):
         if self.scale is not None and self.scale not in self.scales and f"{self.scale:g}" in shown:
             raise UserError(f"--scale {self.scale!r} and --scales {self.scale:g} are one in six digits. Give the same.")
         self._validate_choice()
-
-        check_reward_models(self, self.reward_models)
+        check_reward_models(self, self.reward_model_name_or_path)
 
     def _validate_choice(self) -> None:
         if self.scale is not None and self.max_kl is not None:
@@ -92,7 +90,7 @@ class MergeFlags(MeasuringFlags):
         if self.scale == 0.0:
             raise UserError("--scale 0: that is the SFT model, which is there already. Give another scale.")
         if self.data_path:
-            if not self.reward_models and self.reward_function is None:
+            if not self.reward_model_name_or_path and self.reward_function is None:
                 raise UserError(
                     "--data_path without a reward: give --reward_model_name_or_path, --reward_function, or both."
                 )
@@ -104,11 +102,6 @@ class MergeFlags(MeasuringFlags):
         """The scales to measure, in rising order, including 0 (the SFT model) and --scale; [] without prompts."""
         chosen = [] if self.scale is None else [self.scale]
         return sorted({0.0, *self.scales, *chosen}) if self.data_path else []
-
-    @property
-    def reward_models(self) -> Sequence[str]:
-        """The paths of the reward models."""
-        return self.reward_model_name_or_path
 
     def engine_spec(self) -> EngineSpec:
         """The specification of the measuring engines."""

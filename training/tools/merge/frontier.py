@@ -46,7 +46,7 @@ class Frontier(Measuring):
 
     def _reward(self, args: MergeFlags) -> RewardSource:
         """The source of scores: the sum of those of the reward models and of the function."""
-        models = dict(zip(model_names(args.reward_models), self.rewards, strict=True))
+        models = dict(zip(model_names(args.reward_model_name_or_path), self.rewards, strict=True))
         weights = args.reward_model_weight or [1.0] * len(models)
         sources: dict[str, tuple[RewardSource, float]] = dict(zip(models, zip(self.rewards, weights), strict=True))
         if args.reward_function is not None:
