@@ -185,7 +185,7 @@ class Reader:
 
     def _read(self, answer: Answer, parts: Parts) -> list[int]:
         self.counts[READ] += 1
-        encoder, spelt = self.lengths.encoder, self.control.search(parts.response) is not None
+        encoder, spelt = self.lengths.encoder, self.control.search(answer.response) is not None
         self.counts[SPELT] += spelt
         eos = self.tokenizer.eos_token_id
         end = [eos] if answer.dialogue is None and not self.by_step_2 and eos is not None else []
