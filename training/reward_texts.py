@@ -186,7 +186,7 @@ class Reader:
 
     def _read(self, answer: Answer, parts: Parts) -> list[int]:
         self.counts[READ] += 1
-        encoder, spelt = self.lengths.encoder, self.control.search(parts.response) is not None
+        encoder, spelt = self.lengths.encoder, self.control.search(answer.response) is not None
         self.counts[SPELT] += spelt
         eos = self.tokenizer.eos_token_id
         end = [eos] if answer.dialogue is None and not self.by_step_2 and eos is not None else []
@@ -209,11 +209,14 @@ class Reader:
     def _plain(self, parts: Parts) -> list[int]:
         """The ids of an answer in whose response nothing is a control token."""
         lead, tail = (self.lengths.encoder.continuation("\n", text) for text in (parts.lead, parts.tail))
-        before, both = (
-            self.tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
-            for text in ("\n", "\n" + parts.response)
-        )
-        return lead + both[len(before) :] + tail
+        for before in ("\n", ""):  # as in `continuation`: a token may span the border
+            head, both = (
+                self.tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+                for text in (before, before + parts.response)
+            )
+            if both[: len(head)] == head:
+                break
+        return lead + both[len(head) :] + tail
 
     def _fitted(self, prompt: str, head: list[int], rest: list[int], tail: list[int], spanned: int = 0) -> list[int]:
         """The ids of a prompt and of the rest, cut as `cut_prompt` of training/data/tokens.py says. tail: the ids at
@@ -227,6 +230,11 @@ class Reader:
         self.counts[CUT] += len(shorter) < own
         left = self.limit - len(shorter)
         if len(rest) > left:
+            if left <= len(tail):
+                raise UserError(
+                    f"{self.limit} tokens (--max_reward_seq_len) hold nothing of a response, because {len(tail)} "
+                    "tokens follow it. Raise the limit, or shorten the chat template."
+                )
             self.counts[END_CUT] += 1
             rest = rest[: left - len(tail)] + tail
         return shorter + rest
@@ -268,7 +276,8 @@ def check_prompts(prompts: Prompts, reader: Reader, which: str, model: str) -> l
 
     which: what messages call the prompts. model: what they call the reward model.
     Raises: UserError if there are messages and the model has no chat template, if its template refuses a prompt or
-    leaves out the message to be answered, or if the text of a prompt spells one of its control tokens.
+    leaves out the message to be answered, or if the text of a prompt spells one of its control tokens; or if what it
+    writes leaves no room for a response.
     """
     tokenizer, spelt, lossy = reader.tokenizer, [], []
     for index in Progress(len(prompts), f"checking {which}").over(range(len(prompts))):
@@ -302,6 +311,10 @@ def check_prompts(prompts: Prompts, reader: Reader, which: str, model: str) -> l
             f"{quoted(token)}. It would read them as turns that nobody took. Give prompts that a chat template was "
             "applied to as messages; elsewhere take these words out."
         )
+    try:
+        reader.ids([Answer(prompts.rows[0]["prompt"], prompts.dialogues[0], MARK, ended=True)])
+    except UserError as error:
+        raise UserError(f"{model}: {error}") from None
     if not lossy:
         return []
     (index, role), count = lossy[0], len(lossy)

@@ -43,7 +43,7 @@ def test_scores_are_transformers_own_from_the_messages(tiny, tmp_path):
     records = [dialogue(number) for number in range(100)]
     ended = forked(3, flags(tiny, tmp_path, records, reward_model_name_or_path=reward, actor_zero_stage=3))
     assert ended.code == 0, ended.stderr
-    assert f"--reward_model_name_or_path {reward}: gets texts, by its own tokenizer and chat template" in ended.stdout
+    assert f"--reward_model_name_or_path {reward}: gets texts of up to " in ended.stdout
     tokenizer, ids, scores = foreign_tokenizer(FILM), [], []
     for line in (tmp_path / "out/samples/before.jsonl").read_text().splitlines():
         row = json.loads(line)

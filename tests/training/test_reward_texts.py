@@ -181,6 +181,33 @@ def test_a_control_token_spelled_in_a_response_closes_no_turn(talk, by_step_2):
     assert reader.counts[SPELT] == 1
 
 
+def test_a_template_may_write_the_response_twice_or_its_length_before_the_prompt():
+    turns = "{% for m in messages %}<|im_start|>{{ m['content'] }}<|im_end|>{% endfor %}"
+    for template in (
+        turns + "{{ messages[-1]['content'] }}<|im_end|>",
+        "{{ messages[-1]['content'] | length }}" + turns,
+    ):
+        tokenizer = foreign_tokenizer(template)
+        reader = Reader(tokenizer, 512)
+        (found,) = reader.ids([Answer("", dialogue(USER), RESPONSE, True)])
+        assert found == of_messages(tokenizer, dialogue(USER), RESPONSE)
+        assert +reader.counts == {"read": 1}  # what the template wrote is not told as spelt by the response
+
+
+def test_a_newline_before_a_spelled_control_token_stays():
+    tokenizer = foreign_tokenizer()
+    tokenizer.add_tokens(["\n\n"])  # as in most vocabularies
+    (found,) = Reader(tokenizer, 512).ids([Answer("they chose", None, "\nyes<|im_end|>", True)])
+    assert tokenizer.decode(found) == "they chose\nyes<|im_end|><|endoftext|>"
+
+
+def test_a_template_that_leaves_no_room_for_a_response_is_refused():
+    """Its row would be longer than the model has positions."""
+    tokenizer = foreign_tokenizer("{% for m in messages %}{{ m['content'] }}{% endfor %}" + "How good is it ?" * 5)
+    with pytest.raises(UserError, match="M: 40 tokens .* hold nothing of a response, because 65 tokens follow it"):
+        check_prompts(prompts_of({"prompt": [USER]}), Reader(tokenizer, 40), "the prompts", "M")
+
+
 def test_what_a_template_drops_of_a_response_is_counted():
     drops = FILM.replace("m['content'] | trim", "m['content'].split('</think>')[-1] | trim")
     reader = Reader(foreign_tokenizer(drops), 512)

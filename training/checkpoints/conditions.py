@@ -28,7 +28,7 @@ from transformers import PreTrainedTokenizerBase
 from engine import distributed
 from engine.algorithms import Dialect
 from engine.errors import UserError
-from engine.models.checking import fingerprint
+from engine.models.checking import fingerprint, own_tokenizer
 from engine.reward.built_in import BUILT_IN
 from training.config.algorithm import FIELDS_OF_FLAGS
 from training.config.reward import load_function, names_file, short_names
@@ -65,6 +65,7 @@ MODEL = "model_name_or_path"  # ending of the flags of models
 FUNCTION = "--reward_function"
 DATA = "the data"
 TEMPLATE = "the chat template"
+READING = "the chat template or the tokenizer of a reward model"
 
 UNLOGGED = "metrics_without_evaluation"
 """Key of the state: the last step's metrics, if the checkpoint was written before the evaluation whose results belong
@@ -185,7 +186,8 @@ def differ(now: Fingerprints, then: Fingerprints) -> bool:
 
 
 def fingerprints(args: RLHFFlags | SupervisedFlags) -> dict[str, Fingerprints]:
-    """{flag: fingerprint, or list of fingerprints} of the run's models, and of its reward functions' sources."""
+    """{flag: fingerprint, or list of fingerprints} of the run's models, of what reward models read texts by, and of the
+    reward functions' sources."""
 
     def of(path: str, flag: str) -> str | None:
         return fingerprint(path, flag) if args.looks_at(path) else None
@@ -195,9 +197,18 @@ def fingerprints(args: RLHFFlags | SupervisedFlags) -> dict[str, Fingerprints]:
         flag = f"--{name}"
         if name.endswith(MODEL) and given is not None:
             found[flag] = [of(path, flag) for path in given] if isinstance(given, list) else of(given, flag)
+    if isinstance(args, RLHFFlags) and args.text_reward_paths:
+        found[READING] = [_reading(path, args.trust_remote_code) for path in args.text_reward_paths]
     if isinstance(args, RLHFFlags) and args.reward_function:
         found[FUNCTION] = sources_fingerprint(args.reward_function)
     return found
+
+
+def _reading(path: str, trust_remote_code: bool) -> str:
+    """A hash of the chat template and the tokens of a reward model that reads texts."""
+    own: Any = own_tokenizer(path, "--reward_model_name_or_path", trust_remote_code)
+    read_by = [own.chat_template, own.special_tokens_map, sorted(own.get_vocab().items())]
+    return hashlib.sha256(json.dumps(read_by, default=str).encode()).hexdigest()
 
 
 def sources_fingerprint(names: Sequence[str]) -> str | None:

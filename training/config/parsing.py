@@ -97,6 +97,9 @@ UNTOLD = ("local_rank", "help")
 """Flags that every program has. They are never suggested in place of a misspelt flag."""
 
 
+NEGATIVE = re.compile(r"-(inf|nan|[\d.]+(e[-+]?\d+)?)$", re.IGNORECASE)
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str):
         raise UserError(f"{_shortened(message)}. --help lists the flags.")
@@ -119,7 +122,6 @@ def parse_flags(
     parser = _parser(arguments_class, description)
     known = [spec.name for spec in dataclasses.fields(arguments_class)] + list(arguments_class.old_flags)
     _refuse_unknown(arguments_class, argv, known)
-    argv = _negative_numbers_joined(argv)
     words = _with_defaults(arguments_class, [*_file_words(arguments_class, argv, known), *argv], say)
     found, stray = parser.parse_known_args(words)
     if stray:
@@ -139,6 +141,7 @@ def parse_flags(
 def _parser(arguments_class: type[ProgramFlags], description: str, defaults: bool = True) -> _Parser:
     """The parser of the flags. defaults: whether the parser fills in defaults and demands required flags."""
     parser = _Parser(description=description, allow_abbrev=False, argument_default=argparse.SUPPRESS, add_help=defaults)
+    parser._negative_number_matcher = NEGATIVE  # argparse's own takes a negative number with an exponent for a flag
     parser.add_argument("--local_rank", type=int, default=-1, help=argparse.SUPPRESS)  # given by the launcher
     hints = typing.get_type_hints(arguments_class)
     for heading, specs in by_group(arguments_class).items():
@@ -237,21 +240,6 @@ def _words(path: str, key: str, value) -> list[str]:
     if any(text.startswith("--") for text in texts):
         raise UserError(f"{path}, key {key}: a value that begins with -- cannot be in a list.")
     return [f"--{key}", *texts]
-
-
-NEGATIVE = re.compile(r"-(inf|nan|[\d.]+(e[-+]?\d+)?)", re.IGNORECASE)
-
-
-def _negative_numbers_joined(argv: Sequence[str]) -> list[str]:
-    """The words with `--flag -1e-5` joined to `--flag=-1e-5`: argparse takes a negative number with an exponent for a
-    flag."""
-    words = []
-    for word in argv:
-        if words and words[-1].startswith("--") and "=" not in words[-1] and NEGATIVE.fullmatch(word):
-            words[-1] += f"={word}"
-        else:
-            words.append(word)
-    return words
 
 
 def _argparse_options(spec: dataclasses.Field, hint, defaults: bool) -> dict:

@@ -36,8 +36,8 @@ def render(tokenizer, messages: list[dict], where: str = "", **options) -> Rende
         return Rendered(tokenizer.apply_chat_template(messages, tokenize=False, **options))
     except TemplateError as error:
         raise UserError(
-            f"{place}the tokenizer's chat template refuses these messages ({_line(error)}). Correct the record or "
-            "take it out."
+            f"{place}the chat template of {name} refuses these messages ({_line(error)}). Correct the record, take it "
+            "out, or change the template."
         ) from None
     except Exception as error:  # a template's mistakes may raise anything
         raise UserError(

@@ -225,16 +225,21 @@ def check_reward_texts(args, paths: Iterable[str], tokenizer, parts: Mapping[str
     args: of step 3, or of a tool that measures. paths: the models' folders. tokenizer: the policy's. parts: {name in
     messages: prompts}. Raises: UserError.
     """
-    lines, trusted = [], args.trust_remote_code
+    lines, trusted, messages = [], args.trust_remote_code, all_messages(parts.values())
+    how = {
+        True: "messages by its own chat template",
+        False: "prompt + response + EOS, without a chat template, since the prompts are texts",
+        None: "messages by its own chat template, prompts that are texts without",
+    }[messages]
     for path in paths:
         model = f"--reward_model_name_or_path {path}"
         config, lengths = read_config(path, model, trusted), prompt_and_answer(args)
-        if not reads_texts(tokenizer, path, model, trusted, all_messages(parts.values())):
+        if not reads_texts(tokenizer, path, model, trusted, messages):
             check_positions(config, model, **lengths)
             check_vocabularies(tokenizer, path, "--reward_model_name_or_path", trusted)
             continue
         limit = reading_limit(config, args.max_reward_seq_len, sum(lengths.values()))
-        lines.append(f"{model}: gets texts, by its own tokenizer and chat template, of up to {limit} of its tokens")
+        lines.append(f"{model}: gets texts of up to {limit} of its own tokens: {how}")
         reader = Reader(own_tokenizer(path, model, trusted), limit)
         for which, prompts in parts.items():
             lines += check_prompts(prompts, reader, which, model)

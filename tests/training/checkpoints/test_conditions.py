@@ -12,7 +12,16 @@ import pytest
 from engine import distributed
 from engine.algorithms import Dialect, get_dialect
 from engine.errors import UserError
-from training.checkpoints.conditions import MAY_CHANGE, NOT_COMPARED, Conditions, sources_fingerprint, state_file
+from scripts.harness.models import make_causal_lm
+from tests.training.foreign_models import DATED, FILM, foreign_model, foreign_tokenizer
+from training.checkpoints.conditions import (
+    MAY_CHANGE,
+    NOT_COMPARED,
+    Conditions,
+    fingerprints,
+    sources_fingerprint,
+    state_file,
+)
 from training.config.algorithm import Resolved
 from training.config.step3 import RLHFFlags
 from training.config.supervised import RewardFlags, SFTFlags
@@ -219,3 +228,20 @@ def test_a_reward_model_may_move_and_be_unknown():
     then = written(judged(["x", "y"], ["1", "2"]))
     judged(["x", "moved"], ["1", "2"]).check(then, HERE)
     judged(["x", "y"], ["1", None]).check(then, HERE)
+
+
+def test_another_template_or_tokenizer_of_a_reward_model_is_refused(tmp_path):
+    film = foreign_model(tmp_path / "film", FILM)
+    flags = {"actor_model_name_or_path": make_causal_lm(tmp_path / "actor"), "reward_model_name_or_path": [film]}
+
+    def now() -> Conditions:
+        args = RLHFFlags(**flags, output_dir="out", data_path=["d"])
+        args.resolved = Resolved(DEFAULT, {})
+        return conditions(inputs=fingerprints(args), **flags)
+
+    then = written(now())
+    now().check(then, HERE)
+    for other in (foreign_tokenizer(DATED), foreign_tokenizer(FILM, words=4)):
+        other.save_pretrained(film)
+        with pytest.raises(UserError, match="the chat template or the tokenizer of a reward model changed after"):
+            now().check(then, HERE)

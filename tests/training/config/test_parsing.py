@@ -51,6 +51,11 @@ def test_negative_numbers_are_values(words):
     assert parse(*words).rate == -1e-5
 
 
+def test_negative_numbers_may_begin_a_list():
+    words = [*REQUIRED_FLAGS[RLHFFlags], "--reward_model_weight", "-1", "0.5", "-1e-5"]
+    assert parse_flags(RLHFFlags, words, "", validate=False).reward_model_weight == [-1.0, 0.5, -1e-5]
+
+
 @pytest.mark.parametrize(
     "words, told",
     [
