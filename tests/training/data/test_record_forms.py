@@ -234,7 +234,7 @@ def test_texts_for_pretraining_may_be_empty():
         (
             PROMPTS,
             {"messages": [{"role": "tool", "content": "a"}]},
-            r"column messages: the tokenizer's chat template "
+            r"column messages: the chat template of the model "
             r"refuses these messages \(no tools\)",
         ),
     ],
