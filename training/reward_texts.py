@@ -167,6 +167,8 @@ class Reader:
             cut = tail.rfind(self.closing) if self.closing else -1
             tail = tail[: cut + len(self.closing)] if cut >= 0 else tail.rstrip()
             tail = tail if answer.ended else ""
+            if answer.ended and not tail:
+                response = response.rstrip()
         return Parts(Rendered(prompt), text[len(prompt) : start], response, tail)
 
     def rendered(self, dialogue: dict, response: str | None, where: str = "a response") -> str:

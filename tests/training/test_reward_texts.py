@@ -253,6 +253,14 @@ def test_a_model_of_step_2_reads_what_step_2_reads(record, template, limit):
         assert cut == pair.chosen[: len(cut)] and len(pair.chosen) - len(cut) == 1
 
 
+def test_a_template_without_an_end_of_turn_loses_blanks_at_the_end_as_in_step_2():
+    tokenizer = foreign_tokenizer("{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}{% endfor %}")
+    said = [{"role": "assistant", "content": text} for text in (" superb \n", " no")]
+    pair = PAIRS.row("here", {"prompt": [USER], "chosen": said[:1], "rejected": said[1:]}, tokenizer)
+    right = PairExamples([pair], tokenizer, 512)[0].chosen
+    assert Reader(tokenizer, 512, by_step_2=True).ids([Answer("", dialogue(USER), " superb \n", True)]) == [right]
+
+
 @pytest.mark.parametrize("prompt", ["a b c", [{"role": "user", "content": "a b"}]])
 @pytest.mark.parametrize("ended", [True, False])
 def test_where_tokenizers_agree_a_model_of_step_2_reads_the_policys_ids(prompt, ended):
