@@ -373,8 +373,19 @@ def test_a_template_that_fails_stops_the_run_with_one_message(tmp_path):
     folder, policy = foreign_model(tmp_path / "reward", broken), foreign_tokenizer(words=4)
     rows = [PROMPTS.row("", {"prompt": [USER]}, foreign_tokenizer(FILM))] * 2
     source = reward_source(RewardModel(Frozen(folder, False)), folder, texts_of(rows, policy), None)
-    with pytest.raises(RunStopped, match="the reward model .*cannot read a response: .*chat template .*fails"):
+    with pytest.raises(
+        RunStopped, match="the reward model .*cannot read a response: .*chat template .*fails"
+    ) as stopped:
         source.prepare(a_rollout(policy, ["x", "x"], ["yes", " no"]))
+    assert ".." not in str(stopped.value)
+
+
+def test_an_empty_response_stops_no_run_where_the_template_refuses_messages_without_a_text():
+    strict = FILM.replace(
+        "{% for", "{% for m in messages if not m['content'] %}{{ raise_exception('no text') }}{% endfor %}{% for"
+    )
+    (found,) = Reader(foreign_tokenizer(strict), 512).ids([Answer("", dialogue(USER), "", True)])
+    assert found == of_messages(foreign_tokenizer(FILM), dialogue(USER), "")
 
 
 def test_the_limit_is_the_flags_but_never_more_than_positions():
