@@ -154,8 +154,13 @@ class Reader:
         """The text of an answer with its prompt. Raises: UserError if the template refuses the dialogue."""
         if answer.dialogue is None:
             return Parts(answer.prompt, "", answer.response, "")
-        text, marked = (self.rendered(answer.dialogue, response) for response in (answer.response, MARK))
-        before, _, after = marked.rpartition(MARK)
+        before, _, after = self.rendered(answer.dialogue, MARK).rpartition(MARK)
+        try:
+            text = self.rendered(answer.dialogue, answer.response)
+        except UserError:
+            if answer.response.strip():
+                raise
+            text = before + answer.response + after  # some templates refuse a message without a text
         start = len(os.path.commonprefix([before, text]))
         end = len(text) - len(os.path.commonprefix([after[::-1], text[start:][::-1]]))
         response, tail = text[start:end], text[end:]
@@ -168,9 +173,11 @@ class Reader:
             cut = tail.rfind(self.closing) if self.closing else -1
             tail = tail[: cut + len(self.closing)] if cut >= 0 else tail.rstrip()
             tail = tail if answer.ended else ""
+            if answer.ended and not tail:
+                response = response.rstrip()
         return Parts(Rendered(prompt), text[len(prompt) : start], response, tail)
 
-    def rendered(self, dialogue: dict, response: str | None, where: str = "a response") -> str:
+    def rendered(self, dialogue: dict, response: str | None, where: str = "the dialogue") -> str:
         """The dialogue with the response; without one (None), up to where the response begins. Raises: UserError, which
         names `where`, if the template refuses the dialogue."""
         messages, options = list(dialogue["messages"]), {"tools": dialogue["tools"]} if dialogue["tools"] else {}

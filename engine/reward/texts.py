@@ -40,7 +40,7 @@ class TextRewardModel(RewardModel):
         try:
             found = self.read(rollout)
         except Exception as error:  # a template may raise anything
-            problem = f"cannot read a response: {error}"
+            problem = f"cannot read a response: {error}".rstrip(".")
         stop_all_ranks(problem, self.name, "It reads texts by its own chat template and tokenizer. Correct these.")
         self._ids = dict(zip(keys_of(rollout), found, strict=True))
         self.tell()

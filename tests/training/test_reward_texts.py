@@ -253,6 +253,14 @@ def test_a_model_of_step_2_reads_what_step_2_reads(record, template, limit):
         assert cut == pair.chosen[: len(cut)] and len(pair.chosen) - len(cut) == 1
 
 
+def test_a_template_without_an_end_of_turn_loses_blanks_at_the_end_as_in_step_2():
+    tokenizer = foreign_tokenizer("{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}{% endfor %}")
+    said = [{"role": "assistant", "content": text} for text in (" superb \n", " no")]
+    pair = PAIRS.row("here", {"prompt": [USER], "chosen": said[:1], "rejected": said[1:]}, tokenizer)
+    right = PairExamples([pair], tokenizer, 512)[0].chosen
+    assert Reader(tokenizer, 512, by_step_2=True).ids([Answer("", dialogue(USER), " superb \n", True)]) == [right]
+
+
 @pytest.mark.parametrize("prompt", ["a b c", [{"role": "user", "content": "a b"}]])
 @pytest.mark.parametrize("ended", [True, False])
 def test_where_tokenizers_agree_a_model_of_step_2_reads_the_policys_ids(prompt, ended):
@@ -363,8 +371,19 @@ def test_a_template_that_fails_stops_the_run_with_one_message(tmp_path):
     folder, policy = foreign_model(tmp_path / "reward", broken), foreign_tokenizer(words=4)
     rows = [PROMPTS.row("", {"prompt": [USER]}, foreign_tokenizer(FILM))] * 2
     source = reward_source(RewardModel(Frozen(folder, False)), folder, texts_of(rows, policy), None)
-    with pytest.raises(RunStopped, match="the reward model .*cannot read a response: .*chat template .*fails"):
+    with pytest.raises(
+        RunStopped, match="the reward model .*cannot read a response: .*chat template .*fails"
+    ) as stopped:
         source.prepare(a_rollout(policy, ["x", "x"], ["yes", " no"]))
+    assert ".." not in str(stopped.value)
+
+
+def test_an_empty_response_stops_no_run_where_the_template_refuses_messages_without_a_text():
+    strict = FILM.replace(
+        "{% for", "{% for m in messages if not m['content'] %}{{ raise_exception('no text') }}{% endfor %}{% for"
+    )
+    (found,) = Reader(foreign_tokenizer(strict), 512).ids([Answer("", dialogue(USER), "", True)])
+    assert found == of_messages(foreign_tokenizer(FILM), dialogue(USER), "")
 
 
 def test_the_limit_is_the_flags_but_never_more_than_positions():
