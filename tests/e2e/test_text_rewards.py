@@ -43,7 +43,8 @@ def test_scores_are_transformers_own_from_the_messages(tiny, tmp_path):
     records = [dialogue(number) for number in range(100)]
     ended = forked(3, flags(tiny, tmp_path, records, reward_model_name_or_path=reward, actor_zero_stage=3))
     assert ended.code == 0, ended.stderr
-    assert f"--reward_model_name_or_path {reward}: gets texts of up to " in ended.stdout
+    line = next(line for line in ended.stdout.splitlines() if line.startswith(f"--reward_model_name_or_path {reward}:"))
+    assert line.endswith("messages by its own chat template")
     tokenizer, ids, scores = foreign_tokenizer(FILM), [], []
     for line in (tmp_path / "out/samples/before.jsonl").read_text().splitlines():
         row = json.loads(line)
@@ -61,3 +62,9 @@ def test_prompts_that_it_cannot_read_are_refused(tiny, tmp_path, capfd):
     reward = foreign_model(tmp_path / "reward")
     given = flags(tiny, tmp_path, [dialogue(1)] * 50, reward_model_name_or_path=reward)
     assert_one_message(run_here(3, given, capfd), [reward, "has no chat template, and the prompts are messages"])
+
+
+def test_a_run_says_that_texts_are_read_without_the_template(tiny, tmp_path, capfd):
+    reward = foreign_model(tmp_path / "reward", FILM)
+    given = flags(tiny, tmp_path, ["w05 w06"] * 50, reward_model_name_or_path=reward, dry_run=True)
+    assert "EOS, without a chat template, since the prompts are texts" in run_here(3, given, capfd).stdout
