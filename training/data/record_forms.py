@@ -202,9 +202,8 @@ TEXTS_ALONE = (
 
 
 def _refuse_media(where: str, record: object) -> None:
-    """Raise UserError if the record has a column of images, videos or sound, which other programs show to the model."""
-    names = [name + plural for name in MEDIA for plural in ("", "s")]
-    for name in names if isinstance(record, dict) else ():
+    """Raise UserError if the record has a column of images or videos, which other programs show to the model."""
+    for name in ("image", "images", "video", "videos") if isinstance(record, dict) else ():
         if record.get(name):
             raise UserError(
                 f"{where}, column {name}: found {described(record[name])}. {TEXTS_ALONE} the column if the texts do "
