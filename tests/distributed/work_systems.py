@@ -150,7 +150,7 @@ def fitting(engine: RLHFEngine, dialect: Dialect) -> RLHFEngine:
         critic=engine.critic if dialect.has_critic else None,
         ema=None,
         reference=engine.reference,
-        reward=engine.rewards[0],
+        rewards=engine.rewards,
         tokenizer=engine.tokenizer,
     )
 
