@@ -289,12 +289,13 @@ class Learner:
 
     def _policy_pass(self, rows: TrainingBatch, metrics: Accumulator | None, ratios: Tensor) -> Tensor:
         rollout, losses = rows.rollout, self.algorithm.losses
-        logprobs, _ = self.models.actor(
+        logprobs, entropy = self.models.actor(
             rollout.sequences,
             rollout.attention_mask,
             rollout.position_ids,
             response_length=rollout.response_length,
             temperature=self.algorithm.dialect.logprob_temperature,
+            with_entropy=self.algorithm.dialect.entropy_coef > 0,
         )
         sums = losses.policy_loss(
             logprobs,
@@ -304,6 +305,7 @@ class Learner:
             rows.policy_mask,
             rows.kl_coef,
             rows.correction,
+            entropy,
         )
         if metrics is not None:
             ratios += torch.stack([sums.ratio.double(), sums.approxkl.double(), sums.count.double()])

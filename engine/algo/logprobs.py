@@ -36,7 +36,7 @@ def token_logprobs(
         logits: (..., V) in any float dtype.
         labels: (...) int64.
         temperature: the number that the logits are divided by before the softmax.
-        with_entropy: whether to compute entropies; if not, they are zeros. Entropies never carry a gradient.
+        with_entropy: whether to compute entropies, with their gradient; if not, they are zeros.
 
     Returns: (logprobs, entropy), each (...) float32, entropy in nats.
     """
@@ -45,7 +45,7 @@ def token_logprobs(
     entropy = torch.zeros_like(chosen)
     if with_entropy:
         # A token of probability 0 adds 0, not 0 * -inf.
-        entropy = -(logprobs.exp() * logprobs.clamp(min=torch.finfo(torch.float32).min)).sum(-1).detach()
+        entropy = -(logprobs.exp() * logprobs.clamp(min=torch.finfo(torch.float32).min)).sum(-1)
     return chosen, entropy
 
 

@@ -192,6 +192,21 @@ def kl_loss(
     return masked_sum(estimates, mask)
 
 
+def entropy_sum(entropy: Tensor, mask: Tensor, *, weights: Tensor | None = None) -> Tensor:
+    """Sum over masked tokens of the entropy of the policy's distribution. Times a coefficient, it is subtracted from
+    the policy's loss.
+
+    Args:
+        entropy: (B, T) float32, in nats, of the policy being trained. mask: (B, T) bool.
+        weights: as in `clipped_surrogate`.
+
+    Source: Schulman et al. 2017, "Proximal policy optimization algorithms", eq. 9, c2 S; `ent_coef` of openai/baselines
+    (ppo2/model.py). For language models: `entropy_loss_coef` of OpenRLHF; `entropy_coeff` of volcengine/verl, averaged
+    as the policy's loss is (`agg_loss`).
+    """
+    return masked_sum(entropy if weights is None else entropy * weights, mask)
+
+
 def clipped_value_loss(
     values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, clip_range: float | None, factor: float = 1.0
 ) -> ValueLoss:

@@ -308,6 +308,12 @@ class Dialect:
         "responses times --max_answer_seq_len",
         choices=("optimizer_step", "micro_batch", "micro_batch_sum", "response", "fixed_length"),
     )
+    entropy_coef: float = choice(
+        0.0,
+        "coefficient of the entropy bonus: this number times the policy's mean entropy, over the tokens and with the "
+        "averaging of the policy's loss, is subtracted from that loss; 0: no bonus",
+        least=0,
+    )
     early_stop_kl: float | None = choice(
         None,
         "leave out the step's remaining PPO epochs when approxkl of an epoch is above this number; none: never",

@@ -14,6 +14,7 @@ from engine.algo.losses import (
     ValueLoss,
     clipped_surrogate,
     clipped_value_loss,
+    entropy_sum,
     kl_loss,
     loss_weights,
     masked_log_ratios,
@@ -44,13 +45,16 @@ class Losses:
         mask: Tensor,
         kl_coef: float,
         correction: Tensor | None = None,
+        entropy: Tensor | None = None,
     ) -> PolicyLoss:
         """The policy's loss and statistics, summed over tokens, or over responses if the dialect has one ratio per
-        response. `loss` includes the KL penalty if the dialect has kl_in "loss".
+        response. `loss` includes the KL penalty if the dialect has kl_in "loss", and the entropy bonus if it has an
+        `entropy_coef`. Both are sums over tokens, or over the responses' means if `loss` or ratio takes such means.
 
         Args:
             logprobs, old_logprobs, ref_logprobs, advantages: (B, T) float32. mask: (B, T) bool.
             correction: (B, T) float32, factors by which the clipped surrogate is multiplied, or None.
+            entropy: (B, T) float32 of the policy being trained; needed with an `entropy_coef`.
         """
         dialect = self.dialect
         means, mean_ratio = dialect.loss_scope == "response", dialect.ratio == "response_mean"
@@ -83,11 +87,15 @@ class Losses:
                 dual_clip=dialect.dual_clip,
                 mean=mean_ratio,
             )
-        if dialect.kl_in == "reward":
-            return sums
-        ratio = self._ratio(logprobs, old_logprobs, mask) if dialect.kl_times_ratio else None
-        penalty = kl_loss(logprobs, ref_logprobs, mask, dialect.kl_estimator, ratio=ratio, weights=shares)
-        return replace(sums, loss=sums.loss + kl_coef * penalty)
+        if dialect.kl_in == "loss":
+            ratio = self._ratio(logprobs, old_logprobs, mask) if dialect.kl_times_ratio else None
+            penalty = kl_loss(logprobs, ref_logprobs, mask, dialect.kl_estimator, ratio=ratio, weights=shares)
+            sums = replace(sums, loss=sums.loss + kl_coef * penalty)
+        if dialect.entropy_coef:
+            assert entropy is not None, "an entropy_coef without the policy's entropies"
+            bonus = entropy_sum(entropy, mask, weights=shares)
+            sums = replace(sums, loss=sums.loss - dialect.entropy_coef * bonus)
+        return sums
 
     def _ratio(self, logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
         """The ratio of new to old probabilities, with its gradient: (B, T), or (B, 1) if the dialect has one ratio per

@@ -32,6 +32,12 @@ def logprobs(model, rollout: Rollout, temperature: float) -> Tensor:
     return F.log_softmax(logits[:, start:-1], -1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
 
 
+def entropies(model, rollout: Rollout, temperature: float) -> Tensor:
+    """(B, T) float64, the entropy of the distributions from which the response tokens are drawn."""
+    logits = model(**_inputs(rollout)).logits.double()[:, rollout.prompt_length - 1 : -1]
+    return torch.distributions.Categorical(logits=logits / temperature).entropy()
+
+
 def values(model, rollout: Rollout) -> Tensor:
     """(B, T) float64, the score head's output before each response token."""
     hidden = model.model(**_inputs(rollout)).last_hidden_state.double()

@@ -9,7 +9,7 @@ import torch
 from engine.experience import TrainingBatch
 from scripts.harness.ranks import run_ranks
 from tests.distributed import plain
-from tests.distributed.work_gradients import LEARNING_RATE, MOVING, ROWS, STILL, TEMPERATURE
+from tests.distributed.work_gradients import BONUS, LEARNING_RATE, MOVING, ROWS, STILL, TEMPERATURE
 
 STAGES = {
     "0": (0, "stage0.json"),
@@ -30,10 +30,12 @@ def ranks(folder, batch) -> list[dict]:
     return run_ranks("tests.distributed.work_gradients:all_stages", folder=folder, batch=batch, stages=STAGES)
 
 
-def losses(name: str, model, batch: TrainingBatch) -> tuple[torch.Tensor, torch.Tensor]:
-    """The losses of all tokens, and which of them count."""
+def losses(name: str, model, batch: TrainingBatch, bonus: float = 0.0) -> tuple[torch.Tensor, torch.Tensor]:
+    """The losses of all tokens, and which of them count. bonus: the coefficient of the policy's entropies."""
     if name == "actor":
-        return plain.policy_losses(model, batch, TEMPERATURE, STILL.clip_range), batch.policy_mask
+        entropies = plain.entropies(model, batch.rollout, TEMPERATURE).masked_fill(~batch.policy_mask, 0.0)
+        each = plain.policy_losses(model, batch, TEMPERATURE, STILL.clip_range)
+        return each - bonus * entropies, batch.policy_mask
     return plain.value_losses(model, batch, STILL.value_clip_range), batch.value_mask
 
 
@@ -46,9 +48,9 @@ def expected(folder, batch) -> dict:
     """Gradients of one process: mean over all tokens, and mean of the micro-batches' means."""
     found = {}
     for name in MODELS:
-        for kind, actor in (("right", "actor"), ("tied", "tied")):
+        for kind, actor, bonus in (("right", "actor", 0.0), ("bonus", "actor", BONUS), ("tied", "tied", BONUS)):
             model = plain_model(name, folder, actor)
-            each, counted = losses(name, model, batch)
+            each, counted = losses(name, model, batch, bonus)
             found[kind, name] = plain.gradients(model, each.sum() / counted.sum())
         model = plain_model(name, folder)
         each, counted = losses(name, model, batch)
@@ -82,6 +84,14 @@ def test_gradient_is_that_of_one_process(ranks, expected, stage, model):
 def test_gradient_is_the_same_where_one_rank_has_all_the_rows(ranks, expected, stage, model):
     for rank in ranks:
         assert plain.relative_error(rank[stage]["one_sided"][model], expected["right", model]) < CLOSE
+
+
+@pytest.mark.parametrize("kind", ("bonus", "one_sided_bonus"))
+@pytest.mark.parametrize("stage", STAGES)
+def test_gradient_with_an_entropy_bonus_is_that_of_one_process(ranks, expected, stage, kind):
+    assert plain.relative_error(expected["right", "actor"], expected["bonus", "actor"]) > 0.05  # so that it is seen
+    for rank in ranks:
+        assert plain.relative_error(rank[stage][kind]["actor"], expected["bonus", "actor"]) < CLOSE
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -127,7 +137,7 @@ def moved(folder, batch) -> dict:
             model.parameters(), lr=LEARNING_RATE, betas=MOVING.betas, eps=MOVING.eps, weight_decay=0.0
         )
         for _ in range(2):
-            each, counted = losses(name, model, batch)
+            each, counted = losses(name, model, batch, BONUS)
             adam.zero_grad()
             (each.sum() / counted.sum()).backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), MOVING.max_grad_norm)

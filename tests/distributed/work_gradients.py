@@ -20,8 +20,9 @@ ROWS = ((0, 5), (5, 7))  # the rows of each rank: with MICRO_BATCH 2, three micr
 MICRO_BATCH = 2
 TEMPERATURE = 0.8
 LEARNING_RATE = 1e-3
+BONUS = 0.3  # the entropy_coef
 STILL = replace(DIALECT, actor_lr=0.0, critic_lr=0.0, warmup_steps=0, lr_schedule="constant", temperature=TEMPERATURE)
-MOVING = replace(STILL, actor_lr=LEARNING_RATE, critic_lr=LEARNING_RATE)
+MOVING = replace(STILL, actor_lr=LEARNING_RATE, critic_lr=LEARNING_RATE, entropy_coef=BONUS)
 
 
 def all_stages(folder: str, batch: TrainingBatch, stages: dict[str, tuple]) -> dict[str, dict]:
@@ -30,7 +31,8 @@ def all_stages(folder: str, batch: TrainingBatch, stages: dict[str, tuple]) -> d
 
 
 def one_stage(folder: str, batch: TrainingBatch, stage: int, config: str, packing: str = "auto") -> dict:
-    """Gradients of the loss as it is and of two wrong ones; two real steps of the model with tied embeddings."""
+    """Gradients of the loss as it is, of two wrong ones and with an entropy bonus; two real steps, with the bonus, of
+    the model with tied embeddings."""
     own = batch.select(slice(*ROWS[distributed.rank()]))
     attention = Attention(packing=packing)
     spec = engine_spec(folder, stage, config=config, attention=attention)
@@ -47,6 +49,9 @@ def one_stage(folder: str, batch: TrainingBatch, stage: int, config: str, packin
     del learner._loss_weights
     learner.algorithm = Algorithm(replace(STILL, loss_scope="micro_batch"), pad_token_id=PAD)
     result["mean_of_means"] = one_step(trainer, own)
+    learner.algorithm = Algorithm(replace(STILL, entropy_coef=BONUS), pad_token_id=PAD)
+    result["bonus"] = one_step(trainer, own)
+    result["one_sided_bonus"] = one_step(trainer, batch, rows=len(batch) if distributed.is_main() else 0)
 
     spec = engine_spec(
         folder,

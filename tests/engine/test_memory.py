@@ -7,6 +7,8 @@ responses of 64 tokens, if they existed at once. A chunk of C logits is 4 C byte
     without gradients, with the entropy      5: logits, log-probs, exp(log-probs), log-probs without -inf, their product
     forward and backward, without entropy    3: logits, logits / temperature, log-probs; later log-probs, the gradient
                                              with respect to them, that with respect to logits / temperature
+    forward and backward, with entropy    5.25: log-probs, exp(log-probs), log-probs without -inf, a byte that tells
+                                             which of them were, the gradients with respect to both factors
 """
 
 import multiprocessing
@@ -33,7 +35,7 @@ from tests.engine.meters import LiveBytes
 
 VOCABULARY, WIDTH, PROMPT, RESPONSE, ROWS = 50_000, 8, 8, 64, 4
 CHUNK = 8 * VOCABULARY  # logits of 8 positions
-FORWARD_CHUNKS, TRAINING_CHUNKS = 5, 3
+FORWARD_CHUNKS, TRAINING_CHUNKS, BONUS_CHUNKS = 5, 3, 5.25
 HEAD = VOCABULARY * WIDTH * 4  # bytes of the head's weight; the embedding's are as many
 
 
@@ -104,16 +106,17 @@ def judging(policy: Policy, scorer: Scorer, rows: int) -> int:
     return meter.peak
 
 
-def training(policy: Policy, rows: int) -> int:
-    """The peak of one forward and backward pass of the policy loss, above the weights; gradients are left behind."""
+def training(policy: Policy, rows: int, bonus: bool = False) -> int:
+    """The peak of one forward and backward pass of the policy loss, above the weights; gradients are left behind.
+    bonus: whether the loss has an entropy bonus."""
     policy.zero_grad(set_to_none=True)
     learned = rollout(rows)
     numbers = torch.zeros(rows, RESPONSE)
     with LiveBytes(known=policy.parameters()) as meter:
-        logprobs, _ = policy(
-            learned.sequences, learned.attention_mask, learned.position_ids, response_length=RESPONSE, temperature=0.7
-        )
-        clipped_surrogate(logprobs, logprobs.detach() + 0.1, numbers + 1, learned.response_mask, 0.2).loss.backward()
+        given = learned.sequences, learned.attention_mask, learned.position_ids
+        logprobs, entropy = policy(*given, response_length=RESPONSE, temperature=0.7, with_entropy=bonus)
+        surrogate = clipped_surrogate(logprobs, logprobs.detach() + 0.1, numbers + 1, learned.response_mask, 0.2)
+        (surrogate.loss - 0.1 * entropy.sum()).backward()
     assert policy.model.lm_head.weight.grad.any()
     return meter.peak
 
@@ -122,7 +125,7 @@ def logits_bytes(rows: int) -> int:
     return rows * RESPONSE * VOCABULARY * 4
 
 
-def check_growth(peak, chunked, chunks: int, other_bytes: int) -> None:
+def check_growth(peak, chunked, chunks: float, other_bytes: int) -> None:
     """`peak(rows)` is `chunks` chunks, at most `other_bytes`, and next to nothing for each row."""
     little = logits_bytes(ROWS) // 100
     chunked(CHUNK)
@@ -141,6 +144,10 @@ def test_making_experience_takes_chunks_not_logits(policy, scorer, chunked):
 def test_training_takes_chunks_not_logits(policy, chunked):
     """Beside them there are the gradient of the head's weight, and that of the chunk that is being added to it."""
     check_growth(partial(training, policy), chunked, TRAINING_CHUNKS, other_bytes=2 * HEAD)
+
+
+def test_an_entropy_bonus_takes_chunks_not_logits(policy, chunked):
+    check_growth(partial(training, policy, bonus=True), chunked, BONUS_CHUNKS, other_bytes=2 * HEAD)
 
 
 def test_whole_logits_would_be_seen(policy, scorer, chunked):

@@ -29,6 +29,7 @@ from engine import distributed
 from engine.algorithms import Dialect
 from engine.errors import UserError
 from engine.models.checking import fingerprint, own_tokenizer
+from engine.options import REQUIRED, default_of
 from engine.reward.built_in import BUILT_IN
 from training.config.algorithm import FIELDS_OF_FLAGS
 from training.config.reward import load_function, names_file, short_names
@@ -61,6 +62,9 @@ step stay), learning rates, and the numbers that hold an update in check."""
 NOT_COMPARED = ("config", "defaults", "output_dir", "dry_run", "preflight", "resume", "dialect", "set")
 """Flags that are no conditions, or whose effect is compared as fields of the dialect."""
 
+ONCE_ONE_VALUE = {"--reward_model_name_or_path": None, "--reward_model_weight": 1.0}
+"""{flag: its default then} of the flags that take several values and took one in earlier versions."""
+
 MODEL = "model_name_or_path"  # ending of the flags of models
 FUNCTION = "--reward_function"
 DATA = "the data"
@@ -84,10 +88,12 @@ Fingerprints = str | None | list[str | None]
 @dataclass(frozen=True, slots=True)
 class Conditions:
     """The conditions under which a run trains. settings: {name: JSON value} of the flags and of the dialect's fields.
-    contents: {name: fingerprint, or list of fingerprints}, where the name is that of a flag, DATA or TEMPLATE."""
+    contents: {name: fingerprint, or list of fingerprints}, where the name is that of a flag, DATA or TEMPLATE.
+    defaults: {name: JSON value}, the flags' and fields' own defaults; no checkpoint has them."""
 
     settings: dict[str, Any] = field(default_factory=dict)
     contents: dict[str, Fingerprints] = field(default_factory=dict)
+    defaults: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -107,28 +113,40 @@ class Conditions:
             settings = {name: value for name, value in flags.items() if name[2:] not in FIELDS_OF_FLAGS}
             settings |= _fields(args.resolved.dialect) | {FUNCTION: short_names(args.reward_function)}
             settings |= {"a reward server": bool(args.reward_url)}
+            settings |= {"--reward_model_weight": []} if set(args.reward_model_weight) == {1.0} else {}
             rows = args.rows_per_rank
         else:
             settings, rows = flags, args.per_device_train_batch_size * args.gradient_accumulation_steps
         settings |= {"rows a step": rows * distributed.data_parallel_size(), "ranks": distributed.world_size()}
         template = hashlib.sha256(json.dumps(tokenizer.chat_template).encode()).hexdigest()
-        return cls(_as_json(settings), {**inputs, TEMPLATE: template, DATA: " ".join(data)})
+        defaults = _defaults(args, "--") | _defaults(Dialect)
+        return cls(_as_json(settings), {**inputs, TEMPLATE: template, DATA: " ".join(data)}, defaults)
 
     @classmethod
     def of_trainer(cls, dialect: Dialect, config) -> "Conditions":
         """The conditions that a PPOTrainer knows. config: its PPOConfig."""
         settings = {"--seed": config.seed, "total_steps": config.total_steps, "ranks": distributed.world_size()}
-        return cls(_as_json(settings | _fields(dialect)))
+        return cls(_as_json(settings | _fields(dialect)), defaults=_defaults(Dialect))
 
     @classmethod
     def read(cls, state: Mapping) -> "Conditions":
         """The conditions that are stored in a checkpoint's state."""
-        return cls(dict(state["settings"]), dict(state["contents"]))
+        settings, contents = dict(state["settings"]), dict(state["contents"])
+        for name, default in ONCE_ONE_VALUE.items():
+            if name in settings and not isinstance(settings[name], list):
+                settings[name] = [] if settings[name] == default else [settings[name]]
+            if isinstance(contents.get(name), str):
+                contents[name] = [contents[name]]
+        return cls(settings, contents)
 
     def check(self, written: "Conditions", folder: Path) -> None:
         """Raise UserError if a run with these conditions may not resume from the checkpoint in `folder`, which was
-        `written` under others."""
-        only_one_has = self.settings.keys() ^ written.settings.keys()
+        `written` under others.
+
+        A setting that the checkpoint does not know, and that has its own default now, is no difference: an earlier
+        version, which did not have it, computed the same."""
+        default = {name for name, now in self.settings.items() if name in self.defaults and now == self.defaults[name]}
+        only_one_has = (self.settings.keys() ^ written.settings.keys()) - default
         if others := [name for name in only_one_has if name.removeprefix("--") not in MAY_CHANGE.split()]:
             raise UserError(
                 f"--resume {folder}: it was written by another version of this program, or by another step of the "
@@ -238,6 +256,12 @@ def _fields(dialect: Dialect) -> dict[str, object]:
     return {spec.name: getattr(dialect, spec.name) for spec in dataclasses.fields(dialect) if spec.name != "name"}
 
 
+def _defaults(options: Any, prefix: str = "") -> dict[str, Any]:
+    """{prefix + name: default} of the options of a class, or of an object of it, that need not be given."""
+    found = {prefix + spec.name: default_of(spec) for spec in dataclasses.fields(options)}
+    return _as_json({name: value for name, value in found.items() if value is not REQUIRED})
+
+
 def _as_json(settings: Mapping[str, object]) -> dict[str, Any]:
     """The settings as a state file has them, with lists in place of tuples."""
     return json.loads(json.dumps(settings))
@@ -253,5 +277,6 @@ def state_file(trainer_state: Mapping, scalars: Mapping, conditions: Conditions,
     trainer_state: the state_dict() of the training loop, such as PPOTrainer; it has the key steps_done. scalars: {name
     of the model: its TrainedModel.scalars}.
     """
-    state = {**trainer_state, "models": scalars, "ema": with_ema, **dataclasses.asdict(conditions)}
+    compared = {"settings": conditions.settings, "contents": conditions.contents}
+    state = {**trainer_state, "models": scalars, "ema": with_ema, **compared}
     return json.dumps(state, indent=2) + "\n"

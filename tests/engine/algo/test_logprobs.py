@@ -45,8 +45,11 @@ def test_entropy_by_hand_and_only_when_asked_for():
     logits = torch.tensor([[math.log(0.5), math.log(0.25), math.log(0.25)]], requires_grad=True)
     logprobs, entropy = token_logprobs(logits, torch.tensor([1]), with_entropy=True)
     assert entropy.item() == pytest.approx(1.5 * math.log(2), abs=1e-6)
-    assert not entropy.requires_grad and logprobs.requires_grad
-    assert token_logprobs(logits, torch.tensor([1]))[1].tolist() == [0.0]
+    (slope,) = torch.autograd.grad(entropy.sum(), logits)
+    # dH / dz_j = -p_j (ln p_j + H), with H = 1.5 ln 2 and ln p_j = -ln 2, or -2 ln 2
+    torch.testing.assert_close(slope, math.log(2) * torch.tensor([[-0.25, 0.125, 0.125]]), rtol=0, atol=1e-6)
+    logprobs, entropy = token_logprobs(logits, torch.tensor([1]))
+    assert entropy.tolist() == [0.0] and not entropy.requires_grad and logprobs.requires_grad
 
 
 def test_impossible_tokens_add_nothing_to_the_entropy():
@@ -54,6 +57,8 @@ def test_impossible_tokens_add_nothing_to_the_entropy():
     logprobs, entropy = token_logprobs(logits, torch.tensor([2, 1]), with_entropy=True)
     assert logprobs.tolist() == pytest.approx([-math.log(2), 0.0], abs=1e-6)
     assert entropy.tolist() == pytest.approx([math.log(2), 0.0], abs=1e-6)
+    (slope,) = torch.autograd.grad(entropy.sum(), logits, retain_graph=True)
+    torch.testing.assert_close(slope, torch.zeros(2, 3), rtol=0, atol=1e-6)  # at its largest, and constant
     logprobs.sum().backward()
     torch.testing.assert_close(logits.grad, torch.tensor([[-0.5, 0.0, 0.5], [0.0, 0.0, 0.0]]), rtol=0, atol=1e-6)
 
@@ -96,9 +101,9 @@ def test_chunked_equals_unchunked_in_values_and_gradients(chunk, bias):
     for size in (chunk, B * T * V):
         hidden, weight, offset, labels = head_case(bias=bias)
         logprobs, entropy = head_logprobs(hidden, weight, offset, labels, 0.8, True, at_once=size)
-        (logprobs * upstream).sum().backward()
+        (logprobs * upstream + entropy * upstream.flip(0)).sum().backward()
         gradients = [tensor.grad for tensor in (hidden, weight, offset) if tensor is not None]
-        results.append([logprobs.detach(), entropy, *gradients])
+        results.append([logprobs.detach(), entropy.detach(), *gradients])
     for chunked, whole in zip(*results, strict=True):
         assert chunked.shape == whole.shape
         torch.testing.assert_close(chunked, whole, rtol=1e-5, atol=1e-5)
@@ -110,7 +115,7 @@ def test_the_head_against_float64_with_gradients():
     logits = hidden.detach().double().numpy() @ weight.detach().double().numpy().T + offset.detach().double().numpy()
     expected, expected_entropy = reference_logprobs(logits, labels.numpy(), 0.8)
     np.testing.assert_allclose(logprobs.detach().numpy(), expected, rtol=0, atol=2e-5)
-    np.testing.assert_allclose(entropy.numpy(), expected_entropy, rtol=0, atol=2e-5)
+    np.testing.assert_allclose(entropy.detach().numpy(), expected_entropy, rtol=0, atol=2e-5)
     logprobs.sum().backward()
     # d log p(label) / d logits = (onehot - softmax) / temperature
     scaled = logits / 0.8
@@ -121,6 +126,24 @@ def test_the_head_against_float64_with_gradients():
     np.testing.assert_allclose(offset.grad.numpy(), slope.sum((0, 1)), rtol=0, atol=1e-4)
     expected_weight = np.einsum("btv,btd->vd", slope, hidden.detach().double().numpy())
     np.testing.assert_allclose(weight.grad.numpy(), expected_weight, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("low_rank", [False, True])
+def test_the_gradient_of_the_entropy_in_chunks_is_that_of_whole_logits(low_rank):
+    """Whole logits in float64, and the entropy by torch's own distribution."""
+    hidden, weight, offset, labels = head_case()
+    torch.manual_seed(5)
+    factors = [torch.randn(B, T, 2, requires_grad=True), torch.randn(2, V, requires_grad=True)] if low_rank else []
+    learned = [hidden, weight, offset, *factors]
+    upstream = torch.rand(B, T)
+    _, entropy = head_logprobs(hidden, weight, offset, labels, 0.8, True, CHUNK, *factors)
+    found = torch.autograd.grad((entropy * upstream).sum() / upstream.numel(), learned)
+    exact = [tensor.detach().double().requires_grad_() for tensor in learned]
+    logits = exact[0] @ exact[1].T + exact[2] + (exact[3] @ exact[4] if low_rank else 0.0)
+    entropy = torch.distributions.Categorical(logits=logits / 0.8).entropy()
+    expected = torch.autograd.grad((entropy * upstream).sum() / upstream.numel(), exact)
+    for one, other in zip(found, expected, strict=True):
+        assert (one - other).norm() < 1e-6 * other.norm()
 
 
 class LargestTensor(TorchDispatchMode):
@@ -141,9 +164,9 @@ class LargestTensor(TorchDispatchMode):
 def largest_tensor(at_once: int, dtype=torch.float32, training=True) -> int:
     hidden, weight, offset, labels = head_case(dtype)
     with LargestTensor() as largest, torch.set_grad_enabled(training):
-        logprobs, _ = head_logprobs(hidden, weight, offset, labels, with_entropy=True, at_once=at_once)
+        logprobs, entropy = head_logprobs(hidden, weight, offset, labels, with_entropy=True, at_once=at_once)
         if training:
-            logprobs.sum().backward()
+            (logprobs + entropy).sum().backward()
     return largest.numel
 
 

@@ -59,6 +59,7 @@ DEEPSPEED_CHAT = {  # microsoft/DeepSpeedExamples 83757d9c, applications/DeepSpe
     "value_clip_range": 0.2,
     "value_factor": 1.0,
     "loss_scope": "micro_batch",
+    "entropy_coef": 0.0,
     "early_stop_kl": None,
     "ratio_limit": None,
     "correction": "none",

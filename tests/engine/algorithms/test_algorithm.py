@@ -314,6 +314,32 @@ def test_losses_by_dialect():
     assert values.loss.item() == pytest.approx(0.1 * 0.5 * 2 * 7.84, abs=1e-5) and values.count.item() == 2
 
 
+@pytest.mark.parametrize(
+    "dialect, entropies",
+    [
+        (Dialect(), (1.0 + 2.0 + 4.0) / 3),
+        (Dialect(kl_in="loss"), (1.0 + 2.0 + 4.0) / 3),
+        (Dialect(loss_scope="response"), ((1.0 + 2.0) / 2 + 4.0) / 2),
+        (Dialect(loss_scope="fixed_length"), (1.0 + 2.0 + 4.0) / (2 * 5)),
+        (RLOO, ((1.0 + 2.0) + 4.0) / 2),
+        (get_dialect("gspo"), ((1.0 + 2.0) / 2 + 4.0) / 2),
+    ],
+)
+def test_an_entropy_bonus_is_averaged_as_the_loss_is(dialect, entropies):
+    """Entropies of 1 and 2 in one response and 4 in another; outside the mask they are not read."""
+    mask = torch.tensor([[True, True], [True, False]])
+    entropy = torch.tensor([[1.0, 2.0], [4.0, torch.nan]], requires_grad=True)
+    losses = {}
+    for coefficient in (0.0, 0.25):
+        one = algorithm(dialect.override(entropy_coef=coefficient), max_response_length=5).losses
+        given = torch.tensor([[-1.0, -2.0], [-0.5, torch.nan]]), torch.full((2, 2), -1.0), torch.full((2, 2), -1.5)
+        sums = one.policy_loss(*given, torch.tensor([[1.0, 1.0], [-2.0, -2.0]]), mask, 0.1, entropy=entropy)
+        losses[coefficient] = sums.loss / one.policy_count(mask)
+    assert losses[0.0].item() - losses[0.25].item() == pytest.approx(0.25 * entropies, abs=1e-6)
+    losses[0.25].backward()
+    assert entropy.grad[1, 1] == 0 and (entropy.grad[mask] < 0).all()
+
+
 def test_controllers():
     adaptive = algorithm("openai").kl_controller()
     assert isinstance(adaptive, AdaptiveKL)

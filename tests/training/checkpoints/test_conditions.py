@@ -17,6 +17,7 @@ from tests.training.foreign_models import DATED, FILM, foreign_model, foreign_to
 from training.checkpoints.conditions import (
     MAY_CHANGE,
     NOT_COMPARED,
+    READING,
     Conditions,
     fingerprints,
     sources_fingerprint,
@@ -100,17 +101,50 @@ def test_what_must_be_equal_is_refused_by_name(now, message):
 
 
 def test_a_point_of_another_version_is_refused_with_what_only_one_of_the_two_knows():
-    now = conditions()
-    older, newer = written(now), written(now)
-    del older.settings["--overlong"]
-    newer.settings["--added"] = None
-    for then, name in ((older, "--overlong"), (newer, "--added")):
+    now = conditions(DEFAULT.override(dual_clip=3.0, ppo_epochs=2), raw_reward_scores=True)
+    for name, known in (("dual_clip", False), ("--raw_reward_scores", False), ("--added", True)):
+        then = written(now)
+        then.settings.pop(name, None)
+        then.settings.update({name: None} if known else {})
         with pytest.raises(UserError) as refusal:
             now.check(then, HERE)
         assert str(refusal.value) == (
             f"--resume {HERE}: it was written by another version of this program, or by another step of the three "
             f"(only one of the two has {name}). Go on with that version, or begin anew."
         )
+
+
+def test_a_point_of_an_earlier_version_without_options_that_have_their_defaults_is_resumed():
+    now = conditions(get_dialect("openai"), inputs={READING: ["1"]})
+    then = written(now)
+    for name in ("--raw_reward_scores", "--stop", "dual_clip"):  # a truth, a list and a field of the dialect
+        del then.settings[name]
+    del then.contents[READING]
+    now.check(then, HERE)
+    assert now.changes_since(then) == []
+    del then.settings["score_clip"]  # the default of a field is that of the class, not that of the named dialect
+    assert now.settings["score_clip"] != DEFAULT.score_clip
+    with pytest.raises(UserError, match=r"only one of the two has score_clip\)"):
+        now.check(then, HERE)
+
+
+@pytest.mark.parametrize(
+    "path, weight, flags",
+    [(None, 1.0, {}), ("r", 1.0, {"reward_model_name_or_path": ["r"]}), (None, 0.5, {"reward_model_weight": [0.5]})],
+)
+def test_a_point_of_a_version_with_one_reward_model_is_resumed(path, weight, flags):
+    """Such versions wrote the path and the weight themselves, and no state of scores."""
+    state = json.loads(state_file({"steps_done": 2}, {}, conditions(**flags), with_ema=False))
+    state["settings"] |= {REWARD: path, "--reward_model_weight": weight}
+    state["contents"] |= {REWARD: "1"} if path else {}
+    now = conditions(inputs={REWARD: ["1"]} if path else {}, **flags)
+    now.check(Conditions.read(state), HERE)
+    assert now.changes_since(Conditions.read(state)) == []
+    other = conditions(inputs={REWARD: ["2"]}, reward_model_name_or_path=["s"], reward_model_weight=[weight])
+    with pytest.raises(UserError, match=f"{REWARD} was "):
+        other.check(Conditions.read(state), HERE)
+    with pytest.raises(UserError, match="--reward_model_weight was "):
+        conditions(**flags | {"reward_model_weight": [2.0]}).check(Conditions.read(state), HERE)
 
 
 def test_ranks_and_stages_may_change_where_a_step_has_as_many_responses(monkeypatch):

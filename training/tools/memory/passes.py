@@ -28,17 +28,21 @@ _GROUPED = torch.ops.aten._grouped_mm.default
 
 
 @lru_cache(maxsize=256)
-def training_pass(model: MetaModel, rows: int, length: int, response: int, role: str | None = None) -> int:
+def training_pass(
+    model: MetaModel, rows: int, length: int, response: int, role: str | None = None, with_entropy: bool = False
+) -> int:
     """The number of bytes at the peak of a forward and backward pass.
 
     The gradient of a weight is counted from the moment when it is computed to the moment when it is added to the other
     gradients. rows: the number of sequences. length, response: their tokens, and those of their responses. role: the
-    role in which the module computes, if it can compute as several models; None for its own role.
+    role in which the module computes, if it can compute as several models; None for its own role. with_entropy: whether
+    the loss has an entropy bonus.
     """
     hooks = [p.register_post_accumulate_grad_hook(_forget) for p in model.module.parameters() if p.requires_grad]
     model.module.train()
     try:
-        return _peak(model, lambda: torch.autograd.backward(_output(model, rows, length, response, role).sum()))
+        sizes = rows, length, response
+        return _peak(model, lambda: torch.autograd.backward(_output(model, *sizes, role, with_entropy).sum()))
     finally:
         for hook in hooks:
             hook.remove()
@@ -60,7 +64,8 @@ def _output(
     mask = torch.ones_like(ids)
     given = ids, mask, position_ids(mask)
     if isinstance(model.module, Policy) and role in POLICIES:
-        return model.module(*given, response_length=response, with_entropy=with_entropy, role=role)[0]
+        logprobs, entropy = model.module(*given, response_length=response, with_entropy=with_entropy, role=role)
+        return logprobs + entropy if entropy.requires_grad else logprobs
     return model.module(*given, role=role)
 
 

@@ -266,7 +266,8 @@ class _Planner:
         for role, host in trained.items():
             engine = self.engines[host]
             played = None if role == host else role
-            needed = Bytes({(role, "activations"): training_pass(engine.model, *self._rows, played)})
+            bonus = role == "actor" and self.dialect.entropy_coef > 0
+            needed = Bytes({(role, "activations"): training_pass(engine.model, *self._rows, played, bonus)})
             kept = _kept_whole(engine, needed, self.rest + kept_rollouts + held, self.cluster)
             # The passes of a single update read the weights of a whole copy, if there is one.
             lent = host == "actor" and whole_copy and math.prod(self._schedule(role)) == 1

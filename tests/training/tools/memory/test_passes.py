@@ -25,7 +25,8 @@ def test_a_few_layers_stand_for_many(family, adapted, tmp_path, monkeypatch):
     def peaks() -> list[int]:
         training_pass.cache_clear()
         forward_pass.cache_clear()
-        return [training_pass(model, 4, 48, 24), forward_pass(model, 4, 48, 24)]
+        sizes = model, 4, 48, 24
+        return [training_pass(*sizes), training_pass(*sizes, with_entropy=True), forward_pass(*sizes)]
 
     short = peaks()
     monkeypatch.setattr(passes, "MORE", 6)
