@@ -220,7 +220,8 @@ def server_lines(args: RLHFFlags) -> list[str]:
 
 
 def check_reward_texts(args, paths: Iterable[str], tokenizer, parts: Mapping[str, Prompts]) -> list[str]:
-    """Check that the reward models can read the prompts. Returns lines about those that read texts, to print.
+    """Check that the reward models can read the prompts. Returns lines to print: about those that read texts, and those
+    that may have another tokenizer than the actor's.
 
     args: of step 3, or of a tool that measures. paths: the models' folders. tokenizer: the policy's. parts: {name in
     messages: prompts}. Raises: UserError.
@@ -237,7 +238,7 @@ def check_reward_texts(args, paths: Iterable[str], tokenizer, parts: Mapping[str
         config, lengths = read_config(path, model, trusted), prompt_and_answer(args)
         if not reads_texts(tokenizer, path, model, trusted, messages):
             check_positions(config, model, **lengths)
-            check_vocabularies(tokenizer, path, flag, trusted)
+            lines += check_vocabularies(tokenizer, path, flag, trusted)
             continue
         limit = reading_limit(config, args.max_reward_seq_len, sum(lengths.values()))
         lines.append(f"{model}: gets texts of up to {limit} of its own tokens: {how}")
