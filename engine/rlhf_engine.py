@@ -31,7 +31,7 @@ from engine.models.config_and_tokenizer import classifier_pad_token_id, read_con
 from engine.models.hydra import check_hydra, load_hydra
 from engine.models.loading import DTYPES, check_padding, load_policy, load_scorer, new_critic
 from engine.models.lora import LoraSpec, adapt
-from engine.models.model_paths import base_of, same_model
+from engine.models.model_paths import base_of, is_adapter, same_model
 from engine.models.policy import Policy, Scorer
 from engine.models.trunk import ScoringRole, make_trunk, owner
 from engine.optim import build_optimizer, optimizer_groups, optimizer_of
@@ -150,6 +150,8 @@ def _on_base(spec: EngineSpec, actor_flag: str, path: str, flag: str) -> Adapter
     if adapter is not None and same_model(adapter.base, base):
         return adapter
     kind = f"an adapter on {adapter.base}" if adapter is not None else "a whole model"
+    if adapter is None and is_adapter(f"{path}/adapter"):
+        kind += f" (its adapter is in {path}/adapter)"
     own = "" if base == spec.actor_path else f", an adapter on {base}"
     raise UserError(
         f"--share_trunk: {flag} {path} is {kind}, and {actor_flag} is {spec.actor_path}{own}. One trunk serves models "

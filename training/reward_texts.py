@@ -191,6 +191,13 @@ class Reader:
             said = {"role": "assistant", "content": response}
         return render(self.tokenizer, [*messages, said], where, **options)
 
+    def spelt(self, prompt: str, dialogue: dict | None) -> str | None:
+        """The first control token that a prompt spells, apart from a BOS at the start of a text; None if it spells
+        none."""
+        text = prompt.removeprefix(self.lengths.encoder.spelt_bos(prompt))
+        match = self.control.search(text if dialogue is None else json.dumps(dialogue, ensure_ascii=False))
+        return match and match[0]
+
     def _read(self, answer: Answer, parts: Parts) -> list[int]:
         self.counts[READ] += 1
         encoder, spelt = self.lengths.encoder, self.control.search(answer.response) is not None
@@ -289,15 +296,12 @@ def check_prompts(prompts: Prompts, reader: Reader, which: str, model: str) -> l
     tokenizer, spelt, lossy = reader.tokenizer, [], []
     for index in Progress(len(prompts), f"checking {which}").over(range(len(prompts))):
         dialogue = prompts.dialogues[index]
-        if dialogue is None:
-            text = prompts.rows[index]["prompt"]
-            shown = text.removeprefix(reader.lengths.encoder.spelt_bos(text))
-        elif not tokenizer.chat_template:
+        if dialogue is not None and not tokenizer.chat_template:
             raise UserError(
                 f"{model}: it has no chat template, and {which} are messages. Set chat_template in its "
                 "tokenizer_config.json to the one that it was trained with, or give texts instead of messages."
             )
-        else:
+        if dialogue is not None:
             messages = dialogue["messages"]
             text = reader.rendered(dialogue, MARK, f"{model}, prompt {index + 1} of {which}")
             lost = [message for message, what, _ in left_out(text, messages)[0] if what != "reasoning"]
@@ -308,9 +312,8 @@ def check_prompts(prompts: Prompts, reader: Reader, which: str, model: str) -> l
                 )
             if lost:
                 lossy.append((index, lost[0]["role"]))
-            shown = json.dumps(dialogue, ensure_ascii=False)
-        if match := reader.control.search(shown):
-            spelt.append((index, match[0]))
+        if token := reader.spelt(prompts.rows[index]["prompt"], dialogue):
+            spelt.append((index, token))
     if spelt:
         (index, token), count = spelt[0], len(spelt)
         raise UserError(

@@ -63,9 +63,7 @@ def main(args: RLHFFlags, callbacks: Sequence[Callback] = ()) -> None:
         with phase("asking the reward server"):
             agreed(lambda: check_server(args, plan))
     parts = by_part(plan.prompts, plan.held_out)
-    texts = args.text_reward_paths and checked(
-        lambda: check_reward_texts(args, args.text_reward_paths, plan.tokenizer, parts)
-    )
+    texts = args.reward_paths and checked(lambda: check_reward_texts(args, args.reward_paths, plan.tokenizer, parts))
     if distributed.is_main():
         print(first_lines(args, plan), *texts, sep="\n", flush=True)
     for callback in callbacks:

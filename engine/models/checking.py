@@ -244,8 +244,10 @@ def check_rows(tokenizer: PreTrainedTokenizerBase, config, path: str, what: str)
 
 def check_vocabularies(
     actor_tokenizer: PreTrainedTokenizerBase, path: str, what: str, trust_remote_code: bool = False
-) -> None:
-    """Check that each token id stands for the same token in the reward model and in the actor.
+) -> list[str]:
+    """Check that each token id stands for the same token in the reward model and in the actor. Returns a line if that
+    cannot be told and is unlikely: the folder has no tokenizer, and the embedding has far more rows than the actor's
+    tokenizer has tokens, more than padding explains. Else it returns [].
 
     Raises: UserError if the reward model's embedding has fewer rows than the actor's tokenizer has tokens, or if the
     reward model's own tokenizer assigns other ids.
@@ -264,6 +266,12 @@ def check_vocabularies(
             "needs the actor's tokenizer. A reward model does not: name it with --reward_model_name_or_path alone, and "
             "it gets texts."
         )
+    if own is None and rows is not None and rows > 1.05 * needed + 128:  # the most padded known models have 2.4 % more
+        return [
+            f"{what} {path}: reads the actor's token ids, since its folder has no tokenizer; its embedding has {rows} "
+            f"rows, the actor's tokenizer {needed} tokens. If its tokenizer is another one, put that into the folder"
+        ]
+    return []
 
 
 def reads_texts(

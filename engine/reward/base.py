@@ -360,7 +360,7 @@ class CombinedReward(RewardSource):
         for name, (source, _) in self.sources.items():
             scores = source.in_pieces(partial(RewardSource.parts, source), rollout, passes)["scores"]  # as one part
             if name in self.standardised:
-                scores = self.standardised[name](scores)
+                scores = self.standardised[name](scores, rollout)
             parts[f"scores_{name}"] = scores
         if self.length_penalty:
             parts["length_penalty"] = -self.length_penalty * rollout.response_mask.sum(-1).float()
@@ -406,14 +406,18 @@ class Standardisation:
         self.name = name
         self.totals: Tensor | None = None  # (3,) float64: count, sum and sum of squares of the first batch
 
-    def __call__(self, scores: Tensor) -> Tensor:
-        """The standardised scores, (B,) float32 (all ranks call this together).
+    def __call__(self, scores: Tensor, rollout: Rollout) -> Tensor:
+        """The standardised scores, (B,) float32 (all ranks call this together). A response that several ranks have
+        counts once: an evaluation may need it to give all ranks equally many.
 
         If a score of the first batch is NaN or infinite, the scores stay as they are: the run ends with them. Raises:
         RunStopped on all ranks if all scores of the first batch are equal.
         """
         if self.totals is None:
-            totals = distributed.data_parallel_sum(moments(scores, torch.ones_like(scores, dtype=torch.bool))).cpu()
+            own = dict(zip(keys_of(rollout), scores.tolist(), strict=True))
+            found = {key: score for rank in distributed.data_parallel_objects(own) for key, score in rank.items()}
+            first = torch.tensor([found[key] for key in sorted(found)])
+            totals = moments(first, torch.ones_like(first, dtype=torch.bool))
             if not totals.isfinite().all():
                 return scores
             self._begin(totals)

@@ -3,6 +3,7 @@ comparable and weighted by hand."""
 
 import json
 import statistics
+from dataclasses import replace
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ WEIGHTS = {"helpful": 0.5, "safe": -0.25, "by_step_2": 2.0}
 OFFSETS = {"helpful": 0.0, "safe": 0.0, "by_step_2": 0.75}  # step 2 writes the offset that normalises scores
 TEXTS = [([5, 6], [20, 2]), ([7], [21, 22, 23]), ([8, 9, 10], [24]), ([11], [25, 26, 27, 2])]
 TEXTS += [([12, 13], [28, 29]), ([14], [30, 2]), ([15, 16, 17], [31, 32, 33]), ([18], [34])]
-FIRST, SECOND = TEXTS[:6], TEXTS[2:]
+FIRST, SECOND = TEXTS[:5], TEXTS[2:]
 
 
 def run(folder: str, models: list[str], stage: int) -> dict:
@@ -39,7 +40,11 @@ def run(folder: str, models: list[str], stage: int) -> dict:
     source = build_reward(args, {}, engine.rewards, engine.tokenizer, [])
 
     def scores(texts: list) -> dict[str, list[float]]:
-        own: Rollout = rollout_of(*zip(*texts[distributed.rank_share(len(texts))], strict=True), PAD)
+        ranks = distributed.world_size()
+        filled = -(-len(texts) // ranks) * ranks  # an evaluation uses the first prompts twice then
+        indices = [number % len(texts) for number in range(filled)[distributed.rank_share(filled)]]
+        rows: Rollout = rollout_of(*zip(*(texts[index] for index in indices), strict=True), PAD)
+        own = replace(rows, indices=torch.tensor(indices))
         maker = ExperienceMaker(
             actor=engine.actor,
             critic=engine.critic,
@@ -82,13 +87,13 @@ def test_scores_by_hand(folder, tmp_path, world, stage):
         expected[name] = [[(score - mean) / deviation for score in batch] for batch in (first, second)]
     for batch, when in enumerate(("first", "second")):
         for name in WEIGHTS:
-            found = [score for rank in ranks for score in rank[when][name]]
+            found = [score for rank in ranks for score in rank[when][name]][: len(expected[name][batch])]
             torch.testing.assert_close(torch.tensor(found), torch.tensor(expected[name][batch]), atol=2e-5, rtol=1e-5)
         by_hand = [
             sum(weight * score for weight, score in zip(WEIGHTS.values(), row))
             for row in zip(*(expected[name][batch] for name in WEIGHTS))
         ]
-        found = [score for rank in ranks for score in rank[when]["score"]]
+        found = [score for rank in ranks for score in rank[when]["score"]][: len(by_hand)]
         torch.testing.assert_close(torch.tensor(found), torch.tensor(by_hand), atol=5e-5, rtol=1e-5)
     for rank in ranks:
         assert rank["resumed"] == rank["second"]

@@ -445,10 +445,12 @@ class ModelFlags(RoleLoraFlags, ReferenceFlags, RewardServerFlags):
                 f"order: give {len(others)} or none. The reward models' weights are --reward_model_weight. To mix the "
                 f"reward model in by half, give {self.half_by_model}."
             )
+        by_models = self.reward_model_weight or [1.0]
+        if not any([*by_models * bool(models), *(weights or [1.0] * len(others)), self.length_penalty]):
+            given = [self.word(name) for name in ("reward_model_weight", "reward_weights") if getattr(self, name)]
+            raise UserError(f"{' and '.join(given)}: every score would be 0. Give one that is not.")
         if models:
             return
-        if weights and not any(weights):
-            raise UserError(f"{self.word('reward_weights')}: every score would be 0. Give one that is not.")
         idle = [name for name in ("reward_ds_config", "offload_reward_model") if getattr(self, name)]
         idle += ["reward_model_weight"] * bool(self.reward_model_weight)
         if idle:

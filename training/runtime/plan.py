@@ -220,23 +220,25 @@ def server_lines(args: RLHFFlags) -> list[str]:
 
 
 def check_reward_texts(args, paths: Iterable[str], tokenizer, parts: Mapping[str, Prompts]) -> list[str]:
-    """Check that the reward models can read the prompts. Returns lines about those that read texts, to print.
+    """Check that the reward models can read the prompts. Returns lines to print: about those that read texts, and those
+    that may have another tokenizer than the actor's.
 
     args: of step 3, or of a tool that measures. paths: the models' folders. tokenizer: the policy's. parts: {name in
     messages: prompts}. Raises: UserError.
     """
     lines, trusted, messages = [], args.trust_remote_code, all_messages(parts.values())
+    flag = "--reward_model_name_or_path" if args.reward_model_name_or_path else "--critic_model_name_or_path"
     how = {
         True: "messages by its own chat template",
         False: "prompt + response + EOS, without a chat template, since the prompts are texts",
         None: "messages by its own chat template, prompts that are texts without",
     }[messages]
     for path in paths:
-        model = f"--reward_model_name_or_path {path}"
+        model = f"{flag} {path}"
         config, lengths = read_config(path, model, trusted), prompt_and_answer(args)
         if not reads_texts(tokenizer, path, model, trusted, messages):
             check_positions(config, model, **lengths)
-            check_vocabularies(tokenizer, path, "--reward_model_name_or_path", trusted)
+            lines += check_vocabularies(tokenizer, path, flag, trusted)
             continue
         limit = reading_limit(config, args.max_reward_seq_len, sum(lengths.values()))
         lines.append(f"{model}: gets texts of up to {limit} of its own tokens: {how}")

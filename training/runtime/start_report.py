@@ -317,7 +317,7 @@ def report_dry_run(args: RLHFFlags, checkpoint: Checkpoint | None, callbacks: Se
     if not unseen:
         plan = make_plan(args, checkpoint, fingerprints(args))
         parts = by_part(plan.prompts, plan.held_out)
-        texts = check_reward_texts(args, args.text_reward_paths, plan.tokenizer, parts)
+        texts = check_reward_texts(args, args.reward_paths, plan.tokenizer, parts)
         checked += [*plan_lines(args, plan), *texts, *changes_since(plan)]
         checked += [
             f"{without_query(url)} gives one text the score {score:g}"

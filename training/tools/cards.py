@@ -15,6 +15,7 @@ import contextlib
 import hashlib
 import re
 import shlex
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -105,6 +106,7 @@ def model_card(start: Mapping, rows: Sequence[Mapping], name: str, part_of: str 
         for named in (MODEL_FLAGS, DATA_FLAGS)
     )
     last, settings = rows[-1] if rows else {}, {**flags, **dialect}
+    made_from = Counter(f"- {label}: {_public(path)}" for label, path in [*models, *data])
     how = {"dialect": f"`{dialect['name']}`"} if dialect else {}
     how |= {"steps": max(last.get("step", 0), 0), "responses" if dialect else "examples": last.get("samples", 0)}
     how |= {"ranks": f"{machine['world_size']}, {machine['accelerator']}"}
@@ -112,7 +114,7 @@ def model_card(start: Mapping, rows: Sequence[Mapping], name: str, part_of: str 
     told = PART.format(part_of) + OF_AN_ADAPTER * ("adapter" in name)
     parts = {} if part_of is None else {"Language model alone": told}
     parts |= {
-        "Made from": "\n".join(f"- {label}: {_public(path)}" for label, path in [*models, *data]),
+        "Made from": "\n".join(line + f" ({count} of them)" * (count > 1) for line, count in made_from.items()),
         "How": "\n".join(["| | |", "| --- | --- |", *(f"| {label} | {value} |" for label, value in how.items())]),
         "Held out": _held_out(rows, kind, "ema_" if role == "actor_ema" else ""),
         "Made with": _made_with(start.get("versions") or {}, start.get("git")),

@@ -101,6 +101,19 @@ def test_a_reward_model_that_reads_other_tokens_is_refused(tmp_path):
         check_vocabularies(make_tokenizer(), path, FLAG)
 
 
+def test_a_reward_model_without_a_tokenizer_and_with_many_more_rows_is_told(tmp_path):
+    path, tokens = make_scorer(tmp_path / "reward"), make_tokenizer()
+    config = tmp_path / "reward" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"vocab_size": 256}))
+    assert check_vocabularies(tokens, path, FLAG) == []  # its tokenizer says that the rows are padding
+    for file in (tmp_path / "reward").glob("tokenizer*"):
+        file.unlink()
+    (told,) = check_vocabularies(tokens, path, FLAG)
+    assert told.startswith(f"{FLAG} {path}: reads the actor's token ids, since") and "256 rows" in told
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"vocab_size": 128}))
+    assert check_vocabularies(tokens, path, FLAG) == []
+
+
 def test_a_folder_without_a_tokenizer_is_refused(tmp_path):
     make_config("llama").save_pretrained(tmp_path)
     with pytest.raises(UserError, match=r"^--actor: no tokenizer at .*Save one beside the model"):

@@ -339,6 +339,7 @@ MATRIX = {  # {model type: the further cells of its row}
     model_type: [cell.strip() for cell in cells.split("|")]
     for model_type, cells in re.findall(r"^\|[^|]+\| `(\w+)` \|(.+)\|$", PAGE, re.MULTILINE)
 }
+PARTS = 3  # of the matrix, for workers that run tests at the same time; each part starts its ranks once
 REFUSED = [  # (model type, role)
     (model_type, role)
     for types, role in re.findall(r"^\| (`.+`) \| (\w+).*\|.*\|$", PAGE, re.MULTILINE)
@@ -392,10 +393,12 @@ def test_three_steps_in_one_process(bases, tmp_path, model_type):
 
 
 @pytest.mark.slow
-def test_three_steps_under_zero_3_on_two_ranks(bases, tmp_path):
+@pytest.mark.parametrize("part", range(PARTS))
+def test_three_steps_under_zero_3_on_two_ranks(bases, tmp_path, part):
     """All matrices are partitioned; two ranks hold the copy together if the family can be divided."""
     write_stage_files(tmp_path)
-    families = {name: (bases[name], str(tmp_path / name), 2 if divides(bases[name]) else 1) for name in MATRIX}
+    names = list(MATRIX)[part::PARTS]
+    families = {name: (bases[name], str(tmp_path / name), 2 if divides(bases[name]) else 1) for name in names}
     ranks = run_ranks(
         "tests.distributed.work_families:all_families",
         timeout=900,

@@ -1,6 +1,7 @@
 """One trunk: each of its roles computes what a model of its own would."""
 
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -116,6 +117,9 @@ def test_models_that_share_no_trunk_are_refused(tmp_path):
     base, other = (make_causal_lm(tmp_path / name, "llama", seed=seed) for seed, name in enumerate(("base", "other")))
     whole = make_scorer(tmp_path / "whole", "llama")
     with pytest.raises(UserError, match=f"critic {whole} is a whole model, and actor is {base}\\. One trunk"):
+        scoring_roles(spec_of(base, whole))
+    beside = Path(make_adapter(tmp_path / "lora", base, scorer=True)).rename(Path(whole) / "adapter")
+    with pytest.raises(UserError, match=f"critic {whole} is a whole model \\(its adapter is in {beside}\\), and"):
         scoring_roles(spec_of(base, whole))
     foreign = make_adapter(tmp_path / "foreign", other, scorer=True)
     with pytest.raises(UserError, match=f"critic {foreign} is an adapter on {other}, and actor is {base}\\."):

@@ -369,9 +369,9 @@ def test_scores_are_made_comparable_by_the_first_batch(capsys):
 @pytest.mark.parametrize("scores", [(0.1, 0.1, 0.1), (0.1, 0.1, 0.1 + 5e-9)])
 def test_equal_scores_cannot_be_made_comparable(scores):
     with pytest.raises(RunStopped, match="the judge gave the first 3 responses the same score, 0.1: without"):
-        Standardisation("the judge")(torch.tensor(scores))
+        Standardisation("the judge")(torch.tensor(scores), rollout())
 
 
 def test_scores_that_are_no_numbers_stay_for_what_ends_the_run():
     given = torch.tensor([1.0, math.nan, 2.0])
-    assert Standardisation("the judge")(given) is given
+    assert Standardisation("the judge")(given, rollout()) is given

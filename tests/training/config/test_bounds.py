@@ -106,6 +106,7 @@ def test_offload_needs_something_to_offload():
             ("--reward_function", "m:f", "m:g", "--reward_weights", "0", "0"),
             "--reward_weights 0.0 0.0: every score would be 0. Give one that is not.",
         ),
+        (("--reward_model_weight", "0"), "--reward_model_weight 0.0: every score would be 0. Give one that is not."),
         (
             ("--reward_function", "m:f", "--reward_model_weight", "2"),
             "--reward_model_weight 2.0: there is no reward model",

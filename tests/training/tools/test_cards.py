@@ -74,6 +74,8 @@ def test_the_actors_card_says_what_the_run_was():
     assert "| KL to the reference | 0.000 | 4.000 |" in text
     assert "- reward model: org/helpful\n- reward model: local, not on the Hub\n" in text
     assert "python 3.11.7, torch 2.13.0, four-engine-rlhf 0.1.0; commit 0123abcd with changes of its own" in text
+    several = ppo("actor", reward_model_name_or_path=["/home/safe", "org/helpful", "/home/brief"])
+    assert "- reward model: local, not on the Hub (2 of them)\n- reward model: org/helpful\n" in several
     assert "| score | 0.250 ± 0.125 | 1.125 |  |" in ppo("actor_ema")
     assert dict(ModelCard(text).data.to_dict())["base_model"] == "org/sft-7b"
     assert {"base_model", "pipeline_tag"} & set(front(ppo("critic"))) == set()

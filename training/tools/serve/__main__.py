@@ -43,7 +43,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             file=sys.stderr,
             flush=True,
         )
-    told = [*models.by_name, *(["a reward model"] if models.scorer is not None else [])]
+    told = list(models.by_name)
+    if models.scorer is not None:
+        limit = models.scorer.reader.limit
+        told.append("a reward model" + f" (texts of up to {limit} of its own tokens)" * (limit != models.context))
     print(f"serves {', '.join(told)} at {server.url}, {models.context} tokens each", flush=True)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:

@@ -36,8 +36,8 @@ class ServeFlags(TokenizerFlags):
 
     max_seq_len: int = flag(
         2048,
-        "most tokens of prompt and response together; fewer for all models if one of them, or the reward model, has "
-        "fewer positions",
+        "most tokens of prompt and response together; fewer for all models if one of them, or a reward model that gets "
+        "their token ids, has fewer positions. One that gets texts reads up to twice as many and 64",
         group="limits",
         least=2,
     )

@@ -155,9 +155,11 @@ class ServedScorer:
         return found
 
     def item_ids(self, item: dict, place: str) -> list[int]:
-        """The token ids of an item of POST /v1/scores, never shortened. Raises: UserError, with the item's place."""
+        """The token ids of an item of POST /v1/scores, never shortened. Raises: UserError, with the item's place, also
+        if its prompt spells a control token."""
         tokenizer, has_messages = self.reader.tokenizer, item.get("messages") is not None
         dialogue = PROMPTS.row(place, item, tokenizer).dialogue if has_messages else None
+        self._check_spelt(item["prompt"], dialogue, place)
         answer = Answer(item["prompt"], dialogue, item["response"], item["ended"])
         return replace(self.reader, limit=sys.maxsize).ids([answer])[0]
 
@@ -180,11 +182,24 @@ class ServedScorer:
         rollout = Rollout(ids, mask, drawn, torch.tensor([response.reason == "stop"]), only, only)
         return self.reader.ids(texts.answers(rollout))[0]
 
-    def check_chat(self, model: ServedModel, asked: Comparison) -> None:
+    def check_prompt(self, model: ServedModel, asked: Comparison) -> None:
         """Raise RequestError if a response of this model could not be scored."""
-        if asked.messages is not None and model.gives_texts[True] and not self.reader.tokenizer.chat_template:
+        if not model.gives_texts[asked.messages is not None]:
+            return
+        if asked.messages is not None and not self.reader.tokenizer.chat_template:
             told = "the reward model has no chat template, and could not score the responses to messages. Send a prompt"
             raise RequestError(400, told, "messages")
+        dialogue = None if asked.messages is None else {"messages": asked.messages}
+        self._check_spelt(asked.prompt or "", dialogue, asked.field)
+
+    def _check_spelt(self, prompt: str, dialogue: dict | None, place: str) -> None:
+        """Raise RequestError if the prompt spells a control token, as runs refuse it."""
+        if token := self.reader.spelt(prompt, dialogue):
+            told = (
+                f"{place}: it spells {token!r}, a control token of the reward model, which would read turns that "
+                "nobody took. Send a text that a chat template was applied to as messages; elsewhere take the word out"
+            )
+            raise RequestError(400, told, place.partition("[")[0])
 
 
 def check_length(text: str, context: int, place: str) -> None:
@@ -196,8 +211,8 @@ def check_length(text: str, context: int, place: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ServedModels:
-    """All models of the service. context: largest number of tokens of prompt and response together; all models have at
-    least so many positions."""
+    """All models of the service. context: largest number of tokens of prompt and response together; all models that get
+    the ids of these tokens have at least so many positions."""
 
     by_name: dict[str, ServedModel]
     scorer: ServedScorer | None
@@ -219,14 +234,15 @@ def load_models(args: ServeFlags) -> ServedModels:
             reward = path_of(Model(REWARD, REWARD, reward, reward, is_checkpoint=True, parts=SCORERS))
         context = _check(args, paths, reward)
         models = {name: _model(args, name, path, reward, dtype, device) for name, path in paths.items()}
-        scorer = _scorer(args, reward, context, dtype, device) if reward is not None else None
+        texts = any(any(model.gives_texts) for model in models.values())
+        scorer = _scorer(args, reward, context, texts, dtype, device) if reward is not None else None
     return ServedModels(models, scorer, context)
 
 
 def _check(args: ServeFlags, paths: dict[str, str], reward: str | None) -> int:
     """Check configurations, tokenizers and headers of weight files. Returns the context length of the service. Raises:
     UserError."""
-    trusted, positions = args.trust_remote_code, [args.max_seq_len]
+    trusted, positions, gets_ids = args.trust_remote_code, [args.max_seq_len], not paths
     for name, path in paths.items():
         what = f"--models {name}"
         config = check_policy(path, what, trusted)
@@ -234,12 +250,16 @@ def _check(args: ServeFlags, paths: dict[str, str], reward: str | None) -> int:
         check_rows(tokenizer, config, path, what)
         check_decoding(path, what, trusted)
         positions.append(getattr(config, "max_position_embeddings", None) or args.max_seq_len)
-        if reward is not None and not reads_texts(tokenizer, reward, REWARD, trusted):
-            check_vocabularies(tokenizer, reward, REWARD, trusted)
+        if reward is not None:
+            ids = [not reads_texts(tokenizer, reward, REWARD, trusted, messages) for messages in (False, True)]
+            gets_ids = gets_ids or any(ids)
+            if all(ids):
+                check_vocabularies(tokenizer, reward, REWARD, trusted)
     if reward is not None:
         check_scorer(reward, REWARD, trusted)
         config = read_config(reward, REWARD, trusted)
-        positions.append(getattr(config, "max_position_embeddings", None) or args.max_seq_len)
+        if gets_ids:
+            positions.append(getattr(config, "max_position_embeddings", None) or args.max_seq_len)
     return min(positions)
 
 
@@ -258,11 +278,14 @@ def _model(
     return ServedModel(name, model.to(device).eval(), tokenizer, TextEncoder(tokenizer), ends, (by_text, by_chat))
 
 
-def _scorer(args: ServeFlags, path: str, context: int, dtype: torch.dtype, device: torch.device) -> ServedScorer:
+def _scorer(
+    args: ServeFlags, path: str, context: int, texts: bool, dtype: torch.dtype, device: torch.device
+) -> ServedScorer:
+    """texts: whether a model's responses are given to the reward model as texts, so that its own limit counts."""
     own = own_tokenizer(path, REWARD, args.trust_remote_code)
     tokenizer = own if own is not None and own.chat_template else args.read_tokenizer(path, REWARD)
     tokenizer.name_or_path = "the reward model"
     rows = Attention(max_length=args.max_seq_len)
     scorer = load_scorer(path, dtype, what=REWARD, trust_remote_code=args.trust_remote_code, attention=rows)
-    limit = reading_limit(scorer.model.config, None, context)
+    limit = reading_limit(scorer.model.config, None, context) if texts else context
     return ServedScorer(scorer.to(device).eval(), Reader(tokenizer, limit, scorer.score_position == "last"))

@@ -252,7 +252,7 @@ class Handler(BaseHTTPRequestHandler):
             model = served.by_name[name]
             ids = model.prompt_ids(asked, served.context)
             if served.scorer is not None:
-                served.scorer.check_chat(model, asked)
+                served.scorer.check_prompt(model, asked)
             most = self.server.args.max_answer_seq_len
             sampling = asked.sampling(seed, len(ids), served.context, most, **model.settings())
             drawing[name] = model.drawn(ids, sampling)
@@ -283,16 +283,17 @@ class Handler(BaseHTTPRequestHandler):
         body = self._body()
         with self.server.parsing:
             items = read_items(read_object(body))
-        scorer, context = self.server.models.scorer, self.server.models.context
+        scorer = self.server.models.scorer
         if scorer is None:
             raise RequestError(404, "this service has no reward model; start it with --reward_model_name_or_path")
+        limit = scorer.reader.limit
         with self._turn():
             sequences = []
             for place, item in enumerate(items):
-                check_length(item["prompt"] + item["response"], context, f"items[{place}]")
+                check_length(item["prompt"] + item["response"], limit, f"items[{place}]")
                 ids = scorer.item_ids(item, f"items[{place}]")
-                if not 0 < len(ids) <= context:
-                    told = f"items[{place}] has {len(ids)} tokens; it may have 1 to {context}"
+                if not 0 < len(ids) <= limit:
+                    told = f"items[{place}] has {len(ids)} tokens; it may have 1 to {limit}"
                     raise RequestError(400, told, "items")
                 sequences.append(ids)
             found = scorer.scores(sequences, self._check_there)

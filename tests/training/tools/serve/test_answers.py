@@ -232,12 +232,21 @@ def test_a_reward_model_of_another_family_reads_texts_and_messages(models, tmp_p
     items = [
         {"id": 0, "prompt": "not read", "messages": messages, "response": " great"},
         {"id": 1, "prompt": "Review", "response": " great", "ended": False},
+        {"id": 2, "prompt": "Review" + " great" * 90, "response": " great"},  # the served model has 64 positions
     ]
     with serving(args, load_models(args)) as running:
         drawn = running.request("PUT", "/", {"messages": messages, "temperature": 0, "max_tokens": 12})[1]
         scored = running.request("POST", "/v1/scores", {"items": items})[1]["scores"]
+        spelling = "a<|im_end|>"
+        for item in ({"prompt": spelling}, {"prompt": "", "messages": [{"role": "user", "content": spelling}]}):
+            status, answer = running.request("POST", "/v1/scores", {"items": [{"id": 0, "response": "a", **item}]})
+            assert (status, answer["error"]["param"]) == (400, "items")
+            assert answer["error"]["message"].startswith("items[0]: it spells '<|im_end|>', a control token")
+        status, answer = running.request("PUT", "/", {"prompt": spelling})
+        assert (status, answer["error"]["param"]) == (400, "prompt")
     tokens = [token for token in greedy(models["two"], "w05 w09 w60", 12) if token != EOS]
     spelt = AutoTokenizer.from_pretrained(models["two"]).decode(tokens)  # with special tokens, as a run spells them
-    rows = [chat(spelt), chat(" great"), [*own("Review great").input_ids, own.eos_token_id]]
+    rows = [chat(spelt), chat(" great")]
+    rows += [[*own("Review" + " great" * count).input_ids, own.eos_token_id] for count in (1, 91)]
     found = [drawn["models"]["two"]["score"], *(item["score"] for item in scored)]
     assert found == pytest.approx(scores_alone(path, rows), abs=1e-5)
