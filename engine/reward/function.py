@@ -120,7 +120,7 @@ class FunctionReward(RewardSource):
             return [], f"raised {described(error)}"
         for (prompt, response), each in zip(texts, said):
             if isinstance(each, list) and (wrong := _misplaced(each, len(response))):
-                return [], f"returned {shortened(each)}, {wrong}, for {shortened(response)}, to {shortened(prompt)}"
+                return [], f"returned {wrong}, for the response {shortened(response)} to {shortened(prompt)}"
         return said, problem
 
 
@@ -161,12 +161,14 @@ def _steps(value: Any) -> Steps | None:
 
 
 def _misplaced(steps: Steps, length: int) -> str | None:
-    """What is wrong with the ends of steps in a response of `length` characters, or None."""
-    ends = [end for end, _ in steps]
-    if ends != sorted(ends):
-        return "whose steps are not in order"
-    if ends and not 0 <= ends[0] <= ends[-1] <= length:
-        return f"with a step that ends outside of the {length} characters"
+    """The first step that ends outside of a response of `length` characters or before its forerunner, or None."""
+    before = 0
+    for step in steps:
+        if not 0 <= step[0] <= length:
+            return f"the step {step}, which ends outside of the response's {length} characters"
+        if step[0] < before:
+            return f"the step {step}, which comes after a step that ends at {before}"
+        before = step[0]
     return None
 
 
