@@ -163,9 +163,9 @@ def positions_of(rollout: Rollout, row: int, tokenizer, ends: Sequence[int]) -> 
     completes the character before the end; for 0 it is the first token. A response without tokens has position 0.
     """
     decode = partial(tokenizer.decode, skip_special_tokens=True)
-    prompt = rollout.prompts[row][rollout.attention_mask[row, : rollout.prompt_length].bool()]
-    places = rollout.response_mask[row].nonzero().flatten()
-    response, text = rollout.responses[row][places], decode(prompt)
+    prompt = rollout.prompts[row][rollout.attention_mask[row, : rollout.prompt_length].bool()].cpu()
+    mask = rollout.response_mask[row].cpu()
+    response, places, text = rollout.responses[row].cpu()[mask], mask.nonzero().flatten().tolist(), decode(prompt)
     whole = _behind(decode, prompt, text, response)
 
     def complete(count: int, end: int) -> bool:
@@ -174,7 +174,7 @@ def positions_of(rollout: Rollout, row: int, tokenizer, ends: Sequence[int]) -> 
 
     counts = range(1, len(places))
     found = [bisect_left(counts, True, key=lambda count: complete(count, end)) for end in ends]
-    return [places.tolist()[place] if len(places) else 0 for place in found]
+    return [places[place] if places else 0 for place in found]
 
 
 class AgreedReward(RewardSource):
