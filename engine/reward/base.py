@@ -172,9 +172,15 @@ def positions_of(rollout: Rollout, row: int, tokenizer, ends: Sequence[int]) -> 
         # A character of which only some bytes are there is decoded as another one.
         return _behind(decode, prompt, text, response[:count])[:end] == whole[:end]
 
-    counts = range(1, len(places))
-    found = [bisect_left(counts, True, key=lambda count: complete(count, end)) for end in ends]
-    return [places[place] if places else 0 for place in found]
+    def place_of(end: int) -> int:
+        count = 1 + bisect_left(range(1, len(places)), True, key=lambda count: complete(count, end))
+        # Where each byte is a token, the bytes of an incomplete character also spoil complete ones before it. A
+        # character has at most four.
+        while earlier := next((one for one in range(count - 1, max(count - 5, 0), -1) if complete(one, end)), 0):
+            count = earlier
+        return places[count - 1]
+
+    return [place_of(end) if places else 0 for end in ends]
 
 
 class AgreedReward(RewardSource):

@@ -211,6 +211,17 @@ def test_the_end_of_a_step_is_at_the_token_that_completes_its_last_character():
     assert found[3][5] == 1.5
 
 
+def test_bytes_of_the_next_character_do_not_hide_the_end_of_a_step():
+    """As Llama 2 writes what its vocabulary lacks: the two bytes of \u00e9, and a new line, one token each."""
+    vocabulary = {"?": 0, "a": 1, "<0x0A>": 2, "<0xC3>": 3, "<0xA9>": 4}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(vocabulary, "?")))
+    tokenizer.backend_tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    rollout = rollout_of([[1]], [[1, 2, 3, 4, 3, 4]], PAD)
+    assert decoded(rollout, tokenizer)[1] == ["a\n\u00e9\u00e9"]
+    steps = [[(1, 1.0), (2, 2.0), (3, 3.0), (4, 4.0)]]
+    assert FunctionReward(returning(steps), tokenizer).score(rollout).tolist() == [[1.0, 2.0, 0.0, 3.0, 0.0, 4.0]]
+
+
 def test_steps_within_a_word_and_behind_a_cut():
     """ " w20" is one token, and EOS is no character; two steps that end in one token are added up."""
     rollout = rollout_of([[BOS, 5], [6]], [[20, 21, EOS], [22, EOS]], PAD, prompt_width=4, width=5)
