@@ -397,8 +397,8 @@ class CombinedReward(RewardSource):
     Args:
         sources: {name: (source, weight)}.
         length_penalty: subtracted for each sampled token, EOS included.
-        standardised: {name of a source: the Standardisation of its scores}. The other sources' scores are taken as they
-            are.
+        standardised: {name of a source that scores whole responses: the Standardisation of its scores}. The other
+            sources' scores are taken as they are.
     """
 
     def __init__(
