@@ -185,6 +185,8 @@ class Experience:
     log_ratios: (N,) float32, log-probs of the actor's forward pass minus the sampler's, for all learned tokens. If only
         the longest row had a forward pass, N is the number of this row's learned tokens. None if the sampler records no
         log-probs.
+    token_scores: (B, T) float32, the scores that belong to single tokens, 0 at other positions; whole_scores: (B,)
+        float32, the rest of `scores`, which belongs to whole responses. None if no source scores tokens.
     """
 
     rollout: Rollout
@@ -197,6 +199,8 @@ class Experience:
     score_parts: dict[str, Tensor] = field(default_factory=dict)
     rewards: dict[str, Tensor] = field(default_factory=dict)
     log_ratios: Tensor | None = None
+    token_scores: Tensor | None = None
+    whole_scores: Tensor | None = None
 
     def __post_init__(self):
         shape = tuple(self.rollout.response_mask.shape)
@@ -204,6 +208,9 @@ class Experience:
             _check(name, getattr(self, name), shape, torch.float32)
         for name in ("scores", "prompt_kl"):
             _check(name, getattr(self, name), shape[:1], torch.float32)
+        if self.token_scores is not None and self.whole_scores is not None:
+            _check("token_scores", self.token_scores, shape, torch.float32)
+            _check("whole_scores", self.whole_scores, shape[:1], torch.float32)
 
     def __len__(self) -> int:
         return len(self.rollout)
@@ -250,13 +257,13 @@ class Positions:
 class TrainingBatch:
     """The data that the optimizer steps need, for some rows of an experience. Position t belongs to response token t.
 
-    rollout, logprobs, entropy, ref_logprobs, scores: as in Experience. The losses use `logprobs` as the old policy's
-        log-probs.
+    rollout, logprobs, entropy, ref_logprobs, scores, whole_scores: as in Experience. The losses use `logprobs` as the
+        old policy's log-probs.
     values: (B, T) float32, the critic's values before the update, from `Algorithm.kept_values`; zeros without a critic.
     kl: (B, T) float32, as in Experience.
     measured_kl: (B,) float32, in nats, the KL that steers the KL coefficient.
     kl_coef: the coefficient of the KL penalty in this step.
-    processed_scores: (B,) float32, the scores that enter the rewards.
+    processed_scores: (B,) float32, the scores that enter the rewards, those of tokens included.
     rewards: (B, T) float32, before whitening.
     advantages, returns: (B, T) float32. Some dialects estimate advantages and returns again in each mini-batch or
         micro-batch.
@@ -282,6 +289,7 @@ class TrainingBatch:
     state_mask: Tensor
     correction: Tensor | None = None
     cut: Tensor | None = None
+    whole_scores: Tensor | None = None
 
     @property
     def masks(self) -> Masks:

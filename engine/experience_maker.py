@@ -1,7 +1,7 @@
 """Makes an experience from a rollout, by forward passes of all models."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,7 @@ from engine.algorithms import Algorithm
 from engine.experience import Experience, Rollout
 from engine.packing import micro_batches
 from engine.reference import Reference
-from engine.reward.base import RewardSource
+from engine.reward.base import RewardSource, of_responses
 from engine.zero.engines import TrainedModel
 
 # If the sampler's log-probs are used, the actor still computes this number of responses on each rank, for comparison.
@@ -27,23 +27,28 @@ Join = Callable[[list[Tensor]], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """A reward source's results for B responses; each tensor is (B,) float32.
+    """A reward source's results for B responses; each tensor but `tokens` is (B,) float32.
 
     parts: {name: part}, the parts that add up to the scores; empty if a score has only one part.
     rewards: {name of a source that has a weight: its score before it is multiplied by the weight}; empty if no source
         has a weight.
+    tokens, whole: the scores of single tokens, (B, T), and the rest of the scores. None if no source scores tokens.
     """
 
     scores: Tensor
     parts: dict[str, Tensor]
     rewards: dict[str, Tensor]
+    tokens: Tensor | None = None
+    whole: Tensor | None = None
 
     def changed(self, change: Callable[[Tensor], Tensor]) -> "Scores":
         """These Scores with `change` applied to each tensor."""
         parts, rewards = (
             {name: change(column) for name, column in columns.items()} for columns in (self.parts, self.rewards)
         )
-        return Scores(change(self.scores), parts, rewards)
+        if self.tokens is None or self.whole is None:
+            return Scores(change(self.scores), parts, rewards)
+        return Scores(change(self.scores), parts, rewards, change(self.tokens), change(self.whole))
 
     @classmethod
     def joined(cls, pieces: "Sequence[Scores]") -> "Scores":
@@ -53,6 +58,8 @@ class Scores:
             torch.cat([piece.scores for piece in pieces]),
             {name: torch.cat([piece.parts[name] for piece in pieces]) for name in first.parts},
             {name: torch.cat([piece.rewards[name] for piece in pieces]) for name in first.rewards},
+            _side_by_side([piece.tokens for piece in pieces if piece.tokens is not None]),
+            None if first.whole is None else torch.cat([piece.whole for piece in pieces if piece.whole is not None]),
         )
 
 
@@ -113,6 +120,8 @@ class ExperienceMaker:
             scores=scores.scores,
             score_parts=scores.parts,
             rewards=scores.rewards,
+            token_scores=None if scores.tokens is None else _fitted(scores.tokens, rollout.response_length),
+            whole_scores=scores.whole,
             **by_policies,
         )
 
@@ -191,20 +200,38 @@ class ExperienceMaker:
         return joined([values[:, piece.prompt_length - 1 : -1] for values, piece in zip(by_token, pieces, strict=True)])
 
     def _scores(self, scored: Rollout, rows: list[Tensor]) -> Scores:
-        said = self.reward.measured(scored, rows)
+        measured = self.reward.measured(scored, rows)
         weights = self.reward.weights()
+        said = {name: of_responses(part) for name, part in measured.items()}
         parts = {name: weights.get(name, 1.0) * part for name, part in said.items()}
-        return Scores(
+        scores = Scores(
             scores=torch.stack(list(parts.values())).sum(0),
             parts=parts if len(parts) > 1 else {},
             rewards={name.removeprefix("scores_"): said[name] for name in weights},
         )
+        tokens = [weights.get(name, 1.0) * part for name, part in measured.items() if part.dim() == 2]
+        if not tokens:
+            return scores
+        whole = [parts[name] for name, part in measured.items() if part.dim() == 1]
+        zeros = torch.zeros_like(scores.scores)
+        return replace(scores, tokens=torch.stack(tokens).sum(0), whole=torch.stack([zeros, *whole]).sum(0))
+
+
+def _fitted(column: Tensor, width: int) -> Tensor:
+    """Numbers of tokens, (N, t), as (N, width): zeros are added, or positions that are padding are left out."""
+    return F.pad(column, (0, width - column.shape[1]))
+
+
+def _side_by_side(columns: list[Tensor]) -> Tensor | None:
+    """Numbers of tokens, (N, t) each, joined into one (B, T) with the largest width; None of none."""
+    width = max((column.shape[1] for column in columns), default=0)
+    return torch.cat([_fitted(column, width) for column in columns]) if columns else None
 
 
 def _joined(columns: list[Tensor], rows: list[Tensor], width: int) -> Tensor:
     """The tensors (N, t) or (N,) of all micro-batches joined into one (B, width) or (B,), in the rollout's order. rows:
     the rollout's rows in each micro-batch."""
-    padded = [F.pad(column, (0, width - column.shape[1])) if column.dim() == 2 else column for column in columns]
+    padded = [_fitted(column, width) if column.dim() == 2 else column for column in columns]
     return torch.cat(padded)[torch.cat(rows).argsort()]
 
 

@@ -321,11 +321,19 @@ class PPOTrainer:
 
 
 def batch_to_learn(algorithm: Algorithm, experience: Experience, kl_coef: float) -> TrainingBatch:
-    """From scores to advantages: all that the losses use of this rank's responses."""
+    """From scores to advantages: all that the losses use of this rank's responses.
+
+    Only scores of whole responses are scaled, clipped and changed for a missing end. Scores of tokens are added to the
+    tokens' rewards as they are. Source: volcengine/verl, verl/trainer/ppo/ray_trainer.py, `apply_kl_penalty`:
+    token_level_rewards = token_level_scores - beta * kld.
+    """
     rollout = experience.rollout
     positions = algorithm.positions(rollout.responses, rollout.response_mask)
-    scores = algorithm.process_scores(experience.scores, rollout.ended, rollout.response_mask)
+    whole = experience.scores if experience.whole_scores is None else experience.whole_scores
+    scores = algorithm.process_scores(whole, rollout.ended, rollout.response_mask)
     rewards = algorithm.compute_rewards(experience.logprobs, experience.ref_logprobs, scores, positions, kl_coef)
+    if experience.token_scores is not None:
+        rewards, scores = rewards + experience.token_scores, scores + experience.token_scores.sum(-1)
     values = algorithm.kept_values(experience.values, positions)
     advantages, returns = algorithm.compute_advantages(rewards, values, positions.masks)
     return algorithm.training_batch(experience, positions, scores, rewards, values, advantages, returns, kl_coef)

@@ -353,6 +353,7 @@ class Algorithm:
             state_mask=positions.masks.state,
             correction=correction,
             cut=cut,
+            whole_scores=experience.whole_scores,
         )
 
     def correction(self, logprobs: Tensor, rollout: Rollout) -> tuple[Tensor, Tensor] | tuple[None, None]:

@@ -10,12 +10,14 @@ servers in threads before their results are needed.
 import contextlib
 import math
 import traceback
+from bisect import bisect_left
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from engine import distributed
@@ -50,18 +52,19 @@ objective/NAME, already has the name."""
 
 @runtime_checkable
 class RewardSource(Protocol):
-    """Scores whole responses: a reward model, a function, a server, or several of these together.
+    """Scores responses: a reward model, a function, a server, or several of these together.
 
     A source of your own inherits from this class and implements `score`.
     """
 
     def score(self, rollout: Rollout) -> Tensor:
-        """Returns one score for each response: (B,) float32. All ranks call this together, each with its own
-        responses."""
+        """Returns one score for each response, (B,) float32, or one for each token, (B, T) float32 with T the
+        responses' width in this rollout. Numbers at tokens outside the response mask are ignored. The score of a
+        response is then the sum over its tokens. All ranks call this together, each with its own responses."""
 
     def parts(self, rollout: Rollout) -> dict[str, Tensor]:
-        """Returns the parts of the score, as {name in metrics and sample tables: (B,) float32}. The score is the sum of
-        the parts, each multiplied by its weight in `weights`. Names in `TAKEN` are not allowed.
+        """Returns the parts of the score, as {name in metrics and sample tables: (B,) or (B, T) float32}. The score is
+        the sum of the parts, each multiplied by its weight in `weights`. Names in `TAKEN` are not allowed.
         """
         return {"scores": self.score(rollout).float()}
 
@@ -80,12 +83,13 @@ class RewardSource(Protocol):
     def in_pieces(
         self, call: Callable[[Rollout], dict[str, Tensor]], rollout: Rollout, passes: Sequence[Tensor]
     ) -> dict[str, Tensor]:
-        """The results of `call` for the pieces of a rollout, in the order of the rollout's rows. Only during these
-        calls the source's weights are on the device and gathered."""
+        """The results of `call` for the pieces of a rollout, in the order of the rollout's rows. Results (B, T) have
+        the rollout's width, and zeros outside the response mask. Only during these calls the source's weights are on
+        the device and gathered."""
         with self.on_device(), self.inferring():
             found = [call(rollout.select(rows)) for rows in passes]
         order = torch.cat(list(passes)).argsort()
-        return {name: torch.cat([piece[name] for piece in found])[order] for name in found[0]}
+        return {name: _joined([piece[name] for piece in found], order, rollout) for name in found[0]}
 
     def begin(self, rollout: Rollout) -> None:
         """Called with finished responses while others are still being drawn. A source may begin to score them here;
@@ -108,6 +112,20 @@ class RewardSource(Protocol):
         return contextlib.nullcontext()
 
 
+def _joined(pieces: list[Tensor], order: Tensor, rollout: Rollout) -> Tensor:
+    """The pieces' numbers in the order of the rollout's rows: (B,), or (B, T) with zeros outside the response mask."""
+    if pieces[0].dim() == 1:
+        return torch.cat(pieces)[order]
+    width = rollout.response_length
+    joined = torch.cat([F.pad(piece, (0, width - piece.shape[1])) for piece in pieces])[order]
+    return torch.where(rollout.response_mask, joined, torch.zeros_like(joined))
+
+
+def of_responses(part: Tensor) -> Tensor:
+    """A part's number for each response, (B,) float32: of a part (B, T) the sum over the tokens."""
+    return part if part.dim() == 1 else part.sum(-1)
+
+
 def keys_of(rollout: Rollout) -> list[tuple[int, int]]:
     """A key for each response: (index of the prompt, number of the prompt's sample). It is unique within a PPO step."""
     return list(zip(rollout.indices.tolist(), rollout.samples.tolist(), strict=True))
@@ -126,12 +144,43 @@ def decoded(rollout: Rollout, tokenizer, special_tokens: bool = False) -> tuple[
     for row in range(len(rollout)):
         prompt, response = rollout.prompts[row][real[row]], rollout.responses[row][rollout.response_mask[row]]
         text = decode(prompt)
-        # A response is decoded together with its prompt, because many tokenizers drop the space at the beginning of a
-        # text.
-        whole = decode(torch.cat([prompt, response]))
         prompts.append(text)
-        responses.append(whole[len(text) :] if whole.startswith(text) else decode(response))
+        responses.append(_behind(decode, prompt, text, response))
     return prompts, responses
+
+
+def _behind(decode: Callable[[Tensor], str], prompt: Tensor, text: str, response: Tensor) -> str:
+    """The text of response tokens, (N,) int64. A response is decoded together with its prompt, because many tokenizers
+    drop the space at the beginning of a text. prompt, text: the prompt's tokens, and the same decoded."""
+    whole = decode(torch.cat([prompt, response]))
+    return whole[len(text) :] if whole.startswith(text) else decode(response)
+
+
+def positions_of(rollout: Rollout, row: int, tokenizer, ends: Sequence[int]) -> list[int]:
+    """The response positions of the tokens in which steps end.
+
+    ends: where each step ends, in characters of the response's text in `decoded`. The step's token is the one that
+    completes the character before the end; for 0 it is the first token. A response without tokens has position 0.
+    """
+    decode = partial(tokenizer.decode, skip_special_tokens=True)
+    prompt = rollout.prompts[row][rollout.attention_mask[row, : rollout.prompt_length].bool()].cpu()
+    mask = rollout.response_mask[row].cpu()
+    response, places, text = rollout.responses[row].cpu()[mask], mask.nonzero().flatten().tolist(), decode(prompt)
+    whole = _behind(decode, prompt, text, response)
+
+    def complete(count: int, end: int) -> bool:
+        # A character of which only some bytes are there is decoded as another one.
+        return _behind(decode, prompt, text, response[:count])[:end] == whole[:end]
+
+    def place_of(end: int) -> int:
+        count = 1 + bisect_left(range(1, len(places)), True, key=lambda count: complete(count, end))
+        # Where each byte is a token, the bytes of an incomplete character also spoil complete ones before it. A
+        # character has at most four.
+        while earlier := next((one for one in range(count - 1, max(count - 5, 0), -1) if complete(one, end)), 0):
+            count = earlier
+        return places[count - 1]
+
+    return [place_of(end) if places else 0 for end in ends]
 
 
 class AgreedReward(RewardSource):
@@ -142,6 +191,7 @@ class AgreedReward(RewardSource):
 
     def __init__(self, source: RewardSource, name: str):
         self.source, self.name = source, name
+        self._kinds: set[tuple[str, int]] = set()
 
     @classmethod
     def made(cls, source: Callable[[Any], RewardSource], tokenizer, name: str) -> "AgreedReward":
@@ -156,7 +206,8 @@ class AgreedReward(RewardSource):
         return cls(made, name)
 
     def score(self, rollout: Rollout) -> Tensor:
-        """The source's score, (B,) float32. Raises: RunStopped on all ranks if the source fails on one rank."""
+        """The source's score, (B,) or (B, T) float32. Raises: RunStopped on all ranks if the source fails on one
+        rank."""
         return self._agreed(self.source.score, rollout)["scores"]
 
     def parts(self, rollout: Rollout) -> dict[str, Tensor]:
@@ -184,9 +235,11 @@ class AgreedReward(RewardSource):
         returned, problem = _called(partial(call, rollout))
         parts = returned if isinstance(returned, dict) else {"scores": returned}
         if problem is None:  # an object of a user's class may raise when its attributes are read
-            wrong, raised = _called(partial(_misshapen, parts, len(rollout)))
+            wrong, raised = _called(partial(_misshapen, parts, rollout.response_mask.shape))
             problem = wrong or raised
-        stop_all_ranks(problem, self.name, "Have its score return one number a response, a tensor (B,).")
+        contract = "Have its score return one number a response, a tensor (B,), or one a token, (B, T)."
+        stop_all_ranks(problem, self.name, contract)
+        stop_if_mixed(self._kinds, {(name, values.dim()) for name, values in parts.items()}, self.name)
         return {name: values.float() for name, values in parts.items()}
 
 
@@ -201,14 +254,15 @@ def _called(call: Callable[[], Any]) -> tuple[Any, str | None]:
         return None, f"raised {described(error)}"
 
 
-def _misshapen(parts: dict, count: int) -> str | None:
+def _misshapen(parts: dict, shape: torch.Size) -> str | None:
     for name, values in parts.items():
         if name in TAKEN or (name == "scores" and len(parts) > 1):
             return f"calls a part of its score {name!r}, which is the name of something else that is measured"
         if not isinstance(values, Tensor):
             return f"returned {shortened(values)}, which is not a tensor"
-        if values.shape != torch.Size([count]):
-            return f"returned a tensor of shape {tuple(values.shape)} for {count} responses"
+        if values.shape not in (shape[:1], shape):
+            width = "" if values.dim() < 2 else f" of {shape[1]} positions"
+            return f"returned a tensor of shape {tuple(values.shape)} for {shape[0]} responses{width}"
     return None if parts else "returned nothing"
 
 
@@ -223,6 +277,21 @@ def stop_all_ranks(problem: str | None, name: str, contract: str) -> None:
         raise RunStopped(f"{name} {problems[0]}. {contract}", good_until=math.inf)
 
 
+def stop_if_mixed(kinds: set[tuple[str, int]], found: set[tuple[str, int]], name: str) -> None:
+    """Raise RunStopped on all ranks if a part of the score has one number a response here and numbers of tokens there
+    (all ranks call this together): a run treats the two differently.
+
+    kinds: pairs (name of a part, number of dimensions) of all calls so far on all ranks; those in `found` are added.
+    """
+    kinds.update(*distributed.all_gather_objects(found))
+    if len(kinds) > len({part for part, _ in kinds}):
+        raise RunStopped(
+            f"{name} returned one number for some responses, and numbers of steps or tokens for others. Have it return "
+            "the same for all: a response without steps has an empty list, or zeros.",
+            good_until=math.inf,
+        )
+
+
 def described(error: BaseException) -> str:
     """A description of the exception that the user's code raised, with the deepest line in the user's file. To be
     called in the function that caught the exception."""
@@ -232,7 +301,8 @@ def described(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error)[:300]}{place}"
 
 
-Numbers = tuple[list[float], str | None]  # (one number for each response, None), or ([], what went wrong)
+Steps = list[tuple[int, float]]  # (end of a step in characters of the response's text, its number)
+Numbers = tuple[Sequence[float | Steps], str | None]  # (what each response got, None), or ([], what went wrong)
 
 
 class EarlyCalls:
@@ -257,10 +327,10 @@ class EarlyCalls:
         pairs = enumerate(zip(keys, texts, strict=True))
         return [place for place, (key, text) in pairs if key not in self._begun or self._begun[key][0] != text]
 
-    def taken(self, keys: Sequence[Hashable], texts: Sequence[Any]) -> tuple[dict[int, float], str | None]:
+    def taken(self, keys: Sequence[Hashable], texts: Sequence[Any]) -> tuple[dict[int, float | Steps], str | None]:
         """Wait for the calls that were begun with the same keys and texts, and forget them. Returns: {position of a
         response: its score}, and a text that says what went wrong in one of the calls, or None."""
-        found: dict[int, float] = {}
+        found: dict[int, float | Steps] = {}
         problem = None
         for place, (key, text) in enumerate(zip(keys, texts, strict=True)):
             begun, future, position = self._begun.pop(key, (None, None, 0))
@@ -327,8 +397,8 @@ class CombinedReward(RewardSource):
     Args:
         sources: {name: (source, weight)}.
         length_penalty: subtracted for each sampled token, EOS included.
-        standardised: {name of a source: the Standardisation of its scores}. The other sources' scores are taken as they
-            are.
+        standardised: {name of a source that scores whole responses: the Standardisation of its scores}. The other
+            sources' scores are taken as they are.
     """
 
     def __init__(
@@ -343,14 +413,14 @@ class CombinedReward(RewardSource):
         self.standardised = dict(standardised or {})
 
     def score(self, rollout: Rollout) -> Tensor:
-        """The weighted sum of the scores, with the length penalty: (B,) float32."""
+        """The weighted sum of the scores, with the length penalty: (B,) float32. Numbers of tokens are added up."""
         weights = self.weights()
-        parts = [weights.get(name, 1.0) * part for name, part in self.parts(rollout).items()]
+        parts = [weights.get(name, 1.0) * of_responses(part) for name, part in self.parts(rollout).items()]
         return torch.stack(parts).sum(0)
 
     def parts(self, rollout: Rollout) -> dict[str, Tensor]:
-        """{name: (B,) float32}: "scores_NAME" is the score of the source NAME without its weight; "length_penalty", if
-        a length penalty is set, is the penalty as a negative number.
+        """{name: (B,) or (B, T) float32}: "scores_NAME" is the score of the source NAME without its weight;
+        "length_penalty", if a length penalty is set, is the penalty as a negative number.
         """
         return self.measured(rollout, [torch.arange(len(rollout), device=rollout.sequences.device)])
 

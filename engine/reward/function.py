@@ -10,6 +10,9 @@
     def f(prompts, responses, rows): ...                 # also whole rows, as dicts
     def f(completions, answer, **columns): ...           # all by name, as TRL calls reward functions
 
+A function returns a number for each response, or for each response a list of its steps: pairs (end of the step in
+characters of the response's text, number).
+
 Source of the last form: `GRPOTrainer._calculate_rewards`, trl/trainer/grpo_trainer.py of TRL 1.16.0. Unlike in TRL,
 completions are texts in dialogues too.
 """
@@ -19,13 +22,25 @@ import numbers
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from engine.errors import shortened
 from engine.experience import Rollout
-from engine.reward.base import EarlyCalls, Numbers, RewardSource, decoded, described, keys_of, stop_all_ranks
+from engine.reward.base import (
+    EarlyCalls,
+    Numbers,
+    RewardSource,
+    Steps,
+    decoded,
+    described,
+    keys_of,
+    positions_of,
+    stop_all_ranks,
+    stop_if_mixed,
+)
 from engine.trace import traced
 
 
@@ -37,8 +52,8 @@ class FunctionReward(RewardSource):
     therefore not depend on other responses. The texts are those of `engine.reward.base.decoded`.
 
     Args:
-        function: a function that returns one number for each response, as a sequence, an array or a tensor. NaN and
-            infinity are passed on.
+        function: a function that returns one number for each response, as a sequence, an array or a tensor; or a list
+            of steps for each response. NaN and infinity are passed on.
         rows: the rows of the data: rows[index] is the row of the prompt with this index. Any object that can be indexed
             will do, such as torch's ConcatDataset. `rows` is needed if the function takes columns or rows.
         name: the function's name in messages.
@@ -51,10 +66,12 @@ class FunctionReward(RewardSource):
         assert not self.signature.needs_rows or rows is not None, f"{self.name} needs rows of the data"
         self.rows = rows if self.signature.takes_rows else None
         self._early, self._dtype = EarlyCalls(), torch.get_default_dtype()
+        self._kinds: set[tuple[str, int]] = set()
 
     @traced("reward function")
     def score(self, rollout: Rollout) -> Tensor:
-        """Returns the function's numbers unchanged: (B,) float32.
+        """Returns the function's numbers unchanged: (B,) float32; or (B, T) float32, the numbers of steps at the tokens
+        in which the steps end. Numbers of several steps that end in one token are added up.
 
         Raises: RunStopped on all ranks if the function fails on one rank.
         """
@@ -65,10 +82,24 @@ class FunctionReward(RewardSource):
             called, problem = self._called([texts[place] for place in left], [indices[place] for place in left])
             values |= dict(zip(left, called))
         torch.set_default_dtype(self._dtype)  # the function may have changed the default of the whole process
-        contract = "It gets lists of texts and has to return one number for each response. Correct the function."
-        stop_all_ranks(problem, f"the reward function {self.name}", contract)
-        scores = [values[place] for place in range(len(texts))]
-        return torch.tensor(scores, dtype=torch.float32, device=rollout.sequences.device)
+        contract = "It gets lists of texts and has to return one number for each response"
+        contract += ", or a list of (end of a step in characters, number) pairs for each. Correct the function."
+        name = f"the reward function {self.name}"
+        stop_all_ranks(problem, name, contract)
+        said = [values[place] for place in range(len(texts))]
+        stop_if_mixed(self._kinds, {("scores", 2 if isinstance(each, list) else 1) for each in said}, name)
+        steps = [each for each in said if isinstance(each, list)]
+        if steps:
+            return self._at_tokens(steps, rollout)
+        return torch.tensor(said, dtype=torch.float32, device=rollout.sequences.device)
+
+    def _at_tokens(self, steps: Sequence[Steps], rollout: Rollout) -> Tensor:
+        scores = torch.zeros(rollout.response_mask.shape)
+        for row, pairs in enumerate(steps):
+            positions = positions_of(rollout, row, self.tokenizer, [end for end, _ in pairs])
+            for position, (_, number) in zip(positions, pairs, strict=True):
+                scores[row, position] += number
+        return scores.to(rollout.sequences.device)
 
     def begin(self, rollout: Rollout) -> None:
         """As in RewardSource: the function begins to score these responses in another thread. If the dialect cuts
@@ -84,23 +115,61 @@ class FunctionReward(RewardSource):
                 return [], f"needs the column {missing[0]}, but a row has {', '.join(row)}: {shortened(row)}"
         positional, named = self.signature.arguments(prompts, responses, rows)
         try:
-            return _numbers(self.function(*positional, **named), len(responses))
+            said, problem = _numbers(self.function(*positional, **named), len(responses))
         except BaseException as error:  # the user's code may raise anything, also SystemExit
             return [], f"raised {described(error)}"
+        for (prompt, response), each in zip(texts, said):
+            if isinstance(each, list) and (wrong := _misplaced(each, len(response))):
+                return [], f"returned {wrong}, for the response {shortened(response)} to {shortened(prompt)}"
+        return said, problem
 
 
 def _numbers(returned, count: int) -> Numbers:
-    """Returns (the numbers in `returned` as floats, None), or ([], a text that says what is wrong with `returned`)."""
+    """Returns (the numbers or steps in `returned`, None), or ([], a text that says what is wrong with `returned`)."""
     values = returned.tolist() if hasattr(returned, "tolist") else returned  # arrays and tensors
     if not isinstance(values, Sequence) or isinstance(values, (str, bytes)):
         return [], f"returned {shortened(returned)}, which is not a sequence of numbers"
     if len(values) != count:
         return [], f"returned {len(values)} values for {count} responses: {shortened(values)}"
-    values = [value.item() if getattr(value, "shape", None) == () else value for value in values]
-    for place, value in enumerate(values):
-        if not isinstance(value, numbers.Real):
-            return [], f"returned {shortened(value)} for response {place} of {count}, which is not a number"
-    return [float(value) for value in values], None
+    found: list[float | Steps] = []
+    for place, value in enumerate(map(_plain, values)):
+        said = float(value) if isinstance(value, numbers.Real) else _steps(value)
+        if said is None:
+            what = "neither a number nor a list of (end, number) pairs" if _is_list(value) else "not a number"
+            return [], f"returned {shortened(value)} for response {place} of {count}, which is {what}"
+        found.append(said)
+    return found, None
+
+
+def _plain(value: Any) -> Any:
+    """A number of numpy or torch as a number of Python; anything else as it is."""
+    return value.item() if getattr(value, "shape", None) == () else value
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, (list, tuple))
+
+
+def _steps(value: Any) -> Steps | None:
+    """The pairs (end of a step, number) in a list; None if it is not a list of these."""
+    if not _is_list(value) or not all(_is_list(pair) and len(pair) == 2 for pair in value):
+        return None
+    pairs = [(_plain(end), _plain(number)) for end, number in value]
+    if not all(isinstance(end, numbers.Integral) and isinstance(number, numbers.Real) for end, number in pairs):
+        return None
+    return [(int(end), float(number)) for end, number in pairs]
+
+
+def _misplaced(steps: Steps, length: int) -> str | None:
+    """The first step that ends outside of a response of `length` characters or before its forerunner, or None."""
+    before = 0
+    for step in steps:
+        if not 0 <= step[0] <= length:
+            return f"the step {step}, which ends outside of the response's {length} characters"
+        if step[0] < before:
+            return f"the step {step}, which comes after a step that ends at {before}"
+        before = step[0]
+    return None
 
 
 TEXTS = ("prompts", "completions")

@@ -39,6 +39,7 @@ def experience_of(rollout: Rollout, **changed) -> TrainingBatch:
     }
     fields |= {f"{name}_mask": rollout.response_mask for name in ("policy", "value", "state")} | {"kl_coef": 0.25}
     fields["cut"] = ~rollout.response_mask
+    fields["whole_scores"] = fields["scores"]
     return TrainingBatch(rollout=rollout, **{**fields, **changed})
 
 

@@ -203,7 +203,8 @@ class RewardFunctionFlags(AlgorithmFlags):
         [],
         "functions that score responses: your own as module:function or file.py:function, RewardSource classes "
         "(docs/extending.md), or the built-in ones math_verify and format (docs/verifiable.md). A function gets "
-        "prompts and responses as texts, and columns of the data; it returns one number for each response",
+        "prompts and responses as texts, and columns of the data; it returns one number for each response, or numbers "
+        "for its steps (docs/step_rewards.md)",
         group="rewards",
     )
     reward_weights: list[float] = flag(

@@ -180,7 +180,7 @@ def add_objective(metrics: Accumulator, batch: TrainingBatch, algorithm: Algorit
     metrics.add("objective/scores", batch.scores.sum(), count)
     metrics.add("objective/rlhf_reward", total_rewards, count)
     metrics.add("objective/non_score_reward", total_rewards - batch.processed_scores.sum(), count)
-    clipped = algorithm.clipped(batch.scores)
+    clipped = algorithm.clipped(batch.scores if batch.whole_scores is None else batch.whole_scores)
     if clipped is not None:
         metrics.add("objective/clipped", clipped.sum(), count)
     if dialect.missing_end == "subtract" and dialect.missing_end_value:

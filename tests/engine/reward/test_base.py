@@ -248,13 +248,23 @@ def test_scores_and_parts_are_the_sources():
     assert parts["kind"].tolist() == [1.0, 2.0, 3.0] and parts["short"].tolist() == [2.0, 4.0, 6.0]
 
 
+def test_numbers_of_tokens_are_taken_and_stay_numbers_of_tokens():
+    source = Given(torch.arange(9.0).view(3, 3))
+    judge = AgreedReward(source, "judge")
+    assert judge.score(AGREED_ROLLOUT).tolist() == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
+    source.returned = torch.zeros(3)
+    with pytest.raises(RunStopped, match="^judge returned one number for some responses, and numbers of steps or tok"):
+        judge.score(AGREED_ROLLOUT)
+
+
 @pytest.mark.parametrize(
     "returned, told",
     [
         (ConnectionError("no answer"), r"judge raised ConnectionError: no answer \(.*test_base.py, line \d+"),
         (SystemExit(0), "judge raised SystemExit: 0"),
         ([1.0, 2.0, 3.0], "which is not a tensor"),
-        (torch.zeros(3, 1), r"shape \(3, 1\) for 3 responses"),
+        (torch.zeros(3, 1), r"shape \(3, 1\) for 3 responses of 3 positions"),
+        (torch.zeros(2), r"shape \(2,\) for 3 responses\. Have its score"),
     ],
 )
 def test_a_failure_stops_the_run(returned, told):

@@ -6,9 +6,11 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from engine.errors import RunStopped
-from engine.reward.base import decoded
+from engine.reward.base import CombinedReward, decoded
 from engine.reward.function import FunctionReward, Signature
 from scripts.harness.models import BOS, EOS, PAD, make_tokenizer
 from tests.engine.fake_models import rollout_of
@@ -181,3 +183,79 @@ def test_a_column_that_a_row_lacks_stops_the_run():
     assert FunctionReward(lambda prompts, responses, answer: answer and [1, 2], tokenizer, ROWS).score(
         rollout
     ).tolist() == [1, 2]
+
+
+BYTES = PreTrainedTokenizerFast(
+    tokenizer_object=Tokenizer(
+        models.BPE({byte: place for place, byte in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, [])
+    )
+)
+BYTES.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+BYTES.backend_tokenizer.decoder = decoders.ByteLevel()
+
+
+# A token is a byte. " \u00e9\u65e5b" has 1, 2, 3 and 1 bytes: the characters' last tokens are 0, 2, 5 and 6.
+def test_the_end_of_a_step_is_at_the_token_that_completes_its_last_character():
+    text = " \u00e9\u65e5b"
+    ids = BYTES(text)["input_ids"]
+    assert len(ids) == 7
+    rollout = rollout_of([BYTES("what")["input_ids"]], [ids], PAD, width=9)
+    found = {end: FunctionReward(returning([[(end, 1.5)]]), BYTES).score(rollout)[0] for end in range(5)}
+    assert {end: row.nonzero().flatten().tolist() for end, row in found.items()} == {
+        0: [0],
+        1: [0],
+        2: [2],
+        3: [5],
+        4: [6],
+    }
+    assert found[3][5] == 1.5
+
+
+def test_bytes_of_the_next_character_do_not_hide_the_end_of_a_step():
+    """As Llama 2 writes what its vocabulary lacks: the two bytes of \u00e9, and a new line, one token each."""
+    vocabulary = {"?": 0, "a": 1, "<0x0A>": 2, "<0xC3>": 3, "<0xA9>": 4}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(vocabulary, "?")))
+    tokenizer.backend_tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    rollout = rollout_of([[1]], [[1, 2, 3, 4, 3, 4]], PAD)
+    assert decoded(rollout, tokenizer)[1] == ["a\n\u00e9\u00e9"]
+    steps = [[(1, 1.0), (2, 2.0), (3, 3.0), (4, 4.0)]]
+    assert FunctionReward(returning(steps), tokenizer).score(rollout).tolist() == [[1.0, 2.0, 0.0, 3.0, 0.0, 4.0]]
+
+
+def test_steps_within_a_word_and_behind_a_cut():
+    """ " w20" is one token, and EOS is no character; two steps that end in one token are added up."""
+    rollout = rollout_of([[BOS, 5], [6]], [[20, 21, EOS], [22, EOS]], PAD, prompt_width=4, width=5)
+    steps = [[(2, 1.0), (np.int64(4), torch.tensor(0.5)), (5, 2)], [[4, -1.0]]]
+    found = FunctionReward(returning(steps), TOKENIZER).score(rollout)
+    assert found.tolist() == [[1.5, 2.0, 0, 0, 0], [-1.0, 0, 0, 0, 0]]
+    function = FunctionReward(returning(steps), TOKENIZER)
+    function.begin(rollout)  # as --overlap_rewards does
+    assert torch.equal(function.score(rollout), found)
+    pieces = CombinedReward({"f": (FunctionReward(lambda p, r: [[(len(e), 1.0)] for e in r], TOKENIZER), 2.0)})
+    parts = pieces.measured(rollout, [torch.tensor([1]), torch.tensor([0])])  # the piece of row 1 is narrower
+    assert parts["scores_f"].tolist() == [[0, 1.0, 0, 0, 0], [1.0, 0, 0, 0, 0]]
+    assert pieces.score(rollout).tolist() == [2.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    "steps, told",
+    [
+        (
+            [(2, 0.0), (5, 1.0)],
+            r"returned the step \(5, 1.0\), which ends outside of the response's 4 characters, "
+            "for the response ' w20' to 'w05'",
+        ),
+        ([(-1, 1.0)], r"returned the step \(-1, 1.0\), which ends outside"),
+        ([(3, 1.0), (2, 1.0)], r"returned the step \(2, 1.0\), which comes after a step that ends at 3, for the resp"),
+        ([(2.5, 1.0)], r"returned \[\(2.5, 1.0\)\] for response 0 of 3, which is neither a number nor a list of \(end"),
+        ([1.0, 2.0], r"returned \[1.0, 2.0\] for response 0 of 3, which is neither a number nor a list of \(end"),
+    ],
+)
+def test_steps_that_are_none_stop_the_run(steps, told):
+    with pytest.raises(RunStopped, match=f"the reward function mine:f {told}.*Correct the function\\."):
+        score(returning([steps, [], []]), name="mine:f")
+
+
+def test_a_function_that_mixes_numbers_and_steps_stops_the_run():
+    with pytest.raises(RunStopped, match="mine:f returned one number for some responses, and numbers of steps"):
+        score(returning([1.0, [], []]), name="mine:f")
