@@ -324,7 +324,7 @@ def batch_to_learn(algorithm: Algorithm, experience: Experience, kl_coef: float)
     """From scores to advantages: all that the losses use of this rank's responses.
 
     Only scores of whole responses are scaled, clipped and changed for a missing end. Scores of tokens are added to the
-    tokens' rewards as they are. Source: volcengine/verl, verl/trainer/ppo/ray_trainer.py, `apply_kl_penalty`:
+    tokens' rewards as they are. Source: verl 1dda039b, verl/trainer/ppo/ray_trainer.py, `apply_kl_penalty`:
     token_level_rewards = token_level_scores - beta * kld.
     """
     rollout = experience.rollout
