@@ -22,7 +22,7 @@ TEMPERATURE = 0.8
 LEARNING_RATE = 1e-3
 BONUS = 0.3  # the entropy_coef
 STILL = replace(DIALECT, actor_lr=0.0, critic_lr=0.0, warmup_steps=0, lr_schedule="constant", temperature=TEMPERATURE)
-MOVING = replace(STILL, actor_lr=LEARNING_RATE, critic_lr=LEARNING_RATE, entropy_coef=BONUS)
+MOVING = replace(STILL, actor_lr=LEARNING_RATE, critic_lr=LEARNING_RATE)
 
 
 def all_stages(folder: str, batch: TrainingBatch, stages: dict[str, tuple]) -> dict[str, dict]:
@@ -62,7 +62,7 @@ def one_stage(folder: str, batch: TrainingBatch, stage: int, config: str, packin
         actor_gradient_checkpointing=True,
         critic_gradient_checkpointing=True,
     )
-    trainer = build_trainer(spec, dialect=MOVING, micro_batch_size=MICRO_BATCH)
+    trainer = build_trainer(spec, dialect=replace(MOVING, entropy_coef=BONUS), micro_batch_size=MICRO_BATCH)
     result["tied"] = one_step(trainer, own)
     one_step(trainer, own)
     result["moved"] = {"actor": weights(trainer.models.actor), "critic": weights(trainer.models.critic)}
