@@ -1,8 +1,10 @@
 """The data of a step: prompts, rollouts, experience, training batch. The classes check their shapes and dtypes."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -16,6 +18,18 @@ def _check(name: str, tensor: Tensor, shape: tuple, dtype: torch.dtype) -> None:
     assert tuple(tensor.shape) == shape and tensor.dtype == dtype, (
         f"{name} is {tuple(tensor.shape)} {tensor.dtype}, should be {shape} {dtype}"
     )
+
+
+def of_width(column: Tensor, width: int) -> Tensor:
+    """Numbers of tokens, (N, t), as (N, width): zeros are added, or positions that are padding are left out."""
+    return F.pad(column, (0, width - column.shape[1]))
+
+
+def joined_pieces(pieces: Sequence[Tensor], rows: Sequence[Tensor], width: int) -> Tensor:
+    """The tensors (N, t) or (N,) of a rollout's pieces joined into one (B, width) or (B,), in the rollout's order.
+    rows: (N,) int64, the rollout's rows in each piece."""
+    whole = [of_width(piece, width) if piece.dim() == 2 else piece for piece in pieces]
+    return torch.cat(whole)[torch.cat(list(rows)).argsort()]
 
 
 @dataclass(frozen=True, slots=True)

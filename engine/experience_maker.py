@@ -6,12 +6,11 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from engine.algo.kl import measured_kl
 from engine.algorithms import Algorithm
-from engine.experience import Experience, Rollout
+from engine.experience import Experience, Rollout, joined_pieces, of_width
 from engine.packing import micro_batches
 from engine.reference import Reference
 from engine.reward.base import RewardSource, of_responses
@@ -110,7 +109,7 @@ class ExperienceMaker:
             self.reward.prepare(scored)
         rows = self._micro_batches(learned)
         pieces = [learned.select(part, self.algorithm.dialect.positions_past_response) for part in rows]
-        joined = partial(_joined, rows=rows, width=rollout.response_length)
+        joined = partial(joined_pieces, rows=rows, width=rollout.response_length)
         by_policies = self._by_policies(learned, pieces, joined) if policies else _unasked(learned)
         values = self._values(pieces, joined)
         scores = scores or self._scores(scored, rows)
@@ -120,7 +119,7 @@ class ExperienceMaker:
             scores=scores.scores,
             score_parts=scores.parts,
             rewards=scores.rewards,
-            token_scores=None if scores.tokens is None else _fitted(scores.tokens, rollout.response_length),
+            token_scores=None if scores.tokens is None else of_width(scores.tokens, rollout.response_length),
             whole_scores=scores.whole,
             **by_policies,
         )
@@ -217,22 +216,10 @@ class ExperienceMaker:
         return replace(scores, tokens=torch.stack(tokens).sum(0), whole=torch.stack([zeros, *whole]).sum(0))
 
 
-def _fitted(column: Tensor, width: int) -> Tensor:
-    """Numbers of tokens, (N, t), as (N, width): zeros are added, or positions that are padding are left out."""
-    return F.pad(column, (0, width - column.shape[1]))
-
-
 def _side_by_side(columns: list[Tensor]) -> Tensor | None:
     """Numbers of tokens, (N, t) each, joined into one (B, T) with the largest width; None of none."""
     width = max((column.shape[1] for column in columns), default=0)
-    return torch.cat([_fitted(column, width) for column in columns]) if columns else None
-
-
-def _joined(columns: list[Tensor], rows: list[Tensor], width: int) -> Tensor:
-    """The tensors (N, t) or (N,) of all micro-batches joined into one (B, width) or (B,), in the rollout's order. rows:
-    the rollout's rows in each micro-batch."""
-    padded = [_fitted(column, width) if column.dim() == 2 else column for column in columns]
-    return torch.cat(padded)[torch.cat(rows).argsort()]
+    return torch.cat([of_width(column, width) for column in columns]) if columns else None
 
 
 def _unasked(learned: Rollout) -> dict[str, Any]:

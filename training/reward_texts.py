@@ -29,7 +29,7 @@ from engine.reward.texts import TextRewardModel
 from training.data.chat import Rendered, render
 from training.data.examples import Prompts
 from training.data.files import quoted
-from training.data.record_forms import left_out
+from training.data.record_forms import any_of, left_out
 from training.data.token_cache import Progress
 from training.data.tokens import Fit, Lengths, end_of_turn
 
@@ -280,8 +280,7 @@ def control_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern:
     """A pattern of the texts of which the tokenizer makes special tokens. The unknown token is none of them: texts may
     contain <unk>."""
     special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
-    tokens = sorted((special | {*tokenizer.all_special_tokens}) - {tokenizer.unk_token}, key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, tokens)) or "(?!)")
+    return any_of((special | {*tokenizer.all_special_tokens}) - {tokenizer.unk_token})
 
 
 def check_prompts(prompts: Prompts, reader: Reader, which: str, model: str) -> list[str]:

@@ -17,13 +17,12 @@ from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from engine import distributed
 from engine.algo.masked import mean_and_variance, moments
 from engine.errors import RunStopped, shortened
-from engine.experience import Rollout
+from engine.experience import Rollout, joined_pieces
 from engine.trace import traced
 from engine.zero.engines import FrozenModel, FrozenRole
 
@@ -88,8 +87,12 @@ class RewardSource(Protocol):
         the device and gathered."""
         with self.on_device(), self.inferring():
             found = [call(rollout.select(rows)) for rows in passes]
-        order = torch.cat(list(passes)).argsort()
-        return {name: _joined([piece[name] for piece in found], order, rollout) for name in found[0]}
+        width, mask = rollout.response_length, rollout.response_mask
+        joined = {name: joined_pieces([piece[name] for piece in found], passes, width) for name in found[0]}
+        return {
+            name: part if part.dim() == 1 else torch.where(mask, part, torch.zeros_like(part))
+            for name, part in joined.items()
+        }
 
     def begin(self, rollout: Rollout) -> None:
         """Called with finished responses while others are still being drawn. A source may begin to score them here;
@@ -110,15 +113,6 @@ class RewardSource(Protocol):
     def inferring(self) -> contextlib.AbstractContextManager:
         """A context for several calls of `parts`. By default entering it does nothing."""
         return contextlib.nullcontext()
-
-
-def _joined(pieces: list[Tensor], order: Tensor, rollout: Rollout) -> Tensor:
-    """The pieces' numbers in the order of the rollout's rows: (B,), or (B, T) with zeros outside the response mask."""
-    if pieces[0].dim() == 1:
-        return torch.cat(pieces)[order]
-    width = rollout.response_length
-    joined = torch.cat([F.pad(piece, (0, width - piece.shape[1])) for piece in pieces])[order]
-    return torch.where(rollout.response_mask, joined, torch.zeros_like(joined))
 
 
 def of_responses(part: Tensor) -> Tensor:

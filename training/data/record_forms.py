@@ -536,8 +536,12 @@ def _special_tokens(tokenizer, template: str) -> tuple[set[str], re.Pattern]:
     usual = {tokenizer.bos_token, tokenizer.pad_token} - {tokenizer.unk_token, None} | ends  # texts may have <unk>
     written = render(tokenizer, list(TURNS)) if tokenizer.chat_template else ""
     added = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special and str(token) in written}
-    tokens = sorted(usual | added, key=len, reverse=True)
-    return ends, re.compile("|".join(map(re.escape, tokens)) or "(?!)")
+    return ends, any_of(usual | added)
+
+
+def any_of(tokens: Iterable[str]) -> re.Pattern:
+    """A pattern that finds each of these tokens, the longest where several begin; of none it finds nothing."""
+    return re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True))) or "(?!)")
 
 
 def _spelt(tokenizer, what: str, texts: Iterable[str | None]) -> tuple[str, ...]:
