@@ -1,6 +1,6 @@
 """The data of a step: prompts, rollouts, experience, training batch. The classes check their shapes and dtypes."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 
 import torch
@@ -37,13 +37,17 @@ class PromptBatch:
     """Prompts to draw responses for, left-padded.
 
     input_ids (B, P) int64; attention_mask (B, P) int64; indices (B,) int64, each prompt's index in the data; samples
-    (B,) int64, the number of the sample that each row draws for its prompt: 0 for the prompt's first sample.
+    (B,) int64, the number of the sample that each row draws for its prompt: 0 for the prompt's first sample; most (B,)
+    int64, the largest number of tokens in each row's response, or None if they are all SamplingConfig.max_new_tokens;
+    first_row: the index 0 means this row of the data. Random numbers are keyed by the indices alone.
     """
 
     input_ids: Tensor
     attention_mask: Tensor
     indices: Tensor
     samples: Tensor
+    most: Tensor | None = None
+    first_row: int = 0
 
     def __post_init__(self):
         shape = tuple(self.input_ids.shape)
@@ -51,16 +55,18 @@ class PromptBatch:
         _check("attention_mask", self.attention_mask, shape, torch.int64)
         _check("indices", self.indices, shape[:1], torch.int64)
         _check("samples", self.samples, shape[:1], torch.int64)
+        if self.most is not None:
+            _check("most", self.most, shape[:1], torch.int64)
 
     def __len__(self) -> int:
         return len(self.input_ids)
 
     def to(self, device) -> "PromptBatch":
-        return PromptBatch(*(getattr(self, field.name).to(device) for field in fields(self)))
+        return self._changed(lambda column: column.to(device))
 
     def select(self, rows: list[int]) -> "PromptBatch":
         """The given rows, in the given order."""
-        return PromptBatch(*(getattr(self, field.name)[rows] for field in fields(self)))
+        return self._changed(lambda column: column[rows])
 
     def repeat(self, k: int) -> "PromptBatch":
         """Each row repeated k times, in adjacent rows. The copies of a row with sample number s get the numbers k * s
@@ -68,22 +74,31 @@ class PromptBatch:
         if k == 1:
             return self
         which = torch.arange(k, device=self.samples.device).repeat(len(self))
-        return PromptBatch(
-            self.input_ids.repeat_interleave(k, 0),
-            self.attention_mask.repeat_interleave(k, 0),
-            self.indices.repeat_interleave(k),
-            self.samples.repeat_interleave(k) * k + which,
-        )
+        repeated = self._changed(lambda column: column.repeat_interleave(k, 0))
+        return replace(repeated, samples=repeated.samples * k + which)
+
+    def _changed(self, change: Callable[[Tensor], Tensor]) -> "PromptBatch":
+        """This batch with `change` applied to each tensor."""
+        columns = {field.name: getattr(self, field.name) for field in fields(self)}
+        return replace(self, **{name: change(one) for name, one in columns.items() if isinstance(one, Tensor)})
+
+
+COLUMNS = ("logprobs", "entropy", "action_mask", "turn_rewards")  # the fields of Rollout that may be None, each (B, T)
 
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
     """Prompts with sampled responses: P prompt positions (left-padded), T response positions (right-padded), S = P + T.
 
-    sequences (B, S) int64; attention_mask (B, S) int64, 1 on real prompt tokens and on sampled tokens;
-    response_mask (B, T) bool, 1 on every sampled token, EOS included; ended (B,) bool, whether the response reached an
-    end token or stop string; indices, samples (B,) int64 as in PromptBatch; logprobs, entropy (B, T) float32, of the
-    sampled tokens as the sampler computed them, or None if it records none.
+    sequences (B, S) int64; attention_mask (B, S) int64, 1 on real prompt tokens and on tokens of the response;
+    response_mask (B, T) bool, the first n positions of a row: the tokens of the response, EOS included; ended (B,) bool,
+    whether the response reached an end token or stop string; indices, samples (B,) int64 as in PromptBatch; logprobs,
+    entropy (B, T) float32, of the sampled tokens as the sampler computed them, or None if it records none.
+
+    In a conversation, an environment inserts tokens into the response between the turns that the policy draws:
+    action_mask (B, T) bool, the tokens of the response that the policy drew, or None if it drew all of them;
+    turn_rewards (B, T) float32, the environment's rewards, each at the last drawn token of its turn, or None without
+    an environment. logprobs and entropy are 0 at inserted tokens.
     """
 
     sequences: Tensor
@@ -94,6 +109,8 @@ class Rollout:
     samples: Tensor
     logprobs: Tensor | None = None
     entropy: Tensor | None = None
+    action_mask: Tensor | None = None
+    turn_rewards: Tensor | None = None
 
     def __post_init__(self):
         rows, width = self.sequences.shape
@@ -103,9 +120,10 @@ class Rollout:
         assert 0 < self.response_length < width, f"{self.response_length} response positions in a width of {width}"
         for name in ("ended", "indices", "samples"):
             _check(name, getattr(self, name), (rows,), torch.bool if name == "ended" else torch.int64)
-        for name in ("logprobs", "entropy"):
+        for name in COLUMNS:
             if getattr(self, name) is not None:
-                _check(name, getattr(self, name), (rows, self.response_length), torch.float32)
+                dtype = torch.bool if name == "action_mask" else torch.float32
+                _check(name, getattr(self, name), (rows, self.response_length), dtype)
 
     def __len__(self) -> int:
         return len(self.sequences)
@@ -119,6 +137,11 @@ class Rollout:
     def prompt_length(self) -> int:
         """P, the number of prompt positions."""
         return self.sequences.shape[1] - self.response_length
+
+    @property
+    def actions(self) -> Tensor:
+        """(B, T) bool, the tokens of the response that the policy drew."""
+        return self.response_mask if self.action_mask is None else self.action_mask & self.response_mask
 
     @property
     def position_ids(self) -> Tensor:
@@ -156,7 +179,7 @@ class Rollout:
     def from_second_token(self) -> "Rollout":
         """This rollout with all positions but the first counted as the response, so that a forward pass also returns
         log-probs of prompt tokens."""
-        return replace(self, response_mask=self.attention_mask[:, 1:].bool(), logprobs=None, entropy=None)
+        return replace(self, response_mask=self.attention_mask[:, 1:].bool(), **dict.fromkeys(COLUMNS))
 
     def select(self, rows: Tensor | slice, positions_after: int | None = 0) -> "Rollout":
         """The given rows, without positions that are padding in all of them.
@@ -177,7 +200,7 @@ class Rollout:
         if positions_after is not None:
             response = min(max(longest + positions_after, 1), response)
         cuts = {"sequences": slice(left, prompt + response), "attention_mask": slice(left, prompt + response)}
-        cuts |= {name: slice(response) for name in ("response_mask", "logprobs", "entropy")}
+        cuts |= {name: slice(response) for name in ("response_mask", *COLUMNS)}
         return Rollout(**{name: tensor[:, cuts[name]] if name in cuts else tensor for name, tensor in picked.items()})
 
 

@@ -243,6 +243,8 @@ def _joined_prompts(batches: Sequence[PromptBatch]) -> PromptBatch:
         columns("attention_mask"),
         torch.cat([batch.indices for batch in batches]),
         torch.cat([batch.samples for batch in batches]),
+        None if batches[0].most is None else torch.cat([batch.most for batch in batches if batch.most is not None]),
+        batches[0].first_row,
     )
 
 
@@ -258,7 +260,7 @@ def copied(rollout: Rollout, device: torch.device | str) -> Rollout:
 def joined(rollouts: Sequence[Rollout], pad_token_id: int) -> Rollout:
     """The rows of all rollouts, one rollout after the other, as wide as the longest prompt and the longest response.
 
-    Either all rollouts must have the sampler's log-probs and entropy, or none of them.
+    A field that may be None must be None in all rollouts or in none of them.
     """
     pieces = [rollout.select(slice(None)) for rollout in rollouts]
     prompt = max(piece.prompt_length for piece in pieces)
