@@ -91,9 +91,9 @@ class Rollout:
     """Prompts with sampled responses: P prompt positions (left-padded), T response positions (right-padded), S = P + T.
 
     sequences (B, S) int64; attention_mask (B, S) int64, 1 on real prompt tokens and on tokens of the response;
-    response_mask (B, T) bool, the first n positions of a row: the tokens of the response, EOS included; ended (B,) bool,
-    whether the response reached an end token or stop string; indices, samples (B,) int64 as in PromptBatch; logprobs,
-    entropy (B, T) float32, of the sampled tokens as the sampler computed them, or None if it records none.
+    response_mask (B, T) bool, the first n positions of a row: the tokens of the response, EOS included; ended (B,)
+    bool, whether the response reached an end token or stop string; indices, samples (B,) int64 as in PromptBatch;
+    logprobs, entropy (B, T) float32, of the sampled tokens as the sampler computed them, or None if it records none.
 
     In a conversation, an environment inserts tokens into the response between the turns that the policy draws:
     action_mask (B, T) bool, the tokens of the response that the policy drew, or None if it drew all of them;
