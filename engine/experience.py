@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -80,7 +81,8 @@ class PromptBatch:
     def _changed(self, change: Callable[[Tensor], Tensor]) -> "PromptBatch":
         """This batch with `change` applied to each tensor."""
         columns = {field.name: getattr(self, field.name) for field in fields(self)}
-        return replace(self, **{name: change(one) for name, one in columns.items() if isinstance(one, Tensor)})
+        changed: dict[str, Any] = {name: change(one) for name, one in columns.items() if isinstance(one, Tensor)}
+        return replace(self, **changed)
 
 
 COLUMNS = ("logprobs", "entropy", "action_mask", "turn_rewards")  # the fields of Rollout that may be None, each (B, T)
@@ -179,7 +181,8 @@ class Rollout:
     def from_second_token(self) -> "Rollout":
         """This rollout with all positions but the first counted as the response, so that a forward pass also returns
         log-probs of prompt tokens."""
-        return replace(self, response_mask=self.attention_mask[:, 1:].bool(), **dict.fromkeys(COLUMNS))
+        unknown: dict[str, Any] = dict.fromkeys(COLUMNS)
+        return replace(self, response_mask=self.attention_mask[:, 1:].bool(), **unknown)
 
     def select(self, rows: Tensor | slice, positions_after: int | None = 0) -> "Rollout":
         """The given rows, without positions that are padding in all of them.
