@@ -8,6 +8,7 @@ import contextlib
 import os
 from collections.abc import Iterator
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -210,12 +211,41 @@ class RankGroup:
         dist.all_gather(parts, tensor.contiguous(), group=self._group)
         return torch.cat(parts, -1)
 
+    def exchanged(self, tensor: torch.Tensor, given: list[int], taken: list[int]) -> torch.Tensor:
+        """Divides a tensor (sum(given), ...) among the group's ranks along its first dimension, and returns what this
+        rank gets of all ranks' tensors: (sum(taken), ...), in the order of the ranks. Gradients go back the same way,
+        so all ranks also make the backward pass together.
+
+        given, taken: the length of the part that goes to each rank, and of the part that comes from it.
+        """
+        return _Exchange.apply(tensor, given, taken, self._group) if self.size > 1 else tensor
+
     def all_objects(self, value) -> list:
         """A list of the picklable `value` of every rank of the group, in the order of the ranks."""
         gathered = [value] * self.size
         if self.size > 1:
             dist.all_gather_object(gathered, value, group=self._group)
         return gathered
+
+
+class _Exchange(torch.autograd.Function):
+    """The exchange of `RankGroup.exchanged`, and in the backward pass that of the gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, given: list[int], taken: list[int], group: Any) -> torch.Tensor:
+        ctx.exchange = given, taken, group
+        arrived = tensor.new_empty(sum(taken), *tensor.shape[1:])
+        dist.all_to_all_single(arrived, tensor.contiguous(), taken, given, group=group)
+        return arrived
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor):
+        given, taken, group = ctx.exchange
+        return _Exchange.apply(gradient, taken, given, group), None, None, None
+
+
+ALONE = RankGroup(1)
+"""The group of this rank and no other."""
 
 
 def barrier() -> None:

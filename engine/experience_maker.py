@@ -10,6 +10,7 @@ from torch import Tensor
 
 from engine.algo.kl import measured_kl
 from engine.algorithms import Algorithm
+from engine.distributed import ALONE, RankGroup
 from engine.experience import Experience, Rollout, joined_pieces, of_width
 from engine.packing import micro_batches
 from engine.reference import Reference
@@ -70,6 +71,7 @@ class ExperienceMaker:
     exact_sampler: whether the sampler's log-probs equal those of a forward pass within rounding. With `old_logprobs`
     "auto" they are used as old log-probs only if this is true.
     padded: whether the models also compute padding, so that padding counts among the tokens of a forward pass.
+    group: the ranks that compute rows together with this one.
     """
 
     def __init__(
@@ -83,13 +85,14 @@ class ExperienceMaker:
         micro_batch_size: int,
         exact_sampler: bool = True,
         padded: bool = True,
+        group: RankGroup = ALONE,
     ):
         self.actor = actor
         self.critic = critic
         self.reference = reference
         self.reward = reward
         self.algorithm, self.micro_batch_size = algorithm, micro_batch_size
-        self.padded = padded
+        self.padded, self.group = padded, group
         self.temperature = algorithm.dialect.logprob_temperature
         self.takes_sampled_logprobs = algorithm.dialect.takes_sampled_logprobs(exact_sampler)
 
@@ -135,7 +138,7 @@ class ExperienceMaker:
     def _micro_batches(self, learned: Rollout) -> list[Tensor]:
         """The rows of each forward pass. All ranks have equally many passes."""
         tokens = self.micro_batch_size * learned.sequences.shape[1]
-        return micro_batches(learned, tokens, equally_many=True, padded=self.padded)
+        return micro_batches(learned, tokens, equally_many=True, padded=self.padded, group=self.group)
 
     def _by_policies(self, learned: Rollout, pieces: list[Rollout], joined: Join) -> dict[str, Any]:
         """Returns what actor and reference compute, as {field of Experience: tensor}."""

@@ -15,6 +15,7 @@ from functools import partial
 import torch
 
 from engine import distributed
+from engine.distributed import RankGroup
 from engine.engine_spec import EngineSpec, OptimizerSpec
 from engine.errors import UserError
 from engine.host_memory import releasing_freed_memory
@@ -219,6 +220,11 @@ class RLHFEngine:
         """Whether rows go through all models without padding."""
         return all(engine.module.packs for engine in self.engines)
 
+    @property
+    def group(self) -> RankGroup:
+        """The ranks that compute rows together with this one."""
+        return self.actor.host.module.group
+
     def destroy(self) -> None:
         """Release the memory of all models, which cannot be used afterwards. Without this call hooks of DeepSpeed keep
         weights and optimizer states in memory until the process ends; at stage 3 it keeps the partitions anyway."""
@@ -240,7 +246,7 @@ class RLHFEngine:
             reference = Reference(_frozen("reference", load_policy, spec.actor_path, spec, trained))
         rewards = [RewardModel(_frozen(role, load_scorer, path, spec, trained)) for role, path in spec.rewards.items()]
         ema = EMA(trained["actor"], spec.ema_decay, spec.ema_device) if spec.ema_decay is not None else None
-        return cls(
+        models = cls(
             actor=trained["actor"],
             critic=trained.get("critic"),
             reference=reference or _moving_reference(spec, trained["actor"], ema),
@@ -251,6 +257,10 @@ class RLHFEngine:
             ),
             ema=ema,
         )
+        group = RankGroup(spec.attention.ranks)
+        for engine in models.engines:
+            engine.module.split(group)
+        return models
 
 
 def _moving_reference(spec: EngineSpec, actor: TrainedModel | TrainedRole, ema: EMA | None) -> MovingReference:

@@ -27,8 +27,9 @@ from engine import distributed
 from engine.algo.losses import ratio_exploded
 from engine.algo.schedules import lr_factor
 from engine.algorithms import Algorithm, Dialect
+from engine.distributed import ALONE, RankGroup
 from engine.experience import TrainingBatch, position_ids
-from engine.packing import micro_batches
+from engine.packing import micro_batches, passes
 from engine.rlhf_engine import RLHFEngine
 from engine.zero.engines import TrainedModel
 from engine.zero.shared_engine import TrainedRole
@@ -159,7 +160,7 @@ class Learner:
 
     micro_batch_size: number of sequences of full length in one pass. pretraining: computes the language-model loss that
     is added to the actor's loss; None to add no such loss. padded: whether padding counts among the tokens of a pass;
-    True if the models compute the padding too.
+    True if the models compute the padding too. group: the ranks that compute rows together with this one.
     """
 
     def __init__(
@@ -170,13 +171,14 @@ class Learner:
         micro_batch_size: int,
         pretraining: "MixedPretraining | None" = None,
         padded: bool = True,
+        group: RankGroup = ALONE,
     ):
         self.models = models
         self.algorithm = algorithm
         self.counters = counters
         self.micro_batch_size = micro_batch_size
         self.pretraining = pretraining
-        self.padded = padded
+        self.padded, self.group = padded, group
 
     def update(self, batch: TrainingBatch, rows: Tensor, metrics: Accumulator, *, actor: bool, critic: bool) -> Tensor:
         """Make one optimizer step of actor and critic from the same rows of the batch (all ranks call this).
@@ -238,7 +240,8 @@ class Learner:
         if algorithm.dialect.micro_batches_matter:
             pieces = list(torch.arange(len(rows), device=rows.device).split(size))
         else:
-            pieces = micro_batches(chosen.rollout, size * batch.rollout.sequences.shape[1], padded=self.padded)
+            most = size * batch.rollout.sequences.shape[1]
+            pieces = micro_batches(chosen.rollout, most, padded=self.padded, group=self.group)
         return [algorithm.for_micro_batch(chosen.select(piece, kept)) for piece in pieces]
 
     def _loss_weights(self, parts: list[TrainingBatch]) -> list[list[float]]:
@@ -413,14 +416,19 @@ class MixedPretraining:
     the mean over the passes of both losses.
     """
 
-    def __init__(self, actor: Trained, feed: TextFeed, coefficient: float, micro_batch_size: int):
-        self.actor, self.feed = actor, feed
+    def __init__(
+        self, actor: Trained, feed: TextFeed, coefficient: float, micro_batch_size: int, group: RankGroup = ALONE
+    ):
+        self.actor, self.feed, self.group = actor, feed, group
         self.coefficient, self.micro_batch_size = coefficient, micro_batch_size
 
     def losses(self, optimizer_step: int, metrics: Accumulator) -> tuple[Iterator[Tensor], int]:
         """(an iterator of this rank's weighted losses; their number, the same on all ranks). The caller divides the
         losses by 2. All ranks call this together."""
-        parts = self.feed.texts(optimizer_step).to(distributed.device()).split(self.micro_batch_size)
+        texts = self.feed.texts(optimizer_step).to(distributed.device())
+        blocks, length = texts.shape
+        pieces = passes([0] * blocks, [length] * blocks, self.micro_batch_size * length, group=self.group)
+        parts = [texts[piece] for piece in pieces]
         own = torch.tensor(float(sum(map(_targets, parts))), device=distributed.device())
         weight = self.coefficient / distributed.data_parallel_sum(own).item()
         count = distributed.largest(len(parts))

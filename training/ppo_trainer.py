@@ -120,13 +120,16 @@ class PPOTrainer:
             micro_batch_size=config.micro_batch_size,
             exact_sampler=config.exact_sampler,
             padded=config.padded,
+            group=models.group,
         )
         self.sampler = GroupSampler(self.experience_maker, dialect, sampling)
         pretraining = None
         if unsupervised is not None:
-            pretraining = MixedPretraining(models.actor, unsupervised, config.unsup_coef, config.micro_batch_size)
+            pretraining = MixedPretraining(
+                models.actor, unsupervised, config.unsup_coef, config.micro_batch_size, models.group
+            )
         self.learner = Learner(
-            models, self.algorithm, self.counters, config.micro_batch_size, pretraining, config.padded
+            models, self.algorithm, self.counters, config.micro_batch_size, pretraining, config.padded, models.group
         )
         self.guards = Guards(models, config.max_kl, config.first_kl_bound)
         self.step_metrics, self.arithmetic = metrics, Arithmetic(models)

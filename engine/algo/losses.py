@@ -153,7 +153,7 @@ def _surrogate_sums(
         clipped=masked_sum((clipped > plain).float(), mask),
         approxkl=masked_sum(log_ratio.detach() ** 2 / 2, mask),
         ratio=masked_sum(still, mask),
-        ratio_max=torch.where(mask, still, torch.zeros_like(still)).max(),
+        ratio_max=F.pad(torch.where(mask, still, torch.zeros_like(still)).flatten(), (0, 1)).max(),  # 0 of no rows
         count=mask.sum(),
     )
 

@@ -54,7 +54,11 @@ class PackedRows:
 
         implementation: the name of one of transformers' attention functions.
         """
-        filled = [length for length in self.lengths if length]
+        return self.borders(self.lengths, implementation)
+
+    def borders(self, lengths: Sequence[int], implementation: str) -> dict[str, Any]:
+        """The result of `arguments` for packed rows of these lengths. A row of length 0 is left out."""
+        filled = [length for length in lengths if length]
         starts = F.pad(torch.tensor(filled, dtype=torch.int32).cumsum(0, dtype=torch.int32), (1, 0))
         starts = starts.to(self.places.device, non_blocking=True)
         if implementation == BY_ROW:
@@ -71,16 +75,11 @@ class PackedRows:
         whole = tensor.new_zeros(self.real.numel(), *tensor.shape[2:])
         return whole.index_copy(0, self.places, tensor.squeeze(0)).unflatten(0, self.real.shape)
 
-    def predicted(self, response_length: int) -> tuple[Tensor, Tensor]:
-        """Which of the last `response_length` tokens of each row are real and follow a real token.
-
-        Returns: (B, response_length) bool, true at these n tokens; and (n,) int64, the index of the token before each
-        of them, counted among all N real tokens.
-        """
-        before = slice(-response_length - 1, -1)
-        positions = self.real[:, -response_length:] & self.real[:, before]
-        numbers = self.real.flatten().cumsum(0).view(self.real.shape) - 1
-        return positions, numbers[:, before][positions]
+    def predicting(self, response_length: int) -> Tensor:
+        """(B, S) bool: the real tokens whose next token is real and one of the last `response_length`."""
+        found = torch.zeros_like(self.real)
+        found[:, -response_length - 1 : -1] = self.real[:, -response_length - 1 : -1] & self.real[:, -response_length:]
+        return found
 
 
 def _attention_by_row(
@@ -91,12 +90,23 @@ def _attention_by_row(
     attention_mask: Tensor | None,
     row_lengths: Sequence[int] | None = None,
     row_starts: Tensor | None = None,
+    split: Any = None,
     sliding_window: int | None = None,
     **how,
 ) -> tuple[Tensor, None]:
     """Torch's attention within each packed row, (1, heads, N, d) -> (1, N, heads, d): by one kernel for all rows if
     this rank's device has one and `row_starts` are given, otherwise row by row. A batch without `row_lengths` has
-    padding, and is computed as in transformers."""
+    padding, and is computed as in transformers.
+
+    split: the SplitRows (engine/models/sequence_parallel.py) of which query, key and value are a slice, or None.
+    """
+    if split is not None:
+        query, key, value = split.heads_for_tokens(query, key, value)
+        # The module may generate too, with all its heads: it stays as it is.
+        heads = SimpleNamespace(num_key_value_groups=query.shape[1] // key.shape[1])
+        rows = {"row_lengths": row_lengths, "row_starts": row_starts, "sliding_window": sliding_window}
+        output, _ = _attention_by_row(heads, query, key, value, None, **rows, **how)
+        return split.tokens_for_heads(output), None
     own = ALL_ATTENTION_FUNCTIONS["sdpa"]
     if row_lengths is None:
         return own(module, query, key, value, attention_mask, sliding_window=sliding_window, **how)
@@ -240,11 +250,14 @@ class Attention:
     rows if the implementation has a kernel for rows of various lengths: flash attention, and torch's own on some GPUs.
     max_length: number of tokens of the longest row, which decides the angles of all rows (`fixed_rope`); None for the
     model's max_position_embeddings.
+    ranks: the number of neighbouring ranks that compute rows together (engine/models/sequence_parallel.py). More than
+    one rank compute packed rows only.
     """
 
     implementation: str = "auto"
     packing: str = "auto"
     max_length: int | None = None
+    ranks: int = 1
 
     def prepare(self, family: Any, config: Any, dtype: torch.dtype) -> dict[str, str]:
         """Choose torch's kernels, and return the arguments that transformers gets when it creates a model (all ranks

@@ -15,11 +15,13 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from engine.algo.logprobs import CHUNK_ELEMENTS, predicting, token_logprobs
+from engine.distributed import ALONE, RankGroup
 from engine.experience import position_ids as positions_from
 from engine.models.adapter_folders import AdapterFolder
 from engine.models.adapters import Adapters
 from engine.models.attention import PackedRows
 from engine.models.heads import LogProbHead, ScoreHead
+from engine.models.sequence_parallel import SplitRows
 from engine.trace import traced
 from engine.zero.gathering import whole_copy
 
@@ -36,6 +38,7 @@ class Backbone(nn.Module):
     merged: the adapter that was merged into the weights when the model was loaded, or None.
     packs: whether padding is removed from rows before they go through the layers (packed rows).
     may_pad: whether rows may keep their padding although `packs` is true at first: nobody asked for packed rows.
+    group: the ranks that compute packed rows together, each a slice of them (engine/models/sequence_parallel.py).
     """
 
     model: PreTrainedModel
@@ -45,6 +48,7 @@ class Backbone(nn.Module):
     start: AdapterFolder | None = None
     merged: AdapterFolder | None = None
     packs = may_pad = False
+    group: RankGroup = ALONE
 
     def __init__(self, model: PreTrainedModel, replaced: dict[str, Any] | None = None):
         super().__init__()
@@ -58,6 +62,14 @@ class Backbone(nn.Module):
     def pack(self, packs: bool) -> None:
         """Set whether rows go through the layers without padding."""
         self.packs = packs
+
+    def split(self, group: RankGroup) -> None:
+        """Compute packed rows together with the ranks of this group from now on."""
+        self.group = group
+
+    def rows(self, attention_mask: Tensor) -> PackedRows:
+        """The packed rows of a batch, or this rank's slice of those of its group."""
+        return PackedRows(attention_mask) if self.group.size == 1 else SplitRows(attention_mask, self.group)
 
     def checkpoint_activations(self) -> None:
         """Keep only each layer's input in forward passes, and compute the rest again in the backward pass."""
@@ -143,10 +155,10 @@ class Policy(Backbone):
         if probe:
             return self._probe(sequences)
         assert attention_mask is not None and position_ids is not None
-        labels = sequences[:, -response_length:]
         if self.packs:
-            rows = PackedRows(attention_mask)
-            return self._packed_logprobs(rows, sequences, position_ids, labels, temperature, with_entropy)
+            rows = self.rows(attention_mask)
+            return self._packed_logprobs(rows, sequences, position_ids, response_length, temperature, with_entropy)
+        labels = sequences[:, -response_length:]
         if self.direct_head:
             hidden = self.hidden_states(sequences, attention_mask, position_ids)
             head = self.model.get_output_embeddings()
@@ -161,14 +173,17 @@ class Policy(Backbone):
         rows: PackedRows,
         sequences: Tensor,
         position_ids: Tensor,
-        labels: Tensor,
+        response_length: int,
         temperature: float,
         with_entropy: bool,
     ) -> tuple[Tensor, Tensor]:
         """The result of `forward`, computed from packed rows. The result is zero where a token or the preceding token
         is padding."""
-        positions, before = rows.predicted(labels.shape[1])
-        wanted = labels[positions].unsqueeze(0)
+        # Each token comes with the one whose log-prob is asked of it, plus 1: 0 if none is.
+        targets = torch.where(rows.predicting(response_length), sequences.roll(-1, 1) + 1, 0)
+        asked = rows.packed(targets)
+        before = asked[0].nonzero().squeeze(-1)
+        wanted = asked[:, before] - 1
         if self.direct_head:
             hidden = self.packed_states(rows, sequences, position_ids).index_select(1, before)
             found = self.model.get_output_embeddings()(hidden, wanted, temperature, with_entropy)
@@ -177,8 +192,9 @@ class Policy(Backbone):
             found = _logits_logprobs(
                 self.model(**inputs, logits_to_keep=before).logits, wanted, temperature, with_entropy
             )
+        zeros = torch.zeros_like(asked, dtype=torch.float32)
         logprobs, entropy = (
-            torch.zeros_like(positions, dtype=torch.float32).masked_scatter(positions, one) for one in found
+            predicting(rows.padded(zeros.index_copy(1, before, one)), response_length) for one in found
         )
         return logprobs, entropy
 
@@ -259,7 +275,7 @@ class Scorer(Backbone):
         self.select_role(role)
         head = dict(self.kept_heads.items()).get(role or "", self.model.score)
         if self.packs:
-            rows = PackedRows(attention_mask)
+            rows = self.rows(attention_mask)
             return rows.padded(head(self.packed_states(rows, sequences, position_ids)).squeeze(-1) + self.offset)
         hidden = self.hidden_states(sequences, attention_mask, position_ids)
         return head(hidden).squeeze(-1) + self.offset

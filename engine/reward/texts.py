@@ -54,7 +54,8 @@ class TextRewardModel(RewardModel):
         """The scores, (B,) float32, in as many passes as the rank needs that needs the most."""
         device, padded = rollout.sequences.device, not self.model.module.packs
         ids = [self._ids[key] for key in keys_of(rollout)]
-        pieces = passes([0] * len(ids), list(map(len, ids)), self.tokens, equally_many=True, padded=padded)
+        group = self.model.module.group
+        pieces = passes([0] * len(ids), list(map(len, ids)), self.tokens, equally_many=True, padded=padded, group=group)
         scores = torch.empty(len(ids), device=device)
         for rows in pieces:
             scores[rows] = self._pass([ids[row] for row in rows], device)
@@ -63,9 +64,10 @@ class TextRewardModel(RewardModel):
     def _pass(self, rows: list[list[int]], device: torch.device) -> Tensor:
         """The scores of one forward pass, (N,) float32. The rows are padded on the right: the mask and the positions
         make that right for any model, and the pad token is never looked at."""
-        width = max(map(len, rows))
-        sequences = torch.tensor([row + [row[-1]] * (width - len(row)) for row in rows], device=device)
-        lengths = torch.tensor([[len(row)] for row in rows], device=device)
+        width = max(map(len, rows), default=1)
+        ids = [row + [row[-1]] * (width - len(row)) for row in rows]
+        sequences = torch.tensor(ids, dtype=torch.int64, device=device).view(-1, width)
+        lengths = torch.tensor([len(row) for row in rows], device=device).view(-1, 1)
         mask = (torch.arange(width, device=device) < lengths).long()
         token_scores = self.model(sequences, mask, position_ids(mask))
         return self.model.module.sequence_scores(token_scores, sequences, mask)

@@ -164,6 +164,12 @@ class RunFlags(TokenizerFlags):
         "A100, in bf16 or fp16, from torch 2.11), else padded",
         choices=PACKING,
     )
+    sequence_parallel_size: int = flag(
+        1,
+        "number of neighbouring ranks of a node that compute sequences together, each a slice of their tokens, for "
+        "long sequences (docs/many_nodes.md); a pass then has as many tokens as one of a single rank",
+        least=1,
+    )
     report_to: list[str] = flag(
         ["tensorboard"],
         "where metrics go besides metrics.jsonl: TensorBoard, and trackers, whose packages pip installs by these names",
@@ -213,10 +219,14 @@ class RunFlags(TokenizerFlags):
     def attention(self) -> Attention:
         """The code that computes attention in all models, and whether sequences are packed or padded. Raises UserError
         if the user asks for packing but the run uses the model's outputs at padding positions."""
-        reason = self.counted_padding()
-        if reason is not None and self.packing == "packed":
-            raise UserError(f"--packing packed: {reason}, of which there are none then. Leave it out, or give padded.")
-        return Attention(self.attn_implementation, self.packing if reason is None else "padded", self.max_length)
+        reason, ranks = self.counted_padding(), self.sequence_parallel_size
+        packing = self.packing if ranks == 1 else "packed"
+        if reason is not None and packing == "packed":
+            asked, other = (
+                ("--packing packed", ", or give padded") if ranks == 1 else (self.word("sequence_parallel_size"), "")
+            )
+            raise UserError(f"{asked}: {reason}, of which there are none then. Leave it out{other}.")
+        return Attention(self.attn_implementation, packing if reason is None else "padded", self.max_length, ranks)
 
     @property
     def max_length(self) -> int | None:
