@@ -15,7 +15,7 @@ from functools import partial
 import torch
 
 from engine import distributed
-from engine.distributed import RankGroup
+from engine.distributed import ALONE, RankGroup
 from engine.engine_spec import EngineSpec, OptimizerSpec
 from engine.errors import UserError
 from engine.host_memory import releasing_freed_memory
@@ -179,6 +179,7 @@ class RLHFEngine:
         `EngineSpec.rewards`; empty if there are none.
     ema: the moving average of the actor, or None.
     tokenizer: the actor's tokenizer. saved_tokenizer: the same with its own pad token, to be saved with models.
+    group: the ranks that compute rows together with this one (engine/models/sequence_parallel.py).
     """
 
     def __init__(
@@ -191,12 +192,16 @@ class RLHFEngine:
         ema: EMA | None,
         tokenizer,
         saved_tokenizer=None,
+        group: RankGroup = ALONE,
     ):
         self.actor, self.critic = actor, critic
         self.reference, self.rewards = reference, list(rewards)
         self.ema = ema
         self.tokenizer = tokenizer
         self.saved_tokenizer = saved_tokenizer or tokenizer
+        self.group = group
+        for engine in self.engines:
+            engine.module.split(group)
 
     @property
     def engines(self) -> list[TrainedModel | FrozenModel]:
@@ -220,11 +225,6 @@ class RLHFEngine:
         """Whether rows go through all models without padding."""
         return all(engine.module.packs for engine in self.engines)
 
-    @property
-    def group(self) -> RankGroup:
-        """The ranks that compute rows together with this one."""
-        return self.actor.host.module.group
-
     def destroy(self) -> None:
         """Release the memory of all models, which cannot be used afterwards. Without this call hooks of DeepSpeed keep
         weights and optimizer states in memory until the process ends; at stage 3 it keeps the partitions anyway."""
@@ -246,7 +246,7 @@ class RLHFEngine:
             reference = Reference(_frozen("reference", load_policy, spec.actor_path, spec, trained))
         rewards = [RewardModel(_frozen(role, load_scorer, path, spec, trained)) for role, path in spec.rewards.items()]
         ema = EMA(trained["actor"], spec.ema_decay, spec.ema_device) if spec.ema_decay is not None else None
-        models = cls(
+        return cls(
             actor=trained["actor"],
             critic=trained.get("critic"),
             reference=reference or _moving_reference(spec, trained["actor"], ema),
@@ -256,11 +256,8 @@ class RLHFEngine:
                 spec.actor_path, "actor", trust_remote_code=spec.trust_remote_code, chat_template=spec.chat_template
             ),
             ema=ema,
+            group=RankGroup(spec.attention.ranks),
         )
-        group = RankGroup(spec.attention.ranks)
-        for engine in models.engines:
-            engine.module.split(group)
-        return models
 
 
 def _moving_reference(spec: EngineSpec, actor: TrainedModel | TrainedRole, ema: EMA | None) -> MovingReference:

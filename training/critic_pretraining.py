@@ -81,7 +81,7 @@ class CriticPretraining:
             self.counters,
             config.micro_batch_size,
             padded=config.padded,
-            group=trainer.models.group,
+            group=config.group,
         )
         self.sampling = replace(trainer.sampling, seed=trainer.sampling.seed ^ SEED)
 

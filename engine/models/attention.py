@@ -315,7 +315,7 @@ class Attention:
 
         kind: LANGUAGE_MODEL or CLASSIFIER. dtype: the dtype that the model computes in, "fp32", "fp16" or "bf16".
         """
-        asked = f"--attn_implementation {self.implementation}"
+        asked, split = f"--attn_implementation {self.implementation}", f"--sequence_parallel_size {self.ranks}"
         reason = self._why_not_here(dtype)
         if reason is not None:
             raise UserError(f"{asked}: {reason} Leave it out, or give sdpa.")
@@ -324,6 +324,8 @@ class Attention:
                 f"--packing packed with {asked}: it would compute all pairs of tokens of all rows. Leave one of them "
                 "out, or give sdpa or flash_attention_2."
             )
+        if self.ranks > 1 and self.implementation not in ("auto", "sdpa", "cudnn"):
+            raise UserError(f"{asked} with {split}: ranks split torch's own attention. Leave one out, or give sdpa.")
         config = read_config(path, what, trust_remote_code)
         family: Any = model_class(config, kind, path, what, trust_remote_code)
         attribute = _FAMILIES.get(self._name)
@@ -334,9 +336,19 @@ class Attention:
                 f"attention. Leave it out, or give {' or '.join([*others, 'eager'])}."
             )
         if self.packing == "packed" and not self._takes_rows(family, config):
+            of = f"{what} {path} is of type {config.model_type!r}, "
+            if self.ranks > 1 and keeps_states(config):
+                raise UserError(f"{split}: {of}whose layers keep a state from token to token. Leave it out.")
             raise UserError(
-                f"--packing {self.packing}: {what} {path} is of type {config.model_type!r}, whose attention in "
-                "transformers takes no rows without padding. Leave it out, or give padded."
+                f"{split if self.ranks > 1 else '--packing packed'}: {of}whose attention in transformers takes no rows "
+                f"without padding. Leave it out{', or give padded' * (self.ranks == 1)}."
+            )
+        heads, kept, _ = head_sizes(config)
+        fits = [n for n in range(1, heads + 1) if not heads % n and 0 in (kept % n, n % kept)]
+        if self.ranks > 1 and self.ranks not in fits:
+            raise UserError(
+                f"{split}: {what} {path} has {heads} attention heads, {kept} of them with keys and values of their own, "
+                f"which {self.ranks} ranks cannot share. Give one of {', '.join(map(str, fits[1:]))}, or leave it out."
             )
 
     def _why_not_here(self, dtype: str) -> str | None:

@@ -20,6 +20,7 @@ from peft import LoraConfig
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from engine.distributed import RankGroup
 from engine.models.adapter_folders import HEAD, AdapterFolder
 from engine.models.adapters import Adapters, inject
 from engine.models.checking import contents
@@ -69,6 +70,12 @@ class Trunk(Policy):
         super().pack(packs)
         for scorer in self.scorers.values():
             scorer.pack(packs)
+
+    def split(self, group: RankGroup) -> None:
+        """As Backbone.split, for all roles."""
+        super().split(group)
+        for scorer in self.scorers.values():
+            scorer.split(group)
 
     def give_adapters(self, configs: Mapping[str, LoraConfig]) -> None:
         """Inject adapters into the model. configs: {role: configuration of its adapter}."""

@@ -25,7 +25,7 @@ from engine.models.attention import IMPLEMENTATIONS, PACKING, Attention
 from engine.models.config_and_tokenizer import read_chat_template, read_tokenizer
 from engine.models.model_paths import base_of
 from engine.options import REQUIRED, default_of, fault, option, unmet
-from engine.zero.accelerator import on_gpu
+from engine.zero.accelerator import on_gpu, ranks_of_this_machine
 from training.checkpoints.files import Schedule
 from training.data.record_forms import Form
 from training.data.row_selection import Rows, checked_weights, load_rows, parse_split
@@ -201,8 +201,20 @@ class RunFlags(TokenizerFlags):
             for value in _texts(getattr(self, spec.name)) if spec.name != "stop" else ():
                 check_name(spec.name, value)
         super().validate()
+        if self.sequence_parallel_size > 1 and self.packing == "padded":
+            raise UserError(
+                f"{self.word('packing')} with {self.word('sequence_parallel_size')}: several ranks split rows without "
+                "padding only. Leave one of them out."
+            )
+        if "RANK" in os.environ:  # set by the launcher; a program that plans for other machines has no RANK
+            self.check_groups(ranks_of_this_machine())
         if self.preflight and self.dry_run:
             raise UserError("--preflight looks at the nodes of a run, and --dry_run at its flags: give one of them.")
+
+    def check_groups(self, ranks: int) -> None:
+        """Raise UserError if the ranks of a node cannot be divided into groups of the size that the flags ask for.
+        ranks: number of ranks of a node."""
+        refuse_uneven(ranks, "sequence_parallel_size", self.sequence_parallel_size)
 
     @property
     def reports(self) -> list[str]:
@@ -222,10 +234,9 @@ class RunFlags(TokenizerFlags):
         reason, ranks = self.counted_padding(), self.sequence_parallel_size
         packing = self.packing if ranks == 1 else "packed"
         if reason is not None and packing == "packed":
-            asked, other = (
-                ("--packing packed", ", or give padded") if ranks == 1 else (self.word("sequence_parallel_size"), "")
-            )
-            raise UserError(f"{asked}: {reason}, of which there are none then. Leave it out{other}.")
+            if ranks > 1:
+                raise UserError(f"{self.word('sequence_parallel_size')}: {reason}, of which there are none then.")
+            raise UserError(f"--packing packed: {reason}, of which there are none then. Leave it out, or give padded.")
         return Attention(self.attn_implementation, packing if reason is None else "padded", self.max_length, ranks)
 
     @property
@@ -256,6 +267,15 @@ class RunFlags(TokenizerFlags):
         """Whether to read the model at `path`. A dry run reads it only if the model is on this machine; if it is an
         adapter, its base model must be there too."""
         return not self.dry_run or (Path(path).exists() and Path(base_of(path, "model")).exists())
+
+
+def refuse_uneven(ranks: int, name: str, size: int | None) -> None:
+    """Raise UserError if the `ranks` of a node cannot be divided into groups of `size`. name: the flag."""
+    if size and ranks % size:
+        raise UserError(
+            f"--{name} {size}: the {ranks} ranks of a node cannot be divided into groups of {size}. Give a number that "
+            f"divides {ranks}."
+        )
 
 
 def _texts(value) -> list[str]:

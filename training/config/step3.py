@@ -2,15 +2,13 @@
 The memory planner has step 3's flags, and further flags that describe the machines.
 """
 
-import os
 from dataclasses import dataclass
 from typing import ClassVar
 
 from engine.errors import UserError
 from engine.rollout import DECODING, ROLLOUT_BACKENDS, SAMPLERS
-from engine.zero.accelerator import ranks_of_this_machine
 from training.config import other_systems
-from training.config.flags import HubFlags, RestartFlags, RunFlags, flag
+from training.config.flags import HubFlags, RestartFlags, RunFlags, flag, refuse_uneven
 from training.config.models import ModelFlags
 
 COPIES = "rollout_backend=auto|replica|zero3"  # the backends that sample from the actor in the training processes
@@ -65,8 +63,6 @@ class RolloutFlags(RunFlags):
     def validate(self) -> None:
         """Raise UserError for values that cannot work, by themselves or in combination."""
         super().validate()
-        if "RANK" in os.environ:  # set by the launcher; a program that plans for other machines has no RANK
-            self.check_groups(ranks_of_this_machine())
         if self.decoding in ("recorded", "graphs") and self.replicas_between_steps != "keep":
             raise UserError(
                 f"{self.word('decoding')} with {self.word('replicas_between_steps')}: such passes belong to weights "
@@ -79,15 +75,11 @@ class RolloutFlags(RunFlags):
             )
 
     def check_groups(self, ranks: int) -> None:
-        """Raise UserError if the ranks of a node cannot be divided into groups of the size that the flags ask for.
-        ranks: number of ranks of a node."""
+        """See RunFlags."""
+        super().check_groups(ranks)
         name = {"replica": "inference_tp_size", "vllm": "vllm_tensor_parallel_size"}.get(self.rollout_backend)
-        parts = name and getattr(self, name)
-        if parts and ranks % parts:
-            raise UserError(
-                f"--{name} {parts}: the {ranks} ranks of a node cannot be divided into groups of {parts}. Give a "
-                f"number that divides {ranks}."
-            )
+        if name is not None:
+            refuse_uneven(ranks, name, getattr(self, name))
 
 
 @dataclass(kw_only=True)
@@ -146,6 +138,12 @@ class RLHFFlags(HubFlags, RestartFlags, RolloutFlags, ModelFlags):
             raise UserError(
                 f"--overlap_rewards with --rollout_backend {self.rollout_backend}: that gives no response before all "
                 "are done. Leave it out."
+            )
+        if self.sequence_parallel_size > 1 and dialect.micro_batches_matter:
+            raise UserError(
+                f"{self.word('sequence_parallel_size')}: the dialect {dialect.name} averages within micro-batches, and "
+                "the ranks of a group share theirs. Leave it out, or --set loss_scope=optimizer_step and "
+                "advantages_at=rollout."
             )
         if "" in self.stop:
             raise UserError("--stop '': an empty string stands at every place. Give strings of at least one character.")
