@@ -27,7 +27,7 @@ def micro_batches(
     lengths = rollout.attention_mask[:, : rollout.prompt_length].sum(-1), rollout.response_mask.sum(-1)
     prompt, response = torch.stack(lengths).tolist()
     pieces = passes(prompt, response, tokens, equally_many, padded, group)
-    rows = torch.tensor([row for piece in pieces for row in piece], device=rollout.sequences.device)
+    rows = torch.tensor([*chain(*pieces)], dtype=torch.int64, device=rollout.sequences.device)
     return list(rows.split([len(piece) for piece in pieces]))
 
 

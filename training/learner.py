@@ -232,7 +232,7 @@ class Learner:
         In dialects that average or whiten per micro-batch, the result depends on which rows share a micro-batch. In
         these dialects each micro-batch has `micro_batch_size` rows, in the order of `rows`.
         """
-        if not len(rows):
+        if not len(rows) and self.group.size == 1:
             return []
         algorithm, size = self.algorithm, self.micro_batch_size
         kept = algorithm.dialect.positions_past_response

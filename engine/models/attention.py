@@ -347,8 +347,8 @@ class Attention:
         fits = [n for n in range(1, heads + 1) if not heads % n and 0 in (kept % n, n % kept)]
         if self.ranks > 1 and self.ranks not in fits:
             raise UserError(
-                f"{split}: {what} {path} has {heads} attention heads, {kept} of them with keys and values of their own, "
-                f"which {self.ranks} ranks cannot share. Give one of {', '.join(map(str, fits[1:]))}, or leave it out."
+                f"{split}: {what} {path} has {heads} attention heads and {kept} heads of keys and values, which "
+                f"{self.ranks} ranks cannot share. Give one of {', '.join(map(str, fits[1:]))}, or leave it out."
             )
 
     def _why_not_here(self, dtype: str) -> str | None:

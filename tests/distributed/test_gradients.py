@@ -1,6 +1,7 @@
 """Gradients and updates of two ranks at every ZeRO stage are those of one process that sees the whole batch at once.
 
-Rows and responses are ragged, and the ranks have three micro-batches and one. Without padding they are the same, too.
+Rows and responses are ragged, and the ranks have three micro-batches and one. Without padding, and with rows that the
+two ranks split, they are the same, too.
 """
 
 import pytest
@@ -18,6 +19,8 @@ STAGES = {
     "3": (3, "stage3.json"),
     "3_persistent": (3, "stage3_persistent.json"),
     "3_packed": (3, "stage3.json", "packed"),
+    "0_split": (0, "stage0.json", "packed", 2),
+    "3_split": (3, "stage3.json", "packed", 2),
 }
 MODELS = ("actor", "critic")
 MICRO_BATCHES = ((0, 2), (2, 4), (4, 5), (5, 7))  # of both ranks

@@ -26,15 +26,17 @@ MOVING = replace(STILL, actor_lr=LEARNING_RATE, critic_lr=LEARNING_RATE)
 
 
 def all_stages(folder: str, batch: TrainingBatch, stages: dict[str, tuple]) -> dict[str, dict]:
-    """`one_stage` of each (stage, name of the DeepSpeed JSON, packing if not the usual one), by the same names."""
+    """`one_stage` of each (stage, name of the DeepSpeed JSON, packing and ranks a group if not the usual ones), by the same names."""
     return {name: one_stage(folder, batch, *how) for name, how in stages.items()}
 
 
-def one_stage(folder: str, batch: TrainingBatch, stage: int, config: str, packing: str = "auto") -> dict:
+def one_stage(
+    folder: str, batch: TrainingBatch, stage: int, config: str, packing: str = "auto", ranks: int = 1
+) -> dict:
     """Gradients of the loss as it is, of two wrong ones and with an entropy bonus; two real steps, with the bonus, of
     the model with tied embeddings."""
     own = batch.select(slice(*ROWS[distributed.rank()]))
-    attention = Attention(packing=packing)
+    attention = Attention(packing=packing, ranks=ranks)
     spec = engine_spec(folder, stage, config=config, attention=attention)
     trainer = build_trainer(spec, dialect=STILL, micro_batch_size=MICRO_BATCH)
     result = {
