@@ -25,6 +25,7 @@ from training.checkpoints.files import Schedule, config_files
 from training.checkpoints.resuming import Checkpoint, restore
 from training.checkpoints.saving import CheckpointWriter
 from training.data.examples import collate_prompts
+from training.learner import TextFeed
 from training.ppo_trainer import PPOConfig, PPOTrainer
 
 DIALECT = Dialect(name="tiny", actor_lr=1e-3, critic_lr=1e-3, warmup_steps=2, ppo_epochs=1, ema_decay=0.9)
@@ -53,6 +54,7 @@ def build_trainer(
     sampling: SamplingConfig = SAMPLING,
     backend: str = "replica",
     reward: RewardSource | None = None,
+    unsupervised: TextFeed | None = None,
     **config,
 ) -> PPOTrainer:
     """New engines, and a trainer of `total_steps` 3 and `micro_batch_size` 4 unless `config` says otherwise."""
@@ -65,6 +67,7 @@ def build_trainer(
         config=PPOConfig(**config),
         sampling=sampling,
         reward=reward,
+        unsupervised=unsupervised,
     )
 
 

@@ -26,7 +26,8 @@ MOVING = replace(STILL, actor_lr=LEARNING_RATE, critic_lr=LEARNING_RATE)
 
 
 def all_stages(folder: str, batch: TrainingBatch, stages: dict[str, tuple]) -> dict[str, dict]:
-    """`one_stage` of each (stage, name of the DeepSpeed JSON, packing and ranks a group if not the usual ones), by the same names."""
+    """`one_stage` of each (stage, name of the DeepSpeed JSON, and perhaps packing and ranks a group), by the same
+    names."""
     return {name: one_stage(folder, batch, *how) for name, how in stages.items()}
 
 
