@@ -164,7 +164,7 @@ def three_steps(folder: str, blocks: torch.Tensor, stage: int, texts: bool = Fal
         attention = Attention(packing="packed", ranks=ranks)
         trainer = build_trainer(
             engine_spec(folder, stage, config=f"stage{stage}.json", attention=attention, **spec),
-            dialect=DIALECT.override(mini_batches=2, entropy_coef=0.1, value_clip_range=None),
+            dialect=DIALECT.replaced(mini_batches=2, entropy_coef=0.1, value_clip_range=None),
             micro_batch_size=1,
             unsupervised=Texts(blocks) if texts else None,
             padded=False,
