@@ -18,6 +18,7 @@ if __name__ == "__main__":
 
 from engine import distributed
 from engine.algo.masked import masked_sum
+from engine.distributed import RankGroup
 from engine.errors import UserError
 from engine.experience import position_ids
 from engine.models.attention import attention_in_words
@@ -71,6 +72,7 @@ def main(args: SFTFlags, callbacks: Sequence[Callback] = ()) -> None:
     model = wrap_trained(
         module, ds_config, args.engine_config(), args.optimizer(), args.gradient_checkpointing, args.lora()
     )
+    module.split(RankGroup(args.sequence_parallel_size))
 
     def logprobs(batch: SFTBatch):
         return model(

@@ -26,6 +26,7 @@ from torch import Tensor
 from engine import distributed
 from engine.algo.losses import pairwise_loss, pairwise_loss_from_difference
 from engine.algo.masked import mean_and_variance, moments
+from engine.distributed import RankGroup
 from engine.engine_spec import EngineSpec, OptimizerSpec, frozen_stage
 from engine.errors import RunStopped
 from engine.experience import position_ids
@@ -94,6 +95,7 @@ def main(args: RewardFlags, callbacks: Sequence[Callback] = ()) -> None:
     model = wrap_trained(
         module, ds_config, args.engine_config(), args.optimizer(), args.gradient_checkpointing, args.lora()
     )
+    module.split(RankGroup(args.sequence_parallel_size))
     module.model.config.score_offset = 0.0
 
     def scores_of(batch: PairBatch) -> tuple[Tensor, Tensor]:

@@ -4,7 +4,7 @@ examples. training/runtime/loop.py has what stands around the steps.
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from engine import distributed
 from engine.algo.schedules import lr_factor
+from engine.distributed import RankGroup
 from engine.errors import RunStopped
 from engine.zero.engines import TrainedModel
 from training.checkpoints.conditions import BEFORE, Conditions, fingerprints
@@ -239,9 +240,10 @@ class SupervisedTrainer:
         self._seed_dropout(step)
         self.model.module.train()
         own = torch.tensor(float(sum(self.count(batch) for batch in batches)), device=distributed.device())
-        targets = distributed.data_parallel_sum(own)
-        losses = (self.loss(batch, metrics) / targets for batch in batches)
-        total = accumulate_gradients(self.model, losses, len(batches)).sum()
+        targets, group = distributed.data_parallel_sum(own), self.model.module.group
+        parts = [part for batch in batches for part in in_turns(batch, group)]
+        losses = (self.loss(part, metrics) / targets for part in parts)
+        total = accumulate_gradients(self.model, losses, len(parts)).sum()
         if distributed.any_rank(~total.isfinite()):
             raise RunStopped(
                 f"step {step}: the loss is NaN or infinite, so no weight was changed. Look at the "
@@ -337,8 +339,13 @@ class HeldOutExamples:
         examples, batch_size = self.plan.held_out, self.args.per_device_eval_batch_size
         ranks = distributed.data_parallel_rank(), distributed.data_parallel_size()
         batches = epoch_batches(len(examples), batch_size, 0, self.args.seed, *ranks, drop_last=False)
-        measured = ((indices, self.measure(batch_of(self.collate, examples, indices or [0]))) for indices in batches)
-        units = gathered(len(examples), measured)
+        group = self.model.module.group
+
+        def measured(indices: list[int]) -> Mapping:
+            batch = batch_of(self.collate, examples, indices or [0])
+            return [self.measure(part) for part in in_turns(batch, group)][group.place]
+
+        units = gathered(len(examples), ((indices, measured(indices)) for indices in batches))
         if step == 0:
             self.before = units
         return self.summarize(units, self.before)
@@ -361,6 +368,13 @@ class HeldOutExamples:
 def batch_of(collate: Callable, examples: Sequence, indices: Sequence[int]):
     """The batch of the examples with these indices, on this rank's device."""
     return collate([examples[index] for index in indices]).to(distributed.device())
+
+
+def in_turns(batch, group: RankGroup) -> list:
+    """The passes in which the ranks of a group compute the batches of all of them, one rank's batch after the other's.
+    Of the other ranks' passes this rank has a batch without examples."""
+    empty = replace(batch, **{column.name: getattr(batch, column.name)[:0] for column in fields(batch)})
+    return [batch if turn == group.place else empty for turn in range(group.size)]
 
 
 # What a run prints at its start.
