@@ -120,6 +120,11 @@ def of_responses(part: Tensor) -> Tensor:
     return part if part.dim() == 1 else part.sum(-1)
 
 
+def at_once(passes: Sequence[Tensor]) -> list[Tensor]:
+    """One pass of all rows, in place of these passes."""
+    return [torch.cat(list(passes)).sort().values]
+
+
 def keys_of(rollout: Rollout) -> list[tuple[int, int]]:
     """A key for each response: (index of the prompt, number of the prompt's sample). It is unique within a PPO step."""
     return list(zip(rollout.indices.tolist(), rollout.samples.tolist(), strict=True))
@@ -220,6 +225,13 @@ class AgreedReward(RewardSource):
             return
         _, problem = _called(partial(self.source.prepare, rollout))
         stop_all_ranks(problem, self.name, "It is told which responses come next. Fix its method prepare.")
+
+    def in_pieces(self, call, rollout: Rollout, passes: Sequence[Tensor]) -> dict[str, Tensor]:
+        """As in RewardSource. A source is never called without responses: if a rank has none in some pass, because
+        ranks compute rows together, all are scored in one call."""
+        if distributed.any_rank(not all(map(len, passes))):
+            passes = at_once(passes)
+        return super().in_pieces(call, rollout, passes)
 
     def on_device(self) -> contextlib.AbstractContextManager:
         """The source's context."""

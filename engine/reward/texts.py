@@ -7,7 +7,7 @@ from torch import Tensor
 
 from engine.experience import Rollout, position_ids
 from engine.packing import passes
-from engine.reward.base import RewardModel, keys_of, stop_all_ranks
+from engine.reward.base import RewardModel, at_once, keys_of, stop_all_ranks
 from engine.trace import traced
 from engine.zero.engines import FrozenModel
 
@@ -47,7 +47,7 @@ class TextRewardModel(RewardModel):
 
     def in_pieces(self, call, rollout: Rollout, passes: Sequence[Tensor]) -> dict[str, Tensor]:
         """As in RewardSource, in one call: its texts have other lengths, so `score` deals them to passes itself."""
-        return super().in_pieces(call, rollout, [torch.cat(list(passes)).sort().values])
+        return super().in_pieces(call, rollout, at_once(passes))
 
     @traced("reward model")
     def score(self, rollout: Rollout) -> Tensor:
