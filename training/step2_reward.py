@@ -90,12 +90,12 @@ def main(args: RewardFlags, callbacks: Sequence[Callback] = ()) -> None:
         args.trust_remote_code,
         attention=args.attention,
     )
+    module.split(RankGroup(args.sequence_parallel_size))
     if distributed.is_main():
         print(attention_in_words(module), flush=True)
     model = wrap_trained(
         module, ds_config, args.engine_config(), args.optimizer(), args.gradient_checkpointing, args.lora()
     )
-    module.split(RankGroup(args.sequence_parallel_size))
     module.model.config.score_offset = 0.0
 
     def scores_of(batch: PairBatch) -> tuple[Tensor, Tensor]:

@@ -385,6 +385,8 @@ def attention_in_words(module: Any) -> str:
         rows += " (layers that keep a state would carry it from row to row)"
     if name == BY_ROW and module.packs:
         rows += ", all in one kernel" if _serves(config, module.model.dtype) else ", one after the other"
+    if module.group.size > 1:
+        rows += f", split over {module.group.size} ranks"
     if name in ("sdpa", BY_ROW) and on_gpu():
         rows += f", cuDNN's kernels {'on' if torch.backends.cuda.cudnn_sdp_enabled() else 'off'}"
     return f"attention: {'sdpa' if name == BY_ROW else name}, {rows}"
