@@ -3,16 +3,20 @@
 from engine.rollout.backends import ReplicaRollouts, Zero3Rollouts
 from engine.rollout.base import RolloutBackend, SamplingConfig
 from engine.rollout.choice import ROLLOUT_BACKENDS, build_rollouts
+from engine.rollout.environments import Environments, Reply, Turn
 from engine.rollout.passes import DECODING
 from engine.rollout.vllm_rollouts import SAMPLERS, VLLMRollouts
 
 __all__ = [
     "DECODING",
     "ROLLOUT_BACKENDS",
+    "Environments",
     "SAMPLERS",
     "ReplicaRollouts",
+    "Reply",
     "RolloutBackend",
     "SamplingConfig",
+    "Turn",
     "VLLMRollouts",
     "Zero3Rollouts",
     "build_rollouts",
