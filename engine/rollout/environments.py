@@ -166,8 +166,8 @@ class Environments:
             )
 
     def turn(self, tokens: list[int], before: list[int], number: int, left: int) -> tuple[Turn, int]:
-        """(the turn, 1 if its tool call could not be read, else 0). before: what stands before the turn, from the end of
-        the last turn on, or the prompt."""
+        """(the turn, 1 if its tool call could not be read, else 0). before: what stands before the turn: the prompt, or
+        what was put behind the last turn."""
         with self.lock:
             text = self.tokenizer.decode(tokens, skip_special_tokens=True)
             drawn, prefix = self.tokenizer.decode(tokens), self.tokenizer.decode(before)
@@ -427,7 +427,8 @@ def parsed(text: str, template: dict, prefix: str, tools: list[dict]) -> dict[st
 
 def behind(tokenizer, drawn: list[int], messages: Sequence[Mapping[str, Any]], **options) -> list[int]:
     """The ids of the messages as the chat template writes them behind an answer, with the beginning of the next answer.
-    They begin with the token that ends an answer, unless the drawn turn ends with it.
+    They begin with the token that ends an answer, unless the drawn turn has it. If the drawn turn ends with the token
+    that begins the message, as turns of some models do, it is not repeated.
 
     options: arguments of the chat template. Raises: what the template raises; ValueError if it ends answers without a
     special token.
@@ -450,8 +451,10 @@ def behind(tokenizer, drawn: list[int], messages: Sequence[Mapping[str, Any]], *
     # The answer ends with as many of these tokens in both. What is before it may differ: some templates leave out
     # earlier thoughts.
     places = [place for place, token in enumerate(whole) if token == ends[-1]]
-    end = places[before.count(ends[-1]) - 1]
-    return whole[end + (drawn[-1:] == ends[-1:]) :]
+    rest = whole[places[before.count(ends[-1]) - 1] + 1 :]
+    if ends[-1] not in drawn:
+        return [ends[-1], *rest]
+    return rest[1:] if rest[:1] == drawn[-1:] else rest
 
 
 def template_options(row: Mapping[str, Any]) -> dict[str, Any]:
