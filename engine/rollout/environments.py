@@ -40,7 +40,7 @@ from typing import Any
 
 from transformers.utils import get_json_schema
 from transformers.utils.chat_parsing import parse_response
-from transformers.utils.chat_parsing.response_templates import load_response_template
+from transformers.utils.chat_parsing.response_templates import ResponseTemplate, load_response_template
 
 from engine.errors import UserError, shortened
 from engine.models.config_and_tokenizer import vocabulary_size
@@ -99,7 +99,7 @@ class Environments:
         rows: rows[index] is the row of the data that a prompt comes from.
         dialogues: dialogues[index] is the row's dialogue, {"messages": ...}, or None if its prompt is a text. TRL's
             `reset` gets the messages as `prompt`. Without `dialogues` all prompts are texts.
-        template: the response template that finds tool calls (`response_template`), or None.
+        template: what finds tool calls, from `response_template`, or None.
         opening: (index of a row, what `reset` said) -> the ids of the prompt. Needed for TRL's shape.
     """
 
@@ -110,7 +110,7 @@ class Environments:
         rows: Sequence[Mapping[str, Any]],
         dialogues: Sequence[Mapping[str, Any] | None] | None = None,
         *,
-        template: dict | None = None,
+        template: ResponseTemplate | None = None,
         opening: Callable[[int, str], list[int]] | None = None,
     ):
         self.made, self.tokenizer, self.rows, self.dialogues = made, tokenizer, rows, dialogues
@@ -411,14 +411,14 @@ def checked(reply: Reply, vocabulary: int = 0) -> Reply:
     return reply
 
 
-def parsed(text: str, template: dict, prefix: str, tools: list[dict]) -> dict[str, Any]:
+def parsed(text: str, template: ResponseTemplate, prefix: str, tools: list[dict]) -> dict[str, Any]:
     """The drawn text as a message of the assistant, its calls checked. prefix: the text before it; what stands behind
     the template's last anchor there belongs to the message. tools: schemas, by which arguments get their types.
 
     Raises: ValueError or TypeError if a call cannot be read: it is cut off, or no JSON, or no call.
     """
-    anchor = load_response_template(template).start_anchor_re
-    message = parse_response(text, template, prefix=prefix if anchor.search(prefix) else "", tools=tools)
+    prefix = prefix if template.start_anchor_re.search(prefix) else ""
+    message = parse_response(text, template, prefix=prefix, tools=tools)
     for call in message.get("tool_calls") or ():
         function = call.get("function", call) if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
@@ -474,18 +474,19 @@ def known_templates() -> list[str]:
     return sorted(path.stem for path in TEMPLATES.glob("*.json"))
 
 
-def response_template(given: str | None, tokenizer) -> dict | None:
-    """The response template, which says how transformers finds tool calls in a turn. given: one of `known_templates`,
-    or a JSON file; None for the tokenizer's own, if it has one. Raises: UserError if it cannot be read."""
-    if given is None:
-        return getattr(tokenizer, "response_template", None)
-    path = TEMPLATES / f"{given}.json" if given in known_templates() else Path(given)
+def response_template(given: str | None, tokenizer) -> ResponseTemplate | None:
+    """What finds tool calls in a turn. given: one of `known_templates`, or a JSON file; None for the tokenizer's own
+    `response_template`, if it has one. Raises: UserError if it cannot be read."""
+    template = getattr(tokenizer, "response_template", None)
+    if given is None and template is None:
+        return None
     try:
-        template = json.loads(path.read_text(encoding="utf-8"))
-        load_response_template(template)
+        if given is not None:
+            path = TEMPLATES / f"{given}.json" if given in known_templates() else Path(given)
+            template = json.loads(path.read_text(encoding="utf-8"))
+        return load_response_template(template)
     except (OSError, ValueError, TypeError) as error:
         raise UserError(
-            f"--response_template {given}: {shortened(str(error), 300)}. Give {', '.join(known_templates())}, or a "
-            "JSON file with a response_template as transformers reads it."
+            f"--response_template {given or '(the tokenizer has one)'}: {shortened(str(error), 300)}. Give "
+            f"{', '.join(known_templates())}, or a JSON file with a response_template as transformers reads it."
         ) from None
-    return template

@@ -449,11 +449,12 @@ def test_schemas_of_tools():
 def test_response_templates_of_the_tokenizer_and_of_files(tmp_path):
     tokenizer = tokenizer_of("qwen")
     assert response_template(None, tokenizer) is None
-    own = json.loads(json.dumps(response_template("qwen", tokenizer)))
-    tokenizer.response_template = own
-    assert response_template(None, tokenizer) is own
-    (tmp_path / "mine.json").write_text(json.dumps(own))
-    assert response_template(str(tmp_path / "mine.json"), tokenizer) == own
+    content = '{"start_anchor": "ANCHOR", "fields": {"content": {}}}'
+    tokenizer.response_template = json.loads(content)
+    (tmp_path / "mine.json").write_text(content)
+    for given in (None, str(tmp_path / "mine.json")):
+        message = parsed("six<|im_end|>", response_template(given, tokenizer), "so ANCHOR", [])
+        assert message == {"content": "six<|im_end|>"}
     assert known_templates() == ["llama", "qwen", "qwen3.5"]
     for content, message in (("{", "Expecting property name"), ('{"fields": {}}', "fields must be a non-empty dict")):
         (tmp_path / "broken.json").write_text(content)
