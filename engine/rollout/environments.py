@@ -33,6 +33,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import takewhile
 from numbers import Integral
 from pathlib import Path
@@ -224,8 +225,16 @@ class Episode(ABC):
         many tokens the response may still get. ended: whether the turn ended by itself and another one may follow; if
         not, tools are not called."""
         self.failed = True
-        turn, unparsed = self._turn(tokens, number, left)
-        reply = checked(self._reply(turn, ended), self.of.vocabulary)
+        decode = self.of.tokenizer.decode
+        with self.of.lock:
+            text, drawn, before = decode(tokens, skip_special_tokens=True), decode(tokens), decode(self.before)
+        message, unparsed = {"role": "assistant", "content": text}, 0
+        if self.of.template is not None:
+            try:
+                message = parsed(drawn, self.of.template, before, self.of.schemas)
+            except (ValueError, TypeError, RecursionError):  # the last: JSON that is nested too deeply
+                unparsed = 1
+        reply = checked(self._reply(Turn(text, tuple(tokens), message, number, left), ended), self.of.vocabulary)
         self.before = [] if reply.done else self._ids(reply, tokens)
         self.failed = False
         return Answer(self.before, float(reply.reward), reply.done, unparsed)
@@ -237,20 +246,6 @@ class Episode(ABC):
 
     @abstractmethod
     def _reply(self, turn: Turn, ended: bool) -> Reply: ...
-
-    def _turn(self, tokens: list[int], number: int, left: int) -> tuple[Turn, int]:
-        """(the turn, 1 if its tool call could not be read, else 0)."""
-        decode = self.of.tokenizer.decode
-        with self.of.lock:
-            text = decode(tokens, skip_special_tokens=True)
-            drawn, prefix = decode(tokens), decode(self.before)
-        message, unparsed = {"role": "assistant", "content": text}, 0
-        if self.of.template is not None:
-            try:
-                message = parsed(drawn, self.of.template, prefix, self.of.schemas)
-            except (ValueError, TypeError, RecursionError):  # the last: JSON that is nested too deeply
-                unparsed = 1
-        return Turn(text, tuple(tokens), message, number, left), unparsed
 
     def _ids(self, reply: Reply, drawn: list[int]) -> list[int]:
         """The ids that the reply puts behind the drawn turn."""
@@ -364,29 +359,19 @@ def reply_of(said: Any) -> Reply:
     if isinstance(said, str):
         return Reply(said)
     if isinstance(said, tuple) and len(said) == 5:
-        text, reward, terminated, truncated, _ = said
-        return _plain(text, reward, terminated or truncated)
-
-    def field(*names: str) -> Any:
-        found = (said.get(n, _MISSING) if isinstance(said, Mapping) else getattr(said, n, _MISSING) for n in names)
-        return next((value for value in found if value is not _MISSING), _MISSING)
-
-    found = field("environment_feedback", "observation"), field("rewards", "reward"), field("done")
-    if _MISSING in found:
+        said = {"observation": said[0], "reward": said[1], "done": said[2] or said[3]}
+    field = said.get if isinstance(said, Mapping) else partial(getattr, said)
+    text = field("environment_feedback", field("observation", _MISSING))
+    reward, done = field("rewards", field("reward", _MISSING)), field("done", _MISSING)
+    if any(value is _MISSING for value in (text, reward, done)):
         raise TypeError(
             f"step returned {shortened(said)}. It has to return a Reply, a text, None for the end, Gymnasium's "
             "5-tuple, or a dict or an object with observation, reward and done"
         )
-    return _plain(*found)
+    return Reply("" if text is None else text, reward=_number(reward), done=bool(done))
 
 
 _MISSING = object()
-
-
-def _plain(text: Any, reward: Any, done: Any) -> Reply:
-    if text is not None and not isinstance(text, str):
-        raise TypeError(f"step returned the observation {shortened(text)}; it has to be a text")
-    return Reply(text or "", reward=_number(reward), done=bool(done))
 
 
 def _number(value: Any) -> float:
@@ -397,7 +382,7 @@ def _number(value: Any) -> float:
 def checked(reply: Reply, vocabulary: int = 0) -> Reply:
     """The reply. vocabulary: ids have to be smaller. Raises: TypeError or ValueError if the reply cannot be used."""
     if not isinstance(reply.text, str):
-        raise TypeError(f"Reply.text is {shortened(reply.text)}; it has to be a text")
+        raise TypeError(f"what is to be inserted is {shortened(reply.text)}; it has to be a text")
     if (reply.text != "") + (reply.tokens is not None) + bool(reply.messages) > 1:
         raise ValueError("a Reply has more than one of text, tokens and messages; give one of them")
     for token in reply.tokens if reply.tokens is not None else ():

@@ -7,8 +7,8 @@ The chat templates are written for these tests, with the habits of well-known on
 import asyncio
 import json
 from dataclasses import dataclass
-from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -112,7 +112,7 @@ def test_what_step_returns(said, reply):
         (("seen", 1.0, False, {}), "It has to return a Reply"),
         ({"text": "seen", "reward": 1.0}, "step returned {'text': 'seen', 'reward': 1.0}. It has"),
         ({"observation": "seen", "rewrad": 1.0, "done": False}, "It has to return a Reply"),
-        (StepResult(SimpleNamespace(board=[1])), "the observation namespace(board=[1]); it has to be a text"),
+        ([1.0, "seen"], "step returned [1.0, 'seen']. It has to return a Reply"),
     ],
 )
 def test_what_step_must_not_return(said, message):
@@ -129,7 +129,8 @@ def test_what_step_must_not_return(said, message):
         (Reply(tokens=[-1]), "Reply.tokens has -1"),
         (Reply(tokens="12"), "Reply.tokens has '1'"),
         (Reply(tokens=[True]), "Reply.tokens has True"),
-        (Reply(b"a"), "Reply.text is b'a'"),
+        (Reply(b"a"), "what is to be inserted is b'a'; it has to be a text"),
+        (reply_of(StepResult(np.zeros(2))), "what is to be inserted is array([0., 0.])"),
         (Reply(messages={"role": "user", "content": "a"}), "Reply.messages has 'role'"),
         (Reply(messages=[{"role": "user"}]), "a message is a dict with role and content"),
         (Reply(reward=float("nan")), "the reward is nan"),
