@@ -7,7 +7,9 @@ are checked when flags are read. docs/extending.md shows how to add an estimator
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -28,14 +30,25 @@ def gae(rewards: Tensor, values: Tensor, gamma: float, lam: float | Tensor) -> t
 
     Source: Schulman et al. 2016, "High-dimensional continuous control using GAE", eq. 16.
     """
-    advantages = torch.zeros_like(rewards)
-    next_value = next_advantage = torch.zeros_like(rewards[:, 0])
-    for t in reversed(range(rewards.shape[1])):
-        error = rewards[:, t] + gamma * next_value - values[:, t]
-        next_advantage = error + gamma * lam * next_advantage
-        next_value = values[:, t]
-        advantages[:, t] = next_advantage
+    errors = rewards + gamma * F.pad(values[:, 1:], (0, 1)) - values
+    advantages = _discounted_sums(errors, gamma * lam)
     return advantages, advantages + values
+
+
+def _discounted_sums(terms: Tensor, factor: float | Tensor) -> Tensor:
+    """From the end of each row, x_t = terms_t + factor x_{t+1}, (B, T) float32. terms: (B, T) float32. factor: one
+    number, or (B,) float32.
+
+    NumPy adds the B numbers of one position in a microsecond. Torch takes twenty to eighty times as long, which is
+    seconds for rows of 100,000 tokens. Both round each product and each sum to float32, so the results are the same.
+    """
+    sums = terms.t().clone(memory_format=torch.contiguous_format).cpu().numpy()
+    factors = torch.as_tensor(factor, dtype=terms.dtype).cpu().numpy()
+    following = np.zeros_like(sums[0])
+    with np.errstate(all="ignore"):  # torch does not warn of infinities either
+        for term in sums[::-1]:
+            following = np.add(term, factors * following, out=term)
+    return torch.from_numpy(sums).to(terms.device).t().contiguous()
 
 
 def length_adaptive_lambda(lengths: Tensor, alpha: float) -> Tensor:
@@ -153,10 +166,7 @@ def returns_to_go(rewards: Tensor, gamma: float) -> Tensor:
     Source: OpenRLHF 0.11.2, openrlhf/trainer/ppo_utils/experience_maker.py, `get_cumulative_returns`; Hu et al. 2025,
     "REINFORCE++", section 3.
     """
-    returns, following = torch.zeros_like(rewards), torch.zeros_like(rewards[:, 0])
-    for t in reversed(range(rewards.shape[1])):
-        returns[:, t] = following = rewards[:, t] + gamma * following
-    return returns
+    return _discounted_sums(rewards, gamma)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
