@@ -22,6 +22,8 @@ from engine.models import attention
 from engine.models.hydra import HydraPolicy
 from engine.models.lora import decoder_stack
 from engine.models.policy import Policy
+from engine.rollout.cache import SlotCache
+from engine.rollout.passes import READ_AT_ONCE, Passes
 from training.tools.memory.meta_model import MetaModel
 
 POLICIES = (None, "reference")  # the roles that compute log-probs, if the module is a policy
@@ -60,14 +62,20 @@ def forward_pass(model: MetaModel, rows: int, length: int, response: int, role: 
         return _peak(model, lambda: _output(model, rows, length, response, role, with_entropy=role is None), length)
 
 
+@lru_cache(maxsize=256)
 def prompt_pass(model: MetaModel, rows: int, length: int) -> int:
-    """The number of bytes at the peak of a pass that reads prompts. They have padding in all runs."""
-    packs = model.module.packs
-    model.module.pack(False)
-    try:
-        return forward_pass.__wrapped__(model, rows, length, 1)
-    finally:
-        model.module.pack(packs)
+    """The number of bytes at the peak of the passes that read `rows` prompts of this length. Keys and values are not
+    counted."""
+    bare = model.module.model.eval()
+    cache = SlotCache()
+    cache.reserve(rows, length)
+    passes = Passes(bare, cache, False)
+    ids = torch.zeros(rows, length, dtype=torch.int64, device="meta")
+    mask = torch.ones_like(ids)
+    with torch.no_grad():
+        _counted(lambda: passes.prompts(ids[:, :1], mask[:, :1], 0, 1), 1)  # allocates keys and values
+        rows = rows if length <= READ_AT_ONCE else 1  # long prompts are read one after the other
+        return _peak(model, lambda: passes.prompts(ids[:rows], mask[:rows], 0, length), length)
 
 
 def _output(
