@@ -7,7 +7,6 @@ are checked when flags are read. docs/extending.md shows how to add an estimator
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -39,16 +38,15 @@ def _discounted_sums(terms: Tensor, factor: float | Tensor) -> Tensor:
     """From the end of each row, x_t = terms_t + factor x_{t+1}, (B, T) float32. terms: (B, T) float32. factor: one
     number, or (B,) float32.
 
-    NumPy adds the B numbers of one position in a microsecond. Torch takes twenty to eighty times as long, which is
-    seconds for rows of 100,000 tokens. Both round each product and each sum to float32, so the results are the same.
+    An operation on so few numbers costs its call alone. Two calls a position, in place and on the host, take half a
+    second for rows of 100,000 tokens; launched on a GPU they would take seconds.
     """
-    sums = terms.t().clone(memory_format=torch.contiguous_format).cpu().numpy()
-    factors = torch.as_tensor(factor, dtype=terms.dtype).cpu().numpy()
-    following = np.zeros_like(sums[0])
-    with np.errstate(all="ignore"):  # torch does not warn of infinities either
-        for term in sums[::-1]:
-            following = np.add(term, factors * following, out=term)
-    return torch.from_numpy(sums).to(terms.device).t().contiguous()
+    sums = terms.t().clone(memory_format=torch.contiguous_format).cpu()
+    factors = torch.as_tensor(factor, dtype=terms.dtype).cpu()
+    following = torch.zeros_like(sums[0])
+    for term in reversed(sums.unbind()):
+        following = term.add_(following * factors)
+    return sums.to(terms.device).t().contiguous()
 
 
 def length_adaptive_lambda(lengths: Tensor, alpha: float) -> Tensor:
