@@ -5,6 +5,7 @@ import dataclasses
 from collections.abc import Callable
 
 from engine.errors import UserError
+from engine.models.config_and_tokenizer import CLASSIFIER, LANGUAGE_MODEL
 from training.config.step3 import RLHFFlags
 from training.tools.memory.cluster import Cluster
 from training.tools.memory.flags import MemoryFlags
@@ -49,6 +50,10 @@ def _trained(args: RLHFFlags) -> list[str]:
     return [config.role for config in args.spec.engine_configs if config.role in ("actor", "critic")]
 
 
+def _longer_groups(args: RLHFFlags) -> Flags:
+    return {"sequence_parallel_size": 2 * args.sequence_parallel_size}
+
+
 CHANGES: tuple[Change, ...] = (
     lambda args: {"replicas_between_steps": "free"},
     _smaller_passes,
@@ -58,15 +63,18 @@ CHANGES: tuple[Change, ...] = (
     lambda args: _stage(args, 2),
     lambda args: _stage(args, 3),
     _smaller_passes,
+    _longer_groups,
+    _longer_groups,
+    _longer_groups,
     lambda args: {"offload": True, **_stage(args, 2)},
     lambda args: {"offload": True, **_stage(args, 3), **_frozen_offloaded(args)},
 )
 """The possible changes in the order of what they cost in speed, the cheapest first. The costs are, from first to last:
 copies are gathered once more in each step; smaller passes and batches keep a GPU less busy; the weights of frozen
 models are moved between host and device twice in each step; activations are computed again, which is a third of the
-work; gradients and weights are sent over the network once more; all optimizer states are moved between host and device,
-and the host's cores compute the optimizer step; the weights of each layer are moved to the device for each pass and
-token."""
+work; gradients and weights are sent over the network once more; the ranks of a node exchange heads and tokens in each
+layer; all optimizer states are moved between host and device, and the host's cores compute the optimizer step; the
+weights of each layer are moved to the device for each pass and token."""
 
 
 def what_fits(args: RLHFFlags, cluster: Cluster) -> tuple[Flags, MemoryPlan] | None:
@@ -78,7 +86,7 @@ def what_fits(args: RLHFFlags, cluster: Cluster) -> tuple[Flags, MemoryPlan] | N
     made: list[Change] = []
     current, planned = args, None
     for change in CHANGES:
-        changed = _with(current, change(current))
+        changed = _with(current, change(current), cluster)
         if changed is None:
             continue
         current, planned = changed, plan(changed, cluster)
@@ -88,34 +96,37 @@ def what_fits(args: RLHFFlags, cluster: Cluster) -> tuple[Flags, MemoryPlan] | N
     if planned is None or not planned.fits:
         return None
     for place in reversed(range(len(made) - 1)):
-        without = _after(args, fewer := made[:place] + made[place + 1 :])
+        without = _after(args, fewer := made[:place] + made[place + 1 :], cluster)
         if without is not None and (found := plan(without[0], cluster)).fits:
             made, planned = fewer, found
-    after = _after(args, made)
+    after = _after(args, made, cluster)
     assert after is not None
     return after[1], planned
 
 
-def _after(args: RLHFFlags, changes: list[Change]) -> tuple[RLHFFlags, Flags] | None:
+def _after(args: RLHFFlags, changes: list[Change], cluster: Cluster) -> tuple[RLHFFlags, Flags] | None:
     """(the flags after these changes, those that have changed); None if one of the changes cannot be made."""
     flags: Flags = {}
     for change in changes:
         new = change(args)
-        changed = _with(args, new)
+        changed = _with(args, new, cluster)
         if changed is None:
             return None
         args, flags = changed, flags | new
     return args, flags
 
 
-def _with(args: RLHFFlags, flags: Flags) -> RLHFFlags | None:
-    """The flags after a change; None if nothing changes, or step 3 would refuse them."""
+def _with(args: RLHFFlags, flags: Flags, cluster: Cluster) -> RLHFFlags | None:
+    """The flags after a change; None if nothing changes, or step 3 would refuse them on these machines."""
     if all(getattr(args, name) == value for name, value in flags.items()):
         return None
     changed = dataclasses.replace(args, **flags)
     try:
         changed.validate()
+        changed.check_groups(cluster.gpus)
         _ = changed.ds_configs
+        for name, path in changed.models if changed.sequence_parallel_size > 1 else ():
+            changed.check_attention(path, LANGUAGE_MODEL if name.startswith("actor") else CLASSIFIER, f"--{name}")
     except UserError:
         return None
     return changed

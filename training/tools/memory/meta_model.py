@@ -4,9 +4,11 @@ memory."""
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
+from typing import Any
 
 import torch
 
+from engine.distributed import RankGroup
 from engine.engine_spec import EngineSpec
 from engine.errors import UserError
 from engine.models.adapter_folders import AdapterFolder, read_adapter
@@ -115,6 +117,7 @@ def _trunk(spec: EngineSpec) -> MetaModel:
     with torch.device("meta"):
         trunk = make_trunk(policy, spec.actor_lora, scoring)
         trunk.to(DTYPES[spec.dtype])
+        trunk.split(policy.group)
     checkpointing = spec.actor_gradient_checkpointing or spec.critic_gradient_checkpointing
     if checkpointing:
         trunk.checkpoint_activations()
@@ -148,7 +151,9 @@ def built(
     module = module_on_meta(path, kind, dtype, flag, trust_remote_code, start if lora is None else None, attention)
     with torch.device("meta"):
         if hydra_layers:
-            module = HydraPolicy(module.model, layers=hydra_layers)
+            plain, module = module, HydraPolicy(module.model, layers=hydra_layers)
+            module.pack(plain.packs)
+            module.split(plain.group)
         if also_computes is not None and isinstance(module, Scorer):
             module.keep_head(also_computes)
         if lora is not None:
@@ -186,7 +191,36 @@ def module_on_meta(
         model = made._from_config(config, dtype=DTYPES[dtype], **how)
         module = Policy(model) if kind == LANGUAGE_MODEL else Scorer(model)
     module.pack(packs)
+    module.split(MetaGroup(attention.ranks))
     return module
+
+
+class MetaGroup(RankGroup):
+    """Ranks that compute rows together, on the meta device. This rank is the first, and brings all rows."""
+
+    def __init__(self, size: int):
+        self.size, self.place = size, 0
+
+    def all_objects(self, value: list) -> list:
+        """As in RankGroup, where the other ranks have an empty list."""
+        return [value] + [[]] * (self.size - 1)
+
+    def exchanged(self, tensor: torch.Tensor, given: list[int], taken: list[int]) -> torch.Tensor:
+        """As in RankGroup, without an exchange: memory of the right size."""
+        return _MetaExchange.apply(tensor, sum(taken))
+
+
+class _MetaExchange(torch.autograd.Function):
+    """Allocates what an exchange allocates."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, taken: int) -> torch.Tensor:
+        ctx.shape = tensor.shape
+        return tensor.contiguous().new_empty(taken, *tensor.shape[1:])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor):
+        return gradient.contiguous().new_empty(ctx.shape), None
 
 
 def with_packing(attention: Attention, dtype: str, kernel: bool) -> Attention:

@@ -140,7 +140,8 @@ class _Planner:
         """The number of passes in one optimizer step of this model. If it learns from texts too, it makes as many
         passes over those."""
         mini_batches = self._schedule(role)[1]
-        micro_batches = -(-(self.args.rows_per_rank // mini_batches) // self.args.per_device_training_batch_size)
+        rows = self.args.rows_per_rank // mini_batches * self.args.sequence_parallel_size  # of a group of ranks
+        micro_batches = -(-rows // self.args.per_device_training_batch_size)
         return micro_batches * (2 if self.args.unsupervised_dataset_name is not None else 1)
 
     def _schedule(self, role: str) -> tuple[int, int]:
@@ -340,7 +341,7 @@ def plan_one_model(args: SupervisedFlags, cluster: Cluster) -> MemoryPlan:
         lora=args.lora(),
         attention=with_packing(args.attention, str(args.dtype), cluster.kernel),
     )
-    passes = args.gradient_accumulation_steps
+    passes = args.gradient_accumulation_steps * args.sequence_parallel_size
     engine = Engine.of(model, args.engine_config(), str(args.dtype), cluster, passes, args.optimizer())
     rows = args.per_device_train_batch_size * (2 if scorer else 1)  # both responses of a pair
     one_pass = training_pass(model, rows, args.max_seq_len, args.max_seq_len - 1)
