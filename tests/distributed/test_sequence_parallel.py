@@ -5,20 +5,26 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaForCausalLM
 
 from engine import distributed
 from engine.distributed import RankGroup
-from engine.experience import Rollout
+from engine.experience import Rollout, position_ids
 from engine.models.attention import Attention
+from engine.models.config_and_tokenizer import LANGUAGE_MODEL
 from engine.models.loading import load_policy, load_scorer
 from engine.models.lora import LoraSpec
+from engine.models.policy import Policy
 from scripts.harness.models import PAD, VOCABULARY, family_config, make_adapter, save_random
 from scripts.harness.ranks import run_ranks
 from tests.distributed import plain
 from tests.distributed.test_unsup import Texts
 from tests.distributed.tiny_run import DIALECT, TinyPrompts, build_trainer, engine_spec, of_each
+from tests.engine.meters import LiveBytes
 from tests.engine.zero.inspecting import weights
+from tests.training.tools.memory.configurations import llama
+from training.tools.memory.meta_model import built
+from training.tools.memory.passes import training_pass
 
 FAMILIES = {
     "llama": ("llama", {}),
@@ -199,3 +205,40 @@ def test_a_run_is_the_one_without_groups(runs, run):
             assert plain.relative_error(split_run[role], plain_run[role]) < 1e-5
         for name in ("policy/loss", "value/loss", "policy/ratio_max", "objective/kl", "objective/scores"):
             assert split_run["metrics"][name] == pytest.approx(plain_run["metrics"][name], rel=1e-4, abs=1e-6), name
+
+
+LONG = 1024  # tokens of a row: much more than the model is wide
+
+
+def peaks(config: str) -> dict:
+    """{(ranks, checkpointing): the most bytes of a forward and backward pass of a long row of the first rank}."""
+    found = {}
+    for ranks in (1, 2):
+        for checkpointing in (False, True):
+            attention = Attention(packing="packed", ranks=ranks)
+            settings = AutoConfig.from_pretrained(config)
+            how = attention.prepare(LlamaForCausalLM, settings, torch.float32)
+            module = Policy(LlamaForCausalLM._from_config(settings, **how))
+            module.pack(True)
+            module.split(RankGroup(ranks))
+            if checkpointing:
+                module.checkpoint_activations()
+            for parameter in module.parameters():
+                parameter.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
+            ids = torch.ones(1 - distributed.rank() if ranks > 1 else 1, LONG, dtype=torch.int64)
+            with LiveBytes(known=module.parameters()) as live:
+                module(ids, ids, position_ids(ids), response_length=LONG - 1)[0].sum().backward()
+            found[ranks, checkpointing] = live.peak
+    return found
+
+
+def test_activations_are_halved_and_planned(tmp_path):
+    ranks = run_ranks("tests.distributed.test_sequence_parallel:peaks", config=llama(tmp_path))
+    for checkpointing in (False, True):
+        for number in (1, 2):
+            attention = Attention(packing="packed", ranks=number)
+            how = {"dtype": "fp32", "trust_remote_code": False, "checkpointing": checkpointing, "attention": attention}
+            model = built("actor", str(tmp_path), LANGUAGE_MODEL, True, **how)
+            assert training_pass(model, 1, LONG, LONG - 1) == pytest.approx(ranks[0][number, checkpointing], rel=0.1)
+        for rank in ranks:
+            assert rank[2, checkpointing] < 0.6 * ranks[0][1, checkpointing]
