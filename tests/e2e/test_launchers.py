@@ -65,6 +65,12 @@ def flag_of(words: list[str], name: str) -> str:
     return words[len(words) - words[::-1].index(f"--{name}")]
 
 
+@pytest.fixture(autouse=True)
+def no_rank(monkeypatch):
+    """The flags are for other machines; a test that joins a group in this process leaves a rank behind."""
+    monkeypatch.delenv("RANK", raising=False)
+
+
 @pytest.fixture(scope="session")
 def stand_ins(tmp_path_factory) -> Path:
     """A folder for the PATH: python, deepspeed and pdsh print their words, a NUL behind each."""
@@ -109,6 +115,11 @@ SIZES = {  # launcher: (nodes, dtype, {step: {engine: ZeRO stage}}), by default
         )
         for size, nodes in (("7b", 1), ("13b", 1), ("70b", 8))
     },
+    "llama3.1_8b": (
+        1,
+        "bf16",
+        {1: {"model": 3}, 2: {"model": 3}, 3: {"actor": 3, "critic": 3, "reference": 3, "reward": 3}},
+    ),
 }
 OFFLOADED = {("opt_6.7b", 3)}  # optimizer states in host memory
 CASES = [pytest.param(size, step, id=f"{size}-{step}") for size in SIZES for step in STEPS]
@@ -349,10 +360,11 @@ LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_
 ROW = re.compile(r"^#   (\S+)(?: or (\S+))? +(\S.*?) {2,}(\d+) GB \((\w+)\), (\d+) GB$", re.MULTILINE)
 
 
-LLAMA = {  # meta-llama/Llama-2-*: width, feed-forward width, layers, heads, heads of keys and values
+LLAMA = {  # meta-llama/Llama-*: width, feed-forward width, layers, heads, heads of keys and values
     "llama-2-7b": (4096, 11008, 32, 32, 32),
     "llama-2-13b": (5120, 13824, 40, 40, 40),
     "llama-2-70b": (8192, 28672, 80, 64, 8),
+    "llama-3.1-8b": (4096, 14336, 32, 32, 8),
 }
 OPT = {  # facebook/opt-*: width, feed-forward width, layers, heads
     "opt-350m": (1024, 4096, 24, 16),
@@ -376,8 +388,8 @@ def configuration(name: str) -> dict:
             "num_hidden_layers": layers,
             "num_attention_heads": heads,
             "num_key_value_heads": kept,
-            "vocab_size": 32000,
-            "max_position_embeddings": 4096,
+            "vocab_size": 32000 if "2" in name.split("-") else 128256,
+            "max_position_embeddings": 4096 if "2" in name.split("-") else 131072,
             "tie_word_embeddings": False,
         }
     width, middle, layers, heads = OPT[name]
@@ -404,7 +416,8 @@ def rows() -> dict[tuple[str, str], re.Match]:
 def planned(launcher: str, hardware: str, folder: Path) -> MemoryPlan:
     """The plan of its step 3, on the models that its steps 1 and 2 make; `folder` is where they stand."""
     family, _, size = launcher.partition("_")
-    name, scorer = (f"opt-{size}", "opt-350m") if family == "opt" else (f"llama-2-{size}", "llama-2-7b")
+    scorer = {"opt": "opt-350m", "llama2": "llama-2-7b", "llama3.1": "llama-3.1-8b"}[family]
+    name = f"{scorer.rpartition('-')[0]}-{size}"
     models = {"sft": configuration(name), "reward": configuration(scorer)}
     for name, content in models.items():
         (folder / name).mkdir(parents=True, exist_ok=True)
