@@ -104,8 +104,8 @@ def _attention_by_row(
         query, key, value = split.heads_for_tokens(query, key, value)
         # The module may generate too, with all its heads: it stays as it is.
         heads = SimpleNamespace(num_key_value_groups=query.shape[1] // key.shape[1])
-        rows = {"row_lengths": row_lengths, "row_starts": row_starts, "sliding_window": sliding_window}
-        output, _ = _attention_by_row(heads, query, key, value, None, **rows, **how)
+        how |= {"sliding_window": sliding_window}
+        output, _ = _attention_by_row(heads, query, key, value, None, row_lengths, row_starts, **how)
         return split.tokens_for_heads(output), None
     own = ALL_ATTENTION_FUNCTIONS["sdpa"]
     if row_lengths is None:
@@ -319,13 +319,13 @@ class Attention:
         reason = self._why_not_here(dtype)
         if reason is not None:
             raise UserError(f"{asked}: {reason} Leave it out, or give sdpa.")
+        if self.ranks > 1 and self.implementation not in ("auto", "sdpa", "cudnn"):
+            raise UserError(f"{asked} with {split}: ranks split torch's own attention. Leave one out, or give sdpa.")
         if self.packing == "packed" and self.implementation in ("eager", "flex_attention"):
             raise UserError(
                 f"--packing packed with {asked}: it would compute all pairs of tokens of all rows. Leave one of them "
                 "out, or give sdpa or flash_attention_2."
             )
-        if self.ranks > 1 and self.implementation not in ("auto", "sdpa", "cudnn"):
-            raise UserError(f"{asked} with {split}: ranks split torch's own attention. Leave one out, or give sdpa.")
         config = read_config(path, what, trust_remote_code)
         family: Any = model_class(config, kind, path, what, trust_remote_code)
         attribute = _FAMILIES.get(self._name)

@@ -1,11 +1,12 @@
 """Which rows go through a model together, by hand and over many random lengths."""
 
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from engine.packing import micro_batches, pack
+from engine.packing import micro_batches, pack, passes
 from tests.engine.fake_models import rollout_of
 
 
@@ -104,3 +105,15 @@ def test_ranks_of_different_sizes_are_an_error(monkeypatch):
     monkeypatch.setattr("engine.packing.distributed.largest", lambda own: 3)
     with pytest.raises(AssertionError, match="2 rows cannot be dealt to 3 passes"):
         micro_batches(rollout([1, 1], [1, 1]), 4, equally_many=True)
+
+
+def test_ranks_that_compute_together_divide_their_rows_among_the_same_passes(monkeypatch):
+    """Lengths 4, 2 on one rank, 3 on the next and none on the last; 5 tokens a pass, the most that a rank asks for."""
+    given = [([2, 1], [2, 1], 5), ([1], [2], 3), ([], [], 1)]
+    found = []
+    for place in range(3):  # each rank gathers what all have given
+        group = SimpleNamespace(
+            place=place, all_objects=lambda own, place=place: given[:place] + [own] + given[place + 1 :]
+        )
+        found.append(passes(*given[place], padded=False, group=group))
+    assert found == [[[1], [0]], [[0], []], [[], []]]

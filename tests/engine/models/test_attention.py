@@ -450,11 +450,19 @@ def test_a_model_that_is_not_told_of_rows_is_refused(tmp_path):
         check_padding(module, module, "actor model")
 
 
+def split(ranks: int, implementation: str = "auto") -> Attention:
+    return Attention(implementation, "packed", ranks=ranks)
+
+
 @pytest.mark.parametrize(
     ("family", "attention", "message"),
     [
         ("llama", Attention("eager", "packed"), "--packing packed with --attn_implementation eager: .*give sdpa"),
         ("bloom", Attention("auto", "packed"), "--packing packed: --actor .*'bloom', .* give padded"),
+        ("bloom", split(2), "--sequence_parallel_size 2: --actor .*'bloom', .* without padding. Leave it out.$"),
+        ("llama", split(2, "flex_attention"), "--attn_implementation flex_attention"),
+        ("llama", split(2, "eager"), "eager with --sequence_parallel_size 2: ranks split torch's own .* give sdpa"),
+        ("llama", split(3), "--sequence_parallel_size 3: .* 4 attention heads and 2 heads .* Give one of 2, 4, or"),
     ],
 )
 def test_rows_without_padding_are_refused_where_they_cannot_be(tmp_path, family, attention, message):
@@ -474,6 +482,8 @@ def test_rows_without_padding_are_refused_where_layers_keep_a_state(tmp_path, fa
     family_config(family).save_pretrained(tmp_path)
     with pytest.raises(UserError, match="whose attention in transformers takes no rows without padding"):
         PACKED.check(str(tmp_path), LANGUAGE_MODEL, "fp32", "--actor")
+    with pytest.raises(UserError, match="--sequence_parallel_size 2: .* whose layers keep a state from token to token"):
+        split(2).check(str(tmp_path), LANGUAGE_MODEL, "fp32", "--actor")
 
 
 @pytest.mark.parametrize("served", [False, True])

@@ -257,6 +257,18 @@ def test_what_a_shared_trunk_cannot_have_is_refused(given, message):
         _ = args.ds_configs
 
 
+@pytest.mark.parametrize(
+    "others, message",
+    [
+        ({"packing": "padded"}, "--packing padded with --sequence_parallel_size 2: .* Leave one of them out"),
+        ({"set": ["loss_scope=micro_batch"]}, "the dialect .* averages within micro-batches, .* loss_scope=optimizer_"),
+    ],
+)
+def test_what_ranks_cannot_compute_together_is_refused(others, message):
+    with pytest.raises(UserError, match=message):
+        flags(sequence_parallel_size=2, **others).validate()
+
+
 def test_rows_keep_their_padding_where_numbers_of_it_count():
     for words, flags_class in (
         ({"dialect": "deepspeed_chat"}, None),
@@ -271,6 +283,8 @@ def test_rows_keep_their_padding_where_numbers_of_it_count():
         assert given(attn_implementation="flash_attention_2").attention.packing == "padded"
         with pytest.raises(UserError, match="^--packing packed: .* counts numbers of padding.* give padded"):
             given(packing="packed").attention  # noqa: B018
+        with pytest.raises(UserError, match="^--sequence_parallel_size 2: .* counts numbers of padding"):
+            given(sequence_parallel_size=2).attention  # noqa: B018
     assert flags(packing="packed").spec.attention.packing == "packed"
     assert flags(attn_implementation="flash_attention_3").attention.packing == flags().attention.packing == "auto"
 
@@ -440,7 +454,14 @@ def test_flags_of_other_backends_are_refused(words, message):
         asked(*words)
 
 
-@pytest.mark.parametrize("backend, name", [("vllm", "vllm_tensor_parallel_size"), ("replica", "inference_tp_size")])
+@pytest.mark.parametrize(
+    "backend, name",
+    [
+        ("vllm", "vllm_tensor_parallel_size"),
+        ("replica", "inference_tp_size"),
+        ("auto", "sequence_parallel_size"),
+    ],
+)
 def test_groups_of_ranks_divide_those_of_a_node(monkeypatch, backend, name):
     monkeypatch.delenv("RANK", raising=False)  # other tests, which join a group in this process, leave one behind
     words = ["--rollout_backend", backend, f"--{name}", "4"]

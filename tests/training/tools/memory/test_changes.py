@@ -48,8 +48,13 @@ def test_a_higher_stage_goes_before_offload_and_weights_in_host_memory_come_last
     assert last == {"offload": True, "actor_zero_stage": 3, "critic_zero_stage": 3, **frozen}
 
 
+def test_ranks_of_a_node_split_sequences(found):
+    assert found(lambda args: args.sequence_parallel_size == 4) == {"sequence_parallel_size": 4}
+
+
 def test_what_step_3_refuses_is_not_proposed(found):
-    """A shared trunk is not offloaded."""
+    """A shared trunk is not offloaded; a node of two ranks has no group of four."""
+    assert found(lambda args: args.sequence_parallel_size == 4, gpus=2) is None
     lora = "--share_trunk --only_optimize_lora --actor_lora_dim 4 --critic_lora_dim 4"
     assert found(lambda args: args.spec.actor.offload, gpus=1, more=lora) is None
 
