@@ -20,7 +20,10 @@ from training.reporting.metrics import Accumulator
 from training.reporting.step_metrics import STEP_METRICS
 
 DIALECTS = ("default", "reinforce_pp", "dapo")
-STAGES = {"0": (0, "stage0.json", "padded"), "3_packed": (3, "stage3.json", "packed")}
+STAGES = {
+    "0": (0, "stage0.json", Attention(packing="padded")),
+    "3_split": (3, "stage3.json", Attention(packing="packed", ranks=2)),
+}
 
 
 def metrics_of(name: str, batch) -> dict[str, float]:
@@ -39,8 +42,8 @@ def work(folder: str) -> dict:
     for name in DIALECTS:
         batch = step_of(dialect_of(name), own)
         found[name] = batch, metrics_of(name, batch)
-    for name, (stage, config, packing) in STAGES.items():
-        spec = engine_spec(folder, stage, config=config, attention=Attention(packing=packing))
+    for name, (stage, config, attention) in STAGES.items():
+        spec = engine_spec(folder, stage, config=config, attention=attention)
         trainer = build_trainer(spec, dialect=STILL, micro_batch_size=1, reward=reward())
         batch = batch_to_learn(trainer.algorithm, trainer.experience_maker.make_experience(own), kl_coef=0.1)
         found[name] = batch, one_step(trainer, batch)
