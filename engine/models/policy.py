@@ -194,7 +194,7 @@ class Policy(Backbone):
             )
         zeros = torch.zeros_like(asked, dtype=torch.float32)
         logprobs, entropy = (
-            predicting(rows.padded(zeros.index_copy(1, before, one)), response_length) for one in found
+            predicting(rows.padded(zeros.index_copy(1, before, one)), response_length).contiguous() for one in found
         )
         return logprobs, entropy
 
