@@ -7,8 +7,10 @@ from unittest import mock
 import pytest
 
 from engine import distributed
+from engine.distributed import RankGroup
 from engine.engine_spec import EngineSpec
 from engine.errors import RunStopped
+from engine.models.attention import USUAL, Attention
 from engine.models.loading import load_scorer
 from engine.reward.base import RewardModel
 from engine.rlhf_engine import frozen_model
@@ -24,7 +26,7 @@ RESPONSES = ["yes", "it was great", "superb", "no drama"], ["a critic chose " * 
 FILMS = ["they chose a drama", "a review"] * 2
 
 
-def run(folder: str, stage: int) -> dict:
+def run(folder: str, stage: int, ranks: int) -> dict:
     """The ids and scores of this rank's responses, and the message where its template fails on the last rank."""
     init()
     rank, policy = distributed.rank(), foreign_tokenizer(words=4)
@@ -38,8 +40,10 @@ def run(folder: str, stage: int) -> dict:
         longest=40,
         rows_at_once=1,
     )
-    spec = EngineSpec(actor_path=folder, critic_path=folder)
+    attention = Attention(packing="packed", ranks=ranks) if ranks > 1 else USUAL
+    spec = EngineSpec(actor_path=folder, critic_path=folder, attention=attention)
     model = RewardModel(frozen_model(load_scorer, folder, EngineConfig("reward", stage), spec))
+    model.model.module.split(RankGroup(ranks))
     source = reward_source(model, folder, texts, None)
     encoded = [policy(text)["input_ids"] for text in RESPONSES[rank]]
     rollout = rollout_of([[9]] * len(rows), encoded, 3)
@@ -54,9 +58,11 @@ def run(folder: str, stage: int) -> dict:
     return found | {"message": str(stopped.value)}
 
 
-def test_scores_are_transformers_own_and_a_failing_template_stops_all_ranks(tmp_path):
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_scores_are_transformers_own_and_a_failing_template_stops_all_ranks(tmp_path, ranks):
+    """ranks: how many compute rows together; both have four texts, of other lengths."""
     folder, tokenizer = foreign_model(tmp_path / "reward", FILM, pad_is_eos=True), foreign_tokenizer(FILM)
-    found = run_ranks("tests.distributed.test_text_rewards:run", folder=folder, stage=3)
+    found = run_ranks("tests.distributed.test_text_rewards:run", folder=folder, stage=3, ranks=ranks)
     for rank, responses in zip(found, RESPONSES, strict=True):
         turns = [[("user", film), ("assistant", text)] for film, text in zip(FILMS, responses, strict=True)]
         messages = [[{"role": role, "content": text} for role, text in turn] for turn in turns]
