@@ -289,11 +289,11 @@ def stop_if_mixed(kinds: set[tuple[str, int]], found: set[tuple[str, int]], name
 
 
 def described(error: BaseException) -> str:
-    """A description of the exception that the user's code raised, with the deepest line in the user's file. To be
-    called in the function that caught the exception."""
-    frames = traceback.extract_tb(error.__traceback__)[1:]  # the first frame is the call of the user's code
+    """A description of the exception that the user's code raised, with the deepest line in the user's file. No line is
+    named if this package raised it."""
+    frames = traceback.extract_tb(error.__traceback__)
     inside = [place for place, frame in enumerate(frames, start=1) if Path(frame.filename).is_relative_to(ENGINE)]
-    frames = frames[max(inside, default=0) :] or frames  # calls of this package may lead to that call
+    frames = frames[max(inside, default=1) :]  # the function that caught it stands first
     own = [frame for frame in frames if frame.filename == frames[0].filename]
     place = f" ({own[-1].filename}, line {own[-1].lineno}: {own[-1].line})" if own else ""
     return f"{type(error).__name__}: {str(error)[:300]}{place}"
@@ -431,7 +431,7 @@ class CombinedReward(RewardSource):
                 scores = self.standardised[name](scores, rollout)
             parts[f"scores_{name}"] = scores
         if self.length_penalty:
-            parts["length_penalty"] = -self.length_penalty * rollout.response_mask.sum(-1).float()
+            parts["length_penalty"] = -self.length_penalty * rollout.actions.sum(-1).float()
         return parts
 
     def state_dict(self) -> dict:
