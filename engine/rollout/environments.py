@@ -152,7 +152,8 @@ class Environments:
             episode.close()
         except Exception as error:
             raise UserError(
-                f"{name}: the class fails with the first row of the data, {shortened(self.rows[0])}: {described(error)}"
+                f"{name}: the class fails with the first row of the data (columns: {', '.join(self.rows[0])}): "
+                f"{described(error)}"
             ) from None
         own = is_own(self.made)
         if not own and not any(hasattr(episode.environment.made, reward) for reward in ("get_reward", "reward")):
@@ -471,6 +472,6 @@ def response_template(given: str | None, tokenizer) -> ResponseTemplate | None:
         return load_response_template(template)
     except (OSError, ValueError, TypeError) as error:
         raise UserError(
-            f"--response_template {given or '(the tokenizer has one)'}: {shortened(str(error), 300)}. Give "
+            f"--response_template {given or '(the tokenizer has one)'}: {str(error)[:300]}. Give "
             f"{', '.join(known_templates())}, or a JSON file with a response_template as transformers reads it."
         ) from None

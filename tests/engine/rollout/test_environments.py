@@ -418,7 +418,12 @@ class Unrewarded:
 @pytest.mark.parametrize(
     "made, template, given, message",
     [
-        (OtherRow, "qwen", "qwen", "fails with the first row of the data, {'prompt': 'x', 'target': 3}: KeyError: "),
+        (
+            OtherRow,
+            "qwen",
+            "qwen",
+            "fails with the first row of the data (columns: prompt, target): KeyError: 'answer' (",
+        ),
         (Unrewarded, "qwen", "qwen", "it has no method get_reward(self) and no attribute reward"),
         (Sums, "qwen", None, "Give --response_template llama, qwen, qwen3.5 or a JSON file"),
         (Named, "qwen", None, "it has tools, and the tokenizer of the model has no response_template"),
