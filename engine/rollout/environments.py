@@ -188,7 +188,7 @@ class _Object:
         self.made = made
         self.loop: asyncio.AbstractEventLoop | None = None
 
-    def call(self, method: str, *given: Any, **named: Any) -> Any:
+    def call(self, method: str, /, *given: Any, **named: Any) -> Any:
         value = getattr(self.made, method)(*given, **named)
         if not inspect.isawaitable(value):
             return value
