@@ -446,7 +446,8 @@ def behind(tokenizer, drawn: list[int], messages: Sequence[Mapping[str, Any]], *
 def template_options(row: Mapping[str, Any]) -> dict[str, Any]:
     """The row's arguments of the chat template (`chat_template_kwargs`)."""
     given = row.get("chat_template_kwargs")
-    return (json.loads(given) if isinstance(given, str) else given) or {}
+    options = (json.loads(given) if isinstance(given, str) else given) or {}
+    return {name: value for name, value in options.items() if value is not None}
 
 
 # In a wheel the files of configs/response_templates are in a folder beside this file; in a checkout they are there.
