@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -80,7 +81,8 @@ class PromptBatch:
     def _changed(self, change: Callable[[Tensor], Tensor]) -> "PromptBatch":
         """This batch with `change` applied to each tensor."""
         columns = {field.name: getattr(self, field.name) for field in fields(self)}
-        return replace(self, **{name: change(one) for name, one in columns.items() if isinstance(one, Tensor)})
+        changed: dict[str, Any] = {name: change(one) for name, one in columns.items() if isinstance(one, Tensor)}
+        return replace(self, **changed)
 
 
 COLUMNS = ("logprobs", "entropy", "action_mask", "turn_rewards")  # the fields of Rollout that may be None, each (B, T)
@@ -179,7 +181,8 @@ class Rollout:
     def from_second_token(self) -> "Rollout":
         """This rollout with all positions but the first counted as the response, so that a forward pass also returns
         log-probs of prompt tokens."""
-        return replace(self, response_mask=self.attention_mask[:, 1:].bool(), **dict.fromkeys(COLUMNS))
+        unknown: dict[str, Any] = dict.fromkeys(COLUMNS)
+        return replace(self, response_mask=self.attention_mask[:, 1:].bool(), **unknown)
 
     def select(self, rows: Tensor | slice, positions_after: int | None = 0) -> "Rollout":
         """The given rows, without positions that are padding in all of them.
@@ -208,8 +211,8 @@ class Rollout:
 class Experience:
     """The results of a step's forward passes over a rollout. Position t belongs to response token t.
 
-    rollout: the rollout that is learned from. Its response mask is set on the tokens that are learned. Where the
-        dialect ends a response, all later positions are padding.
+    rollout: the rollout that is learned from. Its `actions` are the tokens that are learned. Where the dialect ends a
+        response, all later positions are padding.
     logprobs, entropy: (B, T) float32, of the policy that sampled the responses.
     ref_logprobs: (B, T) float32, of the reference.
     values: (B, T) float32, of the critic; None without a critic.
@@ -254,10 +257,8 @@ class Experience:
 
     @property
     def kl(self) -> Tensor:
-        """The log-prob minus the reference log-prob of each response token: (B, T) float32, 0 at other positions."""
-        return torch.where(
-            self.rollout.response_mask, self.logprobs - self.ref_logprobs, torch.zeros_like(self.logprobs)
-        )
+        """The log-prob minus the reference log-prob of each drawn token: (B, T) float32, 0 at other positions."""
+        return torch.where(self.rollout.actions, self.logprobs - self.ref_logprobs, torch.zeros_like(self.logprobs))
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,7 +267,8 @@ class Masks:
 
     policy: the positions that the policy's loss is summed over.
     value: the positions that the critic's loss is summed over.
-    state: the positions at which the critic's values are kept; elsewhere values are 0.
+    state: the positions at which the critic's values are kept; elsewhere values are 0. In GAE and in sums of rewards to
+        come, time passes from one of these positions to the next.
     """
 
     policy: Tensor
