@@ -10,8 +10,8 @@ from engine.rollout.vllm_rollouts import SAMPLERS, VLLMRollouts
 __all__ = [
     "DECODING",
     "ROLLOUT_BACKENDS",
-    "Environments",
     "SAMPLERS",
+    "Environments",
     "ReplicaRollouts",
     "Reply",
     "RolloutBackend",
