@@ -222,8 +222,8 @@ class Experience:
     score_parts: {name: (B,) float32}, the parts that add up to the scores; empty if a score has only one part. rewards:
     {name: (B,) float32}, the score from each reward source that has a weight, before it is multiplied by the weight;
     empty if no source has a weight.
-    log_ratios: (N,) float32, log-probs of the actor's forward pass minus the sampler's, for all learned tokens. If only
-        the longest row had a forward pass, N is the number of this row's learned tokens. None if the sampler records no
+    log_ratios: (N,) float32, log-probs of the actor's forward pass minus the sampler's, for all drawn tokens. If only
+        the longest row had a forward pass, N is the number of this row's drawn tokens. None if the sampler records no
         log-probs.
     token_scores: (B, T) float32, the scores that belong to single tokens, 0 at other positions; whole_scores: (B,)
         float32, the rest of `scores`, which belongs to whole responses. None if no source scores tokens.

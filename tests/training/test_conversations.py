@@ -280,6 +280,17 @@ def test_corrections_count_drawn_tokens(kind):
     near(correction, [[math.exp(one) for one in row] for row in gaps])
 
 
+def test_log_probs_of_the_sampler_count_at_drawn_tokens():
+    """They are 0 elsewhere, where the reference's are not."""
+    sampled = {"logprobs": torch.where(drawn_mask(), said()["logprobs"], 0.0)}
+    sampled["entropy"] = torch.where(drawn_mask(), 2 + torch.cos(sampled["logprobs"]), 0.0)
+    made = step_of(dialect_of("default"), dataclasses.replace(conversations(), **sampled))
+    assert torch.equal(made.logprobs, sampled["logprobs"])
+    alone = step_of(dialect_of("default"))
+    for name in ("kl", "rewards", "advantages", "returns"):
+        assert torch.equal(getattr(made, name), getattr(alone, name)), name
+
+
 def test_checks_look_at_drawn_tokens_only():
     rollout, given = conversations(), said()
     drawn = drawn_mask()
