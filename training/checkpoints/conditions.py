@@ -67,6 +67,7 @@ ONCE_ONE_VALUE = {"--reward_model_name_or_path": None, "--reward_model_weight": 
 
 MODEL = "model_name_or_path"  # ending of the flags of models
 FUNCTION = "--reward_function"
+ENVIRONMENT = "--environment"
 DATA = "the data"
 TEMPLATE = "the chat template"
 READING = "the chat template or the tokenizer of a reward model"

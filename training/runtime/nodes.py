@@ -153,9 +153,9 @@ def facts_of_rank(args: RunFlags) -> dict[str, str]:
 
 def named_files(args: RunFlags) -> Iterator[tuple[str, str]]:
     """(flag, value) of each model, data set, function, template and configuration file that the flags name."""
-    files = ("model_name_or_path", "data_path", "dataset_name", "ds_config", "chat_template")
+    files = ("model_name_or_path", "data_path", "dataset_name", "ds_config", "chat_template", "response_template")
     for name, value in args.as_dict().items():
-        if name.endswith(files) or name == "reward_function":
+        if name.endswith(files) or name in CODE:
             yield from ((name, one) for one in (value if isinstance(value, list) else [value]) if one)
 
 
@@ -164,7 +164,7 @@ def looked_at(name: str, value: str) -> str:
     try:
         if name.endswith("model_name_or_path"):
             found = fingerprint(value, f"--{name}") or ""
-        elif name == "reward_function":
+        elif name in CODE:
             where = value.rpartition(":")[0]
             found = content(Path(where)) if names_file(where) else ""
         else:
