@@ -288,13 +288,13 @@ def stop_if_mixed(kinds: set[tuple[str, int]], found: set[tuple[str, int]], name
         )
 
 
-def described(error: BaseException, file: str | None = None) -> str:
-    """A description of the exception that the user's code raised, with the deepest line in the user's file. file: the
-    user's file; None if the function that caught the exception called the user's code itself."""
-    frames = traceback.extract_tb(error.__traceback__)[1:]  # the first frame is the call of the user's code
+def described(error: BaseException) -> str:
+    """A description of the exception that the user's code raised, with the deepest line in the user's file. No line is
+    named if this package raised it."""
+    frames = traceback.extract_tb(error.__traceback__)
     inside = [place for place, frame in enumerate(frames, start=1) if Path(frame.filename).is_relative_to(ENGINE)]
-    frames = frames[max(inside, default=0) :] or frames  # calls of this package may lead to that call
-    own = [frame for frame in frames if frame.filename == (file or frames[0].filename)]
+    frames = frames[max(inside, default=1) :]  # the function that caught it stands first
+    own = [frame for frame in frames if frame.filename == frames[0].filename]
     place = f" ({own[-1].filename}, line {own[-1].lineno}: {own[-1].line})" if own else ""
     return f"{type(error).__name__}: {str(error)[:300]}{place}"
 
