@@ -10,6 +10,7 @@ LINT = ["ruff>=0.17,<0.18", "mypy>=2.4,<3"]
 # What vLLM 0.32 asks for, said again: else pip fetches the newest torch with all of CUDA before it reads that.
 BESIDE_VLLM = ["torch==2.13.*", "transformers>=5.17,<5.20", "setuptools>=78.1.1,<81"]
 DS_CONFIGS = "engine.zero.configs"  # where an installed engine finds configs/ds; a checkout reads the folder itself
+RESPONSES = "engine.rollout.response_templates"  # and configs/response_templates, as engine.rollout reads them
 PAGES = "training.config.pages"  # and where it finds the pages of other systems' flags, of docs
 
 setup(
@@ -27,10 +28,11 @@ setup(
         "Programming Language :: Python :: 3",
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
     ],
-    packages=[*find_packages(include=["engine", "engine.*", "training", "training.*"]), DS_CONFIGS, PAGES],
-    package_dir={DS_CONFIGS: "configs/ds", PAGES: "docs"},
+    packages=[*find_packages(include=["engine", "engine.*", "training", "training.*"]), DS_CONFIGS, RESPONSES, PAGES],
+    package_dir={DS_CONFIGS: "configs/ds", RESPONSES: "configs/response_templates", PAGES: "docs"},
     package_data={
         DS_CONFIGS: ["*.json"],
+        RESPONSES: ["*.json"],
         PAGES: ["from_*.md"],
         "training.tools.pages": ["*.css", "*.js"],
         "training.tools.serve": ["page.html"],

@@ -28,6 +28,7 @@ from engine.algo.truncation import trim_query
 from engine.errors import UserError
 from engine.experience import PromptBatch
 from training.data.files import Unread, quoted
+from training.data.record_forms import PROMPTS, with_more
 from training.data.token_cache import IDS, MadeTable, Progress, cached_table, count_of, ids_at
 from training.data.tokens import (
     CUT,
@@ -439,6 +440,7 @@ class Prompts(FittedRows):
             return (*values, kept_too) if with_dialogues else values
 
         super().__init__(rows, fit, schema, columns, tokenizer, cache, **settings)
+        self.tokenizer = tokenizer
         self.rows = _JsonColumn(self.table["row"])
         self.dialogues = _JsonColumn(self.table["dialogue"]) if with_dialogues else [None] * len(self)
         self.messages = len(self) - self.table["dialogue"].null_count if with_dialogues else 0
@@ -453,6 +455,23 @@ class Prompts(FittedRows):
 
     def __getitem__(self, index: int) -> list[int]:
         return ids_at(self.table, "token_ids", index)
+
+    def opened(self, index: int, said: str) -> list[int]:
+        """The ids of a prompt with a text at the end of the user's last message, or of the prompt if it is a text; cut
+        as the prompts are. Needs with_dialogues.
+
+        Raises: UserError if the prompt becomes one that would be left out, or that the chat template refuses.
+        """
+        row, dialogue = self.rows[index], self.dialogues[index]
+        record = {"prompt": row["prompt"] + said}
+        if dialogue is not None:
+            options = {"tools": dialogue["tools"], "chat_template_kwargs": row.get("chat_template_kwargs")}
+            record = {"prompt": with_more(dialogue["messages"], said), **options}
+        place = f"prompt {index} with what the environment says at first"
+        found = self.fit(PROMPTS.row(place, record, self.tokenizer))
+        if found.reason:
+            raise UserError(f"{place}: {found.reason}")
+        return found.prompt
 
     def refuse_unread(self, columns: Iterable[str], asked: str) -> None:
         """Raise UserError if one of the columns was not read. asked: the beginning of the message, which says who needs

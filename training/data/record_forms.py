@@ -14,7 +14,7 @@ import os.path
 import re
 import shlex
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Any
 
@@ -72,7 +72,7 @@ class Form:
     name: the form's name; part of the rows' fingerprint. columns: alternatives; the first one whose columns the record
     has is used. shape: (record, texts of these columns) -> the row. may_be_blank: whether texts may be blank.
     answers: whether answers are read; if True, messages are read up to the assistant's last one. If False, prompts
-    alone are read.
+    alone are read. tools: JSON schemas that the chat template gets in place of the record's column `tools`.
     """
 
     name: str
@@ -80,6 +80,7 @@ class Form:
     shape: Callable[[dict, dict[str, str]], dict]
     may_be_blank: bool = False
     answers: bool = True
+    tools: tuple[dict, ...] = ()
 
     def row(self, where: str, record: object, tokenizer) -> Row:
         """The row made from this record. where: the record's place, for messages. A record with messages needs a
@@ -99,7 +100,8 @@ class Form:
                 "be learned. Keep the records whose completion is good, and take the column label out."
             )
         if names == ("messages",) or any(is_dialogue(record[name]) for name in names if name != "text"):
-            texts, notes, dialogue = messages_as_texts(where, record, names, tokenizer, self.answers)
+            told = {**record, "tools": [*self.tools]} if self.tools else record
+            texts, notes, dialogue = messages_as_texts(where, told, names, tokenizer, self.answers)
             return Row(self.shape(record, texts), notes, dialogue)
         if names == ("chosen", "rejected"):
             texts = _split_dialogues(where, record)
@@ -107,7 +109,8 @@ class Form:
             texts = {name: record[name] for name in names}
             for name, text in texts.items():
                 check_text(where, name, text, self.may_be_blank or (name == "prompt" and len(names) > 1))
-        return Row(self.shape(record, texts), _notes_on_texts(texts, tokenizer) if tokenizer is not None else ())
+        notes = _notes_on_texts(texts, tokenizer) if tokenizer is not None else ()
+        return Row(self.shape(record, texts), (*notes, UNTOLD) if self.tools else notes)
 
 
 def _sft_row(record: dict, texts: dict[str, str]) -> dict:
@@ -138,6 +141,15 @@ PROMPTS = Form(
     lambda record, texts: {**record, "prompt": texts["prompt"]},
     answers=False,
 )
+UNTOLD = "the prompt is a text, in which the tools are not described. Give messages, or describe them in the text"
+
+
+def prompts_with(tools: Iterable[dict]) -> Form:
+    """PROMPTS, whose chat template gets these tools. tools: JSON schemas; without any, PROMPTS itself."""
+    tools = tuple(tools)
+    return replace(PROMPTS, name=f"prompt, tools {json.dumps(tools)}", tools=tools) if tools else PROMPTS
+
+
 TEXTS = Form("pretraining text", (("text",),), lambda record, texts: texts, may_be_blank=True)  # some have empty lines
 
 
@@ -287,6 +299,14 @@ def messages_on_both_sides(record: dict) -> dict:
 def is_dialogue(value: object) -> bool:
     """Whether the value is a list of objects, which may be messages."""
     return isinstance(value, list) and bool(value) and all(isinstance(message, dict) for message in value)
+
+
+def with_more(messages: list[dict], text: str) -> list[dict]:
+    """The messages with this text at the end of the user's last one."""
+    place = max((place for place, message in enumerate(messages) if message["role"] == "user"), default=-1)
+    content = messages[place]["content"] or ""
+    longer = content + text if isinstance(content, str) else [*content, {"type": "text", "text": text}]
+    return [*messages[:place], {**messages[place], "content": longer}, *messages[place:][1:]]
 
 
 def messages_as_texts(

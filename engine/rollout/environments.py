@@ -1,0 +1,490 @@
+"""Environments: what answers a response between its turns. An environment is a user's class, in one of two shapes.
+
+Own. One object a conversation, made from the row of the data that the prompt comes from:
+
+    class Guess:
+        def __init__(self, row: dict): ...
+        def step(self, turn: Turn): ...      # returns a Reply, a text, None for the end, or what `reply_of` names
+        def close(self): ...                 # optional
+        tools = [function, ...]              # optional: functions or JSON schemas that the prompt describes
+
+TRL's, the class that its `environment_factory` takes, unchanged. Its public methods are tools that the policy may call:
+
+    class Sums:
+        def reset(self, **row): ...          # a text is appended to the last message of the user
+        def multiply(self, a: int, b: int) -> int: ...         # with a docstring that describes a and b
+        def get_reward(self) -> float: ...   # optional; without it the attribute `reward`, if there is one
+
+The two are told apart by whether the class has `step`. Any method may be a coroutine function; coroutines of one object
+run in one event loop, which runs only while one of its methods is waited for. Nothing is tokenised twice: what the
+policy drew stays as it is, and what the environment says is put behind it.
+
+Sources: the shape of TRL's environments, their tools, errors and rewards, and the tokens of messages are those of
+`GRPOTrainer` (trl/trainer/grpo_trainer.py, `_tool_call_loop` and `_get_tool_suffix_ids`) and of `parse_response`
+(trl/chat_template_utils.py), huggingface/trl at f2cd5771. What `step` may return is that of OpenRLHF's agents
+(openrlhf/utils/agent.py, OpenRLHF/OpenRLHF at 3c3be623), of Gymnasium's `Env.step` and of OpenEnv's `StepResult`.
+"""
+
+import asyncio
+import inspect
+import json
+import math
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Integral
+from pathlib import Path
+from typing import Any
+
+from transformers.utils import get_json_schema
+from transformers.utils.chat_parsing import parse_response
+from transformers.utils.chat_parsing.response_templates import load_response_template
+
+from engine.errors import UserError, shortened
+from engine.models.config_and_tokenizer import vocabulary_size
+from engine.reward.base import described
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What an environment says after a turn.
+
+    text: put behind the turn, encoded alone, without special tokens of the tokenizer's own. tokens: ids that are put
+    there as they are. messages: as the chat template writes them behind an answer, with the beginning of the next
+    answer. At most one of these three.
+    reward: the reward for the turn, which falls on its last token. done: whether the conversation ends here; nothing is
+    then put behind the turn.
+    """
+
+    text: str = ""
+    tokens: Sequence[int] | None = None
+    messages: Sequence[Mapping[str, Any]] = ()
+    reward: float = 0.0
+    done: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What the policy drew, as an environment's `step` gets it.
+
+    text: the turn without special tokens. tokens: its ids, the end token included. message: the turn as a message of
+    the assistant, with `tool_calls` and `reasoning_content` as the response template finds them; without a response
+    template its `content` is the text. number: of the turn, from 0. left: how many tokens the response may still get.
+    """
+
+    text: str
+    tokens: tuple[int, ...]
+    message: dict[str, Any]
+    number: int
+    left: int
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """An environment's reply as ids. unparsed: 1 if the turn's tool call could not be read, else 0."""
+
+    tokens: list[int]
+    reward: float = 0.0
+    done: bool = False
+    unparsed: int = 0
+
+
+class Environments:
+    """Makes the environments of a rank, and speaks to them with the tokenizer.
+
+    Args:
+        made: the user's class, or for TRL's shape any function that makes an environment.
+        rows: rows[index] is the row of the data that a prompt comes from.
+        dialogues: dialogues[index] is the row's dialogue, {"messages": ...}, or None if its prompt is a text. TRL's
+            `reset` gets the messages as `prompt`. Without `dialogues` all prompts are texts.
+        template: the response template that finds tool calls (`response_template`), or None.
+        opening: (index of a row, what `reset` said) -> the ids of the prompt. Needed for TRL's shape.
+    """
+
+    def __init__(
+        self,
+        made: Callable[..., Any],
+        tokenizer,
+        rows: Sequence[Mapping[str, Any]],
+        dialogues: Sequence[Mapping[str, Any] | None] | None = None,
+        *,
+        template: dict | None = None,
+        opening: Callable[[int, str], list[int]] | None = None,
+    ):
+        self.made, self.tokenizer, self.rows, self.dialogues = made, tokenizer, rows, dialogues
+        self.template, self.opening = template, opening
+        self.schemas = tool_schemas(made)
+        self.vocabulary = vocabulary_size(tokenizer)
+        self.idle: list[_Tools] = []  # as TRL: an environment is made once and reset often
+        self.lock = threading.Lock()  # a tokenizer must not be set up in one thread while another one uses it
+
+    def episode(self, row_index: int, prompt: list[int]) -> "Episode":
+        """The conversation of a response to the prompt of this row. Runs the user's code, and raises what it raises."""
+        row = dict(self.rows[row_index])
+        if is_own(self.made):
+            return Episode(self, _Own(self.made, row), prompt, template_options(row))
+        try:
+            tools = self.idle.pop()
+        except IndexError:
+            tools = _Tools(self.made)
+        opening = None
+        dialogue = self.dialogues[row_index] if self.dialogues is not None else None
+        if said := tools.reset({**row, "prompt": dialogue["messages"]} if dialogue else row):
+            assert self.opening is not None, "an environment that says something at first needs `opening`"
+            with self.lock:
+                opening = self.opening(row_index, said)
+        return Episode(self, tools, prompt, template_options(row), opening)
+
+    def check(self, name: str) -> None:
+        """Try the environment with the first row. name: of the flag with its value, for messages.
+
+        Raises: UserError if the class fails with this row, or if tool calls cannot be read or answered.
+        """
+        try:
+            self.episode(0, []).close()
+        except Exception as error:
+            raise UserError(
+                f"{name}: the class fails with the first row of the data, {shortened(self.rows[0])}: {described(error)}"
+            ) from None
+        if is_own(self.made) or not self.schemas:
+            return
+        model = getattr(self.tokenizer, "name_or_path", None) or "the model"
+        if self.template is None:
+            raise UserError(
+                f"{name}: its methods are tools, and the tokenizer of {model} has no response_template, which says how "
+                f"tool calls are written. Give --response_template {', '.join(known_templates())} or a JSON file."
+            )
+        mark = "the-result"
+        try:
+            written = self.tokenizer.decode(behind(self.tokenizer, [], [tool_message("the-tool", mark)]))
+        except Exception as error:  # a template may raise anything
+            written = str(error)
+        if mark not in written:
+            raise UserError(
+                f"{name}: its methods are tools, and the chat template of {model} does not write what a tool returns "
+                f"(messages of the role tool): {shortened(written)}. Give --chat_template FILE that does."
+            )
+
+    def turn(self, tokens: list[int], before: list[int], number: int, left: int) -> tuple[Turn, int]:
+        """(the turn, 1 if its tool call could not be read, else 0). before: what stands before the turn: the prompt, or
+        what was put behind the last turn."""
+        with self.lock:
+            text = self.tokenizer.decode(tokens, skip_special_tokens=True)
+            drawn, prefix = self.tokenizer.decode(tokens), self.tokenizer.decode(before)
+        message, unparsed = {"role": "assistant", "content": text}, 0
+        if self.template is not None:
+            try:
+                message = parsed(drawn, self.template, prefix, self.schemas)
+            except (ValueError, TypeError, RecursionError):  # the last: JSON that is nested too deeply
+                unparsed = 1
+        return Turn(text, tuple(tokens), message, number, left), unparsed
+
+    def ids(self, reply: Reply, drawn: list[int], options: Mapping[str, Any]) -> list[int]:
+        """The ids that the reply puts behind the drawn turn. options: arguments of the chat template."""
+        if reply.tokens is not None:
+            return [int(token) for token in reply.tokens]
+        with self.lock:
+            if reply.messages:
+                return behind(self.tokenizer, drawn, reply.messages, **options)
+            return self.tokenizer.encode(reply.text, add_special_tokens=False) if reply.text else []
+
+
+class Episode:
+    """The conversation of one response. Its methods are called one after another, in any thread; they run the user's
+    code and raise what it raises.
+
+    opening: the ids of the prompt, if the environment's `reset` said something; None for the ids of the data.
+    """
+
+    def __init__(
+        self,
+        speech: Environments,
+        environment: "_Own | _Tools",
+        prompt: list[int],
+        options: Mapping[str, Any],
+        opening: list[int] | None = None,
+    ):
+        self.speech, self.environment, self.options, self.opening = speech, environment, options, opening
+        self.before = prompt if opening is None else opening
+        self.failed = False
+
+    def answer(self, tokens: list[int], number: int, left: int, ended: bool) -> Answer:
+        """The environment's answer to a turn. tokens: ids that the policy drew. number: of the turn, from 0. left: how
+        many tokens the response may still get. ended: whether the turn ended by itself and another one may follow; if
+        not, tools are not called."""
+        self.failed = True
+        turn, unparsed = self.speech.turn(tokens, self.before, number, left)
+        reply = checked(reply_of(self.environment.step(turn, ended)), self.speech.vocabulary)
+        self.before = [] if reply.done else self.speech.ids(reply, tokens, self.options)
+        self.failed = False
+        return Answer(self.before, float(reply.reward), reply.done, unparsed)
+
+    def close(self) -> float:
+        """End the conversation. To be called once, and never while a call is still running. Returns the reward that is
+        given at the end, which belongs to the last turn: that of `get_reward`. Environments of the own shape give
+        theirs with their replies: 0.0."""
+        reward = self.environment.close()
+        if isinstance(self.environment, _Tools) and not self.failed:
+            self.speech.idle.append(self.environment)
+        return reward
+
+
+class _Waiting:
+    """Waits for coroutines, in an event loop of its own."""
+
+    loop: asyncio.AbstractEventLoop | None = None
+
+    def wait(self, value: Any) -> Any:
+        if not inspect.isawaitable(value):
+            return value
+
+        async def result() -> Any:
+            return await value
+
+        self.loop = self.loop or asyncio.new_event_loop()
+        return self.loop.run_until_complete(result())
+
+
+class _Own(_Waiting):
+    """An environment of the own shape."""
+
+    def __init__(self, made: Callable[..., Any], row: dict[str, Any]):
+        self.made = made(row)
+
+    def step(self, turn: Turn, ended: bool) -> Any:
+        return self.wait(self.made.step(turn))
+
+    def close(self) -> float:
+        try:
+            if callable(close := getattr(self.made, "close", None)):
+                self.wait(close())
+        finally:
+            if self.loop:
+                self.loop.close()
+        return 0.0
+
+
+class _Tools(_Waiting):
+    """An environment of TRL's shape."""
+
+    def __init__(self, made: Callable[[], Any]):
+        self.made = made()
+        self.tools = tools_of(self.made)
+
+    def reset(self, row: Mapping[str, Any]) -> str | None:
+        said = self.wait(self.made.reset(**row))
+        if said is not None and not isinstance(said, str):
+            raise TypeError(f"reset returned {shortened(said)}; it has to return a text or None")
+        return said
+
+    def step(self, turn: Turn, ended: bool) -> Reply:
+        calls = turn.message.get("tool_calls") if ended else None
+        return Reply(messages=[self.called(call) for call in calls]) if calls else Reply(done=True)
+
+    def called(self, call: Mapping[str, Any]) -> dict[str, Any]:
+        """The message with a tool's result, or with its error, which is told to the policy as TRL does."""
+        function = call.get("function", call)
+        name = function["name"]
+        try:
+            if name not in self.tools:
+                raise ValueError(f"Tool {name} not found.")
+            result = self.wait(self.tools[name](**function["arguments"]))
+        except Exception as error:
+            result = {"error": str(error)}
+        return tool_message(name, result)
+
+    def close(self) -> float:
+        given = getattr(self.made, "get_reward", None)
+        reward = self.wait(given()) if callable(given) else getattr(self.made, "reward", None)
+        return checked(Reply(reward=_number(reward))).reward
+
+
+def tool_message(name: str, result: Any) -> dict[str, Any]:
+    """The message with what a tool returned: a text, or a list of parts for the chat template."""
+    return {"role": "tool", "name": name, "content": result if isinstance(result, list) else str(result)}
+
+
+def is_own(made: Callable[..., Any]) -> bool:
+    """Whether the class is of the own shape."""
+    return callable(getattr(made, "step", None))
+
+
+def tools_of(environment: object) -> dict[str, Callable[..., Any]]:
+    """{name: method} of the tools of an environment of TRL's shape."""
+    methods = inspect.getmembers(environment, inspect.ismethod)
+    return {name: method for name, method in methods if name not in ("reset", "get_reward") and name[0] != "_"}
+
+
+def tool_schemas(made: Callable[..., Any], name: str = "the environment") -> list[dict[str, Any]]:
+    """The JSON schemas of the tools, for the chat template. name: of the flag with its value, for messages.
+
+    Raises: UserError if the class has neither shape, or if no schema can be made of a tool.
+    """
+    if is_own(made):
+        tools = list(getattr(made, "tools", None) or ())
+    else:
+        try:
+            environment = made()
+        except Exception as error:
+            raise UserError(
+                f"{name}: it has no method step, so it is taken for a class as TRL's environment_factory gets it, and "
+                f"it cannot be made without arguments: {described(error)}. Add step(self, turn), or make it so."
+            ) from None
+        if not callable(getattr(environment, "reset", None)):
+            raise UserError(
+                f"{name}: it has neither the method step(self, turn) nor reset(self, **row). Add one of them "
+                "(docs/environments.md)."
+            )
+        tools = list(tools_of(environment).values())
+    schemas = []
+    for tool in tools:
+        try:
+            schemas.append(tool if isinstance(tool, dict) else get_json_schema(tool))
+        except Exception as error:  # of several classes
+            raise UserError(
+                f"{name}: no JSON schema can be made of its tool {getattr(tool, '__name__', tool)} "
+                f"({shortened(str(error), 300)}). Give each argument a type, and a docstring that describes the tool "
+                "and, below Args:, each argument. A method that is no tool gets a name that begins with _."
+            ) from None
+    return schemas
+
+
+def reply_of(said: Any) -> Reply:
+    """What `step` returned, as a Reply: a Reply; a text; None for the end; Gymnasium's (observation, reward,
+    terminated, truncated, info); a dict or an object with observation or environment_feedback, reward or rewards, and
+    done, as OpenRLHF's agents and OpenEnv's StepResult. Raises: TypeError for anything else."""
+    if isinstance(said, Reply):
+        return said
+    if said is None:
+        return Reply(done=True)
+    if isinstance(said, str):
+        return Reply(said)
+    if isinstance(said, tuple) and len(said) == 5:
+        text, reward, terminated, truncated, _ = said
+        return _plain(text, reward, terminated or truncated)
+
+    def field(*names: str) -> Any:
+        found = (said.get(n, _MISSING) if isinstance(said, Mapping) else getattr(said, n, _MISSING) for n in names)
+        return next((value for value in found if value is not _MISSING), _MISSING)
+
+    found = field("environment_feedback", "observation"), field("rewards", "reward"), field("done")
+    if _MISSING in found:
+        raise TypeError(
+            f"step returned {shortened(said)}. It has to return a Reply, a text, None for the end, Gymnasium's "
+            "5-tuple, or a dict or an object with observation, reward and done"
+        )
+    return _plain(*found)
+
+
+_MISSING = object()
+
+
+def _plain(text: Any, reward: Any, done: Any) -> Reply:
+    if text is not None and not isinstance(text, str):
+        raise TypeError(f"step returned the observation {shortened(text)}; it has to be a text")
+    return Reply(text or "", reward=_number(reward), done=bool(done))
+
+
+def _number(value: Any) -> float:
+    """A number, a tensor or an array with one number, or None for 0."""
+    return 0.0 if value is None else float(value)
+
+
+def checked(reply: Reply, vocabulary: int = 0) -> Reply:
+    """The reply. vocabulary: ids have to be smaller. Raises: TypeError or ValueError if the reply cannot be used."""
+    if not isinstance(reply.text, str):
+        raise TypeError(f"Reply.text is {shortened(reply.text)}; it has to be a text")
+    if (reply.text != "") + (reply.tokens is not None) + bool(reply.messages) > 1:
+        raise ValueError("a Reply has more than one of text, tokens and messages; give one of them")
+    for token in reply.tokens if reply.tokens is not None else ():
+        if not isinstance(token, Integral) or isinstance(token, bool) or not 0 <= token < vocabulary:
+            raise ValueError(f"Reply.tokens has {token!r}; ids are whole numbers from 0 to {vocabulary - 1}")
+    for message in reply.messages:
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or "content" not in message:
+            raise TypeError(f"Reply.messages has {shortened(message)}; a message is a dict with role and content")
+    if not math.isfinite(reply.reward):
+        raise ValueError(f"the reward is {reply.reward}; it has to be a finite number")
+    return reply
+
+
+def parsed(text: str, template: dict, prefix: str, tools: list[dict]) -> dict[str, Any]:
+    """The drawn text as a message of the assistant, its calls checked. prefix: the text before it; what stands behind
+    the template's last anchor there belongs to the message. tools: schemas, by which arguments get their types.
+
+    Raises: ValueError or TypeError if a call cannot be read: it is cut off, or no JSON, or no call.
+    """
+    anchor = load_response_template(template).start_anchor_re
+    message = parse_response(text, template, prefix=prefix if anchor.search(prefix) else "", tools=tools)
+    for call in message.get("tool_calls") or ():
+        function = call.get("function", call) if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise ValueError(f"{shortened(call)} is no tool call")
+        function["arguments"] = function.get("arguments") or {}
+        if not isinstance(function["arguments"], dict):
+            raise ValueError(f"{shortened(call)} has no arguments by name")
+    return {"content": "", **message}
+
+
+def behind(tokenizer, drawn: list[int], messages: Sequence[Mapping[str, Any]], **options) -> list[int]:
+    """The ids of the messages as the chat template writes them behind an answer, with the beginning of the next answer.
+    They begin with the token that ends an answer, unless the drawn turn has it. If the drawn turn ends with the token
+    that begins the message, as turns of some models do, it is not repeated.
+
+    options: arguments of the chat template. Raises: what the template raises; ValueError if it ends answers without a
+    special token.
+    """
+    asked = {"role": "user", "content": "dummy"}
+    answered: dict[str, Any] = {"role": "assistant", "content": "dummy"}
+    if messages[0]["role"] == "tool":  # some templates write the name of the call beside the result
+        function = {"name": messages[0].get("name", "dummy"), "arguments": {}}
+        answered |= {"content": "", "tool_calls": [{"type": "function", "function": function}]}
+
+    def ids(*more: Mapping[str, Any], **asking: bool) -> list[int]:
+        text = tokenizer.apply_chat_template([asked, answered, *more], tokenize=False, **asking, **options)
+        return tokenizer.encode(text, add_special_tokens=False)
+
+    before, whole = ids(), ids(*messages, add_generation_prompt=True)
+    special = {*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()}
+    ends = [tokenizer.eos_token_id] if tokenizer.eos_token_id in before else [id for id in before if id in special]
+    if not ends:
+        raise ValueError("the chat template ends an answer with no special token; reply with text in place of messages")
+    # The answer ends with as many of these tokens in both. What is before it may differ: some templates leave out
+    # earlier thoughts.
+    places = [place for place, token in enumerate(whole) if token == ends[-1]]
+    rest = whole[places[before.count(ends[-1]) - 1] + 1 :]
+    if ends[-1] not in drawn:
+        return [ends[-1], *rest]
+    return rest[1:] if rest[:1] == drawn[-1:] else rest
+
+
+def template_options(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The row's arguments of the chat template (`chat_template_kwargs`)."""
+    given = row.get("chat_template_kwargs")
+    return (json.loads(given) if isinstance(given, str) else given) or {}
+
+
+# In a wheel the files of configs/response_templates are in a folder beside this file; in a checkout they are there.
+_INSTALLED = Path(__file__).with_name("response_templates")
+TEMPLATES = _INSTALLED if _INSTALLED.is_dir() else Path(__file__).parents[2] / "configs" / "response_templates"
+
+
+def known_templates() -> list[str]:
+    """The names of the response templates that come along."""
+    return sorted(path.stem for path in TEMPLATES.glob("*.json"))
+
+
+def response_template(given: str | None, tokenizer) -> dict | None:
+    """The response template, which says how transformers finds tool calls in a turn. given: one of `known_templates`,
+    or a JSON file; None for the tokenizer's own, if it has one. Raises: UserError if it cannot be read."""
+    if given is None:
+        return getattr(tokenizer, "response_template", None)
+    path = TEMPLATES / f"{given}.json" if given in known_templates() else Path(given)
+    try:
+        template = json.loads(path.read_text(encoding="utf-8"))
+        load_response_template(template)
+    except (OSError, ValueError, TypeError) as error:
+        raise UserError(
+            f"--response_template {given}: {shortened(str(error), 300)}. Give {', '.join(known_templates())}, or a "
+            "JSON file with a response_template as transformers reads it."
+        ) from None
+    return template
