@@ -33,6 +33,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import takewhile
 from numbers import Integral
 from pathlib import Path
@@ -40,7 +41,7 @@ from typing import Any
 
 from transformers.utils import get_json_schema
 from transformers.utils.chat_parsing import parse_response
-from transformers.utils.chat_parsing.response_templates import load_response_template
+from transformers.utils.chat_parsing.response_templates import ResponseTemplate, load_response_template
 
 from engine.errors import UserError, shortened
 from engine.models.config_and_tokenizer import vocabulary_size
@@ -99,7 +100,7 @@ class Environments:
         rows: rows[index] is the row of the data that a prompt comes from.
         dialogues: dialogues[index] is the row's dialogue, {"messages": ...}, or None if its prompt is a text. TRL's
             `reset` gets the messages as `prompt`. Without `dialogues` all prompts are texts.
-        template: the response template that finds tool calls (`response_template`), or None.
+        template: what finds tool calls, from `response_template`, or None.
         opening: (index of a row, what `reset` said) -> the ids of the prompt. Needed for TRL's shape.
     """
 
@@ -110,7 +111,7 @@ class Environments:
         rows: Sequence[Mapping[str, Any]],
         dialogues: Sequence[Mapping[str, Any] | None] | None = None,
         *,
-        template: dict | None = None,
+        template: ResponseTemplate | None = None,
         opening: Callable[[int, str], list[int]] | None = None,
     ):
         self.made, self.tokenizer, self.rows, self.dialogues = made, tokenizer, rows, dialogues
@@ -224,8 +225,16 @@ class Episode(ABC):
         many tokens the response may still get. ended: whether the turn ended by itself and another one may follow; if
         not, tools are not called."""
         self.failed = True
-        turn, unparsed = self._turn(tokens, number, left)
-        reply = checked(self._reply(turn, ended), self.of.vocabulary)
+        decode = self.of.tokenizer.decode
+        with self.of.lock:
+            text, drawn, before = decode(tokens, skip_special_tokens=True), decode(tokens), decode(self.before)
+        message, unparsed = {"role": "assistant", "content": text}, 0
+        if self.of.template is not None:
+            try:
+                message = parsed(drawn, self.of.template, before, self.of.schemas)
+            except (ValueError, TypeError, RecursionError):  # the last: JSON that is nested too deeply
+                unparsed = 1
+        reply = checked(self._reply(Turn(text, tuple(tokens), message, number, left), ended), self.of.vocabulary)
         self.before = [] if reply.done else self._ids(reply, tokens)
         self.failed = False
         return Answer(self.before, float(reply.reward), reply.done, unparsed)
@@ -237,20 +246,6 @@ class Episode(ABC):
 
     @abstractmethod
     def _reply(self, turn: Turn, ended: bool) -> Reply: ...
-
-    def _turn(self, tokens: list[int], number: int, left: int) -> tuple[Turn, int]:
-        """(the turn, 1 if its tool call could not be read, else 0)."""
-        decode = self.of.tokenizer.decode
-        with self.of.lock:
-            text = decode(tokens, skip_special_tokens=True)
-            drawn, prefix = decode(tokens), decode(self.before)
-        message, unparsed = {"role": "assistant", "content": text}, 0
-        if self.of.template is not None:
-            try:
-                message = parsed(drawn, self.of.template, prefix, self.of.schemas)
-            except (ValueError, TypeError, RecursionError):  # the last: JSON that is nested too deeply
-                unparsed = 1
-        return Turn(text, tuple(tokens), message, number, left), unparsed
 
     def _ids(self, reply: Reply, drawn: list[int]) -> list[int]:
         """The ids that the reply puts behind the drawn turn."""
@@ -364,29 +359,19 @@ def reply_of(said: Any) -> Reply:
     if isinstance(said, str):
         return Reply(said)
     if isinstance(said, tuple) and len(said) == 5:
-        text, reward, terminated, truncated, _ = said
-        return _plain(text, reward, terminated or truncated)
-
-    def field(*names: str) -> Any:
-        found = (said.get(n, _MISSING) if isinstance(said, Mapping) else getattr(said, n, _MISSING) for n in names)
-        return next((value for value in found if value is not _MISSING), _MISSING)
-
-    found = field("environment_feedback", "observation"), field("rewards", "reward"), field("done")
-    if _MISSING in found:
+        said = {"observation": said[0], "reward": said[1], "done": said[2] or said[3]}
+    field = said.get if isinstance(said, Mapping) else partial(getattr, said)
+    text = field("environment_feedback", field("observation", _MISSING))
+    reward, done = field("rewards", field("reward", _MISSING)), field("done", _MISSING)
+    if any(value is _MISSING for value in (text, reward, done)):
         raise TypeError(
             f"step returned {shortened(said)}. It has to return a Reply, a text, None for the end, Gymnasium's "
             "5-tuple, or a dict or an object with observation, reward and done"
         )
-    return _plain(*found)
+    return Reply("" if text is None else text, reward=_number(reward), done=bool(done))
 
 
 _MISSING = object()
-
-
-def _plain(text: Any, reward: Any, done: Any) -> Reply:
-    if text is not None and not isinstance(text, str):
-        raise TypeError(f"step returned the observation {shortened(text)}; it has to be a text")
-    return Reply(text or "", reward=_number(reward), done=bool(done))
 
 
 def _number(value: Any) -> float:
@@ -397,7 +382,7 @@ def _number(value: Any) -> float:
 def checked(reply: Reply, vocabulary: int = 0) -> Reply:
     """The reply. vocabulary: ids have to be smaller. Raises: TypeError or ValueError if the reply cannot be used."""
     if not isinstance(reply.text, str):
-        raise TypeError(f"Reply.text is {shortened(reply.text)}; it has to be a text")
+        raise TypeError(f"what is to be inserted is {shortened(reply.text)}; it has to be a text")
     if (reply.text != "") + (reply.tokens is not None) + bool(reply.messages) > 1:
         raise ValueError("a Reply has more than one of text, tokens and messages; give one of them")
     for token in reply.tokens if reply.tokens is not None else ():
@@ -411,14 +396,14 @@ def checked(reply: Reply, vocabulary: int = 0) -> Reply:
     return reply
 
 
-def parsed(text: str, template: dict, prefix: str, tools: list[dict]) -> dict[str, Any]:
+def parsed(text: str, template: ResponseTemplate, prefix: str, tools: list[dict]) -> dict[str, Any]:
     """The drawn text as a message of the assistant, its calls checked. prefix: the text before it; what stands behind
     the template's last anchor there belongs to the message. tools: schemas, by which arguments get their types.
 
     Raises: ValueError or TypeError if a call cannot be read: it is cut off, or no JSON, or no call.
     """
-    anchor = load_response_template(template).start_anchor_re
-    message = parse_response(text, template, prefix=prefix if anchor.search(prefix) else "", tools=tools)
+    prefix = prefix if template.start_anchor_re.search(prefix) else ""
+    message = parse_response(text, template, prefix=prefix, tools=tools)
     for call in message.get("tool_calls") or ():
         function = call.get("function", call) if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
@@ -474,18 +459,19 @@ def known_templates() -> list[str]:
     return sorted(path.stem for path in TEMPLATES.glob("*.json"))
 
 
-def response_template(given: str | None, tokenizer) -> dict | None:
-    """The response template, which says how transformers finds tool calls in a turn. given: one of `known_templates`,
-    or a JSON file; None for the tokenizer's own, if it has one. Raises: UserError if it cannot be read."""
-    if given is None:
-        return getattr(tokenizer, "response_template", None)
-    path = TEMPLATES / f"{given}.json" if given in known_templates() else Path(given)
+def response_template(given: str | None, tokenizer) -> ResponseTemplate | None:
+    """What finds tool calls in a turn. given: one of `known_templates`, or a JSON file; None for the tokenizer's own
+    `response_template`, if it has one. Raises: UserError if it cannot be read."""
+    template = getattr(tokenizer, "response_template", None)
+    if given is None and template is None:
+        return None
     try:
-        template = json.loads(path.read_text(encoding="utf-8"))
-        load_response_template(template)
+        if given is not None:
+            path = TEMPLATES / f"{given}.json" if given in known_templates() else Path(given)
+            template = json.loads(path.read_text(encoding="utf-8"))
+        return load_response_template(template)
     except (OSError, ValueError, TypeError) as error:
         raise UserError(
-            f"--response_template {given}: {shortened(str(error), 300)}. Give {', '.join(known_templates())}, or a "
-            "JSON file with a response_template as transformers reads it."
+            f"--response_template {given or '(the tokenizer has one)'}: {shortened(str(error), 300)}. Give "
+            f"{', '.join(known_templates())}, or a JSON file with a response_template as transformers reads it."
         ) from None
-    return template
