@@ -13,6 +13,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 
 import torch
@@ -257,26 +258,20 @@ def sample_rows(rollout: Rollout, scores: torch.Tensor, kl: torch.Tensor, tokeni
 
 
 def turns_of(rollout: Rollout, row: int, tokenizer) -> list[dict]:
-    """The turns of a conversation: {"by": POLICY or ENVIRONMENT, "text": ...}, with the key "reward" where it is not 0.
-
-    A turn ends where the other's tokens begin. A turn of the policy also ends at a token with a reward: an environment
-    may answer with nothing.
-    """
+    """The turns of a conversation: {"by": POLICY or ENVIRONMENT, "text": ...}, with the key "reward" where it is not
+    0."""
     decode = partial(tokenizer.decode, skip_special_tokens=True)
     real, response = rollout.attention_mask[row, : rollout.prompt_length].bool(), rollout.response_mask[row]
-    before, tokens = rollout.prompts[row][real], rollout.responses[row][response]
-    drawn, given = rollout.actions[row].tolist(), [0.0] * len(tokens)
-    if rollout.turn_rewards is not None:
-        given = rollout.turn_rewards[row].tolist()
+    before, tokens, drawn = rollout.prompts[row][real], rollout.responses[row][response], rollout.actions[row][response]
     turns, start = [], 0
-    for end, reward in enumerate(given[: len(tokens)], 1):
-        if end < len(tokens) and drawn[end] == drawn[start] and not reward:
-            continue
-        text = text_behind(decode, before, decode(before), tokens[start:end])
+    for by_policy, positions in groupby(drawn.tolist()):
+        places = slice(start, start := start + len(list(positions)))
+        text = text_behind(decode, before, decode(before), tokens[places])
+        reward = 0.0 if rollout.turn_rewards is None else rollout.turn_rewards[row, places].sum().item()
         turns.append(
-            {"by": POLICY if drawn[start] else ENVIRONMENT, "text": text} | ({"reward": reward} if reward else {})
+            {"by": POLICY if by_policy else ENVIRONMENT, "text": text} | ({"reward": reward} if reward else {})
         )
-        before, start = torch.cat([before, tokens[start:end]]), end
+        before = torch.cat([before, tokens[places]])
     return turns
 
 
