@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from pathlib import Path
 
+from engine.rollout.conversations import COUNTED
 from training.reporting.standard_errors import ENDINGS, Estimate, with_errors
 
 ROOT = Path(__file__).parents[3]
@@ -27,8 +28,10 @@ EVALUATED = (
     *("compressed_bytes", "new_words"),
     *SCORE_PARTS,
     *("reward_model", "reward_function"),
+    *sorted({*COUNTED} - {"responses"}),
 )
 FAMILIES = {
+    "{}/{}": {f"{group}/{name}" for group in ("rollout", "critic_pretrain") for name in {*COUNTED} - {"responses"}},
     "{}/grad_norm": {"policy/grad_norm", "value/grad_norm"},
     "{}/lr": {"policy/lr", "value/lr"},
     "{}/skipped": {"policy/skipped", "value/skipped"},
