@@ -117,9 +117,13 @@ class Evaluator:
         metrics["eval/distinct_responses"] = float(len(set(texts)))
         metrics["eval/distinct_bigrams"] = float(distinct_bigrams(texts))
         metrics["eval/compressed_bytes"] = compressed_bytes(texts) / max(sum(row["tokens"] for row in rows), 1)
-        counted = Accumulator()
-        add_counts(counted, self.rollouts.counts(), "eval")
-        return metrics | counted.reduce(), rows
+        return metrics | self.counted(), rows
+
+    def counted(self) -> dict[str, float]:
+        """The metrics of what the backend has counted since the last call of this method (all ranks call this)."""
+        metrics = Accumulator()
+        add_counts(metrics, self.rollouts.counts(), "eval")
+        return metrics.reduce()
 
     def answers(self, step: int) -> Answers:
         """Draw and score the responses of all ranks; the result is the same on all ranks (all ranks call this).

@@ -7,11 +7,12 @@ from typing import ClassVar
 from engine.engine_spec import EngineSpec
 from engine.errors import UserError
 from engine.zero.config import EngineConfig
+from training.config.environment import EnvironmentFlags
 from training.config.flags import DataFlags, flag
 
 
 @dataclass(kw_only=True)
-class MeasuringFlags(DataFlags):
+class MeasuringFlags(EnvironmentFlags, DataFlags):
     """The flags that say which prompts are answered, and how responses are drawn. Each program adds
     reward_model_name_or_path."""
 
