@@ -47,6 +47,7 @@ class MeasuringFlags(EnvironmentFlags, DataFlags):
     def spec_of(self, path: str) -> EngineSpec:
         """The specification of the engines that measure the policy at `path`: frozen engines of the policy, the
         reference and the reward models."""
+        roles = ("actor", "reference", *(["reward"] if self.reward_model_name_or_path else []))
         return EngineSpec(
             actor_path=path,
             critic_path=None,
@@ -57,5 +58,5 @@ class MeasuringFlags(EnvironmentFlags, DataFlags):
             attention=self.attention,
             dtype=str(self.dtype),
             micro_batch_size=self.per_device_eval_batch_size,
-            **{role: EngineConfig(role, self.zero_stage) for role in ("actor", "reference", "reward")},
+            **{role: EngineConfig(role, self.zero_stage) for role in roles},
         )
