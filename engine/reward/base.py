@@ -141,15 +141,16 @@ def decoded(rollout: Rollout, tokenizer, special_tokens: bool = False) -> tuple[
         prompt, response = rollout.prompts[row][real[row]], rollout.responses[row][rollout.response_mask[row]]
         text = decode(prompt)
         prompts.append(text)
-        responses.append(_behind(decode, prompt, text, response))
+        responses.append(text_behind(decode, prompt, text, response))
     return prompts, responses
 
 
-def _behind(decode: Callable[[Tensor], str], prompt: Tensor, text: str, response: Tensor) -> str:
-    """The text of response tokens, (N,) int64. A response is decoded together with its prompt, because many tokenizers
-    drop the space at the beginning of a text. prompt, text: the prompt's tokens, and the same decoded."""
-    whole = decode(torch.cat([prompt, response]))
-    return whole[len(text) :] if whole.startswith(text) else decode(response)
+def text_behind(decode: Callable[[Tensor], str], before: Tensor, text: str, tokens: Tensor) -> str:
+    """The text of tokens, (N,) int64, that stand behind others, as a response behind its prompt. Both are decoded
+    together, because many tokenizers drop the space at the beginning of a text. before, text: the tokens before, and
+    the same decoded."""
+    whole = decode(torch.cat([before, tokens]))
+    return whole[len(text) :] if whole.startswith(text) else decode(tokens)
 
 
 def positions_of(rollout: Rollout, row: int, tokenizer, ends: Sequence[int]) -> list[int]:
@@ -162,11 +163,11 @@ def positions_of(rollout: Rollout, row: int, tokenizer, ends: Sequence[int]) -> 
     prompt = rollout.prompts[row][rollout.attention_mask[row, : rollout.prompt_length].bool()].cpu()
     mask = rollout.response_mask[row].cpu()
     response, places, text = rollout.responses[row].cpu()[mask], mask.nonzero().flatten().tolist(), decode(prompt)
-    whole = _behind(decode, prompt, text, response)
+    whole = text_behind(decode, prompt, text, response)
 
     def complete(count: int, end: int) -> bool:
         # A character of which only some bytes are there is decoded as another one.
-        return _behind(decode, prompt, text, response[:count])[:end] == whole[:end]
+        return text_behind(decode, prompt, text, response[:count])[:end] == whole[:end]
 
     def place_of(end: int) -> int:
         count = 1 + bisect_left(range(1, len(places)), True, key=lambda count: complete(count, end))
@@ -370,6 +371,15 @@ class RewardModel(RewardSource):
     def inferring(self):
         """A context in which the weights are gathered once."""
         return self.model.inferring()
+
+
+class EnvironmentReward(RewardSource):
+    """What the environment gave for the turns of its conversations (engine/rollout/conversations.py)."""
+
+    def score(self, rollout: Rollout) -> Tensor:
+        """The rewards of turns, (B, T) float32, each at the last token that the policy drew in its turn."""
+        assert rollout.turn_rewards is not None, "no environment has answered these responses"
+        return rollout.turn_rewards
 
 
 def sum_in_words(terms: Sequence[tuple[str, float]], length_penalty: float = 0.0) -> str:
