@@ -183,8 +183,9 @@ def as_token_classifier(model, state: dict) -> tuple[Any, dict]:
         shell = kind._from_config(config, dtype=model.dtype)
     head = next(name for name in TOKEN_HEADS if hasattr(shell, name))
     state = dict(state)
-    row = state.pop("score.weight") / 2
-    state[f"{head}.weight"] = torch.cat([-row, row])
-    if getattr(shell, head).bias is not None:
-        state[f"{head}.bias"] = torch.tensor([-half, half], dtype=row.dtype)
+    if "score.weight" in state:  # without weights the files beside them are written
+        row = state.pop("score.weight") / 2
+        state[f"{head}.weight"] = torch.cat([-row, row])
+        if getattr(shell, head).bias is not None:
+            state[f"{head}.bias"] = torch.tensor([-half, half], dtype=row.dtype)
     return shell, state

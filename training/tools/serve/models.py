@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from engine.errors import UserError
 from engine.experience import PromptBatch, Rollout, position_ids
 from engine.models.attention import Attention
 from engine.models.checking import (
