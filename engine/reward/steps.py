@@ -31,8 +31,8 @@ class StepEnds:
         added = tokenizer.added_tokens_decoder.items()
         self.special = {*tokenizer.all_special_ids, *(token for token, about in added if about.special)}
         self._pieces: dict[int, str] = {}
-        ids = tokenizer(f"a{text}b", add_special_tokens=False)["input_ids"] if text else []
-        if not text or text not in "".join(map(self._piece, ids)):
+        tried = tokenizer([text, f"a{text}b"], add_special_tokens=False)["input_ids"]
+        if not text or not any(text in "".join(map(self._piece, ids)) for ids in tried):
             raise UserError(
                 f"{what}: no step can end with {text!r}, because the tokenizer in {tokenizer.name_or_path} does not "
                 "write it. Give a text, or a token, that responses can have."
