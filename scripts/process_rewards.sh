@@ -44,14 +44,16 @@ ppo() {
     run "$out/$name-$seed" step3_rlhf.py --actor_model_name_or_path "$out/sft" --data_path "$out/data/prompts.jsonl" \
         --eval_data_path "$out/data/eval_prompts.jsonl" --num_eval_prompts 256 --max_prompt_seq_len 12 \
         --max_answer_seq_len 44 --per_device_generation_batch_size 128 --per_device_training_batch_size 128 \
-        --max_steps "$steps" --eval_steps 10 --kl_coef 0.01 --lr_scheduler_type cosine --actor_learning_rate 6e-4 \
-        --critic_learning_rate 2e-3 --seed "$seed" "$@"
+        --max_steps "$steps" --eval_steps 20 --ppo_epochs 1 --kl_coef 0.02 --critic_warmup_steps 5 \
+        --lr_scheduler_type cosine --actor_learning_rate 1e-3 --critic_learning_rate 3e-3 --seed "$seed" "$@"
 }
 
 model=(--reward_model_name_or_path "$out/prm" --reward_function training.toy.chains:right)
 for seed in 1 2 3; do
     ppo end "$seed" --reward_function training.toy.chains:right
     ppo steps "$seed" "${model[@]}" --reward_model_weight 0.25 --reward_weights 0
+done
+for seed in 1 2 3; do
     ppo both "$seed" "${model[@]}" --reward_model_weight 0.125 --reward_weights 0.5
 done
 
