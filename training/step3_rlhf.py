@@ -189,7 +189,7 @@ def build_trainer(args: RLHFFlags, plan: Plan, models: RLHFEngine, rollouts: Rol
         trust_remote_code=args.trust_remote_code,
     )
     scorers = [
-        reward_source(model, path, texts, args.max_reward_seq_len)
+        reward_source(model, path, texts, args.max_reward_seq_len, args.reward_step_end)
         for model, path in zip(models.rewards, args.reward_paths, strict=True)
     ]
     reward = build_reward(args, plan.reward_functions, scorers, models.tokenizer, texts.rows)

@@ -55,6 +55,14 @@ def by_group(options: type) -> dict[str, list[dataclasses.Field]]:
     return groups
 
 
+def with_new_lines(given: str) -> str:
+    """A flag's value, in which the two characters \\n are a new line."""
+    return given.replace("\\n", "\n")
+
+
+TEXTS = ("stop", "step_end", "reward_step_end")  # flags whose values may have control characters, as new lines
+
+
 @dataclass(kw_only=True)
 class ProgramFlags:
     """The base class of every program's flags, which can be given on the command line or in a YAML file."""
@@ -192,7 +200,7 @@ class RunFlags(TokenizerFlags):
     def validate(self) -> None:
         """Raise UserError for values that cannot work, or have no effect."""
         for spec in dataclasses.fields(self):
-            for value in _texts(getattr(self, spec.name)) if spec.name != "stop" else ():
+            for value in _texts(getattr(self, spec.name)) if spec.name not in TEXTS else ():
                 check_name(spec.name, value)
         super().validate()
         if self.preflight and self.dry_run:

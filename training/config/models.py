@@ -394,6 +394,12 @@ class ModelFlags(RoleLoraFlags, ReferenceFlags, RewardServerFlags):
         least=1,
         only_with=("reward_model_name_or_path", "critic_model_name_or_path"),
     )
+    reward_step_end: str | None = flag(
+        None,
+        "the text that ends a step, for process reward models (\\n is a new line); by default what their folder says, "
+        "else a new line",
+        only_with=("reward_model_name_or_path", "critic_model_name_or_path"),
+    )
     actor_zero_stage: int | None = flag(
         None,
         "ZeRO stage of the actor (default 0, but 1 on a single GPU in 16 bits); the reference has stage 3 if the actor "

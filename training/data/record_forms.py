@@ -135,6 +135,55 @@ SFT = Form(
     _sft_row,
 )
 PAIRS = Form("pair", (("prompt", "chosen", "rejected"), ("chosen", "rejected")), lambda record, texts: texts)
+
+
+@dataclass(frozen=True, slots=True)
+class StepsForm(Form):
+    """How step 2 reads stepwise records, in TRL's form: a prompt, its steps (`completions`), and a label for each step:
+    true or false, or the probability that the step is good; null if it is not to be learned.
+
+    The steps are joined into one response. step_end: the text with which each step but the last ends; it is added where
+    a step has none. The row has `prompt`, `response`, and `labels`: one label for each end of a step in the response.
+    Where a given step has `step_end` within it, the ends before its last one have no label.
+    """
+
+    step_end: str = "\n"
+
+    def row(self, where: str, record: object, tokenizer) -> Row:
+        """As Form.row. Raises UserError too if steps and labels do not fit each other."""
+        matching_columns(where, record, self.columns)
+        assert isinstance(record, dict)
+        steps, given = record["completions"], record["labels"]
+        if not isinstance(steps, list) or not isinstance(given, list) or not 0 < len(steps) == len(given):
+            raise UserError(
+                f"{where}: found completions {quoted(str(steps))} and labels {quoted(str(given))}. Give a list of "
+                "steps, and a list with a label for each."
+            )
+        text, labels = "", []
+        for number, (step, label) in enumerate(zip(steps, given), start=1):
+            place = f"completions, step {number}"
+            check_text(where, place, step)
+            if label is not None and not (isinstance(label, bool | int | float) and 0 <= label <= 1):
+                raise UserError(
+                    f"{where}, column labels, step {number}: found {described(label)}. Give true, false, a number from "
+                    "0 to 1, or null."
+                )
+            ends = sum(bool(part.strip()) for part in step.split(self.step_end))
+            if not ends:
+                raise UserError(f"{where}, column {place}: found no text but the end of a step. Take the step out.")
+            labels += [None] * (ends - 1) + [None if label is None else float(label)]
+            text += step if step.endswith(self.step_end) or number == len(steps) else step + self.step_end
+        others = {name: record[name] for name in ("prompt", "tools", "chat_template_kwargs") if name in record}
+        row = SFT.row(where, {**others, "completion": text}, tokenizer)
+        return Row({**row, "labels": labels}, row.notes, row.dialogue)
+
+
+def stepwise(step_end: str) -> Form:
+    """The form of stepwise records whose steps end with this text."""
+    columns = (("prompt", "completions", "labels"),)
+    return StepsForm(f"steps ended by {step_end!r}", columns, lambda record, texts: texts, step_end=step_end)
+
+
 PROMPTS = Form(
     "prompt",
     (("messages",), ("prompt",), ("chosen", "rejected")),

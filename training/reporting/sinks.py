@@ -170,6 +170,21 @@ REWARD_VIEW = View(
     },
 )
 
+PROCESS_VIEW = View(
+    bar={"loss": "train/step_loss", "accuracy": "train/accuracy", "lr": "train/lr"},
+    charts={
+        "steps": {"accuracy": ("train/accuracy",), "loss, nats a step": ("train/step_loss",)},
+        **_SUPERVISED,
+    },
+    held_out={
+        "held-out steps": {
+            "accuracy, held out": "eval/accuracy",
+            "share of bad steps that are found, held out": "eval/bad_found",
+            "loss, nats a step, held out": "eval/step_loss",
+        },
+    },
+)
+
 
 # All sinks.
 

@@ -25,7 +25,7 @@ from training.data.examples import Prompts, TextBlocks, prompt_fit
 from training.data.record_forms import TEXTS
 from training.data.row_selection import load_rows
 from training.environments import environments_of, load_environment, prompts_for
-from training.reward_texts import Reader, all_messages, check_prompts, reading_limit
+from training.reward_texts import Reader, all_messages, check_prompts, reading_limit, step_ends
 from training.runtime.launch import check_run
 from training.runtime.models import adapted_roles, check_positions, generation_stops, prompt_and_answer
 
@@ -237,9 +237,20 @@ def check_reward_texts(args, paths: Iterable[str], tokenizer, parts: Mapping[str
         False: "prompt + response + EOS, without a chat template, since the prompts are texts",
         None: "messages by its own chat template, prompts that are texts without",
     }[messages]
-    for path in paths:
+    stepwise = {path: step_ends(path, tokenizer, args.reward_step_end, trusted) for path in paths}
+    if args.reward_step_end is not None and not any(stepwise.values()):
+        raise UserError(f"{args.word('reward_step_end')}: no reward model is a token classifier. Leave it out.")
+    for path, ends in stepwise.items():
         model = f"{flag} {path}"
         config, lengths = read_config(path, model, trusted), prompt_and_answer(args)
+        if ends is not None:
+            end = ", and the end of the response ends its last step" if ends.at_end else ""
+            lines.append(f"{model}: a number for each step, which ends with {ends.text!r}{end}")
+            if reads_texts(tokenizer, path, model, trusted, messages):
+                raise UserError(
+                    f"{model}: this process reward model has another tokenizer, or another chat template, than the "
+                    "actor. Give one that was trained with the actor's: its numbers belong to the actor's tokens."
+                )
         if not reads_texts(tokenizer, path, model, trusted, messages):
             check_positions(config, model, **lengths)
             lines += check_vocabularies(tokenizer, path, flag, trusted)

@@ -103,7 +103,12 @@ def _counted(count: int, noun: str) -> str:
     return f"{count or 'no'} {noun}{'' if count == 1 else 's'}"
 
 
-ARROW = {"texts": "what is learned begins", "pairs": "an answer begins", "prompts": "the actor goes on"}
+ARROW = {
+    "texts": "what is learned begins",
+    "pairs": "an answer begins",
+    "responses": "a response begins",
+    "prompts": "the actor goes on",
+}
 
 
 def counted(rows: FittedRows, noun: str, held_out: FittedRows | None, asked: int = 0) -> str:

@@ -29,6 +29,11 @@ class MeasuringFlags(EnvironmentFlags, DataFlags):
         least=1,
         only_with="reward_model_name_or_path",
     )
+    reward_step_end: str | None = flag(
+        None,
+        "the text that ends a step, for process reward models, as in step 3",
+        only_with="reward_model_name_or_path",
+    )
     stop: list[str] = flag([], "strings that end a response, in addition to end tokens")
     temperature: float = flag(1.0, "sampling temperature", above=0)
     per_device_eval_batch_size: int = flag(

@@ -148,7 +148,11 @@ class Measuring:
         )
         self.rewards = [
             reward_source(
-                RewardModel(self.loaded(path, "reward", load_scorer)), path, self.texts, args.max_reward_seq_len
+                RewardModel(self.loaded(path, "reward", load_scorer)),
+                path,
+                self.texts,
+                args.max_reward_seq_len,
+                args.reward_step_end,
             )
             for path in args.reward_model_name_or_path
         ]

@@ -93,7 +93,7 @@ def kind_of(rows: Sequence[Mapping]) -> str:
     names = {name for row in rows for name in row}
     if any(name.startswith(("objective/", "critic_pretrain/")) for name in names) or "eval/kl" in names:
         return "step 3"
-    return "step 2" if {"train/pair_loss", "eval/pair_loss"} & names else "step 1"
+    return "step 2" if {"train/pair_loss", "eval/pair_loss", "train/step_loss", "eval/step_loss"} & names else "step 1"
 
 
 def _told_apart(paths: Sequence[Path]) -> list[str]:

@@ -1,0 +1,78 @@
+#!/usr/bin/env bash
+# A process reward model and PPO with it, from nothing: additions written step by step, a tokenizer of characters, an SFT
+# model that is right about some of them, a process reward model trained on labelled lines, and PPO with three rewards
+# and three seeds: the end alone (a checker), the steps alone (the process reward model), and both. One process; half an
+# hour on a CPU core. docs/step_rewards.md has the table that it prints.
+#
+#   scripts/process_rewards.sh OUTPUT_DIR [STEPS]      in the environment that is active; goes on where it was stopped
+set -euo pipefail
+[ $# -ge 1 ] || { sed -n '2,/^set/{s/^# \{0,1\}//p}' "$0"; exit 2; }
+out="$1" steps="${2:-60}"
+root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+mkdir -p "$out"
+out="$(cd "$out" && pwd)"
+cd "$root"
+
+free_port() { python -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])'; }
+
+# run FOLDER PROGRAM FLAGS...: unless it has been run.
+run() {
+    local folder="$1" program="$2"
+    shift 2
+    [ ! -f "$folder/done" ] || return 0
+    rm -rf "$folder"
+    deepspeed --log_level critical --num_gpus 1 --master_port "$(free_port)" "training/$program" --output_dir "$folder" \
+        --dtype fp32 "$@"
+    touch "$folder/done"
+}
+
+if [ ! -d "$out/base" ]; then
+    python -m training.toy.chains --output_dir "$out/data"
+    python -m training.toy.model --characters --data "$out/data/sft.jsonl" --output_dir "$out/base" --num_layers 2
+fi
+run "$out/sft" step1_sft.py --model_name_or_path "$out/base" --data_path "$out/data/sft.jsonl" --max_seq_len 64 \
+    --per_device_train_batch_size 32 --num_train_epochs 4 --learning_rate 5e-3 --lr_scheduler_type cosine \
+    --num_warmup_steps 20 --held_out 128
+run "$out/prm" step2_reward.py --step_end '\n' --model_name_or_path "$out/sft" --data_path "$out/data/steps.jsonl" \
+    --max_seq_len 72 --per_device_train_batch_size 64 --num_train_epochs 6 --learning_rate 3e-3 \
+    --lr_scheduler_type cosine --num_warmup_steps 50 --held_out 512
+
+# ppo NAME SEED REWARD...: the reward of four good lines is 1 in all of them.
+ppo() {
+    local name="$1" seed="$2"
+    shift 2
+    run "$out/$name-$seed" step3_rlhf.py --actor_model_name_or_path "$out/sft" --data_path "$out/data/prompts.jsonl" \
+        --eval_data_path "$out/data/eval_prompts.jsonl" --num_eval_prompts 256 --max_prompt_seq_len 12 \
+        --max_answer_seq_len 44 --per_device_generation_batch_size 128 --per_device_training_batch_size 128 \
+        --max_steps "$steps" --eval_steps 20 --ppo_epochs 1 --kl_coef 0.02 --critic_warmup_steps 5 \
+        --lr_scheduler_type cosine --actor_learning_rate 1e-3 --critic_learning_rate 3e-3 --seed "$seed" "$@"
+}
+
+model=(--reward_model_name_or_path "$out/prm" --reward_function training.toy.chains:right)
+for seed in 1 2 3; do
+    ppo end "$seed" --reward_function training.toy.chains:right
+    ppo steps "$seed" "${model[@]}" --reward_model_weight 0.25 --reward_weights 0
+done
+for seed in 1 2 3; do
+    ppo both "$seed" "${model[@]}" --reward_model_weight 0.125 --reward_weights 0.5
+done
+
+python - "$out" <<'TABLE'
+import json
+import statistics
+import sys
+from pathlib import Path
+
+curves = {}
+for file in sorted(Path(sys.argv[1]).glob("*-[123]/metrics.jsonl")):
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    for row in rows:
+        score = row.get("eval/scores_right", row.get("eval/score"))
+        if score is not None:
+            curves.setdefault(file.parent.name.rpartition("-")[0], {}).setdefault(row["step"], []).append(score)
+steps = sorted(next(iter(curves.values())))
+print("| reward | " + " | ".join(map(str, steps)) + " |\n|" + " --- |" * (len(steps) + 1))
+for name, curve in curves.items():
+    cells = [f"{statistics.mean(curve[s]):.0%} ({min(curve[s]):.0%} to {max(curve[s]):.0%})" for s in steps]
+    print(f"| {name} | " + " | ".join(cells) + " |")
+TABLE
