@@ -152,23 +152,23 @@ class Environments:
             episode.close()
         except Exception as error:
             raise UserError(
-                f"{name}: the class fails with the first row of the data, {shortened(self.rows[0])}: {described(error)}"
+                f"{name}: the class fails with the first row of the data (columns: {', '.join(self.rows[0])}): "
+                f"{described(error)}"
             ) from None
-        if is_own(self.made):
-            return
-        if not any(hasattr(episode.environment.made, reward) for reward in ("get_reward", "reward")):
+        own = is_own(self.made)
+        if not own and not any(hasattr(episode.environment.made, reward) for reward in ("get_reward", "reward")):
             raise UserError(
                 f"{name}: it has no method get_reward(self) and no attribute reward. Add one; where other rewards are "
                 "enough, get_reward returns 0.0."
             )
-        if not self.schemas:
-            return
         model = getattr(self.tokenizer, "name_or_path", None) or "the model"
-        if self.template is None:
+        if self.schemas and self.template is None:
             raise UserError(
-                f"{name}: its methods are tools, and the tokenizer of {model} has no response_template, which says how "
-                f"tool calls are written. Give --response_template {', '.join(known_templates())} or a JSON file."
+                f"{name}: it has tools, and the tokenizer of {model} has no response_template, which says how tool "
+                f"calls are written. Give --response_template {', '.join(known_templates())} or a JSON file."
             )
+        if own or not self.schemas:
+            return
         result = "the-result"
         try:
             written = self.tokenizer.decode(behind(self.tokenizer, [], [tool_message("the-tool", result)]))
@@ -176,8 +176,8 @@ class Environments:
             written = str(error)
         if result not in written:
             raise UserError(
-                f"{name}: its methods are tools, and the chat template of {model} does not write what a tool returns "
-                f"(messages of the role tool): {shortened(written)}. Give --chat_template FILE that does."
+                f"{name}: it has tools, and the chat template of {model} does not write what a tool returns (messages "
+                f"of the role tool): {shortened(written)}. Give --chat_template FILE that does."
             )
 
 
@@ -188,7 +188,7 @@ class _Object:
         self.made = made
         self.loop: asyncio.AbstractEventLoop | None = None
 
-    def call(self, method: str, *given: Any, **named: Any) -> Any:
+    def call(self, method: str, /, *given: Any, **named: Any) -> Any:
         value = getattr(self.made, method)(*given, **named)
         if not inspect.isawaitable(value):
             return value
@@ -446,7 +446,8 @@ def behind(tokenizer, drawn: list[int], messages: Sequence[Mapping[str, Any]], *
 def template_options(row: Mapping[str, Any]) -> dict[str, Any]:
     """The row's arguments of the chat template (`chat_template_kwargs`)."""
     given = row.get("chat_template_kwargs")
-    return (json.loads(given) if isinstance(given, str) else given) or {}
+    options = (json.loads(given) if isinstance(given, str) else given) or {}
+    return {name: value for name, value in options.items() if value is not None}
 
 
 # In a wheel the files of configs/response_templates are in a folder beside this file; in a checkout they are there.
@@ -472,6 +473,6 @@ def response_template(given: str | None, tokenizer) -> ResponseTemplate | None:
         return load_response_template(template)
     except (OSError, ValueError, TypeError) as error:
         raise UserError(
-            f"--response_template {given or '(the tokenizer has one)'}: {shortened(str(error), 300)}. Give "
+            f"--response_template {given or '(the tokenizer has one)'}: {str(error)[:300]}. Give "
             f"{', '.join(known_templates())}, or a JSON file with a response_template as transformers reads it."
         ) from None
