@@ -204,6 +204,7 @@ class Conversations(RolloutBackend):
         columns = {name: getattr(drawn, name) for name in ("logprobs", "entropy") if getattr(drawn, name) is not None}
         lengths = drawn.response_mask.sum(-1).tolist()
         for row, (one, length, ended) in enumerate(zip(asked, lengths, drawn.ended.tolist(), strict=True)):
+            assert length <= one.left, "the backend drew more tokens of a row than PromptBatch.most allows"
             one.add_turn(
                 drawn.responses[row, :length], {name: column[row, :length] for name, column in columns.items()}
             )
