@@ -153,8 +153,10 @@ class Conversations(RolloutBackend):
                 if living:
                     self._take(copied(drawn, "cpu"), [conversations[row] for row in living])
                     self._answer([conversations[row] for row in living if conversations[row].episode], turn)
-        finally:
-            self._close(conversations)
+        except BaseException:  # the run ends
+            side_by_side([one.episode.close for one in conversations if one.episode], self.seconds, len(prompts))
+            raise
+        self._close(conversations)
         self._counted["responses"] += len(conversations)
         return _rollout(prompts, conversations, sampling.pad_token_id)
 
@@ -202,6 +204,7 @@ class Conversations(RolloutBackend):
         columns = {name: getattr(drawn, name) for name in ("logprobs", "entropy") if getattr(drawn, name) is not None}
         lengths = drawn.response_mask.sum(-1).tolist()
         for row, (one, length, ended) in enumerate(zip(asked, lengths, drawn.ended.tolist(), strict=True)):
+            assert length <= one.left, "the backend drew more tokens of a row than PromptBatch.most allows"
             one.add_turn(
                 drawn.responses[row, :length], {name: column[row, :length] for name, column in columns.items()}
             )
