@@ -162,7 +162,8 @@ class RewardFlags(SupervisedFlags):
     def validate(self) -> None:
         """Raise UserError for values that cannot work, and for flags that a process reward model does not use."""
         super().validate()
-        of_pairs = ("pairwise_loss", "sft_model_name_or_path", "normalization_data_path", "normalize_before")
+        of_pairs = ("pairwise_loss", "sft_model_name_or_path", "normalize_before")
+        of_pairs += ("normalization_data_path", "normalization_samples")
         idle = [name for name in of_pairs if getattr(self, name) != default_of(type(self).__dataclass_fields__[name])]
         if self.step_end is None:
             return
