@@ -7,7 +7,7 @@
 #   scripts/process_rewards.sh OUTPUT_DIR [STEPS]      in the environment that is active; goes on where it was stopped
 set -euo pipefail
 [ $# -ge 1 ] || { sed -n '2,/^set/{s/^# \{0,1\}//p}' "$0"; exit 2; }
-out="$1" steps="${2:-60}"
+out="$1" steps="${2:-40}"
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 mkdir -p "$out"
 out="$(cd "$out" && pwd)"
@@ -44,8 +44,8 @@ ppo() {
     run "$out/$name-$seed" step3_rlhf.py --actor_model_name_or_path "$out/sft" --data_path "$out/data/prompts.jsonl" \
         --eval_data_path "$out/data/eval_prompts.jsonl" --num_eval_prompts 256 --max_prompt_seq_len 12 \
         --max_answer_seq_len 44 --per_device_generation_batch_size 128 --per_device_training_batch_size 128 \
-        --max_steps "$steps" --eval_steps 20 --ppo_epochs 1 --kl_coef 0.02 --critic_warmup_steps 5 \
-        --lr_scheduler_type cosine --actor_learning_rate 1e-3 --critic_learning_rate 3e-3 --seed "$seed" "$@"
+        --max_steps "$steps" --eval_steps 10 --ppo_epochs 2 --kl_coef 0.01 \
+        --lr_scheduler_type cosine --actor_learning_rate 4e-4 --critic_learning_rate 1e-3 --seed "$seed" "$@"
 }
 
 model=(--reward_model_name_or_path "$out/prm" --reward_function training.toy.chains:right)

@@ -9,9 +9,10 @@ from engine.algorithms import Dialect
 from engine.engine_spec import OptimizerSpec
 from engine.errors import UserError
 from engine.options import default_of
+from engine.reward.steps import with_new_lines
 from engine.zero.config import EngineConfig, build_ds_config, chosen_stage
 from training.config import other_systems
-from training.config.flags import REQUIRED, DataFlags, HubFlags, RestartFlags, flag, with_new_lines
+from training.config.flags import REQUIRED, DataFlags, HubFlags, RestartFlags, flag
 from training.config.models import ModelLoraFlags
 
 
