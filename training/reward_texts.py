@@ -25,9 +25,8 @@ from engine.errors import UserError
 from engine.experience import Rollout
 from engine.models.checking import own_tokenizer, reads_texts, step_end_of
 from engine.reward.base import RewardModel, decoded
-from engine.reward.steps import ProcessRewardModel, StepEnds
+from engine.reward.steps import ProcessRewardModel, StepEnds, with_new_lines
 from engine.reward.texts import TextRewardModel
-from training.config.flags import with_new_lines
 from training.data.chat import Rendered, render
 from training.data.examples import Prompts
 from training.data.files import quoted

@@ -455,7 +455,7 @@ def make_plan(args: RewardFlags, checkpoint: Checkpoint | None, inputs: Mapping[
     else:
         ends = StepEnds(tokenizer, args.step_end_text, at_end=True, what="--step_end")
         fit = steps_fit(tokenizer, ends, args.max_seq_len, args.overlong, stops)
-        parts = args.load_rows(stepwise(ends.text), tokenizer, fit, held_out=args.held_out)
+        parts = args.load_rows(stepwise(args.step_end_text), tokenizer, fit, held_out=args.held_out)
         examples = [StepsExamples(rows, tokenizer, ends, *how) for rows in parts]
     args.steps_per_epoch(len(examples[0]))  # raises for too few examples, before prompts are read
     prompts = normalization_prompts(args, tokenizer) if args.normalizes else None

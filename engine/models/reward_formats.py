@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from engine.errors import UserError
 from engine.models.config_and_tokenizer import TOKEN_CLASSIFIER, model_class, read_tokenizer
@@ -159,7 +158,7 @@ def is_process_scorer(config) -> bool:
     return any(name.endswith("ForTokenClassification") for name in config.architectures or [])
 
 
-def process_state(path: str, what: str) -> tuple[dict[str, Tensor], float]:
+def process_state(path: str, what: str) -> tuple[dict, float]:
     """({name in a classifier with one label: weight} of the token classifier in the folder `path`, the offset of its
     scores). A score is the difference of the logits of the labels 1 and 0."""
     state = {name: tensor for file in weight_files(Path(path), what) for name, tensor in tensors_of(file).items()}

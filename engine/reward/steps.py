@@ -17,22 +17,28 @@ from engine.reward.base import RewardModel
 from engine.trace import traced
 
 
+def with_new_lines(given: str) -> str:
+    """A flag's value, in which the two characters \\n are a new line."""
+    return given.replace("\\n", "\n")
+
+
 class StepEnds:
     """Finds the tokens with which the steps of a response end. Training and step 3 find them by the same ids.
 
-    A step ends with the token that completes `text`. What is blank, as an empty line, is no step. at_end: whether the
+    A step ends with the token that completes `text`; spaces around it do not count, because some tokenizers write them
+    in no token of their own. What is blank, as an empty line, is no step. at_end: whether the
     end of a response ends its last step, if that step has no `text` behind it.
 
     Raises: UserError, with `what` in its message, if the tokenizer cannot write `text`.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, text: str, at_end: bool, what: str = "a step's end"):
-        self.tokenizer, self.text, self.at_end = tokenizer, text, at_end
+        self.tokenizer, self.text, self.at_end = tokenizer, text.strip(" "), at_end
         added = tokenizer.added_tokens_decoder.items()
         self.special = {*tokenizer.all_special_ids, *(token for token, about in added if about.special)}
         self._pieces: dict[int, str] = {}
         tried = tokenizer([text, f"a{text}b"], add_special_tokens=False)["input_ids"]
-        if not text or not any(text in "".join(map(self._piece, ids)) for ids in tried):
+        if not self.text or not any(self.text in "".join(map(self._piece, ids)) for ids in tried):
             raise UserError(
                 f"{what}: no step can end with {text!r}, because the tokenizer in {tokenizer.name_or_path} does not "
                 "write it. Give a text, or a token, that responses can have."

@@ -55,11 +55,6 @@ def by_group(options: type) -> dict[str, list[dataclasses.Field]]:
     return groups
 
 
-def with_new_lines(given: str) -> str:
-    """A flag's value, in which the two characters \\n are a new line."""
-    return given.replace("\\n", "\n")
-
-
 TEXTS = ("stop", "step_end", "reward_step_end")  # flags whose values may have control characters, as new lines
 
 

@@ -9,9 +9,10 @@ from engine.algorithms import Dialect
 from engine.engine_spec import OptimizerSpec
 from engine.errors import UserError
 from engine.options import default_of
+from engine.reward.steps import with_new_lines
 from engine.zero.config import EngineConfig, build_ds_config, chosen_stage
 from training.config import other_systems
-from training.config.flags import REQUIRED, DataFlags, HubFlags, RestartFlags, flag, with_new_lines
+from training.config.flags import REQUIRED, DataFlags, HubFlags, RestartFlags, flag
 from training.config.models import ModelLoraFlags
 
 
@@ -162,7 +163,8 @@ class RewardFlags(SupervisedFlags):
     def validate(self) -> None:
         """Raise UserError for values that cannot work, and for flags that a process reward model does not use."""
         super().validate()
-        of_pairs = ("pairwise_loss", "sft_model_name_or_path", "normalization_data_path", "normalize_before")
+        of_pairs = ("pairwise_loss", "sft_model_name_or_path", "normalize_before")
+        of_pairs += ("normalization_data_path", "normalization_samples")
         idle = [name for name in of_pairs if getattr(self, name) != default_of(type(self).__dataclass_fields__[name])]
         if self.step_end is None:
             return
