@@ -12,10 +12,10 @@ from engine.models.checking import check_policy, check_scorer, check_trunk, step
 from engine.models.loading import load_scorer, new_scorer
 from engine.models.saving import save_model
 from engine.reward.steps import StepEnds
+from scripts.chains import make_chains, right
 from scripts.harness.models import EOS, PAD, make_causal_lm, make_process_scorer, make_scorer, make_tokenizer
 from training.data.record_forms import stepwise
 from training.process_rewards import StepsExamples, collate_steps, held_out_steps, measured_steps, step_losses
-from training.tools.toy.chains import make_chains, right
 
 END = " w09"
 RECORDS = [

@@ -1,8 +1,6 @@
 """Additions written step by step: data whose every line has a label, and a checker of the end as a reward function.
 
-    python -m training.toy.chains --output_dir data
-    ... training/step2_reward.py --step_end "\\n" --data_path data/steps.jsonl ...
-    ... training/step3_rlhf.py --data_path data/prompts.jsonl --reward_model_name_or_path prm ...
+    python scripts/chains.py --output_dir data            # docs/step_rewards.md goes on from there
 
 To 7+5+9= the response is two lines, 7+5=12 and 12+9=21. A line is good if it and all lines before it are right. The
 lines of steps.jsonl have mistakes: a wrong sum, a wrong number taken over, a line too many.
@@ -11,12 +9,8 @@ lines of steps.jsonl have mistakes: a wrong sum, a wrong number taken over, a li
 import argparse
 import json
 import random
-import sys
 from collections.abc import Sequence
 from pathlib import Path
-
-from training.runtime.environment import program
-from training.tools.toy.reviews import refuse_non_empty
 
 
 def right(prompts: list[str], responses: list[str], answer: list[str]) -> list[float]:
@@ -84,26 +78,22 @@ def make_chains(seed: int, terms: int, sft: int, steps: int, prompts: int, eval_
     return files | {"prompts.jsonl": asked(prompts), "eval_prompts.jsonl": asked(eval_prompts)}
 
 
-@program
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the files; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m training.toy.chains", description=__doc__.splitlines()[0])
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Write the files."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output_dir", type=Path, required=True)
-    parser.add_argument("--overwrite", action="store_true", help="write even into a folder that is not empty")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--terms", type=int, default=5, help="numbers in each chain (default %(default)s)")
     for name, count in (("sft", 2000), ("steps", 20000), ("prompts", 8000), ("eval_prompts", 256)):
         parser.add_argument(f"--{name}", type=int, default=count, help=f"records of {name}.jsonl (default {count})")
     args = vars(parser.parse_args(arguments))
     folder = args.pop("output_dir")
-    refuse_non_empty(folder, args.pop("overwrite"))
     folder.mkdir(parents=True, exist_ok=True)
     for name, records in make_chains(**args).items():
         lines = "".join(json.dumps(record) + "\n" for record in records)
         (folder / name).write_text(lines, encoding="utf-8")
         print(f"{folder / name}: {len(records)} records")
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
