@@ -5,6 +5,7 @@ belongs to the token that ends its step (`StepEnds`), which is where step 3 read
 and its separator apart; where a token spans both, as ".\\n" does for Qwen, the policy would never write such ids.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,21 +15,19 @@ import pyarrow
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
-from engine.errors import UserError
 from engine.reward.steps import StepEnds
 from training.data.examples import FittedRows
 from training.data.token_cache import IDS, ids_at
 from training.data.tokens import Fit, Lengths, RowFit, answered_texts, padded
-from training.reporting.metrics import Accumulator
 from training.reporting.standard_errors import Estimate, Units, with_errors
 
 
 class StepsExample(NamedTuple):
-    """The ids of prompt + response + EOS, and for each labelled step the position of its last token and its label."""
+    """The ids of prompt + response + EOS, and a label for each: NaN for tokens that end no labelled step."""
 
     token_ids: list[int]
-    positions: list[int]
     labels: list[float]
 
 
@@ -43,7 +42,7 @@ def steps_fit(
         found = lengths.answered(row["prompt"], [row["response"]])
         if found.reason:
             return found
-        count, wanted = len(ends.of(found.answers[0], ended=not any(found.ends_lost))), len(row["labels"])
+        count, wanted = len(_ends(ends, found)), len(row["labels"])
         if count > wanted or (count < wanted and not any(found.ends_lost)):
             return replace(found, reason=f"the tokenizer writes {count} ends of steps, and there are {wanted} labels")
         if all(label is None for label in row["labels"][:count]):
@@ -51,6 +50,10 @@ def steps_fit(
         return found
 
     return RowFit(lengths.encoder, lambda row: answered_texts(row["prompt"], row["response"]), fit)
+
+
+def _ends(ends: StepEnds, found: Fit) -> list[int]:
+    return ends.of(found.answers[0], ended=not any(found.ends_lost))
 
 
 class StepsExamples(FittedRows):
@@ -70,37 +73,28 @@ class StepsExamples(FittedRows):
         overlong: str = "cut_prompt",
         stops: Iterable[int] = (),
     ):
-        schema = pyarrow.schema({"token_ids": IDS, "positions": IDS, "labels": pyarrow.large_list(pyarrow.float32())})
-        settings = {"kind": "steps", "max_length": max_length, "overlong": overlong, "stops": sorted(stops)}
-        settings["step_end"] = ends.text
-
         def columns(found: Fit, row: dict) -> tuple:
-            places = ends.of(found.answers[0], ended=not any(found.ends_lost))
-            learned = [(place, label) for place, label in zip(places, row["labels"]) if label is not None]
-            positions = [len(found.prompt) + place for place, _ in learned]
-            return found.sequences[0], positions, [label for _, label in learned]
+            labels = [math.nan] * len(found.sequences[0])
+            for place, label in zip(_ends(ends, found), row["labels"]):
+                labels[len(found.prompt) + place] = math.nan if label is None else label
+            return found.sequences[0], labels
 
+        schema = pyarrow.schema({"token_ids": IDS, "labels": pyarrow.large_list(pyarrow.float32())})
+        settings = {"kind": "steps", "max_length": max_length, "overlong": overlong, "stops": sorted(stops)}
         fit = steps_fit(tokenizer, ends, max_length, overlong, stops)
-        super().__init__(rows, fit, schema, columns, tokenizer, cache, **settings)
-        if not len(self):
-            raise UserError(f"none of the {len(rows)} rows has a labelled step within max_length {max_length}.")
+        super().__init__(rows, fit, schema, columns, tokenizer, cache, step_end=ends.text, **settings)
 
     def __getitem__(self, index: int) -> StepsExample:
-        ids, positions = (ids_at(self.table, name, index) for name in ("token_ids", "positions"))
-        return StepsExample(ids, positions, self.table["labels"][index].as_py())
+        return StepsExample(*(ids_at(self.table, name, index) for name in ("token_ids", "labels")))
 
 
 @dataclass(frozen=True, slots=True)
 class StepsBatch:
-    """A batch of right-padded examples.
-
-    sequences, attention_mask: (B, S) int64. learned: (B, S) bool, the tokens that have a label. labels: (B, S) float32,
-    0 elsewhere.
-    """
+    """A batch of right-padded examples. sequences, attention_mask: (B, S) int64. labels: (B, S) float32, NaN at tokens
+    without one."""
 
     sequences: Tensor
     attention_mask: Tensor
-    learned: Tensor
     labels: Tensor
 
     def to(self, device) -> "StepsBatch":
@@ -109,40 +103,22 @@ class StepsBatch:
 
 def collate_steps(examples: list[StepsExample], pad_id: int) -> StepsBatch:
     """Make one batch of the examples, each padded to the length of the longest."""
-    sequences, attention_mask = padded([example.token_ids for example in examples], pad_id)
-    learned = torch.zeros_like(sequences, dtype=torch.bool)
-    labels = torch.zeros(sequences.shape)
-    for row, example in enumerate(examples):
-        learned[row, example.positions] = True
-        labels[row, example.positions] = torch.tensor(example.labels)
-    return StepsBatch(sequences, attention_mask, learned, labels)
-
-
-def step_losses(log_odds: Tensor, batch: StepsBatch) -> Tensor:
-    """(B, S) float32, the loss of each labelled step, elsewhere 0: -y log p - (1 - y) log(1 - p), with p the sigmoid of
-    the log-odds (B, S). It is the cross entropy of two logits whose difference the log-odds are."""
-    losses = F.binary_cross_entropy_with_logits(log_odds, batch.labels, reduction="none")
-    return torch.where(batch.learned, losses, torch.zeros_like(losses))
-
-
-def right_steps(log_odds: Tensor, batch: StepsBatch) -> Tensor:
-    """(B, S) bool, the labelled steps that the model takes for what they are: good from a label of a half on."""
-    return ((log_odds > 0) == (batch.labels >= 0.5)) & batch.learned
-
-
-def add_steps(metrics: Accumulator, losses: Tensor, log_odds: Tensor, batch: StepsBatch) -> None:
-    """Add the metrics of the labelled steps."""
-    count = batch.learned.sum()
-    metrics.add("train/step_loss", losses.detach().sum(), count)
-    metrics.add("train/accuracy", right_steps(log_odds.detach(), batch).sum(), count)
+    labels = pad_sequence([torch.tensor(example.labels) for example in examples], True, math.nan)
+    return StepsBatch(*padded([example.token_ids for example in examples], pad_id), labels)
 
 
 def measured_steps(log_odds: Tensor, batch: StepsBatch) -> dict[str, Tensor]:
-    """{name: (B,)} sums over each example's labelled steps, for `held_out_steps`."""
-    bad = batch.learned & (batch.labels < 0.5)
-    right = right_steps(log_odds, batch)
-    found = {"steps": batch.learned, "loss": step_losses(log_odds, batch), "right": right}
-    found |= {"bad": bad, "found": right & bad}
+    """{name: (B,) float32} sums over each example's labelled steps. log_odds: (B, S) float32.
+
+    steps: their number. loss: -y log p - (1 - y) log(1 - p), with p the sigmoid of the log-odds, which is the cross
+    entropy of two logits with this difference. right: how many the model takes for what they are, good from a label of
+    a half on. bad: how many are bad. found: how many of the bad ones are right.
+    """
+    learned, good = ~batch.labels.isnan(), batch.labels >= 0.5
+    losses = F.binary_cross_entropy_with_logits(log_odds, batch.labels.nan_to_num(), reduction="none")
+    right = ((log_odds > 0) == good) & learned
+    found = {"steps": learned, "loss": losses.where(learned, 0.0), "right": right}
+    found |= {"bad": learned & ~good, "found": right & ~good}
     return {name: values.sum(-1).float() for name, values in found.items()}
 
 

@@ -68,11 +68,9 @@ from training.data.row_selection import load_rows
 from training.process_rewards import (
     StepsBatch,
     StepsExamples,
-    add_steps,
     collate_steps,
     held_out_steps,
     measured_steps,
-    step_losses,
     steps_fit,
 )
 from training.reporting.guards import of_reward
@@ -164,8 +162,7 @@ def main(args: RewardFlags, callbacks: Sequence[Callback] = ()) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Learned:
-    """What is learned of a batch and measured on it: `collate`, `loss`, `count`, `measure` and `summarize` are as in
-    SupervisedTrainer and HeldOutExamples. view: what sinks show."""
+    """What is learned of a batch and measured on it, as in SupervisedTrainer and HeldOutExamples; `view` for sinks."""
 
     collate: Callable
     loss: Callable
@@ -203,20 +200,20 @@ def pairs_learned(args: RewardFlags, model: TrainedModel) -> Learned:
 def steps_learned(model: TrainedModel) -> Learned:
     """Labels of steps. The scores of the tokens are log-odds."""
 
-    def log_odds_of(batch: StepsBatch) -> Tensor:
-        return model(batch.sequences, batch.attention_mask, position_ids(batch.attention_mask))
+    def measured(batch: StepsBatch) -> dict[str, Tensor]:
+        return measured_steps(model(batch.sequences, batch.attention_mask, position_ids(batch.attention_mask)), batch)
 
     def loss(batch: StepsBatch, metrics: Accumulator) -> Tensor:
-        log_odds = log_odds_of(batch)
-        losses = step_losses(log_odds, batch)
-        add_steps(metrics, losses, log_odds, batch)
-        return losses.sum()
+        found = measured(batch)
+        metrics.add("train/step_loss", found["loss"].detach().sum(), found["steps"].sum())
+        metrics.add("train/accuracy", found["right"].sum(), found["steps"].sum())
+        return found["loss"].sum()
 
     return Learned(
         collate=collate_steps,
         loss=loss,
-        count=lambda batch: int(batch.learned.sum()),
-        measure=lambda batch: measured_steps(log_odds_of(batch), batch),
+        count=lambda batch: int((~batch.labels.isnan()).sum()),
+        measure=measured,
         summarize=held_out_steps,
         view=PROCESS_VIEW,
     )

@@ -15,7 +15,7 @@ from engine.reward.steps import StepEnds
 from scripts.chains import make_chains, right
 from scripts.harness.models import EOS, PAD, make_causal_lm, make_process_scorer, make_scorer, make_tokenizer
 from training.data.record_forms import stepwise
-from training.process_rewards import StepsExamples, collate_steps, held_out_steps, measured_steps, step_losses
+from training.process_rewards import StepsExamples, collate_steps, held_out_steps, measured_steps
 
 END = " w09"
 RECORDS = [
@@ -30,17 +30,21 @@ def examples(records: list[dict], max_length: int = 32) -> StepsExamples:
     return StepsExamples(rows, tokenizer, StepEnds(tokenizer, "w09", at_end=True), max_length)
 
 
+def labels_of(example) -> dict[int, float]:
+    return {place: label for place, label in enumerate(example.labels) if label == label}
+
+
 def test_labels_belong_to_the_tokens_that_end_steps():
     first, second = examples(RECORDS)
     assert first.token_ids == [5, 9, 20, 9, 21, 22, EOS]
-    assert (first.positions, first.labels) == ([3, 6], [1.0, 0.0])
+    assert labels_of(first) == {3: 1.0, 6: 0.0}
     assert second.token_ids == [6, 20, 9, 21, 9, 22, 9, EOS]
-    assert (second.positions, second.labels) == ([4], [0.25])  # the given step's last end; null is not learned
+    assert labels_of(second) == {4: 0.25}  # the given step's last end; null is not learned
 
 
 def test_steps_that_are_cut_are_not_learned():
     (first,) = examples(RECORDS[:1], max_length=5)
-    assert first.token_ids[-1] != EOS and len(first.positions) == 1
+    assert first.token_ids[-1] != EOS and len(labels_of(first)) == 1
 
 
 @pytest.mark.parametrize(
@@ -64,14 +68,16 @@ def test_loss_and_gradients_are_those_of_transformers(tmp_path, family):
     batch = collate_steps(list(examples(records)), PAD)
     scorer = load_scorer(path, torch.float32)
     log_odds = scorer(batch.sequences, batch.attention_mask, position_ids(batch.attention_mask))
-    loss = step_losses(log_odds, batch).sum() / batch.learned.sum()
+    found = measured_steps(log_odds, batch)
+    loss = found["loss"].sum() / found["steps"].sum()
     loss.backward()
 
     theirs = AutoModelForTokenClassification.from_pretrained(path)
     total = 0.0
     for example in examples(records):
-        logits = theirs(torch.tensor([example.token_ids])).logits[0, example.positions]
-        total = total + torch.nn.functional.cross_entropy(logits, torch.tensor(example.labels).long(), reduction="sum")
+        logits = theirs(torch.tensor([example.token_ids])).logits[0, list(labels_of(example))]
+        labels = torch.tensor(list(labels_of(example).values()))
+        total = total + torch.nn.functional.cross_entropy(logits, labels.long(), reduction="sum")
     (total / 4).backward()
     torch.testing.assert_close(loss.item(), total.item() / 4, atol=1e-6, rtol=1e-6)
     head = getattr(theirs, "score", None) or theirs.classifier
