@@ -155,7 +155,7 @@ def test_models_in_one_environment(tiny, models, tmp_path, capfd):
         assert model["tokens"]["value"] == pytest.approx(drawn.sum().item() / 9)
         samples = [sample["responses"][model["name"]] for sample in found["samples"]]
         failed = sum("reward" not in sample["turns"][-1] for sample in samples)
-        assert f"{model['name']}: 9 responses to 9 prompts; the environment failed in {failed / 9:.1%}" in result.stdout
+        assert f"the environment failed in {failed / 9:.1%} of the responses" in result.stdout
         for sample, tokens in zip(samples, drawn.sum(-1).tolist(), strict=True):
             own_turns, others = sample["turns"][::2], sample["turns"][1::2]
             assert sample["tokens"] == tokens and {turn["by"] for turn in own_turns} == {"policy"}

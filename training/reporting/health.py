@@ -373,14 +373,11 @@ def few_ended(rows: Sequence[Mapping]) -> Finding | None:
             "truncate_token=eos ends the response there.",
         )
     if having(rows, "rollout/turns"):
-        turns, tokens, errors = (
-            at_end(rows, f"rollout/{name}") or 0.0 for name in ("turn_limit", "token_limit", "environment_errors")
-        )
         return Finding(
             LOOK,
-            f"{last:.0%} of conversations ended by themselves at the end: {turns:.0%} had the most turns, {tokens:.0%} "
-            f"the most tokens, and in {errors:.0%} the environment failed",
-            "Raise --max_turns or --max_answer_seq_len, or see in samples/ why turns go on.",
+            f"{last:.0%} of conversations ended by themselves at the end",
+            "See whether rollout/turn_limit or rollout/token_limit ended them, and raise --max_turns or "
+            "--max_answer_seq_len; or see in samples/ why turns go on.",
         )
     advice = f"At the start {first:.0%} did: see in samples/ whether the reward model pays for going on; raise "
     advice += "--max_answer_seq_len, or try --missing_eos_penalty."

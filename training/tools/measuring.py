@@ -232,11 +232,10 @@ class Measuring:
         )
 
 
-def failures(metrics: Mapping[str, float]) -> str:
-    """The end of a line about a model's responses: in which share of them the environment failed; "" if in none.
-    metrics: those of an Evaluator."""
-    share = metrics.get("eval/environment_errors", 0.0)
-    return f"; the environment failed in {share:.1%} of the responses" if share else ""
+def tell_failures(metrics: Mapping[str, float]) -> None:
+    """Print in which share of the conversations the environment failed, if in any. metrics: those of an Evaluator."""
+    if distributed.is_main() and (share := metrics.get("eval/environment_errors")):
+        print(f"the environment failed in {share:.1%} of the responses", flush=True)
 
 
 def check_same_tokens(one: tuple[str, str], other: tuple[str, str], why: str, trust_remote_code: bool = False) -> None:

@@ -47,8 +47,8 @@ from training.tools.measuring import (
     check_answering,
     check_same_tokens,
     check_scoring,
-    failures,
     read_held_out,
+    tell_failures,
 )
 from training.tools.models import Model, config_of, exported, located, named
 
@@ -124,10 +124,9 @@ def measure(args: CompareFlags, models: Sequence[Model]) -> Comparison:
     samples, prompts = {}, []
     for model in models:
         with phase("evaluating"):
-            prompts, samples[model.name], failed = answering.samples(model)
+            prompts, samples[model.name] = answering.samples(model)
         if distributed.is_main():
-            count = f"{len(samples[model.name]):,} responses to {len(prompts):,} prompts"
-            print(f"{model.name}: {count}{failed}", flush=True)
+            print(f"{model.name}: {len(samples[model.name]):,} responses to {len(prompts):,} prompts", flush=True)
     return Comparison(args, models, answering.names, prompts, samples)
 
 
@@ -154,9 +153,9 @@ class Answering(Measuring):
         # The first reward is the score. The others have weight 0, so they are measured without changing the score.
         self.reward = CombinedReward({str(place): (one, float(place == 0)) for place, one in enumerate(sources)})
 
-    def samples(self, model: Model) -> tuple[list[str], list[Sample], str]:
-        """(the prompts; the model's samples, ordered by prompt and then by number; the result of `failures`). The
-        result is the same on all ranks (all ranks call this).
+    def samples(self, model: Model) -> tuple[list[str], list[Sample]]:
+        """(the prompts; the model's samples, ordered by prompt and then by number). The result is the same on all ranks
+        (all ranks call this).
 
         Raises: RunStopped if scores or KL are not finite.
         """
@@ -182,8 +181,8 @@ class Answering(Measuring):
             )
             for row, ended in zip(answers.rows, answers.ended, strict=True)
         ]
-        failed = failures(evaluator.counted())
-        return [row["prompt"] for row in answers.rows[:: evaluator.samples]], samples, failed
+        tell_failures(evaluator.counted())
+        return [row["prompt"] for row in answers.rows[:: evaluator.samples]], samples
 
     def _policy(self, model: Model) -> FrozenModel:
         """An engine with this model's weights. The previous model's engine is freed first."""

@@ -8,7 +8,7 @@ from engine.errors import UserError
 from engine.models.weight_files import stored_name
 from engine.reward.base import CombinedReward, EnvironmentReward, RewardSource
 from training.config.reward import ENVIRONMENT, function_source, load_function, model_names, names, standardised
-from training.tools.measuring import HeldOut, Measuring, failures
+from training.tools.measuring import HeldOut, Measuring, tell_failures
 from training.tools.merge.flags import MergeFlags
 from training.tools.merge.weights import MergedWeights
 
@@ -61,9 +61,8 @@ class Frontier(Measuring):
             return alone
         return CombinedReward(sources, standardised=standardised(models, args.raw_reward_scores))
 
-    def at(self, weights: MergedWeights) -> tuple[Point, list[dict], str]:
-        """(measurements with these weights, a row for each prompt, the result of `failures`). All ranks call this and
-        get the same result.
+    def at(self, weights: MergedWeights) -> tuple[Point, list[dict]]:
+        """(measurements with these weights, a row for each prompt). All ranks call this and get the same result.
 
         Raises: UserError if the files lack one of the policy's weights; RunStopped if scores or KL are not finite.
         """
@@ -87,7 +86,8 @@ class Frontier(Measuring):
             bigrams=metrics["eval/distinct_bigrams"] / max(sum(row["tokens"] for row in rows), 1),
             rewards={name: metrics[f"eval/reward_{name}"] for name in self.names},
         )
-        return point, rows, failures(metrics)
+        tell_failures(metrics)
+        return point, rows
 
 
 def best_within(points: Iterable[Point], max_kl: float) -> Point | None:

@@ -177,11 +177,6 @@ def sample_data(samples: Samples) -> dict:
 def sample_section(samples: Samples) -> str:
     """Markup of the list of samples with search, filters and pages; samples.js fills it."""
     first, *others = samples.names
-    told = (
-        " Texts of an environment are indented behind a dashed line."
-        if any(each.turns for row in samples.rows for each in row.responses)
-        else ""
-    )
     models = {"any": "all", **{str(place): name for place, name in enumerate(others, 1)}}
     rewards = {str(place): name for place, name in enumerate(samples.rewards)}
     nav = (
@@ -192,7 +187,7 @@ def sample_section(samples: Samples) -> str:
 <h2>Samples</h2>
 <p class="soft">Words that differ from {escape(first)} are <mark>marked</mark>. If one other column is chosen, words
 that only the first column has are <mark class="gone">marked</mark> too. Keys: / searches, j and k go from sample to
-sample, n and p from page to page.{told}</p>
+sample, n and p from page to page.</p>
 <form id="controls" role="search" aria-label="samples">
 <label>search prompts and responses<input id="search" type="search" autocomplete="off"></label>
 {_select("model", f"beside {first}", models)}

@@ -90,11 +90,9 @@ def test_turns_come_to_the_page_as_they_are_in_the_files(tmp_path):
     turns = [{"by": "policy", "text": "call"}, {"by": "environment", "text": HOSTILE}, {"by": "policy", "text": "so"}]
     turns[2]["reward"] = 1.5
     before = [sample(prompt, "dull", 0.25) for prompt in PROMPTS]
-    text = report(run, tmp_path / "without.html")
-    assert "dashed" not in text.split("<main>")[1]
     lines(run / "samples" / "before.jsonl", [before[0] | {"turns": turns}, before[1]])
     text = report(run, tmp_path / "report.html")
-    assert "Texts of an environment are indented behind a dashed line" in text and "alert(1)</script>" not in text
+    assert "alert(1)</script>" not in text
     (one, _, _), (two, _, _) = (row["responses"] for row in block(text, "samples")["rows"])
     assert one[6:] == [turns] and len(two) == 6, "a response alone has no turns"
 
@@ -198,9 +196,7 @@ def test_refusals(tmp_path, capsys):
     assert not (run / "report.html").exists() and not (tmp_path / "x.html").exists()
 
 
-def turned(turn: bytes) -> bytes:
-    """A line of a sample with this turn."""
-    return b'{"prompt": "a", "response": "b", "score": 1, "kl": 0, "tokens": 1, "turns": [' + turn + b"]}\n"
+TURNED = b'{"prompt": "a", "response": "b", "score": 1, "kl": 0, "tokens": 1, "turns": 3}\n'
 
 
 @pytest.mark.parametrize(
@@ -208,10 +204,7 @@ def turned(turn: bytes) -> bytes:
     [
         ("samples/after.jsonl", b'{"prompt": "a", "response": "b", "score": null, "kl": 0, "tokens": 1}\n', "line 1"),
         ("samples/after.jsonl", b"\xff\n", "line 1: is no sample"),
-        ("samples/after.jsonl", turned(b'{"by": "judge", "text": "a"}'), "line 1: is no sample"),
-        ("samples/after.jsonl", turned(b'{"by": "policy", "text": 1}'), "line 1: is no sample"),
-        ("samples/after.jsonl", turned(b'{"by": "policy", "text": "a", "reward": "high"}'), "line 1: is no sample"),
-        ("samples/after.jsonl", turned(b"3"), "line 1: is no sample"),
+        ("samples/after.jsonl", TURNED, "line 1: is no sample"),
         ("metrics.jsonl", b'{"step": 1, "samples": 1, "train/loss": "low"}\n', "train/loss is 'low', no number"),
         ("metrics.jsonl", b'{"step": 1}\n', "step 1 does not say after how many samples"),
         ("metrics.jsonl", b"\xff\n", "metrics.jsonl: no text"),
