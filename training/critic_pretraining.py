@@ -106,14 +106,12 @@ class CriticPretraining:
         trainer.counters.end_step(samples=0, prompt_batches=0)
         add_advantages(metrics, batch, self.algorithm)
         metrics.add("scores", batch.scores.sum(), len(batch))
-        add_counts(metrics, trainer.rollouts.counts(), "critic_pretrain")
         metrics.add("response_length", batch.rollout.actions.sum(), len(batch))
-        reduced = metrics.reduce()
-        counted = {name: value for name, value in reduced.items() if name.startswith("critic_pretrain/")}
-        found = {name.removeprefix("value/"): value for name, value in reduced.items()}
+        found = {name.removeprefix("value/"): value for name, value in metrics.reduce().items()}
         found = {f"critic_pretrain/{name}": found[name] for name in (*OF_RESPONSES, *OF_VALUES) if name in found}
-        found |= counted
-        return StepReport(counters.step, 0, found, batch)
+        counted = Accumulator()
+        add_counts(counted, trainer.rollouts.counts(), "critic_pretrain")
+        return StepReport(counters.step, 0, found | counted.reduce(), batch)
 
     def _batch(self, prompts: PromptBatch) -> TrainingBatch:
         """Draw a response to each prompt; returns the responses with their scores, values and returns."""
