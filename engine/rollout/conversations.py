@@ -280,8 +280,8 @@ class Late(TimeoutError):
 
 
 def side_by_side(calls: Sequence[Callable[[], T]], seconds: float, threads: int) -> list[T | BaseException]:
-    """What each call returns or raises, or `Late` if it takes more than `seconds`. A late call keeps its thread, but does
-    not count among the `threads` that run at the same time.
+    """What each call returns or raises, or `Late` if it takes more than `seconds`. A late call keeps its thread, but it
+    does not count among the `threads` that run at the same time.
 
     Each call has a daemon thread of its own: at its end the process does not wait for calls that hang, as it would for
     the threads of an executor.
