@@ -208,8 +208,8 @@ class Rollout:
 class Experience:
     """The results of a step's forward passes over a rollout. Position t belongs to response token t.
 
-    rollout: the rollout that is learned from. Its response mask is set on the tokens that are learned. Where the
-        dialect ends a response, all later positions are padding.
+    rollout: the rollout that is learned from. Its `actions` are the tokens that are learned. Where the dialect ends a
+        response, all later positions are padding.
     logprobs, entropy: (B, T) float32, of the policy that sampled the responses.
     ref_logprobs: (B, T) float32, of the reference.
     values: (B, T) float32, of the critic; None without a critic.
@@ -254,10 +254,8 @@ class Experience:
 
     @property
     def kl(self) -> Tensor:
-        """The log-prob minus the reference log-prob of each response token: (B, T) float32, 0 at other positions."""
-        return torch.where(
-            self.rollout.response_mask, self.logprobs - self.ref_logprobs, torch.zeros_like(self.logprobs)
-        )
+        """The log-prob minus the reference log-prob of each drawn token: (B, T) float32, 0 at other positions."""
+        return torch.where(self.rollout.actions, self.logprobs - self.ref_logprobs, torch.zeros_like(self.logprobs))
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,7 +264,8 @@ class Masks:
 
     policy: the positions that the policy's loss is summed over.
     value: the positions that the critic's loss is summed over.
-    state: the positions at which the critic's values are kept; elsewhere values are 0.
+    state: the positions at which the critic's values are kept; elsewhere values are 0. In GAE and in sums of rewards to
+        come, time passes from one of these positions to the next.
     """
 
     policy: Tensor

@@ -229,6 +229,6 @@ def _unasked(learned: Rollout) -> dict[str, Any]:
 
 
 def _log_ratios(logprobs: Tensor, rollout: Rollout) -> Tensor | None:
-    """The actor's log-probs, (B, T), minus the sampler's, for the N learned tokens: (N,) float32. None if the sampler
+    """The actor's log-probs, (B, T), minus the sampler's, for the N drawn tokens: (N,) float32. None if the sampler
     recorded no log-probs."""
-    return None if rollout.logprobs is None else (logprobs - rollout.logprobs)[rollout.response_mask]
+    return None if rollout.logprobs is None else (logprobs - rollout.logprobs)[rollout.actions]

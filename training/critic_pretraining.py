@@ -106,7 +106,7 @@ class CriticPretraining:
         trainer.counters.end_step(samples=0, prompt_batches=0)
         add_advantages(metrics, batch, self.algorithm)
         metrics.add("scores", batch.scores.sum(), len(batch))
-        metrics.add("response_length", batch.rollout.response_mask.sum(), len(batch))
+        metrics.add("response_length", batch.rollout.actions.sum(), len(batch))
         found = {name.removeprefix("value/"): value for name, value in metrics.reduce().items()}
         found = {f"critic_pretrain/{name}": found[name] for name in (*OF_RESPONSES, *OF_VALUES) if name in found}
         return StepReport(counters.step, 0, found, batch)

@@ -67,7 +67,7 @@ class Sampled:
     @property
     def tokens(self) -> Tensor:
         """() int64, the number of response tokens that this rank drew."""
-        return torch.stack([rollout.response_mask.sum() for rollout in self.drawn]).sum()
+        return torch.stack([rollout.actions.sum() for rollout in self.drawn]).sum()
 
     def add_to(self, metrics: Accumulator, group_size: int) -> None:
         """Add metrics of the responses that were drawn but not learned from, and the scores of those learned from."""

@@ -18,6 +18,7 @@ import torch
 
 from engine import distributed
 from engine.algo.losses import went_too_far
+from engine.algo.rewards import at_drawn_tokens
 from engine.algorithms import Algorithm, Dialect, end_token_id
 from engine.errors import RunStopped
 from engine.experience import Experience, PromptBatch, TrainingBatch
@@ -324,16 +325,17 @@ def batch_to_learn(algorithm: Algorithm, experience: Experience, kl_coef: float)
     """From scores to advantages: all that the losses use of this rank's responses.
 
     Only scores of whole responses are scaled, clipped and changed for a missing end. Scores of tokens are added to the
-    tokens' rewards as they are. Source: verl 1dda039b, verl/trainer/ppo/ray_trainer.py, `apply_kl_penalty`:
-    token_level_rewards = token_level_scores - beta * kld.
+    tokens' rewards as they are; that of an inserted token counts at the drawn token before it. Source: verl 1dda039b,
+    verl/trainer/ppo/ray_trainer.py, `apply_kl_penalty`: token_level_rewards = token_level_scores - beta * kld.
     """
     rollout = experience.rollout
-    positions = algorithm.positions(rollout.responses, rollout.response_mask)
+    positions = algorithm.positions(rollout.responses, rollout.response_mask, rollout.action_mask)
     whole = experience.scores if experience.whole_scores is None else experience.whole_scores
-    scores = algorithm.process_scores(whole, rollout.ended, rollout.response_mask)
+    scores = algorithm.process_scores(whole, rollout.ended, rollout.actions)
     rewards = algorithm.compute_rewards(experience.logprobs, experience.ref_logprobs, scores, positions, kl_coef)
     if experience.token_scores is not None:
-        rewards, scores = rewards + experience.token_scores, scores + experience.token_scores.sum(-1)
+        rewards = rewards + at_drawn_tokens(experience.token_scores, rollout.actions)
+        scores = scores + experience.token_scores.sum(-1)
     values = algorithm.kept_values(experience.values, positions)
     advantages, returns = algorithm.compute_advantages(rewards, values, positions.masks)
     return algorithm.training_batch(experience, positions, scores, rewards, values, advantages, returns, kl_coef)

@@ -162,7 +162,8 @@ def returns_to_go(rewards: Tensor, gamma: float) -> Tensor:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdvantageInputs:
     """The arguments of an estimator, for B responses of one rank with T positions. The responses to one prompt are a
-    group; they are adjacent rows.
+    group; they are adjacent rows. In a conversation, tokens that an environment inserted are left out: the drawn tokens
+    of all turns come one after the other.
 
     rewards, values: (B, T) float32, zeros after a response's end. Without a critic all values are zeros.
     policy_mask: (B, T) bool, the positions that the policy's loss is summed over.

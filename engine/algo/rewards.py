@@ -66,6 +66,24 @@ def score_positions(lengths: Tensor, width: int, rule: str) -> Tensor:
     return (lengths + SCORE_PAST[rule]).clamp(0, width - 1)
 
 
+def last_positions(mask: Tensor) -> Tensor:
+    """The last position of each row in a mask, (B, T) bool: (B,) int64, 0 in a row without one."""
+    return torch.where(mask, torch.arange(mask.shape[1], device=mask.device), 0).amax(-1)
+
+
+def at_drawn_tokens(numbers: Tensor, drawn: Tensor) -> Tensor:
+    """The numbers of tokens, (B, T) float32, with those of inserted tokens moved to drawn ones: each to the last drawn
+    token before it, or to the first one if there is none before it. drawn: (B, T) bool."""
+    first = drawn.long().argmax(-1, keepdim=True)
+    latest = torch.where(drawn, torch.arange(drawn.shape[1], device=drawn.device), first).cummax(-1).values
+    return torch.zeros_like(numbers).scatter_add(1, latest, numbers)
+
+
+def marked_first(mask: Tensor) -> Tensor:
+    """An order of each row's positions, (B, T) int64: first those in the mask, (B, T) bool, then the others."""
+    return mask.long().argsort(dim=1, descending=True, stable=True)
+
+
 def first_positions(lengths: Tensor, width: int) -> Tensor:
     """A mask of the first `lengths` positions of each row: (B, T) bool."""
     return torch.arange(width, device=lengths.device) < lengths.unsqueeze(-1)

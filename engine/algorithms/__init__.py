@@ -13,7 +13,7 @@ losses of its optimizer steps.
 
 from engine.algo.advantages import ESTIMATORS, AdvantageEstimator, AdvantageInputs
 from engine.algorithms.algorithm import Algorithm
-from engine.algorithms.checks import check_effect, check_sizes
+from engine.algorithms.checks import check_conversations, check_effect, check_sizes
 from engine.algorithms.dialect import Dialect, end_token_id, parse_settings, token_id
 from engine.algorithms.table import DIALECTS, NOTES, get_dialect
 
@@ -25,6 +25,7 @@ __all__ = [
     "AdvantageInputs",
     "Algorithm",
     "Dialect",
+    "check_conversations",
     "check_effect",
     "check_sizes",
     "end_token_id",

@@ -2,8 +2,8 @@
 steps.
 
     algorithm = Algorithm(get_dialect("default"), pad_token_id=0)
-    positions = algorithm.positions(rollout.responses, rollout.response_mask)
-    scores = algorithm.process_scores(experience.scores, rollout.ended, rollout.response_mask)
+    positions = algorithm.positions(rollout.responses, rollout.response_mask, rollout.action_mask)
+    scores = algorithm.process_scores(experience.scores, rollout.ended, rollout.actions)
     rewards = algorithm.compute_rewards(experience.logprobs, experience.ref_logprobs, scores, positions, kl_coef)
     values = algorithm.kept_values(experience.values, positions)
     advantages, returns = algorithm.compute_advantages(rewards, values, positions.masks)
@@ -29,6 +29,8 @@ from engine.algo.rewards import (
     clip_scores,
     counted_tokens,
     first_positions,
+    last_positions,
+    marked_first,
     overlong_penalties,
     positions_after_tokens,
     positions_up_to,
@@ -37,6 +39,7 @@ from engine.algo.rewards import (
     valid_responses,
 )
 from engine.algo.truncation import has_end, kept_positions
+from engine.algorithms.checks import check_conversations
 from engine.algorithms.dialect import Dialect
 from engine.algorithms.losses import Losses
 from engine.errors import RunStopped
@@ -94,8 +97,12 @@ class Algorithm:
         The two rollouts differ only if the dialect learns from all sampled tokens (length_rule "row"), or reads the
         score before the first pad token (score_before_pad). With length_rule "not_pad" the attention mask is `ids !=
         pad`, which means that no token of a prompt or response attends to a pad token.
+
+        Raises: UserError for a conversation in a dialect that takes none.
         """
         dialect = self.dialect
+        if rollout.action_mask is not None:
+            check_conversations(dialect)
         kept, ended = self.scored_text(rollout.responses, rollout.response_mask, rollout.ended)
         if dialect.length_rule == "not_pad":
             rollout = rollout.without_attention_to(self.pad_token_id)
@@ -124,7 +131,7 @@ class Algorithm:
         after = dialect.truncate_after
         return mask & kept_positions(sampled, token, after), has_end(sampled, token, after)
 
-    def positions(self, responses: Tensor, response_mask: Tensor) -> Positions:
+    def positions(self, responses: Tensor, response_mask: Tensor, action_mask: Tensor | None = None) -> Positions:
         """How long each response is, which position gets its score, and which positions count for KL, losses and
         values.
 
@@ -133,26 +140,25 @@ class Algorithm:
                 of the longest response generated in the batch, or a fixed length. In some dialects wider rows would
                 move the score to another position.
             response_mask: (B, T) bool, the tokens that are learned from.
+            action_mask: (B, T) bool, the tokens that the policy drew, if others were inserted. Then they alone count.
         """
         dialect, width = self.dialect, responses.shape[1]
-        counted = counted_tokens(responses, response_mask, self.pad_token_id, dialect.length_rule)
-        lengths = counted.sum(-1)
-        if dialect.kl_positions == "after_tokens":
-            kl_mask = positions_up_to(lengths, width, "two_past") & positions_after_tokens(counted)
+        if action_mask is not None:  # check_conversations refuses dialects that count other positions
+            counted = kl_mask = value = state = action_mask & response_mask
+            lengths, score = counted.sum(-1), last_positions(counted)
         else:
-            kl_mask = positions_up_to(lengths, width, dialect.kl_positions)
-        value = counted if dialect.value_loss_positions == "response" else first_positions(lengths + 1, width)
+            counted = counted_tokens(responses, response_mask, self.pad_token_id, dialect.length_rule)
+            lengths = counted.sum(-1)
+            if dialect.kl_positions == "after_tokens":
+                kl_mask = positions_up_to(lengths, width, "two_past") & positions_after_tokens(counted)
+            else:
+                kl_mask = positions_up_to(lengths, width, dialect.kl_positions)
+            value = counted if dialect.value_loss_positions == "response" else first_positions(lengths + 1, width)
+            state = positions_up_to(lengths, width, dialect.value_positions)
+            score = score_positions(lengths, width, dialect.score_position)
         long_enough = (lengths >= dialect.min_response_tokens).unsqueeze(-1)
-        return Positions(
-            lengths=lengths,
-            score=score_positions(lengths, width, dialect.score_position),
-            kl_mask=kl_mask,
-            masks=Masks(
-                policy=counted & long_enough,
-                value=value & long_enough,
-                state=positions_up_to(lengths, width, dialect.value_positions),
-            ),
-        )
+        masks = Masks(policy=counted & long_enough, value=value & long_enough, state=state)
+        return Positions(lengths=lengths, score=score, kl_mask=kl_mask, masks=masks)
 
     def valid_responses(self, policy_mask: Tensor) -> Tensor:
         """Whether each response counts in statistics that take one number from each response: (B,) bool. policy_mask:
@@ -161,7 +167,7 @@ class Algorithm:
 
     # Scores, and the rewards of all tokens.
 
-    def process_scores(self, scores: Tensor, ended: Tensor, response_mask: Tensor | None = None) -> Tensor:
+    def process_scores(self, scores: Tensor, ended: Tensor, actions: Tensor | None = None) -> Tensor:
         """The scores that enter the rewards, (B,) float32. Each score is scaled, changed if the response has no end,
         clipped, and reduced by the penalty for a long response.
 
@@ -170,7 +176,7 @@ class Algorithm:
         Args:
             scores: (B,) float32, from the reward source. ended: (B,) bool, whether each response has the end that the
                 dialect requires.
-            response_mask: (B, T) bool; needed in dialects with an `overlong_buffer`.
+            actions: (B, T) bool, the drawn tokens; needed in dialects with an `overlong_buffer`.
         """
         dialect = self.dialect
         if dialect.score_order == "clip_scale":
@@ -182,13 +188,13 @@ class Algorithm:
         if dialect.score_order == "scale_clip":
             scores = clip_scores(scores, dialect.score_clip)
         if dialect.overlong_buffer:
-            assert response_mask is not None, "an overlong_buffer without the responses' lengths"
-            scores = scores + self.overlong_penalties(response_mask.sum(-1))
+            assert actions is not None, "an overlong_buffer without the responses' lengths"
+            scores = scores + self.overlong_penalties(actions.sum(-1))
         return scores
 
     def overlong_penalties(self, lengths: Tensor) -> Tensor:
         """The penalties, 0 or negative, that are added to the scores in dialects with an `overlong_buffer`: (B,)
-        float32. lengths: (B,) int64, the number of tokens of each response."""
+        float32. lengths: (B,) int64, the number of drawn tokens of each response."""
         assert self.max_response_length is not None
         dialect = self.dialect
         return overlong_penalties(lengths, self.max_response_length, dialect.overlong_buffer, dialect.overlong_penalty)
@@ -247,13 +253,15 @@ class Algorithm:
 
     def estimates(self, rewards: Tensor, values: Tensor, masks: Masks) -> tuple[Tensor, Tensor]:
         """The advantages and returns that the estimator computes, before the advantages are scaled and whitened.
+
+        The estimator gets the positions in `masks.state` side by side, so that no time passes at inserted tokens.
         Arguments: as in `compute_advantages`."""
-        dialect = self.dialect
-        estimates = self.estimator.compute(
+        dialect, order = self.dialect, marked_first(masks.state)
+        advantages, returns = self.estimator.compute(
             AdvantageInputs(
-                rewards=self._learned_rewards(rewards, masks),
-                values=values,
-                policy_mask=masks.policy,
+                rewards=self._learned_rewards(rewards, masks).gather(1, order),
+                values=values.gather(1, order),
+                policy_mask=masks.policy.gather(1, order),
                 valid=self.valid_responses(masks.policy),
                 group_size=dialect.samples_per_prompt,
                 gamma=dialect.gamma,
@@ -263,17 +271,21 @@ class Algorithm:
             )
         )
         shape = rewards.shape[:1] if self.estimator.per_response else rewards.shape
-        for one in estimates:
+        for one in (advantages, returns):
             assert one.shape == shape, (
                 f"estimator {dialect.advantage_estimator} with per_response={self.estimator.per_response} returned "
                 f"{tuple(one.shape)} in place of {tuple(shape)}"
             )
-        return estimates
+        if self.estimator.per_response:
+            return advantages, returns
+        return _in_place(advantages, order), _in_place(returns, order)
 
     def outcomes(self, rewards: Tensor, masks: Masks) -> Tensor:
         """The discounted sum of the rewards from each position to the end: (B, T) float32. The critic's values are not
         used. All ranks call this together."""
-        return returns_to_go(self._learned_rewards(rewards, masks), self.dialect.gamma)
+        order = marked_first(masks.state)
+        rewards = self._learned_rewards(rewards, masks).gather(1, order)
+        return _in_place(returns_to_go(rewards, self.dialect.gamma), order)
 
     def _learned_rewards(self, rewards: Tensor, masks: Masks) -> Tensor:
         if not self.dialect.whiten_rewards:
@@ -375,12 +387,12 @@ class Algorithm:
                 "rollout backend notes none. Take another --rollout_backend, or --set correction=none."
             )
         rule, bounds = CORRECTIONS[dialect.correction], (dialect.correction_min, dialect.correction_max)
-        ratios = rule.ratios(logprobs - rollout.logprobs, rollout.response_mask)
+        ratios = rule.ratios(logprobs - rollout.logprobs, rollout.actions)
         return rule.cut(ratios, *bounds), outside(ratios, *bounds)
 
     def measured_kl(self, experience: Experience, positions: Positions) -> Tensor:
         """The KL that the controller of the KL coefficient gets: (B,) float32, in nats. It is a sum over the response's
-        tokens or, with kl_measure "exp_delta", over the tokens of prompt and response."""
+        drawn tokens and, with kl_measure "exp_delta", over the tokens of the prompt."""
         measure = self.dialect.kl_measure
         if measure == "k1":
             return experience.kl.sum(-1)
@@ -409,3 +421,8 @@ class Algorithm:
     def _estimated_anew(self, batch: TrainingBatch) -> TrainingBatch:
         advantages, returns = self.compute_advantages(batch.rewards, batch.values, batch.masks)
         return replace(batch, advantages=advantages, returns=returns)
+
+
+def _in_place(estimates: Tensor, order: Tensor) -> Tensor:
+    """Undoes `gather(1, order)`. estimates: (B, T). order: (B, T) int64, from `marked_first`."""
+    return torch.zeros_like(estimates).scatter(1, order, estimates)

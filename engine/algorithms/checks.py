@@ -3,7 +3,8 @@ is loaded.
 
 The definition of a field (dialect.py) gives the values that it may have, and the fields without which it has no effect.
 This file has the checks that involve several fields; they run when a Dialect is made (`check_relations`). It also has
-the checks of the fields that a user set (`check_effect`) and of a run's sizes (`check_sizes`).
+the checks of the fields that a user set (`check_effect`), of conversations (`check_conversations`) and of a run's sizes
+(`check_sizes`).
 """
 
 import dataclasses
@@ -189,6 +190,35 @@ def check_effect(dialect, given: Collection[str]) -> None:
         refuse(
             "temperature_in_logprobs",
             "the temperature is 1, which changes no logits. Give another temperature, or leave it out.",
+        )
+
+
+IN_CONVERSATIONS = {
+    "sampling": "until_eos",
+    "truncate_token": "",
+    "truncate_after": 0,
+    "score_before_pad": False,
+    "length_rule": "sampled",
+    "kl_positions": "response",
+    "score_position": "last",
+    "value_positions": "response",
+    "value_loss_positions": "response",
+    "whiten_positions": "response",
+}
+"""{field: the only value with which a dialect takes conversations}. Turns end by themselves, nothing is cut, and no
+positions count but those of drawn tokens."""
+
+
+def check_conversations(dialect) -> None:
+    """Raise UserError if the dialect does not take conversations, responses into which an environment inserts tokens.
+    The message names the fields that stand in the way, and what to set."""
+    wanted = {name: value for name, value in IN_CONVERSATIONS.items() if getattr(dialect, name) != value}
+    if wanted:
+        has = ", ".join(f"{name} {getattr(dialect, name)!r}" for name in wanted)
+        settings = " ".join(f"{name}={str(value).lower()}" for name, value in wanted.items())
+        raise UserError(
+            f"the dialect {dialect.name} has {has}. In a conversation only the tokens that the policy draws count, and "
+            f"responses are not cut. Give --set {settings}, or another --dialect, such as default or grpo."
         )
 
 

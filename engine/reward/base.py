@@ -427,7 +427,7 @@ class CombinedReward(RewardSource):
                 scores = self.standardised[name](scores, rollout)
             parts[f"scores_{name}"] = scores
         if self.length_penalty:
-            parts["length_penalty"] = -self.length_penalty * rollout.response_mask.sum(-1).float()
+            parts["length_penalty"] = -self.length_penalty * rollout.actions.sum(-1).float()
         return parts
 
     def state_dict(self) -> dict:

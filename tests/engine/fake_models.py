@@ -8,7 +8,7 @@ tokens that stand before it, as a causal language model does, so that no answer 
 """
 
 import contextlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -188,3 +188,22 @@ def rollout_of(
     mask = torch.tensor(masks)
     numbers = torch.arange(len(rows))
     return Rollout(torch.tensor(rows), mask, mask[:, left:].bool(), numbers >= 0, numbers, 0 * numbers)
+
+
+def conversation_of(
+    prompts: list[list[int]], turns: list[list[list[int]]], pad: int, *, width: int = 0, prompt_width: int = 0
+) -> Rollout:
+    """As `rollout_of`, of conversations: a response is a list of what the policy drew, what was inserted, what the
+    policy drew, and so on. Each turn brings a reward: its number, counted from 1."""
+    texts = [sum(parts, []) for parts in turns]
+    rollout = rollout_of(prompts, texts, pad, width=width, prompt_width=prompt_width)
+    drawn = torch.zeros_like(rollout.response_mask)
+    rewards = torch.zeros(drawn.shape)
+    for row, parts in enumerate(turns):
+        end = 0
+        for place, part in enumerate(parts):
+            start, end = end, end + len(part)
+            if place % 2 == 0:
+                drawn[row, start:end] = True
+                rewards[row, end - 1] = 1.0 + place // 2
+    return replace(rollout, action_mask=drawn, turn_rewards=rewards)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from engine.experience import PromptBatch, Rollout, TrainingBatch, position_ids
+from engine.rollout import request
 from tests.engine import fake_models
 
 PAD = 0
@@ -63,6 +64,7 @@ def test_left_padding_shifts_no_position():
         {"attention_mask": torch.ones(2, 4, dtype=torch.int64)},
         {"samples": torch.zeros(2, dtype=torch.int32)},
         {"input_ids": torch.zeros(2, 3)},
+        {"most": torch.zeros(2)},
     ],
 )
 def test_prompt_batches_check_their_shapes(changed):
@@ -78,6 +80,8 @@ def test_prompt_batches_check_their_shapes(changed):
         {"response_mask": torch.ones(3, 2, dtype=torch.bool)},
         {"ended": torch.ones(2, 1, dtype=torch.bool)},
         {"samples": torch.zeros(1, dtype=torch.int64)},
+        {"action_mask": torch.ones(2, 2)},
+        {"turn_rewards": torch.zeros(2)},
     ],
 )
 def test_rollouts_check_their_shapes(changed):
@@ -200,6 +204,36 @@ def test_repeat_numbers_the_samples_of_each_prompt_side_by_side():
     assert prompt_batch().repeat(3).samples.tolist() == [0, 1, 2, 3, 4, 5]
     batch = prompt_batch()
     assert batch.repeat(1) is batch
+
+
+def test_limits_of_rows_go_along_with_them():
+    batch = prompt_batch(most=torch.tensor([7, 9]), first_row=40)
+    for changed, most in (
+        (batch.to("cpu"), [7, 9]),
+        (batch.select([1]), [9]),
+        (batch.repeat(2), [7, 7, 9, 9]),
+        (request._joined_prompts([batch, batch]), [7, 9, 7, 9]),
+    ):
+        assert changed.most.tolist() == most and changed.first_row == 40
+
+
+def test_what_the_policy_drew_goes_along_with_its_rows():
+    turns = [[[1, 2], [3], [2]], [[4]]]
+    whole = fake_models.conversation_of([[5], [6, 7]], turns, PAD, prompt_width=4, width=6)
+    rows = [[True, True, False, True], [True, False, False, False]]
+    assert whole.actions[:, :4].tolist() == rows
+    for part in (
+        whole.select(slice(None)),
+        whole.cut(whole.response_mask, whole.ended, PAD).select(slice(None)),
+        request.copied(whole, "cpu").select(slice(None)),
+        request.joined([whole.select(slice(0, 1)), whole.select(slice(1, 2))], PAD),
+    ):
+        assert part.action_mask.tolist() == part.actions.tolist() == rows
+        assert part.turn_rewards.tolist() == [[0, 1, 0, 2], [1, 0, 0, 0]]
+    assert whole.select(slice(1, 2)).actions.tolist() == [[True]]
+    assert torch.equal(whole.from_second_token().actions, whole.attention_mask[:, 1:].bool())  # prompts too
+    alone = rollout_of(*RAGGED)
+    assert alone.actions is alone.response_mask
 
 
 def test_repeats_of_different_visits_never_share_a_number():

@@ -244,7 +244,7 @@ def sample_rows(rollout: Rollout, scores: torch.Tensor, kl: torch.Tensor, tokeni
     """A row for each of B responses, for tables and files: prompt, response, score, kl, tokens. scores: (B,). kl: (B,),
     in nats per response."""
     prompts, responses = decoded(rollout, tokenizer)
-    columns = zip(prompts, responses, scores.tolist(), kl.tolist(), rollout.response_mask.sum(-1).tolist())
+    columns = zip(prompts, responses, scores.tolist(), kl.tolist(), rollout.actions.sum(-1).tolist())
     return [dict(zip(("prompt", "response", "score", "kl", "tokens"), row)) for row in columns]
 
 

@@ -118,12 +118,13 @@ class Guards:
 
 
 def stop_unless_finite(step: int, experience: Experience, tokenizer) -> None:
-    """Stop all ranks if a score, log-prob or value is not finite on any rank (all ranks call this).
+    """Stop all ranks if a score, or the log-prob or value of a drawn token, is not finite on any rank (all ranks call
+    this).
 
     Raises: RunStopped. The error message names the step and what was not finite, and shows each rank's first samples
     with such numbers.
     """
-    mask = experience.rollout.response_mask
+    mask = experience.rollout.actions
     by_row = {"score": ~experience.scores.isfinite()}
     for name in ("logprobs", "ref_logprobs", "values"):
         numbers = getattr(experience, name)
@@ -146,7 +147,7 @@ def stop_unless_at_reference(step: int, experience: Experience, bound: float | N
     if bound is None:
         return
     gaps = experience.kl.double().abs()
-    sums = torch.stack([gaps.sum(), experience.rollout.response_mask.sum().double()])
+    sums = torch.stack([gaps.sum(), experience.rollout.actions.sum().double()])
     total, tokens = distributed.data_parallel_sum(sums).tolist()
     gap = total / max(tokens, 1.0)
     if gap > bound:

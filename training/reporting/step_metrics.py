@@ -167,11 +167,12 @@ def peak_memory_gb() -> float:
 
 
 def add_objective(metrics: Accumulator, batch: TrainingBatch, algorithm: Algorithm) -> None:
-    """Add the metrics objective/... and rollout/..., which are means or sums over responses or over their tokens."""
+    """Add the metrics objective/... and rollout/..., which are means or sums over responses or over their drawn
+    tokens."""
     dialect = algorithm.dialect
     rollout = batch.rollout
     count = len(batch)
-    mask, tokens = rollout.response_mask, rollout.response_mask.sum()
+    mask, tokens = rollout.actions, rollout.actions.sum()
     total_rewards = batch.rewards.sum()
     metrics.add("objective/kl", batch.kl.sum(), count)
     metrics.add("objective/kl_per_token", batch.kl.sum(), tokens)
@@ -285,7 +286,7 @@ def distributions(batch: TrainingBatch) -> dict[str, Tensor]:
     this)."""
     own = {
         "objective/scores_histogram": batch.scores.float().cpu(),
-        "rollout/length_histogram": batch.rollout.response_mask.sum(-1).float().cpu(),
+        "rollout/length_histogram": batch.rollout.actions.sum(-1).float().cpu(),
     }
     gathered = distributed.data_parallel_objects(own)
     return {tag: torch.cat([part[tag] for part in gathered]) for tag in own}
@@ -394,9 +395,9 @@ class Arithmetic:
             return {}
         actor, critic, *rewards = cast("tuple[Cost, ...]", self.costs)
         generated = torch.cat([rollout.attention_mask.sum(-1) for rollout in drawn])
-        responses = torch.cat([rollout.response_mask.sum(-1) for rollout in drawn])
+        responses = torch.cat([rollout.actions.sum(-1) for rollout in drawn])
         learned = experience.rollout
-        lengths, labels = learned.attention_mask.sum(-1), learned.response_mask.sum(-1)
+        lengths, labels = learned.attention_mask.sum(-1), learned.actions.sum(-1)
         policies = 1 if experience.logprobs is learned.logprobs else 2  # the sampler's log-probs are taken as they are
         training = critic_epochs * critic.training(lengths, labels) + epochs * actor.training(lengths, labels)
         scoring = sum((reward.forward(lengths, labels) for reward in rewards), critic.forward(lengths, labels))

@@ -14,10 +14,12 @@ from engine.algo.masked import moments
 from engine.algo.rewards import (
     ScoreScale,
     apply_missing_end,
+    at_drawn_tokens,
     clip_scores,
     counted_tokens,
     first_positions,
     groups_alike,
+    last_positions,
     overlong_penalties,
     positions_up_to,
     score_positions,
@@ -200,3 +202,11 @@ def test_which_groups_are_alike():
     scores = torch.tensor(groups, dtype=torch.float64).flatten()
     assert groups_alike(scores, 3).tolist() == [True, False, False, True, False, False, False]
     assert groups_alike(torch.tensor([5.0, 5.0]), 1).tolist() == [True, True]
+
+
+def test_numbers_of_inserted_tokens_move_to_drawn_ones():
+    numbers = torch.tensor([[1.0, 2.0, 4.0, 8.0, 16.0]]).expand(4, 5)
+    drawn = torch.tensor([[1, 0, 1, 0, 0], [0, 0, 1, 1, 0], [1, 1, 1, 1, 1], [0, 0, 0, 0, 1]]).bool()
+    expected = [[3, 0, 28, 0, 0], [0, 0, 7, 24, 0], [1, 2, 4, 8, 16], [0, 0, 0, 0, 31]]
+    assert at_drawn_tokens(numbers, drawn).tolist() == expected
+    assert last_positions(drawn).tolist() == [2, 3, 4, 4] and last_positions(~drawn).tolist() == [4, 4, 0, 3]

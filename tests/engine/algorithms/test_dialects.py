@@ -9,7 +9,16 @@ import sys
 import pytest
 import torch
 
-from engine.algorithms import DIALECTS, Algorithm, Dialect, check_effect, check_sizes, get_dialect
+from engine.algorithms import (
+    DIALECTS,
+    Algorithm,
+    Dialect,
+    check_conversations,
+    check_effect,
+    check_sizes,
+    get_dialect,
+    parse_settings,
+)
 from engine.algorithms.__main__ import main
 from engine.algorithms.losses import Losses
 from engine.algorithms.table import GROUP_DIALECTS
@@ -400,3 +409,43 @@ def test_the_command_prints_and_refuses():
     refused = run("openai", "opeanai")
     assert refused.returncode == 2 and refused.stdout == "" and len(refused.stderr.splitlines()) == 1
     assert "'opeanai': known are default, deepspeed_chat," in refused.stderr
+
+
+NO_CONVERSATIONS = {  # what a user has to set before the dialect takes them
+    "deepspeed_chat": "score_before_pad=false length_rule=sampled kl_positions=response score_position=last "
+    "value_positions=response",
+    "deepspeed_chat_2023": "sampling=until_eos score_before_pad=false length_rule=sampled kl_positions=response "
+    "value_positions=response",
+    "openai": "sampling=until_eos truncate_token= truncate_after=0 length_rule=sampled",
+    "summarize": "sampling=until_eos truncate_token= score_before_pad=false length_rule=sampled score_position=last "
+    "value_positions=response value_loss_positions=response",
+    "trlx": "length_rule=sampled kl_positions=response score_position=last value_positions=response "
+    "whiten_positions=response",
+    "trl_ppo": "sampling=until_eos score_before_pad=false length_rule=sampled score_position=last "
+    "value_positions=response value_loss_positions=response",
+    "trl_rloo": "sampling=until_eos score_before_pad=false length_rule=sampled",
+}
+
+
+@pytest.mark.parametrize("name", DIALECTS)
+def test_dialects_take_conversations_or_say_what_to_set(name):
+    dialect = get_dialect(name)
+    if name not in NO_CONVERSATIONS:
+        assert {"sampling": "until_eos", "length_rule": "sampled"}.items() <= dataclasses.asdict(dialect).items()
+        check_conversations(dialect)
+        return
+    with pytest.raises(UserError) as caught:
+        check_conversations(dialect)
+    settings = NO_CONVERSATIONS[name]
+    assert f"the dialect {name} has " in str(caught.value)
+    assert f"Give --set {settings}, or another --dialect" in str(caught.value)
+    given = parse_settings(settings.split())
+    check_effect(dialect.replaced(**given), list(given))
+    check_conversations(dialect.replaced(**given))
+
+
+def test_what_a_dialect_has_is_named():
+    with pytest.raises(
+        UserError, match="the dialect openai has sampling 'fixed', truncate_token '\\.', truncate_after 16"
+    ):
+        check_conversations(get_dialect("openai"))

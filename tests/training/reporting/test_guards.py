@@ -15,7 +15,7 @@ def experience(*gaps, sampled=False):
     mask = torch.tensor([[True] * len(row) + [False] for row in gaps])
     by_sampler = torch.zeros_like(kl)
     logprobs = by_sampler if sampled else by_sampler.clone()
-    return SimpleNamespace(kl=kl, logprobs=logprobs, rollout=SimpleNamespace(response_mask=mask, logprobs=by_sampler))
+    return SimpleNamespace(kl=kl, logprobs=logprobs, rollout=SimpleNamespace(actions=mask, logprobs=by_sampler))
 
 
 def test_it_is_the_mean_absolute_difference_of_a_token():

@@ -204,7 +204,7 @@ def test_two_processes_with_unequal_counts_and_names(tmp_path):
 
 def test_distributions_hold_all_ranks(monkeypatch):
     mask = torch.tensor([[True, True, False], [True, False, False]])
-    batch = SimpleNamespace(scores=torch.tensor([0.5, -1.0]), rollout=SimpleNamespace(response_mask=mask))
+    batch = SimpleNamespace(scores=torch.tensor([0.5, -1.0]), rollout=SimpleNamespace(actions=mask))
     other = {"objective/scores_histogram": torch.tensor([2.0]), "rollout/length_histogram": torch.tensor([3.0])}
     monkeypatch.setattr(step_metrics.distributed, "all_gather_objects", lambda own: [own, other])
     found = step_metrics.distributions(batch)

@@ -84,7 +84,7 @@ def test_phases_are_told_by_their_speed_and_use_of_the_gpu():
     ones = torch.ones(2, 3, dtype=torch.int64)
     rollout = SimpleNamespace(
         attention_mask=torch.tensor([[0, 1, 1], [1, 1, 1]]),
-        response_mask=ones[:, :1].bool(),
+        actions=ones[:, :1].bool(),
         logprobs=torch.zeros(2, 1),
     )
     actor, critic, reward = SMALL, replace(SMALL, head=0), replace(SMALL, head=0, matrices=50)
