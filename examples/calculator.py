@@ -1,8 +1,8 @@
 """Two-digit sums, and a calculator that the model may call: step 3 with a tool.
 
-A model whose tokens are characters sees `17+25=`. It may answer at once, or write the call `[17+25]`; then the text
-`42=` is put behind the call, and the model goes on. Only the right answer is rewarded. At first the model calls in one
-of three cases, and is seldom right about a sum; PPO finds out that calling pays. scripts/environments.sh runs all steps.
+A model whose tokens are characters sees `17+25=`. It may answer at once, or write the call `[17+25]`; then `42=` is put
+behind the call, and the model goes on. Only the right answer is rewarded. At first the model calls in one of three cases
+and can hardly add by itself; PPO finds out that a call pays. scripts/environments.sh runs all of this:
 
     python examples/calculator.py out/data                      # writes sft.jsonl, prompts.jsonl, eval_prompts.jsonl
     ... training/step3_rlhf.py --environment examples/calculator.py:Calculator --stop "]" ...
@@ -69,7 +69,7 @@ def make_data(folder: Path) -> None:
 
 
 def turns_of(record: dict) -> list[dict]:
-    """The turns of a conversation with a call, apart from each other: step 1 does not learn what the calculator says."""
+    """A call and the answer after it, as two records: step 1 does not learn to write what the calculator says."""
     call = f"[{record['prompt'].rstrip('=')}]"
     asked_again = f"{record['prompt']}{call}{record['response']}="
     return [{"prompt": record["prompt"], "response": call}, {"prompt": asked_again, "response": record["response"]}]
