@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -80,7 +81,8 @@ class PromptBatch:
     def _changed(self, change: Callable[[Tensor], Tensor]) -> "PromptBatch":
         """This batch with `change` applied to each tensor."""
         columns = {field.name: getattr(self, field.name) for field in fields(self)}
-        return replace(self, **{name: change(one) for name, one in columns.items() if isinstance(one, Tensor)})
+        changed: dict[str, Any] = {name: change(one) for name, one in columns.items() if isinstance(one, Tensor)}
+        return replace(self, **changed)
 
 
 COLUMNS = ("logprobs", "entropy", "action_mask", "turn_rewards")  # the fields of Rollout that may be None, each (B, T)
@@ -179,7 +181,8 @@ class Rollout:
     def from_second_token(self) -> "Rollout":
         """This rollout with all positions but the first counted as the response, so that a forward pass also returns
         log-probs of prompt tokens."""
-        return replace(self, response_mask=self.attention_mask[:, 1:].bool(), **dict.fromkeys(COLUMNS))
+        unknown: dict[str, Any] = dict.fromkeys(COLUMNS)
+        return replace(self, response_mask=self.attention_mask[:, 1:].bool(), **unknown)
 
     def select(self, rows: Tensor | slice, positions_after: int | None = 0) -> "Rollout":
         """The given rows, without positions that are padding in all of them.
@@ -219,8 +222,8 @@ class Experience:
     score_parts: {name: (B,) float32}, the parts that add up to the scores; empty if a score has only one part. rewards:
     {name: (B,) float32}, the score from each reward source that has a weight, before it is multiplied by the weight;
     empty if no source has a weight.
-    log_ratios: (N,) float32, log-probs of the actor's forward pass minus the sampler's, for all learned tokens. If only
-        the longest row had a forward pass, N is the number of this row's learned tokens. None if the sampler records no
+    log_ratios: (N,) float32, log-probs of the actor's forward pass minus the sampler's, for all drawn tokens. If only
+        the longest row had a forward pass, N is the number of this row's drawn tokens. None if the sampler records no
         log-probs.
     token_scores: (B, T) float32, the scores that belong to single tokens, 0 at other positions; whole_scores: (B,)
         float32, the rest of `scores`, which belongs to whole responses. None if no source scores tokens.

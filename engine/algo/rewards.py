@@ -80,8 +80,14 @@ def at_drawn_tokens(numbers: Tensor, drawn: Tensor) -> Tensor:
 
 
 def marked_first(mask: Tensor) -> Tensor:
-    """An order of each row's positions, (B, T) int64: first those in the mask, (B, T) bool, then the others."""
+    """An order of each row's positions, (B, T) int64: first those in the mask, (B, T) bool, then the others. In this
+    order, `numbers.gather(1, order)`, drawn tokens stand side by side."""
     return mask.long().argsort(dim=1, descending=True, stable=True)
+
+
+def in_place(ordered: Tensor, order: Tensor) -> Tensor:
+    """Numbers of tokens, (B, T), which `gather(1, order)` has moved, back at their own positions."""
+    return torch.zeros_like(ordered).scatter(1, order, ordered)
 
 
 def first_positions(lengths: Tensor, width: int) -> Tensor:

@@ -29,6 +29,7 @@ from engine.algo.rewards import (
     clip_scores,
     counted_tokens,
     first_positions,
+    in_place,
     last_positions,
     marked_first,
     overlong_penalties,
@@ -278,14 +279,14 @@ class Algorithm:
             )
         if self.estimator.per_response:
             return advantages, returns
-        return _in_place(advantages, order), _in_place(returns, order)
+        return in_place(advantages, order), in_place(returns, order)
 
     def outcomes(self, rewards: Tensor, masks: Masks) -> Tensor:
         """The discounted sum of the rewards from each position to the end: (B, T) float32. The critic's values are not
         used. All ranks call this together."""
         order = marked_first(masks.state)
         rewards = self._learned_rewards(rewards, masks).gather(1, order)
-        return _in_place(returns_to_go(rewards, self.dialect.gamma), order)
+        return in_place(returns_to_go(rewards, self.dialect.gamma), order)
 
     def _learned_rewards(self, rewards: Tensor, masks: Masks) -> Tensor:
         if not self.dialect.whiten_rewards:
@@ -421,8 +422,3 @@ class Algorithm:
     def _estimated_anew(self, batch: TrainingBatch) -> TrainingBatch:
         advantages, returns = self.compute_advantages(batch.rewards, batch.values, batch.masks)
         return replace(batch, advantages=advantages, returns=returns)
-
-
-def _in_place(estimates: Tensor, order: Tensor) -> Tensor:
-    """Undoes `gather(1, order)`. estimates: (B, T). order: (B, T) int64, from `marked_first`."""
-    return torch.zeros_like(estimates).scatter(1, order, estimates)

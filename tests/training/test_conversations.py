@@ -5,6 +5,7 @@ transformers' own pass over each row.
 
 import dataclasses
 import math
+from unittest import mock
 
 import pytest
 import torch
@@ -16,11 +17,12 @@ from engine.models.attention import Attention
 from engine.models.loading import load_policy, load_scorer
 from engine.reference import Reference
 from engine.reward.base import CombinedReward, RewardSource
-from scripts.harness.models import EOS, PAD, make_causal_lm, make_scorer
+from scripts.harness.models import EOS, PAD, make_causal_lm, make_scorer, make_tokenizer
 from tests.distributed import plain
 from tests.engine.fake_models import PrefixModels, Resident, conversation_of, rollout_of
 from tests.training.given_rollouts import batch_of, next_step, untrained
 from training.critic_pretraining import CriticPretraining
+from training.reporting.evaluation import sample_rows
 from training.reporting.guards import stop_unless_at_reference, stop_unless_finite
 from training.reporting.metrics import Accumulator
 from training.reporting.step_metrics import STEP_METRICS, distributions
@@ -278,6 +280,17 @@ def test_corrections_count_drawn_tokens(kind):
     near(correction, [[math.exp(one) for one in row] for row in gaps])
 
 
+def test_log_probs_of_the_sampler_count_at_drawn_tokens():
+    """They are 0 elsewhere, where the reference's are not."""
+    sampled = {"logprobs": torch.where(drawn_mask(), said()["logprobs"], 0.0)}
+    sampled["entropy"] = torch.where(drawn_mask(), 2 + torch.cos(sampled["logprobs"]), 0.0)
+    made = step_of(dialect_of("default"), dataclasses.replace(conversations(), **sampled))
+    assert torch.equal(made.logprobs, sampled["logprobs"])
+    alone = step_of(dialect_of("default"))
+    for name in ("kl", "rewards", "advantages", "returns"):
+        assert torch.equal(getattr(made, name), getattr(alone, name)), name
+
+
 def test_checks_look_at_drawn_tokens_only():
     rollout, given = conversations(), said()
     drawn = drawn_mask()
@@ -292,12 +305,15 @@ def test_checks_look_at_drawn_tokens_only():
         stop_unless_at_reference(1, far, 0.09)
 
 
-def test_a_critic_is_pretrained_on_drawn_tokens():
+def test_a_critic_is_pretrained_on_drawn_tokens(monkeypatch):
+    monkeypatch.setattr(CriticPretraining, "_train", lambda self, batch, metrics: None)
     roles = PrefixModels().roles() | {"reward": reward()}
     trainer = untrained(roles, dialect_of("default"), conversations(), pad=PAD)
-    made = CriticPretraining(trainer)._batch(None)
+    trainer.counters.steps_done = -5
+    report = CriticPretraining(trainer).step(mock.Mock())
     rewards = looped_rewards(dialect_of("default"), said(), beta=0.0)
-    near(made.returns, [[sum(row[t:]) for t in range(len(row))] for row in rewards])
+    near(report.batch.returns, [[sum(row[t:]) for t in range(len(row))] for row in rewards])
+    assert report.metrics["critic_pretrain/response_length"] == 17 / 4
 
 
 def test_tokens_that_were_drawn_are_counted():
@@ -307,6 +323,9 @@ def test_tokens_that_were_drawn_are_counted():
     trainer._metrics = lambda log, sampled, *rest: seen.append(sampled.tokens.item()) or {}
     next_step(trainer)
     assert seen == [17]
+    made = step_of(dialect_of("default"))
+    rows = sample_rows(made.rollout, made.scores, made.kl.sum(-1), make_tokenizer())
+    assert [row["tokens"] for row in rows] == [6, 6, 4, 1]
 
 
 @pytest.mark.parametrize("name", TAKEN)
