@@ -1,7 +1,7 @@
 """Two-digit sums, and a calculator that the model may call: step 3 with a tool.
 
 A model whose tokens are characters sees `17+25=`. It may answer at once, or write the call `[17+25]`; then `42=` is put
-behind the call, and the model goes on. Only the right answer is rewarded. At first the model calls in one of three cases
+behind the call, and the model goes on. Only the right answer is rewarded. At first it calls in one of three cases
 and can hardly add by itself; PPO finds out that a call pays. scripts/environments.sh runs all of this:
 
     python examples/calculator.py out/data                      # writes sft.jsonl, prompts.jsonl, eval_prompts.jsonl

@@ -286,11 +286,11 @@ def stop_if_mixed(kinds: set[tuple[str, int]], found: set[tuple[str, int]], name
         )
 
 
-def described(error: BaseException) -> str:
-    """A description of the exception that the user's code raised, with the deepest line in the user's file. To be
-    called in the function that caught the exception."""
+def described(error: BaseException, file: str | None = None) -> str:
+    """A description of the exception that the user's code raised, with the deepest line in the user's file. file: the
+    user's file; None if the function that caught the exception called the user's code itself."""
     frames = traceback.extract_tb(error.__traceback__)[1:]  # the first frame is the call of the user's code
-    own = [frame for frame in frames if frame.filename == frames[0].filename]
+    own = [frame for frame in frames if frame.filename == (file or frames[0].filename)]
     place = f" ({own[-1].filename}, line {own[-1].lineno}: {own[-1].line})" if own else ""
     return f"{type(error).__name__}: {str(error)[:300]}{place}"
 

@@ -3,6 +3,7 @@
 from engine.rollout.backends import ReplicaRollouts, Zero3Rollouts
 from engine.rollout.base import RolloutBackend, SamplingConfig
 from engine.rollout.choice import ROLLOUT_BACKENDS, build_rollouts
+from engine.rollout.conversations import Conversations
 from engine.rollout.environments import Environments, Reply, Turn
 from engine.rollout.passes import DECODING
 from engine.rollout.vllm_rollouts import SAMPLERS, VLLMRollouts
@@ -11,6 +12,7 @@ __all__ = [
     "DECODING",
     "ROLLOUT_BACKENDS",
     "SAMPLERS",
+    "Conversations",
     "Environments",
     "ReplicaRollouts",
     "Reply",

@@ -88,6 +88,11 @@ class RolloutBackend(ABC):
     def generate(self, prompts: PromptBatch, sampling: SamplingConfig) -> Rollout:
         """One response for each row of the prompts. All ranks call this together, each with its own prompts."""
 
+    def counts(self) -> dict[str, float]:
+        """What this rank has counted since the last call of this method, as {name: sum}. By default nothing is
+        counted."""
+        return {}
+
     def release_memory(self) -> None:
         """Called when nothing will be generated for a while. A backend may free memory here. By default nothing is
         freed."""

@@ -131,12 +131,13 @@ class _Loop:
         self.passes = passes
         self.prompts = prompts
         self.agree = sampler.agree
-        self.device, self.most = prompts.input_ids.device, sampling.max_new_tokens
+        self.device = prompts.input_ids.device
         self.schedule = Schedule(requests, sampler.rows_at_once or len(prompts))
-        self.draws = Draws(prompts, sampling, self.most + CHECK_EVERY)
+        self.draws = Draws(prompts, sampling, max(request.most for request in requests) + CHECK_EVERY)
         self.ends = Ends(sampler.tokenizer, sampling.stop_token_ids, sampling.stop_strings)
         rows, longest = self.schedule.rows, max(request.prompt_length for request in requests)
-        length = max(longest + self.most, sampler.row_length if passes.sees_all_slots else 0)
+        length = max(request.prompt_length + request.most for request in requests)
+        length = max(length, sampler.row_length if passes.sees_all_slots else 0)
         slots = slots_of_a_row(length, waiting=rows < len(prompts))
         if passes.sees_all_slots:
             sampler.cache.reserve(max(rows, sampler.rows_at_once or 0), slots)
@@ -153,7 +154,7 @@ class _Loop:
             joining = schedule.join()
             if self.agree(len(joining)):
                 self._join(joining)
-            left = max((self.most - request.drawn for request in schedule.living), default=0)
+            left = max((request.most - request.drawn for request in schedule.living), default=0)
             self._draw(self.agree(min(CHECK_EVERY, left)))
             if done := [request for request in schedule.living if request.finished]:
                 tell(done)
@@ -181,13 +182,14 @@ class _Loop:
             return
         batch.make_room(count, self._longest())
         start = batch.slot - self._longest()  # no row in use has a token before this slot
-        rows, lengths, drawn = torch.tensor(
-            [(request.row, request.prompt_length, request.drawn) for request in living], device=self.device
+        rows, lengths, drawn, most = torch.tensor(
+            [(request.row, request.prompt_length, request.drawn, request.most) for request in living],
+            device=self.device,
         ).unbind(1)
         # Position ids stop growing after a row's last possible token, since the model may support no larger position
         # ids.
         places = drawn.unsqueeze(1) + torch.arange(count, device=self.device)
-        positions = lengths.unsqueeze(1) + places.clamp(max=self.most - 1) - 1
+        positions = lengths.unsqueeze(1) + torch.minimum(places, most.unsqueeze(1) - 1) - 1
         tokens = [batch.pending]
         for step in range(count):
             batch.mask[:, batch.slot] = True

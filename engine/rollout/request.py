@@ -85,8 +85,11 @@ class Request:
 
 
 def make_requests(prompts: PromptBatch, most: int) -> list[Request]:
-    """A request for each row of the prompts, in their order. most: the largest number of tokens in a response."""
-    return [Request(row, length, most) for row, length in enumerate(prompts.attention_mask.sum(-1).tolist())]
+    """A request for each row of the prompts, in their order. most: the largest number of tokens in a response, if the
+    prompts have no number for each row."""
+    lengths = prompts.attention_mask.sum(-1).tolist()
+    limits = [most] * len(lengths) if prompts.most is None else prompts.most.tolist()
+    return [Request(row, length, limit) for row, (length, limit) in enumerate(zip(lengths, limits, strict=True))]
 
 
 class Schedule:

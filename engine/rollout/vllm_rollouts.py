@@ -139,7 +139,7 @@ class VLLMRollouts(RolloutBackend):
             self._load()
         whole, own = prompts_of_group(prompts, self.group)
         requests = make_requests(whole, sampling.max_new_tokens)
-        draws = Draws(whole, sampling, sampling.max_new_tokens)
+        draws = Draws(whole, sampling, max(request.most for request in requests))
         self._draw(whole, requests, draws)
         recorded = {name: column[own] for name, column in draws.recorded.items()}
         return rollout_of(prompts, requests[own], sampling.pad_token_id, recorded)
@@ -193,7 +193,7 @@ class VLLMRollouts(RolloutBackend):
             parameters = SamplingParams(
                 temperature=1.0 if self._keyed else sampling.temperature,
                 seed=None if self._keyed else seed,
-                max_tokens=sampling.max_new_tokens,
+                max_tokens=requests[place].most,
                 stop_token_ids=list(sampling.stop_token_ids),
                 ignore_eos=True,  # only the tokens in `sampling` end a response
                 detokenize=False,

@@ -1,0 +1,403 @@
+"""Conversations: responses of several turns, between which an environment inserts tokens. Any other backend draws the
+turns.
+
+    rollouts = Conversations(rollouts, environments, turns=8, turn_tokens=None, seconds=60.0, threads=32)
+
+All open conversations of a rank draw their next turn together. Then their environments answer side by side in threads,
+and the tokens that they insert are joined to those that were drawn: nothing is tokenised again. All ranks draw equally
+many turns. Keys and values are not kept from turn to turn: before each turn a conversation is read again from its
+beginning, unless the wrapped backend has a cache for that, as vLLM has.
+"""
+
+import contextlib
+import queue
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from engine import distributed
+from engine.errors import RunStopped, shortened
+from engine.experience import PromptBatch, Rollout
+from engine.reward.base import described
+from engine.rollout.base import RolloutBackend, SamplingConfig
+from engine.rollout.environments import Answer, Environments, Episode
+from engine.rollout.request import copied
+from engine.trace import moved
+
+T = TypeVar("T")
+
+TURN = 1 << 32  # turn n is drawn with the random numbers of sample number + n * TURN
+TOLD = 5  # the number of errors of environments that each rank prints
+COUNTED = (
+    *("responses", "turns", "inserted_tokens", "turn_limit", "token_limit"),
+    *("environment_errors", "unparsed_calls", "environment_seconds"),
+)
+
+
+@dataclass(slots=True)
+class _Conversation:
+    """A response so far. Of its tensors, each (T,), the first `length` positions are in use.
+
+    row: the row of the data. begin: where the latest turn begins. ended: as in Rollout. over: whether no further turn
+    is drawn. failed: whether its environment did something wrong. busy: whether its environment still runs after its
+    time.
+    """
+
+    row: int
+    prompt: Tensor
+    tokens: Tensor
+    action_mask: Tensor
+    numbers: dict[str, Tensor]
+    episode: Episode | None = None
+    begin: int = 0
+    length: int = 0
+    ended: bool = False
+    over: bool = False
+    failed: bool = False
+    busy: bool = False
+
+    @property
+    def left(self) -> int:
+        """How many tokens the response may still get."""
+        return len(self.tokens) - self.length
+
+    def add_turn(self, tokens: Tensor, numbers: dict[str, Tensor]) -> None:
+        """Append drawn tokens, (n,), and what the sampler recorded of them, {field of Rollout: (n,)}."""
+        self.begin, places = self.length, slice(self.length, self.length + len(tokens))
+        self.action_mask[places] = True
+        for name, values in numbers.items():
+            self.numbers[name][places] = values
+        self.insert(tokens)
+
+    def insert(self, tokens: Tensor) -> None:
+        """Append tokens, (n,)."""
+        self.tokens[self.length : self.length + len(tokens)] = tokens
+        self.length += len(tokens)
+
+    def add_reward(self, reward: float) -> None:
+        """Add a reward to the last token, which is one that was drawn."""
+        self.numbers["turn_rewards"][self.length - 1] += reward
+
+
+class Conversations(RolloutBackend):
+    """Draws conversations turn by turn.
+
+    Args:
+        backend: draws the turns.
+        environments: makes the episodes; their methods run in threads of this process.
+        turns: the largest number of turns of a conversation.
+        turn_tokens: the largest number of tokens of a turn; None if only the whole response is limited
+            (`SamplingConfig.max_new_tokens`). A turn that does not end by itself is the last one.
+        seconds: how long an environment may take to begin, to answer and to end.
+        threads: the number of environments that are waited for at the same time.
+
+    The inserted tokens count in `max_new_tokens`. An answer that leaves no room for a further token ends the
+    conversation, and nothing of it is inserted. An environment that raises an exception, is late or answers with
+    something that cannot be inserted ends its conversation, and the run goes on; only RunStopped ends the run.
+    """
+
+    def __init__(
+        self,
+        backend: RolloutBackend,
+        environments: Environments,
+        *,
+        turns: int,
+        turn_tokens: int | None,
+        seconds: float,
+        threads: int,
+    ):
+        self.backend, self.environments = backend, environments
+        self.turns, self.turn_tokens, self.seconds, self.threads = turns, turn_tokens, seconds, threads
+        self.why, self.computes_as_actor = backend.why, backend.computes_as_actor
+        module = sys.modules.get(getattr(environments.made, "__module__", ""))
+        self._file = getattr(module, "__file__", None)
+        self._counted: dict[str, float] = dict.fromkeys(COUNTED, 0.0)
+        self._told = 0
+
+    @property
+    def decoding_ran(self) -> str:  # type: ignore[override]
+        """That of the wrapped backend."""
+        return self.backend.decoding_ran
+
+    @property
+    def fallback(self) -> str | None:  # type: ignore[override]
+        """That of the wrapped backend."""
+        return self.backend.fallback
+
+    def release_memory(self) -> None:
+        """Free the wrapped backend's memory."""
+        self.backend.release_memory()
+
+    def counts(self) -> dict[str, float]:
+        """The sums named in COUNTED, over this rank's calls of `generate` since the last call of this method."""
+        counted, self._counted = self._counted, dict.fromkeys(COUNTED, 0.0)
+        return self.backend.counts() | counted
+
+    def generate(self, prompts: PromptBatch, sampling: SamplingConfig) -> Rollout:
+        """One conversation for each row of the prompts (all ranks call this together)."""
+        conversations = _begun(prompts, sampling)
+        try:
+            self._open(conversations)
+            for turn in range(self.turns):
+                living = [row for row, one in enumerate(conversations) if turn == 0 or not one.over]
+                if not distributed.any_rank(bool(living)):
+                    break
+                asked = self._next_turns(prompts, conversations, living, turn, sampling.pad_token_id)
+                drawn = self.backend.generate(asked, sampling)
+                if living:
+                    self._take(copied(drawn, "cpu"), [conversations[row] for row in living])
+                    self._answer([conversations[row] for row in living if conversations[row].episode], turn)
+        finally:
+            self._close(conversations)
+        self._counted["responses"] += len(conversations)
+        return _rollout(prompts, conversations, sampling.pad_token_id)
+
+    def _open(self, conversations: Sequence[_Conversation]) -> None:
+        """Make the episodes. Without an episode, a conversation has one turn."""
+
+        def make(one: _Conversation) -> Callable[[], Episode]:
+            return partial(self.environments.episode, one.row, one.prompt.tolist())
+
+        for one, made in zip(conversations, self._side_by_side(conversations, make), strict=True):
+            if isinstance(made, BaseException):
+                self._fail(one, made, "its beginning")
+                continue
+            one.episode = made
+            if made.opening is not None:
+                one.prompt = torch.tensor(made.opening, dtype=torch.int64)
+
+    def _next_turns(
+        self,
+        prompts: PromptBatch,
+        conversations: Sequence[_Conversation],
+        living: Sequence[int],
+        turn: int,
+        pad_token_id: int,
+    ) -> PromptBatch:
+        """What the wrapped backend is asked for: a turn of each living conversation."""
+        chosen = [conversations[row] for row in living]
+        texts = [torch.cat([one.prompt, one.tokens[: one.length]]) for one in chosen]
+        most = [one.left if self.turn_tokens is None else min(one.left, self.turn_tokens) for one in chosen]
+        if not living:  # the other ranks wait for this one's passes: one token, which nobody looks at
+            living, texts, most = [0], [conversations[0].prompt[-1:]], [1]
+        ids, mask = _left_padded(texts, pad_token_id)
+        device = prompts.input_ids.device
+        return PromptBatch(
+            ids.to(device),
+            mask.to(device),
+            prompts.indices[living],
+            prompts.samples[living] + turn * TURN,
+            torch.tensor(most, device=device),
+            prompts.first_row,
+        )
+
+    def _take(self, drawn: Rollout, asked: Sequence[_Conversation]) -> None:
+        """Append the turns that were drawn."""
+        columns = {name: getattr(drawn, name) for name in ("logprobs", "entropy") if getattr(drawn, name) is not None}
+        lengths = drawn.response_mask.sum(-1).tolist()
+        for row, (one, length, ended) in enumerate(zip(asked, lengths, drawn.ended.tolist(), strict=True)):
+            one.add_turn(
+                drawn.responses[row, :length], {name: column[row, :length] for name, column in columns.items()}
+            )
+            one.ended = ended and not one.failed
+            one.over = not one.ended
+            self._counted["token_limit"] += not ended
+        self._counted["turns"] += len(asked)
+
+    def _answer(self, asked: Sequence[_Conversation], turn: int) -> None:
+        """Have the environments answer, and insert what they say."""
+
+        def answer(one: _Conversation) -> Callable[[], Answer]:
+            assert one.episode is not None
+            return partial(one.episode.answer, one.tokens[one.begin : one.length].tolist(), turn, one.left, one.ended)
+
+        for one, answered in zip(asked, self._side_by_side(asked, answer), strict=True):
+            if isinstance(answered, BaseException):
+                self._fail(one, answered, f"turn {turn + 1}")
+                continue
+            one.add_reward(answered.reward)
+            self._counted["unparsed_calls"] += answered.unparsed
+            if one.over or answered.done:
+                one.over = True
+            elif turn + 1 == self.turns:
+                self._limited(one, "turn_limit")
+            elif not answered.tokens:
+                empty = ValueError("answered with nothing; None or a Reply with done=True ends a conversation")
+                self._fail(one, empty, f"turn {turn + 1}")
+            elif len(answered.tokens) >= one.left:
+                self._limited(one, "token_limit")
+            else:
+                one.insert(torch.tensor(answered.tokens))
+                self._counted["inserted_tokens"] += len(answered.tokens)
+
+    def _close(self, conversations: Sequence[_Conversation]) -> None:
+        """Close the episodes, and add the rewards that they give at the end."""
+        free = [one for one in conversations if one.episode and not one.busy]
+
+        def close(one: _Conversation) -> Callable[[], float]:
+            assert one.episode is not None
+            return one.episode.close
+
+        for one, reward in zip(free, self._side_by_side(free, close), strict=True):
+            if not isinstance(reward, BaseException):
+                one.add_reward(reward)
+            elif not one.failed:
+                self._fail(one, reward, "its end")
+
+    def _side_by_side(
+        self, conversations: Sequence[_Conversation], call: Callable[[_Conversation], Callable[[], T]]
+    ) -> list[T | BaseException]:
+        """What `side_by_side` returns for a call of each conversation. Raises: RunStopped if an environment does."""
+        began = time.monotonic()
+        outcomes = side_by_side([call(one) for one in conversations], self.seconds, self.threads)
+        self._counted["environment_seconds"] += time.monotonic() - began
+        for one, outcome in zip(conversations, outcomes, strict=True):
+            if isinstance(outcome, RunStopped):
+                raise outcome
+            if isinstance(outcome, Late):
+                one.busy = True
+                outcome.then(partial(_close_late, one.episode))
+        return outcomes
+
+    def _limited(self, one: _Conversation, limit: str) -> None:
+        one.over, one.ended = True, False
+        self._counted[limit] += 1
+
+    def _fail(self, one: _Conversation, problem: BaseException, when: str) -> None:
+        """End a conversation because of its environment."""
+        one.failed = True
+        self._limited(one, "environment_errors")
+        self._told += 1
+        if self._told <= TOLD:
+            prompt = shortened(self.environments.tokenizer.decode(one.prompt, skip_special_tokens=True), 60)
+            last = "; further errors are only counted" if self._told == TOLD else ""
+            what = described(problem, self._file)
+            print(f"--environment: row {one.row} ({prompt}), {when}: {what}; the row ends here{last}", flush=True)
+
+
+class Late(TimeoutError):
+    """A call was not waited for any longer."""
+
+    def __init__(self, seconds: float, call: "_Call"):
+        super().__init__(f"no answer within {seconds:g} s")
+        self.call = call
+
+    def then(self, act: Callable[[Any], None]) -> None:
+        """Have `act` called with what the call returns or raises, when it does."""
+
+        def wait() -> None:
+            self.call.join()
+            act(self.call.outcome)
+
+        threading.Thread(target=wait, daemon=True).start()
+
+
+class _Call(threading.Thread, Generic[T]):
+    """Makes a call, then puts itself into a queue. outcome: what the call returned or raised.
+
+    It is a daemon: at its end the process does not wait for calls that hang, as it would for the threads of
+    concurrent.futures.
+    """
+
+    def __init__(self, place: int, call: Callable[[], T], done: "queue.SimpleQueue[_Call]"):
+        super().__init__(name="environment", daemon=True)
+        self.place, self.call, self.done = place, call, done
+        self.outcome: T | BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            self.outcome = self.call()
+        except BaseException as error:  # the user's code may raise anything, also SystemExit
+            self.outcome = error
+        self.done.put(self)
+
+
+def side_by_side(calls: Sequence[Callable[[], T]], seconds: float, threads: int) -> list[T | BaseException]:
+    """What each call returns or raises, or `Late` if it takes more than `seconds`. Each call has a thread of its own;
+    a call that is late keeps its thread, but does not count among the `threads` that run at the same time."""
+    outcomes: list[Any] = [None] * len(calls)
+    waiting = deque(enumerate(calls))
+    running: dict[int, tuple[float, _Call]] = {}  # the call that was started first comes first
+    done: queue.SimpleQueue[_Call] = queue.SimpleQueue()
+    while waiting or running:
+        moved("environments answer")
+        while waiting and len(running) < threads:
+            place, call = waiting.popleft()
+            running[place] = time.monotonic() + seconds, _Call(place, call, done)
+            running[place][1].start()
+        until, oldest = next(iter(running.values()))
+        try:
+            finished = done.get(timeout=max(0.0, until - time.monotonic()))
+        except queue.Empty:
+            outcomes[oldest.place] = Late(seconds, oldest)
+            del running[oldest.place]
+            continue
+        if running.pop(finished.place, None) is not None:  # else it was late
+            outcomes[finished.place] = finished.outcome
+    return outcomes
+
+
+def _close_late(episode: Episode | None, outcome: Any) -> None:
+    """Close the episode of a call that was late; an episode that was made late is the call's outcome."""
+    with contextlib.suppress(BaseException):  # nobody waits for it
+        (episode or outcome).close()
+
+
+def _begun(prompts: PromptBatch, sampling: SamplingConfig) -> list[_Conversation]:
+    """A conversation for each row of the prompts."""
+    names = ["turn_rewards"]
+    names += ["logprobs"] * (sampling.logprob_temperature is not None) + ["entropy"] * sampling.with_entropy
+    shape = len(prompts), sampling.max_new_tokens
+    tokens, action_mask = torch.full(shape, sampling.pad_token_id), torch.zeros(shape, dtype=torch.bool)
+    numbers = {name: torch.zeros(shape) for name in names}
+    ids, mask = prompts.input_ids.cpu(), prompts.attention_mask.cpu().bool()
+    return [
+        _Conversation(
+            row=prompts.first_row + index,
+            prompt=ids[place][mask[place]],
+            tokens=tokens[place],
+            action_mask=action_mask[place],
+            numbers={name: column[place] for name, column in numbers.items()},
+        )
+        for place, index in enumerate(prompts.indices.tolist())
+    ]
+
+
+def _rollout(prompts: PromptBatch, conversations: Sequence[_Conversation], pad_token_id: int) -> Rollout:
+    """The rollout of finished conversations, one for each row of the prompts."""
+    device, width = prompts.input_ids.device, max(one.length for one in conversations)
+    ids, mask = prompts.input_ids, prompts.attention_mask
+    if any(one.episode and one.episode.opening is not None for one in conversations):
+        ids, mask = (part.to(device) for part in _left_padded([one.prompt for one in conversations], pad_token_id))
+
+    def column(parts: Sequence[Tensor]) -> Tensor:
+        return torch.stack([part[:width] for part in parts]).to(device)
+
+    lengths = torch.tensor([one.length for one in conversations], device=device)
+    response_mask = torch.arange(width, device=device) < lengths.unsqueeze(1)
+    return Rollout(
+        sequences=torch.cat([ids, column([one.tokens for one in conversations])], 1),
+        attention_mask=torch.cat([mask, response_mask.long()], 1),
+        response_mask=response_mask,
+        ended=torch.tensor([one.ended for one in conversations], device=device),
+        indices=prompts.indices,
+        samples=prompts.samples,
+        action_mask=column([one.action_mask for one in conversations]),
+        **{name: column([one.numbers[name] for one in conversations]) for name in conversations[0].numbers},
+    )
+
+
+def _left_padded(texts: Sequence[Tensor], pad_token_id: int) -> tuple[Tensor, Tensor]:
+    """Texts, each (n,) int64, as (input_ids, attention_mask), each (B, P) int64."""
+    ids = pad_sequence(list(texts), batch_first=True, padding_value=pad_token_id, padding_side="left")
+    mask = pad_sequence([torch.ones_like(text) for text in texts], batch_first=True, padding_side="left")
+    return ids, mask
