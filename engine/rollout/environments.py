@@ -30,15 +30,18 @@ import inspect
 import json
 import math
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import takewhile
 from numbers import Integral
 from pathlib import Path
 from typing import Any
 
 from transformers.utils import get_json_schema
 from transformers.utils.chat_parsing import parse_response
-from transformers.utils.chat_parsing.response_templates import load_response_template
+from transformers.utils.chat_parsing.response_templates import ResponseTemplate, load_response_template
 
 from engine.errors import UserError, shortened
 from engine.models.config_and_tokenizer import vocabulary_size
@@ -90,14 +93,14 @@ class Answer:
 
 
 class Environments:
-    """Makes the environments of a rank, and speaks to them with the tokenizer.
+    """Makes the environments of a rank's conversations.
 
     Args:
         made: the user's class, or for TRL's shape any function that makes an environment.
         rows: rows[index] is the row of the data that a prompt comes from.
         dialogues: dialogues[index] is the row's dialogue, {"messages": ...}, or None if its prompt is a text. TRL's
             `reset` gets the messages as `prompt`. Without `dialogues` all prompts are texts.
-        template: the response template that finds tool calls (`response_template`), or None.
+        template: what finds tool calls, from `response_template`, or None.
         opening: (index of a row, what `reset` said) -> the ids of the prompt. Needed for TRL's shape.
     """
 
@@ -108,45 +111,57 @@ class Environments:
         rows: Sequence[Mapping[str, Any]],
         dialogues: Sequence[Mapping[str, Any] | None] | None = None,
         *,
-        template: dict | None = None,
+        template: ResponseTemplate | None = None,
         opening: Callable[[int, str], list[int]] | None = None,
     ):
         self.made, self.tokenizer, self.rows, self.dialogues = made, tokenizer, rows, dialogues
         self.template, self.opening = template, opening
         self.schemas = tool_schemas(made)
         self.vocabulary = vocabulary_size(tokenizer)
-        self.idle: list[_Tools] = []  # as TRL: an environment is made once and reset often
         self.lock = threading.Lock()  # a tokenizer must not be set up in one thread while another one uses it
+        self.idle: list[_Object] = []  # as in TRL an environment is made once and reset often
 
     def episode(self, row_index: int, prompt: list[int]) -> "Episode":
         """The conversation of a response to the prompt of this row. Runs the user's code, and raises what it raises."""
         row = dict(self.rows[row_index])
         if is_own(self.made):
-            return Episode(self, _Own(self.made, row), prompt, template_options(row))
+            return _OwnEpisode(self, _Object(self.made(row)), row, prompt)
         try:
-            tools = self.idle.pop()
+            environment = self.idle.pop()
         except IndexError:
-            tools = _Tools(self.made)
-        opening = None
+            environment = _Object(self.made())
         dialogue = self.dialogues[row_index] if self.dialogues is not None else None
-        if said := tools.reset({**row, "prompt": dialogue["messages"]} if dialogue else row):
+        said = environment.call("reset", **(row | {"prompt": dialogue["messages"]} if dialogue else row))
+        if said is not None and not isinstance(said, str):
+            raise TypeError(f"reset returned {shortened(said)}; it has to return a text or None")
+        opening = None
+        if said:
             assert self.opening is not None, "an environment that says something at first needs `opening`"
             with self.lock:
                 opening = self.opening(row_index, said)
-        return Episode(self, tools, prompt, template_options(row), opening)
+        return _ToolEpisode(self, environment, row, prompt, opening)
 
     def check(self, name: str) -> None:
         """Try the environment with the first row. name: of the flag with its value, for messages.
 
-        Raises: UserError if the class fails with this row, or if tool calls cannot be read or answered.
+        Raises: UserError if the class fails with this row or gives no reward, or if tool calls cannot be read or
+        answered.
         """
         try:
-            self.episode(0, []).close()
+            episode = self.episode(0, [])
+            episode.close()
         except Exception as error:
             raise UserError(
                 f"{name}: the class fails with the first row of the data, {shortened(self.rows[0])}: {described(error)}"
             ) from None
-        if is_own(self.made) or not self.schemas:
+        if is_own(self.made):
+            return
+        if not any(hasattr(episode.environment.made, reward) for reward in ("get_reward", "reward")):
+            raise UserError(
+                f"{name}: it has no method get_reward(self) and no attribute reward. Add one; where other rewards are "
+                "enough, get_reward returns 0.0."
+            )
+        if not self.schemas:
             return
         model = getattr(self.tokenizer, "name_or_path", None) or "the model"
         if self.template is None:
@@ -154,87 +169,27 @@ class Environments:
                 f"{name}: its methods are tools, and the tokenizer of {model} has no response_template, which says how "
                 f"tool calls are written. Give --response_template {', '.join(known_templates())} or a JSON file."
             )
-        mark = "the-result"
+        result = "the-result"
         try:
-            written = self.tokenizer.decode(behind(self.tokenizer, [], [tool_message("the-tool", mark)]))
+            written = self.tokenizer.decode(behind(self.tokenizer, [], [tool_message("the-tool", result)]))
         except Exception as error:  # a template may raise anything
             written = str(error)
-        if mark not in written:
+        if result not in written:
             raise UserError(
                 f"{name}: its methods are tools, and the chat template of {model} does not write what a tool returns "
                 f"(messages of the role tool): {shortened(written)}. Give --chat_template FILE that does."
             )
 
-    def turn(self, tokens: list[int], before: list[int], number: int, left: int) -> tuple[Turn, int]:
-        """(the turn, 1 if its tool call could not be read, else 0). before: what stands before the turn: the prompt, or
-        what was put behind the last turn."""
-        with self.lock:
-            text = self.tokenizer.decode(tokens, skip_special_tokens=True)
-            drawn, prefix = self.tokenizer.decode(tokens), self.tokenizer.decode(before)
-        message, unparsed = {"role": "assistant", "content": text}, 0
-        if self.template is not None:
-            try:
-                message = parsed(drawn, self.template, prefix, self.schemas)
-            except (ValueError, TypeError, RecursionError):  # the last: JSON that is nested too deeply
-                unparsed = 1
-        return Turn(text, tuple(tokens), message, number, left), unparsed
 
-    def ids(self, reply: Reply, drawn: list[int], options: Mapping[str, Any]) -> list[int]:
-        """The ids that the reply puts behind the drawn turn. options: arguments of the chat template."""
-        if reply.tokens is not None:
-            return [int(token) for token in reply.tokens]
-        with self.lock:
-            if reply.messages:
-                return behind(self.tokenizer, drawn, reply.messages, **options)
-            return self.tokenizer.encode(reply.text, add_special_tokens=False) if reply.text else []
+class _Object:
+    """A user's object. Coroutines are waited for in its own event loop."""
 
+    def __init__(self, made: object):
+        self.made = made
+        self.loop: asyncio.AbstractEventLoop | None = None
 
-class Episode:
-    """The conversation of one response. Its methods are called one after another, in any thread; they run the user's
-    code and raise what it raises.
-
-    opening: the ids of the prompt, if the environment's `reset` said something; None for the ids of the data.
-    """
-
-    def __init__(
-        self,
-        speech: Environments,
-        environment: "_Own | _Tools",
-        prompt: list[int],
-        options: Mapping[str, Any],
-        opening: list[int] | None = None,
-    ):
-        self.speech, self.environment, self.options, self.opening = speech, environment, options, opening
-        self.before = prompt if opening is None else opening
-        self.failed = False
-
-    def answer(self, tokens: list[int], number: int, left: int, ended: bool) -> Answer:
-        """The environment's answer to a turn. tokens: ids that the policy drew. number: of the turn, from 0. left: how
-        many tokens the response may still get. ended: whether the turn ended by itself and another one may follow; if
-        not, tools are not called."""
-        self.failed = True
-        turn, unparsed = self.speech.turn(tokens, self.before, number, left)
-        reply = checked(reply_of(self.environment.step(turn, ended)), self.speech.vocabulary)
-        self.before = [] if reply.done else self.speech.ids(reply, tokens, self.options)
-        self.failed = False
-        return Answer(self.before, float(reply.reward), reply.done, unparsed)
-
-    def close(self) -> float:
-        """End the conversation. To be called once, and never while a call is still running. Returns the reward that is
-        given at the end, which belongs to the last turn: that of `get_reward`. Environments of the own shape give
-        theirs with their replies: 0.0."""
-        reward = self.environment.close()
-        if isinstance(self.environment, _Tools) and not self.failed:
-            self.speech.idle.append(self.environment)
-        return reward
-
-
-class _Waiting:
-    """Waits for coroutines, in an event loop of its own."""
-
-    loop: asyncio.AbstractEventLoop | None = None
-
-    def wait(self, value: Any) -> Any:
+    def call(self, method: str, *given: Any, **named: Any) -> Any:
+        value = getattr(self.made, method)(*given, **named)
         if not inspect.isawaitable(value):
             return value
 
@@ -245,57 +200,101 @@ class _Waiting:
         return self.loop.run_until_complete(result())
 
 
-class _Own(_Waiting):
-    """An environment of the own shape."""
+class Episode(ABC):
+    """The conversation of one response. Its methods are called one after another, in any thread; they run the user's
+    code and raise what it raises.
 
-    def __init__(self, made: Callable[..., Any], row: dict[str, Any]):
-        self.made = made(row)
+    opening: the ids of the prompt, if the environment's `reset` said something; None for the ids of the data.
+    """
 
-    def step(self, turn: Turn, ended: bool) -> Any:
-        return self.wait(self.made.step(turn))
+    def __init__(
+        self,
+        of: Environments,
+        environment: _Object,
+        row: Mapping[str, Any],
+        prompt: list[int],
+        opening: list[int] | None = None,
+    ):
+        self.of, self.environment, self.opening = of, environment, opening
+        self.options = template_options(row)
+        self.before = prompt if opening is None else opening  # what stands before a turn, behind the last one
+        self.failed = False
+
+    def answer(self, tokens: list[int], number: int, left: int, ended: bool) -> Answer:
+        """The environment's answer to a turn. tokens: ids that the policy drew. number: of the turn, from 0. left: how
+        many tokens the response may still get. ended: whether the turn ended by itself and another one may follow; if
+        not, tools are not called."""
+        self.failed = True
+        decode = self.of.tokenizer.decode
+        with self.of.lock:
+            text, drawn, before = decode(tokens, skip_special_tokens=True), decode(tokens), decode(self.before)
+        message, unparsed = {"role": "assistant", "content": text}, 0
+        if self.of.template is not None:
+            try:
+                message = parsed(drawn, self.of.template, before, self.of.schemas)
+            except (ValueError, TypeError, RecursionError):  # the last: JSON that is nested too deeply
+                unparsed = 1
+        reply = checked(self._reply(Turn(text, tuple(tokens), message, number, left), ended), self.of.vocabulary)
+        self.before = [] if reply.done else self._ids(reply, tokens)
+        self.failed = False
+        return Answer(self.before, float(reply.reward), reply.done, unparsed)
+
+    @abstractmethod
+    def close(self) -> float:
+        """End the conversation. To be called once, and never while a call is still running. Returns the reward that is
+        given at the end, which belongs to the last turn."""
+
+    @abstractmethod
+    def _reply(self, turn: Turn, ended: bool) -> Reply: ...
+
+    def _ids(self, reply: Reply, drawn: list[int]) -> list[int]:
+        """The ids that the reply puts behind the drawn turn."""
+        if reply.tokens is not None:
+            return [int(token) for token in reply.tokens]
+        with self.of.lock:
+            if reply.messages:
+                return behind(self.of.tokenizer, drawn, reply.messages, **self.options)
+            return self.of.tokenizer.encode(reply.text, add_special_tokens=False) if reply.text else []
+
+
+class _OwnEpisode(Episode):
+    def _reply(self, turn: Turn, ended: bool) -> Reply:
+        return reply_of(self.environment.call("step", turn))
 
     def close(self) -> float:
+        """Rewards come with the replies: 0.0."""
         try:
-            if callable(close := getattr(self.made, "close", None)):
-                self.wait(close())
+            if callable(getattr(self.environment.made, "close", None)):
+                self.environment.call("close")
         finally:
-            if self.loop:
-                self.loop.close()
+            if self.environment.loop:
+                self.environment.loop.close()
         return 0.0
 
 
-class _Tools(_Waiting):
-    """An environment of TRL's shape."""
-
-    def __init__(self, made: Callable[[], Any]):
-        self.made = made()
-        self.tools = tools_of(self.made)
-
-    def reset(self, row: Mapping[str, Any]) -> str | None:
-        said = self.wait(self.made.reset(**row))
-        if said is not None and not isinstance(said, str):
-            raise TypeError(f"reset returned {shortened(said)}; it has to return a text or None")
-        return said
-
-    def step(self, turn: Turn, ended: bool) -> Reply:
+class _ToolEpisode(Episode):
+    def _reply(self, turn: Turn, ended: bool) -> Reply:
         calls = turn.message.get("tool_calls") if ended else None
-        return Reply(messages=[self.called(call) for call in calls]) if calls else Reply(done=True)
+        return Reply(messages=[self._called(call) for call in calls]) if calls else Reply(done=True)
 
-    def called(self, call: Mapping[str, Any]) -> dict[str, Any]:
-        """The message with a tool's result, or with its error, which is told to the policy as TRL does."""
+    def _called(self, call: Mapping[str, Any]) -> dict[str, Any]:
+        """The message with a tool's result, or with its error, which as in TRL is told to the policy."""
         function = call.get("function", call)
         name = function["name"]
         try:
-            if name not in self.tools:
+            if name not in tools_of(self.environment.made):
                 raise ValueError(f"Tool {name} not found.")
-            result = self.wait(self.tools[name](**function["arguments"]))
+            result = self.environment.call(name, **function["arguments"])
         except Exception as error:
             result = {"error": str(error)}
         return tool_message(name, result)
 
     def close(self) -> float:
-        given = getattr(self.made, "get_reward", None)
-        reward = self.wait(given()) if callable(given) else getattr(self.made, "reward", None)
+        """The reward of `get_reward`, or else the attribute `reward`."""
+        made = self.environment.made
+        reward = self.environment.call("get_reward") if hasattr(made, "get_reward") else getattr(made, "reward", None)
+        if not self.failed:
+            self.of.idle.append(self.environment)
         return checked(Reply(reward=_number(reward))).reward
 
 
@@ -360,29 +359,19 @@ def reply_of(said: Any) -> Reply:
     if isinstance(said, str):
         return Reply(said)
     if isinstance(said, tuple) and len(said) == 5:
-        text, reward, terminated, truncated, _ = said
-        return _plain(text, reward, terminated or truncated)
-
-    def field(*names: str) -> Any:
-        found = (said.get(n, _MISSING) if isinstance(said, Mapping) else getattr(said, n, _MISSING) for n in names)
-        return next((value for value in found if value is not _MISSING), _MISSING)
-
-    found = field("environment_feedback", "observation"), field("rewards", "reward"), field("done")
-    if _MISSING in found:
+        said = {"observation": said[0], "reward": said[1], "done": said[2] or said[3]}
+    field = said.get if isinstance(said, Mapping) else partial(getattr, said)
+    text = field("environment_feedback", field("observation", _MISSING))
+    reward, done = field("rewards", field("reward", _MISSING)), field("done", _MISSING)
+    if any(value is _MISSING for value in (text, reward, done)):
         raise TypeError(
             f"step returned {shortened(said)}. It has to return a Reply, a text, None for the end, Gymnasium's "
             "5-tuple, or a dict or an object with observation, reward and done"
         )
-    return _plain(*found)
+    return Reply("" if text is None else text, reward=_number(reward), done=bool(done))
 
 
 _MISSING = object()
-
-
-def _plain(text: Any, reward: Any, done: Any) -> Reply:
-    if text is not None and not isinstance(text, str):
-        raise TypeError(f"step returned the observation {shortened(text)}; it has to be a text")
-    return Reply(text or "", reward=_number(reward), done=bool(done))
 
 
 def _number(value: Any) -> float:
@@ -393,7 +382,7 @@ def _number(value: Any) -> float:
 def checked(reply: Reply, vocabulary: int = 0) -> Reply:
     """The reply. vocabulary: ids have to be smaller. Raises: TypeError or ValueError if the reply cannot be used."""
     if not isinstance(reply.text, str):
-        raise TypeError(f"Reply.text is {shortened(reply.text)}; it has to be a text")
+        raise TypeError(f"what is to be inserted is {shortened(reply.text)}; it has to be a text")
     if (reply.text != "") + (reply.tokens is not None) + bool(reply.messages) > 1:
         raise ValueError("a Reply has more than one of text, tokens and messages; give one of them")
     for token in reply.tokens if reply.tokens is not None else ():
@@ -407,14 +396,14 @@ def checked(reply: Reply, vocabulary: int = 0) -> Reply:
     return reply
 
 
-def parsed(text: str, template: dict, prefix: str, tools: list[dict]) -> dict[str, Any]:
+def parsed(text: str, template: ResponseTemplate, prefix: str, tools: list[dict]) -> dict[str, Any]:
     """The drawn text as a message of the assistant, its calls checked. prefix: the text before it; what stands behind
     the template's last anchor there belongs to the message. tools: schemas, by which arguments get their types.
 
     Raises: ValueError or TypeError if a call cannot be read: it is cut off, or no JSON, or no call.
     """
-    anchor = load_response_template(template).start_anchor_re
-    message = parse_response(text, template, prefix=prefix if anchor.search(prefix) else "", tools=tools)
+    prefix = prefix if template.start_anchor_re.search(prefix) else ""
+    message = parse_response(text, template, prefix=prefix, tools=tools)
     for call in message.get("tool_calls") or ():
         function = call.get("function", call) if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
@@ -428,32 +417,29 @@ def parsed(text: str, template: dict, prefix: str, tools: list[dict]) -> dict[st
 def behind(tokenizer, drawn: list[int], messages: Sequence[Mapping[str, Any]], **options) -> list[int]:
     """The ids of the messages as the chat template writes them behind an answer, with the beginning of the next answer.
     They begin with the token that ends an answer, unless the drawn turn has it. If the drawn turn ends with the token
-    that begins the message, as turns of some models do, it is not repeated.
+    that begins the messages, as turns of some models do, it is not repeated.
 
-    options: arguments of the chat template. Raises: what the template raises; ValueError if it ends answers without a
-    special token.
+    options: arguments of the chat template. Raises: what the template raises; ValueError if it leaves answers out.
     """
-    asked = {"role": "user", "content": "dummy"}
-    answered: dict[str, Any] = {"role": "assistant", "content": "dummy"}
+    asked, answer = {"role": "user", "content": "the-question"}, "the-answer"
+    answered: dict[str, Any] = {"role": "assistant", "content": answer}
     if messages[0]["role"] == "tool":  # some templates write the name of the call beside the result
-        function = {"name": messages[0].get("name", "dummy"), "arguments": {}}
+        function = {"name": messages[0].get("name", "the-tool"), "arguments": {"of": answer}}
         answered |= {"content": "", "tool_calls": [{"type": "function", "function": function}]}
 
-    def ids(*more: Mapping[str, Any], **asking: bool) -> list[int]:
+    def after(*more: Mapping[str, Any], **asking: bool) -> list[int]:
         text = tokenizer.apply_chat_template([asked, answered, *more], tokenize=False, **asking, **options)
-        return tokenizer.encode(text, add_special_tokens=False)
+        if answer not in text:
+            raise ValueError(f"the chat template leaves {answered} out")
+        return tokenizer.encode(text.partition(answer)[2], add_special_tokens=False)
 
-    before, whole = ids(), ids(*messages, add_generation_prompt=True)
+    ended, whole = after(), after(*messages, add_generation_prompt=True)
+    end = list(takewhile(lambda place: ended[place] == whole[place], range(min(len(ended), len(whole)))))
     special = {*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()}
-    ends = [tokenizer.eos_token_id] if tokenizer.eos_token_id in before else [id for id in before if id in special]
-    if not ends:
-        raise ValueError("the chat template ends an answer with no special token; reply with text in place of messages")
-    # The answer ends with as many of these tokens in both. What is before it may differ: some templates leave out
-    # earlier thoughts.
-    places = [place for place, token in enumerate(whole) if token == ends[-1]]
-    rest = whole[places[before.count(ends[-1]) - 1] + 1 :]
-    if ends[-1] not in drawn:
-        return [ends[-1], *rest]
+    ends = [p for p in end if ended[p] == tokenizer.eos_token_id] or [p for p in end if ended[p] in special]
+    if ends and ended[ends[-1]] not in drawn:
+        return whole[ends[-1] :]
+    rest = whole[ends[-1] + 1 :] if ends else whole
     return rest[1:] if rest[:1] == drawn[-1:] else rest
 
 
@@ -473,18 +459,19 @@ def known_templates() -> list[str]:
     return sorted(path.stem for path in TEMPLATES.glob("*.json"))
 
 
-def response_template(given: str | None, tokenizer) -> dict | None:
-    """The response template, which says how transformers finds tool calls in a turn. given: one of `known_templates`,
-    or a JSON file; None for the tokenizer's own, if it has one. Raises: UserError if it cannot be read."""
-    if given is None:
-        return getattr(tokenizer, "response_template", None)
-    path = TEMPLATES / f"{given}.json" if given in known_templates() else Path(given)
+def response_template(given: str | None, tokenizer) -> ResponseTemplate | None:
+    """What finds tool calls in a turn. given: one of `known_templates`, or a JSON file; None for the tokenizer's own
+    `response_template`, if it has one. Raises: UserError if it cannot be read."""
+    template = getattr(tokenizer, "response_template", None)
+    if given is None and template is None:
+        return None
     try:
-        template = json.loads(path.read_text(encoding="utf-8"))
-        load_response_template(template)
+        if given is not None:
+            path = TEMPLATES / f"{given}.json" if given in known_templates() else Path(given)
+            template = json.loads(path.read_text(encoding="utf-8"))
+        return load_response_template(template)
     except (OSError, ValueError, TypeError) as error:
         raise UserError(
-            f"--response_template {given}: {shortened(str(error), 300)}. Give {', '.join(known_templates())}, or a "
-            "JSON file with a response_template as transformers reads it."
+            f"--response_template {given or '(the tokenizer has one)'}: {shortened(str(error), 300)}. Give "
+            f"{', '.join(known_templates())}, or a JSON file with a response_template as transformers reads it."
         ) from None
-    return template

@@ -90,15 +90,16 @@ def wheel(tmp_path_factory) -> Path:
 
 def test_it_holds_the_packages_and_the_engines_configurations(wheel):
     expected = {path.relative_to(ROOT) for name in ("engine", "training") for path in (ROOT / name).rglob("*.py")}
-    configs = sorted((ROOT / "configs" / "ds").glob("*.json"))
-    expected |= {Path("engine/zero/configs", path.name) for path in configs}
+    folders = {"ds": "engine/zero/configs", "response_templates": "engine/rollout/response_templates"}
+    configs = {path: Path(folders[path.parent.name], path.name) for path in (ROOT / "configs").glob("*/*.json")}
+    expected |= {*configs.values()}
     expected |= {Path("training/config/pages", path.name) for path in (ROOT / "docs").glob("from_*.md")}
     for pattern in ("tools/pages/*.css", "tools/pages/*.js", "tools/serve/*.html"):
         expected |= {path.relative_to(ROOT) for path in (ROOT / "training").glob(pattern)}
     found = {path.relative_to(wheel) for path in wheel.rglob("*") if path.is_file()}
     assert {path for path in found if not path.parts[0].endswith(".dist-info")} == expected
-    for path in configs:
-        assert (wheel / "engine/zero/configs" / path.name).read_bytes() == path.read_bytes()
+    for path, place in configs.items():
+        assert (wheel / place).read_bytes() == path.read_bytes()
 
 
 def test_it_says_what_it_is(wheel):
