@@ -35,6 +35,7 @@ def build_rollouts(
     decoding: str = "plain",
     tensor_parallel: int | None = None,
     sampler: str = "keyed",
+    prefix_cache: bool = False,
 ) -> RolloutBackend:
     """The rollout backend with this name. "auto" is "replica", with a copy on as many ranks as `place_copy` says. The
     backend's attribute `why` explains the choice.
@@ -46,7 +47,7 @@ def build_rollouts(
             prompt and its response together.
         between_steps: as in ActorCopy. decoding: as in Sampler; zero3 ignores it.
         tensor_parallel: how many ranks hold the actor's copy together (None: 1, or with "auto" as few as fit).
-        sampler: as in VLLMRollouts; other backends ignore it.
+        sampler, prefix_cache: as in VLLMRollouts; other backends ignore them.
 
     A user's own backend gets only the actor and the tokenizer.
 
@@ -58,7 +59,8 @@ def build_rollouts(
         return make(actor, tokenizer)
     models = [actor, *(model for model in others if model is not actor)]
     if name == "vllm":
-        return _vllm_rollouts(models, tokenizer, rows_at_once or 1, row_length, tensor_parallel or 1, sampler)
+        parts = tensor_parallel or 1
+        return _vllm_rollouts(models, tokenizer, rows_at_once or 1, row_length, parts, sampler, prefix_cache)
     if not can_decode(type(actor.module.model), actor.module.model.config):
         raise UserError(f"--rollout_backend {name}: layers of the actor keep what this backend's cache does not hold.")
     if name == "zero3":
@@ -98,7 +100,13 @@ def _decoding(copy: ActorCopy, asked: str) -> tuple[str, str]:
 
 
 def _vllm_rollouts(
-    models: Sequence[Model], tokenizer, rows_at_once: int, row_length: int, tensor_parallel: int, sampler: str
+    models: Sequence[Model],
+    tokenizer,
+    rows_at_once: int,
+    row_length: int,
+    tensor_parallel: int,
+    sampler: str,
+    prefix_cache: bool,
 ) -> VLLMRollouts:
     actor = models[0]
     rollouts = VLLMRollouts(
@@ -109,6 +117,7 @@ def _vllm_rollouts(
         cache_bytes=cache_bytes(actor.module, rows_at_once * row_length + SPARE_SLOTS, rows_at_once),
         tensor_parallel=tensor_parallel,
         sampler=sampler,
+        prefix_cache=prefix_cache,
         moments=sum(_moments(model) for model in models),
     )
     spread = f"each actor on {tensor_parallel} ranks" if tensor_parallel > 1 else "a whole actor on each rank"

@@ -65,6 +65,8 @@ class VLLMRollouts(RolloutBackend):
         tensor_parallel: the number of ranks in a group.
         sampler: one of SAMPLERS; with either, `Draws` records the log-probs.
         moments: the number of bytes that the training engines allocate in their first step and keep.
+        prefix_cache: whether vLLM keeps the keys and values of earlier prompts and responses until the weights change,
+            for prompts that begin with them. It is for conversations.
 
     Raises: UserError if vLLM is not installed, or a GPU has too little memory.
     """
@@ -80,6 +82,7 @@ class VLLMRollouts(RolloutBackend):
         tensor_parallel: int = 1,
         sampler: str = "keyed",
         moments: int = 0,
+        prefix_cache: bool = False,
     ):
         vllm_version()
         self.actor = actor
@@ -88,6 +91,7 @@ class VLLMRollouts(RolloutBackend):
         self.on_gpu = on_gpu()
         self._draws = _Current()
         self._keyed = sampler == "keyed"
+        self._prefix_cache = prefix_cache
         self._loaded: int | None = None  # the version of the weights that vLLM holds
         self._asleep: set[str] = set()
         for name, value in (_SETTINGS if self.on_gpu else _SETTINGS | _SETTINGS_ON_CPU).items():
@@ -120,7 +124,7 @@ class VLLMRollouts(RolloutBackend):
                 tensor_parallel_size=tensor_parallel,
                 distributed_executor_backend="external_launcher",
                 enforce_eager=not self.on_gpu,
-                enable_prefix_caching=False,  # cached keys and values would be those of old weights
+                enable_prefix_caching=prefix_cache,
                 enable_sleep_mode=self.on_gpu,
                 async_scheduling=False,  # a token's position is counted when the token is drawn
                 disable_log_stats=True,
@@ -160,6 +164,8 @@ class VLLMRollouts(RolloutBackend):
         self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
         if not self.on_gpu:
             self._llm.apply_model(_pack_tied_head)
+        if self._prefix_cache:
+            self._llm.reset_prefix_cache()  # keys and values are those of the old weights
         self._loaded = self.actor.version
 
     @traced("vLLM generates")
