@@ -14,6 +14,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -26,6 +27,7 @@ from engine.experience import Rollout, joined_pieces
 from engine.trace import traced
 from engine.zero.engines import FrozenModel, FrozenRole
 
+ENGINE = Path(__file__).parents[1]
 COLUMNS = ("prompt", "response", "score", "kl", "tokens")
 HELD_OUT = (
     *("score", "kl", "response_length", "new_words"),
@@ -290,6 +292,8 @@ def described(error: BaseException, file: str | None = None) -> str:
     """A description of the exception that the user's code raised, with the deepest line in the user's file. file: the
     user's file; None if the function that caught the exception called the user's code itself."""
     frames = traceback.extract_tb(error.__traceback__)[1:]  # the first frame is the call of the user's code
+    inside = [place for place, frame in enumerate(frames, start=1) if Path(frame.filename).is_relative_to(ENGINE)]
+    frames = frames[max(inside, default=0) :] or frames  # calls of this package may lead to that call
     own = [frame for frame in frames if frame.filename == (file or frames[0].filename)]
     place = f" ({own[-1].filename}, line {own[-1].lineno}: {own[-1].line})" if own else ""
     return f"{type(error).__name__}: {str(error)[:300]}{place}"

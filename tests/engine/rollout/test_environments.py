@@ -15,6 +15,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from engine.errors import UserError
+from engine.reward.base import described
 from engine.rollout.environments import (
     Environments,
     Reply,
@@ -407,7 +408,7 @@ class Unrewarded:
 @pytest.mark.parametrize(
     "made, template, given, message",
     [
-        (OtherRow, "qwen", "qwen", "fails with the first row of the data, {'prompt': 'x', 'target': 3}: KeyError"),
+        (OtherRow, "qwen", "qwen", "fails with the first row of the data, {'prompt': 'x', 'target': 3}: KeyError: "),
         (Unrewarded, "qwen", "qwen", "it has no method get_reward(self) and no attribute reward"),
         (Sums, "qwen", None, "Give --response_template llama, qwen, qwen3.5 or a JSON file"),
         (Sums, "deaf", "qwen", "does not write what a tool returns"),
@@ -420,6 +421,21 @@ def test_environments_that_a_run_cannot_use(made, template, given, message):
     with pytest.raises(UserError) as raised:
         made.check("--environment a.py:A")
     assert str(raised.value).startswith("--environment a.py:A: ") and message in str(raised.value)
+
+
+def test_the_line_of_an_error_is_the_users():
+    class Waits(OtherRow):
+        async def step(self, turn):
+            await asyncio.sleep(0)
+            return turn.nothing
+
+    made = environments(Waits, rows=[{"answer": "3"}])
+    with pytest.raises(UserError, match=rf"{__file__}, line \d+: self.answer = row\["):
+        environments(OtherRow).check("--environment a.py:A")
+    with pytest.raises(AttributeError) as raised:
+        made.episode(0, [1]).answer([1], 0, 9, True)
+    assert f"({__file__}, line " in described(raised.value)
+    assert described(raised.value).endswith(": return turn.nothing)")
 
 
 def test_environments_that_a_run_can_use():
