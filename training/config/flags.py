@@ -302,7 +302,7 @@ def _if_there(value: str, name: str) -> str:
     where, colon, within = value.rpartition(":") if parted else (value, "", "")
     path = expanded(where, f"--{name}")
     try:
-        there = bool(where) and path.exists() and not (name in CODE and path.is_dir())
+        there = bool(where) and path.exists() and not (name in (*CODE, "response_template") and path.is_dir())
     except OSError:  # the name is too long, or a folder may not be entered
         there = False
     return f"{path.absolute()}{colon}{within}" if there else value

@@ -458,7 +458,8 @@ class ModelFlags(RoleLoraFlags, ReferenceFlags, RewardServerFlags):
         idle = [name for name in ("reward_ds_config", "offload_reward_model") if getattr(self, name)]
         idle += ["reward_model_weight"] * bool(self.reward_model_weight)
         if idle:
-            beside = next(name for name in ("--reward_function", "--reward_url", "--environment") if getattr(self, name[2:]))
+            others = ("--reward_function", "--reward_url", "--environment")
+            beside = next(name for name in others if getattr(self, name[2:]))
             raise UserError(
                 f"{self.word(idle[0])}: there is no reward model beside {beside}. Name one with "
                 "--reward_model_name_or_path."

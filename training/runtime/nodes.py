@@ -22,7 +22,7 @@ from engine.errors import SharedError, UserError
 from engine.models.checking import BLOCK, block_starts, fingerprint
 from engine.models.model_paths import can_be_hub_name, one_line
 from engine.zero.accelerator import on_gpu, ranks_of_this_machine
-from training.config.flags import RunFlags
+from training.config.flags import CODE, RunFlags
 from training.config.reward import names_file
 from training.data.sources import DEEPSPEED_CHAT_FILES, is_path, name_and_split
 from training.reporting.run_record import versions
