@@ -30,7 +30,7 @@ from training.learner import Counters, Learner, mini_batch_rows
 from training.ppo_trainer import PPOTrainer, StepReport, batch_to_learn
 from training.reporting.guards import stop_unless_finite, stop_unless_weights_finite
 from training.reporting.metrics import Accumulator
-from training.reporting.step_metrics import add_advantages
+from training.reporting.step_metrics import add_advantages, add_counts
 from training.runtime import model_folders
 from training.runtime.loop import Run
 from training.runtime.processes import phase
@@ -106,9 +106,13 @@ class CriticPretraining:
         trainer.counters.end_step(samples=0, prompt_batches=0)
         add_advantages(metrics, batch, self.algorithm)
         metrics.add("scores", batch.scores.sum(), len(batch))
+        add_counts(metrics, trainer.rollouts.counts(), "critic_pretrain")
         metrics.add("response_length", batch.rollout.actions.sum(), len(batch))
-        found = {name.removeprefix("value/"): value for name, value in metrics.reduce().items()}
+        reduced = metrics.reduce()
+        counted = {name: value for name, value in reduced.items() if name.startswith("critic_pretrain/")}
+        found = {name.removeprefix("value/"): value for name, value in reduced.items()}
         found = {f"critic_pretrain/{name}": found[name] for name in (*OF_RESPONSES, *OF_VALUES) if name in found}
+        found |= counted
         return StepReport(counters.step, 0, found, batch)
 
     def _batch(self, prompts: PromptBatch) -> TrainingBatch:
@@ -173,6 +177,7 @@ def save_critic(run: Run, pretraining: CriticPretraining, metrics: dict[str, flo
         "reward_models": args.reward_paths,
         "reward_function": args.reward_function,
         "reward_url": list(map(without_query, args.reward_url)),
+        **({"environment": args.environment} if args.environment else {}),
         **metrics,
     }
     for folder in saved.values():

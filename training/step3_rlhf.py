@@ -28,6 +28,7 @@ from training.config.reward import build_reward
 from training.config.step3 import RLHFFlags
 from training.critic_pretraining import SEED, CriticPretraining, pretrain
 from training.data.order import ShuffledPrompts, ShuffledTexts
+from training.environments import conversations
 from training.ppo_trainer import PPOConfig, PPOTrainer, StepReport
 from training.reporting import step_metrics
 from training.reporting.evaluation import Evaluator, PromptEvaluations, sample_rows
@@ -168,7 +169,7 @@ def choose_rollouts(args: RLHFFlags, plan: Plan, models: RLHFEngine) -> RolloutB
                 "actor's: rollout/logprob_gap measures the difference, on one response of each rank",
                 flush=True,
             )
-    return rollouts
+    return conversations(args, rollouts, plan.environments)
 
 
 def exact_sampler(args: RLHFFlags, rollouts: RolloutBackend) -> bool:

@@ -372,6 +372,15 @@ class RewardModel(RewardSource):
         return self.model.inferring()
 
 
+class EnvironmentReward(RewardSource):
+    """What the environment gave for the turns of its conversations (engine/rollout/conversations.py)."""
+
+    def score(self, rollout: Rollout) -> Tensor:
+        """The rewards of turns, (B, T) float32, each at the last token that the policy drew in its turn."""
+        assert rollout.turn_rewards is not None, "no environment has answered these responses"
+        return rollout.turn_rewards
+
+
 def sum_in_words(terms: Sequence[tuple[str, float]], length_penalty: float = 0.0) -> str:
     """The formula of a CombinedReward as a text: "0.5 reward model + 0.5 right - 0.01 a token".
 

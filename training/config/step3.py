@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass
 from typing import ClassVar
 
+from engine.algorithms import check_conversations
 from engine.errors import UserError
 from engine.rollout import DECODING, ROLLOUT_BACKENDS, SAMPLERS
 from engine.zero.accelerator import ranks_of_this_machine
@@ -147,6 +148,13 @@ class RLHFFlags(HubFlags, RestartFlags, RolloutFlags, ModelFlags):
                 f"--overlap_rewards with --rollout_backend {self.rollout_backend}: that gives no response before all "
                 "are done. Leave it out."
             )
+        if self.environment is not None:
+            check_conversations(dialect)
+            if self.overlap_rewards:
+                raise UserError(
+                    "--overlap_rewards with --environment: conversations are scored when all of them have ended. Leave "
+                    "it out."
+                )
         if "" in self.stop:
             raise UserError("--stop '': an empty string stands at every place. Give strings of at least one character.")
         if self.stop and dialect.sampling != "until_eos":

@@ -25,7 +25,9 @@ from engine.reward.base import decoded
 from engine.rollout.base import RolloutBackend, SamplingConfig
 from training.checkpoints.conditions import BEFORE, FIRST
 from training.data.examples import Prompts, collate_prompts
+from training.reporting.metrics import Accumulator
 from training.reporting.standard_errors import Estimate, Units, comparable_scores, paired, with_errors
+from training.reporting.step_metrics import add_counts
 from training.reporting.variety import compressed_bytes, distinct_bigrams, new_words
 from training.runtime.processes import phase
 from training.runtime.stopping import unwritten_noted
@@ -110,7 +112,9 @@ class Evaluator:
         metrics["eval/distinct_responses"] = float(len(set(responses)))
         metrics["eval/distinct_bigrams"] = float(distinct_bigrams(responses))
         metrics["eval/compressed_bytes"] = compressed_bytes(responses) / max(sum(row["tokens"] for row in rows), 1)
-        return metrics, rows
+        counted = Accumulator()
+        add_counts(counted, self.rollouts.counts(), "eval")
+        return metrics | counted.reduce(), rows
 
     def answers(self, step: int) -> Answers:
         """Draw and score the responses of all ranks; the result is the same on all ranks (all ranks call this).
@@ -125,6 +129,7 @@ class Evaluator:
         keys = torch.tensor(indices)
         own_prompts = [self.prompts[index] for index in indices]
         batch = collate_prompts(own_prompts, keys, torch.zeros_like(keys), self.sampling.pad_token_id)
+        batch = dataclasses.replace(batch, first_row=self.first_index)
         finished = self.rollouts.finished
         if finished is not None:  # the callback gets the same prompt indices as the reward source gets later
             self.rollouts.finished = lambda rollout: finished(self._shifted(rollout))

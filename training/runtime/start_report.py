@@ -30,6 +30,7 @@ from training.config.step3 import RLHFFlags
 from training.data.examples import NOTED, FittedRows, place_of
 from training.data.sources import DEEPSPEED_CHAT_FILES, is_path, name_and_split, open_source
 from training.data.tokens import CUT, DROPPED, EMPTY, EQUAL, WHOLE, Fit
+from training.environments import environment_line
 from training.reporting.run_record import command_line
 from training.runtime.callbacks import Callback
 from training.runtime.loop import Planned
@@ -237,6 +238,7 @@ def plan_lines(args: RLHFFlags, plan: Plan) -> list[str]:
         *adapted_lines(adapted_roles(args, plan.dialect)),
         *(f"{what}: no second copy" for what in plan.spec.shared.values()),
         *server_lines(args),
+        *environment_line(args),
     ]
 
 
