@@ -141,15 +141,16 @@ def decoded(rollout: Rollout, tokenizer, special_tokens: bool = False) -> tuple[
         prompt, response = rollout.prompts[row][real[row]], rollout.responses[row][rollout.response_mask[row]]
         text = decode(prompt)
         prompts.append(text)
-        responses.append(_behind(decode, prompt, text, response))
+        responses.append(text_behind(decode, prompt, text, response))
     return prompts, responses
 
 
-def _behind(decode: Callable[[Tensor], str], prompt: Tensor, text: str, response: Tensor) -> str:
-    """The text of response tokens, (N,) int64. A response is decoded together with its prompt, because many tokenizers
-    drop the space at the beginning of a text. prompt, text: the prompt's tokens, and the same decoded."""
-    whole = decode(torch.cat([prompt, response]))
-    return whole[len(text) :] if whole.startswith(text) else decode(response)
+def text_behind(decode: Callable[[Tensor], str], before: Tensor, text: str, tokens: Tensor) -> str:
+    """The text of tokens, (N,) int64, that stand behind others, as a response behind its prompt. Both are decoded
+    together, because many tokenizers drop the space at the beginning of a text. before, text: the tokens before, and
+    the same decoded."""
+    whole = decode(torch.cat([before, tokens]))
+    return whole[len(text) :] if whole.startswith(text) else decode(tokens)
 
 
 def positions_of(rollout: Rollout, row: int, tokenizer, ends: Sequence[int]) -> list[int]:
@@ -162,11 +163,11 @@ def positions_of(rollout: Rollout, row: int, tokenizer, ends: Sequence[int]) -> 
     prompt = rollout.prompts[row][rollout.attention_mask[row, : rollout.prompt_length].bool()].cpu()
     mask = rollout.response_mask[row].cpu()
     response, places, text = rollout.responses[row].cpu()[mask], mask.nonzero().flatten().tolist(), decode(prompt)
-    whole = _behind(decode, prompt, text, response)
+    whole = text_behind(decode, prompt, text, response)
 
     def complete(count: int, end: int) -> bool:
         # A character of which only some bytes are there is decoded as another one.
-        return _behind(decode, prompt, text, response[:count])[:end] == whole[:end]
+        return text_behind(decode, prompt, text, response[:count])[:end] == whole[:end]
 
     def place_of(end: int) -> int:
         count = 1 + bisect_left(range(1, len(places)), True, key=lambda count: complete(count, end))
@@ -288,13 +289,13 @@ def stop_if_mixed(kinds: set[tuple[str, int]], found: set[tuple[str, int]], name
         )
 
 
-def described(error: BaseException, file: str | None = None) -> str:
-    """A description of the exception that the user's code raised, with the deepest line in the user's file. file: the
-    user's file; None if the function that caught the exception called the user's code itself."""
-    frames = traceback.extract_tb(error.__traceback__)[1:]  # the first frame is the call of the user's code
+def described(error: BaseException) -> str:
+    """A description of the exception that the user's code raised, with the deepest line in the user's file. No line is
+    named if this package raised it."""
+    frames = traceback.extract_tb(error.__traceback__)
     inside = [place for place, frame in enumerate(frames, start=1) if Path(frame.filename).is_relative_to(ENGINE)]
-    frames = frames[max(inside, default=0) :] or frames  # calls of this package may lead to that call
-    own = [frame for frame in frames if frame.filename == (file or frames[0].filename)]
+    frames = frames[max(inside, default=1) :]  # the function that caught it stands first
+    own = [frame for frame in frames if frame.filename == frames[0].filename]
     place = f" ({own[-1].filename}, line {own[-1].lineno}: {own[-1].line})" if own else ""
     return f"{type(error).__name__}: {str(error)[:300]}{place}"
 

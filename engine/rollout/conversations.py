@@ -11,7 +11,6 @@ beginning, unless the wrapped backend has a cache for that, as vLLM has.
 
 import contextlib
 import queue
-import sys
 import threading
 import time
 from collections import deque
@@ -118,8 +117,6 @@ class Conversations(RolloutBackend):
         self.backend, self.environments = backend, environments
         self.turns, self.turn_tokens, self.seconds, self.threads = turns, turn_tokens, seconds, threads
         self.why, self.computes_as_actor = backend.why, backend.computes_as_actor
-        module = sys.modules.get(getattr(environments.made, "__module__", ""))
-        self._file = getattr(module, "__file__", None)
         self._counted: dict[str, float] = dict.fromkeys(COUNTED, 0.0)
         self._told = 0
 
@@ -280,7 +277,7 @@ class Conversations(RolloutBackend):
         if self._told <= TOLD:
             prompt = shortened(self.environments.tokenizer.decode(one.prompt, skip_special_tokens=True), 60)
             last = "; further errors are only counted" if self._told == TOLD else ""
-            what = described(problem, self._file)
+            what = described(problem)
             print(f"--environment: row {one.row} ({prompt}), {when}: {what}; the row ends here{last}", flush=True)
 
 

@@ -222,8 +222,8 @@ class Episode(ABC):
 
     def answer(self, tokens: list[int], number: int, left: int, ended: bool) -> Answer:
         """The environment's answer to a turn. tokens: ids that the policy drew. number: of the turn, from 0. left: how
-        many tokens the response may still get. ended: whether the turn ended by itself and another one may follow; if
-        not, tools are not called."""
+        many tokens the response may still get. ended: whether the turn ended by itself; if not, its tools are not
+        called."""
         self.failed = True
         decode = self.of.tokenizer.decode
         with self.of.lock:

@@ -1,4 +1,4 @@
-"""The flags of environments, which answer a response between its turns. Step 3 and the measuring programs share them."""
+"""The flags of environments, which answer between the turns of a response. Step 3 and measuring programs share them."""
 
 from dataclasses import dataclass
 

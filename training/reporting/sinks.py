@@ -234,7 +234,7 @@ class MetricWriter:
         return self._clock.take() if self._clock else {}
 
     def samples(self, step: int, rows: Sequence[Mapping]) -> None:
-        """Show sampled responses: rows with `prompt`, `response`, `score`, `kl`."""
+        """Show sampled responses: rows of `sample_rows`, with `prompt`, `response`, `score`, `kl`."""
         if self._bar:
             self._bar.write(f"samples, step {step}\n{samples_text(rows)}\n")
         self._to_sinks(lambda sink: sink.samples(step, rows))

@@ -175,6 +175,7 @@ class Answering(Measuring):
                 kl=row["kl"],
                 tokens=row["tokens"],
                 ended=ended,
+                turns=row.get("turns", ()),
             )
             for row, ended in zip(answers.rows, answers.ended, strict=True)
         ]

@@ -166,6 +166,10 @@ def content(comparison: Comparison) -> dict:
     def interval(found: Interval) -> dict:
         return {**dataclasses.asdict(found), "differs": found.differs}
 
+    def measured(sample: Sample) -> dict:
+        found = dataclasses.asdict(sample)
+        return found if sample.turns else {name: found[name] for name in found if name != "turns"}
+
     return {
         "first": comparison.first,
         "order": comparison.names,
@@ -209,8 +213,7 @@ def content(comparison: Comparison) -> dict:
                 "prompt": prompt,
                 "number": number,
                 "responses": {
-                    name: dataclasses.asdict(samples[place * each + number])
-                    for name, samples in comparison.samples.items()
+                    name: measured(samples[place * each + number]) for name, samples in comparison.samples.items()
                 },
             }
             for place, prompt in enumerate(comparison.prompts)
@@ -333,4 +336,4 @@ def _response(comparison: Comparison, name: str, place: int) -> Response:
     sample = comparison.samples[name][place]
     changes = [comparison.change(name, reward, place) for reward in comparison.rewards]
     scores = [sample.scores[reward] for reward in comparison.rewards]
-    return Response(sample.response, scores, sample.kl, sample.tokens, sample.ended, changes)
+    return Response(sample.response, scores, sample.kl, sample.tokens, sample.ended, changes, sample.turns)

@@ -114,7 +114,8 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], caption: str) -> s
 @dataclass(frozen=True, slots=True)
 class Response:
     """A response as samples.js shows it. scores, changes: one number for each reward. A change is this score minus that
-    of the row's first response, or of another one that the page names; None if there is none."""
+    of the row's first response, or of another one that the page names; None if there is none. turns: those of a
+    conversation, as in `evaluation.turns_of`."""
 
     text: str
     scores: Sequence[float]
@@ -122,6 +123,7 @@ class Response:
     tokens: int
     ended: bool
     changes: Sequence[float | None]
+    turns: Sequence[Mapping] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +164,7 @@ def sample_data(samples: Samples) -> dict:
                     each.tokens,
                     each.ended,
                     [change if change is None else round(change, 6) for change in each.changes],
+                    *([each.turns] if each.turns else []),
                 ]
                 for each in row.responses
             ],
@@ -174,6 +177,11 @@ def sample_data(samples: Samples) -> dict:
 def sample_section(samples: Samples) -> str:
     """Markup of the list of samples with search, filters and pages; samples.js fills it."""
     first, *others = samples.names
+    told = (
+        " Texts of an environment are indented behind a dashed line."
+        if any(each.turns for row in samples.rows for each in row.responses)
+        else ""
+    )
     models = {"any": "all", **{str(place): name for place, name in enumerate(others, 1)}}
     rewards = {str(place): name for place, name in enumerate(samples.rewards)}
     nav = (
@@ -184,7 +192,7 @@ def sample_section(samples: Samples) -> str:
 <h2>Samples</h2>
 <p class="soft">Words that differ from {escape(first)} are <mark>marked</mark>. If one other column is chosen, words
 that only the first column has are <mark class="gone">marked</mark> too. Keys: / searches, j and k go from sample to
-sample, n and p from page to page.</p>
+sample, n and p from page to page.{told}</p>
 <form id="controls" role="search" aria-label="samples">
 <label>search prompts and responses<input id="search" type="search" autocomplete="off"></label>
 {_select("model", f"beside {first}", models)}

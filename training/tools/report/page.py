@@ -16,6 +16,7 @@ from pathlib import Path
 from engine.algorithms import get_dialect
 from engine.errors import UserError
 from engine.files import parsed_json, without_links
+from training.reporting.evaluation import ENVIRONMENT, POLICY
 from training.reporting.health import health
 from training.reporting.run_record import METRICS_FILE, RUN_FILE, read_metrics, read_run_record
 from training.reporting.sinks import PPO_VIEW, REWARD_VIEW, SFT_VIEW, View, averaged_view
@@ -134,7 +135,8 @@ def read_samples(folder: Path) -> dict[str, list[dict]]:
 
 
 def _sample_rows(path: Path) -> list[dict]:
-    """The fields SHOWN of each line. A last line without a newline is left out, since it is still being written."""
+    """The fields SHOWN of each line, and its turns if it has them. A last line without a newline is left out, since it
+    is still being written."""
     rows = []
     for number, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
         if not line.endswith(b"\n"):
@@ -143,10 +145,21 @@ def _sample_rows(path: Path) -> list[dict]:
             row = parsed_json(line)
             if not all(isinstance(row[name], kind) for name, kind in SHOWN.items()):
                 raise TypeError
-            rows.append({name: row[name] for name in SHOWN})
+            rows.append({name: row[name] for name in SHOWN} | _turns(row))
         except (ValueError, KeyError, TypeError):
             raise UserError(f"{path}, line {number}: is no sample. Correct the file, or move it away.") from None
     return rows
+
+
+def _turns(row: Mapping) -> dict:
+    """{"turns": those of a sample}, {} if it has none. Raises: KeyError or TypeError."""
+    turns = row.get("turns", [])
+    for turn in turns:
+        if turn["by"] not in (POLICY, ENVIRONMENT) or not isinstance(turn["text"], str):
+            raise TypeError
+        if not isinstance(turn.get("reward", 0.0), NUMBER):
+            raise TypeError
+    return {"turns": turns} if turns else {}
 
 
 def named(name: str) -> str:
@@ -322,7 +335,8 @@ def _samples(runs: Sequence[Run]) -> Samples | None:
         for _, answers, start in columns:
             row, first = answers[key], (start or {}).get(key)
             change = None if first is None else row["score"] - first["score"]
-            responses.append(Response(row["response"], [row["score"]], row["kl"], row["tokens"], True, [change]))
+            numbers = row["kl"], row["tokens"], True, [change]
+            responses.append(Response(row["response"], [row["score"]], *numbers, row.get("turns", ())))
         rows.append(SampleRow(key[0], place, 0, responses))
     return Samples([name for name, _, _ in columns], ["score"], 1, rows, f"samples/{AFTER}.jsonl")
 

@@ -1,0 +1,91 @@
+"""From --environment to a backend that draws conversations. Step 3 and the measuring programs use this file.
+
+made = load_environment(args)                              # None without --environment
+form, with_dialogues = prompts_for(args, made)             # how its prompts are read
+environments = environments_of(args, made, tokenizer, [prompts, held_out])
+rollouts = conversations(args, rollouts, environments)
+"""
+
+from collections.abc import Callable, Sequence
+
+from torch.utils.data import ConcatDataset
+
+from engine.errors import UserError
+from engine.rollout import Conversations, Environments, RolloutBackend
+from engine.rollout.environments import is_own, response_template, tool_schemas
+from training.config.environment import EnvironmentFlags
+from training.config.reward import load_named
+from training.data.examples import Prompts
+from training.data.record_forms import PROMPTS, Form, prompts_with
+
+
+def load_environment(args: EnvironmentFlags, text_reward_paths: Sequence[str] = ()) -> Callable | None:
+    """The class that --environment names; None without the flag. text_reward_paths: the reward models that read texts.
+    Raises: UserError if it cannot be loaded, or does not fit the rewards."""
+    if args.environment is None:
+        return None
+    if text_reward_paths:
+        raise UserError(
+            f"--environment with --reward_model_name_or_path {text_reward_paths[0]}: that model reads texts by its own "
+            "chat template, and a response of several turns is no single answer. Leave the model out, give one with "
+            "the actor's tokens, or a --reward_function."
+        )
+    return load_named(args.environment, args.word("environment"), "class")
+
+
+def prompts_for(args: EnvironmentFlags, made: Callable | None) -> tuple[Form, bool]:
+    """(the form of the prompts, which describes the environment's tools, whether their dialogues are kept). made: the
+    result of `load_environment`."""
+    if made is None:
+        return PROMPTS, False
+    return prompts_with(tool_schemas(made, args.word("environment"))), not is_own(made)
+
+
+def environments_of(
+    args: EnvironmentFlags, made: Callable | None, tokenizer, parts: Sequence[Prompts | None]
+) -> Environments | None:
+    """The environments of these prompts, which are numbered one part after the other; None without --environment. Tries
+    one with the first row. Raises: UserError if that fails."""
+    if made is None:
+        return None
+    prompts = [part for part in parts if part is not None]
+
+    def opening(index: int, said: str) -> list[int]:
+        for part in prompts:
+            if index < len(part):
+                return part.opened(index, said)
+            index -= len(part)
+        raise IndexError(index)
+
+    rows, dialogues = (ConcatDataset([getattr(part, name) for part in prompts]) for name in ("rows", "dialogues"))
+    template = response_template(args.response_template, tokenizer)
+    environments = Environments(made, tokenizer, rows, dialogues, template=template, opening=opening)
+    environments.check(args.word("environment"))
+    return environments
+
+
+def conversations(
+    args: EnvironmentFlags, rollouts: RolloutBackend, environments: Environments | None
+) -> RolloutBackend:
+    """A backend whose responses are conversations, of turns that `rollouts` draws; `rollouts` without environments."""
+    if environments is None:
+        return rollouts
+    return Conversations(
+        rollouts,
+        environments,
+        turns=args.max_turns,
+        turn_tokens=args.max_turn_tokens,
+        seconds=args.environment_timeout,
+        threads=args.environment_threads,
+    )
+
+
+def environment_line(args: EnvironmentFlags) -> list[str]:
+    """A line about the conversations of a run; [] without an environment."""
+    if args.environment is None:
+        return []
+    each = f" of up to {args.max_turn_tokens} tokens" if args.max_turn_tokens else ""
+    return [
+        f"environment {args.environment}: up to {args.max_turns} turn{'s' * (args.max_turns > 1)}{each}, each answer "
+        f"within {args.environment_timeout:g} s; {args.environment_threads} at a time on each rank"
+    ]
