@@ -3,12 +3,12 @@
 # calculator, and a model that learns a guessing game. For each seed of step 3: right answers and rewards on held-out
 # prompts, before and after. One process; about three minutes a seed on a CPU core, and 2 for the environment.
 #
-#   scripts/environments.sh [OUTPUT_DIR [SEED...]]      by default environments/ in the repository, and seed 1234
+#   scripts/environments.sh [OUTPUT_DIR [SEED...]]      by default out/environments in the repository, and seed 1234
 set -euo pipefail
 case "${1:-}" in -*) sed -n '2,/^set/{s/^# \{0,1\}//p}' "$0"; exit ;; esac
 started=$SECONDS
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
-out="${1:-$root/environments}"
+out="${1:-$root/out/environments}"
 seeds=("${@:2}")
 [ -z "$(ls -A "$out" 2>/dev/null)" ] || fail "$out is not empty. Remove it, or name another folder: $0 OUTPUT_DIR"
 mkdir -p "$out"
