@@ -154,21 +154,20 @@ class Environments:
             raise UserError(
                 f"{name}: the class fails with the first row of the data, {shortened(self.rows[0])}: {described(error)}"
             ) from None
-        if is_own(self.made):
-            return
-        if not any(hasattr(episode.environment.made, reward) for reward in ("get_reward", "reward")):
+        own = is_own(self.made)
+        if not own and not any(hasattr(episode.environment.made, reward) for reward in ("get_reward", "reward")):
             raise UserError(
                 f"{name}: it has no method get_reward(self) and no attribute reward. Add one; where other rewards are "
                 "enough, get_reward returns 0.0."
             )
-        if not self.schemas:
-            return
         model = getattr(self.tokenizer, "name_or_path", None) or "the model"
-        if self.template is None:
+        if self.schemas and self.template is None:
             raise UserError(
-                f"{name}: its methods are tools, and the tokenizer of {model} has no response_template, which says how "
-                f"tool calls are written. Give --response_template {', '.join(known_templates())} or a JSON file."
+                f"{name}: it has tools, and the tokenizer of {model} has no response_template, which says how tool "
+                f"calls are written. Give --response_template {', '.join(known_templates())} or a JSON file."
             )
+        if own or not self.schemas:
+            return
         result = "the-result"
         try:
             written = self.tokenizer.decode(behind(self.tokenizer, [], [tool_message("the-tool", result)]))
@@ -176,8 +175,8 @@ class Environments:
             written = str(error)
         if result not in written:
             raise UserError(
-                f"{name}: its methods are tools, and the chat template of {model} does not write what a tool returns "
-                f"(messages of the role tool): {shortened(written)}. Give --chat_template FILE that does."
+                f"{name}: it has tools, and the chat template of {model} does not write what a tool returns (messages "
+                f"of the role tool): {shortened(written)}. Give --chat_template FILE that does."
             )
 
 

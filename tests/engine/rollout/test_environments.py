@@ -400,6 +400,16 @@ class OtherRow:
         pass
 
 
+class Named:
+    tools = ({"type": "function", "function": {"name": "add"}},)
+
+    def __init__(self, row):
+        pass
+
+    def step(self, turn):
+        pass
+
+
 class Unrewarded:
     def reset(self, **row):
         pass
@@ -411,6 +421,7 @@ class Unrewarded:
         (OtherRow, "qwen", "qwen", "fails with the first row of the data, {'prompt': 'x', 'target': 3}: KeyError: "),
         (Unrewarded, "qwen", "qwen", "it has no method get_reward(self) and no attribute reward"),
         (Sums, "qwen", None, "Give --response_template llama, qwen, qwen3.5 or a JSON file"),
+        (Named, "qwen", None, "it has tools, and the tokenizer of the model has no response_template"),
         (Sums, "deaf", "qwen", "does not write what a tool returns"),
         (Sums, None, "qwen", "does not write what a tool returns"),
     ],
@@ -440,7 +451,7 @@ def test_the_line_of_an_error_is_the_users():
 
 def test_environments_that_a_run_can_use():
     environments(Sums).check("--environment a.py:A")
-    environments(type("Own", (OtherRow,), {"__init__": lambda self, row: None})).check("--environment a.py:A")
+    environments(Named).check("--environment a.py:A")
 
 
 def test_schemas_of_tools():
@@ -454,7 +465,7 @@ def test_schemas_of_tools():
         return text.upper()
 
     given = {"type": "function", "function": {"name": "other", "parameters": {}}}
-    own = type("Own", (OtherRow,), {"tools": [shout, given]})
+    own = type("Own", (Named,), {"tools": [shout, given]})
     properties = {"text": {"type": "string", "description": "What is said."}}
     parameters = {"type": "object", "properties": properties, "required": ["text"]}
     described = {"name": "shout", "description": "Say it loudly.", "parameters": parameters}
