@@ -32,6 +32,7 @@ LAYERS = [
     ["training.runtime.ranks"],  # whose `agreed` hands tables of the data over
     ["training.checkpoints.files", "training.reporting"],
     ["training.config"],
+    ["training.environments"],
     ["training.checkpoints", "training.runtime.import_errors", "training.runtime.first_look"],
     ["training.group_sampling", "training.learner", "training.reporting.evaluation"],
     ["training.runtime"],

@@ -255,11 +255,11 @@ def add_parts(metrics: Accumulator, experience: Experience) -> None:
 
 
 def add_counts(metrics: Accumulator, counts: Mapping[str, float], group: str) -> None:
-    """Add what a rollout backend counted (`RolloutBackend.counts`) as metrics group/NAME: sums as numbers for each
-    response, seconds as those of the slowest rank."""
+    """Add what a rollout backend counted (`RolloutBackend.counts`) as metrics group/NAME: numbers for each response. The
+    seconds of environments are those of the slowest rank."""
     for name, total in counts.items():
-        if name.endswith("_seconds"):
-            metrics.add_max(f"{group}/{name}", total)
+        if name == "environment_seconds":
+            metrics.add_max(f"time/{group}_environments", total)
         elif name != "responses":
             metrics.add(f"{group}/{name}", total, counts["responses"])
 
