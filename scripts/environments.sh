@@ -43,13 +43,13 @@ say "guessing game: data and step 1"
 models guessing_game 4
 for seed in "${seeds[@]:-1234}"; do
     say "step 3: sums with the calculator, seed $seed"
-    step3 calculator Calculator "$seed" --stop "]" --max_turns 2 --num_eval_prompts 500 --max_steps 60 \
+    step3 calculator Calculator "$seed" --stop "]" --max_turns 2 --num_eval_prompts 500 --max_steps 40 \
         --output_dir "$out/with_calculator_$seed"
     say "step 3: sums without it, seed $seed"
-    step3 calculator Calculator "$seed" --stop "]" --max_turns 1 --num_eval_prompts 500 --max_steps 60 \
+    step3 calculator Calculator "$seed" --stop "]" --max_turns 1 --num_eval_prompts 500 --max_steps 40 \
         --output_dir "$out/without_$seed"
     say "step 3: guessing game, seed $seed"
-    step3 guessing_game Game "$seed" --stop "?" --max_turns 4 --num_eval_prompts 500 --max_steps 60 \
+    step3 guessing_game Game "$seed" --stop "?" --max_turns 4 --num_eval_prompts 500 --max_steps 120 \
         --output_dir "$out/game_$seed"
 done
 
