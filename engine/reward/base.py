@@ -292,7 +292,7 @@ def stop_if_mixed(kinds: set[tuple[str, int]], found: set[tuple[str, int]], name
 def described(error: BaseException) -> str:
     """A description of the exception that the user's code raised, with the deepest line in the user's file. No line is
     named if this package raised it."""
-    frames = traceback.extract_tb(error.__traceback__)
+    frames = list(traceback.extract_tb(error.__traceback__))
     inside = [place for place, frame in enumerate(frames, start=1) if Path(frame.filename).is_relative_to(ENGINE)]
     frames = frames[max(inside, default=1) :]  # the function that caught it stands first
     own = [frame for frame in frames if frame.filename == frames[0].filename]

@@ -152,7 +152,8 @@ class Environments:
             episode.close()
         except Exception as error:
             raise UserError(
-                f"{name}: the class fails with the first row of the data, {shortened(self.rows[0])}: {described(error)}"
+                f"{name}: the class fails with the first row of the data (columns: {', '.join(self.rows[0])}): "
+                f"{described(error)}"
             ) from None
         own = is_own(self.made)
         if not own and not any(hasattr(episode.environment.made, reward) for reward in ("get_reward", "reward")):
@@ -187,7 +188,7 @@ class _Object:
         self.made = made
         self.loop: asyncio.AbstractEventLoop | None = None
 
-    def call(self, method: str, *given: Any, **named: Any) -> Any:
+    def call(self, method: str, /, *given: Any, **named: Any) -> Any:
         value = getattr(self.made, method)(*given, **named)
         if not inspect.isawaitable(value):
             return value
@@ -445,7 +446,8 @@ def behind(tokenizer, drawn: list[int], messages: Sequence[Mapping[str, Any]], *
 def template_options(row: Mapping[str, Any]) -> dict[str, Any]:
     """The row's arguments of the chat template (`chat_template_kwargs`)."""
     given = row.get("chat_template_kwargs")
-    return (json.loads(given) if isinstance(given, str) else given) or {}
+    options = (json.loads(given) if isinstance(given, str) else given) or {}
+    return {name: value for name, value in options.items() if value is not None}
 
 
 # In a wheel the files of configs/response_templates are in a folder beside this file; in a checkout they are there.
@@ -471,6 +473,6 @@ def response_template(given: str | None, tokenizer) -> ResponseTemplate | None:
         return load_response_template(template)
     except (OSError, ValueError, TypeError) as error:
         raise UserError(
-            f"--response_template {given or '(the tokenizer has one)'}: {shortened(str(error), 300)}. Give "
+            f"--response_template {given or '(the tokenizer has one)'}: {str(error)[:300]}. Give "
             f"{', '.join(known_templates())}, or a JSON file with a response_template as transformers reads it."
         ) from None

@@ -53,7 +53,7 @@ def talk(tiny: Tiny, tmp_path) -> dict:
 
 def told(flags: dict) -> dict[str, float]:
     """{prompt: the number of its row}."""
-    rows = [json.loads(line) for line in open(flags["data_path"], encoding="utf-8")]
+    rows = [json.loads(line) for line in flags["data_path"].read_text().splitlines()]
     return {row["prompt"]: row["number"] for row in rows}
 
 

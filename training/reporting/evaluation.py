@@ -47,14 +47,13 @@ class Answers:
         within a prompt by sample.
     ended: for each response, whether it ended by itself. score_parts: names of the columns of `rows` whose sum is the
         score, if the score has several parts. rewards: names of the columns with the unweighted scores of each source,
-        if there are several sources. counts: the metrics eval/NAME of what the backend counted.
+        if there are several sources.
     """
 
     rows: list[dict]
     ended: list[bool]
     score_parts: list[str]
     rewards: list[str]
-    counts: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
 class Evaluator:
@@ -118,7 +117,13 @@ class Evaluator:
         metrics["eval/distinct_responses"] = float(len(set(texts)))
         metrics["eval/distinct_bigrams"] = float(distinct_bigrams(texts))
         metrics["eval/compressed_bytes"] = compressed_bytes(texts) / max(sum(row["tokens"] for row in rows), 1)
-        return metrics | answers.counts, rows
+        return metrics | self.counted(), rows
+
+    def counted(self) -> dict[str, float]:
+        """The metrics of what the backend has counted since the last call of this method (all ranks call this)."""
+        metrics = Accumulator()
+        add_counts(metrics, self.rollouts.counts(), "eval")
+        return metrics.reduce()
 
     def answers(self, step: int) -> Answers:
         """Draw and score the responses of all ranks; the result is the same on all ranks (all ranks call this).
@@ -154,9 +159,7 @@ class Evaluator:
         found = {key: each for rank in distributed.all_gather_objects(own) for key, each in rank.items()}
         rows, ended = map(list, zip(*(found[key] for key in sorted(found)), strict=True))
         _stop_if_not_finite(rows, step)
-        counts = Accumulator()
-        add_counts(counts, self.rollouts.counts(), "eval")
-        return Answers(rows, ended, list(experience.score_parts), list(rewards), counts.reduce())
+        return Answers(rows, ended, list(experience.score_parts), list(rewards))
 
     def _shifted(self, rollout: Rollout) -> Rollout:
         """The rollout, with prompt indices that point into a reward function's `rows`. The indices are changed only

@@ -255,8 +255,8 @@ def add_parts(metrics: Accumulator, experience: Experience) -> None:
 
 
 def add_counts(metrics: Accumulator, counts: Mapping[str, float], group: str) -> None:
-    """Add what a rollout backend counted (`RolloutBackend.counts`) as metrics group/NAME: numbers for each response. The
-    seconds of environments are those of the slowest rank."""
+    """Add what a rollout backend counted (`RolloutBackend.counts`) as metrics group/NAME: numbers for each response.
+    The seconds of environments are those of the slowest rank."""
     for name, total in counts.items():
         if name == "environment_seconds":
             metrics.add_max(f"time/{group}_environments", total)

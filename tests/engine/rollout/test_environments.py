@@ -299,6 +299,15 @@ class Sums:
         """Fail."""
         raise ValueError("no such sum")
 
+    def ask(self, method: str) -> str:
+        """
+        Ask.
+
+        Args:
+            method: How.
+        """
+        return method
+
     def get_reward(self) -> float:
         return float(self.total == self.target)
 
@@ -307,18 +316,26 @@ def test_tools_of_a_trl_environment():
     dialogue = {"messages": [{"role": "user", "content": "2*3?"}], "tools": None}
     made = environments(Sums, dialogues=[dialogue])
     episode = made.episode(0, ids_of(PROMPT))
-    asked = [call("add", a="1"), call("add", a=2) + call("fail"), call("add", b=1), call("reset"), "3"]
+    asked = [
+        call("add", a="1"),
+        call("add", a=2) + call("fail"),
+        call("add", b=1),
+        call("reset"),
+        call("ask", method="GET"),
+        "3",
+    ]
     answers = [episode.answer(ids_of(text + "<|im_end|>"), number, 99, True) for number, text in enumerate(asked)]
     results = [
         ["1"],
         ["3", "{'error': 'no such sum'}"],
         ["{'error': \"Sums.add() got an unexpected keyword argument 'b'\"}"],
         ["{'error': 'Tool reset not found.'}"],
+        ["GET"],
     ]
     turns = ["".join(f"<|im_start|>user\n<result>{each}</result><|im_end|>\n" for each in some) for some in results]
     inserted = [f"\n{turn}<|im_start|>assistant\n" for turn in turns]
     assert [QWEN.decode(answer.tokens) for answer in answers] == [*inserted, ""]
-    assert [answer.done for answer in answers] == [False] * 4 + [True]
+    assert [answer.done for answer in answers] == [False] * 5 + [True]
     assert episode.close() == 1.0
     again = made.episode(0, ids_of(PROMPT))  # the object is used again, and reset
     assert again.environment is episode.environment and len(again.environment.made.resets) == 2
@@ -418,7 +435,12 @@ class Unrewarded:
 @pytest.mark.parametrize(
     "made, template, given, message",
     [
-        (OtherRow, "qwen", "qwen", "fails with the first row of the data, {'prompt': 'x', 'target': 3}: KeyError: "),
+        (
+            OtherRow,
+            "qwen",
+            "qwen",
+            "the first row of the data (columns: prompt, target): KeyError: 'answer' (",
+        ),
         (Unrewarded, "qwen", "qwen", "it has no method get_reward(self) and no attribute reward"),
         (Sums, "qwen", None, "Give --response_template llama, qwen, qwen3.5 or a JSON file"),
         (Named, "qwen", None, "it has tools, and the tokenizer of the model has no response_template"),
@@ -471,7 +493,7 @@ def test_schemas_of_tools():
     described = {"name": "shout", "description": "Say it loudly.", "parameters": parameters}
     schemas = tool_schemas(own)
     assert schemas[0]["function"].items() >= described.items() and schemas[1] == given
-    assert [schema["function"]["name"] for schema in tool_schemas(Sums)] == ["add", "fail"]
+    assert [schema["function"]["name"] for schema in tool_schemas(Sums)] == ["add", "ask", "fail"]
 
 
 def test_response_templates_of_the_tokenizer_and_of_files(tmp_path):

@@ -118,7 +118,7 @@ def test_what_an_environment_says_is_not_the_policys_variety(monkeypatch):
     one, two = {"by": "policy", "text": "call one"}, {"by": "environment", "text": "the answer 1"}
     evaluator = Evaluator(
         [],
-        rollouts=None,
+        rollouts=Rollouts(None),
         experience_maker=None,
         sampling=SamplingConfig(2, 0, ()),
         tokenizer=None,

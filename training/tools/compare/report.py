@@ -180,6 +180,7 @@ def content(comparison: Comparison) -> dict:
             "data": args.eval_data_path or args.data_path,
             "reward_models": args.reward_model_name_or_path,
             "reward_functions": args.reward_function,
+            **({"environment": args.environment, "max_turns": args.max_turns} if args.environment else {}),
             "temperature": None if args.greedy else args.temperature,
             "max_prompt_seq_len": args.max_prompt_seq_len,
             "max_answer_seq_len": args.max_answer_seq_len,

@@ -101,11 +101,11 @@ def measure(args: MergeFlags, sft: dict, trained: Sequence[dict]) -> list[Point]
     points, folder = [], Path(args.output_dir)
     for scale in args.measured_scales:
         with phase("evaluating"):
-            point, rows = frontier.at(MergedWeights(sft, trained, scale, args.method))
+            point, rows, failed = frontier.at(MergedWeights(sft, trained, scale, args.method))
         points.append(point)
         write_rows(folder / "samples" / f"scale_{scale:g}.jsonl", rows)
         if distributed.is_main():
-            print(f"scale {scale:g}: score {point.score:.3f}, KL {point.kl:.2f} nats a response", flush=True)
+            print(f"scale {scale:g}: score {point.score:.3f}, KL {point.kl:.2f} nats a response{failed}", flush=True)
             found = {**source(args), "points": [dataclasses.asdict(point) for point in points]}
             write_whole(folder / "frontier.json", json.dumps(found, indent=2) + "\n")
     return points
@@ -121,6 +121,7 @@ def source(args: MergeFlags) -> dict[str, object]:
         "reward_models": args.reward_model_name_or_path,
         "reward_model_weight": args.reward_model_weight,
         "reward_function": args.reward_function,
+        **({"environment": args.environment, "max_turns": args.max_turns} if args.environment else {}),
         "seed": args.seed,
     }
 
