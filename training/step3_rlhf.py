@@ -160,6 +160,7 @@ def choose_rollouts(args: RLHFFlags, plan: Plan, models: RLHFEngine) -> RolloutB
         decoding=args.decoding,
         tensor_parallel=args.vllm_tensor_parallel_size if args.rollout_backend == "vllm" else args.inference_tp_size,
         sampler=args.vllm_sampler,
+        prefix_cache=plan.environments is not None,
     )
     if distributed.is_main():
         print(rollouts.why or f"rollouts by {args.rollout_backend}", flush=True)

@@ -153,8 +153,10 @@ class Conversations(RolloutBackend):
                 if living:
                     self._take(copied(drawn, "cpu"), [conversations[row] for row in living])
                     self._answer([conversations[row] for row in living if conversations[row].episode], turn)
-        finally:
-            self._close(conversations)
+        except BaseException:  # the run ends
+            side_by_side([one.episode.close for one in conversations if one.episode], self.seconds, len(prompts))
+            raise
+        self._close(conversations)
         self._counted["responses"] += len(conversations)
         return _rollout(prompts, conversations, sampling.pad_token_id)
 

@@ -17,17 +17,18 @@ from engine.errors import RunStopped
 from engine.models.loading import load_policy
 from engine.rollout import Conversations, Environments, ReplicaRollouts, Reply, RolloutBackend, Turn, VLLMRollouts
 from engine.rollout.base import SamplingConfig
+from engine.rollout.cache import SlotCache
 from scripts.harness.models import EOS, PAD, make_causal_lm, make_tokenizer
 from tests import fake_vllm
 from tests.engine.rollout.test_decode import BATCH, INDICES, PROMPTS, answers
 from tests.plain_sampling import plain_answer
+from training.data.examples import collate_prompts
 
 ENDS = (EOS, *range(5, 64, 6))
 SAMPLING = SamplingConfig(
     max_new_tokens=24, pad_token_id=PAD, stop_token_ids=ENDS, seed=5, logprob_temperature=1.0, with_entropy=True
 )
 ROWS = [{"prompt": f"row {number}"} for number in range(40)]
-MOST = torch.tensor([1, 20, 3, 9, 8, 17, 2, 20, 1, 16, 5, 7])  # of each row
 
 
 @pytest.fixture(scope="module")
@@ -379,16 +380,20 @@ def test_limits_of_turns_and_of_a_turn(actor, expected):
 
 @pytest.mark.parametrize("rows_at_once", [None, 3])
 def test_rows_have_limits_of_their_own(actor, rows_at_once, monkeypatch):
-    how = replace(SAMPLING, stop_token_ids=(EOS, 7, 11))
-    limited = replace(BATCH, most=MOST)
+    """The longest prompt and the longest response are of different rows: the rows move to the left on the way."""
+    prompts, limits = [*PROMPTS, [*range(4, 34)]], [1, 20, 3, 9, 8, 50, 2, 20, 1, 16, 5, 7, 3]
+    indices, how = [*INDICES, 50], replace(SAMPLING, stop_token_ids=(), max_new_tokens=50)
+    batch = collate_prompts(prompts, torch.tensor(indices), torch.zeros(len(prompts), dtype=torch.int64), PAD)
+    batch = replace(batch, most=torch.tensor(limits))
+    moves, shift = [], SlotCache.shift
+    monkeypatch.setattr(SlotCache, "shift", lambda *args, **by: (moves.append(by), shift(*args, **by)))
     expected = [
         plain_answer(actor.module.model, prompt, index, 0, replace(how, max_new_tokens=most))
-        for prompt, index, most in zip(PROMPTS, INDICES, MOST.tolist())
+        for prompt, index, most in zip(prompts, indices, limits)
     ]
-    assert answers(ReplicaRollouts(actor, make_tokenizer(), rows_at_once).generate(limited, how)) == expected
+    assert answers(ReplicaRollouts(actor, make_tokenizer(), rows_at_once).generate(batch, how)) == expected
+    assert moves or rows_at_once  # further slots are kept where prompts wait
     fake_vllm.install(monkeypatch)
-    longest = max(len(prompt) + most for prompt, most in zip(PROMPTS, MOST.tolist()))
-    backend = VLLMRollouts(
-        actor, make_tokenizer(), rows_at_once=rows_at_once or 12, row_length=longest, cache_bytes=1 << 20
-    )
-    assert answers(backend.generate(limited, how)) == expected
+    longest = max(len(prompt) + most for prompt, most in zip(prompts, limits))
+    rows = {"rows_at_once": rows_at_once or 13, "row_length": longest, "cache_bytes": 1 << 20}
+    assert answers(VLLMRollouts(actor, make_tokenizer(), **rows).generate(batch, how)) == expected
