@@ -28,10 +28,12 @@ from engine.trace import traced
 from engine.zero.engines import FrozenModel, FrozenRole
 
 ENGINE = Path(__file__).parents[1]
-COLUMNS = ("prompt", "response", "score", "kl", "tokens")
+COLUMNS = ("prompt", "response", "turns", "score", "kl", "tokens")
 HELD_OUT = (
     *("score", "kl", "response_length", "new_words"),
     *("score_std", "distinct_responses", "distinct_bigrams", "compressed_bytes"),
+    *("inserted_tokens", "turn_limit", "token_limit"),
+    *("environment_errors", "unparsed_calls"),
 )
 OBJECTIVE = (
     *("kl", "kl_per_token", "kl_coef", "entropy", "rlhf_reward", "non_score_reward"),

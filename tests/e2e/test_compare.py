@@ -216,7 +216,7 @@ BAD = {
     "other tokens": ({"models": ["sft", "more"]}, "differs from that of --models sft"),
     "a column": ({"reward_function": "math_verify", "answer_column": "sum"}, "asks for the column sum"),
     "no such environment": ({"environment": "json:Guess"}, "--environment json:Guess: "),
-    "an environment that fails": ({"environment": "json:loads"}, "fails with the first row"),
+    "no environment": ({"environment": "json:loads"}, "--environment json:loads: it has no method step"),
     "a damaged point": ({"models": ["sft", "step_000007"]}, "--models step_000007: the checkpoint"),
 }
 
