@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # From nothing to the numbers of docs/environments.md: a model that calls a calculator, the same model without the
 # calculator, and a model that learns a guessing game. For each seed of step 3: right answers and rewards on held-out
-# prompts, before and after. One process; about two minutes a seed on a CPU core, and 2 for the environment.
+# prompts, before and after. One process; about three minutes a seed on a CPU core, and 2 for the environment.
 #
 #   scripts/environments.sh [OUTPUT_DIR [SEED...]]      by default out/environments in the repository, and seed 1234
 set -euo pipefail
@@ -28,13 +28,13 @@ models() {
         --learning_rate 5e-3 --lr_scheduler_type cosine --num_warmup_steps 20 --held_out 128 --dtype fp32
 }
 
-# step3 EXAMPLE CLASS SEED RESPONSES FLAGS...: so many responses a step.
+# step3 EXAMPLE CLASS SEED FLAGS...: 256 responses a step.
 step3() {
     launch training/step3_rlhf.py --actor_model_name_or_path "$out/$1/sft" --data_path "$out/$1/data/prompts.jsonl" \
         --eval_data_path "$out/$1/data/eval_prompts.jsonl" --environment "examples/$1.py:$2" --seed "$3" \
-        --max_prompt_seq_len 16 --max_answer_seq_len 16 --per_device_generation_batch_size "$4" \
-        --per_device_training_batch_size "$4" --lr_scheduler_type cosine --actor_learning_rate 1e-3 \
-        --critic_learning_rate 2e-3 --kl_coef 0.01 --eval_steps 1000 --dtype fp32 "${@:5}"
+        --max_prompt_seq_len 16 --max_answer_seq_len 16 --per_device_generation_batch_size 256 \
+        --per_device_training_batch_size 256 --lr_scheduler_type cosine --actor_learning_rate 1e-3 \
+        --critic_learning_rate 2e-3 --kl_coef 0.01 --eval_steps 1000 --dtype fp32 "${@:4}"
 }
 
 say "sums: data and step 1"
@@ -43,13 +43,13 @@ say "guessing game: data and step 1"
 models guessing_game 4
 for seed in "${seeds[@]:-1234}"; do
     say "step 3: sums with the calculator, seed $seed"
-    step3 calculator Calculator "$seed" 256 --stop "]" --max_turns 2 --num_eval_prompts 500 --max_steps 20 \
+    step3 calculator Calculator "$seed" --stop "]" --max_turns 2 --num_eval_prompts 500 --max_steps 20 \
         --output_dir "$out/with_calculator_$seed"
     say "step 3: sums without it, seed $seed"
-    step3 calculator Calculator "$seed" 256 --stop "]" --max_turns 1 --num_eval_prompts 500 --max_steps 20 \
+    step3 calculator Calculator "$seed" --stop "]" --max_turns 1 --num_eval_prompts 500 --max_steps 20 \
         --output_dir "$out/without_$seed"
     say "step 3: guessing game, seed $seed"
-    step3 guessing_game Game "$seed" 128 --stop "?" --max_turns 4 --num_eval_prompts 500 --max_steps 120 \
+    step3 guessing_game Game "$seed" --stop "?" --max_turns 4 --num_eval_prompts 500 --max_steps 120 \
         --output_dir "$out/game_$seed"
 done
 
