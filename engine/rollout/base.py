@@ -86,7 +86,7 @@ class RolloutBackend(ABC):
 
     @abstractmethod
     def generate(self, prompts: PromptBatch, sampling: SamplingConfig) -> Rollout:
-        """One response for each row of the prompts, of no more tokens than `prompts.most` says. All ranks call this
+        """One response for each row of the prompts, of no more than `prompts.most` tokens. All ranks call this
         together, each with its own prompts."""
 
     def counts(self) -> dict[str, float]:

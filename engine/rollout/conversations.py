@@ -28,7 +28,7 @@ from engine.errors import RunStopped, shortened
 from engine.experience import PromptBatch, Rollout
 from engine.reward.base import described
 from engine.rollout.base import RolloutBackend, SamplingConfig
-from engine.rollout.environments import Answer, Environments, Episode
+from engine.rollout.environments import Environments
 from engine.rollout.request import copied
 from engine.trace import moved
 
@@ -56,7 +56,7 @@ class _Conversation:
     tokens: Tensor
     action_mask: Tensor
     numbers: dict[str, Tensor]
-    episode: Episode | None = None
+    episode: Any = None  # an Episode, once it is made
     begin: int = 0
     length: int = 0
     ended: bool = False
@@ -74,7 +74,8 @@ class _Conversation:
         self.begin, places = self.length, slice(self.length, self.length + len(tokens))
         self.action_mask[places] = True
         for name, values in numbers.items():
-            self.numbers[name][places] = values
+            column = self.numbers.setdefault(name, torch.zeros(len(self.tokens)))
+            column[places] = values
         self.insert(tokens)
 
     def insert(self, tokens: Tensor) -> None:
@@ -154,7 +155,9 @@ class Conversations(RolloutBackend):
                     self._take(copied(drawn, "cpu"), [conversations[row] for row in living])
                     self._answer([conversations[row] for row in living if conversations[row].episode], turn)
         except BaseException:  # the run ends
-            side_by_side([one.episode.close for one in conversations if one.episode], self.seconds, len(prompts))
+            side_by_side(
+                [one.episode.close for one in conversations if one.episode is not None], self.seconds, len(prompts)
+            )
             raise
         self._close(conversations)
         self._counted["responses"] += len(conversations)
@@ -163,10 +166,8 @@ class Conversations(RolloutBackend):
     def _open(self, conversations: Sequence[_Conversation]) -> None:
         """Make the episodes. Without an episode, a conversation has one turn."""
 
-        def make(one: _Conversation) -> Callable[[], Episode]:
-            return partial(self.environments.episode, one.row, one.prompt.tolist())
-
-        for one, made in zip(conversations, self._side_by_side(conversations, make), strict=True):
+        calls = [partial(self.environments.episode, one.row, one.prompt.tolist()) for one in conversations]
+        for one, made in zip(conversations, self._side_by_side(conversations, calls), strict=True):
             if isinstance(made, BaseException):
                 self._fail(one, made, "its beginning")
                 continue
@@ -185,7 +186,7 @@ class Conversations(RolloutBackend):
         """What the wrapped backend is asked for: a turn of each living conversation."""
         chosen = [conversations[row] for row in living]
         texts = [torch.cat([one.prompt, one.tokens[: one.length]]) for one in chosen]
-        most = [one.left if self.turn_tokens is None else min(one.left, self.turn_tokens) for one in chosen]
+        most = [self._most(one) for one in chosen]
         if not living:  # the other ranks wait for this one's passes: one token, which nobody looks at
             living, texts, most = [0], [conversations[0].prompt[-1:]], [1]
         ids, mask = _left_padded(texts, pad_token_id)
@@ -199,14 +200,18 @@ class Conversations(RolloutBackend):
             prompts.first_row,
         )
 
+    def _most(self, one: _Conversation) -> int:
+        """The largest number of tokens of the conversation's next turn."""
+        return one.left if self.turn_tokens is None else min(one.left, self.turn_tokens)
+
     def _take(self, drawn: Rollout, asked: Sequence[_Conversation]) -> None:
         """Append the turns that were drawn."""
         columns = {name: getattr(drawn, name) for name in ("logprobs", "entropy") if getattr(drawn, name) is not None}
         lengths = drawn.response_mask.sum(-1).tolist()
         for row, (one, length, ended) in enumerate(zip(asked, lengths, drawn.ended.tolist(), strict=True)):
-            one.add_turn(
-                drawn.responses[row, :length], {name: column[row, :length] for name, column in columns.items()}
-            )
+            turn = slice(min(length, self._most(one)))  # a user's own backend may not know limits of rows
+            ended = ended and turn.stop == length
+            one.add_turn(drawn.responses[row, turn], {name: column[row, turn] for name, column in columns.items()})
             one.ended = ended and not one.failed
             one.over = not one.ended
             self._counted["token_limit"] += not ended
@@ -214,12 +219,11 @@ class Conversations(RolloutBackend):
 
     def _answer(self, asked: Sequence[_Conversation], turn: int) -> None:
         """Have the environments answer, and insert what they say."""
-
-        def answer(one: _Conversation) -> Callable[[], Answer]:
-            assert one.episode is not None
-            return partial(one.episode.answer, one.tokens[one.begin : one.length].tolist(), turn, one.left, one.ended)
-
-        for one, answered in zip(asked, self._side_by_side(asked, answer), strict=True):
+        calls = [
+            partial(one.episode.answer, one.tokens[one.begin : one.length].tolist(), turn, one.left, one.ended)
+            for one in asked
+        ]
+        for one, answered in zip(asked, self._side_by_side(asked, calls), strict=True):
             if isinstance(answered, BaseException):
                 self._fail(one, answered, f"turn {turn + 1}")
                 continue
@@ -241,30 +245,26 @@ class Conversations(RolloutBackend):
     def _close(self, conversations: Sequence[_Conversation]) -> None:
         """Close the episodes, and add the rewards that they give at the end."""
         free = [one for one in conversations if one.episode and not one.busy]
-
-        def close(one: _Conversation) -> Callable[[], float]:
-            assert one.episode is not None
-            return one.episode.close
-
-        for one, reward in zip(free, self._side_by_side(free, close), strict=True):
+        calls = [one.episode.close for one in free]
+        for one, reward in zip(free, self._side_by_side(free, calls), strict=True):
             if not isinstance(reward, BaseException):
                 one.add_reward(reward)
             elif not one.failed:
                 self._fail(one, reward, "its end")
 
     def _side_by_side(
-        self, conversations: Sequence[_Conversation], call: Callable[[_Conversation], Callable[[], T]]
+        self, conversations: Sequence[_Conversation], calls: Sequence[Callable[[], T]]
     ) -> list[T | BaseException]:
-        """What `side_by_side` returns for a call of each conversation. Raises: RunStopped if an environment does."""
+        """What `side_by_side` returns, for a call of each conversation. Raises: RunStopped if an environment does."""
         began = time.monotonic()
-        outcomes = side_by_side([call(one) for one in conversations], self.seconds, self.threads)
+        outcomes = side_by_side(calls, self.seconds, self.threads)
         self._counted["environment_seconds"] += time.monotonic() - began
         for one, outcome in zip(conversations, outcomes, strict=True):
             if isinstance(outcome, RunStopped):
                 raise outcome
             if isinstance(outcome, Late):
                 one.busy = True
-                outcome.then(partial(_close_late, one.episode))
+                threading.Thread(target=_close_late, args=(outcome.call, one.episode), daemon=True).start()
         return outcomes
 
     def _limited(self, one: _Conversation, limit: str) -> None:
@@ -289,15 +289,6 @@ class Late(TimeoutError):
     def __init__(self, seconds: float, call: "_Call"):
         super().__init__(f"no answer within {seconds:g} s")
         self.call = call
-
-    def then(self, act: Callable[[Any], None]) -> None:
-        """Have `act` called with what the call returns or raises, when it does."""
-
-        def wait() -> None:
-            self.call.join()
-            act(self.call.outcome)
-
-        threading.Thread(target=wait, daemon=True).start()
 
 
 class _Call(threading.Thread, Generic[T]):
@@ -345,29 +336,27 @@ def side_by_side(calls: Sequence[Callable[[], T]], seconds: float, threads: int)
     return outcomes
 
 
-def _close_late(episode: Episode | None, outcome: Any) -> None:
-    """Close the episode of a call that was late; an episode that was made late is the call's outcome."""
+def _close_late(call: Any, episode: Any) -> None:
+    """Close the episode of a call that is late, once the call has ended. An episode that is made late is the call's
+    outcome."""
+    call.join()
     with contextlib.suppress(BaseException):  # nobody waits for it
-        (episode or outcome).close()
+        (episode or call.outcome).close()
 
 
 def _begun(prompts: PromptBatch, sampling: SamplingConfig) -> list[_Conversation]:
     """A conversation for each row of the prompts."""
-    names = ["turn_rewards"]
-    names += ["logprobs"] * (sampling.logprob_temperature is not None) + ["entropy"] * sampling.with_entropy
-    shape = len(prompts), sampling.max_new_tokens
-    tokens, action_mask = torch.full(shape, sampling.pad_token_id), torch.zeros(shape, dtype=torch.bool)
-    numbers = {name: torch.zeros(shape) for name in names}
-    ids, mask = prompts.input_ids.cpu(), prompts.attention_mask.cpu().bool()
+    most = sampling.max_new_tokens
+    columns = zip(prompts.input_ids.cpu(), prompts.attention_mask.cpu().bool(), prompts.indices.tolist(), strict=True)
     return [
         _Conversation(
             row=prompts.first_row + index,
-            prompt=ids[place][mask[place]],
-            tokens=tokens[place],
-            action_mask=action_mask[place],
-            numbers={name: column[place] for name, column in numbers.items()},
+            prompt=ids[mask],
+            tokens=torch.full((most,), sampling.pad_token_id),
+            action_mask=torch.zeros(most, dtype=torch.bool),
+            numbers={"turn_rewards": torch.zeros(most)},
         )
-        for place, index in enumerate(prompts.indices.tolist())
+        for ids, mask, index in columns
     ]
 
 

@@ -149,7 +149,10 @@ class RLHFFlags(HubFlags, RestartFlags, RolloutFlags, ModelFlags):
                 "are done. Leave it out."
             )
         if self.environment is not None:
-            check_conversations(dialect)
+            try:
+                check_conversations(dialect)
+            except UserError as error:
+                raise UserError(f"--environment with --dialect {self.dialect}: {error}") from None
             if self.overlap_rewards:
                 raise UserError(
                     "--overlap_rewards with --environment: conversations are scored when all of them have ended. Leave "

@@ -378,6 +378,22 @@ def test_limits_of_turns_and_of_a_turn(actor, expected):
     )
 
 
+def test_a_users_backend_need_not_know_limits_of_rows(actor):
+    class Users(RolloutBackend):
+        """Goes by the settings alone, and records nothing."""
+
+        own = ReplicaRollouts(actor, make_tokenizer())
+
+        def generate(self, prompts, sampling):
+            drawn = self.own.generate(replace(prompts, most=None), sampling)
+            return replace(drawn, logprobs=None, entropy=None)
+
+    for limits in ({}, {"turn_tokens": 3}):
+        found = conversations_of(Users(), **limits).generate(BATCH, SAMPLING)
+        assert talks(found) == talks(ours(actor, **limits).generate(BATCH, SAMPLING))
+        assert found.logprobs is None and found.entropy is None
+
+
 @pytest.mark.parametrize("rows_at_once", [None, 3])
 def test_rows_have_limits_of_their_own(actor, rows_at_once, monkeypatch):
     """The longest prompt and the longest response are of different rows: the rows move to the left on the way."""
