@@ -53,22 +53,48 @@ for seed in 1 2 3; do
     ppo end "$seed" --reward_function scripts/chains.py:right
     ppo steps "$seed" "${model[@]}" --reward_model_weight 0.25 --reward_weights 0
 done
+# The curves of right answers to 256 held-out prompts; then 2,000 new prompts, answered by each trained model.
 python - "$out" <<'TABLE'
 import json
 import statistics
 import sys
 from pathlib import Path
 
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from scripts.chains import make_chains, right
+
+out = Path(sys.argv[1])
 curves = {}
-for file in sorted(Path(sys.argv[1]).glob("*-[123]/metrics.jsonl")):
-    rows = [json.loads(line) for line in file.read_text().splitlines()]
-    for row in rows:
-        score = row.get("eval/reward_right", row.get("eval/score"))  # of sampled responses
+for file in sorted(out.glob("*-[123]/metrics.jsonl")):
+    for row in map(json.loads, file.read_text().splitlines()):
+        score = row.get("eval/reward_right", row.get("eval/score"))
         if score is not None:
             curves.setdefault(file.parent.name.rpartition("-")[0], {}).setdefault(row["step"], []).append(score)
 steps = sorted(next(iter(curves.values())))
-print("| reward | " + " | ".join(map(str, steps)) + " |\n|" + " --- |" * (len(steps) + 1))
+print("| right answers after steps | " + " | ".join(map(str, steps)) + " |\n|" + " --- |" * (len(steps) + 1))
 for name, curve in curves.items():
-    cells = [f"{statistics.mean(curve[s]):.0%} ({min(curve[s]):.0%} to {max(curve[s]):.0%})" for s in steps]
+    cells = [f"{statistics.mean(curve[step]):.1%} ({min(curve[step]):.0%} to {max(curve[step]):.0%})" for step in steps]
     print(f"| {name} | " + " | ".join(cells) + " |")
+
+known = {json.loads(line)["prompt"] for file in out.glob("data/*.jsonl") for line in file.read_text().splitlines()}
+new = make_chains(seed=7, terms=5, sft=1, steps=1, prompts=1, eval_prompts=5000)["eval_prompts.jsonl"]
+rows = [row for row in new if row["prompt"] not in known][:2000]
+tokenizer = AutoTokenizer.from_pretrained(out / "sft")
+prompts = torch.tensor(tokenizer([row["prompt"] for row in rows])["input_ids"])
+print("\n| model | right answers | right lines | all lines right |\n| --- | --- | --- | --- |")
+for folder in [out / "sft", *sorted(out.glob("*-[123]/actor"))]:
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    torch.manual_seed(0)
+    drawn = []
+    for part in prompts.split(500):
+        whole = model.generate(part, attention_mask=torch.ones_like(part), max_new_tokens=44, do_sample=True, top_k=0)
+        drawn += tokenizer.batch_decode(whole[:, part.shape[1] :], skip_special_tokens=True)
+    pairs = [(text.split("\n"), row["answer"].split("\n")) for text, row in zip(drawn, rows)]
+    shares = sum(right([], drawn, [row["answer"] for row in rows])) / len(rows)
+    lines = sum(line == wanted for text, answer in pairs for line, wanted in zip(text, answer)) / (4 * len(rows))
+    whole = sum(text == answer for text, answer in pairs) / len(rows)
+    name = folder.name if folder.name == "sft" else folder.parent.name
+    print(f"| {name} | {shares:.1%} | {lines:.1%} | {whole:.1%} |", flush=True)
 TABLE

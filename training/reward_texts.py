@@ -25,7 +25,7 @@ from engine.errors import UserError
 from engine.experience import Rollout
 from engine.models.checking import own_tokenizer, reads_texts, step_end_of
 from engine.reward.base import RewardModel, decoded
-from engine.reward.steps import ProcessRewardModel, StepEnds, with_new_lines
+from engine.reward.steps import ProcessRewardModel, StepEnds
 from engine.reward.texts import TextRewardModel
 from training.data.chat import Rendered, render
 from training.data.examples import Prompts
@@ -352,7 +352,7 @@ def step_ends(path: str, tokenizer, given: str | None, trust_remote_code: bool =
         return None
     text, at_end = found
     what = f"--reward_step_end, or the process reward model {path}"
-    return StepEnds(tokenizer, text if given is None else with_new_lines(given), at_end, what)
+    return StepEnds(tokenizer, text if given is None else given.replace("\\n", "\n"), at_end, what)
 
 
 def reward_source(

@@ -75,7 +75,7 @@ from training.process_rewards import (
 )
 from training.reporting.guards import of_reward
 from training.reporting.metrics import Accumulator
-from training.reporting.sinks import PROCESS_VIEW, REWARD_VIEW, ProgressBar, View
+from training.reporting.sinks import REWARD_VIEW, ProgressBar
 from training.reporting.standard_errors import Estimate, Units, chance_text, change_text, value_text, with_errors
 from training.reward_texts import Reader, Texts, check_prompts, text_reward_model
 from training.runtime import launch
@@ -144,7 +144,7 @@ def main(args: RewardFlags, callbacks: Sequence[Callback] = ()) -> None:
     )
 
     # 3. The steps, and the normalisation of the scores.
-    run = Run(args, plan, trainer, held_out, learned.view, callbacks)
+    run = Run(args, plan, trainer, held_out, REWARD_VIEW, callbacks)
     found = train(run, trainer, held_out)
     if args.step_end is not None:
         accuracy = f"{value_text(found, 'eval/accuracy')}{change_text(found, 'eval/accuracy')}"
@@ -162,14 +162,13 @@ def main(args: RewardFlags, callbacks: Sequence[Callback] = ()) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Learned:
-    """What is learned of a batch and measured on it, as in SupervisedTrainer and HeldOutExamples; `view` for sinks."""
+    """What is learned of a batch and measured on it, as in SupervisedTrainer and HeldOutExamples."""
 
     collate: Callable
     loss: Callable
     count: Callable
     measure: Callable
     summarize: Callable
-    view: View
 
 
 def pairs_learned(args: RewardFlags, model: TrainedModel) -> Learned:
@@ -193,7 +192,6 @@ def pairs_learned(args: RewardFlags, model: TrainedModel) -> Learned:
         count=lambda batch: len(batch.first_difference),
         measure=lambda batch: {"margin": margins_of(scores_of(batch)[1])},
         summarize=held_out_pairs,
-        view=REWARD_VIEW,
     )
 
 
@@ -215,7 +213,6 @@ def steps_learned(model: TrainedModel) -> Learned:
         count=lambda batch: int((~batch.labels.isnan()).sum()),
         measure=measured,
         summarize=held_out_steps,
-        view=PROCESS_VIEW,
     )
 
 

@@ -17,11 +17,6 @@ from engine.reward.base import RewardModel
 from engine.trace import traced
 
 
-def with_new_lines(given: str) -> str:
-    """A flag's value, in which the two characters \\n are a new line."""
-    return given.replace("\\n", "\n")
-
-
 class StepEnds:
     """Finds the tokens with which the steps of a response end. Training and step 3 find them by the same ids.
 

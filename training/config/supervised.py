@@ -9,7 +9,6 @@ from engine.algorithms import Dialect
 from engine.engine_spec import OptimizerSpec
 from engine.errors import UserError
 from engine.options import default_of
-from engine.reward.steps import with_new_lines
 from engine.zero.config import EngineConfig, build_ds_config, chosen_stage
 from training.config import other_systems
 from training.config.flags import REQUIRED, DataFlags, HubFlags, RestartFlags, flag
@@ -163,18 +162,16 @@ class RewardFlags(SupervisedFlags):
     def validate(self) -> None:
         """Raise UserError for values that cannot work, and for flags that a process reward model does not use."""
         super().validate()
-        of_pairs = ("pairwise_loss", "sft_model_name_or_path", "normalize_before")
-        of_pairs += ("normalization_data_path", "normalization_samples")
+        of_pairs = (
+            *("pairwise_loss", "sft_model_name_or_path", "normalize_before"),
+            *("normalization_data_path", "normalization_samples"),
+        )
         idle = [name for name in of_pairs if getattr(self, name) != default_of(type(self).__dataclass_fields__[name])]
-        if self.step_end is None:
-            return
-        if idle:
+        if self.step_end is not None and idle:
             raise UserError(
                 f"{self.word(idle[0])} with --step_end: a process reward model learns from labels of steps, and its "
                 "numbers are probabilities, which nothing normalises. Leave one of the two out."
             )
-        if not self.step_end:
-            raise UserError("--step_end is empty. Give the text that ends a step, such as \\n.")
 
     def counted_padding(self) -> str | None:
         """See RunFlags: one loss compares a pair up to the end of its longer response, so it uses outputs at the
@@ -184,7 +181,7 @@ class RewardFlags(SupervisedFlags):
     @property
     def step_end_text(self) -> str:
         """The value of --step_end, in which the two characters \\n are a new line."""
-        return with_new_lines(self.step_end or "")
+        return (self.step_end or "").replace("\\n", "\n")
 
     @property
     def normalizes(self) -> bool:

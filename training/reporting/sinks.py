@@ -150,7 +150,7 @@ SFT_VIEW = View(
 )
 
 REWARD_VIEW = View(
-    bar={"loss": "train/pair_loss", "accuracy": "train/accuracy", "lr": "train/lr"},
+    bar={"loss": "train/pair_loss", "step loss": "train/step_loss", "accuracy": "train/accuracy", "lr": "train/lr"},
     charts={
         "pairs": {
             "accuracy": ("train/accuracy",),
@@ -158,6 +158,7 @@ REWARD_VIEW = View(
             "margin": ("train/margin",),
             "margin, standard deviation": ("train/margin_std",),
         },
+        "steps": {"loss, nats a step": ("train/step_loss",)},
         **_SUPERVISED,
     },
     held_out={
@@ -167,18 +168,7 @@ REWARD_VIEW = View(
             "margin, held out": "eval/margin",
             "margin, standard deviation, held out": "eval/margin_std",
         },
-    },
-)
-
-PROCESS_VIEW = View(
-    bar={"loss": "train/step_loss", "accuracy": "train/accuracy", "lr": "train/lr"},
-    charts={
-        "steps": {"accuracy": ("train/accuracy",), "loss, nats a step": ("train/step_loss",)},
-        **_SUPERVISED,
-    },
-    held_out={
         "held-out steps": {
-            "accuracy, held out": "eval/accuracy",
             "share of bad steps that are found, held out": "eval/bad_found",
             "loss, nats a step, held out": "eval/step_loss",
         },
