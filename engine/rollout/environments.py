@@ -1,23 +1,9 @@
-"""Environments: what answers a response between its turns. An environment is a user's class, in one of two shapes.
+"""Environments: what answers a response between its turns. docs/environments.md describes the two shapes of a user's
+class: an own one, with `step`, and the one that TRL's `environment_factory` takes.
 
-Own. One object a conversation, made from the row of the data that the prompt comes from:
-
-    class Guess:
-        def __init__(self, row: dict): ...
-        def step(self, turn: Turn): ...      # returns a Reply, a text, None for the end, or what `reply_of` names
-        def close(self): ...                 # optional
-        tools = [function, ...]              # optional: functions or JSON schemas that the prompt describes
-
-TRL's, the class that its `environment_factory` takes, unchanged. Its public methods are tools that the policy may call:
-
-    class Sums:
-        def reset(self, **row): ...          # a text is appended to the last message of the user
-        def multiply(self, a: int, b: int) -> int: ...         # with a docstring that describes a and b
-        def get_reward(self) -> float: ...   # optional; without it the attribute `reward`, if there is one
-
-The two are told apart by whether the class has `step`. Any method may be a coroutine function; coroutines of one object
-run in one event loop, which runs only while one of its methods is waited for. Nothing is tokenised twice: what the
-policy drew stays as it is, and what the environment says is put behind it.
+Any method may be a coroutine function; coroutines of one object run in one event loop, which runs only while one of its
+methods is waited for. Nothing is tokenised twice: what the policy drew stays as it is, and what the environment says is
+put behind it.
 
 Sources: the shape of TRL's environments, their tools, errors and rewards, and the tokens of messages are those of
 `GRPOTrainer` (trl/trainer/grpo_trainer.py, `_tool_call_loop` and `_get_tool_suffix_ids`) and of `parse_response`
