@@ -293,13 +293,17 @@ def stop_if_mixed(kinds: set[tuple[str, int]], found: set[tuple[str, int]], name
 
 def described(error: BaseException) -> str:
     """A description of the exception that the user's code raised, with the deepest line in the user's file. No line is
-    named if this package raised it."""
+    named if this package raised it. It can be printed, whatever the exception says."""
     frames = list(traceback.extract_tb(error.__traceback__))
     inside = [place for place, frame in enumerate(frames, start=1) if Path(frame.filename).is_relative_to(ENGINE)]
     frames = frames[max(inside, default=1) :]  # the function that caught it stands first
     own = [frame for frame in frames if frame.filename == frames[0].filename]
     place = f" ({own[-1].filename}, line {own[-1].lineno}: {own[-1].line})" if own else ""
-    return f"{type(error).__name__}: {str(error)[:300]}{place}"
+    try:
+        said = str(error)[:300]
+    except Exception:  # the user's class fails in this, too
+        said = "(without a text)"
+    return f"{type(error).__name__}: {said.encode(errors='backslashreplace').decode()}{place}"
 
 
 Steps = list[tuple[int, float]]  # (end of a step in characters of the response's text, its number)

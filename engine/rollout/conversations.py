@@ -108,7 +108,7 @@ class Conversations(RolloutBackend):
         self.turns, self.turn_tokens, self.seconds, self.threads = turns, turn_tokens, seconds, threads
         self.why, self.computes_as_actor = backend.why, backend.computes_as_actor
         self._counted: dict[str, float] = dict.fromkeys(COUNTED, 0.0)
-        self._told = 0
+        self._told, self._dtype = 0, torch.get_default_dtype()
 
     @property
     def decoding_ran(self) -> str:  # type: ignore[override]
@@ -246,6 +246,7 @@ class Conversations(RolloutBackend):
         """What `side_by_side` returns, for a call of each conversation. Raises: RunStopped if an environment does."""
         began = time.monotonic()
         outcomes = side_by_side(calls, self.seconds, self.threads)
+        torch.set_default_dtype(self._dtype)  # an environment may have changed the default of the whole process
         self._counted["environment_seconds"] += time.monotonic() - began
         for one, outcome in zip(conversations, outcomes, strict=True):
             if isinstance(outcome, RunStopped):

@@ -25,6 +25,7 @@ from numbers import Integral
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers.utils import get_json_schema
 from transformers.utils.chat_parsing import parse_response
 from transformers.utils.chat_parsing.response_templates import ResponseTemplate, load_response_template
@@ -358,6 +359,7 @@ def reply_of(said: Any) -> Reply:
 
 
 _MISSING = object()
+MOST = torch.finfo(torch.float32).max
 
 
 def _number(value: Any) -> float:
@@ -377,8 +379,8 @@ def checked(reply: Reply, vocabulary: int = 0) -> Reply:
     for message in reply.messages:
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or "content" not in message:
             raise TypeError(f"Reply.messages has {shortened(message)}; a message is a dict with role and content")
-    if not math.isfinite(reply.reward):
-        raise ValueError(f"the reward is {reply.reward}; it has to be a finite number")
+    if not math.isfinite(reply.reward) or abs(reply.reward) > MOST:
+        raise ValueError(f"the reward is {reply.reward}; it has to be a finite number of 32 bits")
     return reply
 
 

@@ -170,7 +170,17 @@ def raising(error: BaseException) -> Callable:
     return act
 
 
+class Mute(Exception):
+    def __str__(self):
+        raise RuntimeError("no text")
+
+
 BAD = {
+    "says what cannot be printed": (
+        raising(ValueError("half a character: \ud800")),
+        "ValueError: half a character: \\ud800 (",
+    ),
+    "raises an error without a text": (raising(Mute()), "Mute: (without a text) ("),
     "raises": (raising(ZeroDivisionError("by nought")), "ZeroDivisionError: by nought ("),
     "exits": (raising(SystemExit(3)), "SystemExit: 3 ("),
     "is interrupted": (raising(KeyboardInterrupt()), "KeyboardInterrupt:  ("),
@@ -178,6 +188,7 @@ BAD = {
     "says nothing": (lambda turn: "", "ValueError: answered with nothing"),
     "says another thing": (lambda turn: 7, "TypeError: step returned 7"),
     "says an id too high": (lambda turn: Reply(tokens=[64]), "ValueError: Reply.tokens has 64"),
+    "is worth more than 32 bits": (lambda turn: Reply("w05", reward=1e39), "ValueError: the reward is 1e+39"),
     "is worth no number": (lambda turn: Reply("w05", reward=float("nan")), "ValueError: the reward is nan"),
     "says too much": (lambda turn: "w05 " * 1_000_000, ""),
 }
@@ -237,6 +248,18 @@ def test_end_tokens_that_are_inserted_end_nothing(actor):
     for row in both.nonzero()[:, 0]:
         inserted = rollout.responses[row][rollout.response_mask[row] & ~rollout.action_mask[row]]
         assert inserted.tolist() == [7, EOS, 8]
+
+
+def test_an_environment_may_change_the_default_dtype(actor, expected):
+    class Changes(Talk):
+        def step(self, turn):
+            torch.set_default_dtype(torch.float64)
+            return super().step(turn)
+
+    try:
+        assert talks(ours(actor, Changes).generate(BATCH.repeat(2), SAMPLING)) == expected
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 @pytest.mark.parametrize("name", ["make", "close"])
