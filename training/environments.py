@@ -21,7 +21,7 @@ from training.data.record_forms import PROMPTS, Form, prompts_with
 
 def load_environment(args: EnvironmentFlags, text_reward_paths: Sequence[str] = ()) -> Callable | None:
     """The class that --environment names; None without the flag. text_reward_paths: the reward models that read texts.
-    Raises: UserError if it cannot be loaded, or does not fit the rewards."""
+    Raises: UserError if it cannot be loaded, or if there are such models."""
     if args.environment is None:
         return None
     if text_reward_paths:
@@ -82,10 +82,5 @@ def conversations(
 
 def environment_line(args: EnvironmentFlags) -> list[str]:
     """A line about the conversations of a run; [] without an environment."""
-    if args.environment is None:
-        return []
-    each = f" of up to {args.max_turn_tokens} tokens" if args.max_turn_tokens else ""
-    return [
-        f"environment {args.environment}: up to {args.max_turns} turn{'s' * (args.max_turns > 1)}{each}, each answer "
-        f"within {args.environment_timeout:g} s; {args.environment_threads} at a time on each rank"
-    ]
+    given = args.environment, args.max_turns, args.environment_threads
+    return ["environment {}: up to {} turns a response, {} at a time on each rank".format(*given)] * bool(given[0])

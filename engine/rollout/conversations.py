@@ -288,7 +288,7 @@ def side_by_side(calls: Sequence[Callable[[], T]], seconds: float, threads: int)
     the threads of an executor.
     """
     futures: list[Future] = [Future() for _ in calls]
-    late: dict[Future, BaseException] = {}
+    outcomes: dict[Future, Any] = {}
     waiting = deque(zip(futures, calls, strict=True))
     running: dict[Future, float] = {}  # {call: when it is late}; the call that was started first comes first
     while waiting or running:
@@ -299,11 +299,11 @@ def side_by_side(calls: Sequence[Callable[[], T]], seconds: float, threads: int)
             threading.Thread(target=_run, args=(call, future), name="environment", daemon=True).start()
         oldest, until = next(iter(running.items()))
         done = wait(running, max(0.0, until - time.monotonic()), FIRST_COMPLETED).done
-        if not done:
-            late[oldest] = Late(seconds, oldest)
         for future in done or [oldest]:
+            error = future.exception() if done else Late(seconds, oldest)
+            outcomes[future] = future.result() if error is None else error
             del running[future]
-    return [late.get(future) or future.exception() or future.result() for future in futures]
+    return [outcomes[future] for future in futures]
 
 
 def _run(call: Callable[[], Any], future: Future) -> None:

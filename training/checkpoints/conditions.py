@@ -68,8 +68,7 @@ ONCE_ONE_VALUE = {"--reward_model_name_or_path": None, "--reward_model_weight": 
 MODEL = "model_name_or_path"  # ending of the flags of models
 FUNCTION = "--reward_function"
 ENVIRONMENT = "--environment"
-SOURCES = (FUNCTION, ENVIRONMENT)
-"""Flags of which a resumed run may have an edited source."""
+SOURCES = (FUNCTION, ENVIRONMENT)  # a resumed run may have an edited source of these
 DATA = "the data"
 TEMPLATE = "the chat template"
 READING = "the chat template or the tokenizer of a reward model"
@@ -114,8 +113,8 @@ class Conditions:
         flags = {f"--{name}": value for name, value in args.as_dict().items() if name not in NOT_COMPARED}
         if isinstance(args, RLHFFlags):
             settings = {name: value for name, value in flags.items() if name[2:] not in FIELDS_OF_FLAGS}
-            settings |= _fields(args.resolved.dialect) | {FUNCTION: short_names(args.reward_function)}
-            settings |= {ENVIRONMENT: short_names([args.environment] if args.environment else [])}
+            settings |= _fields(args.resolved.dialect)
+            settings |= {name: short_names(given) for name, given in _sources(args).items()}
             settings |= {"a reward server": bool(args.reward_url)}
             settings |= {"--reward_model_weight": []} if set(args.reward_model_weight) == {1.0} else {}
             rows = args.rows_per_rank
@@ -198,8 +197,7 @@ class Conditions:
         return lines
 
     def scores_changed_since(self, written: "Conditions") -> bool:
-        """Whether the source of a reward function, or of the environment, has changed since the checkpoint was
-        written."""
+        """Whether the source of a reward function or of the environment has changed since the checkpoint."""
         return any(differ(self.contents.get(name), written.contents.get(name)) for name in SOURCES)
 
 
@@ -224,13 +222,15 @@ def fingerprints(args: RLHFFlags | SupervisedFlags) -> dict[str, Fingerprints]:
             found[flag] = [of(path, flag) for path in given] if isinstance(given, list) else of(given, flag)
     if isinstance(args, RLHFFlags) and args.text_reward_paths:
         found[READING] = [_reading(path, args.trust_remote_code) for path in args.text_reward_paths]
-    if isinstance(args, RLHFFlags) and args.reward_function:
-        found[FUNCTION] = sources_fingerprint(args.reward_function)
-    if isinstance(args, RLHFFlags) and args.environment:
-        found[ENVIRONMENT] = sources_fingerprint([args.environment])
+    if isinstance(args, RLHFFlags):
+        found |= {name: sources_fingerprint(given) for name, given in _sources(args).items() if given}
         if args.response_template and Path(args.response_template).is_file():
             found["--response_template"] = hashlib.sha256(Path(args.response_template).read_bytes()).hexdigest()
     return found
+
+
+def _sources(args: RLHFFlags) -> dict[str, list[str]]:
+    return {FUNCTION: args.reward_function, ENVIRONMENT: [args.environment] if args.environment else []}
 
 
 def _reading(path: str, trust_remote_code: bool) -> str:
