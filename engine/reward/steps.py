@@ -5,7 +5,9 @@ reward = ProcessRewardModel(models.rewards[0], ends)
 reward.score(rollout)        # (B, T): the probability that a step is good, at the step's last token
 """
 
+from bisect import bisect_left
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -21,8 +23,8 @@ class StepEnds:
     """Finds the tokens with which the steps of a response end. Training and step 3 find them by the same ids.
 
     A step ends with the token that completes `text`; spaces around it do not count, because some tokenizers write them
-    in no token of their own. What is blank, as an empty line, is no step. at_end: whether the
-    end of a response ends its last step, if that step has no `text` behind it.
+    in no token of their own. What is blank, as an empty line, is no step. at_end: whether the end of a response ends
+    its last step, if that step has no `text` behind it.
 
     Raises: UserError, with `what` in its message, if the tokenizer cannot write `text`.
     """
@@ -42,19 +44,14 @@ class StepEnds:
     def of(self, ids: Sequence[int], ended: bool) -> list[int]:
         """The positions of the tokens that end a step. ids: a response, with the token that ended it. ended: whether
         the response came to its end."""
-        found: list[int] = []
-        left = ""  # of the step's text, the characters with which `text` may begin
-        written = False  # whether the step has a character before these that is not blank
-        for position, token in enumerate(ids):
-            before, end, after = (left + self._piece(token)).rpartition(self.text)
-            if end:
-                if written or before.strip():
-                    found.append(position)
-                left, written = after, False
-            else:
-                cut = max(len(after) - len(self.text) + 1, 0)
-                left, written = after[cut:], written or bool(after[:cut].strip())
-        if ended and self.at_end and (written or left.strip()):
+        pieces = list(map(self._piece, ids))
+        behind = list(accumulate(map(len, pieces)))  # characters up to the end of each token
+        whole, begin, found = "".join(pieces), 0, list[int]()
+        while (end := whole.find(self.text, begin)) >= 0:
+            before, begin = whole[begin:end], end + len(self.text)
+            if before.strip() and (place := bisect_left(behind, begin)) not in found[-1:]:
+                found.append(place)
+        if ended and self.at_end and whole[begin:].strip():
             found.append(len(ids) - 1)
         return found
 

@@ -48,8 +48,7 @@ class _Conversation:
 
     row: the row of the data. left: how many tokens the response may still get. columns: what is known of each token,
     {field of Rollout: values}. begin: where the latest turn begins. ended: as in Rollout. over: whether no further turn
-    is drawn. failed: whether its environment did something wrong. busy: whether its environment still runs after its
-    time.
+    is drawn. failed: whether its environment did something wrong.
     """
 
     row: int
@@ -62,7 +61,6 @@ class _Conversation:
     ended: bool = False
     over: bool = False
     failed: bool = False
-    busy: bool = False
 
     def add(self, tokens: list[int], drawn: bool, **recorded: list[float]) -> None:
         """Append tokens. recorded: what the sampler recorded of drawn ones."""
@@ -178,11 +176,9 @@ class Conversations(RolloutBackend):
         most = [self._most(one) for one in chosen]
         if not living:  # the other ranks wait for this one's passes: one token, which nobody looks at
             living, texts, most = [0], [conversations[0].prompt[-1:]], [1]
-        ids, mask = _padded(texts, pad_token_id, "left")
         device = prompts.input_ids.device
         return PromptBatch(
-            ids.to(device),
-            mask.to(device),
+            *_padded(texts, pad_token_id, "left", device),
             prompts.indices[living],
             prompts.samples[living] + turn * TURN,
             torch.tensor(most, device=device),
@@ -232,9 +228,9 @@ class Conversations(RolloutBackend):
 
     def _close(self, conversations: Sequence[_Conversation]) -> None:
         """Close the episodes, and add the rewards that they give at the end."""
-        free = [one for one in conversations if one.episode and not one.busy]
-        calls = [one.episode.close for one in free]
-        for one, reward in zip(free, self._side_by_side(free, calls), strict=True):
+        left = [one for one in conversations if one.episode]
+        calls = [one.episode.close for one in left]
+        for one, reward in zip(left, self._side_by_side(left, calls), strict=True):
             if not isinstance(reward, BaseException):
                 one.add_reward(reward)
             elif not one.failed:
@@ -252,8 +248,8 @@ class Conversations(RolloutBackend):
             if isinstance(outcome, RunStopped):
                 raise outcome
             if isinstance(outcome, Late):
-                one.busy = True
                 threading.Thread(target=_close_late, args=(outcome.future, one.episode), daemon=True).start()
+                one.episode = None
         return outcomes
 
     def _limited(self, one: _Conversation, limit: str) -> None:
@@ -333,12 +329,8 @@ def _begun(prompts: PromptBatch, sampling: SamplingConfig) -> list[_Conversation
 def _rollout(prompts: PromptBatch, conversations: Sequence[_Conversation], pad_token_id: int) -> Rollout:
     """The rollout of finished conversations, one for each row of the prompts."""
     device = prompts.input_ids.device
-    ids, mask = prompts.input_ids, prompts.attention_mask
-    if any(one.episode and one.episode.opening is not None for one in conversations):
-        ids, mask = (part.to(device) for part in _padded([one.prompt for one in conversations], pad_token_id, "left"))
-    responses, response_mask = (
-        part.to(device) for part in _padded([one.tokens for one in conversations], pad_token_id, "right")
-    )
+    ids, mask = _padded([one.prompt for one in conversations], pad_token_id, "left", device)
+    responses, response_mask = _padded([one.tokens for one in conversations], pad_token_id, "right", device)
     columns = {
         name: pad_sequence([torch.tensor(one.columns[name]) for one in conversations], batch_first=True).to(device)
         for name in conversations[0].columns
@@ -354,8 +346,8 @@ def _rollout(prompts: PromptBatch, conversations: Sequence[_Conversation], pad_t
     )
 
 
-def _padded(texts: Sequence[list[int]], pad_token_id: int, side: str) -> tuple[Tensor, Tensor]:
+def _padded(texts: Sequence[list[int]], pad_token_id: int, side: str, device) -> tuple[Tensor, Tensor]:
     """Texts as (ids, mask), each (B, length of the longest) int64. side: "left" or "right", that of the padding."""
-    rows = [torch.tensor(text) for text in texts]
+    rows = [torch.tensor(text, device=device) for text in texts]
     ids = pad_sequence(rows, batch_first=True, padding_value=pad_token_id, padding_side=side)
     return ids, pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side=side)
