@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -28,14 +29,24 @@ def gae(rewards: Tensor, values: Tensor, gamma: float, lam: float | Tensor) -> t
 
     Source: Schulman et al. 2016, "High-dimensional continuous control using GAE", eq. 16.
     """
-    advantages = torch.zeros_like(rewards)
-    next_value = next_advantage = torch.zeros_like(rewards[:, 0])
-    for t in reversed(range(rewards.shape[1])):
-        error = rewards[:, t] + gamma * next_value - values[:, t]
-        next_advantage = error + gamma * lam * next_advantage
-        next_value = values[:, t]
-        advantages[:, t] = next_advantage
+    errors = rewards + gamma * F.pad(values[:, 1:], (0, 1)) - values
+    advantages = _discounted_sums(errors, gamma * lam)
     return advantages, advantages + values
+
+
+def _discounted_sums(terms: Tensor, factor: float | Tensor) -> Tensor:
+    """From the end of each row, x_t = terms_t + factor x_{t+1}, (B, T) float32. terms: (B, T) float32. factor: one
+    number, or (B,) float32.
+
+    An operation on so few numbers costs its call alone. Two calls a position, in place and on the host, take half a
+    second for rows of 100,000 tokens; launched on a GPU they would take seconds.
+    """
+    sums = terms.t().clone(memory_format=torch.contiguous_format).cpu()
+    factors = torch.as_tensor(factor, dtype=terms.dtype).cpu()
+    following = torch.zeros_like(sums[0])
+    for term in reversed(sums.unbind()):
+        following = term.add_(following * factors)
+    return sums.to(terms.device).t().contiguous()
 
 
 def length_adaptive_lambda(lengths: Tensor, alpha: float) -> Tensor:
@@ -153,10 +164,7 @@ def returns_to_go(rewards: Tensor, gamma: float) -> Tensor:
     Source: OpenRLHF 0.11.2, openrlhf/trainer/ppo_utils/experience_maker.py, `get_cumulative_returns`; Hu et al. 2025,
     "REINFORCE++", section 3.
     """
-    returns, following = torch.zeros_like(rewards), torch.zeros_like(rewards[:, 0])
-    for t in reversed(range(rewards.shape[1])):
-        returns[:, t] = following = rewards[:, t] + gamma * following
-    return returns
+    return _discounted_sums(rewards, gamma)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -152,8 +152,11 @@ class _Loop:
         schedule = self.schedule
         while self.agree(schedule.open):
             joining = schedule.join()
-            if self.agree(len(joining)):
+            passes = self.passes.prompt_passes([request.prompt_length for request in joining])
+            more = self.agree(passes) - passes
+            if joining:
                 self._join(joining)
+            self._keep_pace(more)
             left = max((request.most - request.drawn for request in schedule.living), default=0)
             self._draw(self.agree(min(CHECK_EVERY, left)))
             if done := [request for request in schedule.living if request.finished]:
@@ -163,9 +166,6 @@ class _Loop:
 
     def _join(self, joining: list[Request]) -> None:
         """Read the prompts of new rows and draw their first tokens."""
-        if not joining:
-            self._keep_pace(1)
-            return
         width = joining[0].prompt_length
         rows = torch.tensor([request.row for request in joining], device=self.device)
         ids, mask = (tensor[rows, -width:] for tensor in (self.prompts.input_ids, self.prompts.attention_mask))

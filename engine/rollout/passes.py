@@ -6,7 +6,7 @@ arguments a model family takes.
 import contextlib
 import inspect
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -103,6 +103,7 @@ def _alike(found: Tensor, expected: Tensor, tolerance: float) -> bool:
     return bool(((found - expected).norm(dim=-1) <= tolerance * spread).all())
 
 
+READ_AT_ONCE = 8192  # tokens of a long prompt that one pass reads
 FEWEST_ROWS = 8  # with fewer rows a GPU pass takes as long, since it reads the same weights
 
 
@@ -136,16 +137,45 @@ class Passes:
     @traced("prompts")
     def prompts(self, ids: Tensor, mask: Tensor, first_row: int, end: int) -> Tensor:
         """Read left-padded prompts. Row i of `ids` goes into row first_row + i of the cache, and the last token of each
-        prompt into slot end - 1.
+        prompt into slot end - 1. If there is a long prompt, several passes read the pieces of `prompt_pieces`.
 
         Args:
             ids, mask: (B, N) int64, the prompts and their attention mask.
 
         Returns: (B, V), the logits of each row's next token.
         """
-        start = end - ids.shape[1]
-        self.cache.window.put(slice(first_row, first_row + len(ids)), start, start)
-        return self._forward(ids, mask.long(), position_ids(mask))
+        width = ids.shape[1]
+        if width <= READ_AT_ONCE:
+            self.cache.window.put(slice(first_row, first_row + len(ids)), end - width, end - width)
+            return self._forward(ids, mask.long(), position_ids(mask))
+        positions, last = position_ids(mask), {}
+        for row, start, begin, behind in self.prompt_pieces(mask.sum(-1).tolist(), width):
+            rows, seen = slice(first_row + row, first_row + row + 1), mask[row : row + 1, start:behind].long()
+            self.cache.window.put(rows, end - width + start, end - width + begin)
+            piece = slice(row, row + 1), slice(begin, behind)
+            last[row] = self._forward(ids[piece], seen, positions[piece])
+        return torch.cat(list(last.values()))
+
+    def prompt_pieces(self, lengths: Sequence[int], width: int) -> list[tuple[int, int, int, int]]:
+        """The passes that read prompts: (row, start, begin, behind) for each, if a prompt has more than READ_AT_ONCE
+        tokens. The prompt begins at position `start` of its row; the pass reads the positions from `begin` to before
+        `behind`. A pass then has one row, no padding, and at most READ_AT_ONCE tokens, so that its memory does not grow
+        with rows and lengths. Models that keep states read a prompt in one pass.
+
+        lengths: the tokens of each prompt. width: the number of positions of each row.
+        """
+        step = width if keeps_states(self.model.config) else READ_AT_ONCE
+        return [
+            (row, width - length, begin, min(begin + step, width))
+            for row, length in enumerate(lengths)
+            for begin in range(width - length, width, step)
+        ]
+
+    def prompt_passes(self, lengths: Sequence[int]) -> int:
+        """The number of forward passes in which `prompts` reads prompts of these lengths, longest first."""
+        if not lengths or lengths[0] <= READ_AT_ONCE:
+            return min(len(lengths), 1)
+        return len(self.prompt_pieces(lengths, lengths[0]))
 
     @traced("token")
     def tokens(self, ids: Tensor, positions: Tensor, mask: Tensor, start: int, slot: int) -> Tensor:

@@ -51,6 +51,20 @@ def test_against_the_double_sum(gamma, lam):
     np.testing.assert_allclose(returns.numpy(), expected + VALUES.double().numpy(), rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("lam", [0.95, torch.tensor([0.9, 0.0, 1.0, 0.3])])
+def test_every_step_is_rounded_to_float32_as_torch_rounds_it(lam):
+    draw = torch.Generator().manual_seed(0)
+    rewards, values = torch.randn(2, 4, 300, generator=draw)
+    rewards[1, 200], rewards[2, 100], rewards[2, 90] = torch.nan, torch.inf, -torch.inf
+    given, expected, following = rewards.clone(), torch.empty(4, 300), torch.zeros(2, 4)
+    for t in reversed(range(300)):
+        advantage = rewards[:, t] + 0.99 * following[1] - values[:, t] + 0.99 * lam * following[0]
+        following = torch.stack([advantage, values[:, t]])
+        expected[:, t] = advantage
+    torch.testing.assert_close(gae(rewards, values, 0.99, lam)[0], expected, rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(rewards.nan_to_num(), given.nan_to_num())
+
+
 @pytest.mark.parametrize("more", [1, 6])
 def test_wider_padding_changes_nothing(more):
     padded = gae(*(torch.nn.functional.pad(part, (0, more)) for part in (REWARDS, VALUES)), 1.0, 0.95)

@@ -22,7 +22,7 @@ from engine.models.config_and_tokenizer import read_tokenizer
 from engine.models.loading import load_policy
 from engine.models.policy import Policy
 from engine.rlhf_engine import EngineSpec, frozen_model
-from engine.rollout import ReplicaRollouts, decode, request
+from engine.rollout import ReplicaRollouts, decode, passes, request
 from engine.rollout.base import SamplingConfig
 from engine.rollout.cache import SlotCache
 from engine.rollout.decode import Sampler, slots_of_a_row, takes_slot_masks
@@ -94,6 +94,31 @@ def test_the_cases_are_hard_enough(expected, family):
 )
 def test_answers_are_those_of_plain_sampling(models, expected, family, rows_at_once):
     assert sampled(models[family], SAMPLING, rows_at_once) == expected[family]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_long_prompts_are_read_in_pieces(models, expected, monkeypatch, family):
+    """Of 4 tokens, of one row, without padding. Rows whose prompts are short join a batch of long ones."""
+    monkeypatch.setattr(passes, "READ_AT_ONCE", 4)
+    model, reads = models[family], []
+
+    def note(_, args, named):
+        mask, tokens = named["attention_mask"], named["input_ids"].shape[1]
+        if tokens > 1:
+            reads.append((len(named["input_ids"]), tokens, mask is None or bool(torch.as_tensor(mask).all())))
+
+    hook = model.register_forward_pre_hook(note, with_kwargs=True)
+    try:
+        rollout = Sampler(make_tokenizer(), 5).responses(model, BATCH, replace(SAMPLING, logprob_temperature=1.0))
+    finally:
+        hook.remove()
+    assert answers(rollout) == expected[family]
+    assert (1, 4, True) in reads and all(rows * tokens <= 20 for rows, tokens, _ in reads)
+    plain = Policy(model)(
+        rollout.sequences, rollout.attention_mask, rollout.position_ids, response_length=rollout.response_length
+    )[0]
+    found, mask = rollout.logprobs, rollout.response_mask
+    torch.testing.assert_close(found[mask], plain[mask], rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "bloom"])
@@ -285,16 +310,16 @@ def test_slots_of_a_row_by_hand():
 
 
 def test_a_rank_keeps_pace_with_the_others(models, expected, monkeypatch):
-    """Another rank reads two prompts, one after the other, and draws 8 more tokens for each; this rank draws one."""
+    """Another rank reads two prompts, the first in 3 pieces, and draws 8 more tokens for each; this rank draws one."""
     monkeypatch.setattr(decode, "takes_slot_masks", lambda model: True)
-    model, widths, others = models["llama"], [], iter([1, 1, 8, 1, 1, 8, 0])
+    model, widths, others = models["llama"], [], iter([1, 3, 8, 1, 1, 8, 0])
     hook = model.register_forward_pre_hook(
         lambda _, args, named: widths.append(named["input_ids"].shape[1]), with_kwargs=True
     )
     sampler = Sampler(make_tokenizer(), agree=lambda own: max(own, next(others)))
     rollout = sampler.responses(model, BATCH.select([2]), replace(SAMPLING, max_new_tokens=1))
     hook.remove()
-    assert widths == [LENGTHS[2]] + [1] * (8 + 1 + 8) and next(others, None) is None
+    assert widths == [LENGTHS[2]] + [1] * (2 + 8 + 1 + 8) and next(others, None) is None
     assert answers(rollout)[0][0] == expected["llama"][2][0][:1]
 
 

@@ -26,6 +26,7 @@ GPUS = {
     "rtx-4090": 25_390_000_000,
     "rtx-5090": 33_660_000_000,
 }
+OLD = ("v100", "t4")  # the GPUs above that are older than Ampere
 CONTEXT = 900_000_000
 """The number of bytes that the CUDA context, kernels, and cuBLAS's workspaces take."""
 FRAGMENTS = 0.04
@@ -79,6 +80,7 @@ class Cluster:
     gpu: the number of bytes of one GPU, or None if it is not known.
     host: the number of bytes of a node's host memory, or None if it is not known.
     on_gpu: whether the ranks compute on GPUs. If they do not, device memory is host memory.
+    old: whether the GPUs are older than Ampere, for which torch has no kernel for rows of various lengths.
     """
 
     gpus: int = 1
@@ -86,6 +88,12 @@ class Cluster:
     gpu: int | None = None
     host: int | None = None
     on_gpu: bool = True
+    old: bool = False
+
+    @property
+    def kernel(self) -> bool:
+        """Whether torch has a kernel for rows of various lengths on these machines, in 16 bits."""
+        return self.on_gpu and not self.old
 
     @property
     def world(self) -> int:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from engine.errors import UserError
 from training.config.flags import flag
 from training.config.step3 import RLHFFlags
-from training.tools.memory.cluster import Cluster, gpu_bytes, parsed_bytes
+from training.tools.memory.cluster import OLD, Cluster, gpu_bytes, parsed_bytes
 
 SEARCHES = ("batch", "gpus")
 LEAST_HOST = 10**9  # bytes; if --host_memory is smaller, the unit was probably forgotten
@@ -54,4 +54,5 @@ class MemoryFlags(RLHFFlags):
     def cluster(self) -> Cluster:
         """The machines that the flags describe."""
         host = parsed_bytes(self.host_memory) if self.host_memory is not None else None
-        return Cluster(gpus=self.num_gpus, nodes=self.num_nodes, gpu=gpu_bytes(self.gpu), host=host)
+        old = self.gpu.strip().lower().startswith(OLD)
+        return Cluster(gpus=self.num_gpus, nodes=self.num_nodes, gpu=gpu_bytes(self.gpu), host=host, old=old)

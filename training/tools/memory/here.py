@@ -5,7 +5,7 @@ import torch
 
 from engine import distributed
 from engine.errors import UserError
-from engine.zero.accelerator import on_gpu, ranks_of_this_machine
+from engine.zero.accelerator import capability, on_gpu, ranks_of_this_machine
 from training.config.step3 import RLHFFlags
 from training.config.supervised import SupervisedFlags
 from training.tools.memory.changes import change_lines
@@ -22,7 +22,8 @@ def this_cluster() -> Cluster:
     gpus = ranks_of_this_machine()
     gpu = torch.cuda.mem_get_info()[1] if on_gpu() else None
     nodes = -(-distributed.world_size() // gpus)
-    return Cluster(gpus=gpus, nodes=nodes, gpu=gpu, host=psutil.virtual_memory().total, on_gpu=on_gpu())
+    old = on_gpu() and (capability() or (0, 0)) < (8, 0)
+    return Cluster(gpus=gpus, nodes=nodes, gpu=gpu, host=psutil.virtual_memory().total, on_gpu=on_gpu(), old=old)
 
 
 def memory_lines(args: RLHFFlags | SupervisedFlags) -> list[str]:

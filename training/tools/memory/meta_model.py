@@ -2,7 +2,7 @@
 memory."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 
 import torch
@@ -10,7 +10,7 @@ import torch
 from engine.engine_spec import EngineSpec
 from engine.errors import UserError
 from engine.models.adapter_folders import AdapterFolder, read_adapter
-from engine.models.attention import USUAL, Attention
+from engine.models.attention import BY_ROW, USUAL, Attention
 from engine.models.config_and_tokenizer import CLASSIFIER, LANGUAGE_MODEL, model_class, read_config
 from engine.models.hydra import HydraPolicy
 from engine.models.loading import DTYPES, as_computed
@@ -64,12 +64,14 @@ class MetaModel:
         return max([self.largest, *(sum(parameter.numel() for parameter in layer.parameters()) for layer in layers)])
 
 
-def meta_models(spec: EngineSpec) -> dict[str, MetaModel]:
-    """{role: meta model} for each engine that `spec` asks for, in the order in which the engines are loaded.
+def meta_models(spec: EngineSpec, kernel: bool = False) -> dict[str, MetaModel]:
+    """{role: meta model} for each engine that `spec` asks for, in the order in which the engines are loaded. kernel: as
+    for `with_packing`.
 
     Reads only the config.json of each model and the adapter_config.json of each adapter. Raises: UserError, with the
     role's flag and the path in its message, if one of these files is missing or cannot be read.
     """
+    spec = replace(spec, attention=with_packing(spec.attention, spec.dtype, kernel))
     of_spec = partial(built, dtype=spec.dtype, trust_remote_code=spec.trust_remote_code, attention=spec.attention)
     build: dict[str, Callable[[], MetaModel]] = {
         "actor": lambda: of_spec(
@@ -178,9 +180,23 @@ def module_on_meta(
     made = model_class(config, kind, path, what, trust_remote_code)
     if merged is not None and kind == LANGUAGE_MODEL and merged.changes_tied_head(config, made):
         config.tie_word_embeddings = False  # the loader does this too
+    packs = attention.packing == "packed" and attention._takes_rows(made, config)
+    how = {"attn_implementation": BY_ROW} if packs else attention.arguments_on_meta
     with torch.device("meta"):
-        model = made._from_config(config, dtype=DTYPES[dtype], **attention.arguments_on_meta)
-        return Policy(model) if kind == LANGUAGE_MODEL else Scorer(model)
+        model = made._from_config(config, dtype=DTYPES[dtype], **how)
+        module = Policy(model) if kind == LANGUAGE_MODEL else Scorer(model)
+    module.pack(packs)
+    return module
+
+
+def with_packing(attention: Attention, dtype: str, kernel: bool) -> Attention:
+    """This attention with `packing` "packed" or "padded". For "auto" it is what a run chooses if its models take rows
+    without padding. kernel: whether the machines have a kernel of torch for rows of various lengths (`Cluster`)."""
+    if attention.packing != "auto":
+        return attention
+    own = attention.implementation in ("auto", "sdpa", "cudnn") and kernel and dtype != "fp32"
+    packs = own or attention.implementation.startswith("flash")
+    return replace(attention, packing="packed" if packs else "padded")
 
 
 def _config(path: str, what: str, trust_remote_code: bool):

@@ -13,17 +13,22 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental import _config as meta_settings
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from engine.experience import position_ids
+from engine.models import attention
 from engine.models.hydra import HydraPolicy
 from engine.models.lora import decoder_stack
 from engine.models.policy import Policy
+from engine.rollout.cache import SlotCache
+from engine.rollout.passes import READ_AT_ONCE, Passes
 from training.tools.memory.meta_model import MetaModel
 
 POLICIES = (None, "reference")  # the roles that compute log-probs, if the module is a policy
 FEW, MORE = 2, 4
+_HOST = torch.device("cpu")
 _GROUPED = torch.ops.aten._grouped_mm.default
 
 
@@ -42,7 +47,7 @@ def training_pass(
     model.module.train()
     try:
         sizes = rows, length, response
-        return _peak(model, lambda: torch.autograd.backward(_output(model, *sizes, role, with_entropy).sum()))
+        return _peak(model, lambda: _output(model, *sizes, role, with_entropy).sum().backward(), length)
     finally:
         for hook in hooks:
             hook.remove()
@@ -50,11 +55,27 @@ def training_pass(
 
 @lru_cache(maxsize=256)
 def forward_pass(model: MetaModel, rows: int, length: int, response: int, role: str | None = None) -> int:
-    """The number of bytes at the peak of a forward pass without gradients. Such passes compute experience, and read
-    prompts. Arguments: as those of `training_pass`."""
+    """The number of bytes at the peak of a forward pass without gradients, which computes experience. Arguments: as
+    those of `training_pass`."""
     model.module.eval()
     with torch.no_grad():
-        return _peak(model, lambda: _output(model, rows, length, response, role, with_entropy=role is None))
+        return _peak(model, lambda: _output(model, rows, length, response, role, with_entropy=role is None), length)
+
+
+@lru_cache(maxsize=256)
+def prompt_pass(model: MetaModel, rows: int, length: int) -> int:
+    """The number of bytes at the peak of the passes that read `rows` prompts of this length. Keys and values are not
+    counted."""
+    bare = model.module.model.eval()
+    cache = SlotCache()
+    cache.reserve(rows, length)
+    passes = Passes(bare, cache, False)
+    ids = torch.zeros(rows, length, dtype=torch.int64, device="meta")
+    mask = torch.ones_like(ids)
+    with torch.no_grad():
+        _counted(lambda: passes.prompts(ids[:, :1], mask[:, :1], 0, 1), 1)  # allocates keys and values
+        rows = rows if length <= READ_AT_ONCE else 1  # long prompts are read one after the other
+        return _peak(model, lambda: passes.prompts(ids[:rows], mask[:rows], 0, length), length)
 
 
 def _output(
@@ -69,25 +90,25 @@ def _output(
     return model.module(*given, role=role)
 
 
-def _peak(model: MetaModel, run: Callable[[], object]) -> int:
-    """The bytes at the peak of a pass. Of a deep model only FEW and MORE layers are run, since each further layer adds
-    the same number of bytes."""
+def _peak(model: MetaModel, run: Callable[[], object], length: int) -> int:
+    """The bytes at the peak of a pass over rows of this length. Of a deep model only FEW and MORE layers are run, since
+    each further layer adds the same number of bytes."""
     name = None if isinstance(model.module, HydraPolicy) else decoder_stack(model.module.model)
     stack: Any = None if name is None else model.module.model.get_submodule(name)
     if stack is None or len(stack) <= MORE:
-        return _counted(run)
+        return _counted(run, length)
     whole, peaks = stack._modules, []
     try:
         for layers in (FEW, MORE):
             stack._modules = dict(list(whole.items())[:layers])
-            peaks.append(_counted(run))
+            peaks.append(_counted(run, length))
     finally:
         stack._modules = whole
     return peaks[0] + (peaks[1] - peaks[0]) * (len(stack) - FEW) // (MORE - FEW)
 
 
-def _counted(run: Callable[[], object]) -> int:
-    with fused_attention(), LiveBytes() as live:
+def _counted(run: Callable[[], object], length: int) -> int:
+    with fused_attention(), meta_settings.patch(meta_nonzero_assume_all_nonzero=True), LiveBytes(length) as live:
         run()
     return live.peak
 
@@ -97,19 +118,24 @@ def _forget(parameter: nn.Parameter) -> None:
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of live tensors. peak: the largest number so far."""
+    """Counts the bytes of live tensors. peak: the largest number so far. length: the tokens of each row."""
 
-    def __init__(self):
+    def __init__(self, length: int = 0):
         super().__init__()
+        self.length = length
         self.live = self.peak = 0
         self._storages: dict[int, tuple[weakref.ref, int]] = {}
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         """Run the operation, and count the tensors that it creates. If code asks for the value of a tensor (mostly
-        whether a mask has no padding), it gets 0, which means no."""
+        whether a mask has no padding), it gets 0, which means no. If it asks for the values of several (how many tokens
+        the rows have that it packs), it gets the rows' length."""
+        kwargs = kwargs or {}
         if function is torch.ops.aten._local_scalar_dense.default:
             return 0
-        made = (_experts_product if function is _GROUPED else function)(*args, **(kwargs or {}))
+        if function is torch.ops.aten._to_copy.default and args[0].is_meta and kwargs.get("device") == _HOST:
+            return torch.full(args[0].shape, self.length)
+        made = (_experts_product if function is _GROUPED else function)(*args, **kwargs)
         given = None
         for tensor in tree_iter(made):
             if isinstance(tensor, Tensor) and id(tensor.untyped_storage()) not in self._storages:
@@ -139,13 +165,20 @@ def _experts_product(first: Tensor, second: Tensor, *others, **settings) -> Tens
 def fused_attention() -> Iterator[None]:
     """Within this context attention keeps for its backward pass only what a fused kernel keeps: inputs, output, and one
     number per row. Torch has no fused kernel for the meta device, where it would keep the attention probabilities,
-    (rows, heads, tokens, tokens)."""
-    own = torch.nn.functional.scaled_dot_product_attention
-    torch.nn.functional.scaled_dot_product_attention = _without_computing  # the name by which models call it
+    (rows, heads, tokens, tokens). In 16 bits a kernel computes all packed rows."""
+    names = {
+        (torch.nn.functional, "scaled_dot_product_attention"): _without_computing,  # the name by which models call it
+        (attention, "has_kernel"): lambda dtype, *heads: dtype != torch.float32,
+        (attention, "_attention_of_rows"): lambda *given: _Attention.apply(*given[:3], None).transpose(1, 2),
+    }
+    own = {place: getattr(*place) for place in names}
     try:
+        for place, function in names.items():
+            setattr(*place, function)
         yield
     finally:
-        torch.nn.functional.scaled_dot_product_attention = own
+        for place, function in own.items():
+            setattr(*place, function)
 
 
 def _without_computing(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):

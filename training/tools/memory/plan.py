@@ -20,8 +20,8 @@ from training.config.supervised import RewardFlags, SupervisedFlags
 from training.reward_texts import reading_limit
 from training.tools.memory.cluster import FRAGMENTS, Cluster
 from training.tools.memory.engines import Bytes, Engine
-from training.tools.memory.meta_model import built, meta_models
-from training.tools.memory.passes import forward_pass, training_pass
+from training.tools.memory.meta_model import built, meta_models, with_packing
+from training.tools.memory.passes import forward_pass, prompt_pass, training_pass
 
 PHASES = ("generate", "experience", "train")
 ROLES = ("model", "actor", "critic", "reference", "reward", "ema", "copy", "vLLM")
@@ -119,7 +119,7 @@ class _Planner:
     def __post_init__(self):
         args, spec = self.args, self.args.spec
         self.spec, self.dialect = spec, args.resolved.dialect
-        self.models = meta_models(spec)
+        self.models = meta_models(spec, self.cluster.kernel)
         self.engines = {
             config.role: Engine.of(
                 self.models[config.role],
@@ -229,7 +229,7 @@ class _Planner:
         if (self.copy + self.vllm).total():
             self._moment("generate", "the actor's copy is filled", held, actor.gathered_in_buckets)
             whole = Bytes()
-        prompts = forward_pass(actor.model, rows, args.max_prompt_seq_len, 1)
+        prompts = prompt_pass(actor.model, rows, args.max_prompt_seq_len)
         needed = Bytes({("actor", "activations"): prompts})
         self._moment("generate", "responses are drawn", held, needed, whole)
 
@@ -338,7 +338,7 @@ def plan_one_model(args: SupervisedFlags, cluster: Cluster) -> MemoryPlan:
         trust_remote_code=args.trust_remote_code,
         checkpointing=args.gradient_checkpointing,
         lora=args.lora(),
-        attention=args.attention,
+        attention=with_packing(args.attention, str(args.dtype), cluster.kernel),
     )
     passes = args.gradient_accumulation_steps
     engine = Engine.of(model, args.engine_config(), str(args.dtype), cluster, passes, args.optimizer())

@@ -1,10 +1,17 @@
-"""Passes on paper: a few layers stand for many, in each family and way to train."""
+"""Passes on paper: a few layers stand for many, in each family and way to train; packed rows as they are counted."""
 
 import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaForCausalLM
 
-from engine.models.config_and_tokenizer import LANGUAGE_MODEL
+from engine.experience import position_ids
+from engine.models.attention import Attention
+from engine.models.config_and_tokenizer import CLASSIFIER, LANGUAGE_MODEL
 from engine.models.lora import LoraSpec
+from engine.models.policy import Policy, Scorer
 from scripts.harness.models import family_config, make_config
+from tests.engine.meters import LiveBytes
+from tests.training.tools.memory.configurations import llama
 from training.tools.memory import passes
 from training.tools.memory.meta_model import built
 from training.tools.memory.passes import forward_pass, training_pass
@@ -31,3 +38,31 @@ def test_a_few_layers_stand_for_many(family, adapted, tmp_path, monkeypatch):
     short = peaks()
     monkeypatch.setattr(passes, "MORE", 6)
     assert peaks() == short
+
+
+@pytest.mark.parametrize("kind", [LANGUAGE_MODEL, CLASSIFIER])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_packed_rows_are_planned_without_a_mask_of_all_pairs(kind, checkpointing, tmp_path):
+    """Two rows of 1,024 tokens, trained for real: a mask of all pairs would take as much as the rest."""
+    rows, length = 2, 1024
+    packed = Attention(packing="packed")
+    how = {"dtype": "fp32", "trust_remote_code": False, "checkpointing": checkpointing, "attention": packed}
+    model = built("actor", llama(tmp_path), kind, True, **how)
+    config = AutoConfig.from_pretrained(tmp_path)
+    config.num_labels = 1
+    made = (AutoModelForCausalLM if kind == LANGUAGE_MODEL else AutoModelForSequenceClassification).from_config(
+        config, **packed.prepare(LlamaForCausalLM, config, torch.float32)
+    )
+    module = Policy(made) if kind == LANGUAGE_MODEL else Scorer(made)
+    module.pack(packed.packs_rows_of(made))
+    if checkpointing:
+        module.checkpoint_activations()
+    for parameter in module.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
+    ids = torch.ones(rows, length, dtype=torch.int64)
+    given = ids, ids, position_ids(ids)
+    with LiveBytes(known=module.parameters()) as live:
+        output = module(*given, response_length=length - 1)[0] if kind == LANGUAGE_MODEL else module(*given)
+        output.sum().backward()
+    assert module.packs and model.module.packs
+    assert training_pass(model, rows, length, length - 1) == pytest.approx(live.peak, rel=0.1)
