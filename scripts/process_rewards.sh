@@ -27,7 +27,7 @@ run() {
 }
 
 if [ ! -d "$out/base" ]; then
-    python scripts/chains.py --output_dir "$out/data"
+    python examples/chains.py --output_dir "$out/data"
     python -m training.toy.model --characters --data "$out/data/sft.jsonl" --output_dir "$out/base" --num_layers 2
 fi
 run "$out/sft" step1_sft.py --model_name_or_path "$out/base" --data_path "$out/data/sft.jsonl" --max_seq_len 64 \
@@ -48,9 +48,9 @@ ppo() {
         --lr_scheduler_type cosine --actor_learning_rate 4e-4 --critic_learning_rate 1e-3 --seed "$seed" "$@"
 }
 
-model=(--reward_model_name_or_path "$out/prm" --reward_function scripts/chains.py:right)
+model=(--reward_model_name_or_path "$out/prm" --reward_function examples/chains.py:right)
 for seed in 1 2 3; do
-    ppo end "$seed" --reward_function scripts/chains.py:right
+    ppo end "$seed" --reward_function examples/chains.py:right
     ppo steps "$seed" "${model[@]}" --reward_model_weight 0.25 --reward_weights 0
 done
 # The curves of right answers to 256 held-out prompts; then 2,000 new prompts, answered by each trained model.
@@ -63,7 +63,8 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from scripts.chains import make_chains, right
+sys.path.insert(0, "examples")
+from chains import make_chains, right
 
 out = Path(sys.argv[1])
 curves = {}

@@ -1,12 +1,13 @@
 """From --environment to a backend that draws conversations. Step 3 and the measuring programs use this file.
 
-made = load_environment(args)                              # None without --environment
-form, with_dialogues = prompts_for(args, made)             # how its prompts are read
-environments = environments_of(args, made, tokenizer, [prompts, held_out])
+form, with_dialogues = prompts_for(args)               # how its prompts are read
+environments = environments_of(args, tokenizer, [prompts, held_out])
 rollouts = conversations(args, rollouts, environments)
 """
 
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 
 from torch.utils.data import ConcatDataset
 
@@ -33,29 +34,24 @@ def load_environment(args: EnvironmentFlags, text_reward_paths: Sequence[str] = 
     return load_named(args.environment, args.word("environment"), "class")
 
 
-def prompts_for(args: EnvironmentFlags, made: Callable | None) -> tuple[Form, bool]:
-    """(the form of the prompts, which describes the environment's tools, whether their dialogues are kept). made: the
-    result of `load_environment`."""
-    if made is None:
+def prompts_for(args: EnvironmentFlags) -> tuple[Form, bool]:
+    """(the form of the prompts, which describes the environment's tools; whether their dialogues are kept)."""
+    if (made := load_environment(args)) is None:
         return PROMPTS, False
     return prompts_with(tool_schemas(made, args.word("environment"))), not is_own(made)
 
 
-def environments_of(
-    args: EnvironmentFlags, made: Callable | None, tokenizer, parts: Sequence[Prompts | None]
-) -> Environments | None:
+def environments_of(args: EnvironmentFlags, tokenizer, parts: Sequence[Prompts | None]) -> Environments | None:
     """The environments of these prompts, which are numbered one part after the other; None without --environment. Tries
     one with the first row. Raises: UserError if that fails."""
-    if made is None:
+    if (made := load_environment(args)) is None:
         return None
     prompts = [part for part in parts if part is not None]
+    starts = [0, *accumulate(map(len, prompts))]
 
     def opening(index: int, said: str) -> list[int]:
-        for part in prompts:
-            if index < len(part):
-                return part.opened(index, said)
-            index -= len(part)
-        raise IndexError(index)
+        part = bisect_right(starts, index) - 1
+        return prompts[part].opened(index - starts[part], said)
 
     rows, dialogues = (ConcatDataset([getattr(part, name) for part in prompts]) for name in ("rows", "dialogues"))
     template = response_template(args.response_template, tokenizer)

@@ -53,15 +53,7 @@ from engine.zero.config import EngineConfig
 from engine.zero.engines import FrozenModel, TrainedModel
 from training.checkpoints.resuming import Checkpoint
 from training.config.supervised import RewardFlags
-from training.data.examples import (
-    FittedRows,
-    PairBatch,
-    PairExamples,
-    Prompts,
-    collate_pairs,
-    collate_prompts,
-    pair_fit,
-)
+from training.data.examples import PairBatch, PairExamples, Prompts, collate_pairs, collate_prompts, pair_fit
 from training.data.order import epoch_permutation
 from training.data.record_forms import PAIRS, PROMPTS, stepwise
 from training.data.row_selection import load_rows
@@ -445,7 +437,7 @@ def make_plan(args: RewardFlags, checkpoint: Checkpoint | None, inputs: Mapping[
     if args.step_end is None:
         fit = pair_fit(tokenizer, args.max_seq_len, args.overlong, stops)
         parts = args.load_rows(PAIRS, tokenizer, fit, held_out=args.held_out)
-        examples: list[FittedRows] = [PairExamples(rows, tokenizer, *how) for rows in parts]
+        examples = [PairExamples(rows, tokenizer, *how) for rows in parts]
     else:
         ends = StepEnds(tokenizer, args.step_end_text, at_end=True, what="--step_end")
         fit = steps_fit(tokenizer, ends, args.max_seq_len, args.overlong, stops)

@@ -3,13 +3,13 @@
 import importlib.util
 import json
 import re
+import runpy
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForTokenClassification, AutoTokenizer
 
-from scripts.chains import main as chains_main
 from scripts.harness.programs import Tiny, metric_lines, run_here
 from training.tools.toy.model import main as model_main
 
@@ -45,7 +45,9 @@ def chains(tmp_path_factory) -> Path:
     """Data of the page's example, fewer of each kind, and its base model."""
     folder = tmp_path_factory.mktemp("chains")
     sizes = [f"--{name}={count}" for name, count in (("sft", 40), ("steps", 64), ("prompts", 40), ("eval_prompts", 8))]
-    chains_main(["--output_dir", str(folder / "data"), *sizes])
+    runpy.run_path(str(PAGE.parents[1] / "examples" / "chains.py"))["main"](
+        ["--output_dir", str(folder / "data"), *sizes]
+    )
     words = ["--characters", "--data", str(folder / "data" / "sft.jsonl"), "--output_dir", str(folder / "base")]
     assert model_main([*words, "--num_layers", "2"]) == 0
     return folder

@@ -120,12 +120,11 @@ def test_a_file_is_found_after_the_folder_changes_and_a_template_s_name_stays(fi
 
 def made(args, counts=(2, 2)):
     """(environments, tokenizer) of training and held-out rows that are numbered in one."""
-    tokenizer, found = word_tokenizer(words="b0 b1 b2 b3"), load_environment(args)
-    _, with_dialogues = prompts_for(args, found)
+    tokenizer, (_, with_dialogues) = word_tokenizer(words="b0 b1 b2 b3"), prompts_for(args)
     rows = [{"prompt": "a", "place": place} for place in range(sum(counts))]
     split = rows[: counts[0]], rows[counts[0] :]
     both = [Prompts(one, tokenizer, 8, with_dialogues=with_dialogues) if one else None for one in split]
-    return environments_of(args, found, tokenizer, both), tokenizer
+    return environments_of(args, tokenizer, both), tokenizer
 
 
 def test_held_out_rows_come_after_training_rows(file):
@@ -149,7 +148,7 @@ def test_a_class_that_fails_with_the_first_row_is_told(file, tmp_path):
 
 def test_without_it_nothing_changes():
     args, backend = parse(flags_class=RLHFFlags), object()
-    assert load_environment(args) is None and environments_of(args, None, None, []) is None
+    assert load_environment(args) is None and environments_of(args, None, []) is None
     assert conversations(args, backend, None) is backend
     assert json.dumps(args.as_dict()["environment"]) == "null"
 

@@ -1,6 +1,8 @@
 """Step 2 on labels of steps: the rows, the loss and its gradients against transformers' own, and what is saved."""
 
 import json
+import runpy
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +14,6 @@ from engine.models.checking import check_policy, check_scorer, check_trunk, step
 from engine.models.loading import load_scorer, new_scorer
 from engine.models.saving import save_model
 from engine.reward.steps import StepEnds
-from scripts.chains import make_chains, right
 from scripts.harness.models import EOS, PAD, make_causal_lm, make_process_scorer, make_scorer, make_tokenizer
 from training.data.record_forms import stepwise
 from training.process_rewards import StepsExamples, collate_steps, held_out_steps, measured_steps
@@ -133,7 +134,8 @@ def test_held_out_metrics():
 
 
 def test_chains_label_each_line_by_arithmetic():
-    files = make_chains(seed=0, terms=4, sft=5, steps=200, prompts=5, eval_prompts=5)
+    chains = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "chains.py"))
+    files, right = chains["make_chains"](seed=0, terms=4, sft=5, steps=200, prompts=5, eval_prompts=5), chains["right"]
     for record in files["steps.jsonl"]:
         terms = [int(term) for term in record["prompt"].strip("=\n").split("+")]
         total, so_far = terms[0], True

@@ -149,10 +149,7 @@ class RLHFFlags(HubFlags, RestartFlags, RolloutFlags, ModelFlags):
                 "are done. Leave it out."
             )
         if self.environment is not None:
-            try:
-                check_conversations(dialect)
-            except UserError as error:
-                raise UserError(f"--environment with --dialect {self.dialect}: {error}") from None
+            check_conversations(dialect)
             if self.overlap_rewards:
                 raise UserError(
                     "--overlap_rewards with --environment: conversations are scored when all of them have ended. Leave "

@@ -73,7 +73,7 @@ def make_plan(args: RLHFFlags, checkpoint: Checkpoint | None, inputs: Mapping[st
     last_step = min(total_steps, args.test_stop_step or total_steps)
     functions = load_functions(args)
     check_columns(functions, by_part(prompts, held_out))
-    environments = environments_of(args, load_environment(args), tokenizer, [prompts, held_out])
+    environments = environments_of(args, tokenizer, [prompts, held_out])
     texts, texts_fingerprints = read_texts(args, tokenizer)
     conditions = Conditions.of(args, fingerprints + texts_fingerprints, tokenizer, inputs or {})
     if checkpoint:
@@ -103,7 +103,7 @@ def make_plan(args: RLHFFlags, checkpoint: Checkpoint | None, inputs: Mapping[st
 def read_prompts(args: RLHFFlags, dialect: Dialect, tokenizer) -> tuple[Prompts, Prompts | None, list[str]]:
     """(prompts; held-out prompts, or None; fingerprints of both)."""
     query = tuple(token_id(tokenizer, dialect, field) for field in ("query_start", "query_end"))
-    form, with_dialogues = prompts_for(args, load_environment(args))
+    form, with_dialogues = prompts_for(args)
     with_dialogues = with_dialogues or bool(args.text_reward_paths)
     parts = args.load_rows(
         form,

@@ -93,8 +93,9 @@ def read_held_out(args: MeasuringFlags, tokenizer) -> HeldOut:
     fit = prompt_fit(tokenizer, args.max_prompt_seq_len, args.overlong)
     models, trusted = args.reward_model_name_or_path, args.trust_remote_code
     texts = [path for path in models if reads_texts(tokenizer, path, REWARD_MODEL, trusted)]
-    made = load_environment(args, texts)
-    form, with_dialogues = prompts_for(args, made)
+    load_environment(args, texts)
+    form, with_dialogues = prompts_for(args)
+    with_dialogues = with_dialogues or bool(texts)
     parts = args.load_rows(
         form,
         tokenizer,
@@ -104,14 +105,7 @@ def read_held_out(args: MeasuringFlags, tokenizer) -> HeldOut:
         held_out_flag="--num_eval_prompts",
     )
     rest, held_out = (
-        Prompts(
-            rows,
-            tokenizer,
-            args.max_prompt_seq_len,
-            args.overlong,
-            args.cache,
-            with_dialogues=with_dialogues or bool(texts),
-        )
+        Prompts(rows, tokenizer, args.max_prompt_seq_len, args.overlong, args.cache, with_dialogues=with_dialogues)
         if len(rows)
         else None
         for rows in parts
@@ -120,7 +114,7 @@ def read_held_out(args: MeasuringFlags, tokenizer) -> HeldOut:
     lines = check_reward_texts(args, args.reward_model_name_or_path, tokenizer, by_part(held_out, None))
     for line in lines if distributed.is_main() else ():
         print(line, flush=True)
-    return HeldOut(held_out, rest, tokenizer, environments_of(args, made, tokenizer, [rest, held_out]))
+    return HeldOut(held_out, rest, tokenizer, environments_of(args, tokenizer, [rest, held_out]))
 
 
 class Measuring:
@@ -146,14 +140,9 @@ class Measuring:
             rows_at_once=args.per_device_eval_batch_size,
             trust_remote_code=trusted,
         )
+        how = self.texts, args.max_reward_seq_len, args.reward_step_end
         self.rewards = [
-            reward_source(
-                RewardModel(self.loaded(path, "reward", load_scorer)),
-                path,
-                self.texts,
-                args.max_reward_seq_len,
-                args.reward_step_end,
-            )
+            reward_source(RewardModel(self.loaded(path, "reward", load_scorer)), path, *how)
             for path in args.reward_model_name_or_path
         ]
 

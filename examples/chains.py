@@ -1,6 +1,6 @@
 """Additions written step by step: data whose every line has a label, and a checker of the end as a reward function.
 
-    python scripts/chains.py --output_dir data            # docs/step_rewards.md goes on from there
+    python examples/chains.py --output_dir data           # docs/step_rewards.md goes on from there
 
 To 7+5+9= the response is two lines, 7+5=12 and 12+9=21. A line is good if it and all lines before it are right. The
 lines of steps.jsonl have mistakes: a wrong sum, a wrong number taken over, a line too many.
