@@ -376,9 +376,6 @@ def checked(reply: Reply, vocabulary: int = 0) -> Reply:
     for token in reply.tokens if reply.tokens is not None else ():
         if not isinstance(token, Integral) or isinstance(token, bool) or not 0 <= token < vocabulary:
             raise ValueError(f"Reply.tokens has {token!r}; ids are whole numbers from 0 to {vocabulary - 1}")
-    for message in reply.messages:
-        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or "content" not in message:
-            raise TypeError(f"Reply.messages has {shortened(message)}; a message is a dict with role and content")
     if not math.isfinite(reply.reward) or abs(reply.reward) > MOST:
         raise ValueError(f"the reward is {reply.reward}; it has to be a finite number of 32 bits")
     return reply

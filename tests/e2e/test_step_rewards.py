@@ -45,9 +45,8 @@ def chains(tmp_path_factory) -> Path:
     """Data of the page's example, fewer of each kind, and its base model."""
     folder = tmp_path_factory.mktemp("chains")
     sizes = [f"--{name}={count}" for name, count in (("sft", 40), ("steps", 64), ("prompts", 40), ("eval_prompts", 8))]
-    runpy.run_path(str(PAGE.parents[1] / "examples" / "chains.py"))["main"](
-        ["--output_dir", str(folder / "data"), *sizes]
-    )
+    example = runpy.run_path(str(PAGE.parents[1] / "examples" / "chains.py"))
+    example["main"](["--output_dir", str(folder / "data"), *sizes])
     words = ["--characters", "--data", str(folder / "data" / "sft.jsonl"), "--output_dir", str(folder / "base")]
     assert model_main([*words, "--num_layers", "2"]) == 0
     return folder

@@ -132,8 +132,6 @@ def test_what_step_must_not_return(said, message):
         (Reply(tokens=[True]), "Reply.tokens has True"),
         (Reply(b"a"), "what is to be inserted is b'a'; it has to be a text"),
         (reply_of(StepResult(np.zeros(2))), "what is to be inserted is array([0., 0.])"),
-        (Reply(messages={"role": "user", "content": "a"}), "Reply.messages has 'role'"),
-        (Reply(messages=[{"role": "user"}]), "a message is a dict with role and content"),
         (Reply(reward=float("nan")), "the reward is nan"),
     ],
 )
