@@ -142,9 +142,7 @@ class Conversations(RolloutBackend):
                     self._take(copied(drawn, "cpu"), [conversations[row] for row in living])
                     self._answer([conversations[row] for row in living if conversations[row].episode], turn)
         except BaseException:  # the run ends
-            side_by_side(
-                [one.episode.close for one in conversations if one.episode is not None], self.seconds, len(prompts)
-            )
+            side_by_side([one.episode.close for one in conversations if one.episode], self.seconds, len(prompts))
             raise
         self._close(conversations)
         self._counted["responses"] += len(conversations)
@@ -152,7 +150,6 @@ class Conversations(RolloutBackend):
 
     def _open(self, conversations: Sequence[_Conversation]) -> None:
         """Make the episodes. Without an episode, a conversation has one turn."""
-
         calls = [partial(self.environments.episode, one.row, one.prompt) for one in conversations]
         for one, made in zip(conversations, self._side_by_side(conversations, calls), strict=True):
             if isinstance(made, BaseException):

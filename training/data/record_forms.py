@@ -142,9 +142,9 @@ class StepsForm(Form):
     """How step 2 reads stepwise records, in TRL's form: a prompt, its steps (`completions`), and a label for each step:
     true or false, or the probability that the step is good; null if it is not to be learned.
 
-    The steps are joined into one response. step_end: the text with which each step but the last ends; it is added where
-    a step has none. The row has `prompt`, `response`, and `labels`: one label for each end of a step in the response.
-    Where a given step has `step_end` within it, the ends before its last one have no label.
+    step_end: the text with which each step but the last ends; it is added where a step has none. The row has `prompt`,
+    `response`, which joins the steps, and `labels`: one for each end of a step in the response, None for ends within a
+    given step.
     """
 
     step_end: str = "\n"
@@ -164,10 +164,8 @@ class StepsForm(Form):
             place = f"completions, step {number}"
             check_text(where, place, step)
             if label is not None and not (isinstance(label, bool | int | float) and 0 <= label <= 1):
-                raise UserError(
-                    f"{where}, column labels, step {number}: found {described(label)}. Give true, false, a number from "
-                    "0 to 1, or null."
-                )
+                found = f"{where}, column labels, step {number}: found {described(label)}"
+                raise UserError(f"{found}. Give true, false, a number from 0 to 1, or null.")
             ends = sum(bool(part.strip()) for part in step.split(self.step_end))
             if not ends:
                 raise UserError(f"{where}, column {place}: found no text but the end of a step. Take the step out.")
