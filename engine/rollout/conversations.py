@@ -64,7 +64,7 @@ class _Conversation:
 
     def add(self, tokens: list[int], drawn: bool, **recorded: list[float]) -> None:
         """Append tokens. recorded: what the sampler recorded of drawn ones."""
-        columns = {"action_mask": [drawn] * len(tokens), **recorded}
+        columns: dict[str, list] = {"action_mask": [drawn] * len(tokens), **recorded}
         for name in {"turn_rewards", *columns, *self.columns}:
             self.columns.setdefault(name, []).extend(columns.get(name, [0.0] * len(tokens)))
         self.tokens += tokens
