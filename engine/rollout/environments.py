@@ -128,11 +128,11 @@ class Environments:
                 opening = self.opening(row_index, said)
         return _ToolEpisode(self, environment, row, prompt, opening)
 
-    def check(self, name: str) -> None:
-        """Try the environment with the first row. name: of the flag with its value, for messages.
+    def check(self, name: str, alone: bool = True) -> None:
+        """Try the environment with the first row.
 
-        Raises: UserError if the class fails with this row or gives no reward, or if tool calls cannot be read or
-        answered.
+        name: of the flag with its value, for messages. alone: whether nothing else gives rewards. Raises: UserError if
+        the class fails with this row, if it is alone and gives no reward, or if tool calls cannot be read or answered.
         """
         try:
             episode = self.episode(0, [])
@@ -143,10 +143,11 @@ class Environments:
                 f"{described(error)}"
             ) from None
         own = is_own(self.made)
-        if not own and not any(hasattr(episode.environment.made, reward) for reward in ("get_reward", "reward")):
+        rewarded = own or any(hasattr(episode.environment.made, reward) for reward in ("get_reward", "reward"))
+        if alone and not rewarded:
             raise UserError(
-                f"{name}: it has no method get_reward(self) and no attribute reward. Add one; where other rewards are "
-                "enough, get_reward returns 0.0."
+                f"{name}: it has no method get_reward(self) and no attribute reward, and nothing else gives rewards. "
+                "Add one, or give a --reward_function or a reward model."
             )
         model = getattr(self.tokenizer, "name_or_path", None) or "the model"
         if self.schemas and self.template is None:

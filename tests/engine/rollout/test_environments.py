@@ -454,6 +454,10 @@ def test_environments_that_a_run_cannot_use(made, template, given, message):
     assert str(raised.value).startswith("--environment a.py:A: ") and message in str(raised.value)
 
 
+def test_an_environment_without_a_reward_may_stand_beside_other_rewards():
+    Environments(Unrewarded, tokenizer_of("qwen"), [{"prompt": "x"}]).check("--environment a.py:A", alone=False)
+
+
 def test_the_line_of_an_error_is_the_users():
     class Waits(OtherRow):
         async def step(self, turn):
