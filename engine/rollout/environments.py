@@ -156,6 +156,8 @@ class Environments:
                 f"{described(error)}"
             ) from None
         own = is_own(self.made)
+        if own:
+            check_own(episode.environment.made, name)
         if not own and not any(hasattr(episode.environment.made, reward) for reward in ("get_reward", "reward")):
             raise UserError(
                 f"{name}: it has no method get_reward(self) and no attribute reward. Add one; where other rewards are "
@@ -237,7 +239,7 @@ class Episode(ABC):
         reply = checked(self._reply(Turn(text, tuple(tokens), message, number, left), ended), self.of.vocabulary)
         self.before = [] if reply.done else self._ids(reply, tokens)
         self.failed = False
-        return Answer(self.before, float(reply.reward), reply.done, unparsed)
+        return Answer(self.before, _number(reply.reward), reply.done, unparsed)
 
     @abstractmethod
     def close(self) -> float:
@@ -295,7 +297,7 @@ class _ToolEpisode(Episode):
         reward = self.environment.call("get_reward") if hasattr(made, "get_reward") else getattr(made, "reward", None)
         if not self.failed:
             self.of.idle.append(self.environment)
-        return checked(Reply(reward=_number(reward))).reward
+        return _number(reward)
 
 
 def tool_message(name: str, result: Any) -> dict[str, Any]:
@@ -306,6 +308,21 @@ def tool_message(name: str, result: Any) -> dict[str, Any]:
 def is_own(made: Callable[..., Any]) -> bool:
     """Whether the class is of the own shape."""
     return callable(getattr(made, "step", None))
+
+
+def check_own(environment: object, name: str) -> None:
+    """Raises: UserError if the methods of an environment of the own shape are those of something else."""
+    if callable(getattr(environment, "reset", None)):
+        raise UserError(
+            f"{name}: it has step and reset. A class with step is not reset: an object is made for each response, with "
+            "the row, so let __init__(self, row) begin, and step(self, turn) read turn.text. Rename reset; if step is "
+            "a tool of a class as TRL's environment_factory gets it, rename step."
+        )
+    taken = inspect.signature(environment.step)  # type: ignore[attr-defined]
+    try:
+        taken.bind("turn")
+    except TypeError:
+        raise UserError(f"{name}: step{taken} has to take one argument, the turn: step(self, turn).") from None
 
 
 def tools_of(environment: object) -> dict[str, Callable[..., Any]]:
@@ -351,7 +368,8 @@ def tool_schemas(made: Callable[..., Any], name: str = "the environment") -> lis
 def reply_of(said: Any) -> Reply:
     """What `step` returned, as a Reply: a Reply; a text; None for the end; Gymnasium's (observation, reward,
     terminated, truncated, info); a dict or an object with observation or environment_feedback, reward or rewards, and
-    done, as OpenRLHF's agents and OpenEnv's StepResult. Raises: TypeError for anything else."""
+    done, as OpenRLHF's agents and OpenEnv's StepResult. Raises: TypeError for anything else; ValueError if the reward
+    is no number."""
     if isinstance(said, Reply):
         return said
     if said is None:
@@ -374,9 +392,15 @@ def reply_of(said: Any) -> Reply:
 _MISSING = object()
 
 
-def _number(value: Any) -> float:
-    """A number, a tensor or an array with one number, or None for 0."""
-    return 0.0 if value is None else float(value)
+def _number(reward: Any) -> float:
+    """A number, a tensor or an array with one number, or None for 0. Raises: ValueError for anything else."""
+    try:
+        number = math.nan if isinstance(reward, str) else 0.0 if reward is None else float(reward)
+    except (TypeError, ValueError, RuntimeError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise ValueError(f"the reward is {shortened(reward)}; it has to be a finite number")
+    return number
 
 
 def checked(reply: Reply, vocabulary: int = 0) -> Reply:
@@ -388,11 +412,12 @@ def checked(reply: Reply, vocabulary: int = 0) -> Reply:
     for token in reply.tokens if reply.tokens is not None else ():
         if not isinstance(token, Integral) or isinstance(token, bool) or not 0 <= token < vocabulary:
             raise ValueError(f"Reply.tokens has {token!r}; ids are whole numbers from 0 to {vocabulary - 1}")
+    if isinstance(reply.messages, (str, Mapping)):
+        raise TypeError(f"Reply.messages is {shortened(reply.messages)}; it has to be a list of messages")
     for message in reply.messages:
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or "content" not in message:
             raise TypeError(f"Reply.messages has {shortened(message)}; a message is a dict with role and content")
-    if not math.isfinite(reply.reward):
-        raise ValueError(f"the reward is {reply.reward}; it has to be a finite number")
+    _number(reply.reward)
     return reply
 
 
@@ -419,8 +444,11 @@ def behind(tokenizer, drawn: list[int], messages: Sequence[Mapping[str, Any]], *
     They begin with the token that ends an answer, unless the drawn turn has it. If the drawn turn ends with the token
     that begins the messages, as turns of some models do, it is not repeated.
 
-    options: arguments of the chat template. Raises: what the template raises; ValueError if it leaves answers out.
+    options: arguments of the chat template. Raises: what the template raises; ValueError if there is none, or if it
+    leaves answers out.
     """
+    if not tokenizer.chat_template:
+        raise ValueError("messages need a chat template, and the model has none: give --chat_template FILE, or a text")
     asked, answer = {"role": "user", "content": "the-question"}, "the-answer"
     answered: dict[str, Any] = {"role": "assistant", "content": answer}
     if messages[0]["role"] == "tool":  # some templates write the name of the call beside the result

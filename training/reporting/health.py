@@ -376,6 +376,8 @@ def few_ended(rows: Sequence[Mapping]) -> Finding | None:
         turns, tokens, errors = (
             at_end(rows, f"rollout/{name}") or 0.0 for name in ("turn_limit", "token_limit", "environment_errors")
         )
+        if errors > 1 - FEW_ENDED:
+            return None  # `environment_failed` tells it
         return Finding(
             LOOK,
             f"{last:.0%} of conversations ended by themselves at the end: {turns:.0%} had the most turns, {tokens:.0%} "
