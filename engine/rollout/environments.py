@@ -143,6 +143,8 @@ class Environments:
                 f"{described(error)}"
             ) from None
         own = is_own(self.made)
+        if own:
+            check_own(episode.environment.made, name)
         rewarded = own or any(hasattr(episode.environment.made, reward) for reward in ("get_reward", "reward"))
         if alone and not rewarded:
             raise UserError(
@@ -225,7 +227,7 @@ class Episode(ABC):
         reply = checked(self._reply(Turn(text, tuple(tokens), message, number, left), ended), self.of.vocabulary)
         self.before = [] if reply.done else self._ids(reply, tokens)
         self.failed = False
-        return Answer(self.before, float(reply.reward), reply.done, unparsed)
+        return Answer(self.before, _number(reply.reward), reply.done, unparsed)
 
     @abstractmethod
     def close(self) -> float:
@@ -283,7 +285,7 @@ class _ToolEpisode(Episode):
         reward = self.environment.call("get_reward") if hasattr(made, "get_reward") else getattr(made, "reward", None)
         if not self.failed:
             self.of.idle.append(self.environment)
-        return checked(Reply(reward=_number(reward))).reward
+        return _number(reward)
 
 
 def tool_message(name: str, result: Any) -> dict[str, Any]:
@@ -294,6 +296,21 @@ def tool_message(name: str, result: Any) -> dict[str, Any]:
 def is_own(made: Callable[..., Any]) -> bool:
     """Whether the class is of the own shape."""
     return callable(getattr(made, "step", None))
+
+
+def check_own(environment: object, name: str) -> None:
+    """Raises: UserError if the methods of an environment of the own shape are those of something else."""
+    if callable(getattr(environment, "reset", None)):
+        raise UserError(
+            f"{name}: it has step and reset. A class with step is not reset: an object is made for each response, with "
+            "the row, so let __init__(self, row) begin, and step(self, turn) read turn.text. Rename reset; if step is "
+            "a tool of a class as TRL's environment_factory gets it, rename step."
+        )
+    taken = inspect.signature(environment.step)  # type: ignore[attr-defined]
+    try:
+        taken.bind("turn")
+    except TypeError:
+        raise UserError(f"{name}: step{taken} has to take one argument, the turn: step(self, turn).") from None
 
 
 def tools_of(environment: object) -> dict[str, Callable[..., Any]]:
@@ -339,7 +356,8 @@ def tool_schemas(made: Callable[..., Any], name: str = "the environment") -> lis
 def reply_of(said: Any) -> Reply:
     """What `step` returned, as a Reply: a Reply; a text; None for the end; Gymnasium's (observation, reward,
     terminated, truncated, info); a dict or an object with observation or environment_feedback, reward or rewards, and
-    done, as OpenRLHF's agents and OpenEnv's StepResult. Raises: TypeError for anything else."""
+    done, as OpenRLHF's agents and OpenEnv's StepResult. Raises: TypeError for anything else; ValueError if the reward
+    is no number."""
     if isinstance(said, Reply):
         return said
     if said is None:
@@ -363,9 +381,15 @@ _MISSING = object()
 MOST = torch.finfo(torch.float32).max
 
 
-def _number(value: Any) -> float:
-    """A number, a tensor or an array with one number, or None for 0."""
-    return 0.0 if value is None else float(value)
+def _number(reward: Any) -> float:
+    """A number, a tensor or an array with one number, or None for 0. Raises: ValueError for anything else."""
+    try:
+        number = math.nan if isinstance(reward, str) else 0.0 if reward is None else float(reward)
+    except (TypeError, ValueError, RuntimeError):
+        number = math.nan
+    if not abs(number) <= MOST:
+        raise ValueError(f"the reward is {shortened(reward)}; it has to be a finite number of 32 bits")
+    return number
 
 
 def checked(reply: Reply, vocabulary: int = 0) -> Reply:
@@ -377,8 +401,9 @@ def checked(reply: Reply, vocabulary: int = 0) -> Reply:
     for token in reply.tokens if reply.tokens is not None else ():
         if not isinstance(token, Integral) or isinstance(token, bool) or not 0 <= token < vocabulary:
             raise ValueError(f"Reply.tokens has {token!r}; ids are whole numbers from 0 to {vocabulary - 1}")
-    if not math.isfinite(reply.reward) or abs(reply.reward) > MOST:
-        raise ValueError(f"the reward is {reply.reward}; it has to be a finite number of 32 bits")
+    if isinstance(reply.messages, (str, Mapping)):
+        raise TypeError(f"Reply.messages is {shortened(reply.messages)}; it has to be a list of messages")
+    _number(reply.reward)
     return reply
 
 
@@ -405,8 +430,11 @@ def behind(tokenizer, drawn: list[int], messages: Sequence[Mapping[str, Any]], *
     They begin with the token that ends an answer, unless the drawn turn has it. If the drawn turn ends with the token
     that begins the messages, as turns of some models do, it is not repeated.
 
-    options: arguments of the chat template. Raises: what the template raises; ValueError if it leaves answers out.
+    options: arguments of the chat template. Raises: what the template raises; ValueError if there is none, or if it
+    leaves answers out.
     """
+    if not tokenizer.chat_template:
+        raise ValueError("messages need a chat template, and the model has none: give --chat_template FILE, or a text")
     asked, answer = {"role": "user", "content": "the-question"}, "the-answer"
     answered: dict[str, Any] = {"role": "assistant", "content": answer}
     if messages[0]["role"] == "tool":  # some templates write the name of the call beside the result

@@ -51,10 +51,11 @@ def test_steps_that_are_cut_are_not_learned():
 @pytest.mark.parametrize(
     "wrong, told",
     [
-        ({"labels": [True]}, "a label for each"),
+        ({"labels": [True]}, "found 2 completions .* and 1 labels .* a label for each"),
         ({"labels": [True, 2]}, "column labels, step 2"),
         ({"completions": ["a", " w09"]}, "no text but the end of a step"),
         ({"labels": None}, "prompt [+] completions [+] labels"),
+        ({"labels": None, "chosen": "a", "rejected": "b"}, "Without --step_end pairs are read"),
     ],
 )
 def test_records_that_are_refused(wrong, told):

@@ -155,9 +155,10 @@ class StepsForm(Form):
         assert isinstance(record, dict)
         steps, given = record["completions"], record["labels"]
         if not isinstance(steps, list) or not isinstance(given, list) or not 0 < len(steps) == len(given):
+            counts = (f"{len(each)} " if isinstance(each, list) else "" for each in (steps, given))
             raise UserError(
-                f"{where}: found completions {quoted(str(steps))} and labels {quoted(str(given))}. Give a list of "
-                "steps, and a list with a label for each."
+                f"{where}: found {next(counts)}completions {quoted(str(steps))} and {next(counts)}labels "
+                f"{quoted(str(given))}. Give a list of steps, and a list with a label for each."
             )
         text, labels = "", []
         for number, (step, label) in enumerate(zip(steps, given), start=1):
@@ -230,6 +231,10 @@ def _remedy(record: dict, columns: Columns = (), otherwise: str = "Rename or add
             "Choose how an instruction becomes a prompt. docs/data.md has a command that writes it as a user's "
             "message, with its input below it; a model without a chat template then needs --chat_template FILE."
         )
+    if all("rejected" in names for names in columns) and {"completions", "labels"} <= record.keys():
+        return "Steps with labels are read with --step_end, which says how a step ends (docs/step_rewards.md)."
+    if any("completions" in names for names in columns) and {"chosen", "rejected"} <= record.keys():
+        return "Without --step_end pairs are read."
     for name, value in record.items():
         inner = value[0] if isinstance(value, list) and value else None
         if isinstance(inner, dict) and "role" not in inner and not _is_turn(inner):

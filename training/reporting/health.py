@@ -373,6 +373,8 @@ def few_ended(rows: Sequence[Mapping]) -> Finding | None:
             "truncate_token=eos ends the response there.",
         )
     if having(rows, "rollout/turns"):
+        if (at_end(rows, "rollout/environment_errors") or 0.0) > 1 - FEW_ENDED:
+            return None  # `environment_failed` tells it
         return Finding(
             LOOK,
             f"{last:.0%} of conversations ended by themselves at the end",

@@ -182,6 +182,8 @@ def score_lines(args: RLHFFlags, dialect: Dialect) -> list[str]:
     terms = [(part.what, part.weight) for part in score_parts(args)]
     changes = _score_changes(dialect, args.max_answer_seq_len)
     lines = [f"score = {', '.join([sum_in_words(terms, args.length_penalty), *changes])}"]
+    if args.environment is not None and changes:
+        lines.append("these changes are made to the rest of the score: the environment's rewards stay as they are")
     if len(args.reward_paths) > 1:
         how = "(score - mean) / standard deviation, both of the first responses, unless step 2 normalised the model's"
         lines.append(f"scores of the reward models: {'as they are' if args.raw_reward_scores else how}")

@@ -132,7 +132,10 @@ def test_what_step_must_not_return(said, message):
         (Reply(tokens=[True]), "Reply.tokens has True"),
         (Reply(b"a"), "what is to be inserted is b'a'; it has to be a text"),
         (reply_of(StepResult(np.zeros(2))), "what is to be inserted is array([0., 0.])"),
+        (Reply(messages={"role": "user", "content": "a"}), "it has to be a list of messages"),
         (Reply(reward=float("nan")), "the reward is nan"),
+        (Reply(reward="1.0"), "the reward is '1.0'; it has to be a finite number of 32 bits"),
+        (Reply(reward=[1.0]), "the reward is [1.0]"),
     ],
 )
 def test_replies_that_cannot_be_inserted(reply, message):
@@ -425,6 +428,21 @@ class Named:
         pass
 
 
+class Deaf:
+    def __init__(self, row):
+        pass
+
+    def step(self):
+        pass
+
+
+class Agent(Named):
+    """As OpenRLHF's and Gymnasium's."""
+
+    def reset(self, states):
+        pass
+
+
 class Unrewarded:
     def reset(self, **row):
         pass
@@ -439,6 +457,8 @@ class Unrewarded:
             "qwen",
             "the first row of the data (columns: prompt, target): KeyError: 'answer' (",
         ),
+        (Deaf, "qwen", None, "step() has to take one argument, the turn"),
+        (Agent, "qwen", "qwen", "let __init__(self, row) begin"),
         (Unrewarded, "qwen", "qwen", "it has no method get_reward(self) and no attribute reward"),
         (Sums, "qwen", None, "Give --response_template llama, qwen, qwen3.5 or a JSON file"),
         (Named, "qwen", None, "it has tools, and the tokenizer of the model has no response_template"),

@@ -118,6 +118,15 @@ CASES = {
         {"rollout_environment_errors": lambda t: 0.1 * min(t, 0.5)},
     ),
     "errors of environments": ("failed in 50.0%", ALARM, {"rollout_environment_errors": lambda t: 0.5}),
+    "errors of environments alone": (
+        "failed in 100.0%",
+        ALARM,
+        {
+            "rollout_environment_errors": lambda t: 1.0,
+            "rollout_turns": lambda t: 1.0,
+            "rollout_eos_rate": lambda t: 0.0,
+        },
+    ),
     "score unmoved": ("the score did not rise beyond its noise: ", LOOK, {"objective_scores": lambda t: 0.02 * t}),
     "score unmoved, KL steady": (
         "KL to the reference is 6 nats a response: the penalty may hold the policy there",
