@@ -108,8 +108,8 @@ CASES = {
     ),
     "none ever ended": ("They did not from the start", LOOK, {"rollout_eos_rate": lambda t: 0.0}),
     "conversations without an end": (
-        "5% of conversations ended by themselves at the end: 70% had the most turns, 25% the most tokens, and in 0% the "
-        "environment failed. Raise --max_turns",
+        "5% of conversations ended by themselves at the end: 70% had the most turns, 25% the most tokens, and in 0% "
+        "the environment failed. Raise --max_turns",
         LOOK,
         {
             "rollout_eos_rate": lambda t: 0.05,
