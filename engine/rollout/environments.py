@@ -169,6 +169,17 @@ class Environments:
                 f"{name}: it has tools, and the chat template of {model} does not write what a tool returns (messages "
                 f"of the role tool): {shortened(written)}. Give --chat_template FILE that does."
             )
+        call = _written_call(self.tokenizer)
+        try:
+            found = call is None or parsed(call[1], self.template, call[0], self.schemas).get("tool_calls")
+        except (ValueError, TypeError):
+            found = None
+        if not found:
+            assert call is not None
+            raise UserError(
+                f"{name}: the response template finds no tool call in what the chat template of {model} writes for "
+                f"one: {shortened(call[1])}. Give --response_template {', '.join(known_templates())} or a JSON file."
+            )
 
 
 class _Object:
@@ -455,6 +466,17 @@ def behind(tokenizer, drawn: list[int], messages: Sequence[Mapping[str, Any]], *
         return whole[ends[-1] :]
     rest = whole[ends[-1] + 1 :] if ends else whole
     return rest[1:] if rest[:1] == drawn[-1:] else rest
+
+
+def _written_call(tokenizer) -> tuple[str, str] | None:
+    """A prompt, and an answer with a tool call, as the chat template writes them; None if it writes a finished answer
+    otherwise than behind its prompt."""
+    asked = {"role": "user", "content": "the-question"}
+    function = {"name": "the-tool", "arguments": {"of": "the-answer"}}
+    answered = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
+    prompt = tokenizer.apply_chat_template([asked], tokenize=False, add_generation_prompt=True)
+    whole = tokenizer.apply_chat_template([asked, answered], tokenize=False)
+    return (prompt, whole.removeprefix(prompt)) if whole.startswith(prompt) else None
 
 
 def template_options(row: Mapping[str, Any]) -> dict[str, Any]:

@@ -462,6 +462,7 @@ class Unrewarded:
         (Unrewarded, "qwen", "qwen", "it has no method get_reward(self) and no attribute reward"),
         (Sums, "qwen", None, "Give --response_template llama, qwen, qwen3.5 or a JSON file"),
         (Named, "qwen", None, "it has tools, and the tokenizer of the model has no response_template"),
+        (Sums, "qwen", "llama", "the response template finds no tool call in what the chat template"),
         (Sums, "deaf", "qwen", "does not write what a tool returns"),
         (Sums, None, "qwen", "does not write what a tool returns"),
     ],
