@@ -1,10 +1,15 @@
-"""Where steps end, in the ids of responses."""
+"""Where steps end, in the ids of responses, and where their numbers are put."""
+
+import dataclasses
+import math
 
 import pytest
+import torch
 
 from engine.errors import UserError
-from engine.reward.steps import StepEnds
-from scripts.harness.models import EOS, make_tokenizer
+from engine.reward.steps import ProcessRewardModel, StepEnds
+from scripts.harness.models import EOS, PAD, make_tokenizer
+from tests.engine.fake_models import conversation_of
 from training.tools.toy.model import train_tokenizer
 
 
@@ -52,3 +57,18 @@ def test_a_text_that_no_response_has():
     for text in ("\n", ""):
         with pytest.raises(UserError, match="no step can end with"):
             StepEnds(words, text, at_end=False)
+
+
+def test_numbers_stand_where_drawn_steps_end():
+    words = make_tokenizer()
+    turns = [[[20, 9], [21, 9], [22, EOS]], [[23, 9, 24]], [[9, 25], [26], [9]]]  # the second one is cut
+    rollout = dataclasses.replace(
+        conversation_of([[9, 5], [9], [7, 8]], turns, PAD, width=7), ended=torch.tensor([True, False, False])
+    )
+    log_odds = torch.arange(27.0).reshape(3, 9) / 10 - 1
+    model = ProcessRewardModel(lambda *of: log_odds, StepEnds(words, "w09", at_end=True))
+    found = model.score(rollout)
+    expected = {(0, 1): 3, (0, 5): 7, (1, 1): 12, (2, 3): 23}  # the places of their log-odds
+    assert {tuple(place) for place in found.nonzero().tolist()} == set(expected)
+    for place, number in expected.items():
+        assert found[place].item() == pytest.approx(1 / (1 + math.exp(1 - number / 10)))
