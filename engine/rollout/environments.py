@@ -169,7 +169,7 @@ class Environments:
                 f"{name}: it has tools, and the chat template of {model} does not write what a tool returns (messages "
                 f"of the role tool): {shortened(written)}. Give --chat_template FILE that does."
             )
-        call = _written_call(self.tokenizer)
+        call = _written_call(self.tokenizer, self.schemas[0])
         try:
             found = call is None or parsed(call[1], self.template, call[0], self.schemas).get("tool_calls")
         except (ValueError, TypeError):
@@ -468,11 +468,14 @@ def behind(tokenizer, drawn: list[int], messages: Sequence[Mapping[str, Any]], *
     return rest[1:] if rest[:1] == drawn[-1:] else rest
 
 
-def _written_call(tokenizer) -> tuple[str, str] | None:
-    """A prompt, and an answer with a tool call, as the chat template writes them; None if it writes a finished answer
-    otherwise than behind its prompt."""
+def _written_call(tokenizer, schema: Mapping[str, Any]) -> tuple[str, str] | None:
+    """A prompt, and an answer with a call of the tool, as the chat template writes them; None if it writes a finished
+    answer otherwise than behind its prompt."""
     asked = {"role": "user", "content": "the-question"}
-    function = {"name": "the-tool", "arguments": {"of": "the-answer"}}
+    values = {"integer": 7, "number": 7.5, "boolean": True, "array": [], "object": {}}
+    properties = schema["function"].get("parameters", {}).get("properties", {})
+    arguments = {name: values.get(str(about.get("type")), "the-answer") for name, about in properties.items()}
+    function = {"name": schema["function"]["name"], "arguments": arguments}
     answered = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
     prompt = tokenizer.apply_chat_template([asked], tokenize=False, add_generation_prompt=True)
     whole = tokenizer.apply_chat_template([asked, answered], tokenize=False)

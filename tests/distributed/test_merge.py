@@ -58,7 +58,7 @@ def measured(folder: str, output: str, trained: list[str], scales: list[float], 
 
     frontier.evaluator.experience_maker.make_experience = noted
     sft, *others = (stored_weights(path, "--trained") for path in (spec.actor_path, *args.trained_model_name_or_path))
-    points, rows, _ = zip(*(frontier.at(MergedWeights(sft, others, scale)) for scale in scales), strict=True)
+    points, rows = zip(*(frontier.at(MergedWeights(sft, others, scale)) for scale in scales), strict=True)
     return {"points": [dataclasses.asdict(point) for point in points], "rows": rows, "experiences": found}
 
 
