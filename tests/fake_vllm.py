@@ -146,7 +146,7 @@ class Engine:
         assert not self.llm.asleep, f"asleep: {self.llm.asleep}"
         self.llm._begun()
         update, outputs = self._update(), []
-        logits = torch.stack([self.llm.model.logits(row.prompt + row.drawn) for row in self.batch])
+        logits = torch.stack([self.llm.logits(row.prompt + row.drawn) for row in self.batch])
         for processor in self.processors:
             processor.update_state(update if update.removed or update.added or update.moved else None)
             logits = processor.apply(logits)
@@ -176,7 +176,7 @@ class LLM:
     def __init__(self, model, *, max_num_seqs, max_model_len, logits_processors, load_format, dtype, **settings):
         assert load_format == "dummy" and dtype == "float32"
         torch.set_num_threads(1)  # as on GPUs
-        assert not settings["enable_prefix_caching"] and not settings["async_scheduling"]
+        assert not settings["async_scheduling"]
         self.settings, self.calls, self.asleep = settings, [], set()
         self.begun = {trace.last(): None}
         self.model = Model(config := AutoConfig.from_pretrained(model))
@@ -185,7 +185,20 @@ class LLM:
         assert room >= max_model_len, f"memory for {room} slots, less than a row of {max_model_len} needs"
         processors = [make(None, torch.device("cpu"), False) for make in logits_processors]
         self.llm_engine = Engine(self, max_num_seqs, max_model_len, processors)
+        self.cache: dict[tuple[int, ...], torch.Tensor] = {}
         LLM.made = self
+
+    def logits(self, tokens: list[int]) -> torch.Tensor:
+        """Behind these tokens; from the cache, of whichever weights, if they have been read before."""
+        if not self.settings["enable_prefix_caching"]:
+            return self.model.logits(tokens)
+        if tuple(tokens) not in self.cache:
+            self.cache[tuple(tokens)] = self.model.logits(tokens)
+        return self.cache[tuple(tokens)]
+
+    def reset_prefix_cache(self) -> bool:
+        self.cache.clear()
+        return True
 
     def collective_rpc(self, name: str, kwargs: dict) -> None:
         assert name == "reload_weights" and "weights" not in self.asleep

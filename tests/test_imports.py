@@ -32,10 +32,11 @@ LAYERS = [
     ["training.runtime.ranks"],  # whose `agreed` hands tables of the data over
     ["training.checkpoints.files", "training.reporting"],
     ["training.config"],
+    ["training.environments"],
     ["training.checkpoints", "training.runtime.import_errors", "training.runtime.first_look"],
     ["training.group_sampling", "training.learner", "training.reporting.evaluation"],
     ["training.runtime"],
-    ["training.critic_pretraining", "training.ppo_trainer", "training.supervised"],
+    ["training.critic_pretraining", "training.ppo_trainer", "training.process_rewards", "training.supervised"],
     ["training.step1_sft", "training.step2_reward", "training.step3_rlhf"],
     ["training.memory_plan", "training.tools"],
 ]

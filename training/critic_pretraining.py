@@ -30,7 +30,7 @@ from training.learner import Counters, Learner, mini_batch_rows
 from training.ppo_trainer import PPOTrainer, StepReport, batch_to_learn
 from training.reporting.guards import stop_unless_finite, stop_unless_weights_finite
 from training.reporting.metrics import Accumulator
-from training.reporting.step_metrics import add_advantages
+from training.reporting.step_metrics import add_advantages, add_counts
 from training.runtime import model_folders
 from training.runtime.loop import Run
 from training.runtime.processes import phase
@@ -114,7 +114,9 @@ class CriticPretraining:
         metrics.add("response_length", batch.rollout.actions.sum(), len(batch))
         found = {name.removeprefix("value/"): value for name, value in metrics.reduce().items()}
         found = {f"critic_pretrain/{name}": found[name] for name in (*OF_RESPONSES, *OF_VALUES) if name in found}
-        return StepReport(counters.step, 0, found, batch)
+        counted = Accumulator()
+        add_counts(counted, trainer.rollouts.counts(), "critic_pretrain")
+        return StepReport(counters.step, 0, found | counted.reduce(), batch)
 
     def _batch(self, prompts: PromptBatch) -> TrainingBatch:
         """Draw a response to each prompt; returns the responses with their scores, values and returns."""
@@ -178,6 +180,7 @@ def save_critic(run: Run, pretraining: CriticPretraining, metrics: dict[str, flo
         "reward_models": args.reward_paths,
         "reward_function": args.reward_function,
         "reward_url": list(map(without_query, args.reward_url)),
+        **({"environment": args.environment} if args.environment else {}),
         **metrics,
     }
     for folder in saved.values():

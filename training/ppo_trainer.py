@@ -31,7 +31,15 @@ from training.group_sampling import GroupSampler, PromptFeed, Sampled
 from training.learner import Counters, Learner, MixedPretraining, StepReport, TextFeed, mini_batch_rows
 from training.reporting.guards import Guards
 from training.reporting.metrics import Accumulator
-from training.reporting.step_metrics import STEP_METRICS, Arithmetic, StepLog, StepMetric, add_hidden_tokens, add_parts
+from training.reporting.step_metrics import (
+    STEP_METRICS,
+    Arithmetic,
+    StepLog,
+    StepMetric,
+    add_counts,
+    add_hidden_tokens,
+    add_parts,
+)
 
 CRITIC = 0xC817  # part of the keys of a critic's separate mini-batches, so that they differ from the actor's
 
@@ -218,6 +226,7 @@ class PPOTrainer:
         metrics = log.metrics
         sampled.add_to(metrics, self.algorithm.dialect.samples_per_prompt)
         add_parts(metrics, experience)
+        add_counts(metrics, self.rollouts.counts(), "rollout")
         if self.algorithm.dialect.length_rule == "not_pad":
             add_hidden_tokens(metrics, sampled.rollout, experience.rollout)
         for add_to in self.step_metrics:

@@ -23,8 +23,9 @@ from transformers import PreTrainedTokenizerBase
 from engine import distributed
 from engine.errors import UserError
 from engine.experience import Rollout
-from engine.models.checking import own_tokenizer, reads_texts
+from engine.models.checking import own_tokenizer, reads_texts, step_end_of
 from engine.reward.base import RewardModel, decoded
+from engine.reward.steps import ProcessRewardModel, StepEnds
 from engine.reward.texts import TextRewardModel
 from training.data.chat import Rendered, render
 from training.data.examples import Prompts
@@ -340,11 +341,31 @@ def reading_limit(config, limit: int | None, longest: int) -> int:
     return min(wanted, getattr(config.get_text_config(), "max_position_embeddings", None) or wanted)
 
 
-def reward_source(model: RewardModel, path: str, texts: Texts, limit: int | None) -> RewardModel:
-    """The source of a reward model's scores: `model` itself if it reads the policy's ids, else one that gets texts.
+def step_ends(path: str, tokenizer, given: str | None, trust_remote_code: bool = False) -> StepEnds | None:
+    """What ends a step for the reward model at `path`; None if it is not a process reward model.
 
-    path: the model's folder. limit: the value of --max_reward_seq_len.
+    tokenizer: the policy's. given: the value of --reward_step_end.
+    Raises: UserError if the tokenizer cannot write the text that ends a step.
     """
+    found = step_end_of(path, WHAT, trust_remote_code)
+    if found is None:
+        return None
+    text, at_end = found
+    what = f"--reward_step_end, or the process reward model {path}"
+    return StepEnds(tokenizer, text if given is None else given.replace("\\n", "\n"), at_end, what)
+
+
+def reward_source(
+    model: RewardModel, path: str, texts: Texts, limit: int | None, step_end: str | None = None
+) -> RewardModel:
+    """The source of a reward model's scores: `model` itself if it reads the policy's ids, else one that gets texts; for
+    a process reward model one that scores steps.
+
+    path: the model's folder. limit, step_end: the values of --max_reward_seq_len and --reward_step_end.
+    """
+    ends = step_ends(path, texts.tokenizer, step_end, texts.trust_remote_code)
+    if ends is not None:
+        return ProcessRewardModel(model.model, ends)
     if not reads_texts(texts.tokenizer, path, WHAT, texts.trust_remote_code, texts.messages):
         return model
     tokenizer = own_tokenizer(path, WHAT, texts.trust_remote_code)

@@ -1,4 +1,5 @@
-"""Step 2: a reward model, trained on pairs of a better and a worse response.
+"""Step 2: a reward model, trained on pairs of a better and a worse response; or, with --step_end, a process reward
+model, trained on labels of steps.
 
     deepspeed --num_gpus 8 training/step2_reward.py --model_name_or_path out/sft --data_path pairs.jsonl \\
         --output_dir out/reward
@@ -7,9 +8,13 @@ A record has the fields `prompt`, `chosen` and `rejected` (docs/data.md lists al
 normalised: on responses that the SFT model samples, they have mean 0 and variance 1. The saved model can be loaded with
 transformers' AutoModelForSequenceClassification. The output of that class lacks the offset: this project adds
 `score_offset` of config.json to get the score.
+
+With --step_end a record has `prompt`, `completions` (the steps) and `labels`, and the saved model is a token classifier
+with two labels, as TRL's: AutoModelForTokenClassification.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import NoReturn
 
@@ -32,9 +37,17 @@ from engine.errors import RunStopped
 from engine.experience import position_ids
 from engine.models.attention import attention_in_words
 from engine.models.checking import check_decoding, check_policy, check_rows, check_trunk, reads_texts
-from engine.models.config_and_tokenizer import CLASSIFIER, classifier_pad_token_id, read_tokenizer, vocabulary_size
+from engine.models.config_and_tokenizer import (
+    CLASSIFIER,
+    TOKEN_CLASSIFIER,
+    classifier_pad_token_id,
+    model_class,
+    read_tokenizer,
+    vocabulary_size,
+)
 from engine.models.loading import DTYPES, load_policy, new_scorer
 from engine.reward.base import RewardModel
+from engine.reward.steps import StepEnds
 from engine.rlhf_engine import frozen_model, wrap_trained
 from engine.rollout import SamplingConfig, build_rollouts
 from engine.zero.config import EngineConfig
@@ -43,8 +56,16 @@ from training.checkpoints.resuming import Checkpoint
 from training.config.supervised import RewardFlags
 from training.data.examples import PairBatch, PairExamples, Prompts, collate_pairs, collate_prompts, pair_fit
 from training.data.order import epoch_permutation
-from training.data.record_forms import PAIRS, PROMPTS
+from training.data.record_forms import PAIRS, PROMPTS, stepwise
 from training.data.row_selection import load_rows
+from training.process_rewards import (
+    StepsBatch,
+    StepsExamples,
+    collate_steps,
+    held_out_steps,
+    measured_steps,
+    steps_fit,
+)
 from training.reporting.guards import of_reward
 from training.reporting.metrics import Accumulator
 from training.reporting.sinks import REWARD_VIEW, ProgressBar
@@ -98,6 +119,55 @@ def main(args: RewardFlags, callbacks: Sequence[Callback] = ()) -> None:
     )
     module.model.config.score_offset = 0.0
 
+    if args.step_end is not None:
+        module.model.config.step_end = args.step_end_text  # with it the model is saved as a token classifier
+    learned = pairs_learned(args, model) if args.step_end is None else steps_learned(model)
+
+    def collate(examples):
+        return learned.collate(examples, plan.tokenizer.pad_token_id)
+
+    trainer = SupervisedTrainer(model, args=args, plan=plan, collate=collate, loss=learned.loss, count=learned.count)
+    held_out = HeldOutExamples(
+        model,
+        args=args,
+        plan=plan,
+        collate=collate,
+        measure=learned.measure,
+        summarize=learned.summarize,
+        score=lambda metrics: metrics["eval/accuracy"],
+    )
+
+    # 3. The steps, and the normalisation of the scores.
+    run = Run(args, plan, trainer, held_out, REWARD_VIEW, callbacks)
+    found = train(run, trainer, held_out)
+    if args.step_end is not None:
+        accuracy = f"{value_text(found, 'eval/accuracy')}{change_text(found, 'eval/accuracy')}"
+        line = f"held-out step accuracy {accuracy}; {found['eval/good']:.3g} of the steps are good"
+        run.end(partial(tell_result, line=line), of_reward)
+        return
+    with saved_models_named(run.saved_models):  # if normalisation fails, the message names the saved model
+        normalize(args, run, model, plan)
+    chance = chance_text(found, "eval/accuracy", 0.5)
+    advice = f"{chance}: step 3 would follow noise; docs/metrics.md says what to try" if chance else ""
+    accuracy = f"{value_text(found, 'eval/accuracy')}{change_text(found, 'eval/accuracy')}"
+    margin = f"{value_text(found, 'eval/margin')} before normalisation{advice}"
+    run.end(partial(tell_result, line=f"held-out pair accuracy {accuracy}; margin {margin}"), of_reward)
+
+
+@dataclass(frozen=True, slots=True)
+class Learned:
+    """What is learned of a batch and measured on it, as in SupervisedTrainer and HeldOutExamples."""
+
+    collate: Callable
+    loss: Callable
+    count: Callable
+    measure: Callable
+    summarize: Callable
+
+
+def pairs_learned(args: RewardFlags, model: TrainedModel) -> Learned:
+    """Pairs of a better and a worse response."""
+
     def scores_of(batch: PairBatch) -> tuple[Tensor, Tensor]:
         """(scores of all tokens, (2B, S); scores of the sequences, (2B,)). The B chosen responses come first, then the
         B rejected ones."""
@@ -110,33 +180,34 @@ def main(args: RewardFlags, callbacks: Sequence[Callback] = ()) -> None:
         add_pairs(metrics, total, scores)
         return total
 
-    def collate(pairs) -> PairBatch:
-        return collate_pairs(pairs, plan.tokenizer.pad_token_id)
-
-    def count(batch: PairBatch) -> int:
-        return len(batch.first_difference)
-
-    trainer = SupervisedTrainer(model, args=args, plan=plan, collate=collate, loss=loss, count=count)
-    held_out = HeldOutExamples(
-        model,
-        args=args,
-        plan=plan,
-        collate=collate,
+    return Learned(
+        collate=collate_pairs,
+        loss=loss,
+        count=lambda batch: len(batch.first_difference),
         measure=lambda batch: {"margin": margins_of(scores_of(batch)[1])},
         summarize=held_out_pairs,
-        score=lambda metrics: metrics["eval/accuracy"],
     )
 
-    # 3. The steps, and the normalisation of the scores.
-    run = Run(args, plan, trainer, held_out, REWARD_VIEW, callbacks)
-    found = train(run, trainer, held_out)
-    with saved_models_named(run.saved_models):  # if normalisation fails, the message names the saved model
-        normalize(args, run, model, plan)
-    chance = chance_text(found, "eval/accuracy", 0.5)
-    advice = f"{chance}: step 3 would follow noise; docs/metrics.md says what to try" if chance else ""
-    accuracy = f"{value_text(found, 'eval/accuracy')}{change_text(found, 'eval/accuracy')}"
-    margin = f"{value_text(found, 'eval/margin')} before normalisation{advice}"
-    run.end(partial(tell_result, line=f"held-out pair accuracy {accuracy}; margin {margin}"), of_reward)
+
+def steps_learned(model: TrainedModel) -> Learned:
+    """Labels of steps. The scores of the tokens are log-odds."""
+
+    def measured(batch: StepsBatch) -> dict[str, Tensor]:
+        return measured_steps(model(batch.sequences, batch.attention_mask, position_ids(batch.attention_mask)), batch)
+
+    def loss(batch: StepsBatch, metrics: Accumulator) -> Tensor:
+        found = measured(batch)
+        metrics.add("train/step_loss", found["loss"].detach().sum(), found["steps"].sum())
+        metrics.add("train/accuracy", found["right"].sum(), found["steps"].sum())
+        return found["loss"].sum()
+
+    return Learned(
+        collate=collate_steps,
+        loss=loss,
+        count=lambda batch: int((~batch.labels.isnan()).sum()),
+        measure=measured,
+        summarize=held_out_steps,
+    )
 
 
 def pairs_loss(form: str, batch: PairBatch, token_scores: Tensor, scores: Tensor) -> Tensor:
@@ -364,18 +435,25 @@ def make_plan(args: RewardFlags, checkpoint: Checkpoint | None, inputs: Mapping[
     tokenizer = args.read_tokenizer(args.model_name_or_path, "--model_name_or_path")
     answering = args.sft_path if sft_tokenizer(args, tokenizer) is tokenizer else args.model_name_or_path
     stops = generation_stops(answering, tokenizer, args.trust_remote_code)
-    fit = pair_fit(tokenizer, args.max_seq_len, args.overlong, stops)
-    parts = args.load_rows(PAIRS, tokenizer, fit, held_out=args.held_out)
-    examples = [PairExamples(rows, tokenizer, args.max_seq_len, args.cache, args.overlong, stops) for rows in parts]
-    args.steps_per_epoch(len(examples[0]))  # raises for too few pairs, before prompts are read
-    prompts = normalization_prompts(args, tokenizer) if args.normalization_samples else None
+    how = args.max_seq_len, args.cache, args.overlong, stops
+    if args.step_end is None:
+        fit = pair_fit(tokenizer, args.max_seq_len, args.overlong, stops)
+        parts = args.load_rows(PAIRS, tokenizer, fit, held_out=args.held_out)
+        examples = [PairExamples(rows, tokenizer, *how) for rows in parts]
+    else:
+        ends = StepEnds(tokenizer, args.step_end_text, at_end=True, what="--step_end")
+        fit = steps_fit(tokenizer, ends, args.max_seq_len, args.overlong, stops)
+        parts = args.load_rows(stepwise(args.step_end_text), tokenizer, fit, held_out=args.held_out)
+        examples = [StepsExamples(rows, tokenizer, ends, *how) for rows in parts]
+    args.steps_per_epoch(len(examples[0]))  # raises for too few examples, before prompts are read
+    prompts = normalization_prompts(args, tokenizer) if args.normalizes else None
     fingerprints_of_rows = [rows.fingerprint for rows in parts]
     return SupervisedPlan.of(args, checkpoint, tokenizer, examples, fingerprints_of_rows, inputs, prompts)
 
 
 def first_lines(args: RewardFlags, plan: SupervisedPlan) -> list[str]:
     """The lines that a run prints before the model is loaded."""
-    lines, prompts = supervised_lines(args, "pairs", plan), plan.prompts
+    lines, prompts = supervised_lines(args, "pairs" if args.step_end is None else "responses", plan), plan.prompts
     if prompts is not None and (prompts.cut or prompts.dropped):
         lines.append(f"{prompts.told('prompts')} to normalise scores on")
         lines += warnings(prompts, "--max_prompt_seq_len", args, [args.sft_path], args.max_answer_seq_len)
@@ -391,9 +469,11 @@ def check(args: RewardFlags, checkpoint: Checkpoint | None = None) -> None:
         check_positions(config, f"--model_name_or_path {args.model_name_or_path}", max_seq_len=args.max_seq_len)
         tokenizer = args.read_tokenizer(args.model_name_or_path, "--model_name_or_path")
         check_rows(tokenizer, config, args.model_name_or_path, "--model_name_or_path")
+        if args.step_end is not None:  # the model will be saved as a token classifier
+            model_class(config, TOKEN_CLASSIFIER, args.model_name_or_path, "--model_name_or_path with --step_end")
         args.check_attention(args.model_name_or_path, CLASSIFIER, "--model_name_or_path")
         adapted_model(args, scorer=True)
-    if args.normalization_samples and args.looks_at(args.sft_path):
+    if args.normalizes and args.looks_at(args.sft_path):
         flag_name = "--sft_model_name_or_path" if args.sft_model_name_or_path else "--model_name_or_path"
         check_decoding(args.sft_path, flag_name, args.trust_remote_code)
         check_positions(

@@ -28,6 +28,7 @@ from training.config.reward import build_reward
 from training.config.step3 import RLHFFlags
 from training.critic_pretraining import SEED, CriticPretraining, pretrain
 from training.data.order import ShuffledPrompts, ShuffledTexts
+from training.environments import conversations
 from training.ppo_trainer import PPOConfig, PPOTrainer, StepReport
 from training.reporting import step_metrics
 from training.reporting.evaluation import Evaluator, PromptEvaluations, sample_rows
@@ -159,6 +160,7 @@ def choose_rollouts(args: RLHFFlags, plan: Plan, models: RLHFEngine) -> RolloutB
         decoding=args.decoding,
         tensor_parallel=args.vllm_tensor_parallel_size if args.rollout_backend == "vllm" else args.inference_tp_size,
         sampler=args.vllm_sampler,
+        prefix_cache=plan.environments is not None,
     )
     if distributed.is_main():
         print(rollouts.why or f"rollouts by {args.rollout_backend}", flush=True)
@@ -168,7 +170,7 @@ def choose_rollouts(args: RLHFFlags, plan: Plan, models: RLHFEngine) -> RolloutB
                 "actor's: rollout/logprob_gap measures the difference, on one response of each rank",
                 flush=True,
             )
-    return rollouts
+    return conversations(args, rollouts, plan.environments)
 
 
 def exact_sampler(args: RLHFFlags, rollouts: RolloutBackend) -> bool:
@@ -188,7 +190,7 @@ def build_trainer(args: RLHFFlags, plan: Plan, models: RLHFEngine, rollouts: Rol
         trust_remote_code=args.trust_remote_code,
     )
     scorers = [
-        reward_source(model, path, texts, args.max_reward_seq_len)
+        reward_source(model, path, texts, args.max_reward_seq_len, args.reward_step_end)
         for model, path in zip(models.rewards, args.reward_paths, strict=True)
     ]
     reward = build_reward(args, plan.reward_functions, scorers, models.tokenizer, texts.rows)

@@ -217,8 +217,8 @@ def check_conversations(dialect) -> None:
         has = ", ".join(f"{name} {getattr(dialect, name)!r}" for name in wanted)
         settings = " ".join(f"{name}={str(value).lower()}" for name, value in wanted.items())
         raise UserError(
-            f"the dialect {dialect.name} has {has}. In a conversation only the tokens that the policy draws count, and "
-            f"responses are not cut. Give --set {settings}, or another --dialect, such as default or grpo."
+            f"the dialect {dialect.name} has {has}. In conversations (--environment) only the tokens that the policy "
+            f"draws count, and none are cut. Give --set {settings}, or another --dialect, such as default or grpo."
         )
 
 

@@ -126,6 +126,12 @@ class AdapterFolder:
             ) from None
         return settings
 
+    @property
+    def step_end(self) -> str | None:
+        """The text that ends a step, if the adapter is a process reward model's."""
+        file = Path(self.path) / SCORE
+        return parsed_json(file.read_text(encoding="utf-8")).get("step_end") if file.is_file() else None
+
     def tensors(self) -> dict[str, Tensor]:
         """{name within the model: tensor in host memory} of the factors and the head. A name is, for example,
         "model.layers.0.mlp.up_proj.lora_A.weight".
@@ -274,8 +280,9 @@ def unset(config: LoraConfig) -> LoraConfig:
 def peft_files(config: LoraConfig, base: str, score: Mapping | None, fingerprint: str | None = None) -> dict[str, str]:
     """{file name: text} of an adapter folder's files other than weights and tokenizer.
 
-    base: the path of the base model. score: {name in SCORE_SETTINGS: value}, the settings of a scorer; None for a
-    policy. fingerprint: the fingerprint of the base model's contents; None if it is not known.
+    base: the path of the base model. score: the settings of a scorer: {name in SCORE_SETTINGS: value}, and those of a
+    process reward model; None for a policy. fingerprint: the fingerprint of the base model's contents; None if it is
+    not known.
     """
     own = _changed(
         config,
@@ -288,7 +295,7 @@ def peft_files(config: LoraConfig, base: str, score: Mapping | None, fingerprint
     values = {name: sorted(value) if isinstance(value, set) else value for name, value in own.to_dict().items()}
     texts = {ADAPTER_CONFIG: json.dumps(values, indent=2, sort_keys=True) + "\n"}
     if score is not None:
-        texts[SCORE] = json.dumps({name: score[name] for name in SCORE_SETTINGS}, indent=2) + "\n"
+        texts[SCORE] = json.dumps(dict(score), indent=2) + "\n"
     if fingerprint is not None:
         known = {"model": own.base_model_name_or_path, "fingerprint": fingerprint}
         texts[BASE] = json.dumps(known, indent=2) + "\n"

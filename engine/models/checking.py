@@ -28,6 +28,7 @@ from engine.models.attention import keeps_states
 from engine.models.config_and_tokenizer import (
     CLASSIFIER,
     LANGUAGE_MODEL,
+    TOKEN_CLASSIFIER,
     has_tokenizer,
     model_class,
     read_config,
@@ -37,10 +38,14 @@ from engine.models.config_and_tokenizer import (
 from engine.models.model_paths import ADAPTER_CONFIG, base_of
 from engine.models.reward_formats import (
     ARCHITECTURE,
+    LINE,
+    STEP_END,
+    TOKEN_HEADS,
     deepspeed_chat_names,
     gain_and_offset,
     head_name,
     is_deepspeed_chat_scorer,
+    is_process_scorer,
     names_for_transformers,
 )
 from engine.models.weight_files import Header, check_headers, check_weights, headers, weight_files, weights_folder
@@ -57,7 +62,7 @@ def check_policy(path: str, what: str, trust_remote_code: bool = False):
     config, adapter = read_config(path, what, trust_remote_code), read_adapter(path, what)
     base = path if adapter is None else adapter.base
     kind = model_class(config, LANGUAGE_MODEL, base, what, trust_remote_code)
-    heads = _scorers(config)
+    heads = _scorers(config) or (config.architectures if is_process_scorer(config) else [])
     if is_deepspeed_chat_scorer(base, what):
         heads = ["a reward model of DeepSpeed-Chat"]
     if heads:  # its head would load with random weights
@@ -77,10 +82,12 @@ def check_trunk(path: str, what: str, trust_remote_code: bool = False):
     configuration.
 
     Raises: UserError, with the flag `what` in its message, if transformers has no classifier for the model's family, or
-    the weights do not fit the configuration.
+    the weights do not fit the configuration; or if it is a process reward model, whose head has two rows.
     """
     config, adapter = read_config(path, what, trust_remote_code), read_adapter(path, what)
     base = path if adapter is None else adapter.base
+    if is_process_scorer(config):
+        raise UserError(f"{what}: {base} is a process reward model. Give the SFT model or a base model.")
     kind = classifier = model_class(config, CLASSIFIER, base, what, trust_remote_code)
     if not _scorers(config):
         kind = model_class(config, LANGUAGE_MODEL, base, what, trust_remote_code)
@@ -132,8 +139,8 @@ def can_decode(family, config) -> bool:
 def check_scorer(path: str, what: str, trust_remote_code: bool = False) -> str:
     """Check the reward model at `path`; returns its format. No weights are loaded.
 
-    Returns: "sequence_classification" or "deepspeed_chat"; "language_model" for an adapter that contains the score head
-    and whose base is a language model.
+    Returns: "sequence_classification", "token_classification" or "deepspeed_chat"; "language_model" for an adapter that
+        contains the score head and whose base is a language model.
     Raises: UserError if there is no reward model at `path`; the message says what is there instead.
     """
     adapter = read_adapter(path, what)
@@ -169,6 +176,9 @@ def _check_fit(adapter: AdapterFolder, config, kind) -> None:
 def _check_whole_scorer(path: str, what: str, trust_remote_code: bool) -> str:
     config = read_config(path, what, trust_remote_code)
     kind = model_class(config, CLASSIFIER, path, what, trust_remote_code)
+    if is_process_scorer(config):
+        _check_token_classifier(path, config, what)
+        return "token_classification"
     if is_deepspeed_chat_scorer(path, what):
         config.num_labels = 1
         found = headers(Path(path), what)
@@ -184,6 +194,36 @@ def _check_whole_scorer(path: str, what: str, trust_remote_code: bool) -> str:
     _check_classifier(path, config, kind, what)
     gain_and_offset(config, path, what)
     return "sequence_classification"
+
+
+def _check_token_classifier(path: str, config, what: str) -> None:
+    """Check that the folder has the weights of a token classifier with two labels."""
+    folder = weights_folder(path)
+    if folder is None:
+        raise UserError(f"{what}: {path} is a token classifier, which is read from a folder alone. Download it.")
+    heads = (headers(folder, what).get(f"{name}.weight") for name in TOKEN_HEADS)
+    rows = next((head.shape[0] for head in heads if head is not None), 0)
+    if rows != 2:
+        raise UserError(
+            f"{what}: the token classifier in {path} has {rows} labels. A process reward model has 2: label 1 says "
+            "that a step is good."
+        )
+    config.num_labels = 2
+    check_weights(path, config, model_class(config, TOKEN_CLASSIFIER, path, what), what)
+
+
+def step_end_of(path: str, what: str, trust_remote_code: bool = False) -> tuple[str, bool] | None:
+    """How the steps end that the process reward model at `path` was trained on: (the text that ends a step, whether the
+    end of a response ends its last step too). None if the reward model at `path` gives one number a response.
+
+    Step 2 of this program writes the text into config.json (into score.json for an adapter), and trains on the end of
+    the response. TRL writes nothing; it ends every step with its `step_separator`, which is a newline by default.
+    """
+    adapter, config = read_adapter(path, what), read_config(path, what, trust_remote_code)
+    text = getattr(config, STEP_END, None) if adapter is None else adapter.step_end
+    if text is None and not is_process_scorer(config):
+        return None
+    return (LINE, False) if text is None else (text, True)
 
 
 def _check_classifier(path: str, config, kind, what: str) -> None:

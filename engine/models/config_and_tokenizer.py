@@ -31,6 +31,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_MASKED_LM_MAPPING,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
 )
 from transformers.utils import import_utils, is_kernels_available
 from transformers.utils.chat_template_utils import render_jinja_template
@@ -43,14 +44,19 @@ from engine.models.model_paths import base_of, one_line, require_model
 from engine.models.weight_files import file_names, mapped_tensors, weight_files, weights_folder
 
 LANGUAGE_MODEL, CLASSIFIER = "AutoModelForCausalLM", "AutoModelForSequenceClassification"
-_CLASSES = {LANGUAGE_MODEL: MODEL_FOR_CAUSAL_LM_MAPPING, CLASSIFIER: MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING}
+TOKEN_CLASSIFIER = "AutoModelForTokenClassification"
+_CLASSES = {
+    LANGUAGE_MODEL: MODEL_FOR_CAUSAL_LM_MAPPING,
+    CLASSIFIER: MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    TOKEN_CLASSIFIER: MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
+}
 
 
 def model_class(config: PretrainedConfig, kind: str, path: str, what: str, trust_remote_code: bool = False) -> Any:
     """The Python class of a model with this configuration.
 
-    kind: LANGUAGE_MODEL or CLASSIFIER. trust_remote_code: whether a class in the model's folder, if the configuration's
-    `auto_map` names one, is preferred to transformers' class.
+    kind: LANGUAGE_MODEL, CLASSIFIER or TOKEN_CLASSIFIER. trust_remote_code: whether a class in the model's folder, if
+    the configuration's `auto_map` names one, is preferred to transformers' class.
 
     Raises: UserError, with the flag `what` in its message, if the model is not decoder-only, or if there is no class
     for it.
@@ -72,7 +78,9 @@ def model_class(config: PretrainedConfig, kind: str, path: str, what: str, trust
     found = None
     if decoder and not config.is_encoder_decoder:
         name = MODEL_FOR_CAUSAL_LM_MAPPING[family].__name__.replace("ForCausalLM", "ForSequenceClassification")
-        found = _CLASSES[kind].get(family, None) or getattr(classifiers, name, None)
+        found = _CLASSES[kind].get(family, None)
+        if found is None and kind == CLASSIFIER:
+            found = getattr(classifiers, name, None)
     if found is None:
         raise UserError(
             f"{what}: {path} is of type {config.model_type!r}, which is not a decoder-only model that "

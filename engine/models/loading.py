@@ -39,8 +39,10 @@ from engine.models.config_and_tokenizer import (
 from engine.models.model_paths import base_of
 from engine.models.policy import Backbone, Policy, Scorer
 from engine.models.reward_formats import (
+    STEP_END,
     deepspeed_chat_names,
     deepspeed_chat_state,
+    process_state,
     renamed_state,
     take_pad_token,
     take_settings,
@@ -137,8 +139,9 @@ def load_scorer(
     """The reward model or critic at `path`, with dropout off. If `ds_config` is for stage 3, it is partitioned while it
     loads.
 
-    The model may have been saved by this program; it may be any decoder-only classifier whose head has one row; or it
-    may have DeepSpeed-Chat's or OpenRLHF's format.
+    The model may have been saved by this program; it may be any decoder-only classifier whose head has one row; it may
+    have DeepSpeed-Chat's or OpenRLHF's format; or it may be a process reward model, a token classifier with two labels.
+    Its number at a token is the log-odds of label 1.
 
     Raises: UserError in the cases of `check_scorer`, and if weights are NaN or infinite.
     """
@@ -150,6 +153,9 @@ def load_scorer(
     if form == "deepspeed_chat":
         take_pad_token(config, base, what, trust_remote_code)
         state: dict | None = deepspeed_chat_state(base, kind.base_model_prefix)
+    elif form == "token_classification":
+        state, config.score_offset = process_state(base, what)
+        vars(config).pop(STEP_END, None)  # a critic that starts from it is saved as a critic
     else:
         state = renamed_state(base, config, what)
     gain = take_settings(config, base, what)

@@ -1,21 +1,31 @@
-"""Reward models in other systems' formats: DeepSpeed-Chat's and OpenRLHF's.
+"""Reward models in other systems' formats (DeepSpeed-Chat's and OpenRLHF's), and process reward models.
 
 A reward model in DeepSpeed-Chat's format is a file pytorch_model.bin with `rwtransformer.*` and `v_head.weight`. A
 reward model in OpenRLHF's format is a Hugging Face folder whose config.json gives the name of the head, and the mean
 and standard deviation by which scores are normalised.
 
 Source: OpenRLHF/OpenRLHF 3c3be623, models/model.py (`_get_reward_model`), cli/train_rm.py, trainer/rm_trainer.py.
+
+A process reward model is a token classifier with two labels, as TRL's PRMTrainer saves it. The probability of label 1
+at the token that ends a step says how likely the step is good. It is the sigmoid of the difference of the two logits,
+so that the model is read as a scorer: one row, the difference of the head's two rows, and one offset, the difference
+of its two biases.
+
+Source: huggingface/trl f2cd5771, experimental/prm/prm_trainer.py (label 1 is a good step); the model card of
+Qwen2.5-Math-PRM-7B (the reward of a step is the probability of the positive label).
 """
 
+import copy
 import json
 import math
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from engine.errors import UserError
-from engine.models.config_and_tokenizer import read_tokenizer
+from engine.models.config_and_tokenizer import TOKEN_CLASSIFIER, model_class, read_tokenizer
 from engine.models.weight_files import headers, tensors_of, weight_files
 
 FILE = "pytorch_model.bin"
@@ -136,3 +146,45 @@ def take_settings(config, path: str, what: str) -> float:
     for name in _SETTINGS:
         vars(config).pop(name, None)
     return gain
+
+
+STEP_END = "step_end"  # the setting in which step 2 keeps the text that ends a step
+LINE = "\n"  # TRL's default `step_separator`
+TOKEN_HEADS = ("score", "classifier")  # the heads of transformers' token classifiers
+
+
+def is_process_scorer(config) -> bool:
+    """Whether config.json names a token classifier."""
+    return any(name.endswith("ForTokenClassification") for name in config.architectures or [])
+
+
+def process_state(path: str, what: str) -> tuple[dict, float]:
+    """({name in a classifier with one label: weight} of the token classifier in the folder `path`, the offset of its
+    scores). A score is the difference of the logits of the labels 1 and 0."""
+    state = {name: tensor for file in weight_files(Path(path), what) for name, tensor in tensors_of(file).items()}
+    head = next(name for name in TOKEN_HEADS if f"{name}.weight" in state)
+    bad, good = state.pop(f"{head}.weight").float()
+    state["score.weight"] = (good - bad).unsqueeze(0)
+    bias = state.pop(f"{head}.bias", torch.zeros(2)).double()
+    return state, float(bias[1] - bias[0])
+
+
+def as_token_classifier(model, state: dict) -> tuple[Any, dict]:
+    """(a token classifier without weights, its {name: weight}) for a scorer that was trained on steps. Each label gets
+    a half of row and offset, with opposite signs: then halving and subtracting change no digit."""
+    config = copy.deepcopy(model.config)
+    kind = model_class(config, TOKEN_CLASSIFIER, config.name_or_path, "the process reward model")
+    half = getattr(config, "score_offset", 0.0) / 2
+    config.num_labels = 2
+    for name in ("score_offset", "score_position"):
+        vars(config).pop(name, None)
+    with torch.device("meta"):
+        shell = kind._from_config(config, dtype=model.dtype)
+    head = next(name for name in TOKEN_HEADS if hasattr(shell, name))
+    state = dict(state)
+    if "score.weight" in state:  # without weights the files beside them are written
+        row = state.pop("score.weight") / 2
+        state[f"{head}.weight"] = torch.cat([-row, row])
+        if getattr(shell, head).bias is not None:
+            state[f"{head}.bias"] = torch.tensor([-half, half], dtype=row.dtype)
+    return shell, state

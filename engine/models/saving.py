@@ -22,6 +22,7 @@ from engine.lazy import Lazy
 from engine.models.adapter_folders import HEAD, PREFIX, WEIGHTS, AdapterFolder, peft_files
 from engine.models.adapters import Adapters, is_factor, merged, update
 from engine.models.policy import Backbone, Policy, Scorer
+from engine.models.reward_formats import STEP_END, as_token_classifier
 from engine.zero.gathering import gathered_params, set_parameter, whole_weights
 
 
@@ -36,7 +37,9 @@ def save_model(module: Policy | Scorer, state: dict, tokenizer: PreTrainedTokeni
             arranged differently in a family's files and in its model (the experts of a layer, for example) are fetched
             together.
     """
-    model = module.model
+    model, state = module.model, dict(state)  # a copy, since save_pretrained removes entries
+    if hasattr(model.config, STEP_END):
+        model, state = as_token_classifier(model, state)
     untied = {} if module.adapters is None or module.adapters.tied_head is None else {"tie_word_embeddings": False}
     as_saved = module.replaced | untied
     as_computed = {name: getattr(model.config, name) for name in as_saved}
@@ -44,7 +47,7 @@ def save_model(module: Policy | Scorer, state: dict, tokenizer: PreTrainedTokeni
     try:
         with os_errors():
             with _as_given():
-                model.save_pretrained(folder, state_dict=dict(state))  # a copy, since save_pretrained removes entries
+                model.save_pretrained(folder, state_dict=state)
             save_tokenizer(tokenizer, folder)
     finally:
         vars(model.config).update(as_computed)
@@ -87,6 +90,7 @@ def adapter_files(module: Policy | Scorer) -> dict[str, str]:
     if isinstance(module, Scorer):
         score = {"score_offset": getattr(config, "score_offset", 0.0)}
         score |= {"score_position": module.score_position, "pad_token_id": config.pad_token_id}
+        score |= {STEP_END: getattr(config, STEP_END)} if hasattr(config, STEP_END) else {}
     return peft_files(module.adapters.configs[module.adapters.own], module.base, score, module.base_contents)
 
 

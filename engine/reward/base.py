@@ -14,6 +14,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -26,10 +27,13 @@ from engine.experience import Rollout, joined_pieces
 from engine.trace import traced
 from engine.zero.engines import FrozenModel, FrozenRole
 
-COLUMNS = ("prompt", "response", "score", "kl", "tokens")
+ENGINE = Path(__file__).parents[1]
+COLUMNS = ("prompt", "response", "turns", "score", "kl", "tokens")
 HELD_OUT = (
     *("score", "kl", "response_length", "new_words"),
     *("score_std", "distinct_responses", "distinct_bigrams", "compressed_bytes"),
+    *("inserted_tokens", "turn_limit", "token_limit"),
+    *("environment_errors", "unparsed_calls"),
 )
 OBJECTIVE = (
     *("kl", "kl_per_token", "kl_coef", "entropy", "rlhf_reward", "non_score_reward"),
@@ -144,15 +148,16 @@ def decoded(rollout: Rollout, tokenizer, special_tokens: bool = False) -> tuple[
         prompt, response = rollout.prompts[row][real[row]], rollout.responses[row][rollout.response_mask[row]]
         text = decode(prompt)
         prompts.append(text)
-        responses.append(_behind(decode, prompt, text, response))
+        responses.append(text_behind(decode, prompt, text, response))
     return prompts, responses
 
 
-def _behind(decode: Callable[[Tensor], str], prompt: Tensor, text: str, response: Tensor) -> str:
-    """The text of response tokens, (N,) int64. A response is decoded together with its prompt, because many tokenizers
-    drop the space at the beginning of a text. prompt, text: the prompt's tokens, and the same decoded."""
-    whole = decode(torch.cat([prompt, response]))
-    return whole[len(text) :] if whole.startswith(text) else decode(response)
+def text_behind(decode: Callable[[Tensor], str], before: Tensor, text: str, tokens: Tensor) -> str:
+    """The text of tokens, (N,) int64, that stand behind others, as a response behind its prompt. Both are decoded
+    together, because many tokenizers drop the space at the beginning of a text. before, text: the tokens before, and
+    the same decoded."""
+    whole = decode(torch.cat([before, tokens]))
+    return whole[len(text) :] if whole.startswith(text) else decode(tokens)
 
 
 def positions_of(rollout: Rollout, row: int, tokenizer, ends: Sequence[int]) -> list[int]:
@@ -165,11 +170,11 @@ def positions_of(rollout: Rollout, row: int, tokenizer, ends: Sequence[int]) -> 
     prompt = rollout.prompts[row][rollout.attention_mask[row, : rollout.prompt_length].bool()].cpu()
     mask = rollout.response_mask[row].cpu()
     response, places, text = rollout.responses[row].cpu()[mask], mask.nonzero().flatten().tolist(), decode(prompt)
-    whole = _behind(decode, prompt, text, response)
+    whole = text_behind(decode, prompt, text, response)
 
     def complete(count: int, end: int) -> bool:
         # A character of which only some bytes are there is decoded as another one.
-        return _behind(decode, prompt, text, response[:count])[:end] == whole[:end]
+        return text_behind(decode, prompt, text, response[:count])[:end] == whole[:end]
 
     def place_of(end: int) -> int:
         count = 1 + bisect_left(range(1, len(places)), True, key=lambda count: complete(count, end))
@@ -298,13 +303,19 @@ def stop_if_mixed(kinds: set[tuple[str, int]], found: set[tuple[str, int]], name
         )
 
 
-def described(error: BaseException, file: str | None = None) -> str:
-    """A description of the exception that the user's code raised, with the deepest line in the user's file. file: the
-    user's file; None if the function that caught the exception called the user's code itself."""
-    frames = traceback.extract_tb(error.__traceback__)[1:]  # the first frame is the call of the user's code
-    own = [frame for frame in frames if frame.filename == (file or frames[0].filename)]
+def described(error: BaseException) -> str:
+    """A description of the exception that the user's code raised, with the deepest line in the user's file. No line is
+    named if this package raised it. It can be printed, whatever the exception says."""
+    frames = list(traceback.extract_tb(error.__traceback__))
+    inside = [place for place, frame in enumerate(frames, start=1) if Path(frame.filename).is_relative_to(ENGINE)]
+    frames = frames[max(inside, default=1) :]  # the function that caught it stands first
+    own = [frame for frame in frames if frame.filename == frames[0].filename]
     place = f" ({own[-1].filename}, line {own[-1].lineno}: {own[-1].line})" if own else ""
-    return f"{type(error).__name__}: {str(error)[:300]}{place}"
+    try:
+        said = str(error)[:300]
+    except Exception:  # the user's class fails in this, too
+        said = "(without a text)"
+    return f"{type(error).__name__}: {said.encode(errors='backslashreplace').decode()}{place}"
 
 
 Steps = list[tuple[int, float]]  # (end of a step in characters of the response's text, its number)
@@ -378,6 +389,15 @@ class RewardModel(RewardSource):
     def inferring(self):
         """A context in which the weights are gathered once."""
         return self.model.inferring()
+
+
+class EnvironmentReward(RewardSource):
+    """What the environment gave for the turns of its conversations (engine/rollout/conversations.py)."""
+
+    def score(self, rollout: Rollout) -> Tensor:
+        """The rewards of turns, (B, T) float32, each at the last token that the policy drew in its turn."""
+        assert rollout.turn_rewards is not None, "no environment has answered these responses"
+        return rollout.turn_rewards
 
 
 def sum_in_words(terms: Sequence[tuple[str, float]], length_penalty: float = 0.0) -> str:

@@ -86,7 +86,8 @@ class RolloutBackend(ABC):
 
     @abstractmethod
     def generate(self, prompts: PromptBatch, sampling: SamplingConfig) -> Rollout:
-        """One response for each row of the prompts. All ranks call this together, each with its own prompts."""
+        """One response for each row of the prompts, of no more than `prompts.most` tokens. All ranks call this
+        together, each with its own prompts."""
 
     def counts(self) -> dict[str, float]:
         """What this rank has counted since the last call of this method, as {name: sum}. By default nothing is

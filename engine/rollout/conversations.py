@@ -10,15 +10,14 @@ beginning, unless the wrapped backend has a cache for that, as vLLM has.
 """
 
 import contextlib
-import queue
-import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,7 +28,7 @@ from engine.errors import RunStopped, shortened
 from engine.experience import PromptBatch, Rollout
 from engine.reward.base import described
 from engine.rollout.base import RolloutBackend, SamplingConfig
-from engine.rollout.environments import Answer, Environments, Episode
+from engine.rollout.environments import Environments
 from engine.rollout.request import copied
 from engine.trace import moved
 
@@ -45,47 +44,35 @@ COUNTED = (
 
 @dataclass(slots=True)
 class _Conversation:
-    """A response so far. Of its tensors, each (T,), the first `length` positions are in use.
+    """A response so far.
 
-    row: the row of the data. begin: where the latest turn begins. ended: as in Rollout. over: whether no further turn
-    is drawn. failed: whether its environment did something wrong. busy: whether its environment still runs after its
-    time.
+    row: the row of the data. left: how many tokens the response may still get. columns: what is known of each token,
+    {field of Rollout: values}. begin: where the latest turn begins. ended: as in Rollout. over: whether no further turn
+    is drawn. failed: whether its environment did something wrong.
     """
 
     row: int
-    prompt: Tensor
-    tokens: Tensor
-    action_mask: Tensor
-    numbers: dict[str, Tensor]
-    episode: Episode | None = None
+    prompt: list[int]
+    left: int
+    tokens: list[int] = field(default_factory=list)
+    columns: dict[str, list] = field(default_factory=dict)
+    episode: Any = None  # an Episode, once it is made
     begin: int = 0
-    length: int = 0
     ended: bool = False
     over: bool = False
     failed: bool = False
-    busy: bool = False
 
-    @property
-    def left(self) -> int:
-        """How many tokens the response may still get."""
-        return len(self.tokens) - self.length
-
-    def add_turn(self, tokens: Tensor, numbers: dict[str, Tensor]) -> None:
-        """Append drawn tokens, (n,), and what the sampler recorded of them, {field of Rollout: (n,)}."""
-        self.begin, places = self.length, slice(self.length, self.length + len(tokens))
-        self.action_mask[places] = True
-        for name, values in numbers.items():
-            self.numbers[name][places] = values
-        self.insert(tokens)
-
-    def insert(self, tokens: Tensor) -> None:
-        """Append tokens, (n,)."""
-        self.tokens[self.length : self.length + len(tokens)] = tokens
-        self.length += len(tokens)
+    def add(self, tokens: list[int], drawn: bool, **recorded: list[float]) -> None:
+        """Append tokens. recorded: what the sampler recorded of drawn ones."""
+        columns: dict[str, list] = {"action_mask": [drawn] * len(tokens), **recorded}
+        for name in {"turn_rewards", *columns, *self.columns}:
+            self.columns.setdefault(name, []).extend(columns.get(name, [0.0] * len(tokens)))
+        self.tokens += tokens
+        self.left -= len(tokens)
 
     def add_reward(self, reward: float) -> None:
         """Add a reward to the last token, which is one that was drawn."""
-        self.numbers["turn_rewards"][self.length - 1] += reward
+        self.columns["turn_rewards"][-1] += reward
 
 
 class Conversations(RolloutBackend):
@@ -118,10 +105,8 @@ class Conversations(RolloutBackend):
         self.backend, self.environments = backend, environments
         self.turns, self.turn_tokens, self.seconds, self.threads = turns, turn_tokens, seconds, threads
         self.why, self.computes_as_actor = backend.why, backend.computes_as_actor
-        module = sys.modules.get(getattr(environments.made, "__module__", ""))
-        self._file = getattr(module, "__file__", None)
         self._counted: dict[str, float] = dict.fromkeys(COUNTED, 0.0)
-        self._told = 0
+        self._told, self._dtype = 0, torch.get_default_dtype()
 
     @property
     def decoding_ran(self) -> str:  # type: ignore[override]
@@ -156,24 +141,23 @@ class Conversations(RolloutBackend):
                 if living:
                     self._take(copied(drawn, "cpu"), [conversations[row] for row in living])
                     self._answer([conversations[row] for row in living if conversations[row].episode], turn)
-        finally:
-            self._close(conversations)
+        except BaseException:  # the run ends
+            side_by_side([one.episode.close for one in conversations if one.episode], self.seconds, len(prompts))
+            raise
+        self._close(conversations)
         self._counted["responses"] += len(conversations)
         return _rollout(prompts, conversations, sampling.pad_token_id)
 
     def _open(self, conversations: Sequence[_Conversation]) -> None:
         """Make the episodes. Without an episode, a conversation has one turn."""
-
-        def make(one: _Conversation) -> Callable[[], Episode]:
-            return partial(self.environments.episode, one.row, one.prompt.tolist())
-
-        for one, made in zip(conversations, self._side_by_side(conversations, make), strict=True):
+        calls = [partial(self.environments.episode, one.row, one.prompt) for one in conversations]
+        for one, made in zip(conversations, self._side_by_side(conversations, calls), strict=True):
             if isinstance(made, BaseException):
                 self._fail(one, made, "its beginning")
                 continue
             one.episode = made
             if made.opening is not None:
-                one.prompt = torch.tensor(made.opening, dtype=torch.int64)
+                one.prompt = made.opening
 
     def _next_turns(
         self,
@@ -185,29 +169,33 @@ class Conversations(RolloutBackend):
     ) -> PromptBatch:
         """What the wrapped backend is asked for: a turn of each living conversation."""
         chosen = [conversations[row] for row in living]
-        texts = [torch.cat([one.prompt, one.tokens[: one.length]]) for one in chosen]
-        most = [one.left if self.turn_tokens is None else min(one.left, self.turn_tokens) for one in chosen]
+        texts = [one.prompt + one.tokens for one in chosen]
+        most = [self._most(one) for one in chosen]
         if not living:  # the other ranks wait for this one's passes: one token, which nobody looks at
             living, texts, most = [0], [conversations[0].prompt[-1:]], [1]
-        ids, mask = _left_padded(texts, pad_token_id)
         device = prompts.input_ids.device
         return PromptBatch(
-            ids.to(device),
-            mask.to(device),
+            *_padded(texts, pad_token_id, "left", device),
             prompts.indices[living],
             prompts.samples[living] + turn * TURN,
             torch.tensor(most, device=device),
             prompts.first_row,
         )
 
+    def _most(self, one: _Conversation) -> int:
+        """The largest number of tokens of the conversation's next turn."""
+        return one.left if self.turn_tokens is None else min(one.left, self.turn_tokens)
+
     def _take(self, drawn: Rollout, asked: Sequence[_Conversation]) -> None:
         """Append the turns that were drawn."""
         columns = {name: getattr(drawn, name) for name in ("logprobs", "entropy") if getattr(drawn, name) is not None}
         lengths = drawn.response_mask.sum(-1).tolist()
         for row, (one, length, ended) in enumerate(zip(asked, lengths, drawn.ended.tolist(), strict=True)):
-            one.add_turn(
-                drawn.responses[row, :length], {name: column[row, :length] for name, column in columns.items()}
-            )
+            most = min(length, self._most(one))  # a user's own backend may not know limits of rows
+            ended = ended and most == length
+            recorded = {name: column[row, :most].tolist() for name, column in columns.items()}
+            one.begin = len(one.tokens)
+            one.add(drawn.responses[row, :most].tolist(), True, **recorded)
             one.ended = ended and not one.failed
             one.over = not one.ended
             self._counted["token_limit"] += not ended
@@ -215,12 +203,8 @@ class Conversations(RolloutBackend):
 
     def _answer(self, asked: Sequence[_Conversation], turn: int) -> None:
         """Have the environments answer, and insert what they say."""
-
-        def answer(one: _Conversation) -> Callable[[], Answer]:
-            assert one.episode is not None
-            return partial(one.episode.answer, one.tokens[one.begin : one.length].tolist(), turn, one.left, one.ended)
-
-        for one, answered in zip(asked, self._side_by_side(asked, answer), strict=True):
+        calls = [partial(one.episode.answer, one.tokens[one.begin :], turn, one.left, one.ended) for one in asked]
+        for one, answered in zip(asked, self._side_by_side(asked, calls), strict=True):
             if isinstance(answered, BaseException):
                 self._fail(one, answered, f"turn {turn + 1}")
                 continue
@@ -236,36 +220,33 @@ class Conversations(RolloutBackend):
             elif len(answered.tokens) >= one.left:
                 self._limited(one, "token_limit")
             else:
-                one.insert(torch.tensor(answered.tokens))
+                one.add(answered.tokens, False)
                 self._counted["inserted_tokens"] += len(answered.tokens)
 
     def _close(self, conversations: Sequence[_Conversation]) -> None:
         """Close the episodes, and add the rewards that they give at the end."""
-        free = [one for one in conversations if one.episode and not one.busy]
-
-        def close(one: _Conversation) -> Callable[[], float]:
-            assert one.episode is not None
-            return one.episode.close
-
-        for one, reward in zip(free, self._side_by_side(free, close), strict=True):
+        left = [one for one in conversations if one.episode]
+        calls = [one.episode.close for one in left]
+        for one, reward in zip(left, self._side_by_side(left, calls), strict=True):
             if not isinstance(reward, BaseException):
                 one.add_reward(reward)
             elif not one.failed:
                 self._fail(one, reward, "its end")
 
     def _side_by_side(
-        self, conversations: Sequence[_Conversation], call: Callable[[_Conversation], Callable[[], T]]
+        self, conversations: Sequence[_Conversation], calls: Sequence[Callable[[], T]]
     ) -> list[T | BaseException]:
-        """What `side_by_side` returns for a call of each conversation. Raises: RunStopped if an environment does."""
+        """What `side_by_side` returns, for a call of each conversation. Raises: RunStopped if an environment does."""
         began = time.monotonic()
-        outcomes = side_by_side([call(one) for one in conversations], self.seconds, self.threads)
+        outcomes = side_by_side(calls, self.seconds, self.threads)
+        torch.set_default_dtype(self._dtype)  # an environment may have changed the default of the whole process
         self._counted["environment_seconds"] += time.monotonic() - began
         for one, outcome in zip(conversations, outcomes, strict=True):
             if isinstance(outcome, RunStopped):
                 raise outcome
             if isinstance(outcome, Late):
-                one.busy = True
-                outcome.then(partial(_close_late, one.episode))
+                threading.Thread(target=_close_late, args=(outcome.future, one.episode), daemon=True).start()
+                one.episode = None
         return outcomes
 
     def _limited(self, one: _Conversation, limit: str) -> None:
@@ -280,124 +261,90 @@ class Conversations(RolloutBackend):
         if self._told <= TOLD:
             prompt = shortened(self.environments.tokenizer.decode(one.prompt, skip_special_tokens=True), 60)
             last = "; further errors are only counted" if self._told == TOLD else ""
-            what = described(problem, self._file)
+            what = described(problem)
             print(f"--environment: row {one.row} ({prompt}), {when}: {what}; the row ends here{last}", flush=True)
 
 
 class Late(TimeoutError):
-    """A call was not waited for any longer."""
+    """A call was not waited for any longer. future: of the call."""
 
-    def __init__(self, seconds: float, call: "_Call"):
+    def __init__(self, seconds: float, future: Future):
         super().__init__(f"no answer within {seconds:g} s")
-        self.call = call
-
-    def then(self, act: Callable[[Any], None]) -> None:
-        """Have `act` called with what the call returns or raises, when it does."""
-
-        def wait() -> None:
-            self.call.join()
-            act(self.call.outcome)
-
-        threading.Thread(target=wait, daemon=True).start()
-
-
-class _Call(threading.Thread, Generic[T]):
-    """Makes a call, then puts itself into a queue. outcome: what the call returned or raised.
-
-    It is a daemon: at its end the process does not wait for calls that hang, as it would for the threads of
-    concurrent.futures.
-    """
-
-    def __init__(self, place: int, call: Callable[[], T], done: "queue.SimpleQueue[_Call]"):
-        super().__init__(name="environment", daemon=True)
-        self.place, self.call, self.done = place, call, done
-        self.outcome: T | BaseException | None = None
-
-    def run(self) -> None:
-        try:
-            self.outcome = self.call()
-        except BaseException as error:  # the user's code may raise anything, also SystemExit
-            self.outcome = error
-        self.done.put(self)
+        self.future = future
 
 
 def side_by_side(calls: Sequence[Callable[[], T]], seconds: float, threads: int) -> list[T | BaseException]:
-    """What each call returns or raises, or `Late` if it takes more than `seconds`. Each call has a thread of its own;
-    a call that is late keeps its thread, but does not count among the `threads` that run at the same time."""
-    outcomes: list[Any] = [None] * len(calls)
-    waiting = deque(enumerate(calls))
-    running: dict[int, tuple[float, _Call]] = {}  # the call that was started first comes first
-    done: queue.SimpleQueue[_Call] = queue.SimpleQueue()
+    """What each call returns or raises, or `Late` if it takes more than `seconds`. A late call keeps its thread, but it
+    does not count among the `threads` that run at the same time.
+
+    Each call has a daemon thread of its own: at its end the process does not wait for calls that hang, as it would for
+    the threads of an executor.
+    """
+    futures: list[Future] = [Future() for _ in calls]
+    outcomes: dict[Future, Any] = {}
+    waiting = deque(zip(futures, calls, strict=True))
+    running: dict[Future, float] = {}  # {call: when it is late}; the call that was started first comes first
     while waiting or running:
         moved("environments answer")
         while waiting and len(running) < threads:
-            place, call = waiting.popleft()
-            running[place] = time.monotonic() + seconds, _Call(place, call, done)
-            running[place][1].start()
-        until, oldest = next(iter(running.values()))
-        try:
-            finished = done.get(timeout=max(0.0, until - time.monotonic()))
-        except queue.Empty:
-            outcomes[oldest.place] = Late(seconds, oldest)
-            del running[oldest.place]
-            continue
-        if running.pop(finished.place, None) is not None:  # else it was late
-            outcomes[finished.place] = finished.outcome
-    return outcomes
+            future, call = waiting.popleft()
+            running[future] = time.monotonic() + seconds
+            threading.Thread(target=_run, args=(call, future), name="environment", daemon=True).start()
+        oldest, until = next(iter(running.items()))
+        done = wait(running, max(0.0, until - time.monotonic()), FIRST_COMPLETED).done
+        for future in done or [oldest]:
+            error = future.exception() if done else Late(seconds, oldest)
+            outcomes[future] = future.result() if error is None else error
+            del running[future]
+    return [outcomes[future] for future in futures]
 
 
-def _close_late(episode: Episode | None, outcome: Any) -> None:
-    """Close the episode of a call that was late; an episode that was made late is the call's outcome."""
+def _run(call: Callable[[], Any], future: Future) -> None:
+    try:
+        future.set_result(call())
+    except BaseException as error:  # the user's code may raise anything, also SystemExit
+        future.set_exception(error)
+
+
+def _close_late(future: Future, episode: Any) -> None:
+    """Close the episode of a call that is late, once the call has ended. An episode that is made late is the call's
+    result."""
+    wait([future])
     with contextlib.suppress(BaseException):  # nobody waits for it
-        (episode or outcome).close()
+        (episode or future.result()).close()
 
 
 def _begun(prompts: PromptBatch, sampling: SamplingConfig) -> list[_Conversation]:
     """A conversation for each row of the prompts."""
-    names = ["turn_rewards"]
-    names += ["logprobs"] * (sampling.logprob_temperature is not None) + ["entropy"] * sampling.with_entropy
-    shape = len(prompts), sampling.max_new_tokens
-    tokens, action_mask = torch.full(shape, sampling.pad_token_id), torch.zeros(shape, dtype=torch.bool)
-    numbers = {name: torch.zeros(shape) for name in names}
-    ids, mask = prompts.input_ids.cpu(), prompts.attention_mask.cpu().bool()
+    columns = zip(prompts.input_ids.cpu(), prompts.attention_mask.cpu().bool(), prompts.indices.tolist(), strict=True)
     return [
-        _Conversation(
-            row=prompts.first_row + index,
-            prompt=ids[place][mask[place]],
-            tokens=tokens[place],
-            action_mask=action_mask[place],
-            numbers={name: column[place] for name, column in numbers.items()},
-        )
-        for place, index in enumerate(prompts.indices.tolist())
+        _Conversation(prompts.first_row + index, ids[mask].tolist(), left=sampling.max_new_tokens)
+        for ids, mask, index in columns
     ]
 
 
 def _rollout(prompts: PromptBatch, conversations: Sequence[_Conversation], pad_token_id: int) -> Rollout:
     """The rollout of finished conversations, one for each row of the prompts."""
-    device, width = prompts.input_ids.device, max(one.length for one in conversations)
-    ids, mask = prompts.input_ids, prompts.attention_mask
-    if any(one.episode and one.episode.opening is not None for one in conversations):
-        ids, mask = (part.to(device) for part in _left_padded([one.prompt for one in conversations], pad_token_id))
-
-    def column(parts: Sequence[Tensor]) -> Tensor:
-        return torch.stack([part[:width] for part in parts]).to(device)
-
-    lengths = torch.tensor([one.length for one in conversations], device=device)
-    response_mask = torch.arange(width, device=device) < lengths.unsqueeze(1)
+    device = prompts.input_ids.device
+    ids, mask = _padded([one.prompt for one in conversations], pad_token_id, "left", device)
+    responses, response_mask = _padded([one.tokens for one in conversations], pad_token_id, "right", device)
+    columns = {
+        name: pad_sequence([torch.tensor(one.columns[name]) for one in conversations], batch_first=True).to(device)
+        for name in conversations[0].columns
+    }
     return Rollout(
-        sequences=torch.cat([ids, column([one.tokens for one in conversations])], 1),
-        attention_mask=torch.cat([mask, response_mask.long()], 1),
-        response_mask=response_mask,
+        sequences=torch.cat([ids, responses], 1),
+        attention_mask=torch.cat([mask, response_mask], 1),
+        response_mask=response_mask.bool(),
         ended=torch.tensor([one.ended for one in conversations], device=device),
         indices=prompts.indices,
         samples=prompts.samples,
-        action_mask=column([one.action_mask for one in conversations]),
-        **{name: column([one.numbers[name] for one in conversations]) for name in conversations[0].numbers},
+        **columns,
     )
 
 
-def _left_padded(texts: Sequence[Tensor], pad_token_id: int) -> tuple[Tensor, Tensor]:
-    """Texts, each (n,) int64, as (input_ids, attention_mask), each (B, P) int64."""
-    ids = pad_sequence(list(texts), batch_first=True, padding_value=pad_token_id, padding_side="left")
-    mask = pad_sequence([torch.ones_like(text) for text in texts], batch_first=True, padding_side="left")
-    return ids, mask
+def _padded(texts: Sequence[list[int]], pad_token_id: int, side: str, device) -> tuple[Tensor, Tensor]:
+    """Texts as (ids, mask), each (B, length of the longest) int64. side: "left" or "right", that of the padding."""
+    rows = [torch.tensor(text, device=device) for text in texts]
+    ids = pad_sequence(rows, batch_first=True, padding_value=pad_token_id, padding_side=side)
+    return ids, pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side=side)

@@ -216,7 +216,8 @@ def slots_of_a_row(tokens: int, waiting: bool) -> int:
     """The number of slots that a row of the cache needs. tokens: the largest number of tokens of a prompt and its
     response together. waiting: whether there are more prompts than rows.
 
-    Without waiting prompts, decoding ends at the last slot. With waiting prompts it goes on: before the last slot is
-    passed, all rows are moved to the left (`Batch.make_room`). Further slots make that rare.
+    Without waiting prompts, decoding ends at the last slot, if all responses may have equally many tokens. Otherwise it
+    may go on: before the last slot is passed, all rows are moved to the left (`Batch.make_room`). Further slots make
+    that rare where prompts wait.
     """
     return tokens + CHECK_EVERY + (max(8 * CHECK_EVERY, tokens // 4) if waiting else 0)

@@ -1,23 +1,9 @@
-"""Environments: what answers a response between its turns. An environment is a user's class, in one of two shapes.
+"""Environments: what answers a response between its turns. docs/environments.md describes the two shapes of a user's
+class: an own one, with `step`, and the one that TRL's `environment_factory` takes.
 
-Own. One object a conversation, made from the row of the data that the prompt comes from:
-
-    class Guess:
-        def __init__(self, row: dict): ...
-        def step(self, turn: Turn): ...      # returns a Reply, a text, None for the end, or what `reply_of` names
-        def close(self): ...                 # optional
-        tools = [function, ...]              # optional: functions or JSON schemas that the prompt describes
-
-TRL's, the class that its `environment_factory` takes, unchanged. Its public methods are tools that the policy may call:
-
-    class Sums:
-        def reset(self, **row): ...          # a text is appended to the last message of the user
-        def multiply(self, a: int, b: int) -> int: ...         # with a docstring that describes a and b
-        def get_reward(self) -> float: ...   # optional; without it the attribute `reward`, if there is one
-
-The two are told apart by whether the class has `step`. Any method may be a coroutine function; coroutines of one object
-run in one event loop, which runs only while one of its methods is waited for. Nothing is tokenised twice: what the
-policy drew stays as it is, and what the environment says is put behind it.
+Any method may be a coroutine function; coroutines of one object run in one event loop, which runs only while one of its
+methods is waited for. Nothing is tokenised twice: what the policy drew stays as it is, and what the environment says is
+put behind it.
 
 Sources: the shape of TRL's environments, their tools, errors and rewards, and the tokens of messages are those of
 `GRPOTrainer` (trl/trainer/grpo_trainer.py, `_tool_call_loop` and `_get_tool_suffix_ids`) and of `parse_response`
@@ -39,6 +25,7 @@ from numbers import Integral
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers.utils import get_json_schema
 from transformers.utils.chat_parsing import parse_response
 from transformers.utils.chat_parsing.response_templates import ResponseTemplate, load_response_template
@@ -141,34 +128,37 @@ class Environments:
                 opening = self.opening(row_index, said)
         return _ToolEpisode(self, environment, row, prompt, opening)
 
-    def check(self, name: str) -> None:
-        """Try the environment with the first row. name: of the flag with its value, for messages.
+    def check(self, name: str, alone: bool = True) -> None:
+        """Try the environment with the first row.
 
-        Raises: UserError if the class fails with this row or gives no reward, or if tool calls cannot be read or
-        answered.
+        name: of the flag with its value, for messages. alone: whether nothing else gives rewards. Raises: UserError if
+        the class fails with this row, if it is alone and gives no reward, or if tool calls cannot be read or answered.
         """
         try:
             episode = self.episode(0, [])
             episode.close()
         except Exception as error:
             raise UserError(
-                f"{name}: the class fails with the first row of the data, {shortened(self.rows[0])}: {described(error)}"
+                f"{name}: the class fails with the first row of the data (columns: {', '.join(self.rows[0])}): "
+                f"{described(error)}"
             ) from None
-        if is_own(self.made):
-            return
-        if not any(hasattr(episode.environment.made, reward) for reward in ("get_reward", "reward")):
+        own = is_own(self.made)
+        if own:
+            check_own(episode.environment.made, name)
+        rewarded = own or any(hasattr(episode.environment.made, reward) for reward in ("get_reward", "reward"))
+        if alone and not rewarded:
             raise UserError(
-                f"{name}: it has no method get_reward(self) and no attribute reward. Add one; where other rewards are "
-                "enough, get_reward returns 0.0."
+                f"{name}: it has no method get_reward(self) and no attribute reward, and nothing else gives rewards. "
+                "Add one, or give a --reward_function or a reward model."
             )
-        if not self.schemas:
-            return
         model = getattr(self.tokenizer, "name_or_path", None) or "the model"
-        if self.template is None:
+        if self.schemas and self.template is None:
             raise UserError(
-                f"{name}: its methods are tools, and the tokenizer of {model} has no response_template, which says how "
-                f"tool calls are written. Give --response_template {', '.join(known_templates())} or a JSON file."
+                f"{name}: it has tools, and the tokenizer of {model} has no response_template, which says how tool "
+                f"calls are written. Give --response_template {', '.join(known_templates())} or a JSON file."
             )
+        if own or not self.schemas:
+            return
         result = "the-result"
         try:
             written = self.tokenizer.decode(behind(self.tokenizer, [], [tool_message("the-tool", result)]))
@@ -176,8 +166,19 @@ class Environments:
             written = str(error)
         if result not in written:
             raise UserError(
-                f"{name}: its methods are tools, and the chat template of {model} does not write what a tool returns "
-                f"(messages of the role tool): {shortened(written)}. Give --chat_template FILE that does."
+                f"{name}: it has tools, and the chat template of {model} does not write what a tool returns (messages "
+                f"of the role tool): {shortened(written)}. Give --chat_template FILE that does."
+            )
+        call = _written_call(self.tokenizer, self.schemas[0])
+        try:
+            found = call is None or parsed(call[1], self.template, call[0], self.schemas).get("tool_calls")
+        except (ValueError, TypeError):
+            found = None
+        if not found:
+            assert call is not None
+            raise UserError(
+                f"{name}: the response template finds no tool call in what the chat template of {model} writes for "
+                f"one: {shortened(call[1])}. Give --response_template {', '.join(known_templates())} or a JSON file."
             )
 
 
@@ -188,7 +189,7 @@ class _Object:
         self.made = made
         self.loop: asyncio.AbstractEventLoop | None = None
 
-    def call(self, method: str, *given: Any, **named: Any) -> Any:
+    def call(self, method: str, /, *given: Any, **named: Any) -> Any:
         value = getattr(self.made, method)(*given, **named)
         if not inspect.isawaitable(value):
             return value
@@ -222,8 +223,8 @@ class Episode(ABC):
 
     def answer(self, tokens: list[int], number: int, left: int, ended: bool) -> Answer:
         """The environment's answer to a turn. tokens: ids that the policy drew. number: of the turn, from 0. left: how
-        many tokens the response may still get. ended: whether the turn ended by itself and another one may follow; if
-        not, tools are not called."""
+        many tokens the response may still get. ended: whether the turn ended by itself; if not, its tools are not
+        called."""
         self.failed = True
         decode = self.of.tokenizer.decode
         with self.of.lock:
@@ -237,7 +238,7 @@ class Episode(ABC):
         reply = checked(self._reply(Turn(text, tuple(tokens), message, number, left), ended), self.of.vocabulary)
         self.before = [] if reply.done else self._ids(reply, tokens)
         self.failed = False
-        return Answer(self.before, float(reply.reward), reply.done, unparsed)
+        return Answer(self.before, _number(reply.reward), reply.done, unparsed)
 
     @abstractmethod
     def close(self) -> float:
@@ -295,7 +296,7 @@ class _ToolEpisode(Episode):
         reward = self.environment.call("get_reward") if hasattr(made, "get_reward") else getattr(made, "reward", None)
         if not self.failed:
             self.of.idle.append(self.environment)
-        return checked(Reply(reward=_number(reward))).reward
+        return _number(reward)
 
 
 def tool_message(name: str, result: Any) -> dict[str, Any]:
@@ -306,6 +307,21 @@ def tool_message(name: str, result: Any) -> dict[str, Any]:
 def is_own(made: Callable[..., Any]) -> bool:
     """Whether the class is of the own shape."""
     return callable(getattr(made, "step", None))
+
+
+def check_own(environment: object, name: str) -> None:
+    """Raises: UserError if the methods of an environment of the own shape are those of something else."""
+    if callable(getattr(environment, "reset", None)):
+        raise UserError(
+            f"{name}: it has step and reset. A class with step is not reset: an object is made for each response, with "
+            "the row, so let __init__(self, row) begin, and step(self, turn) read turn.text. Rename reset; if step is "
+            "a tool of a class as TRL's environment_factory gets it, rename step."
+        )
+    taken = inspect.signature(environment.step)  # type: ignore[attr-defined]
+    try:
+        taken.bind("turn")
+    except TypeError:
+        raise UserError(f"{name}: step{taken} has to take one argument, the turn: step(self, turn).") from None
 
 
 def tools_of(environment: object) -> dict[str, Callable[..., Any]]:
@@ -351,7 +367,8 @@ def tool_schemas(made: Callable[..., Any], name: str = "the environment") -> lis
 def reply_of(said: Any) -> Reply:
     """What `step` returned, as a Reply: a Reply; a text; None for the end; Gymnasium's (observation, reward,
     terminated, truncated, info); a dict or an object with observation or environment_feedback, reward or rewards, and
-    done, as OpenRLHF's agents and OpenEnv's StepResult. Raises: TypeError for anything else."""
+    done, as OpenRLHF's agents and OpenEnv's StepResult. Raises: TypeError for anything else; ValueError if the reward
+    is no number."""
     if isinstance(said, Reply):
         return said
     if said is None:
@@ -372,11 +389,18 @@ def reply_of(said: Any) -> Reply:
 
 
 _MISSING = object()
+MOST = torch.finfo(torch.float32).max
 
 
-def _number(value: Any) -> float:
-    """A number, a tensor or an array with one number, or None for 0."""
-    return 0.0 if value is None else float(value)
+def _number(reward: Any) -> float:
+    """A number, a tensor or an array with one number, or None for 0. Raises: ValueError for anything else."""
+    try:
+        number = math.nan if isinstance(reward, str) else 0.0 if reward is None else float(reward)
+    except (TypeError, ValueError, RuntimeError):
+        number = math.nan
+    if not abs(number) <= MOST:
+        raise ValueError(f"the reward is {shortened(reward)}; it has to be a finite number of 32 bits")
+    return number
 
 
 def checked(reply: Reply, vocabulary: int = 0) -> Reply:
@@ -388,11 +412,9 @@ def checked(reply: Reply, vocabulary: int = 0) -> Reply:
     for token in reply.tokens if reply.tokens is not None else ():
         if not isinstance(token, Integral) or isinstance(token, bool) or not 0 <= token < vocabulary:
             raise ValueError(f"Reply.tokens has {token!r}; ids are whole numbers from 0 to {vocabulary - 1}")
-    for message in reply.messages:
-        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or "content" not in message:
-            raise TypeError(f"Reply.messages has {shortened(message)}; a message is a dict with role and content")
-    if not math.isfinite(reply.reward):
-        raise ValueError(f"the reward is {reply.reward}; it has to be a finite number")
+    if isinstance(reply.messages, (str, Mapping)):
+        raise TypeError(f"Reply.messages is {shortened(reply.messages)}; it has to be a list of messages")
+    _number(reply.reward)
     return reply
 
 
@@ -419,8 +441,11 @@ def behind(tokenizer, drawn: list[int], messages: Sequence[Mapping[str, Any]], *
     They begin with the token that ends an answer, unless the drawn turn has it. If the drawn turn ends with the token
     that begins the messages, as turns of some models do, it is not repeated.
 
-    options: arguments of the chat template. Raises: what the template raises; ValueError if it leaves answers out.
+    options: arguments of the chat template. Raises: what the template raises; ValueError if there is none, or if it
+    leaves answers out.
     """
+    if not tokenizer.chat_template:
+        raise ValueError("messages need a chat template, and the model has none: give --chat_template FILE, or a text")
     asked, answer = {"role": "user", "content": "the-question"}, "the-answer"
     answered: dict[str, Any] = {"role": "assistant", "content": answer}
     if messages[0]["role"] == "tool":  # some templates write the name of the call beside the result
@@ -443,10 +468,25 @@ def behind(tokenizer, drawn: list[int], messages: Sequence[Mapping[str, Any]], *
     return rest[1:] if rest[:1] == drawn[-1:] else rest
 
 
+def _written_call(tokenizer, schema: Mapping[str, Any]) -> tuple[str, str] | None:
+    """A prompt, and an answer with a call of the tool, as the chat template writes them; None if it writes a finished
+    answer otherwise than behind its prompt."""
+    asked = {"role": "user", "content": "the-question"}
+    values = {"integer": 7, "number": 7.5, "boolean": True, "array": [], "object": {}}
+    properties = schema["function"].get("parameters", {}).get("properties", {})
+    arguments = {name: values.get(str(about.get("type")), "the-answer") for name, about in properties.items()}
+    function = {"name": schema["function"]["name"], "arguments": arguments}
+    answered = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
+    prompt = tokenizer.apply_chat_template([asked], tokenize=False, add_generation_prompt=True)
+    whole = tokenizer.apply_chat_template([asked, answered], tokenize=False)
+    return (prompt, whole.removeprefix(prompt)) if whole.startswith(prompt) else None
+
+
 def template_options(row: Mapping[str, Any]) -> dict[str, Any]:
     """The row's arguments of the chat template (`chat_template_kwargs`)."""
     given = row.get("chat_template_kwargs")
-    return (json.loads(given) if isinstance(given, str) else given) or {}
+    options = (json.loads(given) if isinstance(given, str) else given) or {}
+    return {name: value for name, value in options.items() if value is not None}
 
 
 # In a wheel the files of configs/response_templates are in a folder beside this file; in a checkout they are there.
@@ -472,6 +512,6 @@ def response_template(given: str | None, tokenizer) -> ResponseTemplate | None:
         return load_response_template(template)
     except (OSError, ValueError, TypeError) as error:
         raise UserError(
-            f"--response_template {given or '(the tokenizer has one)'}: {shortened(str(error), 300)}. Give "
+            f"--response_template {given or '(the tokenizer has one)'}: {str(error)[:300]}. Give "
             f"{', '.join(known_templates())}, or a JSON file with a response_template as transformers reads it."
         ) from None

@@ -21,6 +21,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
     BloomConfig,
     GPT2Config,
     GPTNeoXConfig,
@@ -116,6 +117,13 @@ def make_scorer(
 ) -> str:
     """Save a reward model with this `score_offset`, and its tokenizer; returns the folder."""
     return _written(_scorer(family, seed, layers, offset, score_position, pad_is_eos), folder)
+
+
+def make_process_scorer(folder: Path | str, family: str = "llama", *, seed: int = 3) -> str:
+    """Save a token classifier with two labels, and its tokenizer, as TRL's PRMTrainer does; returns the folder."""
+    config = make_config(family)
+    config.num_labels = 2
+    return _written(_files(AutoModelForTokenClassification, config, seed, pad_is_eos=False), folder)
 
 
 @functools.cache

@@ -10,6 +10,7 @@ from scripts.harness.ranks import run_ranks
 from tests.distributed import plain
 from tests.distributed.tiny_run import prompt_tokens
 from tests.distributed.work_rollouts import CASES, UNEVEN_STOPS
+from tests.engine.rollout.test_conversations import plain_talk
 from tests.plain_sampling import plain_answer
 
 STAGE3 = {"stage": 3, "config": "stage3.json"}
@@ -57,7 +58,7 @@ def two_ranks(folder) -> dict[str, list[dict]]:
         },
         **STAGE3,
     )
-    return {name: [rank[name] for rank in ranks] for name in ("answers", "choices", "vllm", "gathers", "uneven")}
+    return {name: [rank[name] for rank in ranks] for name in ranks[0]}
 
 
 @pytest.fixture(scope="module")
@@ -123,6 +124,19 @@ def test_vllm_is_given_the_weights_of_partitions_and_groups_answer_together(two_
     assert len(other["answers"]) == 3 and one["answers"] | other["answers"] == wanted
     spread = "each actor on 2 ranks" if parts == 2 else "a whole actor on each rank"
     assert one["why"] == f"rollouts by vllm 0.32.0: as asked; {spread}, tokens drawn with our random numbers"
+
+
+@pytest.mark.parametrize("backend", [("replica", 1), ("replica", 2), ("zero3", None), ("vllm", 2)])
+def test_conversations_of_all_ranks_and_backends_are_those_of_plain_sampling(two_ranks, model, backend):
+    """The rank whose conversations are over keeps pace with the other."""
+    one, other = (rank[backend] for rank in two_ranks["conversations"])
+    turns = []
+    for rank in (one, other):
+        for (index, sample), talk in rank["conversations"].items():
+            assert talk == plain_talk(model, prompt_tokens(index), index, sample, SAMPLINGS["several EOS"])
+        turns.append([sum(reward > 0 for reward in talk[2]) for talk in rank["conversations"].values()])
+        assert rank["turns"] == sum(turns[-1])
+    assert (max(turns[0]), max(turns[1]), len(turns[0]), len(turns[1])) == (3, 2, 6, 4)
 
 
 def test_the_replica_gathers_once_per_change_of_the_weights(two_ranks):

@@ -48,6 +48,7 @@ def test_the_sampler_waits_once_in_8_tokens(families):
 # Of the second step of the default dialect, for 8 responses of 12 tokens a rank in micro-batches of 4, at stage 0 with
 # two epochs. U: 2 updates; M: 2 models that are updated.
 WAITS = {
+    "engine/algo/advantages.py _discounted_sums": 2,  # the loop over positions runs on the host: there and back
     "engine/distributed.py all_gather_objects": 2,  # names of metrics, their sizes
     "engine/distributed.py largest": 12,  # U * (M + 2) + M + 2: overflow, losses, passes; weights, experience, passes
     "engine/experience.py Rollout.select": 11,  # widths, of each micro-batch of experience and of each update

@@ -13,6 +13,7 @@ from engine.rollout import ReplicaRollouts, Zero3Rollouts, build_rollouts
 from engine.rollout.base import SamplingConfig
 from tests import fake_vllm
 from tests.distributed.tiny_run import TinyPrompts, build_trainer, counted_fills, engine_spec, prompt_batch, timeless
+from tests.engine.rollout.test_conversations import conversations_of, talks
 from tests.engine.zero.inspecting import masters
 
 BACKENDS = {"replica": ReplicaRollouts, "zero3": Zero3Rollouts}
@@ -35,12 +36,13 @@ def everything(
     moving: SamplingConfig,
     free: dict[str, int],
 ) -> dict[str, dict]:
-    """What the five functions below return, by their names. free: as in `_choices`."""
+    """What the six functions below return, by their names. free: as in `_choices`."""
     engine = RLHFEngine.from_pretrained(engine_spec(folder, stage, config=config))
     return {
         "answers": _answers(engine, samplings),
         "choices": _choices(engine, moving, free),
         "vllm": _by_vllm(engine, moving),
+        "conversations": _conversations(engine, moving),
         "gathers": gathers(folder, stage, config, moving),
         "uneven": uneven(folder, stage, config, moving),
     }
@@ -104,6 +106,22 @@ def _by_vllm(engine: RLHFEngine, sampling: SamplingConfig) -> dict[int, dict]:
             answered = rollouts.generate(prompt_batch(indices), sampling)
             assert answered.indices.tolist() == indices
             found[parts] = {"answers": dict(_by_key(answered)), "why": rollouts.why}
+    return found
+
+
+def _conversations(engine: RLHFEngine, sampling: SamplingConfig) -> dict[str, dict]:
+    """Of each backend, conversations of this rank's prompts, and how many turns this rank has counted. Rank 1's are
+    over after fewer turns than rank 0's."""
+    found = {}
+    prompts = prompt_batch([[3, 5, 9], [4, 6]][distributed.rank()]).repeat(2)
+    how = {"row_length": 40, "rows_at_once": 4}
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        fake_vllm.install(monkeypatch)
+        for backend, parts in (("replica", 1), ("replica", 2), ("zero3", None), ("vllm", 2)):
+            rollouts = build_rollouts(backend, engine.actor, engine.tokenizer, tensor_parallel=parts, **how)
+            rollouts = conversations_of(rollouts)
+            conversations = talks(rollouts.generate(prompts, sampling))
+            found[backend, parts] = {"conversations": conversations, "turns": rollouts.counts()["turns"]}
     return found
 
 

@@ -117,6 +117,60 @@ def test_identical_models_are_even_and_rewards_stand_side_by_side(tiny, models, 
         assert first["scores"]["words"] == len(first["response"].split())
 
 
+def test_models_in_one_environment(tiny, models, tmp_path, capfd):
+    """It says two words after each turn, pays for each token, and fails after a turn of one token."""
+    (tmp_path / "talks.py").write_text(
+        "from engine.rollout import Reply\n"
+        "class Words:\n"
+        "    def __init__(self, row): pass\n"
+        "    def step(self, turn):\n"
+        "        assert len(turn.tokens) > 1\n"
+        "        return Reply(text='w05 w06', reward=float(len(turn.tokens)), done=turn.number == 2)\n"
+        "def said(prompts, responses): return [len(response.split()) for response in responses]\n"
+    )
+    make, seen = ExperienceMaker.make_experience, []
+
+    def noted(self, *args, **kwargs):
+        seen.append(make(self, *args, **kwargs))
+        return seen[-1]
+
+    folders = {"sft": tiny.folder / "sft", "near": models / "near", "same": models / "same"}
+    given = [f"{name}={folder}" for name, folder in folders.items()]
+    talks = {"environment": f"{tmp_path / 'talks.py'}:Words", "reward_function": f"{tmp_path / 'talks.py'}:said"}
+    flags = flags_of(tiny, given, output_dir=tmp_path / "out", max_answer_seq_len=16, stop=["w1", "w2"], **talks)
+    del flags["reward_model_name_or_path"]
+    with mock.patch.object(ExperienceMaker, "make_experience", noted):
+        result = compared(flags, capfd)
+    assert result.code == 0, result.stderr
+    found = found_in(tmp_path / "out")
+    assert found["rewards"] == ["said", "environment"] and found["how"]["environment"].endswith("talks.py:Words")
+    first = plain.policy(tiny.folder, "sft")
+    for model, experience in zip(found["models"], seen, strict=True):
+        rollout, own = experience.rollout, plain.policy(folders[model["name"]].parent, folders[model["name"]].name)
+        with torch.no_grad():
+            apart = plain.logprobs(own, rollout, 1.0) - plain.logprobs(first, rollout, 1.0)
+        drawn = rollout.action_mask
+        assert set(rollout.responses[rollout.response_mask & ~drawn].tolist()) == {5, 6}
+        assert model["kl"]["value"] == pytest.approx((apart * drawn).sum(-1).mean().item(), abs=1e-4)
+        assert model["tokens"]["value"] == pytest.approx(drawn.sum().item() / 9)
+        samples = [sample["responses"][model["name"]] for sample in found["samples"]]
+        failed = sum("reward" not in sample["turns"][-1] for sample in samples)
+        assert f"the environment failed in {failed / 9:.1%} of the responses" in result.stdout
+        for sample, tokens in zip(samples, drawn.sum(-1).tolist(), strict=True):
+            own_turns, others = sample["turns"][::2], sample["turns"][1::2]
+            assert sample["tokens"] == tokens and {turn["by"] for turn in own_turns} == {"policy"}
+            assert [(turn["by"], turn["text"].split()) for turn in others] == [("environment", ["w05", "w06"])] * len(
+                others
+            )
+            unpaid = "reward" not in own_turns[-1]
+            assert (
+                sample["scores"]["environment"] == sum(turn.get("reward", 0.0) for turn in own_turns) == tokens - unpaid
+            )
+            assert sample["scores"]["said"] == sum(len(turn["text"].split()) for turn in sample["turns"])
+    pairs = {pair["model"]: pair for pair in found["pairs"] if pair["reward"] == "environment"}
+    assert pairs["same"]["ties"] == 9 and pairs["near"]["ties"] < 9
+
+
 def test_restart_points_runs_and_adapters_are_models(tiny, models, tmp_path, capfd):
     trained = tmp_path / "run"
     flags = tiny.flags(3, output_dir=trained, save_steps=2, num_eval_prompts=2, actor_learning_rate=0.05)
@@ -161,6 +215,8 @@ BAD = {
     "no folder": ({"models": ["sft", "gone=/nowhere"]}, "--models gone: there is no folder /nowhere"),
     "other tokens": ({"models": ["sft", "more"]}, "differs from that of --models sft"),
     "a column": ({"reward_function": "math_verify", "answer_column": "sum"}, "asks for the column sum"),
+    "no such environment": ({"environment": "json:Guess"}, "--environment json:Guess: "),
+    "no environment": ({"environment": "json:loads"}, "--environment json:loads: it has no method step"),
     "a damaged point": ({"models": ["sft", "step_000007"]}, "--models step_000007: the checkpoint"),
 }
 

@@ -73,6 +73,39 @@ def test_several_reward_models_are_weighted_and_made_comparable_by_the_sft_model
     assert point["rewards"]["film"] == pytest.approx(statistics.mean(row["reward_film"] for row in rows["made"][8:]))
 
 
+def test_scales_in_an_environment(tiny, trained, tmp_path, capfd):
+    """It says a word after the first turn, and pays for each token."""
+    (tmp_path / "talks.py").write_text(
+        "from engine.rollout import Reply\n"
+        "class Word:\n"
+        "    def __init__(self, row): pass\n"
+        "    def step(self, turn): return Reply(text='w05', reward=float(len(turn.tokens)), done=turn.number > 0)\n"
+    )
+    talks = {"environment": f"{tmp_path / 'talks.py'}:Word", "stop": ["w1", "w2"], "scales": [1.0]}
+    parts = []
+    for name, more in {"both": {}, "alone": {"reward_model_name_or_path": None}}.items():
+        result = merged(flags_of(tiny, trained, output_dir=tmp_path / name, **talks, **more), capfd)
+        assert result.code == 0, result.stderr
+        found = json.loads((tmp_path / name / "frontier.json").read_text())
+        assert found["environment"] == talks["environment"]
+        for point in found["points"]:
+            lines = (tmp_path / name / "samples" / f"scale_{point['scale']:g}.jsonl").read_text().splitlines()
+            rows = [json.loads(line) for line in lines]
+            assert any(len(row["turns"]) > 1 for row in rows)
+            for row in rows:
+                said = [turn["text"].strip() for turn in row["turns"] if turn["by"] == "environment"]
+                assert said == ["w05"] * (len(row["turns"]) // 2) and "failed" not in result.stdout
+                paid = sum(turn.get("reward", 0.0) for turn in row["turns"])
+                assert paid == row["tokens"] == row.get("reward_environment", row["score"])
+            assert point["tokens"] == pytest.approx(statistics.mean(row["tokens"] for row in rows))
+            parts.append((point["score"], point["rewards"], point["tokens"]))
+    (score, rewards, _), (moved, _, _), (paid, none, tokens), _ = parts
+    assert set(rewards) == {"model", "environment"} and score == pytest.approx(
+        rewards["model"] + rewards["environment"]
+    )
+    assert (paid, none) == (pytest.approx(tokens), {}) and moved != score
+
+
 def test_the_best_within_a_kl_is_saved_and_the_frontier_written(tiny, trained, tmp_path, capfd):
     out = tmp_path / "out"
     flags = flags_of(tiny, trained, scales=[0.5, 1.0, 3.0], output_dir=out)

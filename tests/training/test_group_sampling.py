@@ -64,6 +64,10 @@ class Models(PrefixModels):
         found["reward"].weights = lambda: {"scores": 1.0}
         return found
 
+    def counts(self) -> dict[str, float]:
+        """Nothing is counted."""
+        return {}
+
     def release_memory(self) -> None:
         """Nothing is held."""
 

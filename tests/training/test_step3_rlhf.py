@@ -63,7 +63,7 @@ def test_old_log_probs_of_another_sampler_are_told(monkeypatch, capsys, dtype, c
     rollouts = SimpleNamespace(why="rollouts by a stand-in", computes_as_actor=computes_as_actor)
     monkeypatch.setattr(step3_rlhf, "build_rollouts", lambda *args, **settings: rollouts)
     args = step3(dtype=dtype, **fields)
-    plan = SimpleNamespace(dialect=args.resolved.dialect)
+    plan = SimpleNamespace(dialect=args.resolved.dialect, environments=None)
     assert choose_rollouts(args, plan, SimpleNamespace(actor=None, tokenizer=None, engines=[])) is rollouts
     assert exact_sampler(args, rollouts) == (dtype == "fp32" and computes_as_actor)
     first, *others = capsys.readouterr().out.splitlines()

@@ -32,7 +32,7 @@ from engine.models.checking import fingerprint, own_tokenizer
 from engine.options import REQUIRED, default_of
 from engine.reward.built_in import BUILT_IN
 from training.config.algorithm import FIELDS_OF_FLAGS
-from training.config.reward import load_function, names_file, short_names
+from training.config.reward import load_named, names_file, short_names
 from training.config.step3 import RLHFFlags
 from training.config.supervised import SupervisedFlags
 
@@ -46,7 +46,7 @@ unsupervised_dataset_config_name data_output_path chat_template trust_remote_cod
 ranks per_device_generation_batch_size generation_batches per_device_training_batch_size
 per_device_train_batch_size gradient_accumulation_steps
 attn_implementation packing sequence_parallel_size rollout_backend decoding replicas_between_steps inference_tp_size
-vllm_tensor_parallel_size vllm_sampler
+vllm_tensor_parallel_size vllm_sampler environment_timeout environment_threads response_template
 zero_stage actor_zero_stage critic_zero_stage offload offload_reference_model offload_reward_model ds_config
 actor_ds_config critic_ds_config reference_ds_config reward_ds_config gradient_checkpointing
 actor_gradient_checkpointing critic_gradient_checkpointing enable_ema ema_device
@@ -67,6 +67,8 @@ ONCE_ONE_VALUE = {"--reward_model_name_or_path": None, "--reward_model_weight": 
 
 MODEL = "model_name_or_path"  # ending of the flags of models
 FUNCTION = "--reward_function"
+ENVIRONMENT = "--environment"
+SOURCES = (FUNCTION, ENVIRONMENT)  # a resumed run may have an edited source of these
 DATA = "the data"
 TEMPLATE = "the chat template"
 READING = "the chat template or the tokenizer of a reward model"
@@ -111,7 +113,8 @@ class Conditions:
         flags = {f"--{name}": value for name, value in args.as_dict().items() if name not in NOT_COMPARED}
         if isinstance(args, RLHFFlags):
             settings = {name: value for name, value in flags.items() if name[2:] not in FIELDS_OF_FLAGS}
-            settings |= _fields(args.resolved.dialect) | {FUNCTION: short_names(args.reward_function)}
+            settings |= _fields(args.resolved.dialect)
+            settings |= {name: short_names(given) for name, given in _sources(args).items()}
             settings |= {"a reward server": bool(args.reward_url)}
             settings |= {"--reward_model_weight": []} if set(args.reward_model_weight) == {1.0} else {}
             rows = args.rows_per_rank
@@ -159,7 +162,7 @@ class Conditions:
                     "what the run began with."
                 )
         for name, now in self.contents.items():  # after the flags that decide which rows are read
-            if name != FUNCTION and differ(now, written.contents.get(name)):
+            if name not in SOURCES and differ(now, written.contents.get(name)):
                 what = f"the model of {name}" if name.endswith(MODEL) else name
                 raise UserError(
                     f"--resume {folder}: {what} changed after it was written. Give what the run began with; it may "
@@ -186,14 +189,16 @@ class Conditions:
             f"changed since the checkpoint: {name} {then} -> {now}{notes.get(name, '')}"
             for name, then, now in self._changed(written)
         ]
-        if self.scores_changed_since(written):
-            names = self.settings[FUNCTION]
-            lines.append(f"changed since the checkpoint: the source of {FUNCTION} {names} (later scores are its own)")
+        lines += [
+            f"changed since the checkpoint: the source of {name} {self.settings[name]} (later scores are its own)"
+            for name in SOURCES
+            if differ(self.contents.get(name), written.contents.get(name))
+        ]
         return lines
 
     def scores_changed_since(self, written: "Conditions") -> bool:
-        """Whether the source of a reward function has changed since the checkpoint was written."""
-        return differ(self.contents.get(FUNCTION), written.contents.get(FUNCTION))
+        """Whether the source of a reward function or of the environment has changed since the checkpoint."""
+        return any(differ(self.contents.get(name), written.contents.get(name)) for name in SOURCES)
 
 
 def differ(now: Fingerprints, then: Fingerprints) -> bool:
@@ -217,9 +222,15 @@ def fingerprints(args: RLHFFlags | SupervisedFlags) -> dict[str, Fingerprints]:
             found[flag] = [of(path, flag) for path in given] if isinstance(given, list) else of(given, flag)
     if isinstance(args, RLHFFlags) and args.text_reward_paths:
         found[READING] = [_reading(path, args.trust_remote_code) for path in args.text_reward_paths]
-    if isinstance(args, RLHFFlags) and args.reward_function:
-        found[FUNCTION] = sources_fingerprint(args.reward_function)
+    if isinstance(args, RLHFFlags):
+        found |= {name: sources_fingerprint(given) for name, given in _sources(args).items() if given}
+        if args.response_template and Path(args.response_template).is_file():
+            found["--response_template"] = hashlib.sha256(Path(args.response_template).read_bytes()).hexdigest()
     return found
+
+
+def _sources(args: RLHFFlags) -> dict[str, list[str]]:
+    return {FUNCTION: args.reward_function, ENVIRONMENT: [args.environment] if args.environment else []}
 
 
 def _reading(path: str, trust_remote_code: bool) -> str:
@@ -230,15 +241,15 @@ def _reading(path: str, trust_remote_code: bool) -> str:
 
 
 def sources_fingerprint(names: Sequence[str]) -> str | None:
-    """A hash of the files in which these reward functions are written: for each function the file that `name`, a value
-    of --reward_function, names, and the file that defines the function or class. None if there are no such files.
+    """A hash of the files in which these reward functions or environments are written: for each the file that its name,
+    a value of the flag, names, and the file that defines the function or class. None if there are no such files.
     Files that these files import are not hashed."""
     files = [file for name in names if name not in BUILT_IN for file in sorted(_source_files(name))]
     return hashlib.sha256(b"\0".join(file.read_bytes() for file in files)).hexdigest() if files else None
 
 
 def _source_files(name: str) -> set[Path]:
-    function, where = load_function(name), name.rpartition(":")[0]
+    function, where = load_named(name, name, "function"), name.rpartition(":")[0]
     files = (where if names_file(where) else getattr(sys.modules[where], "__file__", None), _written_in(function))
     return {Path(file).resolve() for file in files if file is not None and Path(file).is_file()}
 

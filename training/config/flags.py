@@ -55,6 +55,9 @@ def by_group(options: type) -> dict[str, list[dataclasses.Field]]:
     return groups
 
 
+TEXTS = ("stop", "step_end", "reward_step_end")  # flags whose values may have control characters, as new lines
+
+
 @dataclass(kw_only=True)
 class ProgramFlags:
     """The base class of every program's flags, which can be given on the command line or in a YAML file."""
@@ -198,7 +201,7 @@ class RunFlags(TokenizerFlags):
     def validate(self) -> None:
         """Raise UserError for values that cannot work, or have no effect."""
         for spec in dataclasses.fields(self):
-            for value in _texts(getattr(self, spec.name)) if spec.name != "stop" else ():
+            for value in _texts(getattr(self, spec.name)) if spec.name not in TEXTS else ():
                 check_name(spec.name, value)
         super().validate()
         if self.sequence_parallel_size > 1 and self.packing == "padded":
@@ -296,7 +299,10 @@ def check_name(name: str, value: str) -> None:
 
 WRITTEN = ("output_dir", "tensorboard_path", "data_output_path")
 """Flags of folders that may not exist yet. The value of other flags is a path only if it exists, else a Hub name."""
-READ = ("_path", "_dataset_name", "config", "chat_template", "resume", "reward_function")
+READ = ("_path", "_dataset_name", "config", "chat_template", "response_template", "resume", "reward_function")
+READ += ("environment",)
+CODE = ("reward_function", "environment")
+"""Flags whose values name something in a file or module, as file.py:NAME."""
 DATA = ("data_path", "dataset_name")
 
 
@@ -325,11 +331,11 @@ def _if_there(value: str, name: str) -> str:
     `value` unchanged."""
     if name == "resume" and value == "auto":
         return value
-    parted = name == "reward_function" or (name.endswith(DATA) and name_and_split(value)[1])
+    parted = name in CODE or (name.endswith(DATA) and name_and_split(value)[1])
     where, colon, within = value.rpartition(":") if parted else (value, "", "")
     path = expanded(where, f"--{name}")
     try:
-        there = bool(where) and path.exists() and not (name == "reward_function" and path.is_dir())
+        there = bool(where) and path.exists() and not (name in (*CODE, "response_template") and path.is_dir())
     except OSError:  # the name is too long, or a folder may not be entered
         there = False
     return f"{path.absolute()}{colon}{within}" if there else value

@@ -24,6 +24,7 @@ from engine.models.model_paths import same_model
 from engine.reward.server import FORMS, OWN_FIELDS, ServerSettings
 from engine.zero.config import EngineConfig, build_ds_config, chosen_stage, refuse_offload_of_roles, stage_of_file
 from training.config.algorithm import MOVING, AlgorithmFlags, ReferenceFlags
+from training.config.environment import EnvironmentFlags
 from training.config.flags import REQUIRED, ProgramFlags, RunFlags, flag
 
 LEARNING_RATE = 5e-4  # DeepSpeed-Chat's LoRA learning rate, the same for actor and critic
@@ -209,9 +210,10 @@ class RewardFunctionFlags(AlgorithmFlags):
     )
     reward_weights: list[float] = flag(
         [],
-        "weights in the score: one for each --reward_function, then one for the reward server; by default 1. With "
-        "weight 0 a function is only measured. The reward models' weights are --reward_model_weight",
-        only_with=("reward_function", "reward_url"),
+        "weights in the score: one for each --reward_function, then one for the reward server, then one for the "
+        "environment; by default 1. With weight 0 a function is only measured. The reward models' weights are "
+        "--reward_model_weight",
+        only_with=("reward_function", "reward_url", "environment"),
     )
     answer_column: str | None = flag(
         None,
@@ -280,7 +282,7 @@ def check_format(pattern: str | None) -> None:
 
 
 @dataclass(kw_only=True)
-class RewardServerFlags(RewardFunctionFlags):
+class RewardServerFlags(EnvironmentFlags, RewardFunctionFlags):
     """The flags of reward servers, which give scores instead of the reward model or in addition to it."""
 
     reward_url: list[str] = flag(
@@ -332,9 +334,9 @@ class RewardServerFlags(RewardFunctionFlags):
 
     @property
     def other_rewards(self) -> list[str]:
-        """The values of --reward_function, then the first URL of --reward_url: one item for each part of the score
-        besides the reward model. All servers together are one part."""
-        return [*self.reward_function, *self.reward_url[:1]]
+        """The values of --reward_function, then the first URL of --reward_url, then the environment: one item for each
+        part of the score besides the reward model. All servers together are one part."""
+        return [*self.reward_function, *self.reward_url[:1], *filter(None, [self.environment])]
 
     def reward_server(self) -> ServerSettings | None:
         """The settings of the reward servers; None if the run has no reward server."""
@@ -392,6 +394,12 @@ class ModelFlags(RoleLoraFlags, ReferenceFlags, RewardServerFlags):
         least=1,
         only_with=("reward_model_name_or_path", "critic_model_name_or_path"),
     )
+    reward_step_end: str | None = flag(
+        None,
+        "the text that ends a step, for process reward models (\\n is a new line); by default what their folder says, "
+        "else a new line",
+        only_with=("reward_model_name_or_path", "critic_model_name_or_path"),
+    )
     actor_zero_stage: int | None = flag(
         None,
         "ZeRO stage of the actor (default 0, but 1 on a single GPU in 16 bits); the reference has stage 3 if the actor "
@@ -434,13 +442,14 @@ class ModelFlags(RoleLoraFlags, ReferenceFlags, RewardServerFlags):
             role = "critic" if self.resolved.dialect.critic_start == "reward_model" else "reward"
             raise UserError(
                 f"--{role}_model_name_or_path is missing: give the reward model's folder, or a function of "
-                "your own with --reward_function, or a server with --reward_url."
+                "your own with --reward_function, a server with --reward_url, or an --environment."
             )
         models = self.reward_paths
         check_reward_models(self, models)
         weights, others = self.reward_weights, self.other_rewards
         if weights and len(weights) != len(others):
             parts = [*self.reward_function, *["the reward server"] * bool(self.reward_url)]
+            parts += ["the environment"] * bool(self.environment)
             raise UserError(
                 f"{self.word('reward_weights')}: {len(weights)} weights. They belong to {', '.join(parts)}, in this "
                 f"order: give {len(others)} or none. The reward models' weights are --reward_model_weight. To mix the "
@@ -455,7 +464,8 @@ class ModelFlags(RoleLoraFlags, ReferenceFlags, RewardServerFlags):
         idle = [name for name in ("reward_ds_config", "offload_reward_model") if getattr(self, name)]
         idle += ["reward_model_weight"] * bool(self.reward_model_weight)
         if idle:
-            beside = "--reward_function" if self.reward_function else "--reward_url"
+            others = ("--reward_function", "--reward_url", "--environment")
+            beside = next(name for name in others if getattr(self, name[2:]))
             raise UserError(
                 f"{self.word(idle[0])}: there is no reward model beside {beside}. Name one with "
                 "--reward_model_name_or_path."

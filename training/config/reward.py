@@ -20,7 +20,15 @@ from urllib.parse import urlsplit
 
 from engine.errors import UserError, shortened
 from engine.files import refuse_pointers
-from engine.reward.base import OBJECTIVE, AgreedReward, CombinedReward, RewardModel, RewardSource, Standardisation
+from engine.reward.base import (
+    OBJECTIVE,
+    AgreedReward,
+    CombinedReward,
+    EnvironmentReward,
+    RewardModel,
+    RewardSource,
+    Standardisation,
+)
 from engine.reward.built_in import BUILT_IN, BuiltInSettings
 from engine.reward.function import FunctionReward, Signature
 from engine.reward.server import ServerReward
@@ -40,21 +48,27 @@ def load_function(name: str) -> Callable:
     module lacks the name, or if what it names cannot be called with the arguments of a reward function.
     """
     what = f"--reward_function {name}"
-    where, _, attribute = name.rpartition(":")
-    if not where or not attribute:
-        built_in = " or ".join(BUILT_IN)
-        raise UserError(f"{what}: give module:function or path/to/file.py:function, or a built-in one: {built_in}.")
-    module = _imported_file(Path(where), what) if names_file(where) else _imported(where, Path.cwd(), what)
-    if not hasattr(module, attribute):
-        raise UserError(f"{what}: {_origin(module)} has no {attribute}. Give the name of a function in it.")
-    function = getattr(module, attribute)
-    if not callable(function):
-        raise UserError(
-            f"{what}: {attribute} in {_origin(module)} is {shortened(function, 60)}, which cannot be "
-            "called. Give the name of a function."
-        )
+    function = load_named(name, what, "function", f", or a built-in one: {' or '.join(BUILT_IN)}")
     _check_parameters(function, what)
     return function
+
+
+def load_named(name: str, what: str, kind: str, others: str = "") -> Callable:
+    """Import what `name` names. what: the flag with its value, for messages. kind: "function" or "class", for messages.
+    others: the end of the message about a name without a colon. Raises: UserError."""
+    where, _, attribute = name.rpartition(":")
+    if not where or not attribute:
+        raise UserError(f"{what}: give module:{kind} or path/to/file.py:{kind}{others}.")
+    module = _imported_file(Path(where), what) if names_file(where) else _imported(where, Path.cwd(), what)
+    if not hasattr(module, attribute):
+        raise UserError(f"{what}: {_origin(module)} has no {attribute}. Give the name of a {kind} in it.")
+    found = getattr(module, attribute)
+    if not callable(found):
+        raise UserError(
+            f"{what}: {attribute} in {_origin(module)} is {shortened(found, 60)}, which cannot be "
+            f"called. Give the name of a {kind}."
+        )
+    return found
 
 
 def names_file(where: str) -> bool:
@@ -90,7 +104,7 @@ def _imported_file(path: Path, what: str) -> ModuleType:
         _add_to_path(folder)
     if path.suffix == ".py" and path.stem.isidentifier() and _by_name(path.stem) == path:
         return _imported(path.stem, path.parent, what)  # processes that it starts can import it too
-    name = f"reward_function {path}"  # no import statement can have this name
+    name = f"given in {path}"  # no import statement can have this name
     if name not in sys.modules:
         loader = SourceFileLoader(name, str(path))
         spec = importlib.util.spec_from_file_location(name, path, loader=loader)
@@ -176,6 +190,7 @@ def _origin(module: ModuleType) -> str:
 MODEL = "model"  # the name of the only reward model in metrics
 ALONE = "function"  # the name of a function or class that is the only part of the score
 SERVER = "server"  # the name of the servers of --reward_url
+ENVIRONMENT = "environment"  # the name of the environment's rewards
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +208,8 @@ class Part:
 
 
 def score_parts(args: ModelFlags) -> list[Part]:
-    """The parts of a run's score, in this order: the reward models and the functions as given, the reward servers."""
+    """The parts of a run's score, in this order: the reward models and the functions as given, the reward servers, the
+    environment."""
     given, others, models = args.reward_function, args.other_rewards, args.reward_paths
     weights = args.reward_weights or [1.0] * len(others)
     alone = not models and others == given[:1]
@@ -202,11 +218,14 @@ def score_parts(args: ModelFlags) -> list[Part]:
         Part(name, "reward model" if name == MODEL else f"reward model {name}", weight)
         for name, weight in zip(called, args.reward_model_weight or [1.0] * len(models))
     ]
-    for name, function, weight in zip([ALONE] if alone else names(given, called), given, weights):
+    taken = [*called, ENVIRONMENT] if args.environment else called
+    for name, function, weight in zip([ALONE] if alone else names(given, taken), given, weights):
         parts.append(Part(name, _what(name, function), weight, function))
     if args.reward_url:
         hosts = " and ".join(urlsplit(url).netloc for url in args.reward_url)  # paths and queries may hold keys
-        parts.append(Part(SERVER, f"reward server {hosts}", weights[-1]))
+        parts.append(Part(SERVER, f"reward server {hosts}", weights[len(given)]))
+    if args.environment:
+        parts.append(Part(ENVIRONMENT, f"environment {args.environment.rpartition(':')[2]}", weights[-1]))
     return parts
 
 
@@ -223,8 +242,8 @@ def build_reward(
     tokenizer,
     rows: Sequence[dict],
 ) -> RewardSource:
-    """The source of a run's scores: a reward model, reward function or reward servers, or a weighted sum of several
-    of these and the length penalty.
+    """The source of a run's scores: a reward model, reward function, reward servers or environment, or a weighted sum
+    of several of these and the length penalty.
 
     reward_models: one for each of `args.reward_paths`. functions: the result of `load_functions`. rows: rows[i] is the
     row of the data set from which the prompt with index i comes.
@@ -237,6 +256,7 @@ def build_reward(
             sources[part.name] = function_source(functions[part.given], part.given, tokenizer, rows)
     if (server := args.reward_server()) is not None:
         sources[SERVER] = ServerReward(server, tokenizer, rows)
+    sources[ENVIRONMENT] = EnvironmentReward()
     weighted = {part.name: (sources[part.name], part.weight) for part in parts}
     (alone, weight), *others = weighted.values()
     if not others and weight == 1.0 and not args.length_penalty:

@@ -5,6 +5,7 @@ The memory planner has step 3's flags, and further flags that describe the machi
 from dataclasses import dataclass
 from typing import ClassVar
 
+from engine.algorithms import check_conversations
 from engine.errors import UserError
 from engine.rollout import DECODING, ROLLOUT_BACKENDS, SAMPLERS
 from training.config import other_systems
@@ -145,6 +146,13 @@ class RLHFFlags(HubFlags, RestartFlags, RolloutFlags, ModelFlags):
                 "the ranks of a group share theirs. Leave it out, or --set loss_scope=optimizer_step and "
                 "advantages_at=rollout."
             )
+        if self.environment is not None:
+            check_conversations(dialect)
+            if self.overlap_rewards:
+                raise UserError(
+                    "--overlap_rewards with --environment: conversations are scored when all of them have ended. Leave "
+                    "it out."
+                )
         if "" in self.stop:
             raise UserError("--stop '': an empty string stands at every place. Give strings of at least one character.")
         if self.stop and dialect.sampling != "until_eos":

@@ -8,6 +8,7 @@ from engine.algo.schedules import SCHEDULES
 from engine.algorithms import Dialect
 from engine.engine_spec import OptimizerSpec
 from engine.errors import UserError
+from engine.options import default_of
 from engine.zero.config import EngineConfig, build_ds_config, chosen_stage
 from training.config import other_systems
 from training.config.flags import REQUIRED, DataFlags, HubFlags, RestartFlags, flag
@@ -125,12 +126,17 @@ class RewardFlags(SupervisedFlags):
 
     phase: ClassVar[int] = 2
 
+    step_end: str | None = flag(
+        None,
+        "train a process reward model on records with prompt, completions and labels, whose steps end with this text "
+        "(\\n is a new line, TRL's default). By default records are pairs",
+        group="step 2",
+    )
     pairwise_loss: str = flag(
         "last_token",
         "which scores of a pair are compared. last_token: those of the last tokens. from_difference: those of all "
         "tokens from the first that differs, as in DeepSpeed-Chat",
         choices=("last_token", "from_difference"),
-        group="step 2",
     )
     sft_model_name_or_path: str | None = flag(
         None,
@@ -153,10 +159,34 @@ class RewardFlags(SupervisedFlags):
     )
     temperature: float = flag(Dialect().temperature, "sampling temperature in normalisation", above=0)
 
+    def validate(self) -> None:
+        """Raise UserError for values that cannot work, and for flags that a process reward model does not use."""
+        super().validate()
+        of_pairs = (
+            *("pairwise_loss", "sft_model_name_or_path", "normalize_before"),
+            *("normalization_data_path", "normalization_samples"),
+        )
+        idle = [name for name in of_pairs if getattr(self, name) != default_of(type(self).__dataclass_fields__[name])]
+        if self.step_end is not None and idle:
+            raise UserError(
+                f"{self.word(idle[0])} with --step_end: a process reward model learns from labels of steps, and its "
+                "numbers are probabilities, which nothing normalises. Leave one of the two out."
+            )
+
     def counted_padding(self) -> str | None:
         """See RunFlags: one loss compares a pair up to the end of its longer response, so it uses outputs at the
         shorter one's padding."""
         return "from_difference counts numbers of padding" if self.pairwise_loss == "from_difference" else None
+
+    @property
+    def step_end_text(self) -> str:
+        """The value of --step_end, in which the two characters \\n are a new line."""
+        return (self.step_end or "").replace("\\n", "\n")
+
+    @property
+    def normalizes(self) -> bool:
+        """Whether scores are normalised after training."""
+        return self.step_end is None and self.normalization_samples > 0
 
     @property
     def sft_path(self) -> str:

@@ -135,6 +135,54 @@ SFT = Form(
     _sft_row,
 )
 PAIRS = Form("pair", (("prompt", "chosen", "rejected"), ("chosen", "rejected")), lambda record, texts: texts)
+
+
+@dataclass(frozen=True, slots=True)
+class StepsForm(Form):
+    """How step 2 reads stepwise records, in TRL's form: a prompt, its steps (`completions`), and a label for each step:
+    true or false, or the probability that the step is good; null if it is not to be learned.
+
+    step_end: the text with which each step but the last ends; it is added where a step has none. The row has `prompt`,
+    `response`, which joins the steps, and `labels`: one for each end of a step in the response, None for ends within a
+    given step.
+    """
+
+    step_end: str = "\n"
+
+    def row(self, where: str, record: object, tokenizer) -> Row:
+        """As Form.row. Raises UserError too if steps and labels do not fit each other."""
+        matching_columns(where, record, self.columns)
+        assert isinstance(record, dict)
+        steps, given = record["completions"], record["labels"]
+        if not isinstance(steps, list) or not isinstance(given, list) or not 0 < len(steps) == len(given):
+            counts = (f"{len(each)} " if isinstance(each, list) else "" for each in (steps, given))
+            raise UserError(
+                f"{where}: found {next(counts)}completions {quoted(str(steps))} and {next(counts)}labels "
+                f"{quoted(str(given))}. Give a list of steps, and a list with a label for each."
+            )
+        text, labels = "", []
+        for number, (step, label) in enumerate(zip(steps, given), start=1):
+            place = f"completions, step {number}"
+            check_text(where, place, step)
+            if label is not None and not (isinstance(label, bool | int | float) and 0 <= label <= 1):
+                found = f"{where}, column labels, step {number}: found {described(label)}"
+                raise UserError(f"{found}. Give true, false, a number from 0 to 1, or null.")
+            ends = sum(bool(part.strip()) for part in step.split(self.step_end))
+            if not ends:
+                raise UserError(f"{where}, column {place}: found no text but the end of a step. Take the step out.")
+            labels += [None] * (ends - 1) + [None if label is None else float(label)]
+            text += step if step.endswith(self.step_end) or number == len(steps) else step + self.step_end
+        others = {name: record[name] for name in ("prompt", "tools", "chat_template_kwargs") if name in record}
+        row = SFT.row(where, {**others, "completion": text}, tokenizer)
+        return Row({**row, "labels": labels}, row.notes, row.dialogue)
+
+
+def stepwise(step_end: str) -> Form:
+    """The form of stepwise records whose steps end with this text."""
+    columns = (("prompt", "completions", "labels"),)
+    return StepsForm(f"steps ended by {step_end!r}", columns, lambda record, texts: texts, step_end=step_end)
+
+
 PROMPTS = Form(
     "prompt",
     (("messages",), ("prompt",), ("chosen", "rejected")),
@@ -183,6 +231,10 @@ def _remedy(record: dict, columns: Columns = (), otherwise: str = "Rename or add
             "Choose how an instruction becomes a prompt. docs/data.md has a command that writes it as a user's "
             "message, with its input below it; a model without a chat template then needs --chat_template FILE."
         )
+    if all("rejected" in names for names in columns) and {"completions", "labels"} <= record.keys():
+        return "Steps with labels are read with --step_end, which says how a step ends (docs/step_rewards.md)."
+    if any("completions" in names for names in columns) and {"chosen", "rejected"} <= record.keys():
+        return "Without --step_end pairs are read."
     for name, value in record.items():
         inner = value[0] if isinstance(value, list) and value else None
         if isinstance(inner, dict) and "role" not in inner and not _is_turn(inner):

@@ -2,7 +2,8 @@
 
 Variety is measured by distinct words and by the compressed size of the responses, without a word list. Each number is
 compared with an earlier one on the same prompts. Words are separated by spaces; in a language without spaces a whole
-response counts as one word.
+response counts as one word. In a conversation only the policy's own turns are measured: what an environment says is not
+the policy's variety.
 """
 
 import dataclasses
@@ -11,6 +12,8 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
 from pathlib import Path
 
 import torch
@@ -21,24 +24,27 @@ from engine.errors import RunStopped
 from engine.experience import Rollout
 from engine.experience_maker import ExperienceMaker
 from engine.reference import EMA
-from engine.reward.base import decoded
+from engine.reward.base import decoded, text_behind
 from engine.rollout.base import RolloutBackend, SamplingConfig
 from training.checkpoints.conditions import BEFORE, FIRST
 from training.data.examples import Prompts, collate_prompts
+from training.reporting.metrics import Accumulator
 from training.reporting.standard_errors import Estimate, Units, comparable_scores, paired, with_errors
+from training.reporting.step_metrics import add_counts
 from training.reporting.variety import compressed_bytes, distinct_bigrams, new_words
 from training.runtime.processes import phase
 from training.runtime.stopping import unwritten_noted
 
 EVAL_SEED = 0x5EED  # changes the run's seed, so that evaluation and training share no random numbers
+POLICY, ENVIRONMENT = "policy", "environment"  # who said a turn
 
 
 @dataclass(frozen=True, slots=True)
 class Answers:
     """A policy's responses to the held-out prompts.
 
-    rows: a dict for each response, with prompt, response, score, kl, tokens, and the parts of the score. They are
-        sorted by prompt, and within a prompt by sample.
+    rows: a dict for each response: a row of `sample_rows`, with the parts of the score. They are sorted by prompt, and
+        within a prompt by sample.
     ended: for each response, whether it ended by itself. score_parts: names of the columns of `rows` whose sum is the
         score, if the score has several parts. rewards: names of the columns with the unweighted scores of each source,
         if there are several sources.
@@ -59,7 +65,7 @@ class Evaluator:
     before: what was measured on each response before the first step; changes are computed against it. `run(0)` sets it.
         If it has no scores, or its scores have other parts than now, the reward has changed, and no change of the score
         is reported.
-    first: the responses before the first step, from which `new_words` tells which words are new. `run(0)` sets it.
+    first: the policy's texts before the first step, from which `new_words` tells which words are new. `run(0)` sets it.
     samples: number of responses to each prompt; `run` needs 1.
     """
 
@@ -99,18 +105,25 @@ class Evaluator:
         columns = {"score": "score", "kl": "kl", "response_length": "tokens"}
         columns |= {name: name for name in parts}
         units = {name: [float(row[column]) for row in rows] for name, column in columns.items()}
-        responses = [row["response"] for row in rows]
+        texts = [text_by(POLICY, row) for row in rows]
         if step == 0:
-            self.first = responses
+            self.first = texts
         if self.first is not None:
-            units["new_words"] = new_words(responses, self.first, [row["prompt"] for row in rows])
+            read = [f"{row['prompt']}\n{text_by(ENVIRONMENT, row)}" for row in rows]
+            units["new_words"] = new_words(texts, self.first, read)
         self.before = units if step == 0 else paired(self.before, parts)
         metrics = with_errors(_estimates(units), self.before and _estimates(self.before))
         metrics["eval/score_std"] = statistics.pstdev(row["score"] for row in rows)
-        metrics["eval/distinct_responses"] = float(len(set(responses)))
-        metrics["eval/distinct_bigrams"] = float(distinct_bigrams(responses))
-        metrics["eval/compressed_bytes"] = compressed_bytes(responses) / max(sum(row["tokens"] for row in rows), 1)
-        return metrics, rows
+        metrics["eval/distinct_responses"] = float(len(set(texts)))
+        metrics["eval/distinct_bigrams"] = float(distinct_bigrams(texts))
+        metrics["eval/compressed_bytes"] = compressed_bytes(texts) / max(sum(row["tokens"] for row in rows), 1)
+        return metrics | self.counted(), rows
+
+    def counted(self) -> dict[str, float]:
+        """The metrics of what the backend has counted since the last call of this method (all ranks call this)."""
+        metrics = Accumulator()
+        add_counts(metrics, self.rollouts.counts(), "eval")
+        return metrics.reduce()
 
     def answers(self, step: int) -> Answers:
         """Draw and score the responses of all ranks; the result is the same on all ranks (all ranks call this).
@@ -125,6 +138,7 @@ class Evaluator:
         keys = torch.tensor(indices)
         own_prompts = [self.prompts[index] for index in indices]
         batch = collate_prompts(own_prompts, keys, torch.zeros_like(keys), self.sampling.pad_token_id)
+        batch = dataclasses.replace(batch, first_row=self.first_index)
         finished = self.rollouts.finished
         if finished is not None:  # the callback gets the same prompt indices as the reward source gets later
             self.rollouts.finished = lambda rollout: finished(self._shifted(rollout))
@@ -241,11 +255,40 @@ def _stop_if_not_finite(rows: list[dict], step: int) -> None:
 
 
 def sample_rows(rollout: Rollout, scores: torch.Tensor, kl: torch.Tensor, tokenizer) -> list[dict]:
-    """A row for each of B responses, for tables and files: prompt, response, score, kl, tokens. scores: (B,). kl: (B,),
-    in nats per response."""
+    """A row for each of B responses, for tables and files: prompt, response, score, kl, tokens, and in conversations
+    turns, as in `turns_of`. tokens: those that the policy drew. scores: (B,). kl: (B,), in nats per response."""
     prompts, responses = decoded(rollout, tokenizer)
     columns = zip(prompts, responses, scores.tolist(), kl.tolist(), rollout.actions.sum(-1).tolist())
-    return [dict(zip(("prompt", "response", "score", "kl", "tokens"), row)) for row in columns]
+    rows = [dict(zip(("prompt", "response", "score", "kl", "tokens"), row)) for row in columns]
+    if rollout.action_mask is not None:
+        for place, row in enumerate(rows):
+            row["turns"] = turns_of(rollout, place, tokenizer)
+    return rows
+
+
+def turns_of(rollout: Rollout, row: int, tokenizer) -> list[dict]:
+    """The turns of a conversation: {"by": POLICY or ENVIRONMENT, "text": ...}, with the key "reward" where it is not
+    0."""
+    decode = partial(tokenizer.decode, skip_special_tokens=True)
+    real, response = rollout.attention_mask[row, : rollout.prompt_length].bool(), rollout.response_mask[row]
+    before, tokens, drawn = rollout.prompts[row][real], rollout.responses[row][response], rollout.actions[row][response]
+    turns, start = [], 0
+    for by_policy, positions in groupby(drawn.tolist()):
+        places = slice(start, start := start + len(list(positions)))
+        text = text_behind(decode, before, decode(before), tokens[places])
+        reward = 0.0 if rollout.turn_rewards is None else rollout.turn_rewards[row, places].sum().item()
+        turns.append(
+            {"by": POLICY if by_policy else ENVIRONMENT, "text": text} | ({"reward": reward} if reward else {})
+        )
+        before = torch.cat([before, tokens[places]])
+    return turns
+
+
+def text_by(who: str, row: Mapping) -> str:
+    """What the policy or the environment said in the sample: its turns, each in a line. Without turns the response is
+    the policy's."""
+    turns = row.get("turns") or [{"by": POLICY, "text": row["response"]}]
+    return "\n".join(turn["text"] for turn in turns if turn["by"] == who)
 
 
 def write_rows(path: Path, rows: list[dict]) -> None:

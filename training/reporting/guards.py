@@ -312,14 +312,15 @@ def of_sft(rows: Sequence[Mapping], vocabulary: int) -> Verdict:
 
 def of_reward(rows: Sequence[Mapping]) -> Verdict:
     """The verdict on step 2's metrics."""
-    loss, accuracy = Change.of(rows, "pair_loss"), Change.of(rows, "accuracy")
+    noun = "step" if any("eval/step_loss" in row for row in rows) else "pair"
+    loss, accuracy = Change.of(rows, f"{noun}_loss"), Change.of(rows, "accuracy")
     if loss is None or accuracy is None:
         return Verdict()
     seen = (
-        f"held-out pair accuracy was {accuracy.before:.3f} before the first step and is {accuracy.after:.3f} now, "
-        f"held-out loss was {loss.before:.4g} and is {loss.after:.4g} nats a pair (a coin: {math.log(2):.4g})"
+        f"held-out {noun} accuracy was {accuracy.before:.3f} before the first step and is {accuracy.after:.3f} now, "
+        f"held-out loss was {loss.before:.4g} and is {loss.after:.4g} nats a {noun} (a coin: {math.log(2):.4g})"
     )
-    coin = math.log(2) + NOISE * (_last(rows, "eval/pair_loss_se") or 0.0)
+    coin = math.log(2) + NOISE * (_last(rows, f"eval/{noun}_loss_se") or 0.0)
     no_better, worse = accuracy.after <= accuracy.before, loss.after > loss.before + loss.noise
     if not math.isfinite(loss.after) or (worse and no_better and loss.after > coin):
         return Verdict(Kind.BROKEN, (f"{seen}. Try a tenth of --learning_rate.",))
@@ -328,7 +329,7 @@ def of_reward(rows: Sequence[Mapping]) -> Verdict:
     elif no_better and loss.after > loss.before - loss.noise:
         tried = (
             "nothing that helps was learned. Try another --learning_rate (lower where train/loss jumps, higher where "
-            "it stands still), more pairs, or more --num_train_epochs."
+            f"it stands still), more {noun}s, or more --num_train_epochs."
         )
     else:
         return Verdict()

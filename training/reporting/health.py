@@ -321,6 +321,9 @@ LONGER, SHORTER = 1.5, 0.67
 FEW_ENDED = 0.1
 """Share of responses that end by themselves. Below it, nearly all responses are cut off at the length limit, and are
 scored unfinished."""
+FAILED, MANY_FAILED = 0.01, 0.2
+"""Share of conversations that an error of the environment ended. A few time-outs teach little that is wrong; a fifth
+of the conversations does."""
 MANY_CLIPPED, ALL_CLIPPED = 0.1, 0.9
 """Share of scores that are clipped, after the first step or at the end of the run. Clipping is meant for outliers; if
 nearly all scores are clipped, they hardly differ any more."""
@@ -369,6 +372,15 @@ def few_ended(rows: Sequence[Mapping]) -> Finding | None:
             "The dialect draws on after EOS, and scores and learns what follows, so that nothing rewards an end: --set "
             "truncate_token=eos ends the response there.",
         )
+    if having(rows, "rollout/turns"):
+        if (at_end(rows, "rollout/environment_errors") or 0.0) > 1 - FEW_ENDED:
+            return None  # `environment_failed` tells it
+        return Finding(
+            LOOK,
+            f"{last:.0%} of conversations ended by themselves at the end",
+            "See whether rollout/turn_limit or rollout/token_limit ended them, and raise --max_turns or "
+            "--max_answer_seq_len; or see in samples/ why turns go on.",
+        )
     advice = f"At the start {first:.0%} did: see in samples/ whether the reward model pays for going on; raise "
     advice += "--max_answer_seq_len, or try --missing_eos_penalty."
     if first < FEW_ENDED:
@@ -376,6 +388,14 @@ def few_ended(rows: Sequence[Mapping]) -> Finding | None:
     return Finding(LOOK, f"{last:.0%} of responses ended by themselves at the end, the others hit the limit", advice)
 
 
+environment_failed = by_ends(
+    "rollout/environment_errors",
+    ill=lambda first, last: last > FAILED,
+    alarm=lambda last: last > MANY_FAILED,
+    seen="the environment failed in {last:.1%} of the conversations at the end, which ended there",
+    advice="The run's output shows the first errors, in lines that begin with --environment. For time-outs raise "
+    "--environment_timeout or --environment_threads.",
+)
 groups_alike = by_ends(  # many groups of responses to one prompt have equal scores, from which nothing is learned
     "rollout/groups_alike",
     ill=lambda first, last: last > NO_DIFFERENCE,
@@ -439,7 +459,7 @@ scores_clipped = by_ends(  # the scores' scale does not fit the clip
 
 # All rules together.
 
-ANY_LENGTH = (sampler_apart, kl_far, kl_negative, scores_clipped, few_ended, updates_skipped)
+ANY_LENGTH = (sampler_apart, kl_far, kl_negative, scores_clipped, few_ended, environment_failed, updates_skipped)
 TRENDS = (
     *(score_unmoved, entropy_fell, entropy_rose, value_unexplained, too_much_clipped),
     *(length_grew, length_shrank, groups_alike, answers_alike, words_invented),

@@ -5,7 +5,8 @@
     tensorboard.text(step, "samples", samples_markdown(rows))
 
 A response may contain anything, also terminal escape sequences and HTML. They are escaped, so that the terminal and the
-browser show them as text. If a row has no score or KL (None, or no such key), its cell is empty.
+browser show them as text. If a row has no score or KL (None, or no such key), its cell is empty. If a row has turns
+(`evaluation.turns_of`), they are shown one by one, each behind the name of who said it, instead of the response.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,16 +18,27 @@ MARKDOWN_MEANING = "&<>|`*_[]\\~"
 
 
 def samples_text(rows: Sequence[Mapping]) -> str:
-    """Plain text with three lines for each sample. Long prompts lose their beginning, which is farthest from the
-    response; long responses lose their end."""
+    """Plain text with a line for each sample's numbers, its prompt and its response, or each of its turns. Long prompts
+    lose their beginning, which is farthest from the response; long responses and turns lose their end."""
     lines = []
     for row in rows:
-        prompt, response = visible(row["prompt"]), visible(row["response"])
-        prompt = prompt if len(prompt) <= LONGEST else f"...{prompt[-LONGEST:]}"
-        response = response if len(response) <= LONGEST else f"{response[:LONGEST]}..."
+        prompt = visible(row["prompt"])
+        said = [("prompt", prompt if len(prompt) <= LONGEST else f"...{prompt[-LONGEST:]}")]
+        for name, text, reward in _said(row):
+            text = visible(text)
+            said.append((name, text if len(text) <= LONGEST else f"{text[:LONGEST]}..."))
+            said += [("reward", reward)] if reward else []
         lines.append(f"score {_number(row.get('score'))}, KL {_number(row.get('kl'))}")
-        lines += [f"  prompt   {prompt}", f"  response {response}"]
+        width = max(8, *(len(name) for name, _ in said))
+        lines += [f"  {name:<{width}} {text}" for name, text in said]
     return "\n".join(line.rstrip() for line in lines)
+
+
+def _said(row: Mapping) -> list[tuple[str, str, str]]:
+    """(who said it, text, reward or "") of each turn of a sample; of a sample without turns its response."""
+    if not row.get("turns"):
+        return [("response", row["response"], "")]
+    return [(turn["by"], turn["text"], _number(turn.get("reward"))) for turn in row["turns"]]
 
 
 def samples_markdown(rows: Sequence[Mapping]) -> str:
@@ -40,10 +52,20 @@ def samples_markdown(rows: Sequence[Mapping]) -> str:
             _unbroken(_number(row.get("score"))),
             _unbroken(_number(row.get("kl"))),
             _escape_markdown(row["prompt"]),
-            _escape_markdown(row["response"]),
+            _response_markdown(row),
         ]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+def _response_markdown(row: Mapping) -> str:
+    """The response, or its turns, each behind a name in bold, which no text can be."""
+    if not row.get("turns"):
+        return _escape_markdown(row["response"])
+    return "<br>".join(
+        f"**{name}{f', reward {reward}' if reward else ''}:** {_escape_markdown(text)}"
+        for name, text, reward in _said(row)
+    )
 
 
 def _unbroken(text: str) -> str:

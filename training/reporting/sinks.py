@@ -150,7 +150,7 @@ SFT_VIEW = View(
 )
 
 REWARD_VIEW = View(
-    bar={"loss": "train/pair_loss", "accuracy": "train/accuracy", "lr": "train/lr"},
+    bar={"loss": "train/pair_loss", "step loss": "train/step_loss", "accuracy": "train/accuracy", "lr": "train/lr"},
     charts={
         "pairs": {
             "accuracy": ("train/accuracy",),
@@ -158,6 +158,7 @@ REWARD_VIEW = View(
             "margin": ("train/margin",),
             "margin, standard deviation": ("train/margin_std",),
         },
+        "steps": {"loss, nats a step": ("train/step_loss",)},
         **_SUPERVISED,
     },
     held_out={
@@ -166,6 +167,10 @@ REWARD_VIEW = View(
             "loss, nats a pair, held out": "eval/pair_loss",
             "margin, held out": "eval/margin",
             "margin, standard deviation, held out": "eval/margin_std",
+        },
+        "held-out steps": {
+            "share of bad steps that are found, held out": "eval/bad_found",
+            "loss, nats a step, held out": "eval/step_loss",
         },
     },
 )
@@ -234,7 +239,7 @@ class MetricWriter:
         return self._clock.take() if self._clock else {}
 
     def samples(self, step: int, rows: Sequence[Mapping]) -> None:
-        """Show sampled responses: rows with `prompt`, `response`, `score`, `kl`."""
+        """Show sampled responses: rows of `sample_rows`, with `prompt`, `response`, `score`, `kl`."""
         if self._bar:
             self._bar.write(f"samples, step {step}\n{samples_text(rows)}\n")
         self._to_sinks(lambda sink: sink.samples(step, rows))

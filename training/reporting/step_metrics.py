@@ -254,6 +254,16 @@ def add_parts(metrics: Accumulator, experience: Experience) -> None:
         add_sampler_distance(metrics, experience.log_ratios)
 
 
+def add_counts(metrics: Accumulator, counts: Mapping[str, float], group: str) -> None:
+    """Add what a rollout backend counted (`RolloutBackend.counts`) as metrics group/NAME: numbers for each response.
+    The seconds of environments are those of the slowest rank."""
+    for name, total in counts.items():
+        if name == "environment_seconds":
+            metrics.add_max(f"time/{group}_environments", total)
+        elif name != "responses":
+            metrics.add(f"{group}/{name}", total, counts["responses"])
+
+
 def add_hidden_tokens(metrics: Accumulator, drawn: Rollout, learned: Rollout) -> None:
     """Add the share of the tokens which the sampler read, and which the dialect's attention mask hides from the models
     although others follow them. drawn: the sampler's rollout. learned: the same with the dialect's mask."""

@@ -71,7 +71,11 @@ class TrackerSink:
     def samples(self, step: int, rows: Sequence[Mapping]) -> None:
         """Write sampled responses as a table; of the trackers, only W&B has tables."""
         if rows and hasattr(self._tracker, "log_table"):
-            self._tracker.log_table("samples", list(rows[0]), [list(row.values()) for row in rows], step=step)
+            cells = [
+                [json.dumps(cell, ensure_ascii=False) if isinstance(cell, list) else cell for cell in row.values()]
+                for row in rows
+            ]
+            self._tracker.log_table("samples", list(rows[0]), cells, step=step)
 
     def hparams(self, settings: Mapping) -> None:
         """Write the settings of a new run. Those of a resumed run stay: MLflow refuses to change them."""

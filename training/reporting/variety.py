@@ -28,11 +28,11 @@ def new_words(texts: Sequence[str], first: Sequence[str], prompts: Sequence[str]
     """For each text the share of its new words; 0 if the text has no words. A word is new if it occurs in no prompt and
     in no `first` text of another prompt.
 
-    prompts: the prompts. texts: a response to each prompt. first: the response to each prompt before training. The
-    `first` response to the same prompt is not considered, so that the same rule can be applied to the first responses
-    themselves: their share shows how often an unchanged policy uses a word that no other text has. A policy that
-    invents words has a higher share; the share of a policy that only learns to say other things in its language hardly
-    rises.
+    prompts: the prompts, each with what an environment said behind it. texts: a response to each prompt. first: the
+    response to each prompt before training. The `first` response to the same prompt is not considered, so that the same
+    rule can be applied to the first responses themselves: their share shows how often an unchanged policy uses a word
+    that no other text has. A policy that invents words has a higher share; the share of a policy that only learns to
+    say other things in its language hardly rises.
     """
     texts_with = Counter(word for text in first for word in set(text.split()))
     known = {word for prompt in prompts for word in prompt.split()}

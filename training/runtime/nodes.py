@@ -22,7 +22,7 @@ from engine.errors import SharedError, UserError
 from engine.models.checking import BLOCK, block_starts, fingerprint
 from engine.models.model_paths import can_be_hub_name, one_line
 from engine.zero.accelerator import on_gpu, ranks_of_this_machine
-from training.config.flags import RunFlags
+from training.config.flags import CODE, RunFlags
 from training.config.reward import names_file
 from training.data.sources import DEEPSPEED_CHAT_FILES, is_path, name_and_split
 from training.reporting.run_record import versions
@@ -153,9 +153,9 @@ def facts_of_rank(args: RunFlags) -> dict[str, str]:
 
 def named_files(args: RunFlags) -> Iterator[tuple[str, str]]:
     """(flag, value) of each model, data set, function, template and configuration file that the flags name."""
-    files = ("model_name_or_path", "data_path", "dataset_name", "ds_config", "chat_template")
+    files = ("model_name_or_path", "data_path", "dataset_name", "ds_config", "chat_template", "response_template")
     for name, value in args.as_dict().items():
-        if name.endswith(files) or name == "reward_function":
+        if name.endswith(files) or name in CODE:
             yield from ((name, one) for one in (value if isinstance(value, list) else [value]) if one)
 
 
@@ -164,7 +164,7 @@ def looked_at(name: str, value: str) -> str:
     try:
         if name.endswith("model_name_or_path"):
             found = fingerprint(value, f"--{name}") or ""
-        elif name == "reward_function":
+        elif name in CODE:
             where = value.rpartition(":")[0]
             found = content(Path(where)) if names_file(where) else ""
         else:

@@ -13,7 +13,7 @@ from engine.models.checking import check_decoding, check_vocabularies, own_token
 from engine.models.config_and_tokenizer import CLASSIFIER, LANGUAGE_MODEL, pad_token_line, read_config, vocabulary_size
 from engine.reward.server import FORMS, probe
 from engine.rlhf_engine import check_roles, scoring_roles
-from engine.rollout import SamplingConfig
+from engine.rollout import Environments, SamplingConfig
 from engine.rollout.vllm_rollouts import check_heads, vllm_version
 from engine.zero.accelerator import on_gpu
 from engine.zero.extensions import refuse_missing
@@ -22,9 +22,10 @@ from training.checkpoints.resuming import AUTO, Checkpoint
 from training.config.reward import check_columns, load_functions
 from training.config.step3 import RLHFFlags
 from training.data.examples import Prompts, TextBlocks, prompt_fit
-from training.data.record_forms import PROMPTS, TEXTS
+from training.data.record_forms import TEXTS
 from training.data.row_selection import load_rows
-from training.reward_texts import Reader, all_messages, check_prompts, reading_limit
+from training.environments import environments_of, load_environment, prompts_for
+from training.reward_texts import Reader, all_messages, check_prompts, reading_limit, step_ends
 from training.runtime.launch import check_run
 from training.runtime.models import adapted_roles, check_positions, generation_stops, prompt_and_answer
 
@@ -42,6 +43,7 @@ class Plan:
     tokenizer: object
     spec: EngineSpec
     reward_functions: Mapping[str, Callable]
+    environments: Environments | None
     prompts: Prompts
     held_out: Prompts | None
     texts: TextBlocks | None
@@ -71,6 +73,7 @@ def make_plan(args: RLHFFlags, checkpoint: Checkpoint | None, inputs: Mapping[st
     last_step = min(total_steps, args.test_stop_step or total_steps)
     functions = load_functions(args)
     check_columns(functions, by_part(prompts, held_out))
+    environments = environments_of(args, tokenizer, [prompts, held_out])
     texts, texts_fingerprints = read_texts(args, tokenizer)
     conditions = Conditions.of(args, fingerprints + texts_fingerprints, tokenizer, inputs or {})
     if checkpoint:
@@ -83,6 +86,7 @@ def make_plan(args: RLHFFlags, checkpoint: Checkpoint | None, inputs: Mapping[st
         tokenizer=tokenizer,
         spec=args.spec,
         reward_functions=functions,
+        environments=environments,
         prompts=prompts,
         held_out=held_out,
         texts=texts,
@@ -99,8 +103,10 @@ def make_plan(args: RLHFFlags, checkpoint: Checkpoint | None, inputs: Mapping[st
 def read_prompts(args: RLHFFlags, dialect: Dialect, tokenizer) -> tuple[Prompts, Prompts | None, list[str]]:
     """(prompts; held-out prompts, or None; fingerprints of both)."""
     query = tuple(token_id(tokenizer, dialect, field) for field in ("query_start", "query_end"))
+    form, with_dialogues = prompts_for(args)
+    with_dialogues = with_dialogues or bool(args.text_reward_paths)
     parts = args.load_rows(
-        PROMPTS,
+        form,
         tokenizer,
         prompt_fit(tokenizer, args.max_prompt_seq_len, args.overlong, *query),
         held_out=args.num_eval_prompts,
@@ -108,9 +114,7 @@ def read_prompts(args: RLHFFlags, dialect: Dialect, tokenizer) -> tuple[Prompts,
         held_out_flag="--num_eval_prompts",
     )
     prompts, held_out = (
-        Prompts(
-            rows, tokenizer, args.max_prompt_seq_len, args.overlong, args.cache, *query, bool(args.text_reward_paths)
-        )
+        Prompts(rows, tokenizer, args.max_prompt_seq_len, args.overlong, args.cache, *query, with_dialogues)
         if len(rows)
         else None
         for rows in parts
@@ -233,9 +237,20 @@ def check_reward_texts(args, paths: Iterable[str], tokenizer, parts: Mapping[str
         False: "prompt + response + EOS, without a chat template, since the prompts are texts",
         None: "messages by its own chat template, prompts that are texts without",
     }[messages]
-    for path in paths:
+    stepwise = {path: step_ends(path, tokenizer, args.reward_step_end, trusted) for path in paths}
+    if args.reward_step_end is not None and not any(stepwise.values()):
+        raise UserError(f"{args.word('reward_step_end')}: no reward model is a token classifier. Leave it out.")
+    for path, ends in stepwise.items():
         model = f"{flag} {path}"
         config, lengths = read_config(path, model, trusted), prompt_and_answer(args)
+        if ends is not None:
+            end = ", and the end of the response ends its last step" if ends.at_end else ""
+            lines.append(f"{model}: a number for each step, which ends with {ends.text!r}{end}")
+            if reads_texts(tokenizer, path, model, trusted, messages):
+                raise UserError(
+                    f"{model}: this process reward model has another tokenizer, or another chat template, than the "
+                    "actor. Give one that was trained with the actor's: its numbers belong to the actor's tokens."
+                )
         if not reads_texts(tokenizer, path, model, trusted, messages):
             check_positions(config, model, **lengths)
             lines += check_vocabularies(tokenizer, path, flag, trusted)
@@ -256,6 +271,7 @@ def check_files(args: RLHFFlags, checkpoint: Checkpoint | None) -> None:
     check_engines(args)
     check_rollouts(args)
     load_functions(args)
+    load_environment(args, args.text_reward_paths)
     check_dialect(args, dialect)
     check_models(args, dialect)
     adapted_roles(args, dialect)

@@ -30,6 +30,7 @@ from training.config.step3 import RLHFFlags
 from training.data.examples import NOTED, FittedRows, place_of
 from training.data.sources import DEEPSPEED_CHAT_FILES, is_path, name_and_split, open_source
 from training.data.tokens import CUT, DROPPED, EMPTY, EQUAL, WHOLE, Fit
+from training.environments import environment_line
 from training.reporting.run_record import command_line
 from training.runtime.callbacks import Callback
 from training.runtime.loop import Planned
@@ -102,7 +103,12 @@ def _counted(count: int, noun: str) -> str:
     return f"{count or 'no'} {noun}{'' if count == 1 else 's'}"
 
 
-ARROW = {"texts": "what is learned begins", "pairs": "an answer begins", "prompts": "the actor goes on"}
+ARROW = {
+    "texts": "what is learned begins",
+    "pairs": "an answer begins",
+    "responses": "a response begins",
+    "prompts": "the actor goes on",
+}
 
 
 def counted(rows: FittedRows, noun: str, held_out: FittedRows | None, asked: int = 0) -> str:
@@ -176,6 +182,8 @@ def score_lines(args: RLHFFlags, dialect: Dialect) -> list[str]:
     terms = [(part.what, part.weight) for part in score_parts(args)]
     changes = _score_changes(dialect, args.max_answer_seq_len)
     lines = [f"score = {', '.join([sum_in_words(terms, args.length_penalty), *changes])}"]
+    if args.environment is not None and changes:
+        lines.append("these changes are made to the rest of the score: the environment's rewards stay as they are")
     if len(args.reward_paths) > 1:
         how = "(score - mean) / standard deviation, both of the first responses, unless step 2 normalised the model's"
         lines.append(f"scores of the reward models: {'as they are' if args.raw_reward_scores else how}")
@@ -237,6 +245,7 @@ def plan_lines(args: RLHFFlags, plan: Plan) -> list[str]:
         *adapted_lines(adapted_roles(args, plan.dialect)),
         *(f"{what}: no second copy" for what in plan.spec.shared.values()),
         *server_lines(args),
+        *environment_line(args),
     ]
 
 

@@ -56,6 +56,7 @@ ROLES = {  # {model: (title, tags, task on the Hub)}
         ["reward-model"],
         "text-classification",
     ),
+    "process": ("A process reward model; label 1 says that a step is good", ["reward-model"], "token-classification"),
     "actor": ("A language model trained by PPO", ["ppo"], "text-generation"),
     "actor_ema": ("A language model trained by PPO: the moving average of its weights", ["ppo"], "text-generation"),
     "critic": ("A critic of PPO, which gives no scores: it is not a reward model", ["ppo", "critic"], None),
@@ -86,6 +87,7 @@ SHOWN = (
 HELD_OUT = {
     "sft": (("loss, nats a token", "loss"), ("perplexity", "perplexity")),
     "reward": (("accuracy on pairs", "accuracy"), ("loss, nats a pair", "pair_loss"), ("margin", "margin")),
+    "process": (("accuracy on steps", "accuracy"), ("share of bad steps found", "bad_found"), ("share good", "good")),
     "ppo": EVALUATED,
 }
 
@@ -100,6 +102,7 @@ def model_card(start: Mapping, rows: Sequence[Mapping], name: str, part_of: str 
     dialect = start.get("dialect") or {}
     machine = start["machine"]
     kind = "ppo" if "actor_model_name_or_path" in flags else "reward" if "pairwise_loss" in flags else "sft"
+    kind = "process" if flags.get("step_end") else kind
     role = name.removesuffix("_adapter") if kind == "ppo" else kind
     models, data = (
         [(label, path) for flag, label in named.items() for path in listed(flags.get(flag))]

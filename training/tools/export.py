@@ -33,6 +33,7 @@ from engine.errors import UserError
 from engine.files import without_links
 from engine.models.adapter_folders import BASE, SCORE, WEIGHTS
 from engine.models.model_paths import ADAPTER_CONFIG, is_adapter
+from engine.models.reward_formats import STEP_END
 from training.checkpoints.files import CONFIG, EMA, PARTIAL, ShardFiles, write_bytes, write_tensors
 from training.checkpoints.resuming import OF_MODELS, Checkpoint, CheckpointAdapter
 from training.runtime.environment import program
@@ -184,9 +185,10 @@ def _tensors(checkpoint: Checkpoint, model: str, ema: bool, dtype: str | None) -
     if ema and (model != "actor" or not checkpoint.state["ema"]):
         raise UserError(f"{checkpoint.folder} has no moving average of the {model}. Leave --ema out.")
     config = json.loads((checkpoint.folder / CONFIG / model / "config.json").read_text())
-    if get_checkpoint_conversion_mapping(config["model_type"]):
+    if get_checkpoint_conversion_mapping(config["model_type"]) or STEP_END in config:
+        kind = "process reward" if STEP_END in config else config["model_type"]
         raise UserError(
-            f"{checkpoint.folder}: files of {config['model_type']} models hold the weights in another arrangement than "
+            f"{checkpoint.folder}: files of {kind} models hold the weights in another arrangement than "
             "models compute with, which needs the model. Go on from the checkpoint with --resume and --max_steps "
             f"{checkpoint.steps_done}, which saves it."
         )

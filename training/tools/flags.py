@@ -7,11 +7,12 @@ from typing import ClassVar
 from engine.engine_spec import EngineSpec
 from engine.errors import UserError
 from engine.zero.config import EngineConfig
+from training.config.environment import EnvironmentFlags
 from training.config.flags import DataFlags, flag
 
 
 @dataclass(kw_only=True)
-class MeasuringFlags(DataFlags):
+class MeasuringFlags(EnvironmentFlags, DataFlags):
     """The flags that say which prompts are answered, and how responses are drawn. Each program adds
     reward_model_name_or_path."""
 
@@ -26,6 +27,11 @@ class MeasuringFlags(DataFlags):
         None,
         "most tokens of a prompt and its response for reward models that read texts, as in step 3",
         least=1,
+        only_with="reward_model_name_or_path",
+    )
+    reward_step_end: str | None = flag(
+        None,
+        "the text that ends a step, for process reward models, as in step 3",
         only_with="reward_model_name_or_path",
     )
     stop: list[str] = flag([], "strings that end a response, in addition to end tokens")
@@ -46,6 +52,7 @@ class MeasuringFlags(DataFlags):
     def spec_of(self, path: str) -> EngineSpec:
         """The specification of the engines that measure the policy at `path`: frozen engines of the policy, the
         reference and the reward models."""
+        roles = ("actor", "reference", *(["reward"] if self.reward_model_name_or_path else []))
         return EngineSpec(
             actor_path=path,
             critic_path=None,
@@ -56,5 +63,5 @@ class MeasuringFlags(DataFlags):
             attention=self.attention,
             dtype=str(self.dtype),
             micro_batch_size=self.per_device_eval_batch_size,
-            **{role: EngineConfig(role, self.zero_stage) for role in ("actor", "reference", "reward")},
+            **{role: EngineConfig(role, self.zero_stage) for role in roles},
         )

@@ -8,7 +8,7 @@ metrics, rows = evaluator.run(1)
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
@@ -26,11 +26,11 @@ from engine.models.weight_files import listed
 from engine.reference import Reference
 from engine.reward.base import RewardModel, RewardSource
 from engine.rlhf_engine import frozen_model
-from engine.rollout import RolloutBackend, SamplingConfig, build_rollouts
+from engine.rollout import Environments, RolloutBackend, SamplingConfig, build_rollouts
 from engine.zero.communication import init
 from engine.zero.engines import FrozenModel
 from training.data.examples import Prompts, prompt_fit
-from training.data.record_forms import PROMPTS
+from training.environments import conversations, environments_of, load_environment, prompts_for
 from training.reporting.evaluation import Evaluator
 from training.reward_texts import Texts, reward_source
 from training.runtime.models import check_positions, generation_stops, prompt_and_answer
@@ -45,11 +45,13 @@ REWARD_MODEL = "--reward_model_name_or_path"
 
 @dataclass(frozen=True, slots=True)
 class HeldOut:
-    """Held-out prompts. rest: the other prompts of the data, or None. Prompts are numbered with the rest first."""
+    """Held-out prompts. rest: the other prompts of the data, or None. Prompts are numbered with the rest first.
+    environments: those of all prompts, or None without --environment."""
 
     prompts: Prompts
     rest: Prompts | None
     tokenizer: PreTrainedTokenizerBase
+    environments: Environments | None = None
 
     @property
     def parts(self) -> list[Prompts]:
@@ -74,7 +76,9 @@ def check_answering(args: MeasuringFlags, path: str, what: str) -> None:
 
 
 def check_scoring(args: MeasuringFlags) -> None:
-    """Raise UserError if a reward model cannot score on this machine. `read_held_out` checks what the models read."""
+    """Raise UserError if the environment cannot be loaded, or if a reward model cannot score on this machine.
+    `read_held_out` checks what the models read."""
+    load_environment(args)
     for path in args.reward_model_name_or_path:
         check_scorer(path, REWARD_MODEL, args.trust_remote_code)
         args.check_attention(path, CLASSIFIER, REWARD_MODEL)
@@ -83,15 +87,17 @@ def check_scoring(args: MeasuringFlags) -> None:
 def read_held_out(args: MeasuringFlags, tokenizer) -> HeldOut:
     """Read the held-out prompts, which are the ones that step 3 would have with the same data flags.
 
-    Raises: UserError if data do not exist or cannot be read, if there are too few prompts, or if a reward model cannot
-    read them.
+    Raises: UserError if data do not exist or cannot be read, if there are too few prompts, if a reward model cannot
+    read them, or if the environment fails with the first row.
     """
     fit = prompt_fit(tokenizer, args.max_prompt_seq_len, args.overlong)
-    texts = any(
-        reads_texts(tokenizer, path, REWARD_MODEL, args.trust_remote_code) for path in args.reward_model_name_or_path
-    )
+    models, trusted = args.reward_model_name_or_path, args.trust_remote_code
+    texts = [path for path in models if reads_texts(tokenizer, path, REWARD_MODEL, trusted)]
+    load_environment(args, texts)
+    form, with_dialogues = prompts_for(args)
+    with_dialogues = with_dialogues or bool(texts)
     parts = args.load_rows(
-        PROMPTS,
+        form,
         tokenizer,
         fit,
         held_out=args.num_eval_prompts,
@@ -99,7 +105,7 @@ def read_held_out(args: MeasuringFlags, tokenizer) -> HeldOut:
         held_out_flag="--num_eval_prompts",
     )
     rest, held_out = (
-        Prompts(rows, tokenizer, args.max_prompt_seq_len, args.overlong, args.cache, with_dialogues=texts)
+        Prompts(rows, tokenizer, args.max_prompt_seq_len, args.overlong, args.cache, with_dialogues=with_dialogues)
         if len(rows)
         else None
         for rows in parts
@@ -108,7 +114,7 @@ def read_held_out(args: MeasuringFlags, tokenizer) -> HeldOut:
     lines = check_reward_texts(args, args.reward_model_name_or_path, tokenizer, by_part(held_out, None))
     for line in lines if distributed.is_main() else ():
         print(line, flush=True)
-    return HeldOut(held_out, rest, tokenizer)
+    return HeldOut(held_out, rest, tokenizer, environments_of(args, tokenizer, [rest, held_out]))
 
 
 class Measuring:
@@ -134,10 +140,9 @@ class Measuring:
             rows_at_once=args.per_device_eval_batch_size,
             trust_remote_code=trusted,
         )
+        how = self.texts, args.max_reward_seq_len, args.reward_step_end
         self.rewards = [
-            reward_source(
-                RewardModel(self.loaded(path, "reward", load_scorer)), path, self.texts, args.max_reward_seq_len
-            )
+            reward_source(RewardModel(self.loaded(path, "reward", load_scorer)), path, *how)
             for path in args.reward_model_name_or_path
         ]
 
@@ -146,9 +151,10 @@ class Measuring:
         return frozen_model(load, path, getattr(self.spec, role), self.spec)
 
     def rollouts_of(self, policy: FrozenModel, decoding: str = "plain") -> RolloutBackend:
-        """The backend that draws responses from a policy. decoding: as in Sampler."""
+        """The backend that draws responses from a policy, or conversations with the environment. decoding: as in
+        Sampler."""
         rewards = [model for reward in self.rewards for model in reward.models]
-        return build_rollouts(
+        rollouts = build_rollouts(
             "auto",
             policy,
             self.held_out.tokenizer,
@@ -157,6 +163,7 @@ class Measuring:
             row_length=self.args.max_prompt_seq_len + self.args.max_answer_seq_len,
             decoding=decoding,
         )
+        return conversations(self.args, rollouts, self.held_out.environments)
 
     def evaluator_of(
         self,
@@ -212,6 +219,12 @@ class Measuring:
             first_index=self.held_out.first_index,
             samples=samples,
         )
+
+
+def tell_failures(metrics: Mapping[str, float]) -> None:
+    """Print in which share of the conversations the environment failed, if in any. metrics: those of an Evaluator."""
+    if distributed.is_main() and (share := metrics.get("eval/environment_errors")):
+        print(f"the environment failed in {share:.1%} of the responses", flush=True)
 
 
 def check_same_tokens(one: tuple[str, str], other: tuple[str, str], why: str, trust_remote_code: bool = False) -> None:

@@ -17,17 +17,18 @@ from engine.errors import RunStopped
 from engine.models.loading import load_policy
 from engine.rollout import Conversations, Environments, ReplicaRollouts, Reply, RolloutBackend, Turn, VLLMRollouts
 from engine.rollout.base import SamplingConfig
+from engine.rollout.cache import SlotCache
 from scripts.harness.models import EOS, PAD, make_causal_lm, make_tokenizer
 from tests import fake_vllm
 from tests.engine.rollout.test_decode import BATCH, INDICES, PROMPTS, answers
 from tests.plain_sampling import plain_answer
+from training.data.examples import collate_prompts
 
 ENDS = (EOS, *range(5, 64, 6))
 SAMPLING = SamplingConfig(
     max_new_tokens=24, pad_token_id=PAD, stop_token_ids=ENDS, seed=5, logprob_temperature=1.0, with_entropy=True
 )
 ROWS = [{"prompt": f"row {number}"} for number in range(40)]
-MOST = torch.tensor([1, 20, 3, 9, 8, 17, 2, 20, 1, 16, 5, 7])  # of each row
 
 
 @pytest.fixture(scope="module")
@@ -169,7 +170,17 @@ def raising(error: BaseException) -> Callable:
     return act
 
 
+class Mute(Exception):
+    def __str__(self):
+        raise RuntimeError("no text")
+
+
 BAD = {
+    "says what cannot be printed": (
+        raising(ValueError("half a character: \ud800")),
+        "ValueError: half a character: \\ud800 (",
+    ),
+    "raises an error without a text": (raising(Mute()), "Mute: (without a text) ("),
     "raises": (raising(ZeroDivisionError("by nought")), "ZeroDivisionError: by nought ("),
     "exits": (raising(SystemExit(3)), "SystemExit: 3 ("),
     "is interrupted": (raising(KeyboardInterrupt()), "KeyboardInterrupt:  ("),
@@ -177,6 +188,7 @@ BAD = {
     "says nothing": (lambda turn: "", "ValueError: answered with nothing"),
     "says another thing": (lambda turn: 7, "TypeError: step returned 7"),
     "says an id too high": (lambda turn: Reply(tokens=[64]), "ValueError: Reply.tokens has 64"),
+    "is worth more than 32 bits": (lambda turn: Reply("w05", reward=1e39), "ValueError: the reward is 1e+39"),
     "is worth no number": (lambda turn: Reply("w05", reward=float("nan")), "ValueError: the reward is nan"),
     "says too much": (lambda turn: "w05 " * 1_000_000, ""),
 }
@@ -236,6 +248,18 @@ def test_end_tokens_that_are_inserted_end_nothing(actor):
     for row in both.nonzero()[:, 0]:
         inserted = rollout.responses[row][rollout.response_mask[row] & ~rollout.action_mask[row]]
         assert inserted.tolist() == [7, EOS, 8]
+
+
+def test_an_environment_may_change_the_default_dtype(actor, expected):
+    class Changes(Talk):
+        def step(self, turn):
+            torch.set_default_dtype(torch.float64)
+            return super().step(turn)
+
+    try:
+        assert talks(ours(actor, Changes).generate(BATCH.repeat(2), SAMPLING)) == expected
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 @pytest.mark.parametrize("name", ["make", "close"])
@@ -377,18 +401,38 @@ def test_limits_of_turns_and_of_a_turn(actor, expected):
     )
 
 
+def test_a_users_backend_need_not_know_limits_of_rows(actor):
+    class Users(RolloutBackend):
+        """Goes by the settings alone, and records nothing."""
+
+        own = ReplicaRollouts(actor, make_tokenizer())
+
+        def generate(self, prompts, sampling):
+            drawn = self.own.generate(replace(prompts, most=None), sampling)
+            return replace(drawn, logprobs=None, entropy=None)
+
+    for limits in ({}, {"turn_tokens": 3}):
+        found = conversations_of(Users(), **limits).generate(BATCH, SAMPLING)
+        assert talks(found) == talks(ours(actor, **limits).generate(BATCH, SAMPLING))
+        assert found.logprobs is None and found.entropy is None
+
+
 @pytest.mark.parametrize("rows_at_once", [None, 3])
 def test_rows_have_limits_of_their_own(actor, rows_at_once, monkeypatch):
-    how = replace(SAMPLING, stop_token_ids=(EOS, 7, 11))
-    limited = replace(BATCH, most=MOST)
+    """The longest prompt and the longest response are of different rows: the rows move to the left on the way."""
+    prompts, limits = [*PROMPTS, [*range(4, 34)]], [1, 20, 3, 9, 8, 50, 2, 20, 1, 16, 5, 7, 3]
+    indices, how = [*INDICES, 50], replace(SAMPLING, stop_token_ids=(), max_new_tokens=50)
+    batch = collate_prompts(prompts, torch.tensor(indices), torch.zeros(len(prompts), dtype=torch.int64), PAD)
+    batch = replace(batch, most=torch.tensor(limits))
+    moves, shift = [], SlotCache.shift
+    monkeypatch.setattr(SlotCache, "shift", lambda *args, **by: (moves.append(by), shift(*args, **by)))
     expected = [
         plain_answer(actor.module.model, prompt, index, 0, replace(how, max_new_tokens=most))
-        for prompt, index, most in zip(PROMPTS, INDICES, MOST.tolist())
+        for prompt, index, most in zip(prompts, indices, limits)
     ]
-    assert answers(ReplicaRollouts(actor, make_tokenizer(), rows_at_once).generate(limited, how)) == expected
+    assert answers(ReplicaRollouts(actor, make_tokenizer(), rows_at_once).generate(batch, how)) == expected
+    assert moves or rows_at_once  # further slots are kept where prompts wait
     fake_vllm.install(monkeypatch)
-    longest = max(len(prompt) + most for prompt, most in zip(PROMPTS, MOST.tolist()))
-    backend = VLLMRollouts(
-        actor, make_tokenizer(), rows_at_once=rows_at_once or 12, row_length=longest, cache_bytes=1 << 20
-    )
-    assert answers(backend.generate(limited, how)) == expected
+    longest = max(len(prompt) + most for prompt, most in zip(prompts, limits))
+    rows = {"rows_at_once": rows_at_once or 13, "row_length": longest, "cache_bytes": 1 << 20}
+    assert answers(VLLMRollouts(actor, make_tokenizer(), **rows).generate(batch, how)) == expected

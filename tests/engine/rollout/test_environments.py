@@ -15,6 +15,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from engine.errors import UserError
+from engine.reward.base import described
 from engine.rollout.environments import (
     Environments,
     Reply,
@@ -131,9 +132,10 @@ def test_what_step_must_not_return(said, message):
         (Reply(tokens=[True]), "Reply.tokens has True"),
         (Reply(b"a"), "what is to be inserted is b'a'; it has to be a text"),
         (reply_of(StepResult(np.zeros(2))), "what is to be inserted is array([0., 0.])"),
-        (Reply(messages={"role": "user", "content": "a"}), "Reply.messages has 'role'"),
-        (Reply(messages=[{"role": "user"}]), "a message is a dict with role and content"),
+        (Reply(messages={"role": "user", "content": "a"}), "it has to be a list of messages"),
         (Reply(reward=float("nan")), "the reward is nan"),
+        (Reply(reward="1.0"), "the reward is '1.0'; it has to be a finite number of 32 bits"),
+        (Reply(reward=[1.0]), "the reward is [1.0]"),
     ],
 )
 def test_replies_that_cannot_be_inserted(reply, message):
@@ -298,6 +300,15 @@ class Sums:
         """Fail."""
         raise ValueError("no such sum")
 
+    def ask(self, method: str) -> str:
+        """
+        Ask.
+
+        Args:
+            method: How.
+        """
+        return method
+
     def get_reward(self) -> float:
         return float(self.total == self.target)
 
@@ -306,18 +317,26 @@ def test_tools_of_a_trl_environment():
     dialogue = {"messages": [{"role": "user", "content": "2*3?"}], "tools": None}
     made = environments(Sums, dialogues=[dialogue])
     episode = made.episode(0, ids_of(PROMPT))
-    asked = [call("add", a="1"), call("add", a=2) + call("fail"), call("add", b=1), call("reset"), "3"]
+    asked = [
+        call("add", a="1"),
+        call("add", a=2) + call("fail"),
+        call("add", b=1),
+        call("reset"),
+        call("ask", method="GET"),
+        "3",
+    ]
     answers = [episode.answer(ids_of(text + "<|im_end|>"), number, 99, True) for number, text in enumerate(asked)]
     results = [
         ["1"],
         ["3", "{'error': 'no such sum'}"],
         ["{'error': \"Sums.add() got an unexpected keyword argument 'b'\"}"],
         ["{'error': 'Tool reset not found.'}"],
+        ["GET"],
     ]
     turns = ["".join(f"<|im_start|>user\n<result>{each}</result><|im_end|>\n" for each in some) for some in results]
     inserted = [f"\n{turn}<|im_start|>assistant\n" for turn in turns]
     assert [QWEN.decode(answer.tokens) for answer in answers] == [*inserted, ""]
-    assert [answer.done for answer in answers] == [False] * 4 + [True]
+    assert [answer.done for answer in answers] == [False] * 5 + [True]
     assert episode.close() == 1.0
     again = made.episode(0, ids_of(PROMPT))  # the object is used again, and reset
     assert again.environment is episode.environment and len(again.environment.made.resets) == 2
@@ -399,6 +418,31 @@ class OtherRow:
         pass
 
 
+class Named:
+    tools = ({"type": "function", "function": {"name": "add"}},)
+
+    def __init__(self, row):
+        pass
+
+    def step(self, turn):
+        pass
+
+
+class Deaf:
+    def __init__(self, row):
+        pass
+
+    def step(self):
+        pass
+
+
+class Agent(Named):
+    """As OpenRLHF's and Gymnasium's."""
+
+    def reset(self, states):
+        pass
+
+
 class Unrewarded:
     def reset(self, **row):
         pass
@@ -407,9 +451,18 @@ class Unrewarded:
 @pytest.mark.parametrize(
     "made, template, given, message",
     [
-        (OtherRow, "qwen", "qwen", "fails with the first row of the data, {'prompt': 'x', 'target': 3}: KeyError"),
+        (
+            OtherRow,
+            "qwen",
+            "qwen",
+            "the first row of the data (columns: prompt, target): KeyError: 'answer' (",
+        ),
+        (Deaf, "qwen", None, "step() has to take one argument, the turn"),
+        (Agent, "qwen", "qwen", "let __init__(self, row) begin"),
         (Unrewarded, "qwen", "qwen", "it has no method get_reward(self) and no attribute reward"),
         (Sums, "qwen", None, "Give --response_template llama, qwen, qwen3.5 or a JSON file"),
+        (Named, "qwen", None, "it has tools, and the tokenizer of the model has no response_template"),
+        (Sums, "qwen", "llama", "the response template finds no tool call in what the chat template"),
         (Sums, "deaf", "qwen", "does not write what a tool returns"),
         (Sums, None, "qwen", "does not write what a tool returns"),
     ],
@@ -422,9 +475,28 @@ def test_environments_that_a_run_cannot_use(made, template, given, message):
     assert str(raised.value).startswith("--environment a.py:A: ") and message in str(raised.value)
 
 
+def test_an_environment_without_a_reward_may_stand_beside_other_rewards():
+    Environments(Unrewarded, tokenizer_of("qwen"), [{"prompt": "x"}]).check("--environment a.py:A", alone=False)
+
+
+def test_the_line_of_an_error_is_the_users():
+    class Waits(OtherRow):
+        async def step(self, turn):
+            await asyncio.sleep(0)
+            return turn.nothing
+
+    made = environments(Waits, rows=[{"answer": "3"}])
+    with pytest.raises(UserError, match=rf"{__file__}, line \d+: self.answer = row\["):
+        environments(OtherRow).check("--environment a.py:A")
+    with pytest.raises(AttributeError) as raised:
+        made.episode(0, [1]).answer([1], 0, 9, True)
+    assert f"({__file__}, line " in described(raised.value)
+    assert described(raised.value).endswith(": return turn.nothing)")
+
+
 def test_environments_that_a_run_can_use():
     environments(Sums).check("--environment a.py:A")
-    environments(type("Own", (OtherRow,), {"__init__": lambda self, row: None})).check("--environment a.py:A")
+    environments(Named).check("--environment a.py:A")
 
 
 def test_schemas_of_tools():
@@ -438,13 +510,13 @@ def test_schemas_of_tools():
         return text.upper()
 
     given = {"type": "function", "function": {"name": "other", "parameters": {}}}
-    own = type("Own", (OtherRow,), {"tools": [shout, given]})
+    own = type("Own", (Named,), {"tools": [shout, given]})
     properties = {"text": {"type": "string", "description": "What is said."}}
     parameters = {"type": "object", "properties": properties, "required": ["text"]}
     described = {"name": "shout", "description": "Say it loudly.", "parameters": parameters}
     schemas = tool_schemas(own)
     assert schemas[0]["function"].items() >= described.items() and schemas[1] == given
-    assert [schema["function"]["name"] for schema in tool_schemas(Sums)] == ["add", "fail"]
+    assert [schema["function"]["name"] for schema in tool_schemas(Sums)] == ["add", "ask", "fail"]
 
 
 def test_response_templates_of_the_tokenizer_and_of_files(tmp_path):

@@ -50,10 +50,10 @@ def rollouts_of(actor: SimpleNamespace, rows_at_once: int = 12, **how) -> VLLMRo
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tied", (False, True))
-def test_rows_are_those_of_plain_sampling_before_and_after_updates(tmp_path, tied):
+@pytest.mark.parametrize("tied, prefix_cache", [(False, False), (True, False), (False, True)])
+def test_rows_are_those_of_plain_sampling_before_and_after_updates(tmp_path, tied, prefix_cache):
     actor = actor_of(tmp_path, tied=tied)
-    rollouts = rollouts_of(actor, rows_at_once=3)
+    rollouts = rollouts_of(actor, rows_at_once=3, prefix_cache=prefix_cache)
     seen = []
     for _ in range(3):
         seen.append(answers(rollouts.generate(BATCH, SAMPLING)))

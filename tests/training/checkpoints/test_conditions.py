@@ -188,6 +188,54 @@ def test_another_source_of_the_reward_function_is_told():
         conditions(reward_function=["rules.py:other"]).check(then, HERE)
 
 
+ENVIRONMENT = "--environment"
+
+
+@pytest.mark.parametrize(
+    "now, told",
+    [
+        (
+            {"environment": "b/talk.py:Other"},
+            "--environment was 'talk.py:Talk' when it was written and is 'talk.py:Other'",
+        ),
+        (
+            {"environment": None, "max_turns": 8},
+            "--environment was 'talk.py:Talk' when it was written and is not given",
+        ),
+        ({"max_turns": 8}, "--max_turns was 4 when it was written and is 8 now"),
+        ({"max_turn_tokens": 9}, "--max_turn_tokens was not given when it was written and is 9 now"),
+    ],
+)
+def test_an_environment_and_its_limits_are_those_that_the_run_began_with(now, told):
+    began = {"environment": "a/talk.py:Talk", "max_turns": 4}
+    then = written(conditions(**began))
+    moved = conditions(**(began | {"environment": "b/talk.py:Talk", "environment_timeout": 5.0}))
+    moved.check(then, HERE)
+    assert moved.changes_since(then) == ["changed since the checkpoint: --environment_timeout 60.0 -> 5.0"]
+    with pytest.raises(UserError, match=told):
+        conditions(**(began | now)).check(then, HERE)
+
+
+def test_another_source_of_the_environment_is_told():
+    given = {"environment": "talk.py:Talk"}
+    then, now = (conditions(inputs={ENVIRONMENT: source}, **given) for source in ("a", "b"))
+    now.check(written(then), HERE)
+    assert now.scores_changed_since(written(then)) and not now.scores_changed_since(written(now))
+    (line,) = now.changes_since(written(then))
+    assert "the source of --environment talk.py:Talk (later scores" in line
+
+
+def test_a_point_of_a_version_without_environments_is_resumed():
+    names = ("environment", "max_turns", "max_turn_tokens", "response_template")
+    now = conditions()
+    then = written(now)
+    for name in names:
+        del then.settings[f"--{name}"]
+    now.check(then, HERE)
+    with pytest.raises(UserError, match=r"only one of the two has --environment, --max_turns\)"):
+        conditions(environment="talk.py:Talk", max_turns=4).check(then, HERE)
+
+
 def test_it_is_the_source_of_the_file_and_of_where_the_class_is_written(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     base = "class Score:\n    def __call__(self, prompts, responses):\n        return [{}] * len(prompts)\n"

@@ -87,7 +87,7 @@ def test_offload_needs_something_to_offload():
         (("--enable_test_mode",), "--enable_test_mode needs --test_stop_step."),
         (("--test_stop_step", "3"), "--test_stop_step 3 needs --enable_test_mode."),
         (("--unsupervised_dataset_config_name", "x"), "--unsupervised_dataset_config_name x needs"),
-        (("--reward_weights", "2"), "--reward_weights 2.0 needs --reward_function or --reward_url."),
+        (("--reward_weights", "2"), "--reward_weights 2.0 needs --reward_function or --reward_url or --environment."),
         (
             ("--reward_function", "m:f", "m:g", "--reward_weights", "2"),
             "--reward_weights 2.0: 1 weights. They belong to m:f, m:g, in this order: give 2 or none. The reward "

@@ -202,6 +202,7 @@ def test_texts_for_pretraining_may_be_empty():
             r"columns chosen and rejected: found no '\\n\\nAssistant:' in what "
             "both begin with",
         ),
+        (PAIRS, {"prompt": "a", "completions": ["b"], "labels": [True]}, ".*labels are read with --step_end"),
         (PAIRS, {"chosen": 7, "rejected": "a"}, r"column chosen: found a number \('7'\)"),
         (PAIRS, {"chosen": turns("a", "b"), "rejected": "c"}, r"column rejected: found a string .*a list of messages"),
         (

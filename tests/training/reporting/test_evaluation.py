@@ -1,4 +1,6 @@
-"""Held-out prompts are known to reward functions by the same indices while they are answered and afterwards."""
+"""Held-out prompts are known to reward functions by the same indices while they are answered and afterwards; turns of
+conversations, and variety, which is the policy's own.
+"""
 
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -7,7 +9,9 @@ import pytest
 import torch
 
 from engine.rollout.base import RolloutBackend, SamplingConfig
-from training.reporting.evaluation import Evaluator, PromptEvaluations, write_rows
+from scripts.harness.models import EOS, PAD, make_tokenizer
+from tests.engine.fake_models import conversation_of, rollout_of
+from training.reporting.evaluation import Answers, Evaluator, PromptEvaluations, sample_rows, write_rows
 
 
 @dataclass(frozen=True)
@@ -78,3 +82,55 @@ def test_the_averages_curve_starts_where_the_actors_does(average, tmp_path):
     assert evaluations.evaluate(0) == expected
     assert [path.name for path in (tmp_path / "samples").iterdir()] == ["before.jsonl"]
     assert [step for step in range(-1, 6) if evaluations.due(step)] == [0, 4]
+
+
+def test_turns_are_told_apart_by_who_drew_their_tokens():
+    turns = [[[7, 8, EOS], [9, 10], [11], [12], [EOS]], [[13, 14]]]
+    rollout = conversation_of([[5, 6], [5]], turns, PAD)
+    rollout.turn_rewards[0, 5], rollout.turn_rewards[1, 1] = 0.0, -0.5  # else 1.0, 2.0 and 3.0; 1.0
+    long, short = sample_rows(rollout, torch.zeros(2), torch.zeros(2), make_tokenizer())
+    assert [(turn["by"], turn["text"].strip(), turn.get("reward")) for turn in long["turns"]] == [
+        ("policy", "w07 w08", 1.0),
+        ("environment", "w09 w10", None),
+        ("policy", "w11", None),
+        ("environment", "w12", None),
+        ("policy", "", 3.0),
+    ]
+    assert "".join(turn["text"] for turn in long["turns"]) == long["response"] == " w07 w08 w09 w10 w11 w12"
+    assert (long["tokens"], short["tokens"]) == (5, 2), "those that the policy drew"
+    assert short["turns"] == [{"by": "policy", "text": " w13 w14", "reward": -0.5}]
+
+
+def test_samples_of_single_responses_have_no_turns():
+    rollout = rollout_of([[5]], [[7, EOS]], PAD)
+    row = {"prompt": "w05", "response": " w07", "score": 0.5, "kl": 0.25, "tokens": 2}
+    assert sample_rows(rollout, torch.tensor([0.5]), torch.tensor([0.25]), make_tokenizer()) == [row]
+
+
+def test_what_an_environment_says_is_not_the_policys_variety(monkeypatch):
+    said = [["call one", "the answer 1"], ["call one", "quite another text 2"]]
+    numbers = {"score": 1.0, "kl": 0.0, "tokens": 2}
+    rows = [
+        {"prompt": "ask", "response": "".join(turns), **numbers}
+        | {"turns": [{"by": by, "text": text} for by, text in zip(("policy", "environment", "policy"), [*turns, word])]}
+        for turns, word in zip(said, ("answer", "zork"), strict=True)
+    ]
+    one, two = {"by": "policy", "text": "call one"}, {"by": "environment", "text": "the answer 1"}
+    evaluator = Evaluator(
+        [],
+        rollouts=Rollouts(None),
+        experience_maker=None,
+        sampling=SamplingConfig(2, 0, ()),
+        tokenizer=None,
+        first=["call one"] * 2,
+    )
+    monkeypatch.setattr(Evaluator, "answers", lambda self, step: Answers(rows, [True] * 2, [], []))
+    metrics, _ = evaluator.run(1)
+    # of "call one answer" and "call one zork": call-one, one-answer, one-zork; zork alone is new, as an environment
+    # said "answer"
+    assert metrics["eval/distinct_bigrams"] == 3 and metrics["eval/distinct_responses"] == 2
+    assert metrics["eval/new_words"] == pytest.approx((0 + 1 / 3) / 2)
+    for row in rows:
+        row["turns"] = [one, two | {"text": row["response"]}]
+    metrics, _ = evaluator.run(1)
+    assert metrics["eval/distinct_responses"] == metrics["eval/distinct_bigrams"] == 1

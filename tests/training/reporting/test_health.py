@@ -107,6 +107,26 @@ CASES = {
         {"rollout_eos_rate": lambda t: 0.5 if t < 0.5 else 0.05},
     ),
     "none ever ended": ("They did not from the start", LOOK, {"rollout_eos_rate": lambda t: 0.0}),
+    "conversations without an end": (
+        "5% of conversations ended by themselves at the end. See whether rollout/turn_limit",
+        LOOK,
+        {"rollout_eos_rate": lambda t: 0.05, "rollout_turns": lambda t: 3.0},
+    ),
+    "some errors of environments": (
+        "the environment failed in 5.0% of the conversations at the end, which ended there. The run's output shows",
+        LOOK,
+        {"rollout_environment_errors": lambda t: 0.1 * min(t, 0.5)},
+    ),
+    "errors of environments": ("failed in 50.0%", ALARM, {"rollout_environment_errors": lambda t: 0.5}),
+    "errors of environments alone": (
+        "failed in 100.0%",
+        ALARM,
+        {
+            "rollout_environment_errors": lambda t: 1.0,
+            "rollout_turns": lambda t: 1.0,
+            "rollout_eos_rate": lambda t: 0.0,
+        },
+    ),
     "score unmoved": ("the score did not rise beyond its noise: ", LOOK, {"objective_scores": lambda t: 0.02 * t}),
     "score unmoved, KL steady": (
         "KL to the reference is 6 nats a response: the penalty may hold the policy there",
@@ -152,7 +172,7 @@ def test_what_stands_out_is_told(words, severity, curves):
         {"objective_entropy": lambda t: 2.0 if t < 0.5 else 0.9},
         {"value_explained_variance": lambda t: -1.0 if t < 0.7 else 0.05},
         {"policy_clipfrac": lambda t: 0.9 if t == 0 else 0.1},
-        {"rollout_eos_rate": lambda t: 0.15},
+        {"rollout_eos_rate": lambda t: 0.15, "rollout_environment_errors": lambda t: 0.01},
         {"rollout_groups_alike": lambda t: 0.5},
         {"policy_grad_norm": lambda t: None if t == 0 else 0.8},
         {"objective_scores": lambda t: 2 * min(t, 0.6) - 0.3 * max(t - 0.6, 0)},

@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from pathlib import Path
 
+from engine.rollout.conversations import COUNTED
 from training.reporting.standard_errors import ENDINGS, Estimate, with_errors
 
 ROOT = Path(__file__).parents[3]
@@ -22,13 +23,17 @@ ADDING = {
 
 # Names that are put together: the form in the code, with {} for what is filled in, and what it becomes.
 SCORE_PARTS = ("scores_model", "scores_function", "length_penalty")
+COUNTS = sorted({*COUNTED} - {"responses", "environment_seconds"})
 EVALUATED = (
     *("score", "score_std", "kl", "response_length", "distinct_bigrams", "distinct_responses"),
     *("compressed_bytes", "new_words"),
     *SCORE_PARTS,
     *("reward_model", "reward_function"),
+    *COUNTS,
 )
 FAMILIES = {
+    "{}/{}": {f"{group}/{name}" for group in ("rollout", "critic_pretrain") for name in COUNTS},
+    "time/{}_environments": {f"time/{group}_environments" for group in ("rollout", "eval", "critic_pretrain")},
     "{}/grad_norm": {"policy/grad_norm", "value/grad_norm"},
     "{}/lr": {"policy/lr", "value/lr"},
     "{}/skipped": {"policy/skipped", "value/skipped"},

@@ -3,6 +3,7 @@ counted by hand, and by compression that is known to be small or large.
 """
 
 import random
+import re
 from html import unescape
 
 from training.reporting.sample_tables import samples_markdown, samples_text, visible
@@ -42,6 +43,35 @@ def test_markdown_survives_rendering():
     assert cells[:2] == ["<pre>1.000</pre>", "<pre>0.250</pre>"], "numbers must not be broken"
     assert html.count("<pre>") == 6  # the numbers and their two headings
     assert "was\\n<br>good" in unescape(html)
+
+
+CONVERSATION = {
+    **ROW,
+    "turns": [
+        {"by": "policy", "text": " call\n"},
+        {"by": "environment", "text": "\x1b[2J\n  policy   **policy:** <b>I won</b>|" + "e" * 1_000_000},
+        {"by": "policy", "text": " so", "reward": -0.5},
+    ],
+}
+
+
+def test_turns_in_a_terminal():
+    head, *lines = samples_text([CONVERSATION, ROW]).splitlines()
+    assert head == "score 1.250, KL 0.500"
+    assert lines[:2] == ["  prompt      The film", "  policy       call\\n"]
+    assert lines[2].startswith("  environment \\x1b[2J\\n  policy   **policy:** <b>") and len(lines[2]) == 14 + 400 + 3
+    assert lines[3:5] == ["  policy       so", "  reward      -0.500"]
+    assert lines[5:] == samples_text([ROW]).splitlines(), "a response alone looks as ever"
+
+
+def test_an_environment_cannot_pass_for_the_policy_in_a_table():
+    from tensorboard.plugin_util import markdown_to_safe_html
+
+    html = markdown_to_safe_html(samples_markdown([CONVERSATION, ROW]))
+    assert html.count("<td") == 8 and "<b>" not in html
+    assert re.findall("<strong>(.*?)</strong>", html) == ["policy:", "environment:", "policy, reward -0.500:"]
+    assert html.count("e" * 1_000_000) == 1
+    assert samples_markdown([CONVERSATION, ROW]).splitlines()[3] == samples_markdown([ROW]).splitlines()[2]
 
 
 def test_a_missing_number_leaves_its_cell_empty():

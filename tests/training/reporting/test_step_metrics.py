@@ -31,6 +31,7 @@ from training.reporting.step_metrics import (
     Profiler,
     StepLog,
     TrainingArithmetic,
+    add_counts,
 )
 from training.runtime.plan import check_profile_steps
 
@@ -214,3 +215,11 @@ def test_memory_that_runs_out_in_a_phase_is_told_with_flags_of_step_3(phase):
     assert told == f"CUDA out of memory on rank 0, in the phase {phase}. Give {LESS_MEMORY[phase]}."
     flags = {word.strip(",.").removeprefix("--") for word in told.split() if word.startswith("--")}
     assert flags and flags <= {field.name for field in fields(RLHFFlags)}
+
+
+def test_what_a_backend_counts_is_told_for_each_response():
+    metrics = Accumulator()
+    for turns, seconds in ((10.0, 0.5), (2.0, 2.0)):
+        add_counts(metrics, {"responses": 4.0, "turns": turns, "environment_seconds": seconds}, "rollout")
+    add_counts(metrics, {}, "rollout")
+    assert metrics.reduce() == {"rollout/turns": 1.5, "time/rollout_environments": 2.0}

@@ -28,10 +28,10 @@ import torch
 from engine import distributed
 from engine.atomic_files import write_whole
 from engine.models.config_and_tokenizer import read_config
-from engine.reward.base import CombinedReward, RewardSource
+from engine.reward.base import CombinedReward, EnvironmentReward, RewardSource
 from engine.zero.accelerator import on_gpu
 from engine.zero.engines import FrozenModel
-from training.config.reward import check_columns, function_source, load_given
+from training.config.reward import ENVIRONMENT, check_columns, function_source, load_given
 from training.runtime import output_folder
 from training.runtime.launch import check_run, leave, run
 from training.runtime.models import check_positions, prompt_and_answer
@@ -48,6 +48,7 @@ from training.tools.measuring import (
     check_same_tokens,
     check_scoring,
     read_held_out,
+    tell_failures,
 )
 from training.tools.models import Model, config_of, exported, located, named
 
@@ -147,6 +148,7 @@ class Answering(Measuring):
         sources: list[RewardSource] = [
             *self.rewards,
             *(function_source(function, given, tokenizer, rows) for given, function in functions_of(args).items()),
+            *([EnvironmentReward()] if args.environment else []),
         ]
         # The first reward is the score. The others have weight 0, so they are measured without changing the score.
         self.reward = CombinedReward({str(place): (one, float(place == 0)) for place, one in enumerate(sources)})
@@ -175,9 +177,11 @@ class Answering(Measuring):
                 kl=row["kl"],
                 tokens=row["tokens"],
                 ended=ended,
+                turns=row.get("turns", ()),
             )
             for row, ended in zip(answers.rows, answers.ended, strict=True)
         ]
+        tell_failures(evaluator.counted())
         return [row["prompt"] for row in answers.rows[:: evaluator.samples]], samples
 
     def _policy(self, model: Model) -> FrozenModel:
@@ -190,11 +194,12 @@ class Answering(Measuring):
 
 
 def reward_names(args: CompareFlags) -> list[str]:
-    """A name for each reward: the name of its model's folder, or of its function. If two rewards would have the same
-    name, a number is added."""
+    """A name for each reward: the name of its model's folder, or of its function; "environment" for the environment's.
+    If two rewards would have the same name, a number is added."""
     found: list[str] = []
     functions = [re.sub(r"\W", "_", given.rpartition(":")[2]) for given in args.reward_function]
-    for name in [*(Path(path).name for path in args.reward_model_name_or_path), *functions]:
+    others = [*functions, *([ENVIRONMENT] if args.environment else [])]
+    for name in [*(Path(path).name for path in args.reward_model_name_or_path), *others]:
         same = sum(other == name or other.startswith(f"{name} (") for other in found)
         found.append(f"{name} ({same + 1})" if same else name)
     return found

@@ -64,9 +64,9 @@ class CompareFlags(MeasuringFlags):
                 f"--greedy with --num_samples_per_prompt {self.num_samples_per_prompt}: all of them would be the same. "
                 "Leave one of them out."
             )
-        if not self.reward_model_name_or_path and not self.reward_function:
+        if not self.reward_model_name_or_path and not self.reward_function and not self.environment:
             raise UserError(
-                "there is nothing to judge by: give --reward_model_name_or_path, --reward_function, or both."
+                "there is nothing to judge by: give --reward_model_name_or_path, --reward_function, or --environment."
             )
         refuse_twice(self, "reward_model_name_or_path")
         refuse_twice(self, "reward_function")

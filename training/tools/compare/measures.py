@@ -5,11 +5,12 @@ are not independent of each other. Therefore the unit of standard errors is the 
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from training.reporting.evaluation import POLICY, text_by
 from training.reporting.standard_errors import NOISE, Estimate
 from training.reporting.variety import distinct_bigrams
 
@@ -19,13 +20,15 @@ N = 3  # number of words in the n-grams whose repetition is counted
 @dataclass(frozen=True, slots=True)
 class Sample:
     """A response and its measurements. scores: {name of the reward: score}. kl: log-prob under the model that drew the
-    response minus log-prob under the first model, in nats. ended: whether the response ended by itself."""
+    response minus log-prob under the first model, in nats. ended: whether the response ended by itself. turns: those of
+    a conversation, as in `turns_of`; kl and tokens are then those of the tokens that the model drew."""
 
     response: str
     scores: dict[str, float]
     kl: float
     tokens: int
     ended: bool
+    turns: Sequence[Mapping] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,10 +93,11 @@ class PairMeasures:
 
 
 def of_model(samples: Sequence[Sample], each: int) -> ModelMeasures:
-    """The measurements of a model. each: number of samples of each prompt. Standard errors are taken over prompts."""
+    """The measurements of a model. each: number of samples of each prompt. Standard errors are taken over prompts.
+    Repetition and bigrams are those of the model's own turns."""
     tokens = by_prompt([sample.tokens for sample in samples], each)
     kl = by_prompt([sample.kl for sample in samples], each)
-    responses = [sample.response for sample in samples]
+    texts = [text_by(POLICY, {"response": sample.response, "turns": sample.turns}) for sample in samples]
 
     def mean(values: Sequence[float]) -> Value:
         return Value.of(Estimate.of(by_prompt(values, each)))
@@ -104,8 +108,8 @@ def of_model(samples: Sequence[Sample], each: int) -> ModelMeasures:
         kl_per_token=Value.of(Estimate.of(kl, tokens)),
         tokens=Value.of(Estimate.of(tokens)),
         ended=mean([float(sample.ended) for sample in samples]),
-        repetition=repetition(responses),
-        bigrams=distinct_bigrams(responses) / max(sum(sample.tokens for sample in samples), 1),
+        repetition=repetition(texts),
+        bigrams=distinct_bigrams(texts) / max(sum(sample.tokens for sample in samples), 1),
     )
 
 

@@ -166,6 +166,10 @@ def content(comparison: Comparison) -> dict:
     def interval(found: Interval) -> dict:
         return {**dataclasses.asdict(found), "differs": found.differs}
 
+    def measured(sample: Sample) -> dict:
+        found = dataclasses.asdict(sample)
+        return found if sample.turns else {name: found[name] for name in found if name != "turns"}
+
     return {
         "first": comparison.first,
         "order": comparison.names,
@@ -176,6 +180,7 @@ def content(comparison: Comparison) -> dict:
             "data": args.eval_data_path or args.data_path,
             "reward_models": args.reward_model_name_or_path,
             "reward_functions": args.reward_function,
+            **({"environment": args.environment, "max_turns": args.max_turns} if args.environment else {}),
             "temperature": None if args.greedy else args.temperature,
             "max_prompt_seq_len": args.max_prompt_seq_len,
             "max_answer_seq_len": args.max_answer_seq_len,
@@ -209,8 +214,7 @@ def content(comparison: Comparison) -> dict:
                 "prompt": prompt,
                 "number": number,
                 "responses": {
-                    name: dataclasses.asdict(samples[place * each + number])
-                    for name, samples in comparison.samples.items()
+                    name: measured(samples[place * each + number]) for name, samples in comparison.samples.items()
                 },
             }
             for place, prompt in enumerate(comparison.prompts)
@@ -333,4 +337,4 @@ def _response(comparison: Comparison, name: str, place: int) -> Response:
     sample = comparison.samples[name][place]
     changes = [comparison.change(name, reward, place) for reward in comparison.rewards]
     scores = [sample.scores[reward] for reward in comparison.rewards]
-    return Response(sample.response, scores, sample.kl, sample.tokens, sample.ended, changes)
+    return Response(sample.response, scores, sample.kl, sample.tokens, sample.ended, changes, sample.turns)

@@ -121,6 +121,7 @@ def source(args: MergeFlags) -> dict[str, object]:
         "reward_models": args.reward_model_name_or_path,
         "reward_model_weight": args.reward_model_weight,
         "reward_function": args.reward_function,
+        **({"environment": args.environment, "max_turns": args.max_turns} if args.environment else {}),
         "seed": args.seed,
     }
 

@@ -90,9 +90,10 @@ class MergeFlags(MeasuringFlags):
         if self.scale == 0.0:
             raise UserError("--scale 0: that is the SFT model, which is there already. Give another scale.")
         if self.data_path:
-            if not self.reward_model_name_or_path and self.reward_function is None:
+            if not self.reward_model_name_or_path and self.reward_function is None and self.environment is None:
                 raise UserError(
-                    "--data_path without a reward: give --reward_model_name_or_path, --reward_function, or both."
+                    "--data_path without a reward: give --reward_model_name_or_path, --reward_function, or "
+                    "--environment."
                 )
         elif self.scale is None:
             raise UserError("there is nothing to do: give --data_path to measure scales, --scale to save one, or both.")

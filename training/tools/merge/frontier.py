@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 
 from engine.errors import UserError
 from engine.models.weight_files import stored_name
-from engine.reward.base import CombinedReward, RewardSource
-from training.config.reward import function_source, load_function, model_names, names, standardised
-from training.tools.measuring import HeldOut, Measuring
+from engine.reward.base import CombinedReward, EnvironmentReward, RewardSource
+from training.config.reward import ENVIRONMENT, function_source, load_function, model_names, names, standardised
+from training.tools.measuring import HeldOut, Measuring, tell_failures
 from training.tools.merge.flags import MergeFlags
 from training.tools.merge.weights import MergedWeights
 
@@ -45,14 +45,17 @@ class Frontier(Measuring):
         self.evaluator = self.evaluator_of(self.policy, sft, reward, self.rollouts_of(self.policy))
 
     def _reward(self, args: MergeFlags) -> RewardSource:
-        """The source of scores: the sum of those of the reward models and of the function."""
+        """The source of scores: the sum of those of the reward models, of the function and of the environment."""
         models = dict(zip(model_names(args.reward_model_name_or_path), self.rewards, strict=True))
         weights = args.reward_model_weight or [1.0] * len(models)
         sources: dict[str, tuple[RewardSource, float]] = dict(zip(models, zip(self.rewards, weights), strict=True))
         if args.reward_function is not None:
-            function, (name,) = load_function(args.reward_function), names([args.reward_function], list(models))
+            taken = [*models, ENVIRONMENT] if args.environment else list(models)
+            function, (name,) = load_function(args.reward_function), names([args.reward_function], taken)
             source = function_source(function, args.reward_function, self.held_out.tokenizer, self.texts.rows)
             sources[name] = source, 1.0
+        if args.environment is not None:
+            sources[ENVIRONMENT] = EnvironmentReward(), 1.0
         (alone, weight), *others = sources.values()
         if not others and weight == 1.0:
             return alone
@@ -83,6 +86,7 @@ class Frontier(Measuring):
             bigrams=metrics["eval/distinct_bigrams"] / max(sum(row["tokens"] for row in rows), 1),
             rewards={name: metrics[f"eval/reward_{name}"] for name in self.names},
         )
+        tell_failures(metrics)
         return point, rows
 
 

@@ -114,7 +114,8 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], caption: str) -> s
 @dataclass(frozen=True, slots=True)
 class Response:
     """A response as samples.js shows it. scores, changes: one number for each reward. A change is this score minus that
-    of the row's first response, or of another one that the page names; None if there is none."""
+    of the row's first response, or of another one that the page names; None if there is none. turns: those of a
+    conversation, as in `evaluation.turns_of`."""
 
     text: str
     scores: Sequence[float]
@@ -122,6 +123,7 @@ class Response:
     tokens: int
     ended: bool
     changes: Sequence[float | None]
+    turns: Sequence[Mapping] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +164,7 @@ def sample_data(samples: Samples) -> dict:
                     each.tokens,
                     each.ended,
                     [change if change is None else round(change, 6) for change in each.changes],
+                    *([each.turns] if each.turns else []),
                 ]
                 for each in row.responses
             ],

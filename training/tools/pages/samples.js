@@ -2,7 +2,7 @@
 // The samples of the page: searched, filtered and sorted as a whole, and drawn a screen at a time.
 const data = JSON.parse(document.getElementById("samples").textContent);
 const EACH = 20, LONGEST = 600, CUT = 10000;
-const [TEXT, SCORES, KL, TOKENS, ENDED, CHANGES] = [0, 1, 2, 3, 4, 5];
+const [TEXT, SCORES, KL, TOKENS, ENDED, CHANGES, TURNS] = [0, 1, 2, 3, 4, 5, 6];
 const at = (name) => document.getElementById(name);
 const number = (value, digits) => (value < 0 ? "\u2212" : "") + Math.abs(value).toFixed(digits);
 const signed = (value) => (value > 0 ? "+" : "") + number(value, 3);
@@ -102,9 +102,23 @@ function marked(text, other, name, most = CUT) {
   return made;
 }
 
+// What the policy itself said.
+const own = (each) => each[TURNS] ? each[TURNS].filter((turn) => turn.by === "policy").map((turn) => turn.text).join("\n") : each[TEXT];
+
+// The turns of a conversation. Words are marked in the policy's alone.
+function conversation(turns, other, name) {
+  const made = element("ol", undefined, "turns");
+  for (const { by, text, reward } of turns) {
+    const turn = element("li", undefined, by), head = element("small", reward ? `${by}, reward ${signed(reward)}` : by);
+    turn.append(head, text ? marked(text, by === "policy" ? other : text, name) : element("p", "(no text)"));
+    made.append(turn);
+  }
+  return made;
+}
+
 function response(row, model, shown) {
-  const [text, scores, kl, tokens, ended, changes] = row.responses[model], reward = Number(at("reward").value);
-  const made = element("section"), head = element("h4", data.names[model]), first = row.responses[0][TEXT];
+  const [text, scores, kl, tokens, ended, changes, turns] = row.responses[model], reward = Number(at("reward").value);
+  const made = element("section"), head = element("h4", data.names[model]), first = own(row.responses[0]);
   made.style.setProperty("--c", `var(--c${model % 8})`);
   head.append(element("span", `${data.rewards[reward]} ${number(scores[reward], 3)}`));
   if (model && changes[reward] !== null) head.append(element("span", signed(changes[reward]), changes[reward] > 0 ? "gain" : changes[reward] < 0 ? "loss" : ""));
@@ -113,8 +127,8 @@ function response(row, model, shown) {
   });
   if (model) head.append(element("span", `KL ${number(kl, 1)}`));
   head.append(element("span", `${tokens} tokens${ended ? "" : ", cut off"}`));
-  const compared = model ? first : shown.length === 2 ? row.responses[shown[1]][TEXT] : text;
-  made.append(head, marked(text, compared, model ? "" : "gone"));
+  const compared = model ? first : shown.length === 2 ? own(row.responses[shown[1]]) : first, name = model ? "" : "gone";
+  made.append(head, turns ? conversation(turns, compared, name) : marked(text, compared, name));
   return made;
 }
 

@@ -92,7 +92,7 @@ def kind_of(rows: Sequence[Mapping]) -> str:
     names = {name for row in rows for name in row}
     if any(name.startswith(("objective/", "critic_pretrain/")) for name in names) or "eval/kl" in names:
         return "step 3"
-    return "step 2" if {"train/pair_loss", "eval/pair_loss"} & names else "step 1"
+    return "step 2" if {"train/pair_loss", "eval/pair_loss", "train/step_loss", "eval/step_loss"} & names else "step 1"
 
 
 def _told_apart(paths: Sequence[Path]) -> list[str]:
@@ -134,7 +134,8 @@ def read_samples(folder: Path) -> dict[str, list[dict]]:
 
 
 def _sample_rows(path: Path) -> list[dict]:
-    """The fields SHOWN of each line. A last line without a newline is left out, since it is still being written."""
+    """The fields SHOWN of each line, and its turns if it has them. A last line without a newline is left out, since it
+    is still being written."""
     rows = []
     for number, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
         if not line.endswith(b"\n"):
@@ -143,7 +144,9 @@ def _sample_rows(path: Path) -> list[dict]:
             row = parsed_json(line)
             if not all(isinstance(row[name], kind) for name, kind in SHOWN.items()):
                 raise TypeError
-            rows.append({name: row[name] for name in SHOWN})
+            if not isinstance(row.get("turns", []), list):
+                raise TypeError
+            rows.append({name: row[name] for name in (*SHOWN, "turns") if name in row})
         except (ValueError, KeyError, TypeError):
             raise UserError(f"{path}, line {number}: is no sample. Correct the file, or move it away.") from None
     return rows
@@ -322,7 +325,8 @@ def _samples(runs: Sequence[Run]) -> Samples | None:
         for _, answers, start in columns:
             row, first = answers[key], (start or {}).get(key)
             change = None if first is None else row["score"] - first["score"]
-            responses.append(Response(row["response"], [row["score"]], row["kl"], row["tokens"], True, [change]))
+            numbers = row["kl"], row["tokens"], True, [change]
+            responses.append(Response(row["response"], [row["score"]], *numbers, row.get("turns", ())))
         rows.append(SampleRow(key[0], place, 0, responses))
     return Samples([name for name, _, _ in columns], ["score"], 1, rows, f"samples/{AFTER}.jsonl")
 

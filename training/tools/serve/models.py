@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from engine.errors import UserError
 from engine.experience import PromptBatch, Rollout, position_ids
 from engine.models.attention import Attention
 from engine.models.checking import (
@@ -24,6 +25,7 @@ from engine.models.checking import (
     check_vocabularies,
     own_tokenizer,
     reads_texts,
+    step_end_of,
 )
 from engine.models.config_and_tokenizer import read_config, vocabulary_size
 from engine.models.loading import DTYPES, load_policy, load_scorer
@@ -256,6 +258,8 @@ def _check(args: ServeFlags, paths: dict[str, str], reward: str | None) -> int:
             if all(ids):
                 check_vocabularies(tokenizer, reward, REWARD, trusted)
     if reward is not None:
+        if step_end_of(reward, REWARD, trusted) is not None:
+            raise UserError(f"{REWARD} {reward} is a process reward model. Give one that scores whole texts.")
         check_scorer(reward, REWARD, trusted)
         config = read_config(reward, REWARD, trusted)
         if gets_ids:

@@ -1,5 +1,6 @@
 """Table, JSON and page of a comparison that is made by hand."""
 
+import dataclasses
 import json
 import re
 
@@ -68,6 +69,22 @@ def test_json_has_every_number_by_model_pair_and_sample():
     assert mixed["difference"]["value"] == 0.5 and not mixed["win_rate"]["differs"]
     assert found["samples"][5]["responses"]["mixed"]["scores"] == {"good": -1.0, "bad": 1.0}
     assert "k1" in found["how"]["kl"]
+
+
+def test_turns_stand_in_json_and_page_and_the_models_own_are_measured():
+    found = comparison({"first": [0.0, 1.0], "other": [1.0, 1.0]}, first="a b")
+    turns = [
+        {"by": "policy", "text": "a b c"},
+        {"by": "environment", "text": "x y z x y z x y z"},
+        {"by": "policy", "text": "a b c", "reward": 1.0},
+    ]
+    talks = [dataclasses.replace(sample, turns=turns) for sample in found.samples["other"]]
+    found = Comparison(found.args, found.models, found.rewards, found.prompts, found.samples | {"other": talks})
+    # "a b c a b c": 4 three-grams of which 3 are distinct; a-b, b-c, c-a over 2 x 3 tokens
+    assert (found.measures["other"].repetition, found.measures["other"].bigrams) == (1 / 4, 3 / 6)
+    sample = content(found)["samples"][0]["responses"]
+    assert sample["other"]["turns"] == turns and "turns" not in sample["first"]
+    assert [len(each) for each in data_in(page(found))["rows"][0]["responses"]] == [6, 7]
 
 
 def test_samples_of_a_prompt_keep_their_numbers():

@@ -1,5 +1,5 @@
-"""Pages need nothing beside them, and what models say never becomes markup; what charts.js computes, by node where
-there is one.
+"""Pages need nothing beside them, and what models say never becomes markup; what charts.js computes and samples.js
+shows, by node where there is one.
 """
 
 import base64
@@ -11,7 +11,7 @@ import subprocess
 
 import pytest
 
-from training.tools.pages.page import HERE, document, dot, table
+from training.tools.pages.page import HERE, Response, SampleRow, Samples, document, dot, sample_data, table
 
 HOSTILE = "</script><script>alert(1)</script><!-- \u2028 &"
 
@@ -146,3 +146,42 @@ def test_zooming_ends_at_a_step():
         "return made.range; })()"
     )
     assert zoomed == [3.5, 4.5]  # of 0 to 8: 2 to 6, 3 to 5, 3.5 to 4.5
+
+
+LIST = """
+const VALUES = { model: "any", kind: "all", order: "prompt", reward: "0" };
+const node = (tag) => ({ tag, children: [], style: { setProperty() {} }, dataset: {}, value: VALUES[tag] ?? "",
+  set textContent(text) { this.children = [text]; }, setAttribute() {}, addEventListener() {},
+  append(...more) { this.children.push(...more); }, replaceChildren(...more) { this.children = more; } });
+const places = { samples: { textContent: DATA } };
+const document = { createElement: node, createDocumentFragment: () => node("fragment"), addEventListener() {},
+  querySelectorAll: () => [], getElementById: (name) => (places[name] ??= node(name)) };
+const written = (each) => typeof each === "string" ? each
+  : `<${[each.tag, each.className].filter(Boolean).join(".")}>${each.children.map(written).join("")}</>`;
+"""
+"""As much of a browser's document as samples.js asks for, and what an element then holds, on one line."""
+
+
+@needs_node
+def test_a_conversation_is_shown_turn_by_turn_and_an_environments_words_are_never_marked():
+    turns = [
+        {"by": "policy", "text": "call one"},
+        {"by": "environment", "text": HOSTILE},
+        {"by": "policy", "text": "so zork", "reward": -0.5},
+        {"by": "environment", "text": ""},
+    ]
+    responses = [Response("call so", [1.0], 0.0, 2, True, [0.0]), Response("x", [2.0], 0.0, 4, True, [1.0], turns)]
+    rows = [SampleRow("ask", 0, 0, responses)]
+    data = json.dumps(sample_data(Samples(["before", "after"], ["score"], 1, rows, "")))
+    code = (
+        f"const DATA = {json.dumps(data)};{LIST}{(HERE / 'samples.js').read_text()}\nconsole.log(written(at('list')));"
+    )
+    page = subprocess.run([NODE, "-e", code], capture_output=True, text=True, timeout=60, check=True).stdout.strip()
+    first, second = page.split("<section>")[1:]
+    assert "<p>call so</>" in first and "<ol" not in first
+    assert second[second.index("<ol") :].startswith(
+        "<ol.turns><li.policy><small>policy</><p>call <mark>one</></></>"
+        f"<li.environment><small>environment</><p>{HOSTILE}</></>"
+        "<li.policy><small>policy, reward \u22120.500</><p>so <mark>zork</></></>"
+        "<li.environment><small>environment</><p>(no text)</></></>"
+    )

@@ -85,6 +85,18 @@ def test_the_samples_of_a_run_stand_side_by_side_by_prompt(tmp_path):
     assert [each[5] for each in samples["rows"][1]["responses"]] == [[0.0], [0.25], [1.75]], "changes since before"
 
 
+def test_turns_come_to_the_page_as_they_are_in_the_files(tmp_path):
+    run = a_run(tmp_path / "ppo")
+    turns = [{"by": "policy", "text": "call"}, {"by": "environment", "text": HOSTILE}, {"by": "policy", "text": "so"}]
+    turns[2]["reward"] = 1.5
+    before = [sample(prompt, "dull", 0.25) for prompt in PROMPTS]
+    lines(run / "samples" / "before.jsonl", [before[0] | {"turns": turns}, before[1]])
+    text = report(run, tmp_path / "report.html")
+    assert "alert(1)</script>" not in text
+    (one, _, _), (two, _, _) = (row["responses"] for row in block(text, "samples")["rows"])
+    assert one[6:] == [turns] and len(two) == 6, "a response alone has no turns"
+
+
 def test_a_prompt_that_the_data_hold_twice_has_two_rows(tmp_path):
     run = a_run(tmp_path / "ppo")
     for name, scores in (("before", (1.0, 2.0, 3.0)), ("step_000002", (4.0, 5.0)), ("after", (7.0, 8.0, 9.0))):
@@ -184,11 +196,15 @@ def test_refusals(tmp_path, capsys):
     assert not (run / "report.html").exists() and not (tmp_path / "x.html").exists()
 
 
+TURNED = b'{"prompt": "a", "response": "b", "score": 1, "kl": 0, "tokens": 1, "turns": 3}\n'
+
+
 @pytest.mark.parametrize(
     ("file", "content", "message"),
     [
         ("samples/after.jsonl", b'{"prompt": "a", "response": "b", "score": null, "kl": 0, "tokens": 1}\n', "line 1"),
         ("samples/after.jsonl", b"\xff\n", "line 1: is no sample"),
+        ("samples/after.jsonl", TURNED, "line 1: is no sample"),
         ("metrics.jsonl", b'{"step": 1, "samples": 1, "train/loss": "low"}\n', "train/loss is 'low', no number"),
         ("metrics.jsonl", b'{"step": 1}\n', "step 1 does not say after how many samples"),
         ("metrics.jsonl", b"\xff\n", "metrics.jsonl: no text"),
