@@ -113,24 +113,26 @@ class AdapterFolder:
     def settings(self) -> dict:
         """The settings that a scorer's configuration has in addition to the base model's settings: offset, position and
         pad token of the scores."""
+        return {name: value for name, value in self._score().items() if name in SCORE_SETTINGS}
+
+    @property
+    def step_end(self) -> str | None:
+        """The text that ends a step, if the adapter is a process reward model's."""
+        return self._score().get("step_end")
+
+    def _score(self) -> dict:
+        """What the file SCORE says; {} if there is none. Raises: UserError if it is broken."""
         file = Path(self.path) / SCORE
         if not file.is_file():
             return {}
         try:
             found = parsed_json(file.read_text(encoding="utf-8"))
-            settings = {name: found[name] for name in SCORE_SETTINGS}
-            check_score(settings)
+            check_score({name: found[name] for name in SCORE_SETTINGS})
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UserError(
                 f"{self.what}: {file} is broken ({type(error).__name__}: {one_line(error)}). Copy it again."
             ) from None
-        return settings
-
-    @property
-    def step_end(self) -> str | None:
-        """The text that ends a step, if the adapter is a process reward model's."""
-        file = Path(self.path) / SCORE
-        return parsed_json(file.read_text(encoding="utf-8")).get("step_end") if file.is_file() else None
+        return found
 
     def tensors(self) -> dict[str, Tensor]:
         """{name within the model: tensor in host memory} of the factors and the head. A name is, for example,

@@ -299,10 +299,9 @@ def check_name(name: str, value: str) -> None:
 
 WRITTEN = ("output_dir", "tensorboard_path", "data_output_path")
 """Flags of folders that may not exist yet. The value of other flags is a path only if it exists, else a Hub name."""
-READ = ("_path", "_dataset_name", "config", "chat_template", "response_template", "resume", "reward_function")
-READ += ("environment",)
 CODE = ("reward_function", "environment")
 """Flags whose values name something in a file or module, as file.py:NAME."""
+READ = ("_path", "_dataset_name", "config", "chat_template", "response_template", "resume", *CODE)
 DATA = ("data_path", "dataset_name")
 
 
