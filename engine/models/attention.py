@@ -343,12 +343,13 @@ class Attention:
                 f"{split if self.ranks > 1 else '--packing packed'}: {of}whose attention in transformers takes no rows "
                 f"without padding. Leave it out{', or give padded' * (self.ranks == 1)}."
             )
-        heads, kept, _ = head_sizes(config)
-        fits = [n for n in range(1, heads + 1) if not heads % n and 0 in (kept % n, n % kept)]
-        if self.ranks > 1 and self.ranks not in fits:
+        per_layer = getattr(config.get_text_config(), "num_attention_heads_per_layer", None) or []  # of laguna
+        counts = {head_sizes(config)[0], *per_layer}
+        if self.ranks > 1 and any(count % self.ranks for count in counts):
+            fits = [n for n in range(1, min(counts) + 1) if not any(count % n for count in counts)]
             raise UserError(
-                f"{split}: {what} {path} has {heads} attention heads and {kept} heads of keys and values, which "
-                f"{self.ranks} ranks cannot share. Give one of {', '.join(map(str, fits[1:]))}, or leave it out."
+                f"{split}: {what} {path} has {' and '.join(map(str, sorted(counts)))} attention heads, which "
+                f"{self.ranks} ranks cannot share. Give one of {', '.join(map(str, fits))}."
             )
 
     def _why_not_here(self, dtype: str) -> str | None:

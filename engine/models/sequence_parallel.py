@@ -15,6 +15,7 @@ Source: Jacobs et al. 2023, "DeepSpeed Ulysses". DeepSpeed's implementation is n
 replaces attention in the whole process with the head counts of one model.
 """
 
+from math import gcd
 from typing import Any
 
 import torch
@@ -39,7 +40,7 @@ class SplitRows(PackedRows):
         starts = [0]  # where each rank's rows begin among all tokens, and where the last ones end
         for lengths in everyone:
             starts.append(starts[-1] + sum(lengths))
-        self.width = -(-starts[-1] // group.size)
+        self.width = max(1, -(-starts[-1] // group.size))  # if no rank has a row, all compute a row of zeros
         filling = self.width * group.size - starts[-1]
         self.all_lengths = [length for lengths in (*everyone, [filling]) for length in lengths]
 
@@ -70,11 +71,11 @@ class SplitRows(PackedRows):
 
     def heads_for_tokens(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Queries, keys and values of all heads of this rank's slice, (1, H, n, d) each -> some heads of all tokens,
-        (1, H / ranks, ranks * n, d) each, by one exchange. Fewer heads than ranks are repeated first."""
+        (1, H / ranks, ranks * n, d) each, by one exchange. Heads that the ranks cannot share are repeated first."""
         ranks = self.group.size
         parts = []
         for tensor in tensors:
-            repeated = tensor[0].repeat_interleave(max(1, ranks // tensor.shape[1]), 0)
+            repeated = tensor[0].repeat_interleave(ranks // gcd(ranks, tensor.shape[1]), 0)
             parts.append(repeated.unflatten(0, (ranks, -1)).flatten(1))
         arrived = self._among_ranks(torch.cat(parts, 1)).split([part.shape[1] for part in parts], 1)
         shapes = [(ranks, -1, self.width, tensor.shape[3]) for tensor in tensors]
@@ -85,7 +86,7 @@ class SplitRows(PackedRows):
     def tokens_for_heads(self, tensor: Tensor) -> Tensor:
         """Some heads of all tokens, (1, ranks * n, H / ranks, d) -> all heads of this rank's slice, (1, n, H, d)."""
         by_slice = tensor[0].unflatten(0, (self.group.size, -1))
-        return self._among_ranks(by_slice).transpose(0, 1).flatten(1, 2).unsqueeze(0)
+        return self._among_ranks(by_slice).transpose(0, 1).flatten(1, 2).unsqueeze(0).contiguous()
 
     def _among_ranks(self, tensor: Tensor) -> Tensor:
         """(ranks, ...) -> (ranks, ...): entry r goes to rank r, and the result's entry r comes from rank r."""
