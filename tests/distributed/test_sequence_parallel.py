@@ -16,8 +16,10 @@ from engine.models.loading import load_policy, load_scorer
 from engine.models.lora import LoraSpec
 from engine.models.policy import Policy
 from scripts.harness.models import PAD, VOCABULARY, family_config, make_adapter, save_random
+from scripts.harness.programs import Tiny, lasting_metrics
 from scripts.harness.ranks import run_ranks
 from tests.distributed import plain
+from tests.distributed.test_supervised import run as run_program
 from tests.distributed.test_unsup import Texts
 from tests.distributed.tiny_run import DIALECT, TinyPrompts, build_trainer, engine_spec, of_each
 from tests.engine.meters import LiveBytes
@@ -205,6 +207,35 @@ def test_a_run_is_the_one_without_groups(runs, run):
             assert plain.relative_error(split_run[role], plain_run[role]) < 1e-5
         for name in ("policy/loss", "value/loss", "policy/ratio_max", "objective/kl", "objective/scores"):
             assert split_run["metrics"][name] == pytest.approx(plain_run["metrics"][name], rel=1e-4, abs=1e-6), name
+
+
+def programs(folder: str, tiny: Tiny) -> list[bool]:
+    """Which runs of steps 1 to 3 ended; they write into `folder`/STEP_RANKS."""
+    rules = tiny.folder / "rules.py"
+    if distributed.is_main():
+        rules.write_text("def words(prompts, texts):\n assert texts\n return [float(len(set(text))) for text in texts]\n")
+    distributed.barrier()
+    changes = {
+        1: {"held_out": 5, "eval_interval": 4},
+        2: {"held_out": 5, "eval_interval": 3},
+        3: {"per_device_training_batch_size": 1, "eval_steps": 1, "reward_function": f"{rules}:words"},
+    }
+    ended = []
+    for step in (1, 2, 3):
+        for ranks in (1, 2):
+            flags = tiny.flags(step, packing="packed", sequence_parallel_size=ranks, **changes[step])
+            ended.append(run_program(step, flags, Path(folder) / f"{step}_{ranks}"))
+    return ended
+
+
+def test_programs_print_the_same_metrics(tmp_path):
+    """Held-out examples are five, dealt to two ranks; a function scores responses, and it is never given none."""
+    how = {"folder": str(tmp_path), "tiny": Tiny(tmp_path / "tiny")}
+    assert all(run_ranks("tests.distributed.test_sequence_parallel:programs", **how)[0])
+    for step in (1, 2, 3):
+        whole, split = (lasting_metrics(tmp_path / f"{step}_{ranks}") for ranks in (1, 2))
+        for line, other in zip(split, whole, strict=True):
+            assert line == pytest.approx(other, rel=1e-3, abs=1e-4)
 
 
 LONG = 1024  # tokens of a row: much more than the model is wide
