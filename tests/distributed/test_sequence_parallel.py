@@ -213,7 +213,7 @@ def programs(folder: str, tiny: Tiny) -> list[bool]:
     """Which runs of steps 1 to 3 ended; they write into `folder`/STEP_RANKS."""
     rules = tiny.folder / "rules.py"
     if distributed.is_main():
-        rules.write_text("def words(prompts, texts):\n assert texts\n return [float(len(set(text))) for text in texts]\n")
+        rules.write_text("def words(prompts, texts):\n assert texts\n return [float(len(set(t))) for t in texts]\n")
     distributed.barrier()
     changes = {
         1: {"held_out": 5, "eval_interval": 4},
