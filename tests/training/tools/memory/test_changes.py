@@ -53,8 +53,9 @@ def test_ranks_of_a_node_split_sequences(found):
 
 
 def test_what_step_3_refuses_is_not_proposed(found):
-    """A shared trunk is not offloaded; a node of two ranks has no group of four."""
+    """A shared trunk is not offloaded; a node of two ranks has no group of four; four heads are not for eight ranks."""
     assert found(lambda args: args.sequence_parallel_size == 4, gpus=2) is None
+    assert found(lambda args: args.sequence_parallel_size == 8, gpus=8) is None
     lora = "--share_trunk --only_optimize_lora --actor_lora_dim 4 --critic_lora_dim 4"
     assert found(lambda args: args.spec.actor.offload, gpus=1, more=lora) is None
 
