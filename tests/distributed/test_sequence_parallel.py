@@ -39,8 +39,8 @@ FAMILIES = {
     "two_widths": ("deepseek_v3", {}),
 }
 PROMPTS, RESPONSES = (9, 1, 3, 2, 7), (12, 3, 1, 4, 2)
-OWN = {"two": [[0], [1, 2], [], [3, 4]], "four": [[2], [], [], []], "long": [[], [0, 1, 2, 3, 4], [], []]}
-"""{name: the rows that each of four ranks brings}; in "four" there are as many tokens as ranks."""
+OWN = {"two": [[0, 4], [1, 2, 3], [], []], "four": [[2], [], [], []], "long": [[], [0, 1, 2, 3, 4], [], []]}
+"""{name: the rows that each of four ranks brings}; in "two" a group has none, in "four" are as many tokens as ranks."""
 
 
 def rows(chosen: list[int]) -> Rollout:
