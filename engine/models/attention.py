@@ -54,11 +54,7 @@ class PackedRows:
 
         implementation: the name of one of transformers' attention functions.
         """
-        return self.borders(self.lengths, implementation)
-
-    def borders(self, lengths: Sequence[int], implementation: str) -> dict[str, Any]:
-        """The result of `arguments` for packed rows of these lengths. A row of length 0 is left out."""
-        filled = [length for length in lengths if length]
+        filled = [length for length in self.lengths if length]
         starts = F.pad(torch.tensor(filled, dtype=torch.int32).cumsum(0, dtype=torch.int32), (1, 0))
         starts = starts.to(self.places.device, non_blocking=True)
         if implementation == BY_ROW:
@@ -104,9 +100,8 @@ def _attention_by_row(
         query, key, value = split.heads_for_tokens(query, key, value)
         # The module may generate too, with all its heads: it stays as it is.
         heads = SimpleNamespace(num_key_value_groups=query.shape[1] // key.shape[1])
-        how |= {"sliding_window": sliding_window}
-        output, _ = _attention_by_row(heads, query, key, value, None, row_lengths, row_starts, **how)
-        return split.tokens_for_heads(output), None
+        rows = row_lengths, row_starts, None, sliding_window
+        return split.tokens_for_heads(_attention_by_row(heads, query, key, value, None, *rows, **how)[0]), None
     own = ALL_ATTENTION_FUNCTIONS["sdpa"]
     if row_lengths is None:
         return own(module, query, key, value, attention_mask, sliding_window=sliding_window, **how)
@@ -301,10 +296,11 @@ class Attention:
             and not getattr(family, "_is_stateful", False)
         )
 
-    @property
-    def arguments_on_meta(self) -> dict[str, str]:
-        """The arguments for creating models on the meta device. The meta device has no fused kernels. There, sdpa takes
-        their place, because it allocates as much memory as they do."""
+    def arguments_on_meta(self, family: Any, config: Any) -> dict[str, str]:
+        """The result of `prepare` for models on the meta device. The meta device has no fused kernels. There, sdpa
+        takes their place, because it allocates as much memory as they do."""
+        if self.packing == "packed" and self._takes_rows(family, config):
+            return {"attn_implementation": BY_ROW}
         if self.implementation == "auto":
             return {}
         return {"attn_implementation": "eager" if self.implementation == "eager" else "sdpa"}
@@ -336,20 +332,21 @@ class Attention:
                 f"attention. Leave it out, or give {' or '.join([*others, 'eager'])}."
             )
         if self.packing == "packed" and not self._takes_rows(family, config):
-            of = f"{what} {path} is of type {config.model_type!r}, "
-            if self.ranks > 1 and keeps_states(config):
-                raise UserError(f"{split}: {of}whose layers keep a state from token to token. Leave it out.")
+            why = "layers keep a state from token to token"
+            if not keeps_states(config):
+                why = "attention in transformers takes no rows without padding"
             raise UserError(
-                f"{split if self.ranks > 1 else '--packing packed'}: {of}whose attention in transformers takes no rows "
-                f"without padding. Leave it out{', or give padded' * (self.ranks == 1)}."
+                f"{split if self.ranks > 1 else '--packing packed'}: {what} {path} is of type {config.model_type!r}, "
+                f"whose {why}. Leave it out{', or give padded' * (self.ranks == 1)}."
             )
-        heads, kept, _ = head_sizes(config)
-        fits = [n for n in range(1, heads + 1) if not heads % n and 0 in (kept % n, n % kept)]
-        if self.ranks > 1 and self.ranks not in fits:
-            raise UserError(
-                f"{split}: {what} {path} has {heads} attention heads and {kept} heads of keys and values, which "
-                f"{self.ranks} ranks cannot share. Give one of {', '.join(map(str, fits[1:]))}, or leave it out."
-            )
+        if self.ranks > 1:
+            heads, kept, _ = head_sizes(config)
+            fits = [n for n in range(2, heads + 1) if not heads % n and 0 in (kept % n, n % kept)]
+            if self.ranks not in fits:
+                raise UserError(
+                    f"{split}: {what} {path} has {heads} attention heads and {kept} heads of keys and values, which "
+                    f"{self.ranks} ranks cannot share. Give one of {', '.join(map(str, fits))}, or leave it out."
+                )
 
     def _why_not_here(self, dtype: str) -> str | None:
         """A sentence that says why this machine or the dtype does not support this attention; None if both support

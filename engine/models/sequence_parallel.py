@@ -15,6 +15,7 @@ Source: Jacobs et al. 2023, "DeepSpeed Ulysses". DeepSpeed's implementation is n
 replaces attention in the whole process with the head counts of one model.
 """
 
+from itertools import accumulate, chain
 from typing import Any
 
 import torch
@@ -36,12 +37,10 @@ class SplitRows(PackedRows):
         super().__init__(attention_mask)
         self.group = group
         everyone = group.all_objects(self.lengths)
-        starts = [0]  # where each rank's rows begin among all tokens, and where the last ones end
-        for lengths in everyone:
-            starts.append(starts[-1] + sum(lengths))
+        # Where each rank's rows begin among all tokens, and where the last ones end.
+        starts = [*accumulate(map(sum, everyone), initial=0)]
         self.width = -(-starts[-1] // group.size)
-        filling = self.width * group.size - starts[-1]
-        self.all_lengths = [length for lengths in (*everyone, [filling]) for length in lengths]
+        self.lengths = [*chain(*everyone), self.width * group.size - starts[-1]]
 
         def common(owner: int, slice_of: int) -> int:
             """How many tokens of one rank's rows another rank computes."""
@@ -54,7 +53,7 @@ class SplitRows(PackedRows):
 
     def arguments(self, implementation: str) -> dict[str, Any]:
         """As in PackedRows, for the rows of all ranks, with the exchanges that attention makes."""
-        return self.borders(self.all_lengths, implementation) | {"split": self}
+        return super().arguments(implementation) | {"split": self}
 
     def packed(self, tensor: Tensor) -> Tensor:
         """(B, S, ...), of this rank's rows -> (1, n, ...): the entries of the tokens of this rank's slice."""

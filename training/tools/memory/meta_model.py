@@ -12,7 +12,7 @@ from engine.distributed import RankGroup
 from engine.engine_spec import EngineSpec
 from engine.errors import UserError
 from engine.models.adapter_folders import AdapterFolder, read_adapter
-from engine.models.attention import BY_ROW, USUAL, Attention
+from engine.models.attention import USUAL, Attention
 from engine.models.config_and_tokenizer import CLASSIFIER, LANGUAGE_MODEL, model_class, read_config
 from engine.models.hydra import HydraPolicy
 from engine.models.loading import DTYPES, as_computed
@@ -185,12 +185,10 @@ def module_on_meta(
     made = model_class(config, kind, path, what, trust_remote_code)
     if merged is not None and kind == LANGUAGE_MODEL and merged.changes_tied_head(config, made):
         config.tie_word_embeddings = False  # the loader does this too
-    packs = attention.packing == "packed" and attention._takes_rows(made, config)
-    how = {"attn_implementation": BY_ROW} if packs else attention.arguments_on_meta
     with torch.device("meta"):
-        model = made._from_config(config, dtype=DTYPES[dtype], **how)
+        model = made._from_config(config, dtype=DTYPES[dtype], **attention.arguments_on_meta(made, config))
         module = Policy(model) if kind == LANGUAGE_MODEL else Scorer(model)
-    module.pack(packs)
+    module.pack(attention.packs_rows_of(model))
     module.split(MetaGroup(attention.ranks))
     return module
 
