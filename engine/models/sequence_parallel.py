@@ -57,14 +57,14 @@ class SplitRows(PackedRows):
 
     def packed(self, tensor: Tensor) -> Tensor:
         """(B, S, ...), of this rank's rows -> (1, n, ...): the entries of the tokens of this rank's slice."""
-        slice_ = self.group.exchanged(super().packed(tensor)[0], self.given, self.taken)
+        slice_ = self.group.all_to_all(super().packed(tensor)[0], self.given, self.taken)
         filling = slice_.new_zeros(self.width - len(slice_), *slice_.shape[1:])
         return torch.cat([slice_, filling]).unsqueeze(0)
 
     def padded(self, tensor: Tensor) -> Tensor:
         """(1, n, ...), of this rank's slice -> (B, S, ...): the entries at the positions of the real tokens of this
         rank's rows, with zeros at padding."""
-        own = self.group.exchanged(tensor[0, : sum(self.taken)], self.taken, self.given)
+        own = self.group.all_to_all(tensor[0, : sum(self.taken)], self.taken, self.given)
         return super().padded(own.unsqueeze(0))
 
     def heads_for_tokens(self, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -89,4 +89,4 @@ class SplitRows(PackedRows):
     def _among_ranks(self, tensor: Tensor) -> Tensor:
         """(ranks, ...) -> (ranks, ...): entry r goes to rank r, and the result's entry r comes from rank r."""
         each = [1] * self.group.size
-        return self.group.exchanged(tensor, each, each)
+        return self.group.all_to_all(tensor, each, each)

@@ -4,7 +4,6 @@ memory."""
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
-from typing import Any
 
 import torch
 
@@ -203,22 +202,9 @@ class MetaGroup(RankGroup):
         """As in RankGroup, where the other ranks have an empty list."""
         return [value] + [[]] * (self.size - 1)
 
-    def exchanged(self, tensor: torch.Tensor, given: list[int], taken: list[int]) -> torch.Tensor:
-        """As in RankGroup, without an exchange: memory of the right size."""
-        return _MetaExchange.apply(tensor, sum(taken))
-
-
-class _MetaExchange(torch.autograd.Function):
-    """Allocates what an exchange allocates."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, taken: int) -> torch.Tensor:
-        ctx.shape = tensor.shape
-        return tensor.contiguous().new_empty(taken, *tensor.shape[1:])
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor):
-        return gradient.contiguous().new_empty(ctx.shape), None
+    def all_to_all_single(self, tensor: torch.Tensor, given: list[int], taken: list[int]) -> torch.Tensor:
+        """Allocates what RankGroup's allocates."""
+        return tensor.contiguous().new_empty(sum(taken), *tensor.shape[1:])
 
 
 def with_packing(attention: Attention, dtype: str, kernel: bool) -> Attention:
