@@ -125,11 +125,16 @@ def _with(args: RLHFFlags, flags: Flags, cluster: Cluster) -> RLHFFlags | None:
         changed.validate()
         changed.check_groups(cluster.gpus)
         _ = changed.ds_configs
-        for name, path in changed.models if changed.sequence_parallel_size > 1 else ():
-            changed.check_attention(path, LANGUAGE_MODEL if name.startswith("actor") else CLASSIFIER, f"--{name}")
+        check_split_models(changed)
     except UserError:
         return None
     return changed
+
+
+def check_split_models(args: RLHFFlags) -> None:
+    """Raise UserError if several ranks are to compute sequences together, which a model cannot."""
+    for name, path in args.models if args.sequence_parallel_size > 1 else ():
+        args.check_attention(path, LANGUAGE_MODEL if name.startswith("actor") else CLASSIFIER, f"--{name}")
 
 
 def change_lines(args: RLHFFlags, cluster: Cluster) -> list[str]:
