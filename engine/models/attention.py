@@ -100,8 +100,9 @@ def _attention_by_row(
         query, key, value = split.heads_for_tokens(query, key, value)
         # The module may generate too, with all its heads: it stays as it is.
         heads = SimpleNamespace(num_key_value_groups=query.shape[1] // key.shape[1])
-        rows = row_lengths, row_starts, None, sliding_window
-        return split.tokens_for_heads(_attention_by_row(heads, query, key, value, None, *rows, **how)[0]), None
+        how |= {"sliding_window": sliding_window}
+        output, _ = _attention_by_row(heads, query, key, value, None, row_lengths, row_starts, **how)
+        return split.tokens_for_heads(output), None
     own = ALL_ATTENTION_FUNCTIONS["sdpa"]
     if row_lengths is None:
         return own(module, query, key, value, attention_mask, sliding_window=sliding_window, **how)

@@ -5,11 +5,10 @@ import dataclasses
 from collections.abc import Callable
 
 from engine.errors import UserError
-from engine.models.config_and_tokenizer import CLASSIFIER, LANGUAGE_MODEL
 from training.config.step3 import RLHFFlags
 from training.tools.memory.cluster import Cluster
 from training.tools.memory.flags import MemoryFlags
-from training.tools.memory.plan import MemoryPlan, plan, verdict
+from training.tools.memory.plan import MemoryPlan, check_split_models, plan, verdict
 
 GPUS_OF_A_NODE = 8
 MOST_GPUS = 1024
@@ -129,12 +128,6 @@ def _with(args: RLHFFlags, flags: Flags, cluster: Cluster) -> RLHFFlags | None:
     except UserError:
         return None
     return changed
-
-
-def check_split_models(args: RLHFFlags) -> None:
-    """Raise UserError if several ranks are to compute sequences together, which a model cannot."""
-    for name, path in args.models if args.sequence_parallel_size > 1 else ():
-        args.check_attention(path, LANGUAGE_MODEL if name.startswith("actor") else CLASSIFIER, f"--{name}")
 
 
 def change_lines(args: RLHFFlags, cluster: Cluster) -> list[str]:

@@ -6,16 +6,9 @@ from engine.errors import UserError
 from engine.models.config_and_tokenizer import read_config
 from engine.models.model_paths import base_of
 from training.runtime.models import adapted_roles, check_positions, prompt_and_answer
-from training.tools.memory.changes import (
-    BATCHES,
-    GPUS_OF_A_NODE,
-    change_lines,
-    check_split_models,
-    fewest_gpus,
-    largest_batch,
-)
+from training.tools.memory.changes import BATCHES, GPUS_OF_A_NODE, change_lines, fewest_gpus, largest_batch
 from training.tools.memory.flags import MemoryFlags
-from training.tools.memory.plan import plan, table
+from training.tools.memory.plan import check_split_models, plan, table
 
 OLDER = ("v100", "t4")  # GPUs without bf16, which compute in fp16
 
