@@ -188,10 +188,10 @@ class RankGroup:
     """
 
     def __init__(self, size: int):
-        assert world_size() % size == 0, f"{world_size()} ranks cannot be divided into groups of {size}"
-        self.size, self.place = size, rank() % size
-        self._group = None
+        self.size, self.place, self._group = size, 0, None
         if size > 1:
+            assert world_size() % size == 0, f"{world_size()} ranks cannot be divided into groups of {size}"
+            self.place = rank() % size
             groups = [dist.new_group(list(range(first, first + size))) for first in range(0, world_size(), size)]
             self._group = groups[rank() // size]
 
