@@ -41,6 +41,8 @@ CHECKS = [
     Check("attention", _of("attention", "alone"), limit=60),
     Check("decoding", _of("decoding", "against_plain"), ("graphs", None, "16 bits"), limit=75),
     Check("ppo", _of("ppo", "at_stages"), least=30, limit=130),
+    Check("sequences", _of("sequences", "split"), least=30, limit=150),
+    Check("long rows", _of("sequences", "alone"), limit=60),
     Check("graphs", _of("decoding", "against_plain"), ("graphs", "gqa", "fp32", "16 bits"), limit=60),
     Check("steps bf16", _of("steps", "at_all_stages"), ("bf16",), limit=90),
     Check("memory", _of("copies", "planned"), least=30, limit=90),

@@ -5,8 +5,10 @@
 
 On CPUs they are forked from a process that has imported the libraries, once a session: imports take longer than most of
 what is asked. Starting still costs, so one start should answer many questions; the assertions stand in the parent.
+Functions also run on fewer GPUs than ranks, which then share them.
 """
 
+import contextlib
 import gc
 import importlib
 import multiprocessing
@@ -15,7 +17,7 @@ import runpy
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -171,7 +173,8 @@ def _function(target: str, folder: str, environment: Mapping[str, str]) -> None:
     from engine import distributed
     from engine.zero.communication import init
 
-    init(timeout_minutes=TIMEOUT / 60)
+    with _shared_gpus():
+        init(timeout_minutes=TIMEOUT / 60)
     module, name = target.split(":")
     function = getattr(importlib.import_module(module), name)
     gc.freeze()  # the engines collect garbage as they are built, which need not walk through all of torch each time
@@ -181,6 +184,21 @@ def _function(target: str, folder: str, environment: Mapping[str, str]) -> None:
     distributed.shutdown()
     sys.stdout.flush()
     os._exit(0)  # in an orderly exit gloo's threads may abort (seen), though all is done
+
+
+@contextlib.contextmanager
+def _shared_gpus() -> Iterator[None]:
+    """Within, the ranks of one machine join a group also if they are more than its GPUs: by gloo, because NCCL refuses
+    two ranks on one GPU."""
+    from deepspeed.accelerator import get_accelerator
+
+    accelerator = get_accelerator()
+    if accelerator.device_name() != "cuda" or accelerator.device_count() >= int(os.environ["WORLD_SIZE"]):
+        yield
+        return
+    os.environ["LOCAL_RANK"] = str(int(os.environ["LOCAL_RANK"]) % accelerator.device_count())
+    with mock.patch.object(accelerator, "communication_backend_name", lambda: "gloo"):
+        yield
 
 
 def _program(
