@@ -55,16 +55,17 @@ def init(timeout_minutes: float = 30.0) -> torch.device:
             keep_freed_memory()
         if distributed.local_rank() == 0:
             clear_dead_buffers()
+        name = "gloo" if on_cpu else accelerator.communication_backend_name()
         longest = timedelta(minutes=timeout_minutes)
         distributed.let_groups_wait(longest)
         with without_buffers():
             deepspeed.init_distributed(
-                dist_backend="gloo" if on_cpu else accelerator.communication_backend_name(),
+                dist_backend=name,
                 auto_mpi_discovery=False,
                 verbose=False,
                 timeout=longest,
             )
-        if on_cpu:
+        if name == "gloo":
             backend = deepspeed.comm.comm.cdb  # ZeRO gathers weights and sums gradients with it
             backend.all_gather_function = distributed.gather_by_broadcasts
             backend.reduce_scatter_function = distributed.scatter_by_all_reduce
