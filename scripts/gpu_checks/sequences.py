@@ -6,6 +6,7 @@ import dataclasses
 import math
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from statistics import fmean
 
 import torch
@@ -57,46 +58,69 @@ LONG = (8192, 32768)  # tokens of a row
 
 def split(trial: Trial) -> None:
     """What two ranks find together is what one finds alone, and takes the memory that is planned."""
+    config_here(trial).save_pretrained(trial.folder)
+    random_models(trial, "gqa")
+    lengths = (64, 128) if trial.dry else LONG
+    cases = [(length, checkpointing) for length in lengths for checkpointing in (False, True)]
+    given = {
+        numbers: {"folder": str(trial.folder)},
+        peaks: {"folder": str(trial.folder), "cases": cases},
+        steps: {"trial": dataclasses.asdict(trial)},
+    }
+    told = {numbers: tell_numbers, peaks: tell_peaks, steps: tell_steps}
+    with ThreadPoolExecutor(1 if trial.dry else len(given)) as pool:  # two processes take seconds to start
+        ranks = {
+            function: pool.submit(run_ranks, f"scripts.gpu_checks.sequences:{function.__name__}", RANKS, **kwargs)
+            for function, kwargs in given.items()
+        }
+        for function, found in ranks.items():
+            with trial.part(function.__name__):
+                told[function](trial, found.result()[0])
+
+
+def config_here(trial: Trial) -> PretrainedConfig:
+    """Of a Llama whose heads share keys and values, with positions for long rows."""
     config = config_of("gqa", trial.dry)
+    config.num_hidden_layers = min(8, config.num_hidden_layers)
     config.max_position_embeddings = 2 * max(LONG)
-    config.save_pretrained(trial.folder)
-    with trial.part("numbers"):
-        begun = time.perf_counter()
-        of_ranks = run_ranks("scripts.gpu_checks.sequences:numbers", RANKS, folder=str(trial.folder))
-        trial.tell({"seconds of numbers, with the start of two processes": round(time.perf_counter() - begun, 1)})
-        for (dtype, name), found in of_ranks[0].items():
-            if isinstance(found, str):
-                trial.tell({f"{dtype}, {name}": found})
-                continue
-            trial.tell({f"{dtype}, {name}, off": ", ".join(f"{what} {off:.2g}" for what, off in found.items())})
-            wrong = {what: off for what, off in found.items() if not off < APART[dtype]}
-            trial.expect(not wrong, f"{dtype}, {name}: two ranks are off one by {wrong}", "Do not split rows here.")
-        kernel = of_ranks[0]["bf16", "kernel"]
-        trial.expect(
-            trial.dry or kernel == "True", "no kernel computes rows of various lengths in bf16", "See attention."
-        )
-    with trial.part("memory"):
-        lengths = (64, 128) if trial.dry else LONG
-        cases = [(length, checkpointing) for length in lengths for checkpointing in (False, True)]
-        of_ranks = run_ranks("scripts.gpu_checks.sequences:peaks", RANKS, folder=str(trial.folder), cases=cases)
-        measured = of_ranks[0] if trial.needs_gpu("bytes of activations") else {}
-        for (length, checkpointing, ranks), (size, seconds) in measured.items():
-            name = f"{length} tokens, {'checkpointing, ' if checkpointing else ''}N = {ranks}"
-            attention = Attention(packing="packed", ranks=ranks)
-            how = {"dtype": "bf16", "trust_remote_code": False, "checkpointing": checkpointing, "attention": attention}
-            model = built("actor", str(trial.folder), LANGUAGE_MODEL, True, **how)
-            planned = training_pass(model, 1, length, length - 1)
-            sizes = f"{size / 1e9:.3f} measured, {planned / 1e9:.3f} planned, {planned / size - 1:+.1%}"
-            trial.tell({f"{name}, GB": sizes, f"{name}, s": round(seconds, 2)})
-            trial.expect(abs(planned / size - 1) < WITHIN, f"{name}: {sizes}", "training/tools/memory/passes.py")
-    with trial.part("steps"):
-        random_models(trial, "gqa")
-        of_ranks = run_ranks("scripts.gpu_checks.sequences:steps", RANKS, trial=dataclasses.asdict(trial))
-        for stage, (whole, parts) in of_ranks[0].items():
-            off = {name: abs(parts[name] - value) / max(abs(value), 0.1) for name, value in whole.items()}
-            trial.tell({f"steps at stage {stage}, off": ", ".join(f"{name} {each:.2g}" for name, each in off.items())})
-            wrong = {name: each for name, each in off.items() if not each < ALIKE}
-            trial.expect(not wrong, f"steps at stage {stage}: off by {wrong}", "Do not split rows here.")
+    return config
+
+
+def tell_numbers(trial: Trial, of_rank: dict[tuple[str, str], dict[str, float] | str]) -> None:
+    """What `numbers` found."""
+    for (dtype, name), found in of_rank.items():
+        if isinstance(found, str):
+            trial.tell({f"{dtype}, {name}": found})
+            continue
+        trial.tell({f"{dtype}, {name}, off": ", ".join(f"{what} {off:.2g}" for what, off in found.items())})
+        wrong = {what: off for what, off in found.items() if not off < APART[dtype]}
+        trial.expect(not wrong, f"{dtype}, {name}: two ranks are off one by {wrong}", "Do not split rows here.")
+    has_one = trial.dry or of_rank["bf16", "kernel"] == "True"
+    trial.expect(has_one, "no kernel computes rows of various lengths in bf16", "See `attention`.")
+
+
+def tell_peaks(trial: Trial, of_rank: dict[tuple[int, bool, int], tuple[int, float]]) -> None:
+    """What `peaks` found, beside what is planned."""
+    if not trial.needs_gpu("bytes of activations"):
+        return
+    for (length, checkpointing, ranks), (size, seconds) in of_rank.items():
+        name = f"{length} tokens, {'checkpointing, ' if checkpointing else ''}N = {ranks}"
+        attention = Attention(packing="packed", ranks=ranks)
+        how = {"dtype": "bf16", "trust_remote_code": False, "checkpointing": checkpointing, "attention": attention}
+        model = built("actor", str(trial.folder), LANGUAGE_MODEL, True, **how)
+        planned = training_pass(model, 1, length, length - 1)
+        sizes = f"{size / 1e9:.3f} measured, {planned / 1e9:.3f} planned, {planned / size - 1:+.1%}"
+        trial.tell({f"{name}, GB": sizes, f"{name}, s": round(seconds, 2)})
+        trial.expect(abs(planned / size - 1) < WITHIN, f"{name}: {sizes}", "training/tools/memory/passes.py")
+
+
+def tell_steps(trial: Trial, of_rank: dict[int, list[dict[str, float]]]) -> None:
+    """What `steps` found."""
+    for stage, (whole, parts) in of_rank.items():
+        off = {name: abs(parts[name] - value) / max(abs(value), 0.1) for name, value in whole.items()}
+        trial.tell({f"steps at stage {stage}, off": ", ".join(f"{name} {each:.2g}" for name, each in off.items())})
+        wrong = {name: each for name, each in off.items() if not each < ALIKE}
+        trial.expect(not wrong, f"steps at stage {stage}: off by {wrong}", "Do not split rows here.")
 
 
 def models_of(folder: str, dtype: str, checkpointing: bool = False) -> list[Backbone]:
@@ -108,7 +132,8 @@ def models_of(folder: str, dtype: str, checkpointing: bool = False) -> list[Back
         how = Attention(packing="packed").prepare(family, config, DTYPES[dtype])
         assert how["attn_implementation"] == BY_ROW
         torch.manual_seed(0)
-        model = family._from_config(config, dtype=DTYPES[dtype], **how).to(device())
+        with device():
+            model = family._from_config(config, dtype=DTYPES[dtype], **how)
         with torch.no_grad():
             model.model.norm.weight.mul_(LOGITS / SPREAD)
         modules.append(kind(model))
@@ -301,10 +326,8 @@ def of_many_positions(trial: Trial) -> None:
 def in_a_step(trial: Trial) -> None:
     """Two steps of step 3 with prompts of nearly 32k tokens."""
     length, response = (96, 8) if trial.dry else (LONG[1] - 256, 256)
-    actor, critic = (config_of("gqa", trial.dry) for _ in range(2))
-    actor.max_position_embeddings = critic.max_position_embeddings = 2 * max(LONG)
     models = trial.folder / "models"
-    save_models(models, actor, critic, torch.float32, LOGITS)
+    save_models(models, config_here(trial), config_here(trial), torch.float32, LOGITS)
     flags = dict(
         actor_model_name_or_path=models / "actor",
         critic_model_name_or_path=models / "critic",
