@@ -189,15 +189,20 @@ def _function(target: str, folder: str, environment: Mapping[str, str]) -> None:
 @contextlib.contextmanager
 def _shared_gpus() -> Iterator[None]:
     """Within, the ranks of one machine join a group also if they are more than its GPUs: by gloo, because NCCL refuses
-    two ranks on one GPU."""
+    two ranks on one GPU. DeepSpeed then shall not bind the group to the GPU, which is for NCCL."""
     from deepspeed.accelerator import get_accelerator
+    from deepspeed.comm.comm import TorchBackend
 
     accelerator = get_accelerator()
     if accelerator.device_name() != "cuda" or accelerator.device_count() >= int(os.environ["WORLD_SIZE"]):
         yield
         return
     os.environ["LOCAL_RANK"] = str(int(os.environ["LOCAL_RANK"]) % accelerator.device_count())
-    with mock.patch.object(accelerator, "communication_backend_name", lambda: "gloo"):
+    backend = sys.modules[TorchBackend.__module__]
+    with (
+        mock.patch.object(accelerator, "communication_backend_name", lambda: "gloo"),
+        mock.patch.object(backend, "known_world_size", lambda _: 1),
+    ):
         yield
 
 
