@@ -8,7 +8,6 @@ what is asked. Starting still costs, so one start should answer many questions; 
 Functions also run on fewer GPUs than ranks, which then share them.
 """
 
-import contextlib
 import gc
 import importlib
 import multiprocessing
@@ -17,7 +16,7 @@ import runpy
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -173,8 +172,7 @@ def _function(target: str, folder: str, environment: Mapping[str, str]) -> None:
     from engine import distributed
     from engine.zero.communication import init
 
-    with _shared_gpus():
-        init(timeout_minutes=TIMEOUT / 60)
+    init(timeout_minutes=TIMEOUT / 60, share_gpus=True)
     module, name = target.split(":")
     function = getattr(importlib.import_module(module), name)
     gc.freeze()  # the engines collect garbage as they are built, which need not walk through all of torch each time
@@ -184,26 +182,6 @@ def _function(target: str, folder: str, environment: Mapping[str, str]) -> None:
     distributed.shutdown()
     sys.stdout.flush()
     os._exit(0)  # in an orderly exit gloo's threads may abort (seen), though all is done
-
-
-@contextlib.contextmanager
-def _shared_gpus() -> Iterator[None]:
-    """Within, the ranks of one machine join a group also if they are more than its GPUs: by gloo, because NCCL refuses
-    two ranks on one GPU. DeepSpeed then shall not bind the group to the GPU, which is for NCCL."""
-    from deepspeed.accelerator import get_accelerator
-    from deepspeed.comm.comm import TorchBackend
-
-    accelerator = get_accelerator()
-    if accelerator.device_name() != "cuda" or accelerator.device_count() >= int(os.environ["WORLD_SIZE"]):
-        yield
-        return
-    os.environ["LOCAL_RANK"] = str(int(os.environ["LOCAL_RANK"]) % accelerator.device_count())
-    backend = sys.modules[TorchBackend.__module__]
-    with (
-        mock.patch.object(accelerator, "communication_backend_name", lambda: "gloo"),
-        mock.patch.object(backend, "known_world_size", lambda _: 1),
-    ):
-        yield
 
 
 def _program(
