@@ -22,6 +22,11 @@ def is_initialized() -> bool:
     return dist.is_initialized()
 
 
+def join_by_gloo(timeout: timedelta) -> None:
+    """Join a process group of gloo, which also serves several ranks on one GPU. timeout: as for `let_groups_wait`."""
+    dist.init_process_group("gloo", timeout=timeout)
+
+
 def rank() -> int:
     """The number of this process, counted from 0; 0 without a launcher. Under ZeRO this number decides which part of
     the weights this process has. `data_parallel_rank` decides which part of the data it has."""

@@ -146,7 +146,13 @@ def new_trainer(
         models=engine,
         rollouts=rollouts,
         dialect=DIALECT,
-        config=PPOConfig(total_steps=1000, micro_batch_size=micro_batch, first_kl_bound=None, padded=not engine.packs),
+        config=PPOConfig(
+            total_steps=1000,
+            micro_batch_size=micro_batch,
+            first_kl_bound=None,
+            padded=not engine.packs,
+            group=engine.group,
+        ),
         sampling=sampling(tokens, ends=ends),
     )
 
