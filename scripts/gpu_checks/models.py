@@ -151,7 +151,6 @@ def new_trainer(
             micro_batch_size=micro_batch,
             first_kl_bound=None,
             padded=not engine.packs,
-            group=engine.group,
         ),
         sampling=sampling(tokens, ends=ends),
     )
