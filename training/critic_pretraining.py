@@ -76,12 +76,7 @@ class CriticPretraining:
         self.algorithm.score_scale = given.score_scale  # the PPO steps will scale scores in the same way
         self.counters = Counters(own, config.seed ^ SEED, self.steps, first_step=-self.steps)
         self.learner = Learner(
-            trainer.models,
-            self.algorithm,
-            self.counters,
-            config.micro_batch_size,
-            padded=config.padded,
-            group=config.group,
+            trainer.models, self.algorithm, self.counters, config.micro_batch_size, padded=config.padded
         )
         self.sampling = replace(trainer.sampling, seed=trainer.sampling.seed ^ SEED)
 

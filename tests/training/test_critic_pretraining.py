@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from engine.algorithms import Dialect
+from engine.distributed import ALONE
 from engine.rollout import SamplingConfig
 from tests.engine.fake_models import Row, TableModels, rollout_of
 from tests.training.given_rollouts import GivenRollouts
@@ -63,7 +64,7 @@ def pretraining_of(steps: int, rollouts: int, lr: float | None = None, **fields)
     tokenizer = SimpleNamespace(eos_token_id=2, get_vocab=dict)
     critic, reward = Critic(), TableModels(TABLE).roles()["reward"]
     models = SimpleNamespace(actor=NeverAsked(), critic=critic, reference=None, ema=None, tokenizer=tokenizer)
-    models.rewards = [reward]
+    models.rewards, models.group = [reward], ALONE
     trainer = PPOTrainer(
         models=models,
         rollouts=GivenRollouts(*[rollout_of([[901], [5, 902]], [[7, 8, 2], [2]], 0)] * rollouts),

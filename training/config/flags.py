@@ -237,11 +237,9 @@ class RunFlags(TokenizerFlags):
         reason, ranks = self.counted_padding(), self.sequence_parallel_size
         packing = self.packing if ranks == 1 else "packed"
         if reason is not None and packing == "packed":
-            if ranks > 1:
-                raise UserError(
-                    f"{self.word('sequence_parallel_size')}: {reason}, of which there are none then. Leave it out."
-                )
-            raise UserError(f"--packing packed: {reason}, of which there are none then. Leave it out, or give padded.")
+            given = "--packing packed" if ranks == 1 else self.word("sequence_parallel_size")
+            advice = f"Leave it out{', or give padded' * (ranks == 1)}."
+            raise UserError(f"{given}: {reason}, of which there are none then. {advice}")
         return Attention(self.attn_implementation, packing if reason is None else "padded", self.max_length, ranks)
 
     @property

@@ -480,10 +480,9 @@ def test_rows_without_padding_are_refused_where_layers_cut_them_into_chunks(tmp_
 def test_rows_without_padding_are_refused_where_layers_keep_a_state(tmp_path, family):
     """Their state would go on from row to row."""
     family_config(family).save_pretrained(tmp_path)
-    with pytest.raises(UserError, match="whose attention in transformers takes no rows without padding"):
-        PACKED.check(str(tmp_path), LANGUAGE_MODEL, "fp32", "--actor")
-    with pytest.raises(UserError, match="--sequence_parallel_size 2: .* whose layers keep a state from token to token"):
-        split(2).check(str(tmp_path), LANGUAGE_MODEL, "fp32", "--actor")
+    for attention, flag in ((PACKED, "packing packed"), (split(2), "sequence_parallel_size 2")):
+        with pytest.raises(UserError, match=f"--{flag}: .* whose layers keep a state from token to token"):
+            attention.check(str(tmp_path), LANGUAGE_MODEL, "fp32", "--actor")
 
 
 @pytest.mark.parametrize("served", [False, True])

@@ -456,14 +456,9 @@ def test_flags_of_other_backends_are_refused(words, message):
 
 @pytest.mark.parametrize(
     "backend, name",
-    [
-        ("vllm", "vllm_tensor_parallel_size"),
-        ("replica", "inference_tp_size"),
-        ("auto", "sequence_parallel_size"),
-    ],
+    [("vllm", "vllm_tensor_parallel_size"), ("replica", "inference_tp_size"), ("auto", "sequence_parallel_size")],
 )
 def test_groups_of_ranks_divide_those_of_a_node(monkeypatch, backend, name):
-    monkeypatch.delenv("RANK", raising=False)  # other tests, which join a group in this process, leave one behind
     words = ["--rollout_backend", backend, f"--{name}", "4"]
     assert getattr(asked(*words), name) == 4
     monkeypatch.setenv("RANK", "0")

@@ -98,6 +98,12 @@ class MemoryPlan:
         return self.placed and all(known) if known else None
 
 
+def check_split_models(args: RLHFFlags) -> None:
+    """Raise UserError if several ranks are to compute sequences together, which a model cannot."""
+    for name, path in args.models if args.sequence_parallel_size > 1 else ():
+        args.check_attention(path, LANGUAGE_MODEL if name.startswith("actor") else CLASSIFIER, f"--{name}")
+
+
 def plan(args: RLHFFlags, cluster: Cluster) -> MemoryPlan:
     """The memory plan of step 3 with these flags.
 

@@ -21,7 +21,6 @@ def found(path, monkeypatch):
     """What `what_fits` proposes where exactly those flags fit for which a function is true; None for nothing."""
 
     def propose(fits, gpus=4, stage=1, more=""):
-        monkeypatch.delenv("RANK", raising=False)
         monkeypatch.setattr(changes, "plan", lambda args, cluster: SimpleNamespace(fits=fits(args)))
         result = what_fits(flags_of(path, stage, f"--num_gpus {gpus} {more}"), Cluster(gpus=gpus, gpu=10**9))
         return result and result[0]
@@ -77,7 +76,6 @@ def fits_on(least: int, args, cluster: Cluster) -> SimpleNamespace:
 
 
 def test_the_fewest_gpus_hold_the_actor_together_and_are_of_as_few_nodes(path, monkeypatch):
-    monkeypatch.delenv("RANK", raising=False)
     for least, flags, expected in (
         (12, "", (8, 2)),
         (1, "--rollout_backend vllm --vllm_tensor_parallel_size 4", (4, 1)),
