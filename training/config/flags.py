@@ -170,7 +170,7 @@ class RunFlags(TokenizerFlags):
     sequence_parallel_size: int = flag(
         1,
         "number of neighbouring ranks of a node that compute sequences together, each a slice of their tokens, for "
-        "long sequences (docs/many_nodes.md). These ranks then share each pass: batch sizes of a pass are theirs together",
+        "long sequences (docs/many_nodes.md). They share each pass, and the batch size of a pass is theirs together",
         least=1,
     )
     report_to: list[str] = flag(
