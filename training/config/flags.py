@@ -239,7 +239,9 @@ class RunFlags(TokenizerFlags):
         packing = self.packing if ranks == 1 else "packed"
         if reason is not None and packing == "packed":
             if ranks > 1:
-                raise UserError(f"{self.word('sequence_parallel_size')}: {reason}, of which there are none then.")
+                raise UserError(
+                    f"{self.word('sequence_parallel_size')}: {reason}, and there is none then. Leave it out."
+                )
             raise UserError(f"--packing packed: {reason}, of which there are none then. Leave it out, or give padded.")
         return Attention(self.attn_implementation, packing if reason is None else "padded", self.max_length, ranks)
 

@@ -141,10 +141,10 @@ class RLHFFlags(HubFlags, RestartFlags, RolloutFlags, ModelFlags):
                 "are done. Leave it out."
             )
         if self.sequence_parallel_size > 1 and dialect.micro_batches_matter:
+            instead = ", or give --set loss_scope=optimizer_step advantages_at=rollout"
             raise UserError(
                 f"{self.word('sequence_parallel_size')}: the dialect {dialect.name} averages within micro-batches, and "
-                "the ranks of a group share theirs. Leave it out, or give --set loss_scope=optimizer_step "
-                "advantages_at=rollout."
+                f"the ranks of a group share theirs. Leave it out{'' if dialect.counts_padding else instead}."
             )
         if self.environment is not None:
             check_conversations(dialect)
