@@ -144,7 +144,7 @@ class RLHFFlags(HubFlags, RestartFlags, RolloutFlags, ModelFlags):
         if self.sequence_parallel_size > 1 and dialect.micro_batches_matter and not dialect.counts_padding:
             raise UserError(
                 f"{self.word('sequence_parallel_size')}: the dialect {dialect.name} averages within micro-batches, and "
-                "the ranks of a group share theirs. Leave it out, or --set loss_scope=optimizer_step and "
+                "the ranks of a group share theirs. Leave it out, or give --set loss_scope=optimizer_step "
                 "advantages_at=rollout."
             )
         if self.environment is not None:

@@ -464,6 +464,10 @@ def test_groups_of_ranks_divide_those_of_a_node(monkeypatch, backend, name):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("LOCAL_SIZE", "8")
     assert getattr(asked(*words), name) == 4
-    monkeypatch.setenv("LOCAL_SIZE", "6")
-    with pytest.raises(UserError, match=f"--{name} 4: the 6 ranks of a node .* divides 6"):
-        asked(*words)
+    for variables in ({"RANK": "0", "LOCAL_SIZE": "6"}, {"LOCAL_SIZE": "6"}, {"RANK": "0", "LOCAL_WORLD_SIZE": "6"}):
+        for variable in ("RANK", "LOCAL_SIZE", "LOCAL_WORLD_SIZE"):
+            monkeypatch.delenv(variable, raising=False)
+        for variable, value in variables.items():  # of deepspeed, a dry run, torchrun
+            monkeypatch.setenv(variable, value)
+        with pytest.raises(UserError, match=f"--{name} 4: the 6 ranks of a node .* divides 6"):
+            asked(*words)

@@ -294,7 +294,7 @@ class _Planner:
     def _rows(self) -> tuple[int, int, int]:
         """(sequences, their tokens, their responses' tokens) of a pass that computes experience or trains."""
         args = self.args
-        rows = min(args.per_device_training_batch_size, args.rows_per_rank)
+        rows = min(args.per_device_training_batch_size, args.rows_per_rank * args.sequence_parallel_size)
         return rows, args.max_prompt_seq_len + args.max_answer_seq_len, args.max_answer_seq_len
 
     def _rows_of(self, role: str) -> tuple[int, int, int]:
