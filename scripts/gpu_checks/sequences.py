@@ -48,6 +48,7 @@ RANKS = 2
 APART = {"fp32": 1e-5, "bf16": 0.03}  # of their length: tensors whose sums have another order
 ALIKE = 1e-3  # of a number, or of 0.1 if it is smaller: metrics of a step in fp32
 WITHIN = 0.1  # of what is planned
+KERNELS = 1e9  # bytes that kernels need for themselves, beside what is planned: up to 0.8e9 on an H100
 # {name: the tokens of the rows that each rank brings}
 ROWS: dict[str, tuple[list[int], list[int]]] = {
     "many rows": ([700, 33, 1500], [2048, 5, 1, 300]),
@@ -112,7 +113,8 @@ def tell_peaks(trial: Trial, of_rank: dict[tuple[int, bool, int], tuple[int, flo
         planned = training_pass(model, 1, length, length - 1)
         sizes = f"{size / 1e9:.3f} measured, {planned / 1e9:.3f} planned, {planned / size - 1:+.1%}"
         trial.tell({f"{name}, GB": sizes, f"{name}, s": round(seconds, 2)})
-        trial.expect(abs(planned / size - 1) < WITHIN, f"{name}: {sizes}", "training/tools/memory/passes.py")
+        right = abs(planned - size) < max(WITHIN * size, KERNELS)
+        trial.expect(right, f"{name}: {sizes}", "training/tools/memory/passes.py")
 
 
 def tell_steps(trial: Trial, of_rank: dict[int, list[dict[str, float]]]) -> None:
