@@ -410,7 +410,10 @@ def check_reward_url(url: str) -> None:
 
 
 @dataclass(kw_only=True)
-class ModelFlags(RoleLoraFlags, ReferenceFlags, RewardServerFlags, AlgorithmFlags):
+# All bases are named to keep the order in which --help lists the flags.
+class ModelFlags(
+    RoleLoraFlags, ReferenceFlags, RewardServerFlags, EnvironmentFlags, RewardFunctionFlags, AlgorithmFlags
+):
     """The flags of step 3's models, of their adapters and of their engines."""
 
     actor_model_name_or_path: str = flag(

@@ -394,8 +394,8 @@ def few_ended(rows: Sequence[Mapping]) -> Finding | None:
         penalty = "a larger --missing_eos_penalty"
     advice = (
         f"At the start {first:.0%} did, and the score of a cut response is close to noise. Try {penalty} first, about "
-        "a standard deviation of the scores; then raise --max_answer_seq_len, and see in samples/ whether the reward "
-        "model pays for going on."
+        "a standard deviation of the scores; then raise --max_answer_seq_len. See in samples/ whether the reward model "
+        "pays for going on: --length_penalty, or pairs of balanced lengths."
     )
     if first < FEW_ENDED:
         advice = "They did not from the start: raise --max_answer_seq_len, and see that the SFT data ends with EOS."
@@ -545,19 +545,17 @@ def over_optimised(rows: Sequence[Mapping]) -> Finding | None:
     since = over_optimised_since(rows)
     if since is None:
         return None
+    what, provided = f"{since.name} (weight 0)", f"if {since.name} says how good a response is"
+    back = f"--choose_by eval/{since.name.replace('/', '_')}"
     if since.name in (ENDS, LIKELIHOOD):
         what = "the share of responses that end" if since.name == ENDS else "the reference's log-prob of a token"
         provided, back = "if a reward model gives the score", f"--max_kl {since.kl:.2g}"
-    else:
-        what, provided = f"{since.name} (weight 0)", f"if {since.name} says how good a response is"
-        back = f"--choose_by eval/{since.name.replace('/', '_')}"
-    first = "Try --missing_eos_penalty first. " if since.name == ENDS else ""
     return Finding(
         LOOK,
-        f"over-optimised since step {since.step} (KL {since.kl:.3g}), {provided}: from there the score rose from "
-        f"{since.scores[0]:.3g} to {since.scores[1]:.3g}, and {what} fell from {since.best:.3g} to {since.last:.3g}",
-        f"{first}Read samples/. To go back, python -m training.merge with {back} finds a scale between the SFT model "
-        "and this one; or take a checkpoint of that step or before (--save_steps, --keep_best_by).",
+        f"over-optimised since step {since.step}, {provided}: from there the score rose from {since.scores[0]:.3g} to "
+        f"{since.scores[1]:.3g}, and {what} fell from {since.best:.3g} to {since.last:.3g}; training.merge with {back} "
+        "goes back",
+        "Read samples/. A checkpoint of that step or before (--save_steps, --keep_best_by) goes back, too.",
     )
 
 
@@ -570,11 +568,13 @@ TRENDS = (
 )
 EXPLAINS = {
     sampler_apart: (kl_negative,),
-    answers_alike: (entropy_fell, length_grew, length_shrank, few_ended, kl_far),
-    length_shrank: (entropy_fell, kl_far),
-    words_invented: (entropy_rose, kl_far),
-    over_optimised: (few_ended,),
-    length_grew: (few_ended, kl_far),
+    answers_alike: (entropy_fell, length_grew, length_shrank, few_ended, kl_far, over_optimised),
+    length_shrank: (entropy_fell, kl_far, over_optimised),
+    words_invented: (entropy_rose, kl_far, over_optimised),
+    few_ended: (length_grew, kl_far, over_optimised),
+    length_grew: (kl_far, over_optimised),
+    kl_far: (over_optimised,),
+    entropy_rose: (over_optimised,),
 }
 """{rule of a problem: rules that find signs of this problem}. If the problem is found, its signs are reported together
 with it, and not as findings of their own. A sign of several problems is reported with the first that is found."""
