@@ -2,7 +2,7 @@
 
     REVIEWS_MODEL=... REVIEWS_DATA=... nice -n 19 python scripts/trial_audit.py OUTPUT_DIR --judge judge.py:judge
 
-Reward models learn from 200 to 3,600 pairs, of which 0 to 30 % have their labels swapped. The audit reads them without
+Reward models learn from 200 to 2,000 pairs, of which 0 to 30 % have their labels swapped. The audit reads them without
 the judge; PPO runs by each of them, and the judge, a function as --reward_function takes it, reads the responses of
 each evaluation. Printed are the audit's measures beside the judge's peak in PPO, and their rank correlation. What is
 done is not done again: call it again to go on. The variables are those of scripts/trial_reviews.sh.
@@ -23,14 +23,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # where the packag
 import numpy as np
 
 from scripts.comparison.runs import run_program, write_json
-from scripts.comparison.tasks import HELD_OUT, REVIEWS
+from scripts.comparison.tasks import REVIEWS
 from training.config.reward import load_function
 from training.reporting.run_record import METRICS_FILE, read_metrics
 
-MODELS = ((3600, 0.0), (3600, 0.3), (2000, 0.15), (1000, 0.0), (1000, 0.3), (600, 0.15), (200, 0.0), (200, 0.3))
+LEARNED = 2000  # pairs that SFT and reward models learn from; a judge may learn from the others
+MODELS = ((2000, 0.0), (2000, 0.3), (1000, 0.15), (600, 0.0), (600, 0.3), (400, 0.15), (200, 0.0), (200, 0.3))
 """Pairs that a reward model learns from, and the share of them with swapped labels."""
-TESTED = 400  # pairs with their own labels, of which the pair accuracy is measured
-EXAMPLES = 4000  # about so many pairs, seen once or again and again, are learned from in each step 2
+TESTED = 400  # of the other pairs, by which the pair accuracy is measured
+EXAMPLES = 2000  # so many pairs, seen once or again and again, are learned from in each step 2
 LENGTHS = ("--max_prompt_seq_len", "32", "--max_answer_seq_len", "48")
 
 
@@ -55,26 +56,35 @@ def run(out: Path, program: str, *words: object) -> None:
     write_json(done, {"seconds": ended.seconds, "cpu_seconds": ended.cpu_seconds})
 
 
-def write_pairs(source: Path, folder: Path) -> None:
-    """The pairs of each reward model, and those by which all are tested. Larger sets contain the smaller ones."""
-    rows = [json.loads(line) for line in source.read_text(encoding="utf-8").splitlines()]
-    random.Random(0).shuffle(rows)
-    tested, rest = rows[:TESTED], rows[TESTED:]
-    sets = {"tested": tested}
+def write_data(source: Path, folder: Path) -> None:
+    """Write the texts of SFT, the pairs of each reward model, and those by which all are tested. Larger sets contain the
+    smaller ones."""
+    rows = [json.loads(line) for line in (source / "pairs.jsonl").read_text(encoding="utf-8").splitlines()]
+    learned, others = rows[:LEARNED], rows[LEARNED:]
+    texts = [{"text": row["prompt"] + row[kind]} for row in learned for kind in ("chosen", "rejected")]
+    random.Random(0).shuffle(texts)
+    sets = {"sft": texts, "tested": others[:TESTED]}
     for count, noise in MODELS:
         swaps = random.Random(count)
         sets[name_of(count, noise)] = [
             row | {"chosen": row["rejected"], "rejected": row["chosen"]} if swaps.random() < noise else row
-            for row in rest[:count]
+            for row in learned[:count]
         ]
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True)
     for name, part in sets.items():
         text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in part)
         (folder / f"{name}.jsonl").write_text(text, encoding="utf-8")
 
 
-def make_reward_models(home: Path, models: Path) -> dict[str, Path]:
-    """Run step 2 for each of MODELS; returns their folders."""
+def make_models(home: Path, data: Path, prompts: Path) -> dict[str, Path]:
+    """Run step 1, and step 2 for each of MODELS; returns the folders of the reward models."""
+    run(
+        home / "sft",
+        "training.step1_sft",
+        *("--model_name_or_path", os.environ["REVIEWS_MODEL"], "--data_path", data / "sft.jsonl", "--seed", 1),
+        *("--max_seq_len", 128, "--per_device_train_batch_size", 32, "--num_train_epochs", 4, "--learning_rate", 3e-3),
+        *("--lr_scheduler_type", "cosine", "--num_warmup_steps", 50, "--per_device_eval_batch_size", 50),
+    )
     found = {}
     for count, noise in MODELS:
         name = name_of(count, noise)
@@ -82,11 +92,11 @@ def make_reward_models(home: Path, models: Path) -> dict[str, Path]:
         run(
             found[name],
             "training.step2_reward",
-            *("--model_name_or_path", models / "sft", "--data_path", home / "pairs" / f"{name}.jsonl"),
-            *("--eval_data_path", home / "pairs" / "tested.jsonl", "--max_seq_len", 160, *LENGTHS, "--seed", 1),
+            *("--model_name_or_path", home / "sft", "--data_path", data / f"{name}.jsonl"),
+            *("--eval_data_path", data / "tested.jsonl", "--max_seq_len", 160, *LENGTHS, "--seed", 1),
             *("--pairwise_loss", "from_difference", "--learning_rate", 1e-3, "--num_warmup_steps", 20),
-            *("--num_train_epochs", max(2, round(EXAMPLES / count)), "--per_device_eval_batch_size", 50),
-            *("--normalization_data_path", models / "data" / "prompts.jsonl"),
+            *("--num_train_epochs", round(EXAMPLES / count), "--per_device_eval_batch_size", 50),
+            *("--normalization_data_path", prompts),
         )
     return found
 
@@ -117,28 +127,25 @@ def main() -> None:
     options = parser.parse_args()
     if why := REVIEWS.why_not():
         sys.exit(why)
-    home = options.output.resolve()
-    models, judge = home / "models", load_function(options.judge)
-    if not (models / "data" / "sft.jsonl").is_file():
-        REVIEWS.prepare(models)
-    if not (home / "pairs" / "tested.jsonl").is_file():
-        write_pairs(Path(os.environ["REVIEWS_DATA"]) / "pairs.jsonl", home / "pairs")
-    rewards = make_reward_models(home, models)
-    prompts = ("--data_path", models / "data" / "prompts.jsonl", "--eval_data_path")
-    prompts = (*prompts, models / "data" / "eval_prompts.jsonl", *LENGTHS)
+    home, data = options.output.resolve(), Path(os.environ["REVIEWS_DATA"]).resolve()
+    judge = load_function(options.judge)
+    if not (home / "data").is_dir():
+        write_data(data, home / "data")
+    rewards = make_models(home, home / "data", data / "prompts.jsonl")
+    prompts = ("--data_path", data / "prompts.jsonl", *LENGTHS, "--seed", 1)
     for name, path in rewards.items():
         run(
             home / "ppo" / name,
             "training.step3_rlhf",
-            *("--actor_model_name_or_path", models / "sft", "--critic_model_name_or_path", path, *prompts),
-            *("--actor_learning_rate", options.rate, "--critic_learning_rate", options.rate, "--seed", 1),
+            *("--actor_model_name_or_path", home / "sft", "--critic_model_name_or_path", path, *prompts),
+            *("--actor_learning_rate", options.rate, "--critic_learning_rate", options.rate),
             *("--per_device_generation_batch_size", options.responses, "--per_device_training_batch_size", 32),
-            *("--max_steps", options.steps, "--eval_steps", 3, "--num_eval_prompts", HELD_OUT),
+            *("--max_steps", options.steps, "--eval_steps", 4, "--num_eval_prompts", 128),
         )
     run(
         home / "audit",
         "training.audit",
-        *("--sft_model_name_or_path", models / "sft", *prompts, "--num_eval_prompts", 64, "--seed", 1),
+        *("--sft_model_name_or_path", home / "sft", *prompts, "--num_eval_prompts", 64),
         *("--reward_model_name_or_path", *rewards.values()),
     )
     show(home, json.loads((home / "audit" / "audit.json").read_text(encoding="utf-8")), judge)
