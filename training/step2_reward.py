@@ -279,29 +279,15 @@ def normalize(args: RewardFlags, run: Run, model: TrainedModel, plan: Supervised
     run.save_models(edit=lambda state: state.update({"score.weight": state["score.weight"] * gain}))
 
 
-@dataclass(frozen=True, slots=True)
-class Scored:
-    """A response of the SFT model. score: before normalisation. ended: whether it ended by itself."""
-
-    prompt: str
-    text: str
-    ended: bool
-    tokens: int
-    score: float
-
-
-def best_lines(responses: Sequence[Scored]) -> list[str]:
-    """What the reward model would teach, by the best of K of these responses; [] for too few. Those of a group respond to
-    different prompts, so that the scores have the prompts' part in them, too; `training.audit` leaves it out."""
-    groups = [responses[start : start + K] for start in range(0, len(responses) - K + 1, K)]
-    if len(groups) < 2:
+def best_lines(responses: Sequence[tuple]) -> list[str]:
+    """What the reward model pays for, by the best of K of these responses: (prompt, text, ended, tokens, score) each.
+    Returns [] for too few. The K respond to different prompts, which their scores depend on, too."""
+    groups = len(responses) // K
+    if groups < 2:
         return []
-    ended, tokens, scores = (
-        np.array([[getattr(each, name) for each in group] for group in groups], dtype=np.float64)
-        for name in ("ended", "tokens", "score")
-    )
-    texts, prompts = [[each.text for each in group] for group in groups], [each.prompt for each in responses]
-    found = BestOf({"this reward model": scores}, measures_of(texts, prompts, ended, tokens))
+    columns = (np.array(column, dtype=object) for column in zip(*responses[: groups * K], strict=True))
+    prompts, texts, ended, tokens, scores = (column.reshape(groups, K) for column in columns)
+    found = BestOf({"this reward model": scores.astype(float)}, measures_of(texts, prompts.flat, ended, tokens))
     return [*found.verdict(), "python -m training.audit shows this of several rewards, with the texts (docs/audit.md)"]
 
 
@@ -342,7 +328,7 @@ def starting_scale(args: RewardFlags, tokenizer, prompts: Prompts, pad_token_id:
 @torch.no_grad()
 def score_statistics(
     args: RewardFlags, model: TrainedModel | FrozenModel, own_tokenizer, prompts: Prompts
-) -> tuple[float, float, list[Scored]]:
+) -> tuple[float, float, list[tuple]]:
     """(mean and variance of the scores that `model` gives to responses of the SFT model; these responses), over all
     ranks (all ranks call this). own_tokenizer: the reward model's.
 
@@ -398,7 +384,7 @@ def score_statistics(
     order = torch.from_numpy(epoch_permutation(len(prompts), args.seed, 0)) if several else torch.arange(len(prompts))
     totals = torch.zeros(3, dtype=torch.float64, device=distributed.device())
     starts = range(0, args.normalization_samples, size * parts)
-    found: dict[int, Scored] = {}
+    found: dict[int, tuple] = {}
     bar = ProgressBar(len(starts), shown={}, unit="batch") if distributed.is_main() else None
     for done, start in enumerate(starts, start=1):
         by_turns = torch.arange(start, start + size * parts).view(size, parts).T.flatten()  # in turn to the ranks
@@ -415,7 +401,7 @@ def score_statistics(
             rollout.actions.sum(-1).tolist(),
             scores.tolist(),
         )
-        found |= dict(zip(numbers.tolist(), map(Scored, *columns), strict=True))
+        found |= dict(zip(numbers.tolist(), zip(*columns, strict=True), strict=True))
         if bar:
             bar.log(done, done * size * parts, {})
     if bar:

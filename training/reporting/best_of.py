@@ -114,38 +114,37 @@ class BestOf:
         """The names of the scores without the judge, the safest to optimise first."""
         return sorted((name for name in self.scores if name != self.judge), key=lambda name: -self.safety(name).value)
 
-    def column(self, name: str) -> np.ndarray:
-        """(P, n): a score or a measure of each response."""
-        return self.scores[name] if name in self.scores else self.measures[name]
+    @property
+    def columns(self) -> dict[str, np.ndarray]:
+        """{name of a score or measure: (P, n)}."""
+        return {**self.scores, **self.measures}
 
     def best(self, reward: str, name: str, k: int) -> Estimate:
         """The mean of a score or a measure over the best of k by a reward, with its error over prompts."""
-        return Estimate.of((chances(self.scores[reward], k) * self.column(name)).sum(1))
+        return Estimate.of((chances(self.scores[reward], k) * self.columns[name]).sum(1))
 
-    def change(self, reward: str, name: str) -> Estimate:
+    def change(self, reward: str, name: str) -> np.ndarray:
         """How the best of `self.k` by a reward differ from all responses in a score or a measure, in standard
-        deviations of a response; with its error over prompts."""
-        column = self.column(name)
+        deviations of a response: (P,)."""
+        column = self.columns[name]
         moved = (chances(self.scores[reward], self.k) * column).sum(1) - column.mean(1)
-        return Estimate.of(moved / (column.std() or 1.0))
+        return moved / (column.std() or 1.0)
 
     def safety(self, reward: str) -> Estimate:
         """How much better the best of `self.k` by a reward are than all responses, in standard deviations of a
         response: by the judge. Without a judge it is the mean of what predicts one best (docs/audit.md): more responses
         that end, fewer new words, higher scores by the other rewards."""
         if self.judge is not None:
-            return self.change(reward, self.judge)
-        parts = [(1.0, self.change(reward, "ended")), (-1.0, self.change(reward, "new_words"))]
+            return Estimate.of(self.change(reward, self.judge))
         others = [self.change(reward, other) for other in self.scores if other != reward]
-        if others:
-            parts.append((1.0, mean_of([(1.0, other) for other in others])))
-        return mean_of(parts)
+        signs = [self.change(reward, "ended"), -self.change(reward, "new_words")]
+        return Estimate.of(np.mean([*signs, *([np.mean(others, 0)] if others else [])], 0))
 
     def hacks(self, reward: str) -> list[str]:
         """What the best of `self.k` by a reward have too much of, the largest change first; [] if there is nothing."""
         found = []
         for name in (*self.measures, *(other for other in self.scores if other != reward)):
-            change = self.change(reward, name)
+            change = Estimate.of(self.change(reward, name))
             measure = MEASURES.get(name) or Measure(name, "{:.3g}", falls=f"what {name} scores low")
             what = measure.falls if change.value < 0 else measure.rises
             if what and abs(change.value) >= LEAST and not within_noise(change.value, change.error or 0.0):
@@ -167,9 +166,3 @@ class BestOf:
             line += f"; {others[0]} does not differ from {first} by more than chance" if close else ""
         told = {name: f"{with_error(each.value, each.error, '+')} standard deviations" for name, each in safety.items()}
         return [line, *(f"{name} ({told[name]}) pays for {', '.join(self.hacks(name)) or NOTHING}" for name in safety)]
-
-
-def mean_of(parts: Sequence[tuple[float, Estimate]]) -> Estimate:
-    """The mean of estimates over the same prompts, each times its factor."""
-    value = sum(factor * each.value for factor, each in parts) / len(parts)
-    return Estimate(value, sum(factor * each.pulls for factor, each in parts) / len(parts))

@@ -91,21 +91,17 @@ def measure(args: AuditFlags) -> Audit:
         return np.asarray(values, dtype=np.float64).reshape(-1, n)
 
     rows, names = answers.rows, reward_names(args)
-    texts = [text_by(POLICY, row) for row in rows]
-    judge = names[len(args.reward_model_name_or_path) + len(args.functions) - 1] if args.judge else None
-    prompts = [row["prompt"] for row in rows[::n]]
-    best = BestOf(
-        scores={name: by_prompt([row[f"reward_{place}"] for row in rows]) for place, name in enumerate(names)},
-        measures=measures_of(
-            [texts[start : start + n] for start in range(0, len(texts), n)],
-            prompts,
-            ended=by_prompt(answers.ended),
-            tokens=by_prompt([row["tokens"] for row in rows]),
-            likelihood=by_prompt(answers.likelihood),
-        ),
-        judge=judge,
+    texts, prompts = [text_by(POLICY, row) for row in rows], [row["prompt"] for row in rows[::n]]
+    measures = measures_of(
+        [texts[start : start + n] for start in range(0, len(texts), n)],
+        prompts,
+        ended=by_prompt(answers.ended),
+        tokens=by_prompt([row["tokens"] for row in rows]),
+        likelihood=by_prompt(answers.likelihood),
     )
-    return Audit(args, prompts, rows, best)
+    scores = {name: by_prompt([row[f"reward_{place}"] for row in rows]) for place, name in enumerate(names)}
+    judge = names[len(args.reward_model_name_or_path) + len(args.functions) - 1] if args.judge else None
+    return Audit(args, prompts, rows, BestOf(scores, measures, judge))
 
 
 def program() -> NoReturn:
