@@ -25,10 +25,11 @@ import numpy as np
 from scripts.comparison.runs import run_program, write_json
 from scripts.comparison.tasks import REVIEWS
 from training.config.reward import load_function
+from training.reporting.best_of import chances
 from training.reporting.run_record import METRICS_FILE, read_metrics
 
 LEARNED = 2000  # pairs that SFT and reward models learn from; a judge may learn from the others
-MODELS = ((2000, 0.0), (2000, 0.3), (1000, 0.15), (600, 0.0), (600, 0.3), (400, 0.15), (200, 0.0), (200, 0.3))
+MODELS = ((2000, 0.0), (200, 0.3), (600, 0.0), (1000, 0.3), (2000, 0.3), (200, 0.0), (1000, 0.15), (400, 0.15))
 """Pairs that a reward model learns from, and the share of them with swapped labels."""
 TESTED = 400  # of the other pairs, by which the pair accuracy is measured
 EXAMPLES = 2000  # so many pairs, seen once or again and again, are learned from in each step 2
@@ -57,8 +58,8 @@ def run(out: Path, program: str, *words: object) -> None:
 
 
 def write_data(source: Path, folder: Path) -> None:
-    """Write the texts of SFT, the pairs of each reward model, and those by which all are tested. Larger sets contain the
-    smaller ones."""
+    """Write the texts of SFT, the pairs of each reward model, and those by which all are tested. Larger sets contain
+    the smaller ones."""
     rows = [json.loads(line) for line in (source / "pairs.jsonl").read_text(encoding="utf-8").splitlines()]
     learned, others = rows[:LEARNED], rows[LEARNED:]
     texts = [{"text": row["prompt"] + row[kind]} for row in learned for kind in ("chosen", "rejected")]
@@ -133,6 +134,12 @@ def main() -> None:
         write_data(data, home / "data")
     rewards = make_models(home, home / "data", data / "prompts.jsonl")
     prompts = ("--data_path", data / "prompts.jsonl", *LENGTHS, "--seed", 1)
+    run(
+        home / "audit",
+        "training.audit",
+        *("--sft_model_name_or_path", home / "sft", *prompts, "--num_eval_prompts", 64),
+        *("--reward_model_name_or_path", *rewards.values()),
+    )
     for name, path in rewards.items():
         run(
             home / "ppo" / name,
@@ -142,24 +149,39 @@ def main() -> None:
             *("--per_device_generation_batch_size", options.responses, "--per_device_training_batch_size", 32),
             *("--max_steps", options.steps, "--eval_steps", 4, "--num_eval_prompts", 128),
         )
-    run(
-        home / "audit",
-        "training.audit",
-        *("--sft_model_name_or_path", home / "sft", *prompts, "--num_eval_prompts", 64),
-        *("--reward_model_name_or_path", *rewards.values()),
-    )
-    show(home, json.loads((home / "audit" / "audit.json").read_text(encoding="utf-8")), judge)
+        show(home, judge)
 
 
-def show(home: Path, audit: dict, judge: Callable) -> None:
-    """Print a line a reward model, and how well each of the audit's measures orders them as the judge's peaks do."""
-    names = [name_of(*each) for each in MODELS]
+def measured(audit: dict, reward: str, judge: Callable) -> dict[str, float]:
+    """The audit's safety of a reward, and the best of 8 by it in each measure, in the mean of the other rewards, and by
+    the judge, whom the audit has not asked."""
+    found, samples, n = audit["rewards"][reward], audit["samples"], audit["how"]["num_samples_per_prompt"]
+    k = audit["how"]["verdict_at"]
+    best, one = found["best_of"][str(k)], found["best_of"]["1"]
+    others = [best[name][0] - one[name][0] for name in audit["rewards"] if name != reward]
+    scores = np.array([sample[reward] for sample in samples]).reshape(-1, n)
+    judged = judge([sample["prompt"] for sample in samples], [sample["response"] for sample in samples])
+    return {
+        "safety": found["safety"][0],
+        "judge of the best": float((chances(scores, k) * np.reshape(judged, (-1, n))).sum(1).mean()),
+        "others": float(np.mean(others)),
+        **{name: value for name, (value, _) in best.items() if name not in audit["rewards"]},
+    }
+
+
+def show(home: Path, judge: Callable) -> None:
+    """Print a line for each reward model that PPO has learned from, and how well each of the audit's measures orders
+    them as the judge's peaks do."""
+    audit = json.loads((home / "audit" / "audit.json").read_text(encoding="utf-8"))
+    names = [name for name in audit["rewards"] if (home / "ppo" / name / "done.json").is_file()]
+    if len(names) < 3:
+        return
     before = peak(home / "ppo" / names[0], judge, before=True)
     peaks = {name: peak(home / "ppo" / name, judge) - before for name in names}
-    measures = {name: audit["rewards"][name]["measures"] for name in names}
+    measures = {name: measured(audit, name, judge) for name in names}
     for name in names:
         trained = read_metrics(home / "rewards" / name / METRICS_FILE)
-        measures[name] |= {"pair accuracy": [row["eval/accuracy"] for row in trained if "eval/accuracy" in row][-1]}
+        measures[name]["pair accuracy"] = [row["eval/accuracy"] for row in trained if "eval/accuracy" in row][-1]
     columns = list(measures[names[0]])
     print("\t".join(["", "judge's peak", *columns]))
     for name in names:
