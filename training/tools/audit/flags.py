@@ -15,10 +15,10 @@ class AuditFlags(RewardsFlags):
     program: ClassVar[str] = "audit"
 
     num_eval_prompts: int = flag(64, "held-out prompts that the model answers", least=2, group="measuring")
+    sft_model_name_or_path: str = flag(REQUIRED, "SFT model that PPO would start from", group="models")
     num_samples_per_prompt: int = flag(
         32, "responses to each prompt, of which the best by each reward are shown", least=2
     )
-    sft_model_name_or_path: str = flag(REQUIRED, "SFT model that PPO would start from", group="models")
     judge: str | None = flag(
         None,
         "function that judges responses, as --reward_function, and that no policy is trained by. The verdict then goes "
