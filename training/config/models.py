@@ -282,8 +282,8 @@ def check_format(pattern: str | None) -> None:
 
 
 @dataclass(kw_only=True)
-class RewardServerFlags(EnvironmentFlags, RewardFunctionFlags):
-    """The flags of reward servers, which give scores instead of the reward model or in addition to it."""
+class ServerFlags(RunFlags):
+    """The flags of reward servers. Step 3 and measuring programs share them."""
 
     reward_url: list[str] = flag(
         [],
@@ -331,6 +331,28 @@ class RewardServerFlags(EnvironmentFlags, RewardFunctionFlags):
             raise UserError(
                 f"{said}: {len(columns)} columns, and the form {self.reward_url_form} has room for {most}. Name {most}."
             )
+
+    def reward_server(self) -> ServerSettings | None:
+        """The settings of the reward servers; None if the run has no reward server."""
+        if not self.reward_url:
+            return None
+        return ServerSettings(
+            urls=self.reward_url,
+            form=self.reward_url_form,
+            columns=self.reward_url_columns,
+            batch_size=self.reward_url_batch_size,
+            timeout=self.reward_url_timeout,
+            patience=self.reward_url_patience,
+        )
+
+
+@dataclass(kw_only=True)
+class RewardServerFlags(ServerFlags, EnvironmentFlags, RewardFunctionFlags):
+    """The flags of all that scores in step 3 and at merging, besides reward models, and of the parts' weights."""
+
+    def validate(self) -> None:
+        """Raise UserError for weights that do not fit the rewards, and for early scores of conversations."""
+        super().validate()
         if self.overlap_rewards and self.environment is not None:
             raise UserError(
                 "--overlap_rewards with --environment: conversations are scored when all of them have ended. Leave it "
@@ -378,19 +400,6 @@ class RewardServerFlags(EnvironmentFlags, RewardFunctionFlags):
         part of the score besides the reward model. All servers together are one part."""
         return [*self.reward_function, *self.reward_url[:1], *filter(None, [self.environment])]
 
-    def reward_server(self) -> ServerSettings | None:
-        """The settings of the reward servers; None if the run has no reward server."""
-        if not self.reward_url:
-            return None
-        return ServerSettings(
-            urls=self.reward_url,
-            form=self.reward_url_form,
-            columns=self.reward_url_columns,
-            batch_size=self.reward_url_batch_size,
-            timeout=self.reward_url_timeout,
-            patience=self.reward_url_patience,
-        )
-
 
 def check_reward_url(url: str) -> None:
     """Raise UserError if the URL is invalid or contains a user's name. The message shows no password or key of the
@@ -412,7 +421,7 @@ def check_reward_url(url: str) -> None:
 @dataclass(kw_only=True)
 # All bases are named to keep the order in which --help lists the flags.
 class ModelFlags(
-    RoleLoraFlags, ReferenceFlags, RewardServerFlags, EnvironmentFlags, RewardFunctionFlags, AlgorithmFlags
+    RoleLoraFlags, ReferenceFlags, RewardServerFlags, ServerFlags, EnvironmentFlags, RewardFunctionFlags, AlgorithmFlags
 ):
     """The flags of step 3's models, of their adapters and of their engines."""
 

@@ -19,7 +19,7 @@ from engine.zero.accelerator import on_gpu
 from engine.zero.extensions import refuse_missing
 from training.checkpoints.conditions import Conditions
 from training.checkpoints.resuming import AUTO, Checkpoint
-from training.config.models import RewardServerFlags
+from training.config.models import ServerFlags
 from training.config.reward import check_columns, check_held_out_number, load_functions
 from training.config.step3 import RLHFFlags
 from training.data.examples import Prompts, TextBlocks, prompt_fit
@@ -193,12 +193,11 @@ def read_texts(args: RLHFFlags, tokenizer) -> tuple[TextBlocks | None, list[str]
     return blocks, [rows.fingerprint]
 
 
-def check_server(args: RewardServerFlags, tokenizer, parts: Mapping[str, Prompts]) -> dict[str, float]:
+def check_server(args: ServerFlags, tokenizer, parts: Mapping[str, Prompts]) -> dict[str, float]:
     """Ask each reward server for the score of one text: {URL: score}. Each node asks, because each node's ranks will
-    ask later.
+    ask later. parts: {name in messages: prompts}.
 
-    tokenizer: the policy's. parts: {name in messages: prompts}. Raises: UserError if the data lack a column that is to
-    be sent, or if a server cannot be reached or gives no score.
+    Raises: UserError if the data lack a column that is to be sent, or if a server cannot be reached or gives no score.
     """
     settings = args.reward_server()
     if settings is None or distributed.local_rank() != 0:
@@ -213,9 +212,9 @@ def check_server(args: RewardServerFlags, tokenizer, parts: Mapping[str, Prompts
                 f"{', '.join(row)}. Add the column, or name those that are there."
             )
     special_tokens = FORMS[settings.form].special_tokens
-    prompts = next(iter(parts.values()))
-    prompt = tokenizer.decode(prompts[0], skip_special_tokens=not special_tokens)
-    return probe(settings, prompt, prompts.rows[0])
+    first = next(iter(parts.values()))
+    prompt = tokenizer.decode(first[0], skip_special_tokens=not special_tokens)
+    return probe(settings, prompt, first.rows[0])
 
 
 def server_lines(args: RLHFFlags) -> list[str]:
