@@ -250,6 +250,11 @@ def check_sizes(
             f"score_scaling {dialect.score_scaling!r} with 1 response a step: one score has no deviation. "
             "Make 2 or more."
         )
+    if dialect.likelihood_coef and rows_per_rank * ranks < 2:
+        raise UserError(
+            f"likelihood_coef {dialect.likelihood_coef:g} with 1 response a step: the first step's likelihoods would "
+            "have no deviation. Make 2 or more."
+        )
     together = rows_per_rank if dialect.advantages_at == "rollout" else rows_per_rank // mini_batches
     if dialect.advantages_at == "micro_batch" and micro_batch_size is not None and together > micro_batch_size:
         together = together % micro_batch_size or micro_batch_size  # the last micro-batch holds the remainder

@@ -214,6 +214,12 @@ def _score_changes(dialect: Dialect, longest: int) -> list[str]:
     if dialect.overlong_buffer:
         most, buffer = dialect.overlong_penalty, dialect.overlong_buffer
         changes.append(f"less up to {most:g} in the last {buffer:.0%} of {longest} tokens")
+    if dialect.likelihood_coef:
+        apart = f", clipped at {dialect.score_clip:g} too" if dialect.score_clip is not None else ""
+        changes.append(
+            f"plus {dialect.likelihood_coef:g} likelihood under the reference (standard deviations of the first step's "
+            f"log-probs a token, at most {dialect.likelihood_cap:g}{apart})"
+        )
     return [change for change in changes if change]
 
 
