@@ -54,7 +54,7 @@ class Algorithm:
     """A dialect's computations on the responses of one rank.
 
     losses: the losses of the optimizer steps. score_scale: the divisor of scores. likelihood_scale: mean and deviation
-    of the first step's likelihoods. These two are the only state of an Algorithm that changes in a run.
+    of the first responses' likelihoods. These two are the only state of an Algorithm that changes in a run.
 
     Args:
         pad_token_id: the token at positions after a response.

@@ -207,8 +207,8 @@ class Dialect:
     likelihood_coef: float = choice(
         0.0,
         "coefficient of the likelihood, a part that is added to the score: the mean log-prob of the response's tokens "
-        "under the reference, less its mean over the first step's responses, in their standard deviations; 0: no such "
-        "part. It is clipped at score_clip, apart from the score",
+        "under the reference, less its mean over the first responses, in their standard deviations; 0: no such part. "
+        "It is clipped at score_clip, apart from the score",
         least=0,
     )
     likelihood_cap: float = choice(
