@@ -254,7 +254,7 @@ def check_reward_texts(args, paths: Iterable[str], tokenizer, parts: Mapping[str
                     "actor. Give one that was trained with the actor's: its numbers belong to the actor's tokens."
                 )
         if not reads_texts(tokenizer, path, model, trusted, messages):
-            check_positions(config, model, **lengths)
+            check_positions(config, model, args.cut_responses == "closed", **lengths)
             lines += check_vocabularies(tokenizer, path, flag, trusted)
             continue
         limit = reading_limit(config, args.max_reward_seq_len, sum(lengths.values()))

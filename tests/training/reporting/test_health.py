@@ -2,6 +2,7 @@
 and made-up runs, whose one illness is named once, and nothing else."""
 
 import dataclasses
+import math
 import re
 from pathlib import Path
 
@@ -162,6 +163,73 @@ CASES = {
 def test_what_stands_out_is_told(words, severity, curves):
     finding = the_finding(run(**curves))
     assert words in finding.text and finding.severity == severity
+
+
+def halves(first: float, last: float):
+    """One value over the first half of the run, another over the second."""
+    return lambda t: first if t < 0.5 else last
+
+
+# In 40 steps, a curve that goes once from a to b has 39 differences, so a noise of |a - b| / sqrt(2 * 39). Two standard
+# errors of a difference of two means of 4 are 0.16 * |a - b|: the mean of steps 17 to 20 is the last that is as good as
+# ever. KL is 10 * (step - 1) / 39, in the mean of these steps 10 * 17.5 / 39 = 4.487.
+FELL = {
+    "a judge": (
+        "over-optimised since step 20, if reward/judge says how good a response is: from there the score rose from ",
+        "and reward/judge (weight 0) fell from 0.2 to 0.1; training.merge with --choose_by eval/reward_judge goes back",
+        {"reward_judge": halves(0.2, 0.1), "objective_scores_judge": lambda t: 0.0},
+    ),
+    "ends": (
+        "30% of responses ended by themselves at the end, the others hit the limit. With it: over-optimised since step "
+        "20, if a",
+        "the share of responses that end fell from 0.8 to 0.3; training.merge with --max_kl 4.5 goes back. At the "
+        "start 80% did, and the score of a cut response is close to noise. Try --missing_eos_penalty 1 first",
+        {"rollout_eos_rate": halves(0.8, 0.3)},
+    ),
+    "likelihood": (
+        "over-optimised since step 20, if a reward model gives the score: ",
+        "and the reference's log-prob of a token fell from -2 to -2.3; training.merge with --max_kl 4.5 goes back",
+        {"objective_kl_per_token": halves(0.0, 0.3)},
+    ),
+}
+OF_ALL = {"objective_kl": lambda t: 10 * t, "objective_entropy": lambda t: 2.0}
+
+
+@pytest.mark.parametrize("begins, holds, curves", FELL.values(), ids=FELL)
+def test_where_what_the_score_stands_for_began_to_fall(begins, holds, curves):
+    finding = the_finding(run(**OF_ALL, **curves))
+    assert finding.severity == LOOK and finding.text.startswith(begins) and holds in finding.text
+
+
+@pytest.mark.parametrize(
+    "curves",
+    [
+        {"reward_judge": halves(0.2, 0.1), "objective_scores_judge": halves(0.1, 0.05)},  # it has a weight
+        {"reward_judge": halves(0.1, 0.2), "objective_scores_judge": lambda t: 0.0},
+        {"reward_judge": lambda t: 0.1 * math.sin(99 * t), "objective_scores_judge": lambda t: 0.0},  # noise
+        {"objective_kl_per_token": halves(0.0, 0.2)},
+        {"objective_kl_per_token": halves(0.0, 0.3), "objective_kl": lambda t: 2 * t},  # not far enough
+        {"objective_kl_per_token": halves(0.0, 0.3), "objective_reference_moves": lambda t: 9.0},
+        {
+            "objective_kl_per_token": halves(0.0, 0.3),
+            "reward_judge": halves(0, 1),
+            "objective_scores_judge": lambda t: 0,
+        },
+        {"rollout_eos_rate": halves(0.8, 0.45)},
+    ],
+)
+def test_what_does_not_show_over_optimisation(curves):
+    assert the_finding(run(**OF_ALL | curves)).severity == FINE
+
+
+def test_a_judge_that_falls_with_the_score_is_no_over_optimisation():
+    judge = {"reward_judge": halves(0.2, 0.1), "objective_scores_judge": lambda t: 0.0}
+    assert "the score fell" in the_finding(run(**OF_ALL, **judge, objective_scores=lambda t: -t)).text
+
+
+def test_a_penalty_that_is_there_has_to_be_larger():
+    curves = {"rollout_eos_rate": halves(0.8, 0.3), "objective_missing_eos_penalty": halves(-0.2, -0.7)}
+    assert "Try a larger --missing_eos_penalty first" in the_finding(run(**OF_ALL, **curves)).text
 
 
 # As far as a curve may go without being told: just inside each threshold.

@@ -16,9 +16,9 @@ from training.runtime.callbacks import Callback
 from training.runtime.stopping import unwritten_noted
 
 OF_THE_RUN = {
-    *("config", "defaults", "output_dir", "dry_run", "preflight", "sequence_parallel_size", "temperature", "max_kl"),
+    *("config", "defaults", "output_dir", "dry_run", "preflight", "sequence_parallel_size", "max_kl"),
     *("kl_coef", "report_to", "report_project", "enable_tensorboard", "tensorboard_path", "grace_seconds"),
-    *("timeout_minutes", "overlap_rewards", "reward_model_name_or_path"),
+    *("timeout_minutes", "overlap_rewards", "reward_model_name_or_path", "temperature", "cut_responses"),
 }
 """Flags that step 3 and merging have and that mean something else there, or that the command sets by itself."""
 
@@ -34,7 +34,10 @@ class Line(Callback):
         with unwritten_noted("the command of training.merge"):
             rows = read_metrics(run.output_dir / METRICS_FILE)
             command = merge_command(run.args, run.plan.dialect, trained, rows)
-            print(f"models between the SFT model and this one, measured, and the best saved:\n{command}", flush=True)
+            print(
+                f"models between the SFT model and this one, measured, and the best saved (docs/kl.md):\n{command}",
+                flush=True,
+            )
 
 
 def merge_command(args: RLHFFlags, dialect: Any, trained: Path, rows: list[dict]) -> str:
@@ -53,14 +56,14 @@ def merge_command(args: RLHFFlags, dialect: Any, trained: Path, rows: list[dict]
         if spec.name not in OF_THE_RUN and hasattr(args, spec.name) and value != default_of(spec):
             values = value if isinstance(value, list) else [str(value).lower() if isinstance(value, bool) else value]
             words += [f"--{spec.name}", *map(str, values)]
-    words += [] if dialect.temperature == 1.0 else ["--temperature", str(dialect.temperature)]
+    words += ["--temperature", str(dialect.temperature), "--cut_responses", dialect.cut_responses]
     words += ["--zero_stage", "3"] if partitioned else []
     return shown_command([*words, *choice(args, dialect, rows), "--output_dir", str(Path(args.output_dir) / "merged")])
 
 
 def choice(args: RLHFFlags, dialect: Any, rows: list[dict]) -> list[str]:
     """The flags that choose the scale: by a reward that PPO did not see; else within the KL beyond which the run was
-    over-optimised; else by what PPO maximised, if the dialect takes scores as they are."""
+    over-optimised; else by what PPO maximised, if that is the score less KL."""
     judges = [part.name for part in score_parts(args) if part.weight == 0.0]
     since = over_optimised_since(rows)
     if judges:
@@ -68,6 +71,6 @@ def choice(args: RLHFFlags, dialect: Any, rows: list[dict]) -> list[str]:
     if since is not None and since.kl > KL_MOVED:
         return ["--max_kl", f"{since.kl:.2g}"]
     coefficients = column(rows, "objective/kl_coef")
-    if not coefficients or dialect.score_scaling != "none":
+    if not coefficients or dialect.score_scaling != "none" or dialect.likelihood_coef:
         return []
     return ["--choose_by", SCORE, "--kl_coef", f"{coefficients[-1]:.3g}"]
