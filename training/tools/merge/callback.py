@@ -14,6 +14,7 @@ from training.reporting.health import KL_MOVED, column, over_optimised_since
 from training.reporting.run_record import METRICS_FILE, read_metrics
 from training.runtime.callbacks import Callback
 from training.runtime.stopping import unwritten_noted
+from training.tools.merge.flags import MergeFlags
 
 OF_THE_RUN = {
     *("config", "defaults", "output_dir", "dry_run", "preflight", "sequence_parallel_size", "max_kl"),
@@ -42,8 +43,6 @@ class Line(Callback):
 
 def merge_command(args: RLHFFlags, dialect: Any, trained: Path, rows: list[dict]) -> str:
     """The command that measures models on the line from the SFT model through `trained`. rows: the run's metrics."""
-    from training.tools.merge.flags import MergeFlags
-
     ranks = ranks_of_this_machine()
     partitioned = args.stage("actor") == 3 and ranks > 1
     words = ["deepspeed", "--num_gpus", str(ranks), "--module"] if partitioned else ["python", "-m"]
