@@ -28,6 +28,7 @@ from training.config.environment import EnvironmentFlags
 from training.config.flags import REQUIRED, ProgramFlags, RunFlags, flag
 
 LEARNING_RATE = 5e-4  # DeepSpeed-Chat's LoRA learning rate, the same for actor and critic
+SCORE = "eval/score"  # the held-out number by which models are chosen unless a flag names another
 RANKS = ("lora_dim", "actor_lora_dim", "critic_lora_dim")
 """The flags that turn LoRA on. Each step has one or two of them."""
 

@@ -33,7 +33,7 @@ from engine.reward.base import (
 from engine.reward.built_in import BUILT_IN, BuiltInSettings
 from engine.reward.function import FunctionReward, Signature
 from engine.reward.server import ServerReward
-from training.config.models import RewardServerFlags
+from training.config.models import SCORE, RewardServerFlags
 from training.data.examples import Prompts
 from training.reporting.standard_errors import ENDINGS
 
@@ -234,9 +234,6 @@ def _what(name: str, given: str) -> str:
     """The function's description: its name in metrics, and the flag's value if that differs from the name."""
     own = given.rpartition(":")[2]
     return own if name in (own, ALONE) else f"{name} ({given})"
-
-
-SCORE = "eval/score"  # the held-out number by which models are chosen unless a flag names another
 
 
 def check_held_out_number(args: RewardServerFlags, flag: str, functions: Mapping[str, Callable]) -> None:

@@ -10,8 +10,7 @@ from engine.errors import UserError
 from engine.rollout import DECODING, ROLLOUT_BACKENDS, SAMPLERS
 from training.config import other_systems
 from training.config.flags import HubFlags, RestartFlags, RunFlags, flag, refuse_uneven
-from training.config.models import ModelFlags
-from training.config.reward import SCORE
+from training.config.models import SCORE, ModelFlags
 
 COPIES = "rollout_backend=auto|replica|zero3"  # the backends that sample from the actor in the training processes
 

@@ -28,7 +28,7 @@ from engine.reference import EMA
 from engine.reward.base import decoded, text_behind
 from engine.rollout.base import RolloutBackend, SamplingConfig
 from training.checkpoints.conditions import BEFORE, FIRST
-from training.config.reward import SCORE
+from training.config.models import SCORE
 from training.data.examples import Prompts, collate_prompts
 from training.reporting.metrics import Accumulator
 from training.reporting.standard_errors import ENDINGS, Estimate, Units, comparable_scores, paired, with_errors

@@ -25,7 +25,8 @@ from engine import distributed
 from engine.atomic_files import write_whole
 from engine.errors import RunStopped, without_query
 from engine.models.checking import check_policy
-from training.config.reward import SCORE, check_columns, check_held_out_number, load_functions
+from training.config.models import SCORE
+from training.config.reward import check_columns, check_held_out_number, load_functions
 from training.reporting.evaluation import write_rows
 from training.runtime.launch import check_run, leave, run
 from training.runtime.output_folder import check_shared

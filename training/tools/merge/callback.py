@@ -8,7 +8,8 @@ from engine import distributed
 from engine.errors import shown_command
 from engine.options import default_of
 from engine.zero.accelerator import ranks_of_this_machine
-from training.config.reward import SCORE, score_parts
+from training.config.models import SCORE
+from training.config.reward import score_parts
 from training.config.step3 import RLHFFlags
 from training.reporting.health import KL_MOVED, column, over_optimised_since
 from training.reporting.run_record import METRICS_FILE, read_metrics

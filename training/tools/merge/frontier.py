@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 
 from engine.errors import UserError
 from engine.models.weight_files import stored_name
-from training.config.reward import SCORE, build_reward, load_functions
+from training.config.models import SCORE
+from training.config.reward import build_reward, load_functions
 from training.reporting.evaluation import held_out_number
 from training.tools.measuring import HeldOut, Measuring, tell_failures
 from training.tools.merge.flags import MergeFlags
