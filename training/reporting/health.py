@@ -486,7 +486,7 @@ ENDS, LIKELIHOOD = "rollout/eos_rate", "likelihood"
 UNLIKELIER, ENOUGH_KL = 0.25, 3.0
 """UNLIKELIER: nats a token by which the reference's log-prob of the responses falls. In most runs that went well it
 rose, since responses became typical. Where a task with short answers was learned it fell by 0.35, at a KL of 1.
-ENOUGH_KL: nats a response. Below it no reward model was seen to be over-optimised."""
+ENOUGH_KL: nats a response. Below it hardly any reward model was seen to be over-optimised."""
 
 
 @dataclass(frozen=True)
@@ -501,6 +501,11 @@ class TurningPoint:
     best: float
     last: float
     scores: tuple[float, float]
+
+    @property
+    def bound(self) -> str:
+        """The flag with which training.merge goes back to the KL of that step, or to ENOUGH_KL if that was smaller."""
+        return f"--max_kl {max(self.kl, ENOUGH_KL):.2g}"
 
 
 def turning_point(rows: Sequence[Mapping], name: str) -> TurningPoint | None:
@@ -549,7 +554,7 @@ def over_optimised(rows: Sequence[Mapping]) -> Finding | None:
     back = f"--choose_by eval/{since.name.replace('/', '_')}"
     if since.name in (ENDS, LIKELIHOOD):
         what = "the share of responses that end" if since.name == ENDS else "the reference's log-prob of a token"
-        provided, back = "if a reward model gives the score", f"--max_kl {since.kl:.2g}"
+        provided, back = "if a reward model gives the score", since.bound
     return Finding(
         LOOK,
         f"over-optimised since step {since.step}, {provided}: from there the score rose from {since.scores[0]:.3g} to "

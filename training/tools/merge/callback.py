@@ -11,7 +11,7 @@ from engine.zero.accelerator import ranks_of_this_machine
 from training.config.models import SCORE
 from training.config.reward import score_parts
 from training.config.step3 import RLHFFlags
-from training.reporting.health import KL_MOVED, column, over_optimised_since
+from training.reporting.health import column, over_optimised_since
 from training.reporting.run_record import METRICS_FILE, read_metrics
 from training.runtime.callbacks import Callback
 from training.runtime.stopping import unwritten_noted
@@ -68,8 +68,8 @@ def choice(args: RLHFFlags, dialect: Any, rows: list[dict]) -> list[str]:
     since = over_optimised_since(rows)
     if judges:
         return ["--choose_by", f"eval/reward_{judges[0]}"]
-    if since is not None and since.kl > KL_MOVED:
-        return ["--max_kl", f"{since.kl:.2g}"]
+    if since is not None:
+        return since.bound.split()
     coefficients = column(rows, "objective/kl_coef")
     if not coefficients or dialect.score_scaling != "none" or dialect.likelihood_coef:
         return []
