@@ -60,10 +60,10 @@ def main(args: RLHFFlags, callbacks: Sequence[Callback] = ()) -> None:
     with phase("reading data"):
         inputs = checked(lambda: fingerprints(args))
         plan = agreed(lambda: make_plan(args, checkpoint, inputs))
+    parts = by_part(plan.prompts, plan.held_out)
     if args.reward_url:
         with phase("asking the reward server"):
-            agreed(lambda: check_server(args, plan))
-    parts = by_part(plan.prompts, plan.held_out)
+            agreed(lambda: check_server(args, plan.tokenizer, parts))
     texts = args.reward_paths and checked(lambda: check_reward_texts(args, args.reward_paths, plan.tokenizer, parts))
     if distributed.is_main():
         print(first_lines(args, plan), *texts, sep="\n", flush=True)

@@ -282,8 +282,8 @@ def check_format(pattern: str | None) -> None:
 
 
 @dataclass(kw_only=True)
-class RewardServerFlags(EnvironmentFlags, RewardFunctionFlags):
-    """The flags of reward servers, which give scores instead of the reward model or in addition to it."""
+class ServerFlags(RunFlags):
+    """The flags of reward servers. Step 3 and measuring programs share them."""
 
     reward_url: list[str] = flag(
         [],
@@ -332,12 +332,6 @@ class RewardServerFlags(EnvironmentFlags, RewardFunctionFlags):
                 f"{said}: {len(columns)} columns, and the form {self.reward_url_form} has room for {most}. Name {most}."
             )
 
-    @property
-    def other_rewards(self) -> list[str]:
-        """The values of --reward_function, then the first URL of --reward_url, then the environment: one item for each
-        part of the score besides the reward model. All servers together are one part."""
-        return [*self.reward_function, *self.reward_url[:1], *filter(None, [self.environment])]
-
     def reward_server(self) -> ServerSettings | None:
         """The settings of the reward servers; None if the run has no reward server."""
         if not self.reward_url:
@@ -350,6 +344,17 @@ class RewardServerFlags(EnvironmentFlags, RewardFunctionFlags):
             timeout=self.reward_url_timeout,
             patience=self.reward_url_patience,
         )
+
+
+@dataclass(kw_only=True)
+class RewardServerFlags(ServerFlags, EnvironmentFlags, RewardFunctionFlags):
+    """The flags of all that scores in step 3 besides reward models."""
+
+    @property
+    def other_rewards(self) -> list[str]:
+        """The values of --reward_function, then the first URL of --reward_url, then the environment: one item for each
+        part of the score besides the reward model. All servers together are one part."""
+        return [*self.reward_function, *self.reward_url[:1], *filter(None, [self.environment])]
 
 
 def check_reward_url(url: str) -> None:

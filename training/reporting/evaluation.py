@@ -46,13 +46,15 @@ class Answers:
 
     rows: a dict for each response: a row of `sample_rows`, with the parts of the score. They are sorted by prompt, and
         within a prompt by sample.
-    ended: for each response, whether it ended by itself. score_parts: names of the columns of `rows` whose sum is the
+    ended: for each response, whether it ended by itself. likelihood: for each response, the mean log-prob of its drawn
+        tokens under the reference, in nats. score_parts: names of the columns of `rows` whose sum is the
         score, if the score has several parts. rewards: names of the columns with the unweighted scores of each source,
         if there are several sources.
     """
 
     rows: list[dict]
     ended: list[bool]
+    likelihood: list[float]
     score_parts: list[str]
     rewards: list[str]
 
@@ -154,17 +156,18 @@ class Evaluator:
         rollout = experience.rollout  # here responses end where the dialect ends them; the sampler may have gone on
         rewards = {f"reward_{name}": reward for name, reward in experience.rewards.items()}
         parts = {name: part.tolist() for name, part in (experience.score_parts | rewards).items()}
+        likelihood = mean_logprobs(experience.ref_logprobs, rollout.actions).tolist()
         if self.experience_maker.algorithm.dialect.likelihood_coef:
-            parts["likelihood"] = mean_logprobs(experience.ref_logprobs, rollout.actions).tolist()
+            parts["likelihood"] = likelihood
         own = {}
         for place, row in enumerate(sample_rows(rollout, experience.scores, experience.kl.sum(-1), self.tokenizer)):
             key = answered.indices[place].item(), answered.samples[place].item()
             row |= {name: part[place] for name, part in parts.items()}
-            own[key] = row, rollout.ended[place].item()
+            own[key] = row, rollout.ended[place].item(), likelihood[place]
         found = {key: each for rank in distributed.all_gather_objects(own) for key, each in rank.items()}
-        rows, ended = map(list, zip(*(found[key] for key in sorted(found)), strict=True))
+        rows, ended, likelihood = map(list, zip(*(found[key] for key in sorted(found)), strict=True))
         _stop_if_not_finite(rows, step)
-        return Answers(rows, ended, list(experience.score_parts), list(rewards))
+        return Answers(rows, ended, likelihood, list(experience.score_parts), list(rewards))
 
     def _shifted(self, rollout: Rollout) -> Rollout:
         """The rollout, with prompt indices that point into a reward function's `rows`. The indices are changed only

@@ -19,6 +19,7 @@ from engine.zero.accelerator import on_gpu
 from engine.zero.extensions import refuse_missing
 from training.checkpoints.conditions import Conditions
 from training.checkpoints.resuming import AUTO, Checkpoint
+from training.config.models import ServerFlags
 from training.config.reward import check_columns, load_functions
 from training.config.step3 import RLHFFlags
 from training.data.examples import Prompts, TextBlocks, prompt_fit
@@ -192,16 +193,16 @@ def read_texts(args: RLHFFlags, tokenizer) -> tuple[TextBlocks | None, list[str]
     return blocks, [rows.fingerprint]
 
 
-def check_server(args: RLHFFlags, plan: Plan) -> dict[str, float]:
+def check_server(args: ServerFlags, tokenizer, parts: Mapping[str, Prompts]) -> dict[str, float]:
     """Ask each reward server for the score of one text: {URL: score}. Each node asks, because each node's ranks will
-    ask later.
+    ask later. parts: {name in messages: prompts}.
 
     Raises: UserError if the data lack a column that is to be sent, or if a server cannot be reached or gives no score.
     """
     settings = args.reward_server()
     if settings is None or distributed.local_rank() != 0:
         return {}
-    for where, part in by_part(plan.prompts, plan.held_out).items():
+    for where, part in parts.items():
         part.refuse_unread(settings.columns, f"--reward_url_columns {' '.join(settings.columns)} asks {where} for")
         row = part.rows[0]
         missing = [name for name in settings.columns if row.get(name) is None]
@@ -211,8 +212,9 @@ def check_server(args: RLHFFlags, plan: Plan) -> dict[str, float]:
                 f"{', '.join(row)}. Add the column, or name those that are there."
             )
     special_tokens = FORMS[settings.form].special_tokens
-    prompt = plan.tokenizer.decode(plan.prompts[0], skip_special_tokens=not special_tokens)
-    return probe(settings, prompt, plan.prompts.rows[0])
+    first = next(iter(parts.values()))
+    prompt = tokenizer.decode(first[0], skip_special_tokens=not special_tokens)
+    return probe(settings, prompt, first.rows[0])
 
 
 def server_lines(args: RLHFFlags) -> list[str]:
@@ -252,7 +254,7 @@ def check_reward_texts(args, paths: Iterable[str], tokenizer, parts: Mapping[str
                     "actor. Give one that was trained with the actor's: its numbers belong to the actor's tokens."
                 )
         if not reads_texts(tokenizer, path, model, trusted, messages):
-            check_positions(config, model, **lengths)
+            check_positions(config, model, args.cut_responses == "closed", **lengths)
             lines += check_vocabularies(tokenizer, path, flag, trusted)
             continue
         limit = reading_limit(config, args.max_reward_seq_len, sum(lengths.values()))

@@ -338,7 +338,7 @@ def report_dry_run(args: RLHFFlags, checkpoint: Checkpoint | None, callbacks: Se
         checked += [*plan_lines(args, plan), *texts, *changes_since(plan)]
         checked += [
             f"{without_query(url)} gives one text the score {score:g}"
-            for url, score in check_server(args, plan).items()
+            for url, score in check_server(args, plan.tokenizer, parts).items()
         ]
     print_report(args, plan, callbacks, checked, unseen, args.ds_configs)
 

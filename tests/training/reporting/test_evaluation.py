@@ -126,7 +126,7 @@ def test_what_an_environment_says_is_not_the_policys_variety(monkeypatch):
         tokenizer=None,
         first=["call one"] * 2,
     )
-    monkeypatch.setattr(Evaluator, "answers", lambda self, step: Answers(rows, [True] * 2, [], []))
+    monkeypatch.setattr(Evaluator, "answers", lambda self, step: Answers(rows, [True] * 2, [0.0] * 2, [], []))
     metrics, _ = evaluator.run(1)
     # of "call one answer" and "call one zork": call-one, one-answer, one-zork; zork alone is new, as an environment
     # said "answer"
