@@ -185,6 +185,7 @@ def build_trainer(args: RLHFFlags, plan: Plan, models: RLHFEngine, rollouts: Rol
         prompts,
         models.tokenizer,
         stops=plan.sampling.stop_token_ids,
+        cut_responses=plan.dialect.cut_responses,
         longest=args.max_prompt_seq_len + args.max_answer_seq_len,
         rows_at_once=args.per_device_training_batch_size,
         trust_remote_code=args.trust_remote_code,

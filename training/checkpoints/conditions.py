@@ -1,7 +1,7 @@
 """The content of a checkpoint's trainer_state.json: the training state, and the conditions of the run that wrote it.
 
-steps_done, optimizer_steps, samples, prompt_batches, kl, score_scale, reward    the training state
-                    (PPOTrainer.state_dict); steps_done is negative while the critic is pretrained
+steps_done, optimizer_steps, samples, prompt_batches, kl, score_scale, likelihood_scale, reward    the training
+                    state (PPOTrainer.state_dict); steps_done is negative while the critic is pretrained
 held_out_..., metrics_without_evaluation    the keys BEFORE, FIRST and UNLOGGED below; each only if it is needed
 models              step counts and loss scales of each model (TrainedModel.scalars)
 ema                 whether the checkpoint has a moving average

@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 
 from engine import distributed
+from engine.algo.rewards import mean_logprobs
 from engine.atomic_files import write_whole
 from engine.errors import RunStopped
 from engine.experience import Rollout
@@ -107,6 +108,8 @@ class Evaluator:
         columns = {"score": "score", "kl": "kl", "response_length": "tokens"}
         columns |= {name: name for name in parts}
         units = {name: [float(row[column]) for row in rows] for name, column in columns.items()}
+        if "likelihood" in rows[0]:
+            units["likelihood"] = [row["likelihood"] for row in rows]
         texts = [text_by(POLICY, row) for row in rows]
         if step == 0:
             self.first = texts
@@ -153,9 +156,9 @@ class Evaluator:
         rollout = experience.rollout  # here responses end where the dialect ends them; the sampler may have gone on
         rewards = {f"reward_{name}": reward for name, reward in experience.rewards.items()}
         parts = {name: part.tolist() for name, part in (experience.score_parts | rewards).items()}
-        likelihood = (
-            (experience.ref_logprobs * rollout.actions).sum(-1) / rollout.actions.sum(-1).clamp(min=1)
-        ).tolist()
+        likelihood = mean_logprobs(experience.ref_logprobs, rollout.actions).tolist()
+        if self.experience_maker.algorithm.dialect.likelihood_coef:
+            parts["likelihood"] = likelihood
         own = {}
         for place, row in enumerate(sample_rows(rollout, experience.scores, experience.kl.sum(-1), self.tokenizer)):
             key = answered.indices[place].item(), answered.samples[place].item()

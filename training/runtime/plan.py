@@ -338,7 +338,15 @@ def check_models(args: RLHFFlags, dialect: Dialect) -> None:
     tokenizer = check_roles(args.spec, named_by(args), args.looks_at)
     if tokenizer is not None:
         generation_stops(args.actor_model_name_or_path, tokenizer, args.trust_remote_code)
-    lengths = prompt_and_answer(args)
+    lengths, closes = prompt_and_answer(args), dialect.cut_responses == "closed"
+    closed = [path for path in args.reward_paths if closes and path not in args.text_reward_paths]
+    if closes and not closed and "cut_responses" in args.resolved.changed:
+        raise UserError("cut_responses closed: no reward model reads the policy's token ids. Leave it out.")
+    if closed and dialect.score_before_pad and tokenizer and tokenizer.pad_token_id == tokenizer.eos_token_id:
+        raise UserError(
+            f"cut_responses closed: EOS is the pad token, and the dialect {dialect.name} scores what stands before it. "
+            "Give --set pad_token=tokenizer with a tokenizer whose pad token is another one, or leave it open."
+        )
     for name, path in args.models:
         if not args.looks_at(path):
             continue
@@ -347,7 +355,8 @@ def check_models(args: RLHFFlags, dialect: Dialect) -> None:
         if path in args.text_reward_paths and path != args.critic_path:
             limit = args.max_reward_seq_len
             given = {} if limit is None else {"max_reward_seq_len": limit}
-        check_positions(read_config(path, f"--{name}", args.trust_remote_code), f"--{name} {path}", **given)
+        config = read_config(path, f"--{name}", args.trust_remote_code)
+        check_positions(config, f"--{name} {path}", path in closed, **given)
     if args.max_reward_seq_len is not None and tokenizer is not None and not args.text_reward_paths:
         raise UserError(
             f"{args.word('max_reward_seq_len')}: every reward model reads the actor's token ids, so "

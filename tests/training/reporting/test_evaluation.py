@@ -8,6 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from engine.algorithms import Algorithm, Dialect
+from engine.experience import Experience
 from engine.rollout.base import RolloutBackend, SamplingConfig
 from scripts.harness.models import EOS, PAD, make_tokenizer
 from tests.engine.fake_models import conversation_of, rollout_of
@@ -134,3 +136,36 @@ def test_what_an_environment_says_is_not_the_policys_variety(monkeypatch):
         row["turns"] = [one, two | {"text": row["response"]}]
     metrics, _ = evaluator.run(1)
     assert metrics["eval/distinct_responses"] == metrics["eval/distinct_bigrams"] == 1
+
+
+def test_the_likelihood_is_measured_beside_the_score_and_not_in_it():
+    rollout = rollout_of([[5], [6]], [[7, 8, EOS], [EOS]], PAD)
+    zeros = torch.zeros(2, 3)
+    experience = Experience(
+        rollout=rollout,
+        logprobs=zeros,
+        entropy=zeros,
+        ref_logprobs=torch.tensor([[-1.0, -2.0, -6.0], [-4.0, -9.0, -9.0]]),
+        values=None,
+        scores=torch.tensor([0.5, 1.5]),
+        prompt_kl=torch.zeros(2),
+    )
+
+    class Drawn(RolloutBackend):
+        def generate(self, prompts, sampling):
+            return rollout
+
+    found = {}
+    for coef in (0.0, 0.5):
+        algorithm = Algorithm(Dialect(likelihood_coef=coef), pad_token_id=PAD)
+        evaluator = Evaluator(
+            [torch.tensor([5]), torch.tensor([6])],
+            rollouts=Drawn(),
+            experience_maker=SimpleNamespace(make_experience=lambda rollout: experience, algorithm=algorithm),
+            sampling=SamplingConfig(max_new_tokens=3, stop_token_ids=(EOS,), pad_token_id=PAD),
+            tokenizer=make_tokenizer(),
+        )
+        found[coef], rows = evaluator.run(0)
+    assert found[0.5]["eval/score"] == found[0.0]["eval/score"] == 1.0
+    assert found[0.5]["eval/likelihood"] == -3.5 and [row["likelihood"] for row in rows] == [-3.0, -4.0]
+    assert not [name for name in found[0.0] if "likelihood" in name]
