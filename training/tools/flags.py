@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
+from engine.algorithms import Dialect
 from engine.engine_spec import EngineSpec
 from engine.errors import UserError
 from engine.zero.config import EngineConfig
@@ -33,6 +34,12 @@ class MeasuringFlags(EnvironmentFlags, DataFlags):
         None,
         "the text that ends a step, for process reward models, as in step 3",
         only_with="reward_model_name_or_path",
+    )
+    cut_responses: str = flag(
+        Dialect().cut_responses,
+        "what reward models that read the policy's token ids get of a response without an end, as in step 3: the "
+        "response as it is (open), or with an end (closed)",
+        choices=("open", "closed"),
     )
     stop: list[str] = flag([], "strings that end a response, in addition to end tokens")
     temperature: float = flag(1.0, "sampling temperature", above=0)

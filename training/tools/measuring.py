@@ -168,7 +168,7 @@ class Measuring:
             held_out.parts,
             tokenizer,
             stops={stop for path in policies for stop in generation_stops(path, tokenizer, trusted)},
-            cut_responses=DIALECT.cut_responses,
+            cut_responses=args.cut_responses,
             longest=args.max_prompt_seq_len + args.max_answer_seq_len,
             rows_at_once=args.per_device_eval_batch_size,
             trust_remote_code=trusted,
