@@ -83,7 +83,10 @@ def main(args: RLHFFlags, callbacks: Sequence[Callback] = ()) -> None:
     evaluator = build_evaluator(plan, trainer)
 
     # 3. The steps.
-    evaluations = PromptEvaluations(evaluator, models.ema, Path(args.output_dir), plan.last_step, args.eval_steps)
+    best = args.keep_best_by, args.keep_best_max_kl
+    evaluations = PromptEvaluations(
+        evaluator, models.ema, Path(args.output_dir), plan.last_step, args.eval_steps, *best
+    )
     view = PPO_VIEW if models.ema is None else averaged_view(PPO_VIEW)
     run = Run(args, plan, trainer, evaluations, view, callbacks)
     train(args, plan, trainer, run)

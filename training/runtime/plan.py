@@ -20,7 +20,7 @@ from engine.zero.extensions import refuse_missing
 from training.checkpoints.conditions import Conditions
 from training.checkpoints.resuming import AUTO, Checkpoint
 from training.config.models import ServerFlags
-from training.config.reward import check_columns, load_functions
+from training.config.reward import check_columns, check_held_out_number, load_functions
 from training.config.step3 import RLHFFlags
 from training.data.examples import Prompts, TextBlocks, prompt_fit
 from training.data.record_forms import TEXTS
@@ -272,7 +272,7 @@ def check_files(args: RLHFFlags, checkpoint: Checkpoint | None) -> None:
     check_run(args, resumed=checkpoint is not None and checkpoint.in_output_dir)
     check_engines(args)
     check_rollouts(args)
-    load_functions(args)
+    check_held_out_number(args, "keep_best_by", load_functions(args))
     load_environment(args, args.text_reward_paths)
     check_dialect(args, dialect)
     check_models(args, dialect)

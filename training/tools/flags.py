@@ -35,12 +35,11 @@ class MeasuringFlags(EnvironmentFlags, DataFlags):
         "the text that ends a step, for process reward models, as in step 3",
         only_with="reward_model_name_or_path",
     )
-    cut_responses: str | None = flag(
-        None,
-        "what reward models that read the policy's token ids get of cut responses, as in step 3; by default as the "
-        "dialect default",
-        choices=Dialect.choices("cut_responses"),
-        only_with="reward_model_name_or_path",
+    cut_responses: str = flag(
+        Dialect().cut_responses,
+        "what reward models that read the policy's token ids get of a response without an end, as in step 3: the "
+        "response as it is (open), or with an end (closed)",
+        choices=("open", "closed"),
     )
     stop: list[str] = flag([], "strings that end a response, in addition to end tokens")
     temperature: float = flag(1.0, "sampling temperature", above=0)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from engine.algorithms import Algorithm, Dialect
+from engine.errors import RunStopped
 from engine.experience import Experience
 from engine.rollout.base import RolloutBackend, SamplingConfig
 from scripts.harness.models import EOS, PAD, make_tokenizer
@@ -84,6 +85,28 @@ def test_the_averages_curve_starts_where_the_actors_does(average, tmp_path):
     assert evaluations.evaluate(0) == expected
     assert [path.name for path in (tmp_path / "samples").iterdir()] == ["before.jsonl"]
     assert [step for step in range(-1, 6) if evaluations.due(step)] == [0, 4]
+
+
+@pytest.mark.parametrize(
+    "by, kept",
+    [
+        ("eval/score", {0: 0.0, 2: 2.0}),
+        ("eval/reward_judge", {0: 0.5, 2: 0.75}),
+        ("eval/ema_score", {0: 0.0, 2: 1.0, 4: 3.0}),  # the average's own KL counts
+    ],
+)
+def test_checkpoints_are_compared_by_any_number_within_a_kl(by, kept, tmp_path):
+    evaluations = PromptEvaluations(None, None, tmp_path, 4, 2, by, best_max_kl=6.0)
+    names = ("step", "eval/score", "eval/kl", "eval/reward_judge", "eval/ema_score", "eval/ema_kl")
+    numbers = (0, 0.0, 0.0, 0.5, 0.0, 0.0), (2, 2.0, 6.0, 0.75, 1.0, 3.0), (4, 4.0, 6.1, 0.9, 3.0, 5.0)
+    assert evaluations.scores([dict(zip(names, row, strict=True)) for row in numbers]) == kept
+
+
+def test_a_number_that_no_evaluation_has_ends_the_run_before_its_first_step(tmp_path):
+    evaluator = SimpleNamespace(run=lambda step: ({"eval/score": 1.5, "eval/score_se": 0.25, "eval/kl": 0.0}, []))
+    evaluations = PromptEvaluations(evaluator, None, tmp_path, 4, 0, "eval/facts")
+    with pytest.raises(RunStopped, match=r"no held-out number eval/facts. The evaluation has eval/score, eval/kl\."):
+        evaluations.evaluate(0)
 
 
 def test_turns_are_told_apart_by_who_drew_their_tokens():

@@ -57,6 +57,7 @@ FAMILIES = {
 READERS = {
     *("reporting/summary.py", "reporting/standard_errors.py", "reporting/guards.py", "reporting/health.py"),
     *("tools/cards.py", "tools/measuring.py", "tools/merge/frontier.py", "tools/report/page.py"),
+    *("config/reward.py", "tools/merge/callback.py"),
 }
 NO_METRICS = {"objective/scores_histogram", "rollout/length_histogram"}  # TensorBoard's alone
 
