@@ -1,16 +1,16 @@
-"""Does the audit know beforehand which reward model PPO can use? Eight reward models of known worth on the reviews.
+"""Does the audit know beforehand which reward model PPO can use? Eight reward models of known worth.
 
-    REVIEWS_MODEL=... REVIEWS_DATA=... nice -n 19 python scripts/trial_audit.py OUTPUT_DIR --judge judge.py:judge
+    nice -n 19 python scripts/trial_audit.py OUTPUT_DIR --sft out/sft --pairs pairs.jsonl --prompts prompts.jsonl \
+        --judge judge.py:judge --lengths 32 48
 
-Reward models learn from 200 to 2,000 pairs, of which 0 to 30 % have their labels swapped. The audit reads them without
-the judge; PPO runs by each of them, and the judge, a function as --reward_function takes it, reads the responses of
-each evaluation. Printed are the audit's measures beside the judge's peak in PPO, and their rank correlation. What is
-done is not done again: call it again to go on. The variables are those of scripts/trial_reviews.sh.
+The reward models start from the SFT model and learn from 200 to 2,000 pairs, of which 0 to 30 % have their labels
+swapped. The audit reads them without the judge. Then PPO runs by each of them, and the judge, a function as
+--reward_function takes it, reads the responses of each evaluation. After each run the audit's measures are printed
+beside the judge's peak in PPO, with their rank correlation. What is done is not done again: call it again to go on.
 """
 
 import argparse
 import json
-import os
 import random
 import shutil
 import sys
@@ -23,17 +23,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # where the packag
 import numpy as np
 
 from scripts.comparison.runs import run_program, write_json
-from scripts.comparison.tasks import REVIEWS
 from training.config.reward import load_function
 from training.reporting.best_of import chances
 from training.reporting.run_record import METRICS_FILE, read_metrics
 
-LEARNED = 2000  # pairs that SFT and reward models learn from; a judge may learn from the others
 MODELS = ((2000, 0.0), (200, 0.3), (600, 0.0), (1000, 0.3), (2000, 0.3), (200, 0.0), (1000, 0.15), (400, 0.15))
 """Pairs that a reward model learns from, and the share of them with swapped labels."""
-TESTED = 400  # of the other pairs, by which the pair accuracy is measured
+TESTED = 400  # further pairs, by which the pair accuracy is measured
 EXAMPLES = 2000  # so many pairs, seen once or again and again, are learned from in each step 2
-LENGTHS = ("--max_prompt_seq_len", "32", "--max_answer_seq_len", "48")
 
 
 def name_of(pairs: int, noise: float) -> str:
@@ -57,49 +54,20 @@ def run(out: Path, program: str, *words: object) -> None:
     write_json(done, {"seconds": ended.seconds, "cpu_seconds": ended.cpu_seconds})
 
 
-def write_data(source: Path, folder: Path) -> None:
-    """Write the texts of SFT, the pairs of each reward model, and those by which all are tested. Larger sets contain
-    the smaller ones."""
-    rows = [json.loads(line) for line in (source / "pairs.jsonl").read_text(encoding="utf-8").splitlines()]
-    learned, others = rows[:LEARNED], rows[LEARNED:]
-    texts = [{"text": row["prompt"] + row[kind]} for row in learned for kind in ("chosen", "rejected")]
-    random.Random(0).shuffle(texts)
-    sets = {"sft": texts, "tested": others[:TESTED]}
+def write_pairs(source: Path, folder: Path) -> None:
+    """Write the pairs of each reward model, and those by which all are tested. Larger sets contain the smaller ones."""
+    rows = [json.loads(line) for line in source.read_text(encoding="utf-8").splitlines()]
+    sets = {"tested": rows[-TESTED:]}
     for count, noise in MODELS:
         swaps = random.Random(count)
         sets[name_of(count, noise)] = [
             row | {"chosen": row["rejected"], "rejected": row["chosen"]} if swaps.random() < noise else row
-            for row in learned[:count]
+            for row in rows[:count]
         ]
     folder.mkdir(parents=True)
     for name, part in sets.items():
         text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in part)
         (folder / f"{name}.jsonl").write_text(text, encoding="utf-8")
-
-
-def make_models(home: Path, data: Path, prompts: Path) -> dict[str, Path]:
-    """Run step 1, and step 2 for each of MODELS; returns the folders of the reward models."""
-    run(
-        home / "sft",
-        "training.step1_sft",
-        *("--model_name_or_path", os.environ["REVIEWS_MODEL"], "--data_path", data / "sft.jsonl", "--seed", 1),
-        *("--max_seq_len", 128, "--per_device_train_batch_size", 32, "--num_train_epochs", 4, "--learning_rate", 3e-3),
-        *("--lr_scheduler_type", "cosine", "--num_warmup_steps", 50, "--per_device_eval_batch_size", 50),
-    )
-    found = {}
-    for count, noise in MODELS:
-        name = name_of(count, noise)
-        found[name] = home / "rewards" / name
-        run(
-            found[name],
-            "training.step2_reward",
-            *("--model_name_or_path", home / "sft", "--data_path", data / f"{name}.jsonl"),
-            *("--eval_data_path", data / "tested.jsonl", "--max_seq_len", 160, *LENGTHS, "--seed", 1),
-            *("--pairwise_loss", "from_difference", "--learning_rate", 1e-3, "--num_warmup_steps", 20),
-            *("--num_train_epochs", round(EXAMPLES / count), "--per_device_eval_batch_size", 50),
-            *("--normalization_data_path", prompts),
-        )
-    return found
 
 
 def peak(out: Path, judge: Callable, before: bool = False) -> float:
@@ -121,32 +89,43 @@ def main() -> None:
     """Make what is missing, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("output", type=Path)
+    for name in ("--sft", "--pairs", "--prompts"):
+        parser.add_argument(name, type=Path, required=True)
     parser.add_argument("--judge", required=True, help="file.py:function, which PPO and reward models know nothing of")
-    parser.add_argument("--steps", type=int, default=24)
-    parser.add_argument("--rate", type=float, default=4e-4)
-    parser.add_argument("--responses", type=int, default=64)
+    parser.add_argument("--lengths", type=int, nargs=2, required=True, help="longest prompt and response, in tokens")
+    parser.add_argument("--steps", type=int, default=24, help="of PPO")
+    parser.add_argument("--rate", type=float, default=4e-4, help="learning rate of PPO")
+    parser.add_argument("--reward_rate", type=float, default=1e-3, help="learning rate of step 2")
     options = parser.parse_args()
-    if why := REVIEWS.why_not():
-        sys.exit(why)
-    home, data = options.output.resolve(), Path(os.environ["REVIEWS_DATA"]).resolve()
-    judge = load_function(options.judge)
-    if not (home / "data").is_dir():
-        write_data(data, home / "data")
-    rewards = make_models(home, home / "data", data / "prompts.jsonl")
-    prompts = ("--data_path", data / "prompts.jsonl", *LENGTHS, "--seed", 1)
+    home, sft, judge = options.output.resolve(), options.sft.resolve(), load_function(options.judge)
+    if not (home / "pairs").is_dir():
+        write_pairs(options.pairs, home / "pairs")
+    prompt, response = options.lengths
+    lengths = ("--max_prompt_seq_len", prompt, "--max_answer_seq_len", response)
+    prompts = ("--data_path", options.prompts.resolve(), *lengths, "--seed", 1)
+    rewards = {name_of(*each): home / "rewards" / name_of(*each) for each in MODELS}
+    for (count, _), (name, path) in zip(MODELS, rewards.items(), strict=True):
+        run(
+            path,
+            "training.step2_reward",
+            *("--model_name_or_path", sft, "--data_path", home / "pairs" / f"{name}.jsonl", *lengths, "--seed", 1),
+            *("--eval_data_path", home / "pairs" / "tested.jsonl", "--max_seq_len", 2 * (prompt + response)),
+            *("--pairwise_loss", "from_difference", "--num_train_epochs", round(EXAMPLES / count)),
+            *("--learning_rate", options.reward_rate, "--num_warmup_steps", 20, "--per_device_eval_batch_size", 50),
+            *("--normalization_data_path", options.prompts.resolve()),
+        )
     run(
         home / "audit",
         "training.audit",
-        *("--sft_model_name_or_path", home / "sft", *prompts, "--num_eval_prompts", 64),
-        *("--reward_model_name_or_path", *rewards.values()),
+        *("--sft_model_name_or_path", sft, *prompts, "--reward_model_name_or_path", *rewards.values()),
     )
     for name, path in rewards.items():
         run(
             home / "ppo" / name,
             "training.step3_rlhf",
-            *("--actor_model_name_or_path", home / "sft", "--critic_model_name_or_path", path, *prompts),
+            *("--actor_model_name_or_path", sft, "--critic_model_name_or_path", path, *prompts),
             *("--actor_learning_rate", options.rate, "--critic_learning_rate", options.rate),
-            *("--per_device_generation_batch_size", options.responses, "--per_device_training_batch_size", 32),
+            *("--per_device_generation_batch_size", 64, "--per_device_training_batch_size", 32),
             *("--max_steps", options.steps, "--eval_steps", 4, "--num_eval_prompts", 128),
         )
         show(home, judge)

@@ -10,6 +10,7 @@ like is an expectation over all subsets of k of a prompt's n responses, computed
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import comb
 
 import numpy as np
@@ -85,7 +86,7 @@ def measures_of(
     return {name: np.asarray(values, dtype=np.float64) for name, values in found.items()}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class BestOf:
     """scores: {reward: (P, n) scores}. measures: as from `measures_of`. judge: the name of a score by which no policy
     is trained, or None."""
@@ -107,27 +108,33 @@ class BestOf:
     @property
     def sizes(self) -> list[int]:
         """1, 2, 4 and so on, and n."""
-        return [*(size for size in (2**power for power in range(self.n)) if size < self.n), self.n]
+        return [*(2**power for power in range(self.n.bit_length()) if 2**power < self.n), self.n]
 
-    @property
+    @cached_property
     def rewards(self) -> list[str]:
         """The names of the scores without the judge, the safest to optimise first."""
         return sorted((name for name in self.scores if name != self.judge), key=lambda name: -self.safety(name).value)
 
-    @property
+    @cached_property
+    def weights(self) -> dict[tuple[str, int], np.ndarray]:
+        """{(reward, k): the `chances` of the best of k by this reward}."""
+        sizes = {*self.sizes, self.k}
+        return {(name, k): chances(scores, k) for name, scores in self.scores.items() for k in sizes}
+
+    @cached_property
     def columns(self) -> dict[str, np.ndarray]:
         """{name of a score or measure: (P, n)}."""
         return {**self.scores, **self.measures}
 
     def best(self, reward: str, name: str, k: int) -> Estimate:
         """The mean of a score or a measure over the best of k by a reward, with its error over prompts."""
-        return Estimate.of((chances(self.scores[reward], k) * self.columns[name]).sum(1))
+        return Estimate.of((self.weights[reward, k] * self.columns[name]).sum(1))
 
     def change(self, reward: str, name: str) -> np.ndarray:
         """How the best of `self.k` by a reward differ from all responses in a score or a measure, in standard
         deviations of a response: (P,)."""
         column = self.columns[name]
-        moved = (chances(self.scores[reward], self.k) * column).sum(1) - column.mean(1)
+        moved = (self.weights[reward, self.k] * column).sum(1) - column.mean(1)
         return moved / (column.std() or 1.0)
 
     def safety(self, reward: str) -> Estimate:

@@ -128,12 +128,16 @@ def functions_of(args: RewardsFlags) -> dict[str, Callable]:
 
 
 def reward_names(args: RewardsFlags) -> list[str]:
-    """A name for each reward: the name of its model's folder, or of its function; "server" for the reward servers,
-    "environment" for the environment's. If two rewards would have the same name, a number is added."""
+    """A name for each reward: the name of its model's folder, with the folder that it is in if several models have the
+    same, or of its function; "server" for the reward servers, "environment" for the environment's. If two rewards would
+    have the same name, a number is added."""
     found: list[str] = []
+    folders = [Path(path) for path in args.reward_model_name_or_path]
+    short = [folder.name for folder in folders]
+    models = ["/".join(folder.parts[-2:]) if short.count(folder.name) > 1 else folder.name for folder in folders]
     functions = [re.sub(r"\W", "_", given.rpartition(":")[2]) for given in args.functions]
     others = [*functions, *([SERVER] if args.reward_url else []), *([ENVIRONMENT] if args.environment else [])]
-    for name in [*(Path(path).name for path in args.reward_model_name_or_path), *others]:
+    for name in [*models, *others]:
         same = sum(other == name or other.startswith(f"{name} (") for other in found)
         found.append(f"{name} ({same + 1})" if same else name)
     return found

@@ -26,7 +26,7 @@ SCORE_PARTS = ("scores_model", "scores_function", "length_penalty")
 COUNTS = sorted({*COUNTED} - {"responses", "environment_seconds"})
 EVALUATED = (
     *("score", "score_std", "kl", "response_length", "distinct_bigrams", "distinct_responses"),
-    *("compressed_bytes", "new_words"),
+    *("compressed_bytes", "new_words", "likelihood"),
     *SCORE_PARTS,
     *("reward_model", "reward_function"),
     *COUNTS,

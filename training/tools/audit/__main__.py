@@ -23,7 +23,7 @@ import numpy as np
 from engine import distributed
 from engine.atomic_files import write_whole
 from training.reporting.best_of import BestOf, measures_of
-from training.reporting.evaluation import POLICY, text_by
+from training.reporting.evaluation import ENVIRONMENT, POLICY, text_by
 from training.runtime.launch import check_run, leave, run
 from training.runtime.output_folder import check_shared
 from training.runtime.processes import phase
@@ -94,7 +94,7 @@ def measure(args: AuditFlags) -> Audit:
     texts, prompts = [text_by(POLICY, row) for row in rows], [row["prompt"] for row in rows[::n]]
     measures = measures_of(
         [texts[start : start + n] for start in range(0, len(texts), n)],
-        prompts,
+        [*prompts, *(text_by(ENVIRONMENT, row) for row in rows)],
         ended=by_prompt(answers.ended),
         tokens=by_prompt([row["tokens"] for row in rows]),
         likelihood=by_prompt(answers.likelihood),

@@ -78,7 +78,6 @@ def content(audit: Audit) -> dict:
         reward: {
             "safety": pair(best.safety(reward)),
             "hacks": best.hacks(reward),
-            "change": {name: pair(Estimate.of(best.change(reward, name))) for name in best.columns},
             "best_of": {k: {name: pair(best.best(reward, name, k)) for name in best.columns} for k in best.sizes},
         }
         for reward in best.rewards
