@@ -22,6 +22,11 @@ def is_initialized() -> bool:
     return dist.is_initialized()
 
 
+def join_by_gloo(timeout: timedelta) -> None:
+    """Join a process group of gloo, which also serves several ranks on one GPU. timeout: as for `let_groups_wait`."""
+    dist.init_process_group("gloo", timeout=timeout)
+
+
 def rank() -> int:
     """The number of this process, counted from 0; 0 without a launcher. Under ZeRO this number decides which part of
     the weights this process has. `data_parallel_rank` decides which part of the data it has."""
@@ -188,10 +193,10 @@ class RankGroup:
     """
 
     def __init__(self, size: int):
-        assert world_size() % size == 0, f"{world_size()} ranks cannot be divided into groups of {size}"
-        self.size, self.place = size, rank() % size
-        self._group = None
+        self.size, self.place, self._group = size, 0, None
         if size > 1:
+            assert world_size() % size == 0, f"{world_size()} ranks cannot be divided into groups of {size}"
+            self.place = rank() % size
             groups = [dist.new_group(list(range(first, first + size))) for first in range(0, world_size(), size)]
             self._group = groups[rank() // size]
 
@@ -211,14 +216,20 @@ class RankGroup:
         dist.all_gather(parts, tensor.contiguous(), group=self._group)
         return torch.cat(parts, -1)
 
-    def exchanged(self, tensor: torch.Tensor, given: list[int], taken: list[int]) -> torch.Tensor:
+    def all_to_all(self, tensor: torch.Tensor, given: list[int], taken: list[int]) -> torch.Tensor:
         """Divides a tensor (sum(given), ...) among the group's ranks along its first dimension, and returns what this
         rank gets of all ranks' tensors: (sum(taken), ...), in the order of the ranks. Gradients go back the same way,
         so all ranks also make the backward pass together.
 
         given, taken: the length of the part that goes to each rank, and of the part that comes from it.
         """
-        return _Exchange.apply(tensor, given, taken, self._group) if self.size > 1 else tensor
+        return _AllToAll.apply(tensor, given, taken, self) if self.size > 1 else tensor
+
+    def all_to_all_single(self, tensor: torch.Tensor, given: list[int], taken: list[int]) -> torch.Tensor:
+        """As `all_to_all`, without gradients."""
+        arrived = tensor.new_empty(sum(taken), *tensor.shape[1:])
+        dist.all_to_all_single(arrived, tensor.contiguous(), taken, given, group=self._group)
+        return arrived
 
     def all_objects(self, value) -> list:
         """A list of the picklable `value` of every rank of the group, in the order of the ranks."""
@@ -228,20 +239,18 @@ class RankGroup:
         return gathered
 
 
-class _Exchange(torch.autograd.Function):
-    """The exchange of `RankGroup.exchanged`, and in the backward pass that of the gradients."""
+class _AllToAll(torch.autograd.Function):
+    """`RankGroup.all_to_all`: in the backward pass the gradients are exchanged."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, given: list[int], taken: list[int], group: Any) -> torch.Tensor:
+    def forward(ctx: Any, tensor: torch.Tensor, given: list[int], taken: list[int], group: RankGroup) -> torch.Tensor:
         ctx.exchange = given, taken, group
-        arrived = tensor.new_empty(sum(taken), *tensor.shape[1:])
-        dist.all_to_all_single(arrived, tensor.contiguous(), taken, given, group=group)
-        return arrived
+        return group.all_to_all_single(tensor, given, taken)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor):
         given, taken, group = ctx.exchange
-        return _Exchange.apply(gradient, taken, given, group), None, None, None
+        return group.all_to_all_single(gradient, taken, given), None, None, None
 
 
 ALONE = RankGroup(1)

@@ -16,21 +16,19 @@ out="$(cd "$out" && pwd)"
 cd "$root"
 
 say() { printf '\n== %s (%d s)\n' "$1" $((SECONDS - started)); }
-free_port() { python -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])'; }
-launch() { deepspeed --log_level critical --num_gpus 1 --master_port "$(free_port)" "$@"; }
 
 # models NAME EPOCHS: data, a tokenizer of characters, and step 1.
 models() {
     python "examples/$1.py" "$out/$1/data"
     python -m training.toy.model --characters --data "$out/$1/data/sft.jsonl" --output_dir "$out/$1/base" --num_layers 2
-    launch training/step1_sft.py --model_name_or_path "$out/$1/base" --data_path "$out/$1/data/sft.jsonl" \
+    python training/step1_sft.py --model_name_or_path "$out/$1/base" --data_path "$out/$1/data/sft.jsonl" \
         --output_dir "$out/$1/sft" --max_seq_len 32 --per_device_train_batch_size 64 --num_train_epochs "$2" \
         --learning_rate 5e-3 --lr_scheduler_type cosine --num_warmup_steps 20 --held_out 128 --dtype fp32
 }
 
 # step3 EXAMPLE CLASS SEED FLAGS...: 256 responses a step.
 step3() {
-    launch training/step3_rlhf.py --actor_model_name_or_path "$out/$1/sft" --data_path "$out/$1/data/prompts.jsonl" \
+    python training/step3_rlhf.py --actor_model_name_or_path "$out/$1/sft" --data_path "$out/$1/data/prompts.jsonl" \
         --eval_data_path "$out/$1/data/eval_prompts.jsonl" --environment "examples/$1.py:$2" --seed "$3" \
         --max_prompt_seq_len 16 --max_answer_seq_len 16 --per_device_generation_batch_size 256 \
         --per_device_training_batch_size 256 --lr_scheduler_type cosine --actor_learning_rate 1e-3 \

@@ -16,14 +16,12 @@ out="$(cd "$out" && pwd)"
 cd "$root"
 
 say() { printf '\n== %s (%d s)\n' "$1" $((SECONDS - started)); }
-free_port() { python -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])'; }
 
 # step3 NAME PROMPTS FLAGS...: 100 steps of 256 responses.
 step3() {
     local name="$1" prompts="$2"
     shift 2
-    deepspeed --log_level critical --num_gpus 1 --master_port "$(free_port)" training/step3_rlhf.py \
-        --actor_model_name_or_path "$out/sft" --data_path "$out/data/prompts.jsonl" \
+    python training/step3_rlhf.py --actor_model_name_or_path "$out/sft" --data_path "$out/data/prompts.jsonl" \
         --eval_data_path "$out/data/eval_prompts.jsonl" --num_eval_prompts 500 \
         --reward_function training.toy.sums:right --output_dir "$out/$name" --max_prompt_seq_len 8 \
         --max_answer_seq_len 4 --per_device_generation_batch_size "$prompts" --per_device_training_batch_size 256 \

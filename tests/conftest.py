@@ -22,6 +22,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.slow)
 
 
+@pytest.fixture(autouse=True)
+def no_rank(monkeypatch):
+    """A test that joins a group in this process leaves a rank behind, as a launcher would give it."""
+    monkeypatch.delenv("RANK", raising=False)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection():
     """No garbage is looked for while all is imported, nor afterwards in what was imported: DeepSpeed collects it for

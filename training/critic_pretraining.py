@@ -77,12 +77,7 @@ class CriticPretraining:
         self.algorithm.score_scale, self.algorithm.likelihood_scale = given.score_scale, given.likelihood_scale
         self.counters = Counters(own, config.seed ^ SEED, self.steps, first_step=-self.steps)
         self.learner = Learner(
-            trainer.models,
-            self.algorithm,
-            self.counters,
-            config.micro_batch_size,
-            padded=config.padded,
-            group=config.group,
+            trainer.models, self.algorithm, self.counters, config.micro_batch_size, padded=config.padded
         )
         self.sampling = replace(trainer.sampling, seed=trainer.sampling.seed ^ SEED)
 

@@ -160,7 +160,7 @@ class Learner:
 
     micro_batch_size: number of sequences of full length in one pass. pretraining: computes the language-model loss that
     is added to the actor's loss; None to add no such loss. padded: whether padding counts among the tokens of a pass;
-    True if the models compute the padding too. group: the ranks that compute rows together with this one.
+    True if the models compute the padding too.
     """
 
     def __init__(
@@ -171,14 +171,13 @@ class Learner:
         micro_batch_size: int,
         pretraining: "MixedPretraining | None" = None,
         padded: bool = True,
-        group: RankGroup = ALONE,
     ):
         self.models = models
         self.algorithm = algorithm
         self.counters = counters
         self.micro_batch_size = micro_batch_size
         self.pretraining = pretraining
-        self.padded, self.group = padded, group
+        self.padded = padded
 
     def update(self, batch: TrainingBatch, rows: Tensor, metrics: Accumulator, *, actor: bool, critic: bool) -> Tensor:
         """Make one optimizer step of actor and critic from the same rows of the batch (all ranks call this).
@@ -232,7 +231,7 @@ class Learner:
         In dialects that average or whiten per micro-batch, the result depends on which rows share a micro-batch. In
         these dialects each micro-batch has `micro_batch_size` rows, in the order of `rows`.
         """
-        if not len(rows) and self.group.size == 1:
+        if not len(rows) and self.models.group.size == 1:
             return []
         algorithm, size = self.algorithm, self.micro_batch_size
         kept = algorithm.dialect.positions_past_response
@@ -241,7 +240,7 @@ class Learner:
             pieces = list(torch.arange(len(rows), device=rows.device).split(size))
         else:
             most = size * batch.rollout.sequences.shape[1]
-            pieces = micro_batches(chosen.rollout, most, padded=self.padded, group=self.group)
+            pieces = micro_batches(chosen.rollout, most, padded=self.padded, group=self.models.group)
         return [algorithm.for_micro_batch(chosen.select(piece, kept)) for piece in pieces]
 
     def _loss_weights(self, parts: list[TrainingBatch]) -> list[list[float]]:

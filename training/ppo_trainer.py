@@ -20,7 +20,6 @@ from engine import distributed
 from engine.algo.losses import went_too_far
 from engine.algo.rewards import at_drawn_tokens, mean_logprobs
 from engine.algorithms import Algorithm, Dialect, end_token_id
-from engine.distributed import ALONE, RankGroup
 from engine.errors import RunStopped
 from engine.experience import Experience, PromptBatch, TrainingBatch
 from engine.experience_maker import ExperienceMaker
@@ -63,7 +62,6 @@ class PPOConfig:
         rounding, as in fp32 with a backend that `computes_as_actor`. If so, `old_logprobs` "auto" uses the sampler's.
     padded: whether padding counts among the tokens of a forward pass; False if all models pack sequences
         (`RLHFEngine.packs`).
-    group: the ranks that compute rows together with this one (`RLHFEngine.group`).
     """
 
     total_steps: int
@@ -76,7 +74,6 @@ class PPOConfig:
     first_kl_bound: float | None = None
     exact_sampler: bool = True
     padded: bool = True
-    group: RankGroup = ALONE
 
 
 class PPOTrainer:
@@ -134,16 +131,16 @@ class PPOTrainer:
             micro_batch_size=config.micro_batch_size,
             exact_sampler=config.exact_sampler,
             padded=config.padded,
-            group=config.group,
+            group=models.group,
         )
         self.sampler = GroupSampler(self.experience_maker, dialect, sampling)
         pretraining = None
         if unsupervised is not None:
             pretraining = MixedPretraining(
-                models.actor, unsupervised, config.unsup_coef, config.micro_batch_size, config.group
+                models.actor, unsupervised, config.unsup_coef, config.micro_batch_size, models.group
             )
         self.learner = Learner(
-            models, self.algorithm, self.counters, config.micro_batch_size, pretraining, config.padded, config.group
+            models, self.algorithm, self.counters, config.micro_batch_size, pretraining, config.padded
         )
         self.guards = Guards(models, config.max_kl, config.first_kl_bound)
         self.step_metrics, self.arithmetic = metrics, Arithmetic(models)

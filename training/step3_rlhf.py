@@ -219,7 +219,6 @@ def build_trainer(args: RLHFFlags, plan: Plan, models: RLHFEngine, rollouts: Rol
             seed=args.seed,
             exact_sampler=exact_sampler(args, rollouts),
             padded=not models.packs,
-            group=models.group,
         ),
     )
 

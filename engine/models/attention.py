@@ -54,11 +54,7 @@ class PackedRows:
 
         implementation: the name of one of transformers' attention functions.
         """
-        return self.borders(self.lengths, implementation)
-
-    def borders(self, lengths: Sequence[int], implementation: str) -> dict[str, Any]:
-        """The result of `arguments` for packed rows of these lengths. A row of length 0 is left out."""
-        filled = [length for length in lengths if length]
+        filled = [length for length in self.lengths if length]
         starts = F.pad(torch.tensor(filled, dtype=torch.int32).cumsum(0, dtype=torch.int32), (1, 0))
         starts = starts.to(self.places.device, non_blocking=True)
         if implementation == BY_ROW:
@@ -301,10 +297,11 @@ class Attention:
             and not getattr(family, "_is_stateful", False)
         )
 
-    @property
-    def arguments_on_meta(self) -> dict[str, str]:
-        """The arguments for creating models on the meta device. The meta device has no fused kernels. There, sdpa takes
-        their place, because it allocates as much memory as they do."""
+    def arguments_on_meta(self, family: Any, config: Any) -> dict[str, str]:
+        """The result of `prepare` for models on the meta device. The meta device has no fused kernels. There, sdpa
+        takes their place, because it allocates as much memory as they do."""
+        if self.packing == "packed" and self._takes_rows(family, config):
+            return {"attn_implementation": BY_ROW}
         if self.implementation == "auto":
             return {}
         return {"attn_implementation": "eager" if self.implementation == "eager" else "sdpa"}
@@ -336,20 +333,22 @@ class Attention:
                 f"attention. Leave it out, or give {' or '.join([*others, 'eager'])}."
             )
         if self.packing == "packed" and not self._takes_rows(family, config):
-            of = f"{what} {path} is of type {config.model_type!r}, "
-            if self.ranks > 1 and keeps_states(config):
-                raise UserError(f"{split}: {of}whose layers keep a state from token to token. Leave it out.")
+            why = "layers keep a state from token to token"
+            if not keeps_states(config):
+                why = "attention in transformers takes no rows without padding"
             raise UserError(
-                f"{split if self.ranks > 1 else '--packing packed'}: {of}whose attention in transformers takes no rows "
-                f"without padding. Leave it out{', or give padded' * (self.ranks == 1)}."
+                f"{split if self.ranks > 1 else '--packing packed'}: {what} {path} is of type {config.model_type!r}, "
+                f"whose {why}. Leave it out{', or give padded' * (self.ranks == 1)}."
             )
-        heads, kept, _ = head_sizes(config)
-        fits = [n for n in range(1, heads + 1) if not heads % n and 0 in (kept % n, n % kept)]
-        if self.ranks > 1 and self.ranks not in fits:
-            raise UserError(
-                f"{split}: {what} {path} has {heads} attention heads and {kept} heads of keys and values, which "
-                f"{self.ranks} ranks cannot share. Give one of {', '.join(map(str, fits[1:]))}, or leave it out."
-            )
+        if self.ranks > 1:
+            per_layer = getattr(config.get_text_config(), "num_attention_heads_per_layer", None) or []  # of laguna
+            counts = {head_sizes(config)[0], *per_layer}
+            fits = [n for n in range(1, min(counts) + 1) if not any(count % n for count in counts)]
+            if self.ranks not in fits:
+                raise UserError(
+                    f"{split}: {what} {path} has {' and '.join(map(str, sorted(counts)))} attention heads, which "
+                    f"{self.ranks} ranks cannot share. Give one of {', '.join(map(str, fits))}."
+                )
 
     def _why_not_here(self, dtype: str) -> str | None:
         """A sentence that says why this machine or the dtype does not support this attention; None if both support

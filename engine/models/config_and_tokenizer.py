@@ -419,8 +419,10 @@ def vocabulary_size(tokenizer: PreTrainedTokenizerBase) -> int:
 
 def head_sizes(config: PretrainedConfig) -> tuple[int, int, int]:
     """(number of attention heads, number of heads that have keys and values of their own, width of a head); zeros for
-    a model without attention."""
+    a model without attention. Those of the first layer if layers differ."""
     config = config.get_text_config()
+    if getattr(config, "is_heterogeneous", False):
+        config = config.per_layer_config[0]
     heads = getattr(config, "num_attention_heads", 0)
     if not heads:
         return 0, 0, 0

@@ -423,7 +423,8 @@ def check_padding(module: Backbone, call: Callable[..., Tensor | tuple[Tensor, T
     if packs and not _same(module, _answers(module, call, LONG), padded):
         if not module.may_pad:
             raise SharedError(
-                f"{what}: this model reads rows without padding otherwise than padded ones. Give --packing padded."
+                f"{what}: this model reads rows without padding otherwise than padded ones. Leave --packing packed and "
+                "--sequence_parallel_size out."
             )
         module.pack(False)
     module.train(training)

@@ -15,6 +15,8 @@ Source: Jacobs et al. 2023, "DeepSpeed Ulysses". DeepSpeed's implementation is n
 replaces attention in the whole process with the head counts of one model.
 """
 
+from itertools import accumulate, chain
+from math import gcd
 from typing import Any
 
 import torch
@@ -36,12 +38,10 @@ class SplitRows(PackedRows):
         super().__init__(attention_mask)
         self.group = group
         everyone = group.all_objects(self.lengths)
-        starts = [0]  # where each rank's rows begin among all tokens, and where the last ones end
-        for lengths in everyone:
-            starts.append(starts[-1] + sum(lengths))
-        self.width = -(-starts[-1] // group.size)
-        filling = self.width * group.size - starts[-1]
-        self.all_lengths = [length for lengths in (*everyone, [filling]) for length in lengths]
+        # Where each rank's rows begin among all tokens, and where the last ones end.
+        starts = [*accumulate(map(sum, everyone), initial=0)]
+        self.width = max(1, -(-starts[-1] // group.size))  # if no rank has a row, all compute a row of zeros
+        self.lengths = [*chain(*everyone), self.width * group.size - starts[-1]]
 
         def common(owner: int, slice_of: int) -> int:
             """How many tokens of one rank's rows another rank computes."""
@@ -54,27 +54,27 @@ class SplitRows(PackedRows):
 
     def arguments(self, implementation: str) -> dict[str, Any]:
         """As in PackedRows, for the rows of all ranks, with the exchanges that attention makes."""
-        return self.borders(self.all_lengths, implementation) | {"split": self}
+        return super().arguments(implementation) | {"split": self}
 
     def packed(self, tensor: Tensor) -> Tensor:
         """(B, S, ...), of this rank's rows -> (1, n, ...): the entries of the tokens of this rank's slice."""
-        slice_ = self.group.exchanged(super().packed(tensor)[0], self.given, self.taken)
+        slice_ = self.group.all_to_all(super().packed(tensor)[0], self.given, self.taken)
         filling = slice_.new_zeros(self.width - len(slice_), *slice_.shape[1:])
         return torch.cat([slice_, filling]).unsqueeze(0)
 
     def padded(self, tensor: Tensor) -> Tensor:
         """(1, n, ...), of this rank's slice -> (B, S, ...): the entries at the positions of the real tokens of this
         rank's rows, with zeros at padding."""
-        own = self.group.exchanged(tensor[0, : sum(self.taken)], self.taken, self.given)
+        own = self.group.all_to_all(tensor[0, : sum(self.taken)], self.taken, self.given)
         return super().padded(own.unsqueeze(0))
 
     def heads_for_tokens(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Queries, keys and values of all heads of this rank's slice, (1, H, n, d) each -> some heads of all tokens,
-        (1, H / ranks, ranks * n, d) each, by one exchange. Fewer heads than ranks are repeated first."""
+        (1, H / ranks, ranks * n, d) each, by one exchange. Heads that the ranks cannot share are repeated first."""
         ranks = self.group.size
         parts = []
         for tensor in tensors:
-            repeated = tensor[0].repeat_interleave(max(1, ranks // tensor.shape[1]), 0)
+            repeated = tensor[0].repeat_interleave(ranks // gcd(ranks, tensor.shape[1]), 0)
             parts.append(repeated.unflatten(0, (ranks, -1)).flatten(1))
         arrived = self._among_ranks(torch.cat(parts, 1)).split([part.shape[1] for part in parts], 1)
         shapes = [(ranks, -1, self.width, tensor.shape[3]) for tensor in tensors]
@@ -85,9 +85,9 @@ class SplitRows(PackedRows):
     def tokens_for_heads(self, tensor: Tensor) -> Tensor:
         """Some heads of all tokens, (1, ranks * n, H / ranks, d) -> all heads of this rank's slice, (1, n, H, d)."""
         by_slice = tensor[0].unflatten(0, (self.group.size, -1))
-        return self._among_ranks(by_slice).transpose(0, 1).flatten(1, 2).unsqueeze(0)
+        return self._among_ranks(by_slice).transpose(0, 1).flatten(1, 2).unsqueeze(0).contiguous()
 
     def _among_ranks(self, tensor: Tensor) -> Tensor:
         """(ranks, ...) -> (ranks, ...): entry r goes to rank r, and the result's entry r comes from rank r."""
         each = [1] * self.group.size
-        return self.group.exchanged(tensor, each, each)
+        return self.group.all_to_all(tensor, each, each)

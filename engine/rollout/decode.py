@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
-from engine.distributed import RankGroup
+from engine.distributed import ALONE, RankGroup
 from engine.experience import PromptBatch, Rollout
 from engine.rollout.base import SamplingConfig
 from engine.rollout.cache import Batch, SlotCache
@@ -29,7 +29,7 @@ class Sampler:
         decoding: how single tokens go through the model, one of engine.rollout.passes.DECODING. All but "plain" need a
             model without hooks whose weights do not move.
         group: the ranks that hold the model together. The rows of all ranks of the group are decoded together, and each
-            rank keeps its own rows. None if each rank has a whole model.
+            rank keeps its own rows.
     """
 
     def __init__(
@@ -38,13 +38,13 @@ class Sampler:
         rows_at_once: int | None = None,
         agree: Callable[[int], int] | None = None,
         decoding: str = "plain",
-        group: RankGroup | None = None,
+        group: RankGroup = ALONE,
         row_length: int = 0,
     ):
         self.row_length = row_length
         self.tokenizer = tokenizer
         self.decoding = decoding
-        self.group = group or RankGroup(1)
+        self.group = group
         self.rows_at_once = rows_at_once and rows_at_once * self.group.size
         self.agree = agree or (lambda number: number)
         # In inference mode small models take a tenth less time per token, but ZeRO's hooks do not work in it.

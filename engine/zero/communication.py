@@ -31,12 +31,13 @@ SHARED_MEMORY = Path("/dev/shm")
 BUFFERS = "deepspeed_allreduce_buffer"  # how the files' names start; user id, address, port and rank follow
 
 
-def init(timeout_minutes: float = 30.0) -> torch.device:
+def init(timeout_minutes: float = 30.0, share_gpus: bool = False) -> torch.device:
     """Join the process group (NCCL on GPUs, gloo on CPUs), unless this process has joined it already; returns the
     device of this rank.
 
-    timeout_minutes: the longest time that a collective call may wait, in all process groups. Raises: UserError on a
-    rank that does not see its GPU.
+    timeout_minutes: the longest time that a collective call may wait, in all process groups. share_gpus: whether the
+    ranks of a machine with fewer GPUs share these. They join by gloo, because NCCL refuses two ranks on one GPU.
+    Raises: UserError on a rank that does not see its GPU.
     """
     if not distributed.is_initialized():
         defaults = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
@@ -44,6 +45,9 @@ def init(timeout_minutes: float = 30.0) -> torch.device:
             os.environ.setdefault(name, value)
         accelerator = get_accelerator()
         on_cpu = accelerator.device_name() == "cpu"
+        shared = share_gpus and not on_cpu and accelerator.device_count() < ranks_of_this_machine()
+        if shared:
+            os.environ["LOCAL_RANK"] = str(distributed.local_rank() % accelerator.device_count())
         if not on_cpu:
             _check_gpu(accelerator.device_count())
             accelerator.set_device(distributed.local_rank())
@@ -55,16 +59,19 @@ def init(timeout_minutes: float = 30.0) -> torch.device:
             keep_freed_memory()
         if distributed.local_rank() == 0:
             clear_dead_buffers()
+        name = "gloo" if on_cpu or shared else accelerator.communication_backend_name()
         longest = timedelta(minutes=timeout_minutes)
         distributed.let_groups_wait(longest)
+        if shared:  # DeepSpeed takes this group; its own would be bound to the GPU, which is for NCCL
+            distributed.join_by_gloo(longest)
         with without_buffers():
             deepspeed.init_distributed(
-                dist_backend="gloo" if on_cpu else accelerator.communication_backend_name(),
+                dist_backend=name,
                 auto_mpi_discovery=False,
                 verbose=False,
                 timeout=longest,
             )
-        if on_cpu:
+        if name == "gloo":
             backend = deepspeed.comm.comm.cdb  # ZeRO gathers weights and sums gradients with it
             backend.all_gather_function = distributed.gather_by_broadcasts
             backend.reduce_scatter_function = distributed.scatter_by_all_reduce

@@ -54,7 +54,8 @@ INSTEAD = {
     "checkpoint": "--save_steps",
     **dict.fromkeys(("tensorboard", "wandb", "csv_monitor", "comet"), "--report_to"),
     **dict.fromkeys(("amp", "torch_autocast"), "--dtype"),
-    **dict.fromkeys(("tensor_parallel", "sequence_parallel_size"), "--actor_zero_stage 3"),
+    "tensor_parallel": "--actor_zero_stage 3",
+    "sequence_parallel_size": "--sequence_parallel_size",
 }
 """{key of a file: the flags that stand in its place}."""
 

@@ -44,6 +44,8 @@ CHECKS = [
     Check("graphs", _of("decoding", "against_plain"), ("graphs", "gqa", "fp32", "16 bits"), limit=60),
     Check("steps bf16", _of("steps", "at_all_stages"), ("bf16",), limit=90),
     Check("memory", _of("copies", "planned"), least=30, limit=90),
+    Check("sequences", _of("sequences", "split"), least=30, limit=150),
+    Check("long rows", _of("sequences", "alone"), limit=90),
     Check("implementations", _of("implementations", "against_math"), limit=60),
     Check("auto", _of("copies", "under_limits"), limit=60),
     Check("between steps", _of("copies", "between_steps"), limit=60),

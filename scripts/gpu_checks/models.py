@@ -146,7 +146,12 @@ def new_trainer(
         models=engine,
         rollouts=rollouts,
         dialect=DIALECT,
-        config=PPOConfig(total_steps=1000, micro_batch_size=micro_batch, first_kl_bound=None, padded=not engine.packs),
+        config=PPOConfig(
+            total_steps=1000,
+            micro_batch_size=micro_batch,
+            first_kl_bound=None,
+            padded=not engine.packs,
+        ),
         sampling=sampling(tokens, ends=ends),
     )
 

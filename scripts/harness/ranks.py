@@ -5,6 +5,7 @@
 
 On CPUs they are forked from a process that has imported the libraries, once a session: imports take longer than most of
 what is asked. Starting still costs, so one start should answer many questions; the assertions stand in the parent.
+Functions also run on fewer GPUs than ranks, which then share them.
 """
 
 import gc
@@ -171,7 +172,7 @@ def _function(target: str, folder: str, environment: Mapping[str, str]) -> None:
     from engine import distributed
     from engine.zero.communication import init
 
-    init(timeout_minutes=TIMEOUT / 60)
+    init(timeout_minutes=TIMEOUT / 60, share_gpus=True)
     module, name = target.split(":")
     function = getattr(importlib.import_module(module), name)
     gc.freeze()  # the engines collect garbage as they are built, which need not walk through all of torch each time

@@ -2,27 +2,30 @@
 alone; whole runs of a trainer are those without groups."""
 
 from pathlib import Path
+from random import Random
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from engine import distributed
 from engine.distributed import RankGroup
-from engine.experience import Rollout, position_ids
+from engine.experience import Rollout
 from engine.models.attention import Attention
 from engine.models.config_and_tokenizer import LANGUAGE_MODEL
 from engine.models.loading import load_policy, load_scorer
 from engine.models.lora import LoraSpec
-from engine.models.policy import Policy
 from scripts.harness.models import PAD, VOCABULARY, family_config, make_adapter, save_random
+from scripts.harness.programs import Tiny, lasting_metrics
 from scripts.harness.ranks import run_ranks
 from tests.distributed import plain
+from tests.distributed.test_supervised import run as run_program
 from tests.distributed.test_unsup import Texts
 from tests.distributed.tiny_run import DIALECT, TinyPrompts, build_trainer, engine_spec, of_each
-from tests.engine.meters import LiveBytes
+from tests.engine.fake_models import rollout_of
 from tests.engine.zero.inspecting import weights
 from tests.training.tools.memory.configurations import llama
+from tests.training.tools.memory.test_passes import measured_pass
 from training.tools.memory.meta_model import built
 from training.tools.memory.passes import training_pass
 
@@ -37,26 +40,21 @@ FAMILIES = {
     "two_widths": ("deepseek_v3", {}),
 }
 PROMPTS, RESPONSES = (9, 1, 3, 2, 7), (12, 3, 1, 4, 2)
-OWN = {"two": [[0], [1, 2], [], [3, 4]], "four": [[2], [], [], []], "long": [[], [0, 1, 2, 3, 4], [], []]}
-"""{name: the rows that each of four ranks brings}; in "four" there are as many tokens as ranks."""
+OWN = {"two": [[0, 4], [1, 2, 3], [], []], "four": [[2], [], [], []], "long": [[], [0, 1, 2, 3, 4], [], []]}
+"""{name: the rows that each of four ranks brings}; in "two" a group has none, in "four" are as many tokens as ranks."""
 
 
 def rows(chosen: list[int]) -> Rollout:
     """Some of five rows of 4 to 21 tokens."""
-    generator = torch.Generator().manual_seed(5)
-    prompts, responses = torch.tensor(PROMPTS), torch.tensor(RESPONSES)
-    columns = torch.arange(21)
-    mask = (columns >= (9 - prompts).unsqueeze(1)) & (columns < (9 + responses).unsqueeze(1))
-    ids = torch.randint(4, VOCABULARY, mask.shape, generator=generator).masked_fill(~mask, PAD)
-    number = torch.arange(5)
-    whole = Rollout(ids, mask.long(), mask[:, 9:].clone(), torch.ones(5, dtype=torch.bool), number, number)
-    return whole.select(torch.tensor(chosen, dtype=torch.int64), None)
+    draw = Random(5).choices
+    texts = [[draw(range(4, VOCABULARY), k=length) for length in lengths] for lengths in (PROMPTS, RESPONSES)]
+    return rollout_of(*texts, PAD).select(torch.tensor(chosen, dtype=torch.int64), None)
 
 
 def in_groups(folders: dict[str, str]) -> dict:
     """{(family, rows): what this rank finds of its rows, and the gradients of all ranks}, in groups of two ranks for
     the rows "two", else of four."""
-    groups = {"two": RankGroup(2), "four": RankGroup(4)}
+    two, four = RankGroup(2), RankGroup(4)
     found = {}
     for family, folder in folders.items():
         packed = Attention(packing="packed")
@@ -69,7 +67,7 @@ def in_groups(folders: dict[str, str]) -> dict:
             part = rows(own[distributed.rank()])
             given = part.sequences, part.attention_mask, part.position_ids
             for module in modules:
-                module.split(groups.get(name, groups["four"]))
+                module.split(two if name == "two" else four)
                 module.zero_grad()
                 module.checkpoint_activations()
                 module.train()
@@ -207,38 +205,49 @@ def test_a_run_is_the_one_without_groups(runs, run):
             assert split_run["metrics"][name] == pytest.approx(plain_run["metrics"][name], rel=1e-4, abs=1e-6), name
 
 
+def programs(folder: str, tiny: Tiny) -> list[bool]:
+    """Which runs of steps 1 to 3 ended; they write into `folder`/STEP_RANKS."""
+    rules = tiny.folder / "rules.py"
+    if distributed.is_main():
+        rules.write_text("def words(prompts, texts):\n assert texts\n return [float(len(set(t))) for t in texts]\n")
+    distributed.barrier()
+    changes = {
+        1: {"held_out": 5, "eval_interval": 4},
+        2: {"held_out": 5, "eval_interval": 3},
+        3: {"per_device_training_batch_size": 1, "eval_steps": 1, "reward_function": f"{rules}:words"},
+    }
+    ended = []
+    for step in (1, 2, 3):
+        for ranks in (1, 2):
+            flags = tiny.flags(step, packing="packed", sequence_parallel_size=ranks, **changes[step])
+            ended.append(run_program(step, flags, Path(folder) / f"{step}_{ranks}"))
+    return ended
+
+
+def test_programs_print_the_same_metrics(tmp_path):
+    """Held-out examples are five, dealt to two ranks; a function scores responses, and it is never given none."""
+    how = {"folder": str(tmp_path), "tiny": Tiny(tmp_path / "tiny")}
+    assert all(run_ranks("tests.distributed.test_sequence_parallel:programs", **how)[0])
+    for step in (1, 2, 3):
+        whole, split = (lasting_metrics(tmp_path / f"{step}_{ranks}") for ranks in (1, 2))
+        for line, other in zip(split, whole, strict=True):
+            assert line == pytest.approx(other, rel=1e-3, abs=1e-4)
+
+
 LONG = 1024  # tokens of a row: much more than the model is wide
 
 
-def peaks(config: str) -> dict:
-    """{(ranks, checkpointing): the most bytes of a forward and backward pass of a long row of the first rank}."""
-    found = {}
-    for ranks in (1, 2):
-        for checkpointing in (False, True):
-            attention = Attention(packing="packed", ranks=ranks)
-            settings = AutoConfig.from_pretrained(config)
-            how = attention.prepare(LlamaForCausalLM, settings, torch.float32)
-            module = Policy(LlamaForCausalLM._from_config(settings, **how))
-            module.pack(True)
-            module.split(RankGroup(ranks))
-            if checkpointing:
-                module.checkpoint_activations()
-            for parameter in module.parameters():
-                parameter.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
-            ids = torch.ones(1 - distributed.rank() if ranks > 1 else 1, LONG, dtype=torch.int64)
-            with LiveBytes(known=module.parameters()) as live:
-                module(ids, ids, position_ids(ids), response_length=LONG - 1)[0].sum().backward()
-            found[ranks, checkpointing] = live.peak
-    return found
+def halves(path: str) -> list[int]:
+    """The bytes at the peak of a pass over a long row of the first rank, without checkpointing and with it."""
+    group = RankGroup(2)
+    return [measured_pass(path, LANGUAGE_MODEL, 1 - group.place, LONG, each, group) for each in (False, True)]
 
 
 def test_activations_are_halved_and_planned(tmp_path):
-    ranks = run_ranks("tests.distributed.test_sequence_parallel:peaks", config=llama(tmp_path))
-    for checkpointing in (False, True):
-        for number in (1, 2):
-            attention = Attention(packing="packed", ranks=number)
-            how = {"dtype": "fp32", "trust_remote_code": False, "checkpointing": checkpointing, "attention": attention}
-            model = built("actor", str(tmp_path), LANGUAGE_MODEL, True, **how)
-            assert training_pass(model, 1, LONG, LONG - 1) == pytest.approx(ranks[0][number, checkpointing], rel=0.1)
-        for rank in ranks:
-            assert rank[2, checkpointing] < 0.6 * ranks[0][1, checkpointing]
+    ranks = run_ranks("tests.distributed.test_sequence_parallel:halves", path=llama(tmp_path))
+    attention = Attention(packing="packed", ranks=2)
+    for checkpointing, found in zip((False, True), zip(*ranks)):
+        how = {"dtype": "fp32", "trust_remote_code": False, "checkpointing": checkpointing, "attention": attention}
+        model = built("actor", str(tmp_path), LANGUAGE_MODEL, True, **how)
+        assert training_pass(model, 1, LONG, LONG - 1) == pytest.approx(found[0], rel=0.1)
+        assert max(found) < 0.6 * measured_pass(tmp_path, LANGUAGE_MODEL, 1, LONG, checkpointing)

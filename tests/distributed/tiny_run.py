@@ -59,7 +59,7 @@ def build_trainer(
 ) -> PPOTrainer:
     """New engines, and a trainer of `total_steps` 3 and `micro_batch_size` 4 unless `config` says otherwise."""
     engine = RLHFEngine.from_pretrained(spec)
-    config = {"total_steps": 3, "micro_batch_size": 4, "group": engine.group} | config
+    config = {"total_steps": 3, "micro_batch_size": 4} | config
     return PPOTrainer(
         models=engine,
         rollouts=build_rollouts(backend, engine.actor, engine.tokenizer),

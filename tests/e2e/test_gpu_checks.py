@@ -28,6 +28,8 @@ BY_HAND = {
     "decoding",
     "steps fp16",
     "memory",
+    "sequences",
+    "long rows",
     "ranks",
     "restart",
     "quickstart",

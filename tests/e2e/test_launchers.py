@@ -65,12 +65,6 @@ def flag_of(words: list[str], name: str) -> str:
     return words[len(words) - words[::-1].index(f"--{name}")]
 
 
-@pytest.fixture(autouse=True)
-def no_rank(monkeypatch):
-    """The flags are for other machines; a test that joins a group in this process leaves a rank behind."""
-    monkeypatch.delenv("RANK", raising=False)
-
-
 @pytest.fixture(scope="session")
 def stand_ins(tmp_path_factory) -> Path:
     """A folder for the PATH: python, deepspeed and pdsh print their words, a NUL behind each."""

@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 from engine.algorithms import Dialect
+from engine.distributed import ALONE
 from engine.experience import PromptBatch, Rollout, TrainingBatch
 from engine.rollout import RolloutBackend, SamplingConfig
 from training.ppo_trainer import PPOConfig, PPOTrainer, StepReport
@@ -29,7 +30,7 @@ def untrained(
     """A trainer whose steps end before anything is learned. `roles`: actor, critic, reference and reward; EOS is 2, and
     a text "w07" is token 7."""
     tokenizer = SimpleNamespace(eos_token_id=2, get_vocab=lambda: {"w07": 7})
-    models = SimpleNamespace(**roles, rewards=[roles["reward"]], ema=None, tokenizer=tokenizer)
+    models = SimpleNamespace(**roles, rewards=[roles["reward"]], ema=None, tokenizer=tokenizer, group=ALONE)
     if not dialect.has_critic:
         models.critic = None
     trainer = PPOTrainer(

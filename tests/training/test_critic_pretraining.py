@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from engine.algorithms import Dialect
+from engine.distributed import ALONE
 from engine.rollout import SamplingConfig
 from tests.engine.fake_models import Row, TableModels, rollout_of
 from tests.training.given_rollouts import GivenRollouts
@@ -66,7 +67,7 @@ def pretraining_of(
     critic, reward = Critic(), TableModels(TABLE).roles()["reward"]
     policies = policies or {"actor": NeverAsked(), "reference": None}
     models = SimpleNamespace(critic=critic, ema=None, tokenizer=tokenizer, **policies)
-    models.rewards = [reward]
+    models.rewards, models.group = [reward], ALONE
     trainer = PPOTrainer(
         models=models,
         rollouts=GivenRollouts(*[rollout_of([[901], [5, 902]], [[7, 8, 2], [2]], 0)] * rollouts),

@@ -10,6 +10,7 @@ import torch
 
 from engine import distributed
 from engine.algorithms import get_dialect
+from engine.distributed import ALONE
 from engine.errors import RunStopped
 from engine.experience import Rollout, TrainingBatch
 from engine.rollout import SamplingConfig
@@ -105,6 +106,7 @@ def trainer_of(dialect, micro_batch_size: int, rollouts: int, critic: NoteTaker 
         rewards=[object()],
         trained={},
         ema=mock.Mock(),
+        group=ALONE,
         tokenizer=SimpleNamespace(eos_token_id=2, decode=lambda ids: f"tokens {ids.tolist()}"),
     )
     return PPOTrainer(

@@ -100,7 +100,12 @@ class AlgorithmFlags(DataFlags):
         least=1,
     )
     num_samples_per_prompt: int | None = dialect_flag("samples_per_prompt")
-    per_device_training_batch_size: int = flag(16, "responses per rank in one forward and backward pass", least=1)
+    per_device_training_batch_size: int = flag(
+        16,
+        "responses per rank in one forward and backward pass; of all ranks that share it, with "
+        "--sequence_parallel_size",
+        least=1,
+    )
     gradient_accumulation_steps: int | None = flag(
         None,
         "forward and backward passes in one optimizer step; sets the dialect's mini_batches. By default "

@@ -170,7 +170,7 @@ class RunFlags(TokenizerFlags):
     sequence_parallel_size: int = flag(
         1,
         "number of neighbouring ranks of a node that compute sequences together, each a slice of their tokens, for "
-        "long sequences (docs/many_nodes.md); a pass then has as many tokens as one of a single rank",
+        "long sequences (docs/many_nodes.md). They share each pass, and the batch size of a pass is theirs together",
         least=1,
     )
     report_to: list[str] = flag(
@@ -209,7 +209,8 @@ class RunFlags(TokenizerFlags):
                 f"{self.word('packing')} with {self.word('sequence_parallel_size')}: several ranks split rows without "
                 "padding only. Leave one of them out."
             )
-        if "RANK" in os.environ:  # set by the launcher; a program that plans for other machines has no RANK
+        # RANK is set by the launcher, LOCAL_SIZE also by a dry run; a program that plans for other machines has none.
+        if {"RANK", "LOCAL_SIZE"} & os.environ.keys():
             self.check_groups(ranks_of_this_machine())
         if self.preflight and self.dry_run:
             raise UserError("--preflight looks at the nodes of a run, and --dry_run at its flags: give one of them.")
@@ -237,9 +238,9 @@ class RunFlags(TokenizerFlags):
         reason, ranks = self.counted_padding(), self.sequence_parallel_size
         packing = self.packing if ranks == 1 else "packed"
         if reason is not None and packing == "packed":
-            if ranks > 1:
-                raise UserError(f"{self.word('sequence_parallel_size')}: {reason}, of which there are none then.")
-            raise UserError(f"--packing packed: {reason}, of which there are none then. Leave it out, or give padded.")
+            given = "--packing packed" if ranks == 1 else self.word("sequence_parallel_size")
+            advice = f"Leave it out{', or give padded' * (ranks == 1)}."
+            raise UserError(f"{given}: {reason}, of which there are none then. {advice}")
         return Attention(self.attn_implementation, packing if reason is None else "padded", self.max_length, ranks)
 
     @property

@@ -154,10 +154,11 @@ class RLHFFlags(HubFlags, RestartFlags, RolloutFlags, ModelFlags):
                 f"--overlap_rewards with --rollout_backend {self.rollout_backend}: that gives no response before all "
                 "are done. Leave it out."
             )
-        if self.sequence_parallel_size > 1 and dialect.micro_batches_matter:
+        # A dialect that counts padding is refused by `attention`: these fields would not help it.
+        if self.sequence_parallel_size > 1 and dialect.micro_batches_matter and not dialect.counts_padding:
             raise UserError(
                 f"{self.word('sequence_parallel_size')}: the dialect {dialect.name} averages within micro-batches, and "
-                "the ranks of a group share theirs. Leave it out, or --set loss_scope=optimizer_step and "
+                "the ranks of a group share theirs. Leave it out, or give --set loss_scope=optimizer_step "
                 "advantages_at=rollout."
             )
         if self.environment is not None:

@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from engine import distributed
 from engine.algorithms import Algorithm, Dialect, end_token_id
+from engine.distributed import RankGroup
 from engine.engine_spec import EngineSpec
 from engine.errors import UserError
 from engine.experience_maker import ExperienceMaker
@@ -162,6 +163,7 @@ class Measuring:
         self.args = args
         self.spec = spec
         self.held_out = held_out
+        self.group = RankGroup(spec.attention.ranks)
         self.reference = self.loaded(spec.actor_path, "reference")
         tokenizer, trusted = held_out.tokenizer, args.trust_remote_code
         self.texts = Texts.of(
@@ -193,7 +195,9 @@ class Measuring:
 
     def loaded(self, path: str, role: str, load: Callable = load_policy) -> FrozenModel:
         """Load the model at `path` into an engine, with the configuration that the specification has for this role."""
-        return frozen_model(load, path, getattr(self.spec, role), self.spec)
+        model = frozen_model(load, path, getattr(self.spec, role), self.spec)
+        model.module.split(self.group)
+        return model
 
     def rollouts_of(self, policy: FrozenModel, decoding: str = "plain") -> RolloutBackend:
         """The backend that draws responses from a policy, or conversations with the environment. decoding: as in
@@ -244,6 +248,7 @@ class Measuring:
             micro_batch_size=self.args.per_device_eval_batch_size,
             exact_sampler=not forward_passes and self.args.dtype == "fp32" and rollouts.computes_as_actor,
             padded=not policy.module.packs,
+            group=self.group,
         )
         sampling = SamplingConfig.of(
             dialect,

@@ -278,6 +278,7 @@ def test_settings_of_zero_that_would_do_nothing_or_harm_are_refused(tmp_path, ze
     [
         ({"optimizer": {"type": "AdamW"}}, "optimizer has no effect here.*use --actor_learning_rate"),
         ({"tensor_parallel": {"autotp_size": 2}}, "tensor_parallel has no effect here.*use --actor_zero_stage 3"),
+        ({"sequence_parallel_size": 2}, "sequence_parallel_size has no effect here.*use --sequence_parallel_size"),
         ({"torch_autocast": {"enabled": True}}, "torch_autocast has no effect here.*use --dtype"),
         ({"data_types": {"param_dtype": "bf16"}}, "data_types.param_dtype is 'bf16', but all models compute"),
         ({"fp16": {"fp16_master_weights_and_grads": True}}, "fp16.fp16_master_.* is True, but in fp16 updates below"),

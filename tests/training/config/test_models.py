@@ -458,19 +458,18 @@ def test_flags_of_other_backends_are_refused(words, message):
 
 @pytest.mark.parametrize(
     "backend, name",
-    [
-        ("vllm", "vllm_tensor_parallel_size"),
-        ("replica", "inference_tp_size"),
-        ("auto", "sequence_parallel_size"),
-    ],
+    [("vllm", "vllm_tensor_parallel_size"), ("replica", "inference_tp_size"), ("auto", "sequence_parallel_size")],
 )
 def test_groups_of_ranks_divide_those_of_a_node(monkeypatch, backend, name):
-    monkeypatch.delenv("RANK", raising=False)  # other tests, which join a group in this process, leave one behind
     words = ["--rollout_backend", backend, f"--{name}", "4"]
     assert getattr(asked(*words), name) == 4
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("LOCAL_SIZE", "8")
     assert getattr(asked(*words), name) == 4
-    monkeypatch.setenv("LOCAL_SIZE", "6")
-    with pytest.raises(UserError, match=f"--{name} 4: the 6 ranks of a node .* divides 6"):
-        asked(*words)
+    for variables in ({"RANK": "0", "LOCAL_SIZE": "6"}, {"LOCAL_SIZE": "6"}, {"RANK": "0", "LOCAL_WORLD_SIZE": "6"}):
+        for variable in ("RANK", "LOCAL_SIZE", "LOCAL_WORLD_SIZE"):
+            monkeypatch.delenv(variable, raising=False)
+        for variable, value in variables.items():  # of deepspeed, a dry run, torchrun
+            monkeypatch.setenv(variable, value)
+        with pytest.raises(UserError, match=f"--{name} 4: the 6 ranks of a node .* divides 6"):
+            asked(*words)

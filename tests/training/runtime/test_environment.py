@@ -38,8 +38,7 @@ def test_programs_of_this_python_are_found_without_its_activation(tmp_path, monk
 def port(monkeypatch) -> int:
     """Where this process, a run's rank 0, is to serve the others; tests before may have left it a group that stands."""
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
-    for name in ("RANK", AGENTS_STORE):
-        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv(AGENTS_STORE, raising=False)
     found = free_port()
     monkeypatch.setenv("MASTER_PORT", str(found))
     return found

@@ -5,11 +5,10 @@ import dataclasses
 from collections.abc import Callable
 
 from engine.errors import UserError
-from engine.models.config_and_tokenizer import CLASSIFIER, LANGUAGE_MODEL
 from training.config.step3 import RLHFFlags
 from training.tools.memory.cluster import Cluster
 from training.tools.memory.flags import MemoryFlags
-from training.tools.memory.plan import MemoryPlan, plan, verdict
+from training.tools.memory.plan import MemoryPlan, check_split_models, plan, verdict
 
 GPUS_OF_A_NODE = 8
 MOST_GPUS = 1024
@@ -125,8 +124,7 @@ def _with(args: RLHFFlags, flags: Flags, cluster: Cluster) -> RLHFFlags | None:
         changed.validate()
         changed.check_groups(cluster.gpus)
         _ = changed.ds_configs
-        for name, path in changed.models if changed.sequence_parallel_size > 1 else ():
-            changed.check_attention(path, LANGUAGE_MODEL if name.startswith("actor") else CLASSIFIER, f"--{name}")
+        check_split_models(changed)
     except UserError:
         return None
     return changed

@@ -4,7 +4,6 @@ memory."""
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
-from typing import Any
 
 import torch
 
@@ -12,7 +11,7 @@ from engine.distributed import RankGroup
 from engine.engine_spec import EngineSpec
 from engine.errors import UserError
 from engine.models.adapter_folders import AdapterFolder, read_adapter
-from engine.models.attention import BY_ROW, USUAL, Attention
+from engine.models.attention import USUAL, Attention
 from engine.models.config_and_tokenizer import CLASSIFIER, LANGUAGE_MODEL, model_class, read_config
 from engine.models.hydra import HydraPolicy
 from engine.models.loading import DTYPES, as_computed
@@ -185,12 +184,10 @@ def module_on_meta(
     made = model_class(config, kind, path, what, trust_remote_code)
     if merged is not None and kind == LANGUAGE_MODEL and merged.changes_tied_head(config, made):
         config.tie_word_embeddings = False  # the loader does this too
-    packs = attention.packing == "packed" and attention._takes_rows(made, config)
-    how = {"attn_implementation": BY_ROW} if packs else attention.arguments_on_meta
     with torch.device("meta"):
-        model = made._from_config(config, dtype=DTYPES[dtype], **how)
+        model = made._from_config(config, dtype=DTYPES[dtype], **attention.arguments_on_meta(made, config))
         module = Policy(model) if kind == LANGUAGE_MODEL else Scorer(model)
-    module.pack(packs)
+    module.pack(attention.packs_rows_of(model))
     module.split(MetaGroup(attention.ranks))
     return module
 
@@ -205,22 +202,9 @@ class MetaGroup(RankGroup):
         """As in RankGroup, where the other ranks have an empty list."""
         return [value] + [[]] * (self.size - 1)
 
-    def exchanged(self, tensor: torch.Tensor, given: list[int], taken: list[int]) -> torch.Tensor:
-        """As in RankGroup, without an exchange: memory of the right size."""
-        return _MetaExchange.apply(tensor, sum(taken))
-
-
-class _MetaExchange(torch.autograd.Function):
-    """Allocates what an exchange allocates."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, taken: int) -> torch.Tensor:
-        ctx.shape = tensor.shape
-        return tensor.contiguous().new_empty(taken, *tensor.shape[1:])
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor):
-        return gradient.contiguous().new_empty(ctx.shape), None
+    def all_to_all_single(self, tensor: torch.Tensor, given: list[int], taken: list[int]) -> torch.Tensor:
+        """Allocates what RankGroup's allocates."""
+        return tensor.contiguous().new_empty(sum(taken), *tensor.shape[1:])
 
 
 def with_packing(attention: Attention, dtype: str, kernel: bool) -> Attention:

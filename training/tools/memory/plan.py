@@ -98,6 +98,12 @@ class MemoryPlan:
         return self.placed and all(known) if known else None
 
 
+def check_split_models(args: RLHFFlags) -> None:
+    """Raise UserError if several ranks are to compute sequences together, which a model cannot."""
+    for name, path in args.models if args.sequence_parallel_size > 1 else ():
+        args.check_attention(path, LANGUAGE_MODEL if name.startswith("actor") else CLASSIFIER, f"--{name}")
+
+
 def plan(args: RLHFFlags, cluster: Cluster) -> MemoryPlan:
     """The memory plan of step 3 with these flags.
 
@@ -288,7 +294,7 @@ class _Planner:
     def _rows(self) -> tuple[int, int, int]:
         """(sequences, their tokens, their responses' tokens) of a pass that computes experience or trains."""
         args = self.args
-        rows = min(args.per_device_training_batch_size, args.rows_per_rank)
+        rows = min(args.per_device_training_batch_size, args.rows_per_rank * args.sequence_parallel_size)
         return rows, args.max_prompt_seq_len + args.max_answer_seq_len, args.max_answer_seq_len
 
     def _rows_of(self, role: str) -> tuple[int, int, int]:

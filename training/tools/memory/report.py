@@ -8,7 +8,7 @@ from engine.models.model_paths import base_of
 from training.runtime.models import adapted_roles, check_positions, prompt_and_answer
 from training.tools.memory.changes import BATCHES, GPUS_OF_A_NODE, change_lines, fewest_gpus, largest_batch
 from training.tools.memory.flags import MemoryFlags
-from training.tools.memory.plan import plan, table
+from training.tools.memory.plan import check_split_models, plan, table
 
 OLDER = ("v100", "t4")  # GPUs without bf16, which compute in fp16
 
@@ -38,6 +38,7 @@ def _refuse_what_cannot_run(args: MemoryFlags) -> None:
     """Raise UserError for flags that step 3 would refuse on a machine of any size."""
     _ = args.ds_configs  # raises for configurations that DeepSpeed does not support
     args.check_groups(GPUS_OF_A_NODE if args.search == "gpus" else args.num_gpus)
+    check_split_models(args)
     if args.gpu.lower().startswith(OLDER) and args.dtype == "bf16":
         raise UserError(f"--dtype bf16 with --gpu {args.gpu}: it does not compute in bf16. Give --dtype fp16.")
     for name, path in args.models:

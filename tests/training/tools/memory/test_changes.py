@@ -21,7 +21,6 @@ def found(path, monkeypatch):
     """What `what_fits` proposes where exactly those flags fit for which a function is true; None for nothing."""
 
     def propose(fits, gpus=4, stage=1, more=""):
-        monkeypatch.delenv("RANK", raising=False)
         monkeypatch.setattr(changes, "plan", lambda args, cluster: SimpleNamespace(fits=fits(args)))
         result = what_fits(flags_of(path, stage, f"--num_gpus {gpus} {more}"), Cluster(gpus=gpus, gpu=10**9))
         return result and result[0]
@@ -53,8 +52,9 @@ def test_ranks_of_a_node_split_sequences(found):
 
 
 def test_what_step_3_refuses_is_not_proposed(found):
-    """A shared trunk is not offloaded; a node of two ranks has no group of four."""
+    """A shared trunk is not offloaded; a node of two ranks has no group of four; four heads are not for eight ranks."""
     assert found(lambda args: args.sequence_parallel_size == 4, gpus=2) is None
+    assert found(lambda args: args.sequence_parallel_size == 8, gpus=8) is None
     lora = "--share_trunk --only_optimize_lora --actor_lora_dim 4 --critic_lora_dim 4"
     assert found(lambda args: args.spec.actor.offload, gpus=1, more=lora) is None
 
@@ -76,7 +76,6 @@ def fits_on(least: int, args, cluster: Cluster) -> SimpleNamespace:
 
 
 def test_the_fewest_gpus_hold_the_actor_together_and_are_of_as_few_nodes(path, monkeypatch):
-    monkeypatch.delenv("RANK", raising=False)
     for least, flags, expected in (
         (12, "", (8, 2)),
         (1, "--rollout_backend vllm --vllm_tensor_parallel_size 4", (4, 1)),

@@ -3,6 +3,7 @@
 Nothing but configurations stands in the models' folders: no weights, no tokenizer.
 """
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -120,6 +121,18 @@ def test_several_passes_at_stage_3_keep_whole_weights_and_gradients(path, passes
     actor = of(plan(flags, Cluster(gpus=2)), "actor's backward pass", "actor")
     assert actor["gathered"] == (1 if whole else 2) * 2 * POLICY  # fetched layers are there twice, if they are small
     assert actor["gradients"] == pytest.approx(POLICY + whole * 2 * POLICY, rel=0.001)
+
+
+def test_a_pass_of_a_group_may_have_the_rows_of_all_its_ranks(path):
+    """16 rows on one rank are as many tokens for a rank as 32 rows on two."""
+
+    def activations(ranks: int) -> int:
+        flags = flags_of(path, 0, f"--packing packed --sequence_parallel_size {ranks}")
+        sizes = {"per_device_training_batch_size": 16 * ranks, "gradient_accumulation_steps": None}
+        planned = plan(dataclasses.replace(flags, **sizes), Cluster(gpus=2))
+        return of(planned, "actor's backward pass", "actor")["activations"]
+
+    assert activations(2) == pytest.approx(activations(1), rel=0.1)
 
 
 def test_nothing_is_kept_whole_where_memory_does_not_allow_it(path):

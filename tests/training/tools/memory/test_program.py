@@ -88,6 +88,7 @@ def test_what_is_looked_for_is_said(words, capsys, monkeypatch):
             ["--search", "gpus", "--rollout_backend", "replica", "--inference_tp_size", "16"],
             "--inference_tp_size 16: the 8 ranks of a node",
         ),
+        (["--num_gpus", "6", "--sequence_parallel_size", "3"], "which 3 ranks cannot share. Give one of 2, 4, "),
         (["--gpu", "v100-32g"], "--dtype bf16 with --gpu v100-32g"),
         (["--max_answer_seq_len", "1000000"], "positions. Lower them."),
         (
